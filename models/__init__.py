@@ -1,0 +1,1 @@
+"""The models that Cheetah can turn into a kernel, one package each."""
