@@ -1,0 +1,288 @@
+"""Reading a config.json: both spellings (transformers 4 and 5), every default, and everything that is refused.
+
+The rule is "accept exactly, or refuse by name": a field that would change the result and is not implemented raises
+`ConfigError` with the field, what was found and what would work. Lines worth printing go to a list of notes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cheetah.errors import CheetahError
+from cheetah.models.llama.rope import FIELDS_OF_KIND, REQUIRED_OF_KIND, Rope, RopeError
+
+# field of LlamaConfig -> field of config.json
+JSON_NAMES = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "query_heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_position_embeddings",
+}
+
+# What has to hold of a field for this implementation to compute the same; absent and null always do.
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "sliding_window": (),
+    "use_sliding_window": (False,),
+    "partial_rotary_factor": (1, 1.0),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "logit_scale": (1, 1.0),
+    "logits_scaling": (1, 1.0),
+    "embedding_multiplier": (1, 1.0),
+    "residual_multiplier": (1, 1.0),
+    "attention_multiplier": (),
+    "qk_norm": (False,),
+    "use_qk_norm": (False,),
+    "no_rope_layers": ([],),
+    "num_local_experts": (0,),
+    "pruned_heads": ({}, []),
+    "kv_cache_scheme": (),
+}
+
+READ_ELSEWHERE = {
+    *JSON_NAMES.values(),
+    *("model_type", "architectures", "rms_norm_eps", "tie_word_embeddings", "quantization_config"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"),
+    *("torch_dtype", "dtype", "bos_token_id", "eos_token_id", "pad_token_id"),
+}
+
+# Fields that transformers' Llama does not read for inference.
+IGNORED = {
+    *("pretraining_tp", "use_cache", "initializer_range", "transformers_version", "attention_dropout", "_name_or_path"),
+    *("auto_map", "id2label", "label2id", "output_attentions", "output_hidden_states", "return_dict", "layer_types"),
+    *("unsloth_version", "unsloth_fixed", "use_bfloat16", "chunk_size_feed_forward", "rope_interleaved"),
+}
+
+
+class ConfigError(CheetahError):
+    """A configuration that is incomplete, contradictory, or asks for something that is not implemented."""
+
+
+def read_fields(source: str | Path | Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    """The constructor arguments of `LlamaConfig` from a config.json (its path, or the object itself)."""
+    values = source if isinstance(source, Mapping) else load_json(Path(source))
+    return _Reader(place_of(source), values, notes).fields()
+
+
+def place_of(source: str | Path | Mapping[str, Any]) -> str:
+    """How messages name the source: its path, or "config"."""
+    return "config" if isinstance(source, Mapping) else str(source)
+
+
+def load_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; duplicate keys, NaN and anything but an object are refused with the file's name."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in result:
+                raise ConfigError(f"{path}: key {name!r} stands twice in one object: keep one of them")
+            result[name] = value
+        return result
+
+    def refuse_constant(text: str) -> Any:
+        raise ConfigError(f"{path}: {text} is not a JSON number")
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        value = json.loads(text, object_pairs_hook=unique, parse_constant=refuse_constant)
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"{path}: cannot be read as JSON: {problem}") from problem
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: holds a JSON {type(value).__name__}, expected an object")
+    return value
+
+
+class _Reader:
+    """One pass over one config object; every message starts with the place it was read from."""
+
+    def __init__(self, place: str, values: Mapping[str, Any], notes: list[str]):
+        self.place = place
+        self.values = {name: value for name, value in values.items() if value is not None}
+        self.notes = notes
+
+    def fields(self) -> dict[str, Any]:
+        self._check_model()
+        self._check_quantization()
+        self._check_neutral()
+        heads = self._count("num_attention_heads")
+        fields = {
+            "hidden_size": self._count("hidden_size"),
+            "intermediate_size": self._count("intermediate_size"),
+            "layers": self._count("num_hidden_layers"),
+            "query_heads": heads,
+            "kv_heads": self._count("num_key_value_heads", default=heads),
+            "head_dim": self._head_dim(),
+            "vocab_size": self._count("vocab_size"),
+            "rms_norm_eps": self._epsilon(),
+            "max_position_embeddings": self._count("max_position_embeddings", default=2048),
+            "tied_embeddings": self._flag("tie_word_embeddings"),
+            "rope": self._rope(),
+        }
+        self._note_suspicions(fields)
+        self._note_unknown()
+        return fields
+
+    def _check_model(self) -> None:
+        model_type = self.values.get("model_type")
+        if model_type != "llama":
+            raise self._error(f"model_type is {_shown(model_type)}, supported is 'llama'")
+        architectures = self.values.get("architectures")
+        if architectures != ["LlamaForCausalLM"]:
+            raise self._error(f"architectures is {_shown(architectures)}, supported is ['LlamaForCausalLM']")
+
+    def _check_quantization(self) -> None:
+        quantization = self.values.get("quantization_config")
+        if quantization is not None:
+            raise self._error(f"the weights are quantised ({quantization_method(quantization)}): {ONLY_UNQUANTISED}")
+
+    def _check_neutral(self) -> None:
+        for name, neutral in NEUTRAL_VALUES.items():
+            if name in self.values and self.values[name] not in neutral:
+                wanted = " or ".join([*map(repr, neutral[:1]), "absent"])
+                raise self._error(f"{name} = {self.values[name]!r} is not supported; supported: {wanted}")
+
+    def _count(self, name: str, default: int | None = None) -> int:
+        if name not in self.values:
+            if default is None:
+                raise self._error(f"{name} is missing: it has no safe default, write it into the file")
+            return default
+        value = self.values[name]
+        if type(value) is not int or value < 1:
+            raise self._error(f"{name} = {value!r}: must be a positive integer")
+        return value
+
+    def _number(self, values: Mapping[str, Any], name: str, where: str = "") -> float:
+        value = values[name]
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise self._error(f"{where}{name} = {value!r}: must be a number")
+        return float(value)
+
+    def _flag(self, name: str) -> bool:
+        value = self.values.get(name, False)
+        if type(value) is not bool:
+            raise self._error(f"{name} = {value!r}: must be true or false")
+        return value
+
+    def _head_dim(self) -> int:
+        hidden, heads = self._count("hidden_size"), self._count("num_attention_heads")
+        if "head_dim" not in self.values and hidden % heads:
+            raise self._error(
+                f"head_dim is missing and hidden_size / num_attention_heads = {hidden} / {heads} is no integer"
+            )
+        return self._count("head_dim", default=hidden // heads)
+
+    def _epsilon(self) -> float:
+        if "rms_norm_eps" in self.values:
+            return self._number(self.values, "rms_norm_eps")
+        self.notes.append(f"{self.place}: rms_norm_eps is absent, taken as 1e-6 (Llama 2 and 3 use 1e-5)")
+        return 1e-6
+
+    def _rope(self) -> Rope:
+        values = self._rope_values()
+        kind = values.get("rope_type", values.get("type", "default"))
+        if not isinstance(kind, str):
+            raise self._error(f"rope_type = {kind!r}: must be a string")
+        numbers: dict[str, Any] = {
+            name: self._number(values, name, "rope ") for name in self._rope_fields(kind, values)
+        }
+        if kind in ("llama3", "yarn"):
+            numbers["original_max_position_embeddings"] = self._original_context(values)
+        if kind == "yarn" and type(values.get("truncate", True)) is not bool:
+            raise self._error(f"rope truncate = {values['truncate']!r}: must be true or false")
+        numbers["truncate"] = values.get("truncate", True) if kind == "yarn" else True
+        theta = values if "rope_theta" in values else {"rope_theta": self.values.get("rope_theta", 10000.0)}
+        try:
+            return Rope(rope_theta=self._number(theta, "rope_theta"), rope_type=kind, **numbers)
+        except RopeError as problem:
+            raise self._error(str(problem)) from problem
+
+    def _rope_values(self) -> dict[str, Any]:
+        """A non-empty rope_scaling (transformers 4) replaces rope_parameters (transformers 5)."""
+        for name in ("rope_scaling", "rope_parameters"):
+            values = self.values.get(name)
+            if not values:
+                continue
+            if not isinstance(values, dict):
+                raise self._error(f"{name} = {values!r}: must be an object")
+            if any(isinstance(value, dict) for value in values.values()):
+                raise self._error(f"{name} differs from layer to layer ({', '.join(values)}): not supported")
+            partial = values.get("partial_rotary_factor")
+            if partial not in (None, 1):
+                raise self._error(f"{name}.partial_rotary_factor = {partial}: only 1 is supported")
+            return {key: value for key, value in values.items() if value is not None}
+        return {}
+
+    def _rope_fields(self, kind: str, values: Mapping[str, Any]) -> list[str]:
+        """The numeric fields of this kind that are given; a required one that is not given is an error."""
+        for name in REQUIRED_OF_KIND.get(kind, ()):
+            if name not in values:
+                raise self._error(f"rope type {kind!r} needs {name}")
+        used = FIELDS_OF_KIND.get(kind, ())
+        known = {*used, "rope_theta", "rope_type", "type", "partial_rotary_factor"}
+        unused = sorted(set(values) - known)
+        if unused and kind in FIELDS_OF_KIND:
+            self.notes.append(f"{self.place}: rope type {kind!r} does not use {', '.join(unused)}")
+        return [name for name in used if name in values and name not in NOT_PLAIN_NUMBERS]
+
+    def _original_context(self, values: Mapping[str, Any]) -> int:
+        name = "original_max_position_embeddings"
+        inner = values.get(name, self.values.get("max_position_embeddings", 2048))
+        value = self.values.get(name, inner)
+        if type(value) is float and value.is_integer():
+            value = int(value)
+        if type(value) is not int or value < 1:
+            raise self._error(f"{name} = {value!r}: must be a positive integer")
+        return value
+
+    def _note_suspicions(self, fields: Mapping[str, Any]) -> None:
+        rope, context = fields["rope"], fields["max_position_embeddings"]
+        if rope.rope_theta == 10000.0 and fields["vocab_size"] == 128256:
+            self.notes.append(
+                f"{self.place}: rope_theta = 10000 with the vocabulary of Llama 3, whose theta is 500000: "
+                "the text will degrade if the file lost its rope_theta"
+            )
+        if rope.rope_theta == 500000.0 and rope.rope_type == "default" and context > 8192:
+            self.notes.append(
+                f"{self.place}: max_position_embeddings = {context} at rope_theta = 500000 without llama3 scaling: "
+                "Llama 3.1 and later need rope_scaling"
+            )
+
+    def _note_unknown(self) -> None:
+        unknown = sorted(set(self.values) - READ_ELSEWHERE - IGNORED - set(NEUTRAL_VALUES))
+        if unknown:
+            self.notes.append(f"{self.place}: ignored, not part of a Llama: {', '.join(unknown)}")
+
+    def _error(self, message: str) -> ConfigError:
+        return ConfigError(f"{self.place}: {message}")
+
+
+NOT_PLAIN_NUMBERS = ("original_max_position_embeddings", "truncate")
+ONLY_UNQUANTISED = "only unquantised weights (bf16, fp16, fp32) are supported; use the unquantised checkpoint"
+
+
+def quantization_method(quantization: object) -> str:
+    """The name of the method in a quantization_config object, with its format where it states one."""
+    if not isinstance(quantization, Mapping):
+        return f"quantization_config = {quantization!r}"
+    method = quantization.get("quant_method")
+    form = quantization.get("format") or quantization.get("checkpoint_format") or quantization.get("version")
+    named = str(method) if method else "method not named"
+    return f"{named}, {form}" if form and form != method else named
+
+
+def _shown(value: object) -> str:
+    return "missing" if value is None else repr(value)
