@@ -1,0 +1,78 @@
+"""The language's errors: one class a mistake, each message ending with the user's file and line."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from cheetah.errors import CheetahError
+
+_HERE = str(Path(__file__).parent)
+
+
+@dataclass(frozen=True)
+class Location:
+    """A line of the user's Python."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+def here() -> Location:
+    """The line of the innermost caller outside `cheetah.lang`."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (frame.f_code.co_filename.startswith(_HERE) or "contextlib" in frame.f_code.co_filename):
+        frame = frame.f_back
+    return Location(frame.f_code.co_filename, frame.f_lineno)
+
+
+class LangError(CheetahError):
+    """A mistake in a device program, caught while it is being generated."""
+
+    def __init__(self, message: str, location: Location | None = None) -> None:
+        self.location = location or here()
+        super().__init__(f"{message}\n  at {self.location}")
+
+
+class DeviceBoolError(LangError):
+    """A device value was used where Python needs a truth value now."""
+
+
+class MissingWithError(LangError):
+    """A control statement was called but not opened with `with`."""
+
+
+class ScopeError(LangError):
+    """A name was used where it is not visible: outside the block or the warp role that bound it."""
+
+
+class TypeMixError(LangError):
+    """Operands of different types, or an operation that a type does not have."""
+
+
+class ConstStoreError(LangError):
+    """A store through a pointer, or to a name, that is constant."""
+
+
+class CopySizeError(LangError):
+    """A bulk copy whose size or alignment the hardware cannot do."""
+
+
+class UnusedStageError(LangError):
+    """A stage of the ring that is filled but never used, or used but never filled."""
+
+
+class SharedBudgetError(LangError):
+    """More shared memory than a block has."""
+
+
+class NoKernelError(LangError):
+    """A statement outside of any kernel."""
+
+
+class RangeError(LangError):
+    """A static index outside of its dimension, or a literal that its type cannot hold."""

@@ -1,0 +1,159 @@
+"""The types a device value can have. A scalar type called with a value makes a literal or a cast: `ty.u64(i)`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Union
+
+if TYPE_CHECKING:
+    from cheetah.lang.expressions import Expr, Value
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A number: its C spelling, kind ("uint", "int", "float", "bool", "bf16", "void") and width in bits."""
+
+    c_name: str
+    kind: str
+    bits: int
+
+    @property
+    def bytes(self) -> int:
+        return max(1, self.bits // 8)
+
+    @property
+    def is_integer(self) -> bool:
+        return self.kind in ("uint", "int")
+
+    def __call__(self, value: Value) -> Expr:
+        from cheetah.lang.expressions import cast
+
+        return cast(self, value)
+
+    def __str__(self) -> str:
+        return self.c_name
+
+
+@dataclass(frozen=True)
+class Vector:
+    """CUDA's built-in vectors (`uint4`): members x, y, z, w."""
+
+    c_name: str
+    element: Scalar
+    lanes: int
+
+    @property
+    def bytes(self) -> int:
+        return self.lanes * self.element.bytes
+
+    @property
+    def fields(self) -> Mapping[str, Type]:
+        return dict.fromkeys("xyzw"[: self.lanes], self.element)
+
+    def __str__(self) -> str:
+        return self.c_name
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """An address of elements; `mutable` decides whether a store through it is allowed."""
+
+    element: Type
+    mutable: bool
+
+    bytes = 8
+
+    def __str__(self) -> str:
+        return f"{'' if self.mutable else 'const '}{self.element}*"
+
+
+@dataclass(frozen=True)
+class Array:
+    """A local array of `length` elements; the compiler keeps it in registers when every index is static."""
+
+    element: Scalar | Vector
+    length: int
+
+    @property
+    def bytes(self) -> int:
+        return self.length * self.element.bytes
+
+    def __str__(self) -> str:
+        return f"{self.element}[{self.length}]"
+
+
+@dataclass(frozen=True)
+class Struct:
+    """A structure with named fields, laid out as C does."""
+
+    c_name: str
+    members: tuple[tuple[str, Type], ...]
+
+    @property
+    def fields(self) -> Mapping[str, Type]:
+        return dict(self.members)
+
+    @property
+    def alignment(self) -> int:
+        return max(alignment_of(t) for _, t in self.members)
+
+    @property
+    def bytes(self) -> int:
+        offset = 0
+        for _, member in self.members:
+            offset = _round_up(offset, alignment_of(member)) + member.bytes
+        return _round_up(offset, self.alignment)
+
+    def __str__(self) -> str:
+        return self.c_name
+
+
+Type = Union[Scalar, Vector, Pointer, Array, Struct]
+
+void = Scalar("void", "void", 0)
+boolean = Scalar("bool", "bool", 8)
+u8 = Scalar("uint8_t", "uint", 8)
+u16 = Scalar("uint16_t", "uint", 16)
+u32 = Scalar("uint32_t", "uint", 32)
+u64 = Scalar("uint64_t", "uint", 64)
+i32 = Scalar("int32_t", "int", 32)
+i64 = Scalar("int64_t", "int", 64)
+f32 = Scalar("float", "float", 32)
+f64 = Scalar("double", "float", 64)
+bf16 = Scalar("bf16", "bf16", 16)
+u32x2 = Vector("uint2", u32, 2)
+u32x4 = Vector("uint4", u32, 4)
+f32x2 = Vector("float2", f32, 2)
+f32x4 = Vector("float4", f32, 4)
+
+
+def ptr(element: Type) -> Pointer:
+    """A pointer through which nothing may be stored."""
+    return Pointer(element, mutable=False)
+
+
+def ptr_mut(element: Type) -> Pointer:
+    """A pointer through which elements may be stored."""
+    return Pointer(element, mutable=True)
+
+
+def array(element: Scalar | Vector, length: int) -> Array:
+    return Array(element, length)
+
+
+def struct(c_name: str, **members: Type) -> Struct:
+    return Struct(c_name, tuple(members.items()))
+
+
+def alignment_of(type_: Type) -> int:
+    """The alignment in bytes that a value of this type needs."""
+    if isinstance(type_, Array):
+        return alignment_of(type_.element)
+    if isinstance(type_, Struct):
+        return type_.alignment
+    return type_.bytes
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
