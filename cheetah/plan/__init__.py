@@ -1,0 +1,36 @@
+"""Static decisions as plain data and arithmetic: who owns which rows, chunks, shared memory, the KV schedule.
+
+Knows nothing of the language, the model's code or the runtime.
+"""
+
+from cheetah.plan.errors import PlanError
+from cheetah.plan.gpu import GPUS, Gpu, gpu_named
+from cheetah.plan.layout import PAIR_BYTES, PAIR_COLUMNS, STRIP_ROWS, MatrixLayout
+from cheetah.plan.matrices import StepMatrices, step_matrices
+from cheetah.plan.plan import Plan, default_plan, kernel_regions, shared_map
+from cheetah.plan.shape import ModelShape
+from cheetah.plan.shared import Region, SharedMap, ring_regions, stages_that_fit
+from cheetah.plan.split import Split
+
+__all__ = [
+    "GPUS",
+    "PAIR_BYTES",
+    "PAIR_COLUMNS",
+    "STRIP_ROWS",
+    "Gpu",
+    "MatrixLayout",
+    "ModelShape",
+    "Plan",
+    "PlanError",
+    "Region",
+    "SharedMap",
+    "Split",
+    "StepMatrices",
+    "default_plan",
+    "gpu_named",
+    "kernel_regions",
+    "ring_regions",
+    "shared_map",
+    "stages_that_fit",
+    "step_matrices",
+]

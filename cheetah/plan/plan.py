@@ -1,0 +1,229 @@
+"""Our choices: one frozen `Plan`, derived by rule from the machine and the model, every field overridable."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from math import lcm
+from typing import Any
+
+from cheetah.plan.errors import PlanError, require_positive
+from cheetah.plan.gpu import Gpu
+from cheetah.plan.index import ceil_div, round_up
+from cheetah.plan.layout import PAIR_BYTES, STRIP_ROWS
+from cheetah.plan.shape import ModelShape
+from cheetah.plan.shared import BULK_ALIGNMENT, Region, SharedMap, ring_regions, stages_that_fit
+
+SYNCS = ("flags", "barrier")
+"""How blocks exchange vectors: flagged words (faster), or the atomic grid barrier (the reference)."""
+KV_TILE_TOKENS = 16
+"""Keys of one mma tile: a KV stage holds whole tiles."""
+MAX_BATCH = 8
+"""Tokens that ride in the n = 8 dimension of one mma."""
+MAX_MATH_WARPS = 31
+"""A block has at most 32 warps, and one of them copies."""
+TRANSACTION_LIMIT_BYTES = 2**20
+"""An mbarrier counts fewer pending bytes than this (PTX ISA, mbarrier tx-count)."""
+EMULATOR_STAGES = 8
+"""Most ring stages on the emulator, so that the ring wraps round even for small models."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The static choices of one kernel. Bytes are bytes; tokens, warps, stages and steps are counts.
+
+    `in_flight` chunks are requested at most at a time (48 to 64 KB an SM measured best; more delays the exchanges).
+    The starts rotate who owns a matrix's first strip; o and down share one, so a residual row stays with its block.
+    `kv_align` and `kv_chunk_min` are A and M of the load-balanced KV scheduler (FlashInfer, Algorithm 1).
+    """
+
+    math_warps: int
+    stage_bytes: int
+    stages: int
+    in_flight: int = 3
+    sync: str = "flags"
+    page_size: int = 16
+    max_context: int = 8192
+    batch: int = 1
+    max_steps: int = 64
+    kv_align: int = 16
+    kv_chunk_min: int = 64
+    start_qkv: int = 0
+    start_residual: int = 0
+    start_gate_up: int = 0
+    start_head: int = 0
+
+    def __post_init__(self) -> None:
+        starts = ("sync", "start_qkv", "start_residual", "start_gate_up", "start_head")
+        require_positive("Plan", **{name: value for name, value in vars(self).items() if name not in starts})
+        self._check_choices()
+        self._check_ring()
+
+    def _check_choices(self) -> None:
+        if self.sync not in SYNCS:
+            raise PlanError(f"Plan: sync is {self.sync!r}: choose one of {', '.join(SYNCS)}")
+        if self.batch > MAX_BATCH:
+            raise PlanError(f"Plan: batch is {self.batch}: at most {MAX_BATCH} sequences share one step")
+        if self.math_warps > MAX_MATH_WARPS:
+            raise PlanError(f"Plan: math_warps is {self.math_warps}: a block has 32 warps and one copies: at most 31")
+        if self.kv_chunk_min % self.kv_align:
+            raise PlanError(f"Plan: kv_chunk_min {self.kv_chunk_min} is no multiple of kv_align {self.kv_align}")
+        for name in ("start_qkv", "start_residual", "start_gate_up", "start_head"):
+            if getattr(self, name) < 0:
+                raise PlanError(f"Plan: {name} is {getattr(self, name)}: give 0 to blocks - 1")
+
+    def _check_ring(self) -> None:
+        unit = self.math_warps * PAIR_BYTES
+        if self.stage_bytes % unit:
+            raise PlanError(
+                f"Plan: stage_bytes is {self.stage_bytes} with {self.math_warps} math warps: each takes whole "
+                f"{PAIR_BYTES}-byte tile pairs of a chunk: use a multiple of {unit}"
+            )
+        if self.stage_bytes >= TRANSACTION_LIMIT_BYTES:
+            raise PlanError(
+                f"Plan: stage_bytes is {self.stage_bytes}: an mbarrier counts below {TRANSACTION_LIMIT_BYTES}"
+            )
+        if self.stages < 2:
+            raise PlanError(f"Plan: stages is {self.stages}: a ring needs at least 2, one filling while one is used")
+        if self.in_flight >= self.stages:
+            raise PlanError(f"Plan: in_flight {self.in_flight} of {self.stages} stages: give at most {self.stages - 1}")
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: the math warps and the copy warp, which is the last."""
+        return (self.math_warps + 1) * 32
+
+    @property
+    def pairs_per_chunk(self) -> int:
+        """Tile pairs of a full stage."""
+        return self.stage_bytes // PAIR_BYTES
+
+    @property
+    def pairs_per_warp(self) -> int:
+        """Tile pairs of a full stage that each math warp multiplies."""
+        return self.pairs_per_chunk // self.math_warps
+
+    @property
+    def ring_bytes(self) -> int:
+        return self.stages * self.stage_bytes
+
+    @property
+    def pages_per_sequence(self) -> int:
+        """Pages that hold `max_context` tokens."""
+        return ceil_div(self.max_context, self.page_size)
+
+    @property
+    def kv_pages(self) -> int:
+        """Pages of the pool, for every sequence of the batch at full context."""
+        return self.batch * self.pages_per_sequence
+
+    def kv_stage_tokens(self, head_dim: int) -> int:
+        """Tokens of one KV head in a stage: the first half of the stage is their K, the second their V (bf16)."""
+        return self.stage_bytes // (2 * 2 * head_dim)
+
+    def check(self, shape: ModelShape, gpu: Gpu) -> None:
+        """PlanError unless this plan can serve that model on that machine."""
+        unit = KV_TILE_TOKENS * 2 * 2 * shape.head_dim
+        if self.stage_bytes % unit:
+            raise PlanError(
+                f"Plan: stage_bytes is {self.stage_bytes} with head_dim {shape.head_dim}: K and V of {KV_TILE_TOKENS} "
+                f"tokens are {unit} bytes and a stage holds whole such tiles: use a multiple of {unit}"
+            )
+        for name in ("start_qkv", "start_residual", "start_gate_up", "start_head"):
+            if getattr(self, name) >= gpu.blocks:
+                raise PlanError(
+                    f"Plan: {name} is {getattr(self, name)} on {gpu.blocks} blocks: give 0 to {gpu.blocks - 1}"
+                )
+
+    def to_dict(self) -> dict[str, int | str]:
+        """Field names and values, ready for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Plan":
+        """The plan that `to_dict` wrote; PlanError names unknown and missing fields."""
+        known = {field.name for field in fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise PlanError(f"Plan: unknown field {', '.join(unknown)}: the fields are {', '.join(sorted(known))}")
+        if missing := sorted({"math_warps", "stage_bytes", "stages"} - set(values)):
+            raise PlanError(f"Plan: missing field {', '.join(missing)}")
+        return cls(**values)
+
+
+Reserve = Callable[[ModelShape, Plan, Gpu], Sequence[Region]]
+"""Gives the regions of shared memory that a kernel needs beside the ring."""
+
+
+def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...]:
+    """What a block keeps in shared memory beside the ring. The attention scratch lies over the matvec input."""
+    vector_bytes = plan.batch * shape.widest_vector * 2
+    # Half of the math warps lay down their states (O[group, head_dim], LSE and denominator, f32); the others fold them.
+    states_bytes = ceil_div(plan.math_warps, 2) * shape.group * (shape.head_dim + 2) * 4
+    query_bytes = (shape.group + 2) * shape.head_dim * 2
+    attention_bytes = round_up(states_bytes, BULK_ALIGNMENT) + query_bytes
+    residual_rows = ceil_div(ceil_div(shape.hidden, STRIP_ROWS), gpu.blocks) * STRIP_ROWS
+    return (
+        Region("scratch", max(vector_bytes, attention_bytes), BULK_ALIGNMENT),
+        Region("vector", vector_bytes, BULK_ALIGNMENT, over="scratch"),
+        Region("attention", attention_bytes, BULK_ALIGNMENT, over="scratch"),
+        Region("reduction", 2 * plan.math_warps * STRIP_ROWS * plan.batch * 4, BULK_ALIGNMENT),
+        Region("residual", residual_rows * plan.batch * 4),
+        Region("scalars", 1024),
+    )
+
+
+def shared_map(shape: ModelShape, plan: Plan, gpu: Gpu, reserve: Reserve = kernel_regions) -> SharedMap:
+    """The whole arena: ring, its barriers, and what `reserve` asks for. PlanError with the table if it does not fit."""
+    regions = (*ring_regions(plan.stages, plan.stage_bytes), *reserve(shape, plan, gpu))
+    return SharedMap(regions, gpu.shared_bytes)
+
+
+def default_plan(
+    gpu: Gpu,
+    *,
+    hidden: int,
+    ffn: int,
+    vocab: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    layers: int,
+    reserve: Reserve = kernel_regions,
+    **overrides: Any,
+) -> Plan:
+    """The plan by rule for a model of these sizes on `gpu`; `overrides` are fields of `Plan`, None means by rule.
+
+    `reserve` gives the shared memory beside the ring; the stages are what then fits. PlanError where it fails.
+    """
+    shape = ModelShape(hidden, ffn, vocab, heads, kv_heads, head_dim, layers)
+    given = {name: value for name, value in overrides.items() if value is not None}
+    chosen: dict[str, Any] = {"math_warps": 4 if gpu.emulated else 16, **default_starts(shape, gpu), **given}
+    require_positive("Plan", math_warps=chosen["math_warps"])
+    chosen.setdefault("stage_bytes", _default_stage_bytes(gpu, head_dim, chosen["math_warps"]))
+    draft = Plan.from_dict({**chosen, "stages": 2, "in_flight": 1})
+    draft.check(shape, gpu)
+    stages = chosen["stages"] if "stages" in chosen else _default_stages(shape, draft, gpu, reserve)
+    in_flight = chosen["in_flight"] if "in_flight" in chosen else max(1, min(_default_in_flight(draft), stages - 1))
+    plan = replace(draft, stages=stages, in_flight=in_flight)
+    shared_map(shape, plan, gpu, reserve)
+    return plan
+
+
+def default_starts(shape: ModelShape, gpu: Gpu) -> dict[str, int]:
+    """Starts that give the first strips of the others to the blocks which the last round of o and down leaves out."""
+    left_out = ceil_div(shape.hidden, STRIP_ROWS) % gpu.blocks
+    start = -left_out % gpu.blocks
+    return {"start_qkv": start, "start_residual": 0, "start_gate_up": start, "start_head": start}
+
+
+def _default_stage_bytes(gpu: Gpu, head_dim: int, math_warps: int) -> int:
+    unit = lcm(math_warps * PAIR_BYTES, KV_TILE_TOKENS * 2 * 2 * head_dim)
+    return round_up(4096 if gpu.emulated else 16384, unit)
+
+
+def _default_stages(shape: ModelShape, draft: Plan, gpu: Gpu, reserve: Reserve) -> int:
+    fit = stages_that_fit(gpu.shared_bytes, draft.stage_bytes, reserve(shape, draft, gpu))
+    return min(fit, EMULATOR_STAGES) if gpu.emulated else fit
+
+
+def _default_in_flight(draft: Plan) -> int:
+    """About 48 to 64 KB: 3 chunks of 16 KB, 2 of 32 KB."""
+    return 3 if draft.stage_bytes <= 16384 else 2

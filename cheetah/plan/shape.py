@@ -1,0 +1,68 @@
+"""The numbers of a model that the plan needs; nothing of where they come from."""
+
+from dataclasses import dataclass
+
+from cheetah.plan.errors import PlanError, require_positive
+from cheetah.plan.index import ceil_div
+from cheetah.plan.layout import PAIR_COLUMNS, STRIP_ROWS
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a Llama-shaped decoder, in elements: `heads` query heads share `kv_heads` KV heads of `head_dim`."""
+
+    hidden: int
+    ffn: int
+    vocab: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: int
+
+    def __post_init__(self) -> None:
+        require_positive("ModelShape", **vars(self))
+        if self.heads % self.kv_heads:
+            raise PlanError(
+                f"ModelShape: {self.heads} heads on {self.kv_heads} KV heads: heads must be a multiple of kv_heads"
+            )
+        if self.head_dim % STRIP_ROWS:
+            raise PlanError(
+                f"ModelShape: head_dim is {self.head_dim}: give a multiple of {STRIP_ROWS} (whole strips a head)"
+            )
+
+    @property
+    def group(self) -> int:
+        """Query heads of one KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def query_rows(self) -> int:
+        """Width of the attention output: heads * head_dim."""
+        return self.heads * self.head_dim
+
+    @property
+    def qkv_rows(self) -> int:
+        """Rows of the joined query, key and value projection."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def padded_hidden(self) -> int:
+        """`hidden` rounded up to whole tile pairs: the row length of norms and embedding."""
+        return _padded(self.hidden)
+
+    @property
+    def padded_query_rows(self) -> int:
+        return _padded(self.query_rows)
+
+    @property
+    def padded_ffn(self) -> int:
+        return _padded(self.ffn)
+
+    @property
+    def widest_vector(self) -> int:
+        """Elements of the longest input of a matrix, padded."""
+        return max(self.padded_hidden, self.padded_query_rows, self.padded_ffn)
+
+
+def _padded(columns: int) -> int:
+    return ceil_div(columns, PAIR_COLUMNS) * PAIR_COLUMNS

@@ -1,0 +1,105 @@
+"""Addresses of the chunks cover a matrix exactly, in memory order, for ints and device expressions alike."""
+
+import itertools
+
+import pytest
+
+from cheetah.plan import MatrixLayout, PlanError
+
+from .expressions import Symbol, evaluate
+
+SMALL = [
+    MatrixLayout("w", rows, columns, blocks, stage_bytes, start)
+    for rows, columns, blocks, stage_bytes in itertools.product(
+        (1, 16, 17, 64, 80, 200), (1, 32, 33, 128, 130, 500), (1, 2, 3, 4, 7), (1024, 2048, 4096)
+    )
+    for start in {0, blocks - 1}
+]
+
+
+def chunks_in_memory_order(layout):
+    for round in range(layout.rounds):
+        for chunk in range(layout.chunks):
+            for position in range(layout.round_width(round)):
+                yield round, chunk, position
+
+
+def test_addresses_partition_the_matrix_in_memory_order():
+    for layout in SMALL:
+        end = 0
+        for round, chunk, position in chunks_in_memory_order(layout):
+            address = layout.address(round, chunk, position, layout.round_width(round))
+            assert address == end, layout
+            assert address % 16 == 0
+            end = address + layout.chunk_bytes(chunk)
+        assert end == layout.total_bytes, layout
+
+
+def test_address_is_the_formula_of_the_layout():
+    layout = MatrixLayout("w", rows=7 * 16, columns=10 * 32, blocks=4, stage_bytes=4096)
+    assert (layout.strips, layout.tile_pairs, layout.pairs_per_chunk, layout.chunks) == (7, 10, 4, 3)
+    assert (layout.strip_bytes, layout.last_chunk_bytes, layout.rounds) == (10240, 2048, 2)
+    assert layout.address(0, 0, 3, 4) == 3 * 4096
+    assert layout.address(0, 2, 1, 4) == 4 * 2 * 4096 + 2048
+    assert layout.address(1, 1, 2, 3) == 4 * 10240 + 3 * 4096 + 2 * 4096
+    assert layout.address(1, 2, 2, 3) + 2048 == layout.total_bytes
+
+
+def test_chunks_of_a_strip_hold_its_tile_pairs_and_all_but_the_last_are_full():
+    for layout in SMALL:
+        sizes = [layout.chunk_bytes(chunk) for chunk in range(layout.chunks)]
+        assert sum(sizes) == layout.strip_bytes
+        assert all(size == layout.stage_bytes for size in sizes[:-1])
+        assert 0 < sizes[-1] <= layout.stage_bytes
+        assert sizes == [layout.chunk_pairs(chunk) * 1024 for chunk in range(layout.chunks)]
+
+
+def test_round_widths_and_positions_agree_with_the_split():
+    for layout in SMALL:
+        split = layout.split
+        assert [layout.round_width(r) for r in range(layout.rounds)] == [split.width(r) for r in range(split.rounds)]
+        for block in range(layout.blocks):
+            position = layout.position(block)
+            owned = [layout.strip(r, position) for r in range(layout.rounds) if position < layout.round_width(r)]
+            assert owned == list(split.owned(block))
+            assert layout.block_bytes(block) == len(owned) * layout.strip_bytes
+
+
+def test_strip_address_is_the_address_of_its_round_and_position():
+    layout = MatrixLayout("w", rows=7 * 16, columns=10 * 32, blocks=4, stage_bytes=4096)
+    assert layout.strip_address(6, 1) == layout.address(1, 1, 2, 3)
+
+
+def test_device_expressions_give_the_same_addresses():
+    round, chunk, position, block = map(Symbol, ("round", "chunk", "position", "block"))
+    for layout in SMALL:
+        width = layout.round_width(round)
+        address = layout.address(round, chunk, position, width)
+        for r, c, p in chunks_in_memory_order(layout):
+            expected = layout.address(r, c, p, layout.round_width(r))
+            assert evaluate(address, round=r, chunk=c, position=p) == expected, layout
+        place = layout.position(block)
+        assert [evaluate(place, block=b) for b in range(layout.blocks)] == [
+            layout.position(b) for b in range(layout.blocks)
+        ]
+
+
+def test_padding_reaches_whole_strips_and_tile_pairs():
+    layout = MatrixLayout("w", rows=17, columns=33, blocks=2, stage_bytes=1024)
+    assert (layout.padded_rows, layout.padded_columns, layout.total_bytes) == (32, 64, 4096)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rows": 0}, r"MatrixLayout\('w'\): rows is 0"),
+        ({"columns": -1}, "columns is -1"),
+        ({"stage_bytes": 1000}, "stage_bytes is 1000: give a multiple of 1024"),
+        ({"start": 4}, "start is 4 with 4 blocks: give 0 to 3"),
+        ({"offset": 512}, "offset is 512: give a multiple of 1024"),
+    ],
+)
+def test_impossible_layouts_are_refused(change, message):
+    arguments = {"name": "w", "rows": 16, "columns": 32, "blocks": 4, "stage_bytes": 4096, **change}
+    with pytest.raises(PlanError, match=message):
+        MatrixLayout(**arguments)

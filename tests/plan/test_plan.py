@@ -1,0 +1,185 @@
+"""The plan by rule, its refusals, and the matrices that follow from it."""
+
+import pytest
+
+from cheetah.errors import CheetahError
+from cheetah.plan import (
+    GPUS,
+    Gpu,
+    ModelShape,
+    Plan,
+    PlanError,
+    Region,
+    default_plan,
+    gpu_named,
+    shared_map,
+    step_matrices,
+)
+
+from .shapes import LLAMA_1B, LLAMA_3B, LLAMA_8B, LLAMA_70B, TINY
+
+SHAPES = [LLAMA_1B, LLAMA_3B, LLAMA_8B, LLAMA_70B, TINY]
+
+
+def plan_for(shape, gpu="h200", **overrides):
+    return default_plan(GPUS[gpu], **vars(shape), **overrides)
+
+
+def test_plan_error_is_a_user_error():
+    assert issubclass(PlanError, CheetahError)
+
+
+def test_gpus_are_named_by_their_key_and_unknown_names_list_them():
+    assert all(name == gpu.name for name, gpu in GPUS.items())
+    assert {gpu.blocks for gpu in GPUS.values() if gpu.emulated} == {2, 4, 8}
+    with pytest.raises(PlanError, match="gpu 'a100' is not known: choose one of h200, h100, emulator"):
+        gpu_named("a100")
+    with pytest.raises(PlanError, match="blocks is 0"):
+        Gpu("x", "sm_90a", 0, 1, 1.0, 1, "")
+    with pytest.raises(PlanError, match="read_gb_per_s is 0"):
+        Gpu("x", "sm_90a", 1, 1, 0, 1, "")
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_default_plan_holds_its_constraints(shape, gpu):
+    plan = plan_for(shape, gpu)
+    assert plan.stage_bytes % (plan.math_warps * 1024) == 0
+    assert plan.kv_stage_tokens(shape.head_dim) % 16 == 0
+    assert plan.kv_stage_tokens(shape.head_dim) * 4 * shape.head_dim == plan.stage_bytes
+    assert 2 <= plan.stages and plan.in_flight < plan.stages
+    assert shared_map(shape, plan, GPUS[gpu]).total_bytes <= GPUS[gpu].shared_bytes
+
+
+def test_default_plan_on_an_h200_is_the_one_that_measured_best():
+    plan = plan_for(LLAMA_8B)
+    assert (plan.math_warps, plan.stage_bytes, plan.stages, plan.in_flight) == (16, 16384, 12, 3)
+    assert plan.sync == "flags" and plan.threads == 17 * 32
+    assert plan.pairs_per_warp == 1 and plan.kv_stage_tokens(128) == 32
+
+
+def test_default_plan_on_the_emulator_is_small():
+    plan = plan_for(TINY, "emulator")
+    assert (plan.math_warps, plan.stage_bytes, plan.stages) == (4, 4096, 8)
+    assert plan_for(LLAMA_8B, "emulator").stage_bytes == 8192, "K and V of 16 tokens at head_dim 128 are 8 KB"
+
+
+def test_stages_are_as_many_as_fit():
+    plan = plan_for(LLAMA_8B)
+    with pytest.raises(PlanError, match="shared memory: .* a block has 227 KB"):
+        plan_for(LLAMA_8B, stages=plan.stages + 1)
+    assert plan_for(LLAMA_8B, reserve=lambda *_: [Region("all", 100 * 1024)]).stages == 7
+
+
+def test_overrides_win_and_none_means_by_rule():
+    plan = plan_for(LLAMA_8B, stages=4, in_flight=2, sync="barrier", start_qkv=37, batch=None)
+    assert (plan.stages, plan.in_flight, plan.sync, plan.start_qkv, plan.batch) == (4, 2, "barrier", 37, 1)
+    assert plan_for(LLAMA_8B, stages=2).in_flight == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"stage_bytes": 8192}, "stage_bytes is 8192 with 16 math warps: .* use a multiple of 16384"),
+        ({"stage_bytes": 5120, "math_warps": 5}, "head_dim 128: .* use a multiple of 8192"),
+        ({"math_warps": 32}, "math_warps is 32: .* at most 31"),
+        ({"math_warps": 0}, "math_warps is 0"),
+        ({"stages": 1}, "stages is 1: a ring needs at least 2"),
+        ({"stages": 4, "in_flight": 4}, "in_flight 4 of 4 stages: give at most 3"),
+        ({"in_flight": 0}, "in_flight is 0"),
+        ({"sync": "hope"}, "sync is 'hope': choose one of flags, barrier"),
+        ({"batch": 9}, "batch is 9: at most 8"),
+        ({"page_size": 0}, "page_size is 0"),
+        ({"max_context": 1.5}, "max_context is 1.5"),
+        ({"kv_chunk_min": 40}, "kv_chunk_min 40 is no multiple of kv_align 16"),
+        ({"start_head": 132}, "start_head is 132 on 132 blocks: give 0 to 131"),
+        ({"start_qkv": -1}, "start_qkv is -1"),
+        ({"stage_bytes": 2**20}, "stage_bytes is 1048576: an mbarrier counts below 1048576"),
+        ({"pagesize": 3}, "unknown field pagesize: the fields are .*page_size"),
+    ],
+)
+def test_impossible_choices_are_refused(overrides, message):
+    with pytest.raises(PlanError, match=message):
+        plan_for(LLAMA_8B, **overrides)
+
+
+def test_plan_survives_a_dictionary():
+    plan = plan_for(LLAMA_70B, page_size=64)
+    assert Plan.from_dict(plan.to_dict()) == plan
+    with pytest.raises(PlanError, match="missing field math_warps, stages"):
+        Plan.from_dict({"stage_bytes": 16384})
+
+
+def test_pages_cover_the_context():
+    plan = plan_for(LLAMA_1B, page_size=64, max_context=1000, batch=3)
+    assert (plan.pages_per_sequence, plan.kv_pages) == (16, 48)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kv_heads": 5}, "32 heads on 5 KV heads"),
+        ({"head_dim": 100}, "head_dim is 100"),
+        ({"layers": 0}, "layers is 0"),
+    ],
+)
+def test_impossible_shapes_are_refused(change, message):
+    with pytest.raises(PlanError, match=message):
+        ModelShape(**{**vars(LLAMA_8B), **change})
+
+
+@pytest.mark.parametrize("gpu", ["h200", "emulator", "emulator-8"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_matrices_lie_one_after_another(shape, gpu):
+    matrices = step_matrices(shape, plan_for(shape, gpu), GPUS[gpu])
+    end = 0
+    for layer in range(shape.layers):
+        for layout in matrices.of_layer:
+            assert matrices.offset(layout.name, layer) == end
+            assert end % 1024 == 0
+            end += layout.total_bytes
+    assert matrices.offset("head") == end
+    assert matrices.weight_bytes == end + matrices.head.total_bytes
+
+
+def test_matrices_have_the_rows_and_columns_of_the_model():
+    matrices = step_matrices(LLAMA_8B, plan_for(LLAMA_8B), GPUS["h200"])
+    assert {layout.name: (layout.rows, layout.columns) for layout in matrices} == {
+        "qkv": (6144, 4096),
+        "o": (4096, 4096),
+        "gate_up": (28672, 4096),
+        "down": (4096, 14336),
+        "head": (128256, 4096),
+    }
+    assert matrices.describe()[3] == {
+        "name": "down",
+        "rows": 4096,
+        "columns": 14336,
+        "offset": (6144 + 4096 + 28672) * 4096 * 2,
+        "layer_stride": matrices.layer_stride,
+        "layers": 32,
+        "start": 0,
+    }
+    with pytest.raises(PlanError, match="no matrix 'up': there are qkv, o, gate_up, down, head"):
+        matrices.named("up")
+    with pytest.raises(PlanError, match="layer 32 does not exist: there are layers 0 to 31"):
+        matrices.offset("o", 32)
+
+
+def test_gate_up_has_a_strip_for_every_eight_gate_rows():
+    shape = ModelShape(**{**vars(TINY), "ffn": 100})
+    matrices = step_matrices(shape, plan_for(shape, "emulator"), GPUS["emulator"])
+    assert matrices.gate_up.strips == 13 and matrices.down.columns == 100
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_residual_row_has_one_owner_and_rotation_evens_the_layer(shape):
+    gpu = GPUS["h200"]
+    rotated = step_matrices(shape, plan_for(shape), gpu)
+    assert rotated.o.split == rotated.down.split
+    straight = step_matrices(shape, plan_for(shape, start_qkv=0, start_gate_up=0, start_head=0), gpu)
+
+    def largest(matrices):
+        return max(sum(layout.block_bytes(block) for layout in matrices.of_layer) for block in range(gpu.blocks))
+
+    assert largest(rotated) <= largest(straight)
