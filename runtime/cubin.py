@@ -1,0 +1,146 @@
+"""A compiled kernel as data, and its place in the cache on disk. Knows nothing of compilers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cheetah.manifest import write_atomically
+
+
+@dataclass(frozen=True)
+class ResourceReport:
+    """What one thread or block of a kernel needs, as ptxas counted it; bytes are per thread but for shared_bytes.
+
+    shared_bytes: static shared memory of a block (the launch adds its dynamic part).
+    stack_bytes: local memory of the kernel and what it calls; 0 means every value lives in a register.
+    """
+
+    registers: int
+    shared_bytes: int
+    stack_bytes: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+
+    @property
+    def uses_local_memory(self) -> bool:
+        """True if any value of a thread lies in local memory: a spill, or an array that is indexed at run time."""
+        return self.stack_bytes + self.spill_store_bytes + self.spill_load_bytes > 0
+
+    def __str__(self) -> str:
+        spills = f"{self.spill_store_bytes} + {self.spill_load_bytes} bytes spilled (stores + loads)"
+        local = (
+            f"{self.stack_bytes} bytes of stack, {spills}" if self.uses_local_memory else "no spills, no local memory"
+        )
+        return f"{self.registers} registers, {self.shared_bytes} bytes of static shared memory, {local}"
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """A compiled kernel. path: where the cache holds it, or None where the cache could not be written."""
+
+    kernel: str
+    image: bytes
+    compiler: str
+    flags: tuple[str, ...]
+    resources: ResourceReport
+    seconds: float
+    cached: bool
+    path: Path | None
+
+
+def cache_folder() -> Path:
+    """$CHEETAH_CACHE, else $XDG_CACHE_HOME/cheetah, else ~/.cache/cheetah."""
+    if own := os.environ.get("CHEETAH_CACHE"):
+        return Path(own).expanduser()
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared).expanduser() / "cheetah"
+    return Path.home() / ".cache" / "cheetah"
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """One kernel's place in the cache: NAME-KEY.cubin, and NAME-KEY.json that tells its hash, compiler and resources.
+
+    A cubin counts only with a JSON that has its hash, and the JSON is written last: half an entry is no entry.
+    """
+
+    folder: Path
+    stem: str
+    kernel: str
+
+    @classmethod
+    def of(cls, cache: Path, text: str, kernel: str, flags: Sequence[str], version: str) -> CacheEntry:
+        """The entry for these inputs: any change of text, kernel, flags or compiler version is another entry."""
+        key = hashlib.sha256(json.dumps([text, kernel, list(flags), version]).encode()).hexdigest()
+        return cls(cache / "cubin", f"{kernel[:60]}-{key[:32]}", kernel)
+
+    @property
+    def cubin_path(self) -> Path:
+        return self.folder / f"{self.stem}.cubin"
+
+    @property
+    def report_path(self) -> Path:
+        return self.folder / f"{self.stem}.json"
+
+    def load(self) -> Cubin | None:
+        """The cached cubin, or None where there is none or it is damaged (then it is compiled again)."""
+        try:
+            report = json.loads(self.report_path.read_text(encoding="utf-8"))
+            image = self.cubin_path.read_bytes()
+            if hashlib.sha256(image).hexdigest() != report["cubin_sha256"]:
+                return None
+            return Cubin(
+                kernel=self.kernel,
+                image=image,
+                compiler=report["compiler"],
+                flags=tuple(report["flags"]),
+                resources=ResourceReport(**report["resources"]),
+                seconds=report["seconds"],
+                cached=True,
+                path=self.cubin_path,
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def store(self, cubin: Cubin) -> None:
+        """Keep `cubin`; OSError if the folder cannot be written."""
+        report = {
+            "kernel": cubin.kernel,
+            "compiler": cubin.compiler,
+            "flags": list(cubin.flags),
+            "seconds": round(cubin.seconds, 3),
+            "resources": dataclasses.asdict(cubin.resources),
+            "cubin_sha256": hashlib.sha256(cubin.image).hexdigest(),
+        }
+        write_atomically(self.cubin_path, cubin.image)
+        write_atomically(self.report_path, (json.dumps(report, indent=2) + "\n").encode())
+
+    @contextlib.contextmanager
+    def lock(self, on_wait: Callable[[], None]) -> Iterator[None]:
+        """Hold this entry against other processes; `on_wait` is called once if somebody else holds it.
+
+        Where the folder cannot be written or has no locks, nothing is held: two processes may then compile the same
+        text, which costs time and nothing else.
+        """
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(open(self.folder / f"{self.stem}.lock", "ab"))
+                _flock(file.fileno(), on_wait)
+            yield
+
+
+def _flock(descriptor: int, on_wait: Callable[[], None]) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        on_wait()
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
