@@ -1,0 +1,31 @@
+"""Runs generated kernels: devices, loading, KV cache, decode loop, sampling, tokenizer, and the `LLM` class.
+
+`from cheetah.runtime import LLM, SamplingParams`. Importing this package loads nothing else; each name is loaded when
+it is first asked for, and no CUDA library before a device is opened.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cheetah.runtime.llm import LLM as LLM
+    from cheetah.runtime.outputs import RequestOutput as RequestOutput
+    from cheetah.runtime.outputs import StreamPiece as StreamPiece
+    from cheetah.runtime.sampling import SamplingParams as SamplingParams
+
+_HOMES = {
+    "LLM": "cheetah.runtime.llm",
+    "RequestOutput": "cheetah.runtime.outputs",
+    "SamplingParams": "cheetah.runtime.sampling",
+    "StreamPiece": "cheetah.runtime.outputs",
+}
+
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "StreamPiece"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,173 @@
+"""How a completion is sampled and when it ends: `SamplingParams`, and the defaults that a checkpoint brings.
+
+The kernel samples on the device: greedy (temperature 0), or by temperature with Gumbel noise from a counter-based
+generator keyed by the seed. A draw depends on (seed, token position, token id) alone, so the same call gives the same
+tokens whatever the device, the timing or the grouping into launches. Knows nothing of devices or text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from cheetah.errors import CheetahError
+
+UNSUPPORTED = (
+    "allowed_token_ids bad_words best_of do_sample frequency_penalty guided_decoding length_penalty logit_bias "
+    "logprobs logits_processors max_new_tokens min_p n no_repeat_ngram_size num_beams presence_penalty prompt_logprobs "
+    "repetition_penalty skip_special_tokens structured_outputs top_a top_k top_n_sigma top_p truncate_prompt_tokens "
+    "typical_p use_beam_search"
+).split()
+INSTEAD = {
+    "max_new_tokens": "write max_tokens",
+    "do_sample": "write temperature=0 for greedy, temperature > 0 to sample",
+    "n": "call generate once for each seed",
+    "logprobs": "LLM.score(ids) gives the logits of every position",
+    "prompt_logprobs": "LLM.score(ids) gives the logits of every position",
+}
+IGNORED_DEFAULTS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "typical_p": 1.0, "repetition_penalty": 1.0}
+"""Entries of generation_config.json that are not supported, with the value that changes nothing."""
+
+SMALLEST_TEMPERATURE = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """One request's sampling and stopping.
+
+    temperature: 0 is greedy (the highest logit, lowest id on ties); None takes the checkpoint's, else 0.
+    max_tokens: most tokens to make; None goes on until a stop or until the context is full.
+    seed: 0 .. 2**64-1; None takes the LLM's. Matters for temperature > 0 only.
+    stop: text (one or several) that ends the completion; cut off unless `include_stop_str_in_output`.
+    stop_token_ids: ids that end the completion, besides the checkpoint's end-of-text ids.
+    ignore_eos: the checkpoint's end-of-text ids do not end it (for benchmarks); stop and stop_token_ids still do.
+    min_tokens: nothing ends the completion before it has this many tokens (end tokens are not forbidden, only passed).
+    """
+
+    temperature: float | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    include_stop_str_in_output: bool = False
+
+    def __new__(cls, *positional: object, **named: object) -> Self:
+        """Refuses what other libraries know and this one does not, by name, before the constructor sees it."""
+        if positional:
+            raise CheetahError("SamplingParams takes names: SamplingParams(temperature=0.8, max_tokens=128)")
+        supported = list(cls.__dataclass_fields__)
+        for name in named:
+            if name not in supported:
+                known = "is not supported" if name in UNSUPPORTED else "is not a sampling parameter"
+                hint = INSTEAD.get(name, f"supported are {', '.join(supported)}")
+                raise CheetahError(f"SamplingParams: {name} {known}: {hint}")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(int(token) for token in self.stop_token_ids))
+        self._check_temperature()
+        self._check_counts()
+        if self.seed is not None and not _is_int(self.seed, 0, 2**64 - 1):
+            raise CheetahError(f"seed={self.seed!r}: expected an integer from 0 to 2**64-1")
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise CheetahError(f"stop: {text!r} is not a text of at least one character")
+        for token in self.stop_token_ids:
+            if token < 0:
+                raise CheetahError(f"stop_token_ids: {token} is not a token id")
+
+    def _check_temperature(self) -> None:
+        value = self.temperature
+        if value is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+            raise CheetahError(f"temperature={value!r}: expected a finite number >= 0 (0 is greedy)")
+        if 0 < value < SMALLEST_TEMPERATURE:
+            raise CheetahError(f"temperature={value!r} would overflow float32 logits: write 0 for greedy")
+
+    def _check_counts(self) -> None:
+        if self.max_tokens is not None and not _is_int(self.max_tokens, 1):
+            raise CheetahError(f"max_tokens={self.max_tokens!r}: expected an integer >= 1, or None for no limit")
+        if not _is_int(self.min_tokens, 0):
+            raise CheetahError(f"min_tokens={self.min_tokens!r}: expected an integer >= 0")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise CheetahError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """What a checkpoint brings: end-of-text ids (ascending) and the temperature when a request gives none."""
+
+    eos_token_ids: tuple[int, ...] = ()
+    temperature: float = 0.0
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def from_configs(cls, generation_config: Mapping[str, Any] | None, config_eos: Any = None) -> SamplingDefaults:
+        """End ids: those of generation_config.json and of config.json together. Temperature: generation_config's if it
+        says do_sample (1.0 if it then gives none), else 0. `notes` has a line for each guess."""
+        generation = generation_config or {}
+        ours, other = _token_ids(generation.get("eos_token_id")), _token_ids(config_eos)
+        notes = []
+        if ours and other and set(ours) != set(other):
+            union = sorted({*ours, *other})
+            notes.append(f"end-of-text ids {union}: generation_config.json has {ours}, config.json {other}")
+        temperature = _default_temperature(generation)
+        if temperature > 0:
+            notes += _ignored_defaults(generation)
+        return cls(tuple(sorted({*ours, *other})), temperature, tuple(notes))
+
+
+def stop_ids(params: SamplingParams, defaults: SamplingDefaults) -> tuple[int, ...]:
+    """The ids that end a completion: the checkpoint's (unless ignored) and the caller's, ascending."""
+    return tuple(sorted({*(() if params.ignore_eos else defaults.eos_token_ids), *params.stop_token_ids}))
+
+
+def _default_temperature(generation: Mapping[str, Any]) -> float:
+    if not generation.get("do_sample"):
+        return 0.0
+    value = generation.get("temperature", 1.0)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise CheetahError(f"generation_config.json: temperature {value!r} is not a finite number >= 0")
+    return float(value) if value == 0 or value >= SMALLEST_TEMPERATURE else 0.0
+
+
+def _ignored_defaults(generation: Mapping[str, Any]) -> list[str]:
+    found = [
+        f"{name}={generation[name]}"
+        for name, neutral in IGNORED_DEFAULTS.items()
+        if generation.get(name) is not None and generation[name] != neutral
+    ]
+    return [f"generation_config.json: {', '.join(found)} not supported, sampling by temperature alone"] if found else []
+
+
+def _token_ids(entry: Any) -> list[int]:
+    """An eos_token_id entry, which may be absent, an integer or a list of them."""
+    if entry is None:
+        return []
+    entries = entry if isinstance(entry, list | tuple) else [entry]
+    for token in entries:
+        if not _is_int(token, 0):
+            raise CheetahError(f"eos_token_id: {token!r} is not a token id")
+    return list(dict.fromkeys(entries))
+
+
+def _is_int(value: Any, least: int, most: float = math.inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def as_token_ids(ids: Iterable[Any], vocab_size: int, what: str = "prompt") -> tuple[int, ...]:
+    """Token ids as plain integers, refused unless each is in 0 .. vocab_size-1 and there is at least one."""
+    found = tuple(int(token) for token in ids)
+    if not found:
+        raise CheetahError(f"the {what} has no tokens: the kernel needs at least one to start from")
+    for position, token in enumerate(found):
+        if not 0 <= token < vocab_size:
+            place = f"{what}: id {token} at position {position}"
+            raise CheetahError(f"{place} is outside the vocabulary 0..{vocab_size - 1}")
+    return found

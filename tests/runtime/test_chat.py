@@ -1,0 +1,98 @@
+"""Chat templates: where they come from, what they may use, and what they may not do."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from cheetah.errors import CheetahError
+from cheetah.runtime.chat import ChatTemplates
+
+LLAMA_LIKE = """\
+{{- bos_token }}
+{%- if not date is defined %}{% set date = strftime_now("%d %b %Y") %}{% endif %}
+{%- for message in messages %}
+    {%- if message.role == 'skip' %}{% continue %}{% endif %}
+    {{- '<|' + message['role'] + '|>' + message['content'] | trim + '<|turn|>' }}
+{%- endfor %}
+{%- if tools %}{{ tools | tojson }}{% endif %}
+{%- if add_generation_prompt %}<|assistant|>{{ date }}{% endif %}
+"""
+MESSAGES = [{"role": "user", "content": " Hi "}, {"role": "skip", "content": "no"}]
+
+
+def templates(text: str, **more: str) -> ChatTemplates:
+    return ChatTemplates({"default": text} | more, {"bos_token": "<s>"}, now=lambda: datetime(2024, 7, 26))
+
+
+def test_a_llama_like_template_renders_with_a_pinned_date() -> None:
+    assert templates(LLAMA_LIKE).render(MESSAGES) == "<s><|user|>Hi<|turn|><|assistant|>26 Jul 2024"
+    assert templates(LLAMA_LIKE).render(MESSAGES, add_generation_prompt=False) == "<s><|user|>Hi<|turn|>"
+
+
+def test_tojson_keeps_characters_and_does_not_escape_html() -> None:
+    template = templates("{{ tools | tojson }} {{ tools[0] | tojson(indent=1) }}")
+    rendered = template.render(MESSAGES, tools=[{"é": "<&'>"}])
+    assert rendered == '[{"é": "<&\'>"}] {\n "é": "<&\'>"\n}'
+
+
+def test_documents_and_eos_reach_the_template() -> None:
+    assert templates("{{ documents[0] }}|{{ eos_token }}").render(MESSAGES, documents=["d"]) == "d|"
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("{{ raise_exception('roles must alternate') }}", "chat template: roles must alternate"),
+        ("line one\n{% if %}", "chat template, line 2"),
+        ("{{ messages.append(1) }}", "SecurityError"),
+        ("{{ messages[0].update({}) }}", "SecurityError"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
+        ("{{ undefined_name.x }}", "UndefinedError"),
+        ("{% include 'other' %}", "chat template: "),
+    ],
+)
+def test_what_a_template_may_not_do_is_one_error(text: str, message: str) -> None:
+    with pytest.raises(CheetahError, match=message):
+        templates(text).render(MESSAGES)
+
+
+@pytest.mark.parametrize("messages", ["Hello", [], {"role": "user"}, [{"content": "x"}], ["x"]])
+def test_messages_are_checked(messages: object) -> None:
+    with pytest.raises(CheetahError, match="role"):
+        templates(LLAMA_LIKE).render(messages)  # type: ignore[arg-type]
+
+
+def files(folder: Path, **texts: str) -> dict[str, Path]:
+    found = {}
+    for name, text in texts.items():
+        path = folder / name.replace("__", "/")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        found[name.replace("__", "/")] = path
+    return found
+
+
+def test_files_win_over_the_config_and_an_argument_over_all(tmp_path: Path) -> None:
+    config = {"chat_template": [{"name": "default", "template": "config"}, {"name": "tool", "template": "tool"}]}
+    only_config = ChatTemplates.from_files({}, config)
+    assert only_config.render(MESSAGES) == "config" and only_config.render(MESSAGES, template="tool") == "tool"
+    found = files(tmp_path, **{"chat_template.jinja": "file", "chat_templates__rag.jinja": "rag"})
+    both = ChatTemplates.from_files(found, config)
+    assert both.render(MESSAGES) == "file"
+    assert both.render(MESSAGES, template="rag") == "rag" and both.render(MESSAGES, template="tool") == "tool"
+    assert both.render(MESSAGES, template="{{ messages[0].role }}") == "user"
+
+
+def test_no_default_template_says_what_there_is() -> None:
+    with pytest.raises(CheetahError, match="no default chat template: pass chat_template"):
+        ChatTemplates.from_files({}, {}).render(MESSAGES)
+    with pytest.raises(CheetahError, match=r"it has rag, tool"):
+        ChatTemplates({"tool": "", "rag": ""}).render(MESSAGES)
+
+
+def test_a_config_entry_of_another_kind_is_refused() -> None:
+    with pytest.raises(CheetahError, match="chat_template must be text"):
+        ChatTemplates.from_files({}, {"chat_template": [{"name": "default"}]})

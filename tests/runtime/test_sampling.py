@@ -1,0 +1,122 @@
+"""SamplingParams: checked at once, refused by name; stop ids and defaults from a checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+
+from cheetah.errors import CheetahError
+from cheetah.runtime.sampling import SamplingDefaults, SamplingParams, as_token_ids, stop_ids
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"temperature": -0.1}, "temperature=-0.1: expected a finite number >= 0"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": float("inf")}, "temperature=inf"),
+        ({"temperature": "hot"}, "temperature='hot'"),
+        ({"temperature": 1e-9}, "write 0 for greedy"),
+        ({"max_tokens": 0}, "max_tokens=0: expected an integer >= 1"),
+        ({"max_tokens": 1.5}, "max_tokens=1.5"),
+        ({"seed": -1}, "seed=-1"),
+        ({"seed": 2**64}, "from 0 to 2"),
+        ({"stop": [""]}, "at least one character"),
+        ({"stop": [3]}, "stop: 3 is not a text"),
+        ({"stop_token_ids": [-2]}, "-2 is not a token id"),
+        ({"min_tokens": -1}, "min_tokens=-1"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens=9 is more than max_tokens=8"),
+        ({"top_p": 0.9}, "top_p is not supported: supported are temperature, max_tokens, seed"),
+        ({"top_k": 40}, "top_k is not supported"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty is not supported"),
+        ({"max_new_tokens": 5}, "max_new_tokens is not supported: write max_tokens"),
+        ({"logprobs": 1}, r"LLM\.score"),
+        ({"temprature": 1.0}, "temprature is not a sampling parameter: supported are temperature"),
+    ],
+)
+def test_each_mistake_is_refused_by_name(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheetahError, match=message):
+        SamplingParams(**given)
+
+
+def test_positional_arguments_are_refused() -> None:
+    with pytest.raises(CheetahError, match="takes names"):
+        SamplingParams(0.8)  # type: ignore[misc]
+
+
+def test_one_stop_string_becomes_a_tuple_and_values_travel() -> None:
+    params = SamplingParams(temperature=0.7, stop="x", stop_token_ids=[5])
+    assert params.stop == ("x",) and params.stop_token_ids == (5,)
+    assert copy.copy(params) == params == pickle.loads(pickle.dumps(params))
+    assert dataclasses.replace(params, seed=3).seed == 3
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.seed = 4  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "generation, config_eos, expected",
+    [
+        (None, None, ()),
+        ({"eos_token_id": 2}, None, (2,)),
+        ({}, 2, (2,)),
+        ({"eos_token_id": [128001, 128008, 128009]}, 128009, (128001, 128008, 128009)),
+        ({"eos_token_id": [9, 3]}, [3, 4], (3, 4, 9)),
+    ],
+)
+def test_end_ids_are_the_union(generation: dict[str, Any] | None, config_eos: Any, expected: tuple[int, ...]) -> None:
+    assert SamplingDefaults.from_configs(generation, config_eos).eos_token_ids == expected
+
+
+def test_differing_end_ids_are_noted_in_one_line() -> None:
+    assert SamplingDefaults.from_configs({"eos_token_id": 2}, 2).notes == ()
+    (note,) = SamplingDefaults.from_configs({"eos_token_id": [2, 5]}, 3).notes
+    assert "[2, 3, 5]" in note and "\n" not in note
+
+
+@pytest.mark.parametrize("entry", [-1, "2", [True], 1.0])
+def test_end_ids_of_another_kind_are_refused(entry: Any) -> None:
+    with pytest.raises(CheetahError, match="is not a token id"):
+        SamplingDefaults.from_configs({"eos_token_id": entry})
+
+
+def test_stop_ids_are_the_checkpoints_and_the_callers() -> None:
+    defaults = SamplingDefaults((2, 7))
+    assert stop_ids(SamplingParams(stop_token_ids=[5, 2]), defaults) == (2, 5, 7)
+    assert stop_ids(SamplingParams(stop_token_ids=[5], ignore_eos=True), defaults) == (5,)
+
+
+@pytest.mark.parametrize(
+    "generation, expected",
+    [
+        (None, 0.0),
+        ({"temperature": 0.6}, 0.0),
+        ({"do_sample": False, "temperature": 0.6}, 0.0),
+        ({"do_sample": True, "temperature": 0.6}, 0.6),
+        ({"do_sample": True}, 1.0),
+        ({"do_sample": True, "temperature": 0}, 0.0),
+    ],
+)
+def test_temperature_comes_from_the_checkpoint_only_if_it_samples(
+    generation: dict[str, Any] | None, expected: float
+) -> None:
+    assert SamplingDefaults.from_configs(generation).temperature == expected
+
+
+def test_defaults_that_cannot_be_honoured_are_noted() -> None:
+    (note,) = SamplingDefaults.from_configs({"do_sample": True, "top_p": 0.9, "top_k": 0, "min_p": None}).notes
+    assert "top_p=0.9" in note and "top_k" not in note
+    assert SamplingDefaults.from_configs({"do_sample": False, "top_p": 0.9}).notes == ()
+
+
+def test_ids_outside_the_vocabulary_are_refused_with_their_place() -> None:
+    assert as_token_ids([0, 31], 32) == (0, 31)
+    with pytest.raises(CheetahError, match=r"prompt: id 32 at position 1 is outside the vocabulary 0\.\.31"):
+        as_token_ids([0, 32], 32)
+    with pytest.raises(CheetahError, match="id -1"):
+        as_token_ids([-1], 32)
+    with pytest.raises(CheetahError, match="has no tokens"):
+        as_token_ids([], 32)
