@@ -1,0 +1,188 @@
+"""Packing: against a slow writer made from the written contract, exactly invertible, and every byte written once."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cheetah.models.llama.config import PRESETS, LlamaConfig
+from cheetah.models.llama.packing import PackingError, pack_matrix, pack_rounds, unpack_matrix
+from cheetah.models.llama.weights import (
+    MATRICES,
+    buffer_bytes,
+    logical_matrix,
+    matrix_tensors,
+    model_shape,
+    pack_all,
+    tensor_shapes,
+)
+from cheetah.plan import GPUS, MatrixLayout, default_plan, step_matrices
+
+ODD = LlamaConfig(
+    hidden_size=72, intermediate_size=100, layers=2, query_heads=4, kv_heads=2, head_dim=64, vocab_size=77
+)
+layouts = st.builds(
+    MatrixLayout,
+    name=st.just("any"),
+    rows=st.integers(1, 150),
+    columns=st.integers(1, 200),
+    blocks=st.integers(1, 7),
+    stage_bytes=st.integers(1, 4).map(lambda pairs: pairs * 1024),
+)
+
+
+def slow_pack(layout, matrix):
+    """One element at a time, as the contract writes it down."""
+    packed = np.zeros(layout.total_bytes // 2, dtype=np.uint16)
+    for row in range(layout.rows):
+        strip, r = divmod(row, 16)
+        for column in range(layout.columns):
+            pair, c = divmod(column, 32)
+            chunk, inner = divmod(pair, layout.pairs_per_chunk)
+            t, h, low_high = c // 8, c % 8 // 4, c % 4
+            lane = 4 * (r % 8) + t
+            word = (2 if low_high >= 2 else 0) + (1 if r >= 8 else 0)
+            offset = layout.strip_address(strip, chunk) + inner * 1024 + h * 512 + lane * 16 + word * 4
+            packed[offset // 2 + low_high % 2] = matrix[row, column]
+    return packed.view(np.uint8)
+
+
+def random_bits(shape, seed=0):
+    return np.random.default_rng(seed).integers(1, 2**16, shape, dtype=np.uint16)
+
+
+@given(layouts)
+@settings(max_examples=25, deadline=None)
+def test_packing_is_what_the_slow_writer_writes(layout):
+    matrix = random_bits((layout.rows, layout.columns))
+    assert np.array_equal(pack_matrix(layout, matrix), slow_pack(layout, matrix))
+
+
+@given(layouts)
+@settings(max_examples=100, deadline=None)
+def test_unpacking_gives_the_matrix_back(layout):
+    matrix = random_bits((layout.rows, layout.columns))
+    assert np.array_equal(unpack_matrix(layout, pack_matrix(layout, matrix)), matrix)
+
+
+@given(layouts, st.data())
+@settings(max_examples=50, deadline=None)
+def test_packing_in_pieces_is_packing_at_once(layout, data):
+    matrix = random_bits((layout.padded_rows, layout.padded_columns))
+    whole = pack_matrix(replace(layout, rows=layout.padded_rows, columns=layout.padded_columns), matrix)
+    cut = data.draw(st.integers(0, layout.rounds))
+    strips = min(cut * layout.blocks, layout.strips)
+    pieces = np.full(layout.total_bytes, 0xFF, dtype=np.uint8)
+    pack_rounds(layout, 0, matrix[: strips * 16], pieces[: strips * layout.strip_bytes])
+    pack_rounds(layout, cut, matrix[strips * 16 :], pieces[strips * layout.strip_bytes :])
+    assert np.array_equal(pieces, whole)
+
+
+def test_golden_words_of_one_tile_pair():
+    matrix = np.arange(16 * 32, dtype=np.uint16).reshape(16, 32)  # the value is 32 * row + column
+    words = pack_matrix(MatrixLayout("any", 16, 32, 1, 1024), matrix).view(np.uint16).reshape(2, 32, 4, 2)
+    assert words[0, 0].tolist() == [[0, 1], [256, 257], [2, 3], [258, 259]]
+    assert words[1, 0].tolist() == [[4, 5], [260, 261], [6, 7], [262, 263]]
+    g, t = 3, 2
+    assert words[1, 4 * g + t, 3].tolist() == [32 * (g + 8) + 8 * t + 4 + 2, 32 * (g + 8) + 8 * t + 4 + 3]
+
+
+def test_wrong_sizes_are_refused():
+    layout = MatrixLayout("down", 40, 70, 2, 1024)
+    with pytest.raises(PackingError, match=r"matrix 'down': shape \[40, 71\], its layout says \[40, 70\]"):
+        pack_matrix(layout, random_bits((40, 71)))
+    with pytest.raises(PackingError, match="its layout says uint8"):
+        unpack_matrix(layout, np.zeros(7, dtype=np.uint8))
+    with pytest.raises(PackingError, match="into a buffer of"):
+        pack_rounds(layout, 0, random_bits((48, 96)), np.zeros(48 * 96 * 2 + 1024, dtype=np.uint8))
+
+
+def some_tensors(config):
+    return {name: random_bits(shape, seed) for seed, (name, shape) in enumerate(tensor_shapes(config).items())}
+
+
+def of_matrix(config, tensors, matrix, layer=0):
+    return tuple(tensors[name] for name in matrix_tensors(config, matrix, layer))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_qkv_row_order(head_dim):
+    config = replace(ODD, head_dim=head_dim)
+    q, k, v = of_matrix(config, some_tensors(config), "qkv")
+    rows = logical_matrix(config, "qkv", (q, k, v))
+    per_head = head_dim // 16
+    for source, first_head in ((q, 0), (k, 4)):
+        for head in range(len(source) // head_dim):
+            for j in range(per_head):
+                strip = rows[((first_head + head) * per_head + j) * 16 :][:16]
+                low = head * head_dim + 8 * j
+                assert np.array_equal(strip[:8], source[low : low + 8])
+                assert np.array_equal(strip[8:], source[low + head_dim // 2 :][:8])
+    assert np.array_equal(rows[6 * head_dim :], v)
+
+
+def test_gate_up_row_order_fills_the_last_strip_with_zeros():
+    gate, up = of_matrix(ODD, some_tensors(ODD), "gate_up")
+    rows = logical_matrix(ODD, "gate_up", (gate, up)).reshape(13, 2, 8, 72)
+    assert np.array_equal(rows[:, 0].reshape(104, 72)[:100], gate)
+    assert np.array_equal(rows[:, 1].reshape(104, 72)[:100], up)
+    assert not rows[12, :, 4:].any()
+
+
+def matrices_of(config, gpu="emulator"):
+    shape = model_shape(config)
+    return step_matrices(shape, default_plan(GPUS[gpu], **vars(shape)), GPUS[gpu])
+
+
+def packed(config, tensors, matrices):
+    """The buffers that `pack_all` writes; bytes written twice or not at all are failures."""
+    sizes = buffer_bytes(config, matrices)
+    buffers = {name: np.zeros(size, dtype=np.uint8) for name, size in sizes.items()}
+    written = {name: np.zeros(size, dtype=np.uint8) for name, size in sizes.items()}
+    done = []
+
+    def write(buffer, offset, data):
+        assert data.dtype == np.uint8 and data.flags.c_contiguous
+        buffers[buffer][offset : offset + data.nbytes] = data
+        written[buffer][offset : offset + data.nbytes] += 1
+
+    pack_all(config, matrices, tensors.__getitem__, write, done.append)
+    assert all(np.all(counts == 1) for counts in written.values())
+    assert sum(done) == sum(sizes.values())
+    return buffers
+
+
+@pytest.mark.parametrize("write_bytes", [1, 40_000, 2**25])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("hidden", [72, 96, 320])
+def test_pack_all(monkeypatch, write_bytes, tied, hidden):
+    monkeypatch.setattr("cheetah.models.llama.weights.WRITE_BYTES", write_bytes)
+    config = replace(ODD, hidden_size=hidden, tied_embeddings=tied)
+    tensors, matrices = some_tensors(config), matrices_of(config)
+    assert ("lm_head.weight" in tensors) != tied
+    buffers = packed(config, tensors, matrices)
+    for name in MATRICES:
+        layout = matrices.named(name)
+        for layer in range(matrices.copies(layout)):
+            offset = matrices.offset(name, layer)
+            found = unpack_matrix(layout, buffers["weights"][offset : offset + layout.total_bytes])
+            assert np.array_equal(found, logical_matrix(config, name, of_matrix(config, tensors, name, layer)))
+    padded = config.padded_hidden
+    embedding = buffers["embedding"].view(np.uint16).reshape(-1, padded)
+    assert np.array_equal(embedding[:, :hidden], tensors["model.embed_tokens.weight"])
+    assert not embedding[:, hidden:].any()
+    norms = buffers["norms"].view(np.uint16).reshape(-1, padded)
+    assert not norms[:, hidden:].any()
+    wanted = [
+        tensors[f"model.layers.{layer}.{kind}_layernorm.weight"]
+        for layer in range(2)
+        for kind in ("input", "post_attention")
+    ]
+    assert np.array_equal(norms[:, :hidden], np.stack([*wanted, tensors["model.norm.weight"]]))
+
+
+def test_tensor_shapes_count_the_parameters():
+    for config in PRESETS.values():
+        assert sum(int(np.prod(shape)) for shape in tensor_shapes(config).values()) == config.parameter_count
