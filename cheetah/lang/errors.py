@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from cheetah.errors import CheetahError
 
-_HERE = str(Path(__file__).parent)
+_HERE = str(Path(__file__).parent) + "/"
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,14 @@ class Location:
 def here() -> Location:
     """The line of the innermost caller outside `cheetah.lang`."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and (frame.f_code.co_filename.startswith(_HERE) or "contextlib" in frame.f_code.co_filename):
+    while frame.f_back is not None and _is_machinery(frame.f_code.co_filename):
         frame = frame.f_back
     return Location(frame.f_code.co_filename, frame.f_lineno)
+
+
+def _is_machinery(file: str) -> bool:
+    """Lines of the language itself, of `with` and of dataclasses' constructors are nobody's mistake."""
+    return file.startswith(_HERE) or file in ("<string>", contextlib.__file__)
 
 
 class LangError(CheetahError):
@@ -72,6 +78,10 @@ class SharedBudgetError(LangError):
 
 class NoKernelError(LangError):
     """A statement outside of any kernel."""
+
+
+class IndexNameError(LangError):
+    """Named indices that do not match the dimensions of a layout."""
 
 
 class RangeError(LangError):

@@ -306,7 +306,8 @@ def binary(op: str, left: object, right: object) -> Expr:
         return _fold(op, a, b)
     if op in _COMPARISON:
         return Binary(ty.boolean, op, a, b)
-    return _identity(op, a, b) or Binary(a.type, op, a, b)
+    simpler = _identity(op, a, b)
+    return Binary(a.type, op, a, b) if simpler is None else simpler
 
 
 def _same_type(op: str, left: object, right: object) -> tuple[Expr, Expr]:

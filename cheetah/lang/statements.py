@@ -32,6 +32,7 @@ class Declare(Stmt):
     name: Name
     value: Expr | None = None
     unrolled_zero: bool = False  # an array that starts as zeros
+    fresh: bool = False  # a primitive's result whose stand-in name awaits the user's
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,10 +111,9 @@ def bind(name: str, value: Any) -> Any:
     """Give a device value the Python name it is assigned to; anything else passes through unchanged."""
     if isinstance(value, Pending):
         return _declare(name, value)
-    if isinstance(value, Name) and _rename_fresh(name, value):
-        last = current().top.statements[-1]
-        assert isinstance(last, Declare)
-        return last.name
+    if isinstance(value, Name) and _is_fresh(value):
+        _rename(value, name)
+        return value
     is_copy = isinstance(value, Name) and value.mutable and not isinstance(value.type, ty.Array)
     if is_copy or isinstance(value, Expr) and not isinstance(value, (Name, Literal)) and value.type != ty.void:
         target = declare_name(name, value.type)
@@ -131,21 +131,27 @@ def _declare(name: str, pending: Pending) -> Name:
 _FRESH = "value"
 
 
-def _rename_fresh(name: str, value: Name) -> bool:
-    """A primitive's result was just stored under a stand-in name: give it the user's instead."""
+def _is_fresh(value: Name) -> bool:
+    """Whether the last statement is a primitive's result under its stand-in name."""
+    last = current().top.statements[-1] if current().top.statements else None
+    return isinstance(last, Declare) and last.name is value and last.fresh
+
+
+def _rename(value: Name, wanted: str) -> None:
+    """Give a fresh result the user's name. In place: expressions may hold the name already."""
     scope = current().top
-    last = scope.statements[-1] if scope.statements else None
-    if not (isinstance(last, Declare) and last.name is value and value.name.startswith(_FRESH) and not value.mutable):
-        return False
+    last = scope.statements[-1]
+    assert isinstance(last, Declare)
     scope.names.discard(value.name)
-    scope.statements[-1] = replace(last, name=declare_name(name, value.type))
-    return True
+    object.__setattr__(value, "name", current().unique(wanted))
+    scope.names.add(value.name)
+    scope.statements[-1] = replace(last, fresh=False)
 
 
 def store_result(call: Call) -> Name:
     """Evaluate a call now, exactly once, and give the name of its result."""
     target = declare_name(_FRESH, call.type)
-    emit(Declare(target, call))
+    emit(Declare(target, call, fresh=True))
     return target
 
 
