@@ -5,12 +5,14 @@ Knows nothing of the language, the model's code or the runtime.
 
 from cheetah.plan.errors import PlanError
 from cheetah.plan.gpu import GPUS, Gpu, gpu_named
+from cheetah.plan.kv import KvPlan, KvPlanLayout, kv_plan, kv_plans_for_launch
 from cheetah.plan.layout import PAIR_BYTES, PAIR_COLUMNS, STRIP_ROWS, MatrixLayout
 from cheetah.plan.matrices import StepMatrices, step_matrices
 from cheetah.plan.plan import Plan, default_plan, kernel_regions, shared_map
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.shared import Region, SharedMap, ring_regions, stages_that_fit
 from cheetah.plan.split import Split
+from cheetah.plan.workspace import Workspace, workspace_bytes
 
 __all__ = [
     "GPUS",
@@ -18,6 +20,8 @@ __all__ = [
     "PAIR_COLUMNS",
     "STRIP_ROWS",
     "Gpu",
+    "KvPlan",
+    "KvPlanLayout",
     "MatrixLayout",
     "ModelShape",
     "Plan",
@@ -26,11 +30,15 @@ __all__ = [
     "SharedMap",
     "Split",
     "StepMatrices",
+    "Workspace",
     "default_plan",
     "gpu_named",
     "kernel_regions",
+    "kv_plan",
+    "kv_plans_for_launch",
     "ring_regions",
     "shared_map",
     "stages_that_fit",
     "step_matrices",
+    "workspace_bytes",
 ]

@@ -1,6 +1,7 @@
 """The shared-memory map: offsets, overlays, the budget and its table."""
 
 import pytest
+
 from cheetah.plan import PlanError, Region, SharedMap, ring_regions, stages_that_fit
 
 
