@@ -1,0 +1,106 @@
+"""The arrows between the parts point one way: read from the imports of every module, also those inside functions."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LLAMA = "cheetah.models.llama"
+
+# What each part may import of ours, besides itself and cheetah.errors. The longest name that fits a module is its part.
+MAY_IMPORT: dict[str, set[str]] = {
+    "cheetah.errors": set(),
+    "cheetah.lang": set(),
+    "cheetah.plan": set(),
+    "cheetah.manifest": set(),
+    "cheetah.blocks": {"cheetah.lang", "cheetah.plan"},
+    "cheetah.emulator": {"cheetah.lang", "cheetah.manifest"},
+    LLAMA: {"cheetah.plan"},  # config, weights and what they are made of: numbers and arrays only
+    f"{LLAMA}.reference": {LLAMA},
+    f"{LLAMA}.program": {LLAMA, "cheetah.blocks", "cheetah.lang", "cheetah.plan", "cheetah.manifest"},
+    "cheetah.runtime": {LLAMA, "cheetah.manifest", "cheetah.plan", "cheetah.runtime.device"},
+    "cheetah.runtime.device": {"cheetah.manifest", "cheetah.emulator", "cheetah.runtime"},
+}
+ABOVE_ALL = ("cheetah.cli", "cheetah.__init__")
+
+
+def module_files() -> dict[str, Path]:
+    """Every module's name and file, each once: the links models and runtime are followed by hand."""
+    folders = {"cheetah": ROOT / "cheetah", "cheetah.models": ROOT / "models", "cheetah.runtime": ROOT / "runtime"}
+    found: dict[str, Path] = {}
+    for package, folder in folders.items():
+        for path in sorted(folder.rglob("*.py")):
+            relative = path.relative_to(folder)
+            if package != "cheetah" or relative.parts[0] not in ("models", "runtime"):
+                found[".".join([package, *relative.with_suffix("").parts])] = path
+    return found
+
+
+def imports_of(module: str, source: str) -> Iterator[tuple[int, str]]:
+    """Line and full name of everything a module imports; `from a import b` gives a.b, which may be a module or not."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = module.split(".")[: -node.level] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def is_within(name: str, part: str) -> bool:
+    return name == part or name.startswith(part + ".")
+
+
+def part_of(name: str) -> str | None:
+    return max((part for part in MAY_IMPORT if is_within(name, part)), key=len, default=None)
+
+
+def backward_imports(module: str, source: str) -> list[str]:
+    """A line for each import that this module must not have."""
+    lines = []
+    part = part_of(module)
+    for line, name in imports_of(module, source):
+        imported = part_of(name)
+        if name.split(".")[0] in ("models", "runtime"):
+            lines.append(f"{module}:{line}: {name} would be a second copy of the modules: import cheetah.{name}")
+        elif part and imported and imported not in (part, "cheetah.errors", *MAY_IMPORT[part]):
+            lines.append(f"{module}:{line}: {part} must not import {name}; it may import {sorted(MAY_IMPORT[part])}")
+    return lines
+
+
+def test_no_arrow_runs_backwards() -> None:
+    problems = [line for module, path in module_files().items() for line in backward_imports(module, path.read_text())]
+    assert not problems, "\n".join(problems)
+
+
+def test_every_module_belongs_to_a_part() -> None:
+    packages = {"cheetah.models.__init__"}
+    strays = [name for name in module_files() if not part_of(name) and name not in ABOVE_ALL and name not in packages]
+    assert not strays, f"{strays}: name them in MAY_IMPORT, with what they may import"
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("cheetah.lang.types", "from cheetah.plan import Plan"),
+        ("cheetah.plan.split", "def f():\n    import cheetah.lang as ch"),
+        ("cheetah.blocks.norm", "from cheetah import runtime"),
+        ("cheetah.blocks.norm", "from ..models.llama.config import LlamaConfig"),
+        ("cheetah.models.llama.config", "from .program import program"),
+        ("cheetah.runtime.loop", "from cheetah.models.llama.program import program"),
+        ("cheetah.runtime.loop", "from cheetah.models.llama import reference"),
+        ("cheetah.runtime.loop", "from cheetah.emulator import build"),
+        ("cheetah.cli", "from runtime import LLM"),
+        ("tests.anything", "import models.llama"),
+    ],
+)
+def test_a_backward_import_is_seen(module: str, source: str) -> None:
+    assert len(backward_imports(module, source)) == 1
+
+
+def test_tests_and_benchmarks_import_no_second_copy() -> None:
+    files = {str(path): path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")}
+    problems = [line for name, path in files.items() for line in backward_imports(name, path.read_text())]
+    assert not problems, "\n".join(problems)
