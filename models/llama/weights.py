@@ -209,9 +209,7 @@ def _row_groups(config: LlamaConfig, matrix: str) -> _RowGroups:
     return _counted(np.zeros_like(first), first, rows)
 
 
-def _head_groups(
-    head_dim: int, source: int, heads: int, rotated: bool
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _head_groups(head_dim: int, source: int, heads: int, rotated: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Strip j of a rotated head: dims 8j.. then dims D/2 + 8j.., so that both of a rotated pair lie in one lane."""
     dims = np.arange(0, head_dim, GROUP_ROWS, dtype=np.int64)
     if rotated:
@@ -257,9 +255,7 @@ class _MatrixPacker:
             pack_rounds(layout, first_round, rows, packed)
             yield first_round * round_bytes, packed
 
-    def _rows(
-        self, layout: MatrixLayout, groups: _RowGroups, tensors: tuple[Bits, ...], begin: int, stop: int
-    ) -> Bits:
+    def _rows(self, layout: MatrixLayout, groups: _RowGroups, tensors: tuple[Bits, ...], begin: int, stop: int) -> Bits:
         """The rows of strips `begin` .. `stop` - 1, padded: straight from the tensor where its rows are in order."""
         natural = len(tensors) == 1 and layout.columns == layout.padded_columns and stop * STRIP_ROWS <= layout.rows
         if natural and tensors[0].flags.c_contiguous:

@@ -1,0 +1,268 @@
+"""What a Llama decode step means: float32 numpy, one function for each block of the kernel, with the same name.
+
+Written to be read and to be believed, not to be fast. Every result of the kernel is compared with this. Weights are the
+checkpoint's stored values, widened exactly; all arithmetic is float32. Shapes: h hidden, Hq and Hkv heads, D head_dim,
+g = Hq / Hkv, n tokens in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cheetah.models.llama.config import LlamaConfig
+from cheetah.models.llama.rope import rope_table
+from cheetah.models.llama.sampling import sample
+from cheetah.models.llama.weights import (
+    EMBEDDING,
+    FINAL_NORM,
+    INPUT_NORM,
+    POST_ATTENTION_NORM,
+    head_tensor,
+    tensor_shapes,
+    weight_sources,
+)
+
+F32 = NDArray[np.float32]
+Rounding = Callable[[F32], F32]
+
+
+def embedding(table: F32, token: int) -> F32:
+    """Row `token` of the table [vocab, h]: the first residual [h]."""
+    return table[token]
+
+
+def rms_norm(x: F32, weight: F32, epsilon: float) -> F32:
+    """x / sqrt(mean(x^2) + epsilon) * weight, over [h]."""
+    mean_square = np.mean(x * x, dtype=np.float32)
+    return np.asarray(x / np.sqrt(mean_square + np.float32(epsilon)) * weight)
+
+
+def matvec(weight: F32, x: F32) -> F32:
+    """weight [rows, columns] @ x [columns]."""
+    return np.asarray(weight @ x)
+
+
+def rope(heads: F32, cos_sin: F32) -> F32:
+    """Turn each pair (k, k + D/2) of heads [H, D] by its angle; cos_sin [D/2, 2] is one position of the table."""
+    low, high = np.split(heads, 2, axis=-1)
+    cos, sin = cos_sin[:, 0], cos_sin[:, 1]
+    return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+
+
+@dataclass(frozen=True)
+class State:
+    """Attention over some of the keys: output [..., D] and the natural-log log-sum-exp of the logits [...].
+
+    The state of no keys is (0, -inf), the identity of `merge`. Section 2.2 of FlashInfer (MLSys 2025).
+    """
+
+    output: F32
+    lse: F32
+
+
+def attention_state(queries: F32, keys: F32, values: F32) -> State:
+    """The state of queries [g, D] over keys and values [n, D] of one KV head; logits are q.k / sqrt(D)."""
+    head_dim = queries.shape[-1]
+    if len(keys) == 0:
+        return identity_state(queries.shape)
+    logits = queries @ keys.T * np.float32(head_dim**-0.5)
+    largest = logits.max(axis=-1, keepdims=True)
+    weights = np.exp(logits - largest)
+    total = weights.sum(axis=-1, keepdims=True)
+    return State(weights @ values / total, (largest + np.log(total))[..., 0])
+
+
+def identity_state(shape: tuple[int, ...]) -> State:
+    """The state of no keys, for queries of that shape [..., D]."""
+    return State(np.zeros(shape, np.float32), np.full(shape[:-1], -np.inf, np.float32))
+
+
+def merge(first: State, second: State) -> State:
+    """The state over both sets of keys. A state merged with the identity comes back bit for bit."""
+    largest = np.maximum(first.lse, second.lse)
+    origin = np.where(np.isneginf(largest), np.float32(0), largest)  # -inf - -inf would be NaN
+    first_weight, second_weight = np.exp(first.lse - origin), np.exp(second.lse - origin)
+    total = first_weight + second_weight
+    divisor = np.where(total == 0, np.float32(1), total)[..., None]
+    output = first_weight[..., None] * first.output + second_weight[..., None] * second.output
+    with np.errstate(divide="ignore"):  # the log of an empty sum is -inf, as it should be
+        return State(np.asarray(output / divisor, np.float32), np.asarray(origin + np.log(total), np.float32))
+
+
+def merge_states(states: Iterable[State]) -> State:
+    """All states merged from the first to the last."""
+    return reduce(merge, states)
+
+
+def attention(queries: F32, keys: F32, values: F32) -> F32:
+    """One token's attention: queries [Hq, D] over the cache, keys and values [Hkv, n, D]; gives [Hq, D]."""
+    kv_heads, _, head_dim = keys.shape
+    groups = queries.reshape(kv_heads, -1, head_dim)
+    outputs = [attention_state(*head).output for head in zip(groups, keys, values, strict=True)]
+    return np.concatenate(outputs)
+
+
+def swiglu(gate: F32, up: F32) -> F32:
+    """silu(gate) * up."""
+    with np.errstate(over="ignore"):  # exp overflows to inf for a very negative gate, and silu is then -0
+        return np.asarray(gate / (1 + np.exp(-gate)) * up)
+
+
+def residual(x: F32, y: F32) -> F32:
+    """The residual stream after a sublayer."""
+    return x + y
+
+
+def head(weight: F32, x: F32) -> F32:
+    """Logits [vocab] from the last norm's output."""
+    return matvec(weight, x)
+
+
+def widen(tensor: NDArray[Any]) -> F32:
+    """float32 values of a tensor: bf16 bits as uint16, or any floating dtype. Exact for bf16 and fp16."""
+    if tensor.dtype == np.uint16:
+        return (tensor.astype(np.uint32) << 16).view(np.float32)
+    return tensor.astype(np.float32)
+
+
+def round_to_bf16(x: F32) -> F32:
+    """Finite values rounded to the nearest bf16, ties to even, as float32."""
+    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
+    even = (bits >> 16) & 1
+    return ((bits + 0x7FFF + even) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def exact(x: F32) -> F32:
+    """No rounding."""
+    return x
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's weights in float32."""
+
+    input_norm: F32
+    q: F32
+    k: F32
+    v: F32
+    o: F32
+    post_attention_norm: F32
+    gate: F32
+    up: F32
+    down: F32
+
+
+class Reference:
+    """The whole model with its KV cache, one sequence.
+
+    tensors: name -> array, as a mapping or a function (a checkpoint's `tensor`); float32 copies are kept.
+    rounding: applied where a bf16 implementation must round, that is to the input of every matrix and to the queries,
+    keys and values of attention. The default does not round: that is the meaning of the model.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        tensors: Mapping[str, NDArray[Any]] | Callable[[str], NDArray[Any]],
+        rounding: Rounding = exact,
+    ):
+        read = tensors.__getitem__ if isinstance(tensors, Mapping) else tensors
+        shapes = tensor_shapes(config)
+
+        def weight(name: str) -> F32:
+            tensor = widen(read(name))
+            if tensor.shape != shapes[name]:
+                raise ValueError(f"{name}: shape {list(tensor.shape)}, expected {list(shapes[name])}")
+            return tensor
+
+        self.config = config
+        self.rounding = rounding
+        self.embedding = weight(EMBEDDING)
+        self.layers = [_layer(config, layer, weight) for layer in range(config.layers)]
+        self.norm = weight(FINAL_NORM)
+        self.head = self.embedding if config.tied_embeddings else weight(head_tensor(config))
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+        self.length = 0
+        self.table = rope_table(self.config, 64)
+        self.keys, self.values = self._new_cache(64), self._new_cache(64)
+
+    def step(self, token: int) -> F32:
+        """Append `token` to the sequence; the logits [vocab] for the token after it."""
+        if not 0 <= token < self.config.vocab_size:
+            raise ValueError(f"token {token} is outside the vocabulary of {self.config.vocab_size}")
+        self._make_room()
+        x = embedding(self.embedding, token)
+        for index, layer in enumerate(self.layers):
+            x = residual(x, self._attention(index, layer, x))
+            x = residual(x, self._feed_forward(layer, x))
+        self.length += 1
+        return head(self.head, self._normed(x, self.norm))
+
+    def forward(self, ids: Sequence[int]) -> F32:
+        """Logits [len(ids), vocab] of every position of a new sequence."""
+        self.reset()
+        return np.stack([self.step(token) for token in ids])
+
+    def generate(
+        self,
+        ids: Sequence[int],
+        max_tokens: int,
+        stop_ids: Iterable[int] = (),
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> list[int]:
+        """The tokens that follow `ids` in a new sequence: at most `max_tokens`, up to and including a stop id."""
+        logits = self.forward(ids)[-1]
+        stops, made = set(stop_ids), list[int]()
+        while len(made) < max_tokens:
+            made.append(sample(logits, temperature, seed, position=self.length))
+            if made[-1] in stops:
+                break
+            if len(made) < max_tokens:
+                logits = self.step(made[-1])
+        return made
+
+    def _attention(self, index: int, layer: Layer, x: F32) -> F32:
+        head_dim, stop = self.config.head_dim, self.length + 1
+        normed = self._normed(x, layer.input_norm)
+        cos_sin = self.table[self.length]
+        queries = rope(matvec(layer.q, normed).reshape(-1, head_dim), cos_sin)
+        self.keys[index, :, self.length] = self.rounding(rope(matvec(layer.k, normed).reshape(-1, head_dim), cos_sin))
+        self.values[index, :, self.length] = self.rounding(matvec(layer.v, normed).reshape(-1, head_dim))
+        output = attention(self.rounding(queries), self.keys[index, :, :stop], self.values[index, :, :stop])
+        return matvec(layer.o, self.rounding(output.reshape(-1)))
+
+    def _feed_forward(self, layer: Layer, x: F32) -> F32:
+        normed = self._normed(x, layer.post_attention_norm)
+        return matvec(layer.down, self.rounding(swiglu(matvec(layer.gate, normed), matvec(layer.up, normed))))
+
+    def _normed(self, x: F32, weight: F32) -> F32:
+        return self.rounding(rms_norm(x, weight, self.config.rms_norm_eps))
+
+    def _new_cache(self, room: int) -> F32:
+        config = self.config
+        return np.zeros((config.layers, config.kv_heads, room, config.head_dim), np.float32)
+
+    def _make_room(self) -> None:
+        room = len(self.table)
+        if self.length < room:
+            return
+        self.table = rope_table(self.config, 2 * room)
+        empty = self._new_cache(room)
+        self.keys = np.concatenate([self.keys, empty], axis=2)
+        self.values = np.concatenate([self.values, empty], axis=2)
+
+
+def _layer(config: LlamaConfig, layer: int, weight: Callable[[str], F32]) -> Layer:
+    sources = weight_sources(config)
+    names = (INPUT_NORM, *sources["qkv"], *sources["o"], POST_ATTENTION_NORM, *sources["gate_up"], *sources["down"])
+    return Layer(*(weight(name.format(layer=layer)) for name in names))

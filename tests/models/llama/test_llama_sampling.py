@@ -1,0 +1,68 @@
+"""Philox against the published test vectors; the Gumbel rule against the distribution it must give."""
+
+import math
+
+import numpy as np
+
+from cheetah.models.llama.sampling import gumbel_noise, philox4x32, sample, uniform
+
+ONES = 0xFFFFFFFF
+KNOWN = [  # counter, key, output: the known-answer tests published with Random123
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((ONES,) * 4, (ONES, ONES), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+def test_philox_known_answers():
+    for counter, key, output in KNOWN:
+        assert tuple(int(word) for word in philox4x32(counter, key)) == output
+
+
+def test_philox_is_elementwise():
+    words = philox4x32((np.arange(5), 7, 0, 0), (3, 4))
+    alone = philox4x32((3, 7, 0, 0), (3, 4))
+    assert [int(word[3]) for word in words] == [int(word) for word in alone]
+
+
+def test_uniform_is_exact_and_inside_the_open_interval():
+    words = np.array([0, 511, 512, ONES], dtype=np.uint32)
+    assert uniform(words).dtype == np.float32
+    assert uniform(words).tolist() == [2**-24, 2**-24, 3 * 2**-24, 1 - 2**-24]
+
+
+def test_noise_is_finite_at_both_ends():
+    ends = uniform(np.array([0, ONES], dtype=np.uint32))
+    assert np.isfinite(-np.log(-np.log(ends))).all()
+
+
+def test_noise_has_the_mean_and_spread_of_a_gumbel():
+    noise = gumbel_noise(np.arange(200_000), seed=2**40 + 5, position=9).astype(np.float64)
+    assert abs(noise.mean() - 0.5772) < 0.01
+    assert abs(noise.var() - math.pi**2 / 6) < 0.03
+
+
+def test_noise_depends_on_each_of_seed_position_and_token():
+    noises = {
+        float(gumbel_noise(token, seed, position))
+        for token in (0, 1)
+        for seed in (0, 1, 1 << 32)
+        for position in (0, 1)
+    }
+    assert len(noises) == 12
+
+
+def test_samples_follow_the_softmax():
+    logits = np.array([1.0, 0.0, 2.0, -1.0], dtype=np.float32)
+    temperature, count = 0.7, 4000
+    wanted = np.exp(logits / temperature) / np.exp(logits / temperature).sum()
+    drawn = np.bincount([sample(logits, temperature, 11, position) for position in range(count)], minlength=4) / count
+    assert np.abs(drawn - wanted).max() < 4 * math.sqrt(0.25 / count)
+
+
+def test_greedy_takes_the_lowest_id_on_ties():
+    assert sample(np.array([1.0, 3.0, 3.0], dtype=np.float32), 0, 0, 0) == 1
