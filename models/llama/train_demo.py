@@ -22,11 +22,10 @@ from torch.nn import functional
 
 from cheetah.models.llama import demo_grammar
 from cheetah.models.llama.config import DEMO_FOLDER, LlamaConfig
-from cheetah.models.llama.demo_card import CHAT_TEMPLATE, SPLIT, model_card
+from cheetah.models.llama.demo_format import ASSISTANT, BEGIN, CHAT_TEMPLATE, END, SPECIALS, SPLIT, marked, model_card
 from cheetah.models.llama.rope import rope_table
 
 SEED = 2026
-BEGIN, END, USER, ASSISTANT = SPECIALS = ("<|begin|>", "<|end|>", "<|user|>", "<|assistant|>")
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -82,14 +81,6 @@ def train_tokenizer() -> Tokenizer:
 def spoken(document: str | list[demo_grammar.Turn]) -> list[str]:
     """The texts of a document without any marks."""
     return [document] if isinstance(document, str) else [turn.text for turn in document]
-
-
-def marked(document: str | list[demo_grammar.Turn]) -> str:
-    """A document as the model sees it; a talk exactly as the chat template writes it."""
-    if isinstance(document, str):
-        return BEGIN + document + END
-    parts = (USER + turn.text if turn.role == "user" else ASSISTANT + turn.text + END for turn in document)
-    return BEGIN + "".join(parts)
 
 
 def token_batches(tokenizer: Tokenizer, seed: int) -> Iterator[Tensor]:

@@ -109,7 +109,8 @@ def chat_text(messages: list[dict[str, str]], add_generation_prompt: bool = Fals
 def complete(prompt: str, limit: int = 320) -> str:
     """The greedy continuation of a prompt that carries its marks, up to END or `limit` tokens in all."""
     ids = tokenizer().encode(prompt, add_special_tokens=False).ids
-    start, cache_of_layers = len(ids), [([], []) for _ in range(demo_config().layers)]
+    start = len(ids)
+    cache_of_layers: list[tuple[list[Array], list[Array]]] = [([], []) for _ in range(demo_config().layers)]
     for position in itertools.count():
         logits = step(ids[position], position, cache_of_layers)
         if position + 1 == len(ids):

@@ -1,8 +1,11 @@
-"""The fixed texts of the demo model's folder: its chat template, how its tokenizer splits words, and its model card."""
+"""How the demo model sees text: its marks, its chat template, how its tokenizer splits words; and its model card."""
 
 from collections.abc import Mapping
 
 from cheetah.models.llama.config import LlamaConfig
+from cheetah.models.llama.demo_grammar import Turn
+
+BEGIN, END, USER, ASSISTANT = SPECIALS = ("<|begin|>", "<|end|>", "<|user|>", "<|assistant|>")  # ids 0 to 3
 
 # How Llama 3 cuts a text into words before byte-pair merging.
 SPLIT = (
@@ -25,6 +28,15 @@ CHAT_TEMPLATE = """\
     {{- '<|assistant|>' }}
 {%- endif %}
 """
+
+
+def marked(document: str | list[Turn]) -> str:
+    """A story or a talk with its marks, as the model was trained on it; a talk just as the chat template writes it."""
+    if isinstance(document, str):
+        return BEGIN + document + END
+    parts = (USER + turn.text if turn.role == "user" else ASSISTANT + turn.text + END for turn in document)
+    return BEGIN + "".join(parts)
+
 
 CARD = """\
 ---
