@@ -1,0 +1,216 @@
+"""What a plan comes to, in numbers: shares and imbalance by phase, shared memory, exchanges, bytes and the ceiling.
+
+Plain rows only; how they are shown is the command line's business. kB, MB and GB are powers of 1000 bytes.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cheetah.plan.errors import PlanError
+from cheetah.plan.gpu import Gpu
+from cheetah.plan.kv import kv_plan
+from cheetah.plan.layout import MatrixLayout
+from cheetah.plan.matrices import StepMatrices, step_matrices
+from cheetah.plan.plan import Plan, Reserve, kernel_regions, shared_map
+from cheetah.plan.shape import ModelShape
+from cheetah.plan.shared import SharedMap
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LAYER_EXCHANGES = ("q, k, v", "partial states", "attention output", "o", "gate * up", "down")
+"""Vectors that all blocks make and all need, in the order of a layer; each ends a phase."""
+STEP_EXCHANGES = ("sampling candidates",)
+"""The same, once a step, after the head."""
+
+
+@dataclass(frozen=True)
+class PhaseShare:
+    """What each block reads in one phase. `runs` is how often a step goes through it."""
+
+    name: str
+    block_bytes: tuple[int, ...]
+    runs: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that all blocks read in one run."""
+        return sum(self.block_bytes)
+
+    @property
+    def step_bytes(self) -> int:
+        return self.total_bytes * self.runs
+
+    @property
+    def mean_bytes(self) -> float:
+        return self.total_bytes / len(self.block_bytes)
+
+    @property
+    def largest_bytes(self) -> int:
+        return max(self.block_bytes)
+
+    @property
+    def smallest_bytes(self) -> int:
+        return min(self.block_bytes)
+
+    @property
+    def imbalance_percent(self) -> float:
+        """How far the largest share lies above the mean, in percent of the mean."""
+        return 100.0 * (self.largest_bytes / self.mean_bytes - 1.0) if self.total_bytes else 0.0
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Bytes that one step must read from memory at a context, each once."""
+
+    weights: int
+    kv: int
+    norms: int
+    embedding: int
+    rope: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv + self.norms + self.embedding + self.rope
+
+    @property
+    def gigabytes(self) -> float:
+        return self.total / 1e9
+
+
+@dataclass(frozen=True)
+class Report:
+    """A model on a machine under a plan, each sequence of the batch holding `context` tokens, its new one included."""
+
+    shape: ModelShape
+    plan: Plan
+    gpu: Gpu
+    context: int
+    shared: SharedMap
+
+    @cached_property
+    def matrices(self) -> StepMatrices:
+        return step_matrices(self.shape, self.plan, self.gpu)
+
+    @cached_property
+    def phases(self) -> tuple[PhaseShare, ...]:
+        """qkv, attention, o, gate_up, down, head: in the order of a step."""
+        qkv, *others = (self._matrix_share(layout) for layout in self.matrices)
+        return (qkv, self._attention_share(), *others)
+
+    @cached_property
+    def step_share(self) -> PhaseShare:
+        """All phases of a step together, each as often as it runs."""
+        columns = zip(*(phase.block_bytes for phase in self.phases), strict=True)
+        runs = [phase.runs for phase in self.phases]
+        whole = (sum(count * nbytes for count, nbytes in zip(runs, column, strict=True)) for column in columns)
+        return PhaseShare("step", tuple(whole), 1)
+
+    @property
+    def exchanges_per_step(self) -> int:
+        return len(LAYER_EXCHANGES) * self.shape.layers + len(STEP_EXCHANGES)
+
+    @property
+    def step_bytes(self) -> StepBytes:
+        return step_bytes(self.shape, self.matrices.weight_bytes, self.context, self.plan.batch)
+
+    @property
+    def ceiling_ms(self) -> float:
+        """Milliseconds a step at the machine's read rate, nothing else counted: no step can be faster."""
+        return self.step_bytes.total / (self.gpu.read_gb_per_s * 1e6)
+
+    @property
+    def ceiling_tokens_per_s(self) -> float:
+        """Tokens a second of all sequences together at the ceiling."""
+        return 1e3 * self.plan.batch / self.ceiling_ms
+
+    def summary(self) -> tuple[tuple[str, str], ...]:
+        """(what, value) rows, with units."""
+        nbytes = self.step_bytes
+        return (
+            ("machine", f"{self.gpu.name}: {self.gpu.blocks} blocks, {self.gpu.read_gb_per_s:g} GB/s"),
+            ("read rate", self.gpu.rate_source),
+            ("context", f"{self.context} tokens, batch {self.plan.batch}"),
+            ("ring", f"{self.plan.stages} stages of {self.plan.stage_bytes} bytes, {self.plan.in_flight} in flight"),
+            ("math warps", str(self.plan.math_warps)),
+            ("exchanges a step", f"{self.exchanges_per_step} ({self.plan.sync})"),
+            ("weights a step", f"{nbytes.weights / 1e9:.3f} GB"),
+            ("KV a step", f"{nbytes.kv / 1e9:.3f} GB"),
+            ("bytes a step", f"{nbytes.gigabytes:.3f} GB"),
+            ("step at the ceiling", f"{self.ceiling_ms:.3f} ms"),
+            ("tokens/s at the ceiling", f"{self.ceiling_tokens_per_s:.0f}"),
+        )
+
+    def _matrix_share(self, layout: MatrixLayout) -> PhaseShare:
+        shares = tuple(layout.block_bytes(block) for block in range(self.gpu.blocks))
+        return PhaseShare(layout.name, shares, self.matrices.copies(layout))
+
+    def _attention_share(self) -> PhaseShare:
+        """K and V read by each block, from the schedule of this context clipped to the keys there are."""
+        shape, plan = self.shape, self.plan
+        lengths = [self.context] * plan.batch
+        schedule = kv_plan(lengths, shape.kv_heads, self.gpu.blocks, shape.group, plan.kv_align, plan.kv_chunk_min)
+        token_bytes = 2 * 2 * shape.head_dim
+        shares = []
+        for block in range(self.gpu.blocks):
+            queue = schedule.queue(block)
+            tokens = np.minimum(queue[:, 4], self.context) - queue[:, 3]
+            shares.append(int(tokens.sum()) * token_bytes)
+        return PhaseShare("attention", tuple(shares), shape.layers)
+
+
+def step_bytes(shape: ModelShape, weight_bytes: int, context: int, batch: int = 1) -> StepBytes:
+    """Bytes a step must read: bf16 weights, K and V of `context` tokens a sequence, norms, embedding and rope rows."""
+    return StepBytes(
+        weights=weight_bytes,
+        kv=2 * 2 * shape.layers * shape.kv_heads * shape.head_dim * context * batch,
+        norms=2 * (2 * shape.layers + 1) * shape.padded_hidden,
+        embedding=2 * shape.padded_hidden * batch,
+        rope=4 * shape.head_dim * batch,
+    )
+
+
+def inspect_plan(
+    shape: ModelShape, plan: Plan, gpu: Gpu, context: int = 1024, reserve: Reserve = kernel_regions
+) -> Report:
+    """The report for `cheetah inspect`. PlanError if the context passes the plan's or the plan does not fit."""
+    if not 1 <= context <= plan.max_context:
+        raise PlanError(f"inspect: context is {context}: the plan holds 1 to {plan.max_context} tokens (max_context)")
+    plan.check(shape, gpu)
+    return Report(shape, plan, gpu, context, shared_map(shape, plan, gpu, reserve))
+
+
+def plot_shares(report: Report, path: str | Path) -> None:
+    """Draw the share of each block by phase, one panel a phase, into `path` (png, svg or pdf by its ending).
+
+    PlanError where matplotlib (the extra `plot`) is absent or the file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise PlanError("a plot needs matplotlib: pip install 'cheetah-megakernel[plot]'") from None
+    phases = (*report.phases, report.step_share)
+    figure = Figure(figsize=(9, 1.5 * len(phases) + 0.8), layout="constrained")
+    for axes, phase in zip(figure.subplots(len(phases), 1, sharex=True), phases, strict=True):
+        _draw_share(axes, phase)
+    axes.set_xlabel("block")
+    figure.suptitle(f"Bytes each block reads ({report.gpu.name}, context {report.context}); dashed: the mean")
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise PlanError(f"the plot cannot be written to {path}: {error}") from error
+
+
+def _draw_share(axes: "Axes", phase: PhaseShare) -> None:
+    unit, size = ("MB", 1e6) if phase.largest_bytes >= 1e6 else ("kB", 1e3)
+    blocks = range(len(phase.block_bytes))
+    axes.bar(blocks, [nbytes / size for nbytes in phase.block_bytes], width=0.85, color="#3b6ea5")
+    axes.axhline(phase.mean_bytes / size, color="#c0392b", linestyle="--", linewidth=1)
+    often = "" if phase.runs == 1 else f", {phase.runs} times a step"
+    axes.set_title(f"{phase.name}: imbalance {phase.imbalance_percent:.1f} %{often}", loc="left", fontsize=9)
+    axes.set_ylabel(unit)
+    axes.margins(x=0.01)
