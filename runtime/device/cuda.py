@@ -1,0 +1,227 @@
+"""The CUDA driver through cuda-bindings: the usual way onto a GPU. Launches are cooperative.
+
+libcuda comes with the GPU's driver and is loaded at the first call, so this module can be imported without one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cheetah.manifest import Launch
+from cheetah.runtime.device.arguments import CheckedArgument, as_ctypes
+from cheetah.runtime.device.driver import DriverError
+from cheetah.runtime.device.interface import DeviceError, DeviceInfo, Say
+from cheetah.runtime.device.stream_device import StreamDevice
+
+# After one of these every call on the context answers the same; only a new process helps.
+_FAULTS = frozenset(
+    f"CUDA_ERROR_{name}"
+    for name in (
+        "ASSERT",
+        "CONTAINED",
+        "CONTEXT_IS_DESTROYED",
+        "ECC_UNCORRECTABLE",
+        "EXTERNAL_DEVICE",
+        "HARDWARE_STACK_ERROR",
+        "ILLEGAL_ADDRESS",
+        "ILLEGAL_INSTRUCTION",
+        "INVALID_ADDRESS_SPACE",
+        "INVALID_PC",
+        "LAUNCH_FAILED",
+        "LAUNCH_TIMEOUT",
+        "MISALIGNED_ADDRESS",
+        "NVLINK_UNCORRECTABLE",
+        "TENSOR_MEMORY_LEAK",
+    )
+)
+
+
+def open_cuda(say: Say, ordinal: int = 0, compiler: str = "nvrtc") -> StreamDevice:
+    """The GPU number `ordinal` as a device; DeviceError says what is missing."""
+    return StreamDevice(CudaDriver(load_api(), ordinal), say, compiler)
+
+
+def why_not_cuda(ordinal: int = 0) -> str | None:
+    """Why cuda cannot run our kernels here, in a few words, or None if it can."""
+    try:
+        api = load_api()
+        device = checked(api, "cuDeviceGet", ordinal)
+        arch, name = _arch(api, device), _name(api, device)
+    except DeviceError as error:
+        return str(error)
+    return None if arch == "sm_90" else f"{name} is {arch}, the kernels need sm_90 (H100, H200)"
+
+
+def load_api() -> Any:
+    """cuda.bindings.driver, with the driver initialised; DeviceError if package, driver or GPU is missing."""
+    try:
+        api = importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        fix = "install it with: pip install 'cheetah-megakernel[cuda]'"
+        raise DeviceError(f"the package cuda-bindings is missing ({error}): {fix}") from None
+    try:
+        checked(api, "cuInit", 0)
+    except RuntimeError as error:  # the bindings' way to say that libcuda cannot be loaded
+        raise DeviceError(f"no NVIDIA driver: {error}") from None
+    if checked(api, "cuDeviceGetCount") == 0:
+        raise DeviceError("the NVIDIA driver sees no GPU")
+    return api
+
+
+def checked(api: Any, call: str, *arguments: Any) -> Any:
+    """The call's result, a tuple if it has several; DriverError with the driver's name and text of the error."""
+    status, *results = getattr(api, call)(*arguments)
+    if status != api.CUresult.CUDA_SUCCESS:
+        raise _driver_error(api, call, status)
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _driver_error(api: Any, call: str, status: Any) -> DriverError:
+    name = _text(api.cuGetErrorName(status), f"error {int(status)}")
+    text = _text(api.cuGetErrorString(status), "no text")
+    return DriverError(
+        call, f"{name}: {text}", is_fault=name in _FAULTS, is_out_of_memory=name == "CUDA_ERROR_OUT_OF_MEMORY"
+    )
+
+
+def _text(answer: tuple[Any, Any], otherwise: str) -> str:
+    return answer[1].decode(errors="replace") if answer[1] else otherwise
+
+
+class CudaDriver:
+    """A `Driver` (see there) over the functions of cuda.bindings.driver, in the GPU's primary context."""
+
+    name = "cuda"
+
+    def __init__(self, api: Any, ordinal: int) -> None:
+        self._api = api
+        self._device = self._call("cuDeviceGet", ordinal)
+        self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
+        self._pinned: list[int] = []
+        self._modules: list[Any] = []
+        self._streams: list[Any] = []
+        self.make_current()
+
+    def _call(self, call: str, *arguments: Any) -> Any:
+        return checked(self._api, call, *arguments)
+
+    def describe(self) -> DeviceInfo:
+        free, total = self._call("cuMemGetInfo")
+        return DeviceInfo(
+            backend=self.name,
+            name=_name(self._api, self._device),
+            arch=_arch(self._api, self._device),
+            blocks=_attribute(self._api, self._device, "MULTIPROCESSOR_COUNT"),
+            shared_bytes=_attribute(self._api, self._device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+            total_bytes=int(total),
+            free_bytes=int(free),
+            driver=describe_driver(int(self._call("cuDriverGetVersion"))),
+        )
+
+    def make_current(self) -> None:
+        self._call("cuCtxSetCurrent", self._context)
+
+    def new_stream(self) -> Any:
+        # Non-blocking: work on the default stream, ours or another library's, does not order itself against this one.
+        stream = self._call("cuStreamCreate", self._api.CUstream_flags.CU_STREAM_NON_BLOCKING.value)
+        self._streams.append(stream)
+        return stream
+
+    def new_event(self, timing: bool) -> Any:
+        flags = self._api.CUevent_flags
+        return self._call("cuEventCreate", (flags.CU_EVENT_DEFAULT if timing else flags.CU_EVENT_DISABLE_TIMING).value)
+
+    def record(self, event: Any, stream: Any) -> None:
+        self._call("cuEventRecord", event, stream)
+
+    def is_done(self, event: Any) -> bool:
+        (status,) = self._api.cuEventQuery(event)
+        if status == self._api.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        if status != self._api.CUresult.CUDA_SUCCESS:
+            raise _driver_error(self._api, "cuEventQuery", status)
+        return True
+
+    def elapsed_ms(self, start: Any, end: Any) -> float:
+        return float(self._call("cuEventElapsedTime", start, end))
+
+    def pinned(self, nbytes: int) -> NDArray[np.uint8]:
+        address = int(self._call("cuMemHostAlloc", nbytes, 0))
+        self._pinned.append(address)
+        return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+
+    def allocate(self, nbytes: int) -> int:
+        return int(self._call("cuMemAlloc", nbytes))
+
+    def free(self, address: int) -> None:
+        self._call("cuMemFree", address)
+
+    def fill(self, address: int, byte: int, nbytes: int, stream: Any) -> None:
+        self._call("cuMemsetD8Async", address, byte, nbytes, stream)
+
+    def copy_to_device(self, address: int, source: NDArray[np.uint8], stream: Any) -> None:
+        self._call("cuMemcpyHtoDAsync", address, source.ctypes.data, source.nbytes, stream)
+
+    def copy_to_host(self, target: NDArray[np.uint8], address: int, stream: Any) -> None:
+        self._call("cuMemcpyDtoHAsync", target.ctypes.data, address, target.nbytes, stream)
+
+    def load(self, image: bytes, kernel: str, shared_bytes: int) -> Any:
+        module = self._call("cuModuleLoadData", image)
+        self._modules.append(module)
+        function = self._call("cuModuleGetFunction", module, kernel.encode())
+        attribute = self._api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        self._call("cuFuncSetAttribute", function, attribute, shared_bytes)
+        return function
+
+    def blocks_per_sm(self, function: Any, launch: Launch) -> int:
+        call = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
+        return int(self._call(call, function, launch.threads, launch.shared_bytes))
+
+    def launch(self, function: Any, launch: Launch, arguments: list[CheckedArgument], stream: Any) -> None:
+        values = as_ctypes(arguments)  # must outlive the call: the driver copies them during it
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        shape = (launch.blocks, 1, 1, launch.threads, 1, 1, launch.shared_bytes, stream, ctypes.addressof(pointers))
+        if launch.cooperative:
+            # The driver itself refuses a grid whose blocks are not all resident at once.
+            self._call("cuLaunchCooperativeKernel", function, *shape)
+        else:
+            self._call("cuLaunchKernel", function, *shape, 0)
+
+    def close(self) -> None:
+        for module in self._modules:
+            self._call("cuModuleUnload", module)
+        for stream in self._streams:
+            self._call("cuStreamDestroy", stream)
+        for address in self._pinned:
+            self._call("cuMemFreeHost", address)
+        self._call("cuDevicePrimaryCtxRelease", self._device)
+
+
+def describe_driver(version: int) -> str:
+    """Such as "driver 580.159.04, CUDA 13.0", from cuDriverGetVersion's 13000 and, where there, the module."""
+    cuda = f"CUDA {version // 1000}.{version % 1000 // 10}"
+    try:
+        return f"driver {Path('/sys/module/nvidia/version').read_text().strip()}, {cuda}"
+    except OSError:
+        return cuda
+
+
+def _attribute(api: Any, device: Any, name: str) -> int:
+    attribute = getattr(api.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+    return int(checked(api, "cuDeviceGetAttribute", attribute, device))
+
+
+def _arch(api: Any, device: Any) -> str:
+    major = _attribute(api, device, "COMPUTE_CAPABILITY_MAJOR")
+    return f"sm_{major}{_attribute(api, device, 'COMPUTE_CAPABILITY_MINOR')}"
+
+
+def _name(api: Any, device: Any) -> str:
+    name: bytes = checked(api, "cuDeviceGetName", 128, device)
+    return name.rstrip(b"\0").decode(errors="replace")

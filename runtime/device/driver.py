@@ -1,0 +1,82 @@
+"""The few calls to a CUDA driver that `StreamDevice` is built on: two bindings (and a fake in tests) provide them."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cheetah.manifest import Launch
+from cheetah.runtime.device.arguments import CheckedArgument
+from cheetah.runtime.device.interface import DeviceError, DeviceInfo
+
+Stream = Any
+DriverEvent = Any
+Function = Any
+
+
+class DriverError(DeviceError):
+    """A call that the driver refused. is_fault: nothing on the device works any more, whatever the call was."""
+
+    def __init__(self, call: str, text: str, is_fault: bool = False, is_out_of_memory: bool = False) -> None:
+        super().__init__(f"{call} failed: {text}")
+        self.is_fault = is_fault
+        self.is_out_of_memory = is_out_of_memory
+
+
+class Driver(Protocol):
+    """One GPU through one binding. Addresses are ints; every method raises DriverError with the driver's own text."""
+
+    name: str
+
+    def describe(self) -> DeviceInfo:
+        """What the GPU is and has."""
+
+    def make_current(self) -> None:
+        """Make the GPU's context that of the calling thread."""
+
+    def new_stream(self) -> Stream:
+        """A stream that waits for no other stream."""
+
+    def new_event(self, timing: bool) -> DriverEvent:
+        """An event, with or without a time stamp."""
+
+    def record(self, event: DriverEvent, stream: Stream) -> None:
+        """Have `event` happen when the stream's work so far is done."""
+
+    def is_done(self, event: DriverEvent) -> bool:
+        """Has it happened? Does not wait. Raises DriverError if a launch before it has faulted."""
+
+    def elapsed_ms(self, start: DriverEvent, end: DriverEvent) -> float:
+        """Between two timing events that have happened."""
+
+    def pinned(self, nbytes: int) -> NDArray[np.uint8]:
+        """Host memory that copies can use without staging, kept until `close`. May wait for the GPU."""
+
+    def allocate(self, nbytes: int) -> int:
+        """Device memory (never managed memory), 256-byte aligned."""
+
+    def free(self, address: int) -> None:
+        """Give back what `allocate` gave. May wait for the GPU."""
+
+    def fill(self, address: int, byte: int, nbytes: int, stream: Stream) -> None:
+        """Set bytes, in the stream's order."""
+
+    def copy_to_device(self, address: int, source: NDArray[np.uint8], stream: Stream) -> None:
+        """Copy from pinned memory, in the stream's order."""
+
+    def copy_to_host(self, target: NDArray[np.uint8], address: int, stream: Stream) -> None:
+        """Copy to pinned memory, in the stream's order."""
+
+    def load(self, image: bytes, kernel: str, shared_bytes: int) -> Function:
+        """The kernel of a cubin, allowed so many bytes of dynamic shared memory."""
+
+    def blocks_per_sm(self, function: Function, launch: Launch) -> int | None:
+        """How many blocks an SM holds, or None where the binding cannot tell."""
+
+    def launch(self, function: Function, launch: Launch, arguments: list[CheckedArgument], stream: Stream) -> None:
+        """Start the kernel; returns at once."""
+
+    def close(self) -> None:
+        """Give back streams, events, pinned memory, modules and the context."""

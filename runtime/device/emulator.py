@@ -1,0 +1,184 @@
+"""The emulator as a device: the kernel's own text, compiled by g++ and run on the processor. For tests and for no GPU.
+
+A launch runs to its end within `launch`; the emulator itself finds deadlocks, so there is nothing to time out. Memory that
+nobody filled holds 0xFF (NaN in bf16 and f32). Any grid runs, also one made for a GPU of 132 blocks.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from cheetah.manifest import Manifest
+from cheetah.runtime.device.arguments import CheckedArgument, check_arguments
+from cheetah.runtime.device.interface import (
+    Argument,
+    ArgumentError,
+    DeviceError,
+    DeviceInfo,
+    Event,
+    ProgressSource,
+    Say,
+    as_bytes,
+    check_range,
+    check_size_and_fill,
+)
+
+BLOCKS = 4  # what `describe` says, and what suits two processor cores; any other number runs too
+SHARED_BYTES = 227 * 1024
+ALIGNMENT = 256
+POISON = 0xFF
+
+
+@dataclass(frozen=True)
+class EmulatorKernel:
+    """A kernel compiled for the emulator. program: a `cheetah.emulator.Program`."""
+
+    manifest: Manifest
+    program: Any
+
+
+@dataclass(frozen=True)
+class EmulatorEvent:
+    """A point in time, in seconds of the performance counter."""
+
+    seconds: float
+
+
+class EmulatorBuffer:
+    """A buffer in ordinary memory. array: its bytes."""
+
+    def __init__(self, nbytes: int, fill: int) -> None:
+        self.nbytes = nbytes
+        self._array: NDArray[np.uint8] | None = _aligned_bytes(nbytes, fill)
+
+    @property
+    def array(self) -> NDArray[np.uint8]:
+        if self._array is None:
+            raise ArgumentError(f"this buffer of {self.nbytes} bytes has been freed")
+        return self._array
+
+    @property
+    def address(self) -> int:
+        return int(self.array.ctypes.data)
+
+    def upload(self, array: NDArray[Any], offset: int = 0) -> None:
+        data = as_bytes(array)
+        check_range("upload", offset, data.nbytes, self.nbytes)
+        self.array[offset : offset + data.nbytes] = data
+
+    def download(self, dtype: DTypeLike, shape: int | tuple[int, ...], offset: int = 0) -> NDArray[Any]:
+        array = np.empty(shape, dtype)
+        check_range("download", offset, array.nbytes, self.nbytes)
+        array.reshape(-1).view(np.uint8)[:] = self.array[offset : offset + array.nbytes]
+        return array
+
+    def fill(self, byte: int) -> None:
+        check_size_and_fill(self.nbytes, byte)
+        self.array[:] = byte
+
+    def free(self) -> None:
+        self._array = None
+
+
+class EmulatorDevice:
+    """A `Device` (see there). scheduler, seed: how the emulator orders the threads; None leaves the choice to it."""
+
+    name = "emulator"
+
+    def __init__(self, say: Say = lambda _: None, scheduler: str | None = None, seed: int | None = None) -> None:
+        self._say = say
+        self._schedule = {key: value for key, value in (("scheduler", scheduler), ("seed", seed)) if value is not None}
+        self._unusable: str | None = None
+
+    def describe(self) -> DeviceInfo:
+        page_bytes = os.sysconf("SC_PAGE_SIZE")
+        return DeviceInfo(
+            backend=self.name,
+            name="emulator",
+            arch="sm_90",
+            blocks=BLOCKS,
+            shared_bytes=SHARED_BYTES,
+            total_bytes=os.sysconf("SC_PHYS_PAGES") * page_bytes,
+            free_bytes=os.sysconf("SC_AVPHYS_PAGES") * page_bytes,
+            driver=f"g++ on {platform.machine()}",
+        )
+
+    def load(self, text: str, manifest: Manifest) -> EmulatorKernel:
+        from cheetah.emulator import compile_program
+
+        self._check_usable()
+        manifest.check_text(text)
+        parameters = [(parameter.name, parameter.ctype) for parameter in manifest.parameters]
+        return EmulatorKernel(manifest, compile_program(text, manifest.kernel, parameters))
+
+    def allocate(self, nbytes: int, fill: int | None = None) -> EmulatorBuffer:
+        self._check_usable()
+        check_size_and_fill(nbytes, fill)
+        return EmulatorBuffer(nbytes, POISON if fill is None else fill)
+
+    def launch(self, kernel: Any, arguments: Mapping[str, Argument]) -> None:
+        self._check_usable()
+        if not isinstance(kernel, EmulatorKernel):
+            raise ArgumentError(f"launch takes a kernel that this device loaded, not a {type(kernel).__name__}")
+        values = [_as_emulated(argument) for argument in check_arguments(kernel.manifest, arguments)]
+        launch = kernel.manifest.launch
+        try:
+            kernel.program.launch(launch.blocks, launch.threads, launch.shared_bytes, values, **self._schedule)
+        except Exception as error:
+            self._unusable = f"kernel {kernel.manifest.kernel} failed: {str(error).splitlines()[0]}"
+            raise
+
+    def synchronize(
+        self, timeout_s: float | None = None, progress: ProgressSource | Callable[[], str] | None = None
+    ) -> None:
+        """Nothing to wait for: a launch has ended, or failed, when it returns."""
+        self._check_usable()
+
+    def record(self) -> EmulatorEvent:
+        return EmulatorEvent(time.perf_counter())
+
+    def elapsed_ms(self, start: Event, end: Event) -> float:
+        if not (isinstance(start, EmulatorEvent) and isinstance(end, EmulatorEvent)):
+            raise ArgumentError("elapsed_ms takes two events that `record` of this device gave")
+        return (end.seconds - start.seconds) * 1000
+
+    def close(self) -> None:
+        self._unusable = self._unusable or "it was closed"
+
+    def __enter__(self) -> EmulatorDevice:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_usable(self) -> None:
+        if self._unusable is not None:
+            raise DeviceError(f"this device cannot be used any more: {self._unusable}")
+
+
+def _as_emulated(argument: CheckedArgument) -> Any:
+    """A pointer as the buffer's uint8 array (None for null), a scalar as it is."""
+    if argument.parameter.kind == "scalar" or argument.value is None:
+        return argument.value
+    if not isinstance(argument.value, EmulatorBuffer):
+        raise ArgumentError(f"{argument.parameter.name!r}: the buffer belongs to another device")
+    return argument.value.array
+
+
+def _aligned_bytes(nbytes: int, fill: int) -> NDArray[np.uint8]:
+    memory = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -int(memory.ctypes.data) % ALIGNMENT
+    array = memory[start : start + nbytes]
+    array[:] = fill
+    return array

@@ -1,0 +1,79 @@
+"""Copies between any host memory and the device, through two pieces of pinned memory that take turns.
+
+Pinned memory is what makes a copy truly asynchronous and fast; two pieces let the processor fill (or empty) one while
+the copy engine works on the other. Small copies pay one memcpy and no wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cheetah.runtime.device.driver import Driver, DriverEvent, Stream
+
+PIECE_BYTES = 8 << 20
+
+
+class Staging:
+    """wait(event): returns when the event has happened, and raises if the device has faulted."""
+
+    def __init__(
+        self, driver: Driver, stream: Stream, wait: Callable[[DriverEvent], None], piece_bytes: int = PIECE_BYTES
+    ) -> None:
+        self._driver = driver
+        self._stream = stream
+        self._wait = wait
+        self._pieces = [_Piece(driver, piece_bytes) for _ in range(2)]
+        self._piece_bytes = piece_bytes
+        self._turn = 0
+
+    def upload(self, address: int, source: NDArray[np.uint8]) -> None:
+        """Copy `source` to the device in the stream's order. It may be changed on return, before the copy is done."""
+        for start in range(0, len(source), self._piece_bytes):
+            part = source[start : start + self._piece_bytes]
+            piece = self._next_piece()
+            self._wait_for(piece)  # an earlier upload may still be reading it
+            piece.memory[: len(part)] = part
+            self._driver.copy_to_device(address + start, piece.memory[: len(part)], self._stream)
+            self._mark(piece)
+
+    def download(self, target: NDArray[np.uint8], address: int) -> None:
+        """Fill `target` from the device, after all work of the stream so far."""
+        under_way: list[tuple[_Piece, NDArray[np.uint8]]] = []
+        for start in range(0, len(target), self._piece_bytes):
+            part = target[start : start + self._piece_bytes]
+            piece = self._next_piece()
+            if len(under_way) == len(self._pieces):
+                self._collect(*under_way.pop(0))
+            self._wait_for(piece)
+            self._driver.copy_to_host(piece.memory[: len(part)], address + start, self._stream)
+            self._mark(piece)
+            under_way.append((piece, part))
+        for piece, part in under_way:
+            self._collect(piece, part)
+
+    def _collect(self, piece: _Piece, part: NDArray[np.uint8]) -> None:
+        self._wait_for(piece)
+        part[:] = piece.memory[: len(part)]
+
+    def _next_piece(self) -> _Piece:
+        self._turn = (self._turn + 1) % len(self._pieces)
+        return self._pieces[self._turn]
+
+    def _mark(self, piece: _Piece) -> None:
+        self._driver.record(piece.event, self._stream)
+        piece.in_use = True
+
+    def _wait_for(self, piece: _Piece) -> None:
+        if piece.in_use:
+            self._wait(piece.event)
+            piece.in_use = False
+
+
+class _Piece:
+    def __init__(self, driver: Driver, nbytes: int) -> None:
+        self.memory = driver.pinned(nbytes)
+        self.event = driver.new_event(timing=False)
+        self.in_use = False

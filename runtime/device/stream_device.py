@@ -1,0 +1,338 @@
+"""A GPU as a `Device`: buffers, launches, waiting with a time limit, faults. Knows a `Driver`, not which binding."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from cheetah.manifest import Manifest
+from cheetah.runtime.compile import compile_cubin
+from cheetah.runtime.cubin import Cubin
+from cheetah.runtime.device.arguments import check_arguments
+from cheetah.runtime.device.driver import Driver, DriverError, DriverEvent, Function
+from cheetah.runtime.device.interface import (
+    Argument,
+    ArgumentError,
+    DeviceError,
+    DeviceInfo,
+    Event,
+    LaunchTimeout,
+    ProgressSource,
+    Say,
+    as_bytes,
+    check_range,
+    check_size_and_fill,
+)
+from cheetah.runtime.device.progress import describe_progress
+from cheetah.runtime.device.residency import check_machine, check_occupancy
+from cheetah.runtime.device.staging import PIECE_BYTES, Staging
+
+SPIN_SECONDS = 0.001  # a step takes about a millisecond: first ask without sleeping, then ever more rarely
+LONGEST_SLEEP_SECONDS = 0.002
+REPORT_BYTES = 64 << 10
+REPORT_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class StreamKernel:
+    """A loaded kernel, with the cubin it came from."""
+
+    manifest: Manifest
+    function: Function
+    cubin: Cubin
+
+
+@dataclass(frozen=True, eq=False)
+class StreamEvent:
+    """A recorded point; its driver event is used again when nothing refers to it any more."""
+
+    handle: DriverEvent
+
+
+class StreamBuffer:
+    """A buffer of a StreamDevice."""
+
+    def __init__(self, device: StreamDevice, address: int, nbytes: int) -> None:
+        self.device = device
+        self.nbytes = nbytes
+        self._address = address
+        self._release = weakref.finalize(self, device.release, address)
+        self._release.atexit = False  # the driver frees everything at exit; a device that hangs would never answer
+
+    @property
+    def address(self) -> int:
+        if not self._release.alive:
+            raise ArgumentError(f"this buffer of {self.nbytes} bytes has been freed")
+        return self._address
+
+    def upload(self, array: NDArray[Any], offset: int = 0) -> None:
+        data = as_bytes(array)
+        check_range("upload", offset, data.nbytes, self.nbytes)
+        self.device.upload(self.address + offset, data)
+
+    def download(self, dtype: DTypeLike, shape: int | tuple[int, ...], offset: int = 0) -> NDArray[Any]:
+        array = np.empty(shape, dtype)
+        check_range("download", offset, array.nbytes, self.nbytes)
+        self.device.download(array.reshape(-1).view(np.uint8), self.address + offset)
+        return array
+
+    def fill(self, byte: int) -> None:
+        check_size_and_fill(self.nbytes, byte)
+        self.device.fill(self.address, byte, self.nbytes)
+
+    def free(self) -> None:
+        self._release()
+
+
+class StreamDevice:
+    """A `Device` (see there for the meaning of each method) over a `Driver`, with one stream for all work."""
+
+    def __init__(self, driver: Driver, say: Say, compiler: str = "nvrtc", piece_bytes: int = PIECE_BYTES) -> None:
+        self.name = driver.name
+        self._driver = driver
+        self._say = say
+        self._compiler = compiler
+        self._unusable: str | None = None
+        self._is_busy = False  # something was launched that nobody has seen finish
+        self._to_free: list[int] = []
+        self._spare_events: list[DriverEvent] = []
+        self._last: _LastLaunch | None = None
+        self._stream = driver.new_stream()
+        self._completion = driver.new_event(timing=False)
+        self._staging = Staging(driver, self._stream, self._wait, piece_bytes)
+        # What the report of a hang needs exists from the start: allocating may wait for the very launch that hangs.
+        self._report_stream = driver.new_stream()
+        self._report_event = driver.new_event(timing=False)
+        self._report_memory = driver.pinned(REPORT_BYTES)
+
+    # What it is, and what it holds ------------------------------------------------------------------------------------
+
+    def describe(self) -> DeviceInfo:
+        with self._in_use():
+            return self._driver.describe()
+
+    def load(self, text: str, manifest: Manifest) -> StreamKernel:
+        manifest.check_text(text)
+        info = self.describe()
+        check_machine(manifest, info)
+        cubin = compile_cubin(text, manifest.kernel, compiler=self._compiler, progress=self._say)
+        with self._in_use():
+            function = self._driver.load(cubin.image, manifest.kernel, manifest.launch.shared_bytes)
+            blocks_per_sm = self._driver.blocks_per_sm(function, manifest.launch)
+        if blocks_per_sm is not None:
+            check_occupancy(manifest, info, blocks_per_sm)
+        return StreamKernel(manifest, function, cubin)
+
+    def allocate(self, nbytes: int, fill: int | None = None) -> StreamBuffer:
+        check_size_and_fill(nbytes, fill)
+        if self._to_free:
+            self.synchronize()
+        with self._in_use():
+            buffer = StreamBuffer(self, self._allocate(max(nbytes, 1)), nbytes)
+        if fill is not None:
+            buffer.fill(fill)
+        return buffer
+
+    def _allocate(self, nbytes: int) -> int:
+        try:
+            return self._driver.allocate(nbytes)
+        except DriverError as error:
+            if not error.is_out_of_memory:
+                raise
+            info = self._driver.describe()
+            raise DeviceError(
+                f"cannot allocate {_gib(nbytes)} on {info.name}: {_gib(info.free_bytes)} of "
+                f"{_gib(info.total_bytes)} are free ({error})"
+            ) from None
+
+    def release(self, address: int) -> None:
+        """Give back a buffer's memory, for buffers; not once the device is unusable or closed.
+
+        The driver's call waits for the running launch, for ever if that hangs, and cannot be interrupted: so while a
+        launch may be running, the memory is kept until `synchronize` has seen it finish.
+        """
+        if self._unusable is not None:
+            return
+        self._to_free.append(address)
+        if not self._is_busy:
+            with self._in_use():
+                self._free_all()
+
+    def _free_all(self) -> None:
+        while self._to_free:
+            self._driver.free(self._to_free.pop())
+
+    # Work, in order ---------------------------------------------------------------------------------------------------
+
+    def upload(self, address: int, data: NDArray[np.uint8]) -> None:
+        """Copy to the device; for buffers."""
+        with self._in_use():
+            self._staging.upload(address, data)
+
+    def download(self, target: NDArray[np.uint8], address: int) -> None:
+        """Copy from the device; for buffers."""
+        with self._in_use():
+            self._staging.download(target, address)
+
+    def fill(self, address: int, byte: int, nbytes: int) -> None:
+        """Set bytes; for buffers."""
+        with self._in_use():
+            self._driver.fill(address, byte, nbytes, self._stream)
+
+    def launch(self, kernel: Any, arguments: Mapping[str, Argument]) -> None:
+        if not isinstance(kernel, StreamKernel):
+            raise ArgumentError(f"launch takes a kernel that this device loaded, not a {type(kernel).__name__}")
+        checked = check_arguments(kernel.manifest, arguments)
+        for argument in checked:
+            self._check_owner(argument.parameter.name, argument.value)
+        with self._in_use():
+            self._driver.launch(kernel.function, kernel.manifest.launch, checked, self._stream)
+        self._is_busy = True
+        self._last = _LastLaunch.of(kernel.manifest, arguments)
+
+    def _check_owner(self, name: str, value: Argument) -> None:
+        if isinstance(value, (int, float)) or value is None:
+            return
+        if getattr(value, "device", None) is not self:
+            raise ArgumentError(f"{name!r}: the buffer belongs to another device")
+
+    def synchronize(
+        self, timeout_s: float | None = None, progress: ProgressSource | Callable[[], str] | None = None
+    ) -> None:
+        with self._in_use():
+            self._driver.record(self._completion, self._stream)
+            if not self._happens(self._completion, timeout_s):
+                raise self._timed_out(timeout_s or 0.0, progress)
+            self._is_busy = False
+            self._free_all()
+
+    def record(self) -> StreamEvent:
+        with self._in_use():
+            handle = self._spare_events.pop() if self._spare_events else self._driver.new_event(timing=True)
+            self._driver.record(handle, self._stream)
+        event = StreamEvent(handle)
+        weakref.finalize(event, self._spare_events.append, handle).atexit = False
+        return event
+
+    def elapsed_ms(self, start: Event, end: Event) -> float:
+        if not (isinstance(start, StreamEvent) and isinstance(end, StreamEvent)):
+            raise ArgumentError("elapsed_ms takes two events that `record` of this device gave")
+        with self._in_use():
+            self._wait(end.handle)
+            return self._driver.elapsed_ms(start.handle, end.handle)
+
+    def close(self) -> None:
+        """Wait for the work and give everything back; after a fault or a timeout only the process's end can do that."""
+        if self._unusable is None:
+            try:
+                self.synchronize()
+                self._driver.close()
+            finally:
+                self._unusable = self._unusable or "it was closed"
+
+    def __enter__(self) -> StreamDevice:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and self._is_busy:  # perhaps the launch hangs: do not keep the error from being seen
+            self._unusable = self._unusable or f"it was left by {error!r} while a launch was running"
+        self.close()
+
+    # Waiting, faults and hangs ----------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """Around every use of the driver: refuses an unusable device, and notes a fault that makes it so."""
+        if self._unusable is not None:
+            raise DeviceError(f"this device cannot be used any more: {self._unusable}")
+        try:
+            self._driver.make_current()
+            yield
+        except DriverError as error:
+            if error.is_fault:
+                raise self._faulted(error) from None
+            raise
+
+    def _faulted(self, error: DriverError) -> DeviceError:
+        during = f"kernel {self._last.manifest.kernel} faulted: " if self._last else ""
+        self._unusable = f"{during}{error}"
+        return DeviceError(f"{self._unusable}; what the device held is lost, start a new process")
+
+    def _wait(self, event: DriverEvent) -> None:
+        self._happens(event, None)
+
+    def _happens(self, event: DriverEvent, timeout_s: float | None) -> bool:
+        """Wait until `event` has happened, by asking (so that Ctrl-C works); False if `timeout_s` passes first."""
+        started = time.monotonic()
+        while not self._is_done(event):
+            waited = time.monotonic() - started
+            if timeout_s is not None and waited > timeout_s:
+                return False
+            if waited > SPIN_SECONDS:
+                time.sleep(min(waited / 50, LONGEST_SLEEP_SECONDS))  # late by at most 2 percent
+        return True
+
+    def _is_done(self, event: DriverEvent) -> bool:
+        try:
+            return self._driver.is_done(event)
+        except DriverError as error:
+            # An event is asked about valid handles only: whatever comes back is the fault of work before it.
+            raise self._faulted(error) from None
+
+    def _timed_out(self, timeout_s: float, source: ProgressSource | Callable[[], str] | None) -> LaunchTimeout:
+        values, report = self._progress_report(source)
+        what = f"kernel {self._last.manifest.kernel}" if self._last else "the device's work"
+        self._unusable = f"{what} did not finish within {timeout_s:g} s and may still be running"
+        return LaunchTimeout(f"{what} did not finish within {timeout_s:g} s; {report}", values)
+
+    def _progress_report(self, source: ProgressSource | Callable[[], str] | None) -> tuple[tuple[int, ...] | None, str]:
+        if source is None and self._last is not None:
+            source = self._last.progress
+        if source is None:
+            return None, "it reports no progress"
+        if not isinstance(source, ProgressSource):
+            return None, source()
+        try:
+            values = self._read_progress(source)
+        except DeviceError as error:
+            return None, f"its progress could not be read: {error}"
+        if values is None:
+            return None, f"its progress could not be read: the copy took more than {REPORT_SECONDS:g} s"
+        return values, describe_progress(values, source.phases)
+
+    def _read_progress(self, source: ProgressSource) -> tuple[int, ...] | None:
+        """The progress words by a copy on another stream, which does not wait for the launch; None if it hangs too."""
+        blocks = self._last.manifest.launch.blocks if self._last else source.buffer.nbytes // 4
+        target = self._report_memory[: 4 * min(blocks, source.buffer.nbytes // 4, REPORT_BYTES // 4)]
+        self._driver.copy_to_host(target, source.buffer.address, self._report_stream)
+        self._driver.record(self._report_event, self._report_stream)
+        if not self._happens(self._report_event, REPORT_SECONDS):
+            return None
+        return tuple(int(value) for value in target.view(np.uint32))
+
+
+@dataclass(frozen=True)
+class _LastLaunch:
+    manifest: Manifest
+    progress: ProgressSource | None
+
+    @classmethod
+    def of(cls, manifest: Manifest, arguments: Mapping[str, Argument]) -> _LastLaunch:
+        buffer = arguments.get("progress")
+        if buffer is None or isinstance(buffer, (int, float)):
+            return cls(manifest, None)
+        return cls(manifest, ProgressSource(buffer, manifest.phases))
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**24 else f"{nbytes} bytes"
