@@ -183,3 +183,11 @@ def test_a_residual_row_has_one_owner_and_rotation_evens_the_layer(shape):
         return max(sum(layout.block_bytes(block) for layout in matrices.of_layer) for block in range(gpu.blocks))
 
     assert largest(rotated) <= largest(straight)
+
+
+@pytest.mark.parametrize("gpu", ["h200", "emulator-8"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_other_matrices_begin_where_o_and_down_end(shape, gpu):
+    matrices = step_matrices(shape, plan_for(shape, gpu), GPUS[gpu])
+    following = (matrices.o.split.owner(matrices.o.strips - 1) + 1) % GPUS[gpu].blocks
+    assert [layout.split.owner(0) for layout in (matrices.qkv, matrices.gate_up, matrices.head)] == [following] * 3
