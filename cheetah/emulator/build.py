@@ -1,0 +1,150 @@
+"""Compiles kernel text with g++ and keeps the results in a cache. Knows nothing of running them.
+
+A cache entry is named by a hash of the text, the runtime's sources, the flags and the compiler's version, and appears by
+an atomic rename, so two processes may compile the same text at once.
+"""
+
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cheetah.errors import CheetahError
+
+RUNTIME_FOLDER = Path(__file__).parent / "runtime"
+
+_COMMON_FLAGS = ("-std=c++20", "-DCHEETAH_EMULATOR", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off")
+_TEXT_FLAGS = ("-fno-strict-aliasing", "-Wno-unknown-pragmas")
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How text and runtime are compiled: as a library for this process, or as a program under the race detector."""
+
+    name: str
+    runtime_flags: tuple[str, ...]
+    text_flags: tuple[str, ...]
+    link_flags: tuple[str, ...]
+    suffix: str
+
+
+PLAIN = Mode(
+    name="plain",
+    runtime_flags=("-O2",),
+    text_flags=("-O2", "-Werror=frame-larger-than=49152"),
+    link_flags=("-shared",),
+    suffix=".so",
+)
+# The runtime is compiled without -fsanitize=thread: its accesses are no accesses of the kernel.
+SANITIZED = Mode(
+    name="sanitized",
+    runtime_flags=("-O2", "-DCHEETAH_EMULATOR_SANITIZE"),
+    text_flags=("-O1", "-g", "-fsanitize=thread", "-Werror=frame-larger-than=196608"),
+    link_flags=("-pie", "-fsanitize=thread"),
+    suffix="",
+)
+
+
+def build_program(
+    text: str, kernel: str, parameters: Sequence[tuple[str, str]], mode: Mode, cache_dir: Path | None
+) -> Path:
+    """The compiled program of one kernel text, from the cache or from g++.
+
+    Raises CheetahError when there is no g++ or the text does not compile; then the message is g++'s.
+    """
+    runtime = _build_runtime(mode, cache_dir)
+    unpacking = _unpacking_text(kernel, parameters)
+    key = _hash(text, unpacking, runtime.name, *mode.text_flags, *mode.link_flags)
+    target = cache_folder(cache_dir) / f"{kernel}-{mode.name}-{key}{mode.suffix}"
+
+    def build(folder: Path) -> Path:
+        (folder / f"{kernel}.cu").write_text(text)
+        (folder / "unpacking.cpp").write_text(unpacking)
+        output = folder / "program"
+        flags = [*_COMMON_FLAGS, *_TEXT_FLAGS, *mode.text_flags, *mode.link_flags, f"-I{RUNTIME_FOLDER}"]
+        what = f"kernel {kernel!r} does not compile for the emulator"
+        _run_compiler([*flags, "unpacking.cpp", str(runtime), "-o", output.name], folder, what)
+        return output
+
+    return _from_cache(target, build)
+
+
+def cache_folder(cache_dir: Path | None) -> Path:
+    """The given folder, or CHEETAH_CACHE, or the user's cache folder; created if it is not there."""
+    if cache_dir is None:
+        chosen = os.environ.get("CHEETAH_CACHE")
+        base = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cheetah"
+        cache_dir = base / "emulator"
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    return cache_dir
+
+
+def _build_runtime(mode: Mode, cache_dir: Path | None) -> Path:
+    sources = ["runtime.cpp"] if mode is PLAIN else ["runtime.cpp", "sanitize_main.cpp"]
+    key = _hash(_runtime_hash(), *mode.runtime_flags)
+    target = cache_folder(cache_dir) / f"runtime-{mode.name}-{key}.o"
+
+    def build(folder: Path) -> Path:
+        objects = []
+        for source in sources:
+            compiled = f"{source}.o"
+            flags = [*_COMMON_FLAGS, *mode.runtime_flags, "-c", str(RUNTIME_FOLDER / source), "-o", compiled]
+            _run_compiler(flags, folder, f"the emulator's own {source} does not compile")
+            objects.append(compiled)
+        _run_compiler(["-r", "-nostdlib", *objects, "-o", "joined.o"], folder, "the emulator's runtime does not link")
+        return folder / "joined.o"
+
+    return _from_cache(target, build)
+
+
+def _unpacking_text(kernel: str, parameters: Sequence[tuple[str, str]]) -> str:
+    """C++ that calls the kernel with the values behind an array of pointers."""
+    types = "".join(f"using Parameter{i} = {ctype};\n" for i, (_, ctype) in enumerate(parameters))
+    values = ", ".join(f"*static_cast<Parameter{i}*>(arguments[{i}])" for i in range(len(parameters)))
+    return (
+        f'#include "{kernel}.cu"\n#include "launch.h"\n{types}'
+        f"void cheetah_emulator_kernel([[maybe_unused]] void* const* arguments) {{ {kernel}({values}); }}\n"
+    )
+
+
+def _from_cache(target: Path, build: Callable[[Path], Path]) -> Path:
+    if target.exists():
+        return target
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as folder:
+        os.replace(build(Path(folder)), target)
+    return target
+
+
+def _run_compiler(arguments: Sequence[str], folder: Path, what: str) -> None:
+    compiler, _ = _compiler()
+    done = subprocess.run([compiler, *arguments], cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        raise CheetahError(f"{what}:\n{done.stderr.strip()}")
+
+
+@functools.lru_cache(maxsize=1)
+def _compiler() -> tuple[str, str]:
+    """Path and version of the C++ compiler: CHEETAH_CXX, or g++ from PATH."""
+    wanted = os.environ.get("CHEETAH_CXX", "g++")
+    path = shutil.which(wanted)
+    if path is None:
+        raise CheetahError(
+            f"the emulator needs a C++20 compiler and {wanted!r} is not on PATH: install g++ 12 or newer, "
+            "or name one in CHEETAH_CXX"
+        )
+    return path, subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+
+
+@functools.lru_cache(maxsize=1)
+def _runtime_hash() -> str:
+    return _hash(*(path.name + path.read_text() for path in sorted(RUNTIME_FOLDER.iterdir()) if path.is_file()))
+
+
+def _hash(*parts: str) -> str:
+    everything = "\0".join((*parts, *_COMMON_FLAGS, *_TEXT_FLAGS, _compiler()[1]))
+    return hashlib.sha256(everything.encode()).hexdigest()[:24]

@@ -1,0 +1,105 @@
+"""Runs one launch under many schedules and requires that nothing depends on the schedule.
+
+A kernel that is right gives the same bits under every scheduler and seed; a wait that is missing shows as different
+bits, a deadlock or a misuse under some of them.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cheetah.emulator.errors import EmulatorError
+from cheetah.emulator.program import SCHEDULERS
+
+Outputs = bytes | bytearray | memoryview | np.ndarray | Sequence[np.ndarray]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One schedule under which the launch failed: an emulator's error, or "different output"."""
+
+    scheduler: str
+    seed: int
+    kind: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.scheduler}, seed {self.seed}: {self.kind}: {self.message}"
+
+
+@dataclass(frozen=True)
+class ExploreReport:
+    """How many launches ran, how many failed under each scheduler, and the first failures with their reports."""
+
+    runs: int
+    failed: dict[str, int]
+    failures: tuple[Failure, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not any(self.failed.values())
+
+    def __str__(self) -> str:
+        if self.ok:
+            return f"{self.runs} launches, no error, the same bits in all"
+        counts = ", ".join(f"{count} under {scheduler}" for scheduler, count in self.failed.items() if count)
+        return "\n".join([f"{sum(self.failed.values())} of {self.runs} launches failed: {counts}", *map(str, self.failures)])
+
+
+def explore(
+    run: Callable[[str, int], Outputs],
+    seeds: Iterable[int],
+    schedulers: Sequence[str] = SCHEDULERS,
+    *,
+    expected: Outputs | None = None,
+    kept_failures: int = 5,
+) -> ExploreReport:
+    """Calls `run(scheduler, seed)`, which launches afresh and returns its outputs, for every scheduler and seed.
+
+    Outputs are compared bit by bit with `expected`, or with those of the first launch that ended well. Of the failures
+    the first `kept_failures` are kept with their reports. Errors other than EmulatorError pass through.
+    """
+    reference = None if expected is None else _bits(expected)
+    failed = dict.fromkeys(schedulers, 0)
+    failures: list[Failure] = []
+    seed_list = list(seeds)
+    for scheduler in schedulers:
+        for seed in seed_list:
+            outcome = _run_one(run, scheduler, seed, reference)
+            if isinstance(outcome, Failure):
+                failed[scheduler] += 1
+                failures.append(outcome)
+            elif reference is None:
+                reference = outcome
+    return ExploreReport(len(seed_list) * len(schedulers), failed, tuple(failures[:kept_failures]))
+
+
+def _run_one(
+    run: Callable[[str, int], Outputs], scheduler: str, seed: int, reference: list[bytes] | None
+) -> Failure | list[bytes]:
+    try:
+        outputs = _bits(run(scheduler, seed))
+    except EmulatorError as error:
+        return Failure(scheduler, seed, type(error).__name__, str(error))
+    if reference is not None and outputs != reference:
+        return Failure(scheduler, seed, "different output", _first_difference(outputs, reference))
+    return outputs
+
+
+def _bits(outputs: Outputs) -> list[bytes]:
+    if isinstance(outputs, bytes | bytearray | memoryview):
+        return [bytes(outputs)]
+    if isinstance(outputs, np.ndarray):
+        return [outputs.tobytes()]
+    return [array.tobytes() for array in outputs]
+
+
+def _first_difference(outputs: list[bytes], reference: list[bytes]) -> str:
+    for number, (ours, theirs) in enumerate(zip(outputs, reference, strict=False)):
+        if len(ours) != len(theirs):
+            return f"output {number} has {len(ours)} bytes, expected {len(theirs)}"
+        if ours != theirs:
+            at = int(np.flatnonzero(np.frombuffer(ours, np.uint8) != np.frombuffer(theirs, np.uint8))[0])
+            return f"output {number} differs from byte {at} on"
+    return f"{len(outputs)} outputs, expected {len(reference)}"

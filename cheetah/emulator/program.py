@@ -1,0 +1,328 @@
+"""A compiled kernel text in this process, and launching it: checks the arguments, calls the C interface, reports.
+
+The C side is `runtime/launch.h`; `_Launch` and `_Buffer` are its structures, field by field.
+"""
+
+import ctypes
+import math
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from cheetah.emulator.build import PLAIN, build_program
+from cheetah.emulator.errors import Deadlock, EmulatorError, Misuse, SwitchLimit, TimeLimit
+from cheetah.errors import CheetahError
+
+SCHEDULERS = ("round_robin", "random", "priority")
+
+Argument = np.ndarray | int | float | None
+Extent = int | tuple[int, ...]
+
+_OUTCOMES: dict[int, type[EmulatorError]] = {1: Deadlock, 2: Misuse, 3: SwitchLimit, 4: TimeLimit}
+_REPORT_BYTES = 1 << 16
+_SCALARS: dict[str, type[ctypes._SimpleCData]] = {  # type: ignore[type-arg]
+    "uint8_t": ctypes.c_uint8,
+    "uint16_t": ctypes.c_uint16,
+    "uint32_t": ctypes.c_uint32,
+    "uint64_t": ctypes.c_uint64,
+    "int32_t": ctypes.c_int32,
+    "int64_t": ctypes.c_int64,
+    "int": ctypes.c_int32,
+    "unsigned": ctypes.c_uint32,
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
+}
+
+
+@dataclass(frozen=True)
+class LaunchStats:
+    """What a launch did: fibre switches, rendezvous of warps, bulk copies and their bytes, wall-clock seconds."""
+
+    switches: int
+    collectives: int
+    copies: int
+    copied_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A kernel parameter: its name and its C type, such as "const uint8_t*" or "uint32_t"."""
+
+    name: str
+    ctype: str
+
+    @property
+    def is_pointer(self) -> bool:
+        return "*" in self.ctype
+
+    @property
+    def is_const(self) -> bool:
+        return self.ctype.split("*")[0].split().count("const") > 0
+
+
+@dataclass(frozen=True)
+class LaunchShape:
+    """Grid and block in three dimensions, and the schedule, all checked."""
+
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int
+    scheduler: int
+    seed: int
+    switch_limit: int
+
+
+class Program(ABC):
+    """A kernel compiled for the emulator. `launch` may be called any number of times."""
+
+    def __init__(self, kernel: str, parameters: Sequence[tuple[str, str]], path: Path) -> None:
+        self.kernel = kernel
+        self.parameters = tuple(Parameter(name, ctype) for name, ctype in parameters)
+        self.path = path
+
+    def launch(
+        self,
+        grid: Extent,
+        block: Extent,
+        shared_bytes: int,
+        arguments: Sequence[Argument],
+        *,
+        scheduler: str = "round_robin",
+        seed: int = 0,
+        switch_limit: int | None = None,
+        timeout_s: float | None = None,
+    ) -> LaunchStats:
+        """Runs the kernel to its end; arrays are read and written in place.
+
+        `arguments` follow the parameters: an array or None (null) for a pointer, a number for a scalar. Arrays are
+        C-contiguous; addresses are theirs, so `allocate` gives arrays aligned as a GPU allocation is.
+        `scheduler` is one of SCHEDULERS; equal seeds give equal schedules. `switch_limit` bounds fibre switches.
+        Raises Deadlock, Misuse, Race, SwitchLimit or TimeLimit with a report, CheetahError for wrong arguments.
+        """
+        shape = _shape(grid, block, shared_bytes, scheduler, seed, switch_limit)
+        if len(arguments) != len(self.parameters):
+            wanted = ", ".join(p.name for p in self.parameters)
+            raise CheetahError(
+                f"kernel {self.kernel} takes {len(self.parameters)} arguments ({wanted}), got {len(arguments)}"
+            )
+        for parameter, argument in zip(self.parameters, arguments, strict=True):
+            _check(self.kernel, parameter, argument)
+        return self._run(shape, arguments, timeout_s)
+
+    @abstractmethod
+    def _run(self, shape: LaunchShape, arguments: Sequence[Argument], timeout_s: float | None) -> LaunchStats: ...
+
+
+class LoadedProgram(Program):
+    """A program loaded into this process. Launches in one process run one after the other."""
+
+    def __init__(self, kernel: str, parameters: Sequence[tuple[str, str]], path: Path) -> None:
+        super().__init__(kernel, parameters, path)
+        self._library = ctypes.CDLL(str(path))
+        self._library.cheetah_emulator_launch.argtypes = [ctypes.POINTER(_Launch)]
+        self._library.cheetah_emulator_launch.restype = None
+        weakref.finalize(self, self._library.cheetah_emulator_release)
+
+    def _run(self, shape: LaunchShape, arguments: Sequence[Argument], timeout_s: float | None) -> LaunchStats:
+        poll = _Poll(timeout_s)
+        pairs = list(zip(self.parameters, arguments, strict=True))
+        values = [_value(parameter, argument) for parameter, argument in pairs]
+        arrays = [(parameter.name, a) for parameter, a in pairs if isinstance(a, np.ndarray)]
+        report = ctypes.create_string_buffer(_REPORT_BYTES)
+        launch = _launch_structure(shape, values, arrays, poll, report)
+        started = time.perf_counter()
+        self._library.cheetah_emulator_launch(ctypes.byref(launch))
+        seconds = time.perf_counter() - started
+        if poll.interruption is not None:
+            raise poll.interruption
+        raise_for_outcome(launch.outcome, report.value.decode(errors="replace"))
+        return LaunchStats(launch.switches, launch.collectives, launch.copies, launch.copied_bytes, seconds)
+
+
+def compile_program(
+    text: str,
+    kernel: str,
+    parameters: Sequence[tuple[str, str]],
+    *,
+    sanitize: bool = False,
+    cache_dir: Path | None = None,
+) -> Program:
+    """Compiles kernel text, which includes "cheetah_emulator.h" under CHEETAH_EMULATOR, with g++ (cached).
+
+    `kernel` is the function's name, `parameters` its (name, C type) in order. With `sanitize` each launch runs as a
+    process of its own under ThreadSanitizer and reports races by line: some twenty times slower, for few blocks.
+    Raises CheetahError when g++ is missing or refuses the text (the message carries what it said).
+    """
+    if sanitize:
+        from cheetah.emulator.sanitize import sanitized_program
+
+        return sanitized_program(text, kernel, parameters, cache_dir)
+    return LoadedProgram(kernel, parameters, build_program(text, kernel, parameters, PLAIN, cache_dir))
+
+
+def allocate(shape: Extent, dtype: object, fill: int = 0xFF) -> np.ndarray:
+    """A new array, 256-byte aligned as a GPU allocation is, each byte `fill` (0xFF: NaN in bf16 and float)."""
+    wanted = np.dtype(dtype)  # type: ignore[call-overload]
+    count = math.prod(shape) if isinstance(shape, tuple) else shape
+    memory = np.full(count * wanted.itemsize + 256, fill, dtype=np.uint8)
+    start = -memory.ctypes.data % 256
+    array: np.ndarray = memory[start : start + count * wanted.itemsize].view(wanted).reshape(shape)
+    return array
+
+
+def scalar_bytes(parameter: Parameter, value: int | float) -> bytes:
+    """The eight bytes in which a scalar argument travels, zero-padded."""
+    return bytes(_scalar(parameter, value)).ljust(8, b"\0")
+
+
+def raise_for_outcome(outcome: int, report: str) -> None:
+    """Raises the error that an outcome of the C side stands for; returns when it is "done"."""
+    if outcome:
+        raise _OUTCOMES[outcome](f"{_OPENINGS[outcome]}{report.strip()}")
+
+
+_OPENINGS = {
+    1: "deadlock: no thread can go on\n",
+    2: "",
+    3: "the switch limit is reached\n",
+    4: "the time limit is reached\n",
+}
+
+
+class _Buffer(ctypes.Structure):
+    _fields_ = [("start", ctypes.c_void_p), ("bytes", ctypes.c_uint64), ("name", ctypes.c_char_p)]
+
+
+_POLL = ctypes.CFUNCTYPE(ctypes.c_int)
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = [
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("shared_bytes", ctypes.c_uint64),
+        ("scheduler", ctypes.c_uint32),
+        ("buffer_count", ctypes.c_uint32),
+        ("seed", ctypes.c_uint64),
+        ("switch_limit", ctypes.c_uint64),
+        ("arguments", ctypes.POINTER(ctypes.c_void_p)),
+        ("buffers", ctypes.POINTER(_Buffer)),
+        ("poll", _POLL),
+        ("outcome", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
+        ("switches", ctypes.c_uint64),
+        ("collectives", ctypes.c_uint64),
+        ("copies", ctypes.c_uint64),
+        ("copied_bytes", ctypes.c_uint64),
+        ("report", ctypes.c_void_p),
+        ("report_bytes", ctypes.c_uint64),
+    ]
+
+
+class _Poll:
+    """Looks every few milliseconds whether the time is over or the user pressed Ctrl-C."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self.interruption: BaseException | None = None
+        self._deadline = None if timeout_s is None else time.perf_counter() + timeout_s
+        self.callback: Callable[[], int] = _POLL(self._poll)
+
+    def _poll(self) -> int:
+        try:
+            return int(self._deadline is not None and time.perf_counter() > self._deadline)
+        except BaseException as interruption:
+            self.interruption = interruption
+            return 1
+
+
+def _launch_structure(
+    shape: LaunchShape,
+    values: Sequence[ctypes._SimpleCData],  # type: ignore[type-arg]
+    arrays: Sequence[tuple[str, np.ndarray]],
+    poll: _Poll,
+    report: ctypes.Array[ctypes.c_char],
+) -> _Launch:
+    """The C structure; it keeps what it points to alive, but for the arrays and the report."""
+    pointers = (ctypes.c_void_p * max(1, len(values)))(*(ctypes.addressof(value) for value in values))
+    buffers = (_Buffer * max(1, len(arrays)))(*((a.ctypes.data, a.nbytes, name.encode()) for name, a in arrays))
+    return _Launch(
+        grid=shape.grid,
+        block=shape.block,
+        shared_bytes=shape.shared_bytes,
+        scheduler=shape.scheduler,
+        buffer_count=len(arrays),
+        seed=shape.seed,
+        switch_limit=shape.switch_limit,
+        arguments=pointers,
+        buffers=buffers,
+        poll=poll.callback,
+        report=ctypes.addressof(report),
+        report_bytes=len(report),
+    )
+
+
+def _value(parameter: Parameter, argument: Argument) -> "ctypes._SimpleCData":  # type: ignore[type-arg]
+    if isinstance(argument, np.ndarray):
+        return ctypes.c_void_p(argument.ctypes.data)
+    if argument is None:
+        return ctypes.c_void_p(None)
+    return _scalar(parameter, argument)
+
+
+def _scalar(parameter: Parameter, value: int | float) -> "ctypes._SimpleCData":  # type: ignore[type-arg]
+    ctype = _SCALARS[parameter.ctype.replace("const ", "").strip()]
+    return ctype(float(value) if ctype in (ctypes.c_float, ctypes.c_double) else int(value))
+
+
+def _check(kernel: str, parameter: Parameter, argument: Argument) -> None:
+    place = f"kernel {kernel}, parameter {parameter.name} ({parameter.ctype})"
+    if not parameter.is_pointer:
+        _check_scalar(place, parameter, argument)
+    elif isinstance(argument, np.ndarray):
+        if not argument.flags.c_contiguous:
+            raise CheetahError(f"{place}: the array is not C-contiguous; pass np.ascontiguousarray of it")
+        if not (parameter.is_const or argument.flags.writeable):
+            raise CheetahError(f"{place}: the array is read-only, but the kernel may write it; pass a copy")
+    elif argument is not None:
+        raise CheetahError(f"{place}: wants an array or None, got {type(argument).__name__}")
+
+
+def _check_scalar(place: str, parameter: Parameter, argument: Argument) -> None:
+    if parameter.ctype.replace("const ", "").strip() not in _SCALARS:
+        raise CheetahError(f"{place}: scalars of this type cannot be passed; use one of {', '.join(_SCALARS)}")
+    if argument is None or isinstance(argument, np.ndarray):
+        raise CheetahError(f"{place}: wants a number, got {type(argument).__name__}")
+
+
+def _shape(
+    grid: Extent, block: Extent, shared_bytes: int, scheduler: str, seed: int, switch_limit: int | None
+) -> LaunchShape:
+    if scheduler not in SCHEDULERS:
+        raise CheetahError(f"no scheduler {scheduler!r}; there are {', '.join(SCHEDULERS)}")
+    threads = math.prod(_three("block", block))
+    if threads > 1024:
+        raise CheetahError(f"{threads} threads in a block; a block has at most 1024")
+    if shared_bytes < 0:
+        raise CheetahError(f"{shared_bytes} bytes of shared memory")
+    return LaunchShape(
+        _three("grid", grid),
+        _three("block", block),
+        shared_bytes,
+        SCHEDULERS.index(scheduler),
+        seed % (1 << 64),
+        switch_limit or 0,
+    )
+
+
+def _three(what: str, extent: Extent) -> tuple[int, int, int]:
+    sizes = (extent,) if isinstance(extent, int) else tuple(extent)
+    if not 1 <= len(sizes) <= 3 or any(size < 1 for size in sizes):
+        raise CheetahError(f"{what} {extent}: wants one to three positive sizes")
+    x, y, z = (*sizes, 1, 1)[:3]
+    return x, y, z

@@ -1,0 +1,278 @@
+// What a generated kernel's text sees on the CPU: CUDA's words as far as kernels use them, and the primitives.
+//
+// The text is compiled with -DCHEETAH_EMULATOR as C++20. Every CUDA thread is a fibre (machine.h), so a primitive
+// that waits hands the processor to another fibre. The runtime behind the declarations of `cheetah_emulator` is
+// compiled apart, without the sanitizer, also when this text is compiled with it: what stands in this header is
+// seen by the race detector as the kernel's own accesses, what stands in the runtime is not.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <source_location>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline __attribute__((always_inline))
+#define __launch_bounds__(...)
+#define __align__(bytes) alignas(bytes)
+
+struct alignas(8) uint2 { uint32_t x, y; };
+struct alignas(16) uint4 { uint32_t x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(2) bf16 { uint16_t bits; };
+
+namespace cheetah_emulator {
+
+using Place = std::source_location;  // one pointer; the line of the kernel text that called a primitive
+
+struct Index3 { uint32_t x, y, z; };
+
+struct Identity {  // of the thread that runs now
+  Index3 thread, block;
+  uint8_t* arena;  // the block's dynamic shared memory
+};
+
+#pragma GCC visibility push(hidden)
+extern const Identity* identity;
+extern Index3 block_dimensions, grid_dimensions;
+
+void preemption_point(Place place, const char* primitive);
+void check_global(const void* address, uint64_t bytes, uint64_t alignment, Place place, const char* primitive);
+void words_written(const void* address);
+void wait_for_words(const uint64_t* words, uint32_t epoch, Place place, const char* primitive);
+void wait_for_at_least(const uint64_t* word, uint64_t value, Place place);
+uint64_t virtual_nanoseconds();
+
+void block_barrier(Place place);
+void named_barrier(uint32_t id, uint32_t threads, Place place);
+void named_barrier_arrive(uint32_t id, uint32_t threads, Place place);
+void warp_barrier(Place place);
+uint32_t shuffle_xor(uint32_t value, uint32_t mask, Place place, const char* primitive);
+uint32_t shuffle(uint32_t value, uint32_t lane, Place place, const char* primitive);
+float warp_sum(float value, Place place);
+float warp_max(float value, Place place);
+void mma(float* c, const uint32_t* a, uint32_t b0, uint32_t b1, Place place);
+uint32_t matrix_transpose(uint32_t value, Place place);
+
+void mbarrier_init(uint64_t* barrier, uint32_t arrivals, Place place);
+void mbarrier_arrive(uint64_t* barrier, uint32_t transaction_bytes, Place place, const char* primitive);
+void mbarrier_wait(uint64_t* barrier, uint32_t parity, Place place);
+void bulk_copy(void* destination, const void* source, uint32_t bytes, uint64_t* barrier, Place place);
+#pragma GCC visibility pop
+
+}  // namespace cheetah_emulator
+
+#define threadIdx (cheetah_emulator::identity->thread)
+#define blockIdx (cheetah_emulator::identity->block)
+#define blockDim (cheetah_emulator::block_dimensions)
+#define gridDim (cheetah_emulator::grid_dimensions)
+
+// ---- The primitives: one function each, named and typed as the kernel text calls them -------------------------------
+// The last parameter is filled in by the compiler at the call: reports name the line of the kernel text.
+
+#define CHEETAH_PLACE cheetah_emulator::Place place = cheetah_emulator::Place::current()
+#define CHEETAH_PRIMITIVE static inline __attribute__((unused))
+
+// Start of the block's dynamic shared memory, 1024-aligned, NaN (0xFF) when the launch begins.
+CHEETAH_PRIMITIVE uint8_t* shared_arena() { return cheetah_emulator::identity->arena; }
+
+// -- rendezvous of a block
+
+CHEETAH_PRIMITIVE void block_barrier(CHEETAH_PLACE) { cheetah_emulator::block_barrier(place); }
+
+CHEETAH_PRIMITIVE void named_barrier(uint32_t id, uint32_t threads, CHEETAH_PLACE) {
+  cheetah_emulator::named_barrier(id, threads, place);
+}
+
+CHEETAH_PRIMITIVE void named_barrier_arrive(uint32_t id, uint32_t threads, CHEETAH_PLACE) {
+  cheetah_emulator::named_barrier_arrive(id, threads, place);
+}
+
+// -- rendezvous of a warp: all its lanes, one meeting each
+
+CHEETAH_PRIMITIVE void warp_barrier(CHEETAH_PLACE) { cheetah_emulator::warp_barrier(place); }
+
+CHEETAH_PRIMITIVE uint32_t float_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+
+CHEETAH_PRIMITIVE float bits_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+CHEETAH_PRIMITIVE uint32_t shuffle_xor_u32(uint32_t value, uint32_t mask, CHEETAH_PLACE) {
+  return cheetah_emulator::shuffle_xor(value, mask, place, "shuffle_xor_u32");
+}
+
+CHEETAH_PRIMITIVE float shuffle_xor_f32(float value, uint32_t mask, CHEETAH_PLACE) {
+  return bits_float(cheetah_emulator::shuffle_xor(float_bits(value), mask, place, "shuffle_xor_f32"));
+}
+
+CHEETAH_PRIMITIVE uint32_t shuffle_u32(uint32_t value, uint32_t lane, CHEETAH_PLACE) {
+  return cheetah_emulator::shuffle(value, lane, place, "shuffle_u32");
+}
+
+CHEETAH_PRIMITIVE float shuffle_f32(float value, uint32_t lane, CHEETAH_PLACE) {
+  return bits_float(cheetah_emulator::shuffle(float_bits(value), lane, place, "shuffle_f32"));
+}
+
+CHEETAH_PRIMITIVE float warp_sum_f32(float value, CHEETAH_PLACE) { return cheetah_emulator::warp_sum(value, place); }
+
+CHEETAH_PRIMITIVE float warp_max_f32(float value, CHEETAH_PLACE) { return cheetah_emulator::warp_max(value, place); }
+
+// D = A (16x16, row major fragments a.x..a.w) * B (16x8, b0 b1) + C (16x8), as mma.m16n8k16 bf16 with float sums.
+CHEETAH_PRIMITIVE void mma_bf16(float (&c)[4], uint4 a, uint32_t b0, uint32_t b1, CHEETAH_PLACE) {
+  const uint32_t words[4] = {a.x, a.y, a.z, a.w};
+  float sums[4] = {c[0], c[1], c[2], c[3]};
+  cheetah_emulator::mma(sums, words, b0, b1, place);
+  for (int i = 0; i < 4; i++) c[i] = sums[i];
+}
+
+CHEETAH_PRIMITIVE uint32_t matrix_transpose_b16(uint32_t value, CHEETAH_PLACE) {
+  return cheetah_emulator::matrix_transpose(value, place);
+}
+
+// -- mbarriers and bulk copies
+
+CHEETAH_PRIMITIVE void mbarrier_init(uint64_t* barrier, uint32_t arrivals, CHEETAH_PLACE) {
+  cheetah_emulator::mbarrier_init(barrier, arrivals, place);
+}
+
+CHEETAH_PRIMITIVE void mbarrier_fence_init(CHEETAH_PLACE) {
+  cheetah_emulator::preemption_point(place, "mbarrier_fence_init");
+}
+
+CHEETAH_PRIMITIVE void mbarrier_arrive(uint64_t* barrier, CHEETAH_PLACE) {
+  cheetah_emulator::mbarrier_arrive(barrier, 0, place, "mbarrier_arrive");
+}
+
+CHEETAH_PRIMITIVE void mbarrier_arrive_expect_tx(uint64_t* barrier, uint32_t bytes, CHEETAH_PLACE) {
+  cheetah_emulator::mbarrier_arrive(barrier, bytes, place, "mbarrier_arrive_expect_tx");
+}
+
+CHEETAH_PRIMITIVE void mbarrier_wait(uint64_t* barrier, uint32_t parity, CHEETAH_PLACE) {
+  cheetah_emulator::mbarrier_wait(barrier, parity, place);
+}
+
+CHEETAH_PRIMITIVE void bulk_copy(void* shared_destination, const void* global_source, uint32_t bytes,
+                                 uint64_t* barrier, CHEETAH_PLACE) {
+  cheetah_emulator::bulk_copy(shared_destination, global_source, bytes, barrier, place);
+}
+
+CHEETAH_PRIMITIVE void fence_proxy_async(CHEETAH_PLACE) {
+  cheetah_emulator::preemption_point(place, "fence_proxy_async");
+}
+
+// -- words that cross blocks. The __atomic builtins stand here, in instrumented text, with the order the kernel asked
+// for: the race detector then learns of exactly the synchronisation that the GPU would give.
+
+CHEETAH_PRIMITIVE void publish_flagged(uint64_t* p, uint32_t data, uint32_t epoch, CHEETAH_PLACE) {
+  cheetah_emulator::check_global(p, 8, 8, place, "publish_flagged");
+  __atomic_store_n(p, uint64_t(epoch) << 32 | data, __ATOMIC_RELAXED);
+  cheetah_emulator::words_written(p);
+}
+
+CHEETAH_PRIMITIVE void publish_flagged_release(uint64_t* p, uint32_t data, uint32_t epoch, CHEETAH_PLACE) {
+  cheetah_emulator::check_global(p, 8, 8, place, "publish_flagged_release");
+  __atomic_store_n(p, uint64_t(epoch) << 32 | data, __ATOMIC_RELEASE);
+  cheetah_emulator::words_written(p);
+}
+
+namespace cheetah_emulator {
+
+template <int order>
+inline uint4 wait_flagged4(const uint64_t* p, uint32_t epoch, Place place, const char* primitive) {
+  check_global(p, 32, 32, place, primitive);
+  for (;;) {
+    const uint64_t w0 = __atomic_load_n(p, order), w1 = __atomic_load_n(p + 1, order);
+    const uint64_t w2 = __atomic_load_n(p + 2, order), w3 = __atomic_load_n(p + 3, order);
+    if (w0 >> 32 == epoch && w1 >> 32 == epoch && w2 >> 32 == epoch && w3 >> 32 == epoch)
+      return {uint32_t(w0), uint32_t(w1), uint32_t(w2), uint32_t(w3)};
+    wait_for_words(p, epoch, place, primitive);
+  }
+}
+
+}  // namespace cheetah_emulator
+
+CHEETAH_PRIMITIVE uint4 wait_flagged4(const uint64_t* p, uint32_t epoch, CHEETAH_PLACE) {
+  return cheetah_emulator::wait_flagged4<__ATOMIC_RELAXED>(p, epoch, place, "wait_flagged4");
+}
+
+CHEETAH_PRIMITIVE uint4 wait_flagged4_acquire(const uint64_t* p, uint32_t epoch, CHEETAH_PLACE) {
+  return cheetah_emulator::wait_flagged4<__ATOMIC_ACQUIRE>(p, epoch, place, "wait_flagged4_acquire");
+}
+
+CHEETAH_PRIMITIVE void add_release_u64(uint64_t* p, uint64_t value, CHEETAH_PLACE) {
+  cheetah_emulator::check_global(p, 8, 8, place, "add_release_u64");
+  __atomic_fetch_add(p, value, __ATOMIC_RELEASE);
+  cheetah_emulator::words_written(p);
+}
+
+CHEETAH_PRIMITIVE void wait_at_least_u64(const uint64_t* p, uint64_t value, CHEETAH_PLACE) {
+  cheetah_emulator::check_global(p, 8, 8, place, "wait_at_least_u64");
+  while (__atomic_load_n(p, __ATOMIC_ACQUIRE) < value) cheetah_emulator::wait_for_at_least(p, value, place);
+}
+
+CHEETAH_PRIMITIVE void store_relaxed_u32(uint32_t* p, uint32_t value, CHEETAH_PLACE) {
+  cheetah_emulator::check_global(p, 4, 4, place, "store_relaxed_u32");
+  __atomic_store_n(p, value, __ATOMIC_RELAXED);
+}
+
+// -- memory that nobody writes during the launch
+
+CHEETAH_PRIMITIVE uint4 load_constant_u32x4(const void* p) { return *static_cast<const uint4*>(p); }
+
+CHEETAH_PRIMITIVE uint32_t load_constant_u32(const void* p) { return *static_cast<const uint32_t*>(p); }
+
+// -- arithmetic
+
+// prmt.b32 in its default mode: each nibble of the selector picks a byte of {b, a}; its top bit spreads the sign.
+CHEETAH_PRIMITIVE uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t bytes = uint64_t(b) << 32 | a;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; i++) {
+    const uint32_t pick = selector >> (4 * i) & 15;
+    uint32_t byte = bytes >> (8 * (pick & 7)) & 255;
+    if (pick & 8) byte = byte & 128 ? 255 : 0;
+    result |= byte << (8 * i);
+  }
+  return result;
+}
+
+CHEETAH_PRIMITIVE float bf16_to_f32(bf16 value) { return bits_float(uint32_t(value.bits) << 16); }
+
+// Nearest even; every NaN becomes 0x7FFF, as cvt.rn.bf16.f32 gives it.
+CHEETAH_PRIMITIVE bf16 f32_to_bf16(float value) {
+  const uint32_t bits = float_bits(value);
+  if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return {0x7FFF};
+  return {uint16_t((bits + 0x7FFFu + (bits >> 16 & 1)) >> 16)};
+}
+
+CHEETAH_PRIMITIVE uint32_t pack_bf16x2(float low, float high) {
+  return uint32_t(f32_to_bf16(high).bits) << 16 | f32_to_bf16(low).bits;
+}
+
+CHEETAH_PRIMITIVE float bf16x2_low(uint32_t value) { return bits_float(value << 16); }
+
+CHEETAH_PRIMITIVE float bf16x2_high(uint32_t value) { return bits_float(value & 0xFFFF0000u); }
+
+CHEETAH_PRIMITIVE float exp2_f32(float value) { return std::exp2(value); }
+CHEETAH_PRIMITIVE float exp_f32(float value) { return std::exp(value); }
+CHEETAH_PRIMITIVE float log_f32(float value) { return std::log(value); }
+CHEETAH_PRIMITIVE float rsqrt_f32(float value) { return 1.0f / std::sqrt(value); }
+CHEETAH_PRIMITIVE float divide_f32(float a, float b) { return a / b; }
+
+CHEETAH_PRIMITIVE uint32_t multiply_high_u32(uint32_t a, uint32_t b) { return uint64_t(a) * b >> 32; }
+
+// Nanoseconds that only grow; counted from switches, so that a launch is a function of its inputs and seed.
+CHEETAH_PRIMITIVE uint64_t global_timer() { return cheetah_emulator::virtual_nanoseconds(); }
+
+#undef CHEETAH_PLACE
+#undef CHEETAH_PRIMITIVE

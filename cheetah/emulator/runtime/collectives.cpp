@@ -1,0 +1,183 @@
+// Rendezvous of the 32 lanes of a warp: each lane leaves its operands in its slot, the last one computes for all.
+//
+// Only warp_barrier orders memory; shuffles, sums, mma and transposes do not, and the race detector is told nothing.
+#include "machine.h"
+#include "sanitizer.h"
+
+namespace cheetah_emulator {
+namespace {
+
+[[noreturn]] void diverged(const Warp& warp, Place place, const char* primitive) {
+  misuse(place, primitive, "diverged: %u other lanes of this warp are in %s at %s:%u; all lanes must meet in one call",
+         unsigned(__builtin_popcount(warp.arrived)), warp.primitive, warp.place.file_name(),
+         unsigned(warp.place.line()));
+}
+
+// Leaves when all lanes of the warp have come; `compute` runs once, by the last.
+template <class Compute>
+inline void rendezvous(Collective collective, Place place, const char* primitive, Compute compute) {
+  Fibre& self = *machine.current;
+  Warp& warp = *self.warp;
+  if (!warp.arrived) {
+    warp.collective = collective;
+    warp.place = place;
+    warp.primitive = primitive;
+  } else if (warp.collective != collective || warp.place.line() != place.line()) {
+    diverged(warp, place, primitive);
+  }
+  const uint32_t bit = 1u << self.lane;
+  warp.arrived |= bit;
+  if (warp.arrived != warp.lanes) {
+    block_on({WaitKind::collective, primitive, place, &warp, 0});
+    return;
+  }
+  compute(warp);
+  warp.arrived = 0;
+  machine.collectives++;
+  wake_lanes(warp, warp.lanes & ~bit);
+  note(place, primitive);
+  if (machine.scheduler != Scheduler::round_robin) yield();
+}
+
+Slot& my_slot() {
+  const Fibre& self = *machine.current;
+  return self.warp->slots[self.lane];
+}
+
+void require_whole_warp(Place place, const char* primitive) {
+  const uint32_t lanes = machine.current->warp->lanes;
+  if (lanes != ~0u)
+    misuse(place, primitive, "needs 32 lanes, this warp has %u: launch a multiple of 32 threads",
+           unsigned(__builtin_popcount(lanes)));
+}
+
+// The order of the GPU's butterfly, so that the sum has the same bits as with five shuffles.
+template <class Combine>
+void butterfly(Warp& warp, Combine combine) {
+  float values[warp_lanes], others[warp_lanes];
+  for (uint32_t lane = 0; lane < warp_lanes; lane++) values[lane] = warp.slots[lane].number;
+  for (uint32_t distance = 16; distance; distance /= 2) {
+    for (uint32_t lane = 0; lane < warp_lanes; lane++) others[lane] = values[lane ^ distance];
+    for (uint32_t lane = 0; lane < warp_lanes; lane++) values[lane] = combine(values[lane], others[lane]);
+  }
+  for (uint32_t lane = 0; lane < warp_lanes; lane++) warp.slots[lane].number = values[lane];
+}
+
+typedef float Row __attribute__((vector_size(32)));  // 8 columns
+
+float low(uint32_t pair) { return bits_float(pair << 16); }
+float high(uint32_t pair) { return bits_float(pair & 0xFFFF0000u); }
+
+// PTX's fragments: lane 4*g + t holds rows g, g+8 of A and C, column g of B. Products of two bf16 are exact in float;
+// the sum over k runs upwards from C.
+void multiply(Warp& warp) {
+  Row b[16];
+  float a[16][16];
+  for (uint32_t lane = 0; lane < warp_lanes; lane++) {
+    const Slot& slot = warp.slots[lane];
+    const uint32_t g = lane / 4, t = lane % 4;
+    for (uint32_t half = 0; half < 2; half++) {
+      const uint32_t k = 2 * t + 8 * half;
+      b[k][g] = low(slot.b[half]);
+      b[k + 1][g] = high(slot.b[half]);
+      for (uint32_t lower = 0; lower < 2; lower++) {
+        a[g + 8 * lower][k] = low(slot.a[2 * half + lower]);
+        a[g + 8 * lower][k + 1] = high(slot.a[2 * half + lower]);
+      }
+    }
+  }
+  for (uint32_t row = 0; row < 16; row++) {
+    const uint32_t first_lane = row % 8 * 4, part = row / 8 * 2;
+    Row sum;
+    for (uint32_t t = 0; t < 4; t++) {
+      sum[2 * t] = warp.slots[first_lane + t].c[part];
+      sum[2 * t + 1] = warp.slots[first_lane + t].c[part + 1];
+    }
+    for (uint32_t k = 0; k < 16; k++) sum += a[row][k] * b[k];
+    for (uint32_t t = 0; t < 4; t++) {
+      warp.slots[first_lane + t].c[part] = sum[2 * t];
+      warp.slots[first_lane + t].c[part + 1] = sum[2 * t + 1];
+    }
+  }
+}
+
+// movmatrix: an 8x8 matrix of 16-bit values, lane 4*row + t holding columns 2t and 2t+1.
+void transpose(Warp& warp) {
+  uint16_t matrix[8][8];
+  for (uint32_t lane = 0; lane < warp_lanes; lane++) {
+    matrix[lane / 4][lane % 4 * 2] = uint16_t(warp.slots[lane].word);
+    matrix[lane / 4][lane % 4 * 2 + 1] = uint16_t(warp.slots[lane].word >> 16);
+  }
+  for (uint32_t lane = 0; lane < warp_lanes; lane++) {
+    const uint32_t row = lane / 4, column = lane % 4 * 2;
+    warp.slots[lane].word = uint32_t(matrix[column + 1][row]) << 16 | matrix[column][row];
+  }
+}
+
+}  // namespace
+
+void warp_barrier(Place place) {
+  Warp& warp = *machine.current->warp;
+  const char& order = warp.order[warp.generation & 1];
+  sanitizer::release(order);
+  rendezvous(Collective::warp_barrier, place, "warp_barrier", [](Warp& w) { w.generation++; });
+  sanitizer::acquire(order);
+}
+
+uint32_t shuffle_xor(uint32_t value, uint32_t mask, Place place, const char* primitive) {
+  Slot& slot = my_slot();
+  slot.word = value;
+  slot.argument = machine.current->lane ^ mask;
+  rendezvous(Collective::shuffle_xor, place, primitive, [](Warp& warp) {
+    uint32_t values[warp_lanes];
+    for (uint32_t lane = 0; lane < warp_lanes; lane++) values[lane] = warp.slots[lane].word;
+    for (uint32_t lane = 0; lane < warp_lanes; lane++)
+      warp.slots[lane].word = values[warp.slots[lane].argument % warp_lanes];
+  });
+  return slot.word;
+}
+
+uint32_t shuffle(uint32_t value, uint32_t lane, Place place, const char* primitive) {
+  return shuffle_xor(value, lane ^ machine.current->lane, place, primitive);
+}
+
+float warp_sum(float value, Place place) {
+  require_whole_warp(place, "warp_sum_f32");
+  Slot& slot = my_slot();
+  slot.number = value;
+  rendezvous(Collective::sum, place, "warp_sum_f32",
+             [](Warp& warp) { butterfly(warp, [](float a, float b) { return a + b; }); });
+  return slot.number;
+}
+
+float warp_max(float value, Place place) {
+  require_whole_warp(place, "warp_max_f32");
+  Slot& slot = my_slot();
+  slot.number = value;
+  rendezvous(Collective::max, place, "warp_max_f32",
+             [](Warp& warp) { butterfly(warp, [](float a, float b) { return std::fmax(a, b); }); });
+  return slot.number;
+}
+
+void mma(float* c, const uint32_t* a, uint32_t b0, uint32_t b1, Place place) {
+  require_whole_warp(place, "mma_bf16");
+  Slot& slot = my_slot();
+  for (int i = 0; i < 4; i++) {
+    slot.a[i] = a[i];
+    slot.c[i] = c[i];
+  }
+  slot.b[0] = b0;
+  slot.b[1] = b1;
+  rendezvous(Collective::mma, place, "mma_bf16", multiply);
+  for (int i = 0; i < 4; i++) c[i] = slot.c[i];
+}
+
+uint32_t matrix_transpose(uint32_t value, Place place) {
+  require_whole_warp(place, "matrix_transpose_b16");
+  Slot& slot = my_slot();
+  slot.word = value;
+  rendezvous(Collective::transpose, place, "matrix_transpose_b16", transpose);
+  return slot.word;
+}
+
+}  // namespace cheetah_emulator

@@ -1,0 +1,176 @@
+// One launch: lays the machine out, gives the processor to the first fibre and reports how it ended.
+#include "launch.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <mutex>
+#include <string>
+
+#include "context.h"
+#include "faults.h"
+#include "memory.h"
+#include "report.h"
+#include "sanitizer.h"
+
+namespace cheetah_emulator {
+namespace {
+
+constexpr uint64_t switches_between_polls = 1 << 18;
+constexpr uint32_t patience_choices[] = {1, 4, 16, 64};
+
+void* const* kernel_arguments;
+std::mutex one_launch;
+
+void fibre_entry() {
+  cheetah_emulator_kernel(kernel_arguments);
+  finish_current();
+}
+
+uint32_t product(const uint32_t (&sizes)[3]) { return sizes[0] * sizes[1] * sizes[2]; }
+
+Index3 position(uint32_t index, const uint32_t (&sizes)[3]) {
+  return {index % sizes[0], index / sizes[0] % sizes[1], index / (sizes[0] * sizes[1])};
+}
+
+void* create_thread_fibre(uint32_t block, uint32_t thread) {
+  if (!sanitizer::enabled) return nullptr;
+  char name[64];
+  std::snprintf(name, sizeof name, "block %u thread %u", block, thread);
+  return sanitizer::create_fibre(name);
+}
+
+void prepare_fibre(uint32_t index, Block& block, uint32_t thread, const CheetahLaunch& launch) {
+  Fibre& fibre = machine.fibres[index];
+  fibre = {};
+  fibre.identity = {position(thread, launch.block), position(block.index, launch.grid), block.arena};
+  fibre.warp = &machine.warps[block.index * machine.warps_a_block + thread / warp_lanes];
+  fibre.block_state = &block;
+  fibre.thread = thread;
+  fibre.lane = thread % warp_lanes;
+  fibre.stack = stack_of(index);
+  // The canary at the low end stays outside.
+  fibre.stack_pointer = prepare_context(fibre.stack + 64, stack_bytes - 64, fibre_entry);
+  fibre.sanitizer_fibre = create_thread_fibre(block.index, thread);
+}
+
+void prepare_warps(Block& block) {
+  for (uint32_t w = 0; w < machine.warps_a_block; w++) {
+    Warp& warp = machine.warps[block.index * machine.warps_a_block + w];
+    const uint32_t threads = std::min(warp_lanes, block.thread_count - w * warp_lanes);
+    warp.lanes = threads == warp_lanes ? ~0u : (1u << threads) - 1;
+    warp.runnable = warp.arrived = warp.generation = 0;
+    warp.first_fibre = block.first_fibre + w * warp_lanes;
+    warp.priority = uint32_t(machine.random.next());
+    wake_lanes(warp, warp.lanes);
+  }
+}
+
+void prepare_block(uint32_t index, const CheetahLaunch& launch) {
+  Block& block = machine.blocks[index];
+  block.index = index;
+  block.thread_count = block.live_threads = product(launch.block);
+  block.first_fibre = index * block.thread_count;
+  block.mbarrier_count = block.copy_count = 0;
+  block.engine_priority = uint32_t(machine.random.next());
+  for (NamedBarrier& barrier : block.barriers) barrier = {};
+  fill_bytes(block.arena, 0xFF, machine.shared_bytes);
+  for (uint32_t t = 0; t < block.thread_count; t++) prepare_fibre(block.first_fibre + t, block, t, launch);
+  prepare_warps(block);
+}
+
+bool prepare_machine(const CheetahLaunch& launch) {
+  machine.block_count = machine.live_blocks = product(launch.grid);
+  const uint32_t threads = product(launch.block);
+  machine.warps_a_block = (threads + warp_lanes - 1) / warp_lanes;
+  machine.fibre_count = machine.block_count * threads;
+  machine.warp_count = machine.block_count * machine.warps_a_block;
+  machine.shared_bytes = launch.shared_bytes;
+  machine.scheduler = Scheduler(launch.scheduler);
+  machine.random = {launch.seed};
+  machine.copy_patience = patience_choices[machine.random.below(4)];
+  machine.switches = machine.collectives = machine.copies = machine.copied_bytes = 0;
+  machine.switch_limit = launch.switch_limit ? launch.switch_limit : ~uint64_t(0);
+  machine.buffers = launch.buffers;
+  machine.buffer_count = launch.buffer_count;
+  machine.runnable_count = machine.copies_in_flight = 0;
+  machine.priority_warp = nullptr;
+  machine.message[0] = 0;
+  for (FibreList& bucket : machine.word_waiters) bucket = {};
+  if (!lay_out_memory()) return false;
+  for (uint32_t i = 0; i < (machine.warp_count + 63) / 64; i++) machine.runnable_bits[i] = 0;
+  block_dimensions = {launch.block[0], launch.block[1], launch.block[2]};
+  grid_dimensions = {launch.grid[0], launch.grid[1], launch.grid[2]};
+  machine.launcher_sanitizer_fibre = sanitizer::current_fibre();
+  for (uint32_t b = 0; b < machine.block_count; b++) prepare_block(b, launch);
+  return true;
+}
+
+void resume() {
+  set_fibres_running(true);
+  sanitizer::switch_to(machine.current->sanitizer_fibre);
+  switch_context(&machine.launcher_stack_pointer, machine.current->stack_pointer);
+  set_fibres_running(false);
+}
+
+void run_fibres(const CheetahLaunch& launch) {
+  FaultGuard guard;
+  machine.current = &machine.fibres[0];
+  identity = &machine.current->identity;
+  do {
+    machine.check_at = std::min(machine.switch_limit, machine.switches + switches_between_polls);
+    resume();
+    if (machine.outcome == Outcome::poll && launch.poll && launch.poll()) machine.outcome = Outcome::interrupted;
+  } while (machine.outcome == Outcome::poll);
+}
+
+void look_for_overflow() {
+  for (uint32_t f = 0; f < machine.fibre_count; f++) {
+    const Fibre& fibre = machine.fibres[f];
+    if (!overflowed(fibre)) continue;
+    machine.outcome = Outcome::misuse;
+    std::snprintf(machine.message, message_bytes, "block %u, thread %u: more than %lu bytes of local variables",
+                  fibre.block_state->index, fibre.thread, (unsigned long)stack_bytes);
+    return;
+  }
+}
+
+std::string report() {
+  switch (machine.outcome) {
+    case Outcome::deadlock: case Outcome::switch_limit: case Outcome::interrupted: return waiting_report();
+    case Outcome::misuse: return machine.message;
+    default: return "";
+  }
+}
+
+void give_results(CheetahLaunch& launch) {
+  launch.outcome = uint32_t(machine.outcome);
+  launch.switches = machine.switches;
+  launch.collectives = machine.collectives;
+  launch.copies = machine.copies;
+  launch.copied_bytes = machine.copied_bytes;
+  std::snprintf(launch.report, launch.report_bytes, "%s", report().c_str());
+}
+
+}  // namespace
+}  // namespace cheetah_emulator
+
+using namespace cheetah_emulator;
+
+void cheetah_emulator_launch(CheetahLaunch* launch) {
+  const std::lock_guard<std::mutex> lock(one_launch);
+  kernel_arguments = launch->arguments;
+  if (prepare_machine(*launch)) {
+    run_fibres(*launch);
+    look_for_overflow();
+  } else {
+    machine.outcome = Outcome::misuse;
+    std::snprintf(machine.message, message_bytes, "no memory for %u threads of %lu bytes of stack",
+                  machine.fibre_count, (unsigned long)stack_bytes);
+  }
+  give_results(*launch);
+}
+
+void cheetah_emulator_release() {
+  const std::lock_guard<std::mutex> lock(one_launch);
+  release_memory();
+}

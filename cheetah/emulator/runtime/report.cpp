@@ -1,0 +1,134 @@
+// Who waits where: one line for each (block, place, state), with the threads that share it.
+#include "report.h"
+
+#include <cstdio>
+#include <vector>
+
+#include "machine.h"
+
+namespace cheetah_emulator {
+namespace {
+
+constexpr size_t most_lines = 100;
+
+std::string text(const char* format, auto... values) {
+  char buffer[512];
+  std::snprintf(buffer, sizeof buffer, format, values...);
+  return buffer;
+}
+
+std::string global_name(const void* address) {
+  const auto* byte = static_cast<const uint8_t*>(address);
+  for (uint32_t i = 0; i < machine.buffer_count; i++) {
+    const Buffer& buffer = machine.buffers[i];
+    if (byte >= buffer.start && byte < buffer.start + buffer.bytes)
+      return text("%s+%ld", buffer.name, long(byte - buffer.start));
+  }
+  return text("%p", address);
+}
+
+std::string lost_wake(const Fibre& fibre) {
+  return words_are_there(fibre) ? "; there now, but written by a plain store: publish it with a primitive" : "";
+}
+
+uint32_t exited(const Block& block) { return block.thread_count - block.live_threads; }
+
+std::string barrier_state(const Fibre& fibre) {
+  const auto& barrier = *static_cast<const NamedBarrier*>(fibre.wait.object);
+  const Block& block = *fibre.block_state;
+  std::string state = fibre.wait.value ? text("barrier %u; ", unsigned(fibre.wait.value)) : "";
+  state += text("arrived %u/%u", barrier.arrived, barrier.expected);
+  if (exited(block)) state += text("; %u threads have exited", exited(block));
+  return state;
+}
+
+std::string mbarrier_state(const Fibre& fibre) {
+  const auto& barrier = *static_cast<const MBarrier*>(fibre.wait.object);
+  const auto* storage = reinterpret_cast<const uint8_t*>(barrier.storage);
+  return text("parity %u; phase %u pending %u/%u tx %ld; mbarrier at shared+%ld", unsigned(fibre.wait.value),
+              barrier.phase, barrier.pending, barrier.arrivals, long(barrier.transaction_bytes),
+              long(storage - fibre.block_state->arena));
+}
+
+std::string words_state(const Fibre& fibre) {
+  const auto* words = static_cast<const uint64_t*>(fibre.wait.object);
+  std::string state = text("epoch %u; words carry", unsigned(fibre.wait.value));
+  for (int i = 0; i < 4; i++) state += text(" %u", unsigned(words[i] >> 32));
+  return state + "; " + global_name(words) + lost_wake(fibre);
+}
+
+std::string at_least_state(const Fibre& fibre) {
+  const auto* word = static_cast<const uint64_t*>(fibre.wait.object);
+  return text("wants %lu; is %lu; ", (unsigned long)fibre.wait.value, (unsigned long)*word) + global_name(word) +
+         lost_wake(fibre);
+}
+
+std::string state_of(const Fibre& fibre) {
+  switch (fibre.wait.kind) {
+    case WaitKind::collective: return text("lanes %d/%d", __builtin_popcount(fibre.warp->arrived),
+                                           __builtin_popcount(fibre.warp->lanes));
+    case WaitKind::barrier: return barrier_state(fibre);
+    case WaitKind::mbarrier: return mbarrier_state(fibre);
+    case WaitKind::words: return words_state(fibre);
+    case WaitKind::at_least: return at_least_state(fibre);
+    case WaitKind::none: return "runnable";
+  }
+  return "";
+}
+
+std::string line_start(const Fibre& fibre) {
+  std::string start = text("block %u: ", fibre.block_state->index);
+  if (fibre.finished) return start + "exited";
+  if (!fibre.wait.primitive) return start + "not past any primitive [runnable]";
+  return start + text("%s at %s:%u [", fibre.wait.primitive, fibre.wait.place.file_name(),
+                      unsigned(fibre.wait.place.line())) + state_of(fibre) + "]";
+}
+
+struct Line {
+  std::string start, threads;
+  uint32_t block, first, last;
+};
+
+void close_range(Line& line) {
+  if (!line.threads.empty()) line.threads += ", ";
+  line.threads += line.first == line.last ? text("%u", line.first) : text("%u-%u", line.first, line.last);
+}
+
+void add(std::vector<Line>& lines, size_t block_start, const Fibre& fibre) {
+  std::string start = line_start(fibre);
+  for (size_t i = block_start; i < lines.size(); i++) {
+    Line& line = lines[i];
+    if (line.start != start) continue;
+    if (line.last + 1 != fibre.thread) {
+      close_range(line);
+      line.first = fibre.thread;
+    }
+    line.last = fibre.thread;
+    return;
+  }
+  lines.push_back({start, "", fibre.block_state->index, fibre.thread, fibre.thread});
+}
+
+std::string copies_text() {
+  return machine.copies_in_flight ? text("%u bulk copies in flight\n", machine.copies_in_flight) : "";
+}
+
+}  // namespace
+
+std::string waiting_report() {
+  std::vector<Line> lines;
+  for (uint32_t b = 0; b < machine.block_count; b++) {
+    const Block& block = machine.blocks[b];
+    const size_t block_start = lines.size();
+    for (uint32_t t = 0; t < block.thread_count; t++) add(lines, block_start, machine.fibres[block.first_fibre + t]);
+  }
+  std::string report;
+  for (size_t i = 0; i < lines.size() && i < most_lines; i++) {
+    close_range(lines[i]);
+    report += lines[i].start + ": threads " + lines[i].threads + "\n";
+  }
+  if (lines.size() > most_lines) report += text("and %lu lines more\n", (unsigned long)(lines.size() - most_lines));
+  return report + copies_text();
+}
+
+}  // namespace cheetah_emulator

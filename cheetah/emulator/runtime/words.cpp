@@ -1,0 +1,76 @@
+// Waiting for words in global memory, and the bounds of what the launch was given.
+//
+// A waiting fibre sleeps in a bucket of its 32-byte line; who writes a word there through a primitive looks whether the
+// whole condition holds now and wakes it. The loads that the kernel text sees stand in cheetah_emulator.h.
+#include "machine.h"
+
+namespace cheetah_emulator {
+namespace {
+
+uint64_t line_of(const void* address) { return reinterpret_cast<uint64_t>(address) >> 5; }
+
+FibreList& bucket_of(const void* address) {
+  return machine.word_waiters[(line_of(address) * 0x9E3779B97F4A7C15ull >> 32) % wait_buckets];
+}
+
+uint64_t read(const uint64_t* word) { return __atomic_load_n(word, __ATOMIC_RELAXED); }
+
+const Buffer* buffer_of(const void* address) {
+  const auto* byte = static_cast<const uint8_t*>(address);
+  for (uint32_t i = 0; i < machine.buffer_count; i++) {
+    const Buffer& buffer = machine.buffers[i];
+    if (byte >= buffer.start && byte < buffer.start + buffer.bytes) return &buffer;
+  }
+  return nullptr;
+}
+
+void sleep_on(const uint64_t* words, const Wait& wait) {
+  append(bucket_of(words), *machine.current);
+  block_on(wait);
+}
+
+}  // namespace
+
+bool words_are_there(const Fibre& fibre) {
+  const auto* words = static_cast<const uint64_t*>(fibre.wait.object);
+  if (fibre.wait.kind == WaitKind::at_least) return read(words) >= fibre.wait.value;
+  for (int i = 0; i < 4; i++)
+    if (read(words + i) >> 32 != fibre.wait.value) return false;
+  return true;
+}
+
+void words_written(const void* address) {
+  FibreList& bucket = bucket_of(address);
+  if (!bucket.first) return;
+  FibreList still_waiting;
+  for (Fibre* fibre = bucket.first; fibre;) {
+    Fibre* next = fibre->next;
+    if (line_of(fibre->wait.object) == line_of(address) && words_are_there(*fibre)) wake(*fibre);
+    else append(still_waiting, *fibre);
+    fibre = next;
+  }
+  bucket = still_waiting;
+}
+
+void wait_for_words(const uint64_t* words, uint32_t epoch, Place place, const char* primitive) {
+  sleep_on(words, {WaitKind::words, primitive, place, words, epoch});
+}
+
+void wait_for_at_least(const uint64_t* word, uint64_t value, Place place) {
+  sleep_on(word, {WaitKind::at_least, "wait_at_least_u64", place, word, value});
+}
+
+void check_global(const void* address, uint64_t bytes, uint64_t alignment, Place place, const char* primitive) {
+  preemption_point(place, primitive);
+  const Buffer* buffer = buffer_of(address);
+  if (!buffer) misuse(place, primitive, "%p lies in no buffer of this launch", address);
+  const uint64_t offset = uint64_t(static_cast<const uint8_t*>(address) - buffer->start);
+  if (offset + bytes > buffer->bytes)
+    misuse(place, primitive, "bytes %lu to %lu of buffer %s, which has %lu", (unsigned long)offset,
+           (unsigned long)(offset + bytes), buffer->name, (unsigned long)buffer->bytes);
+  if (reinterpret_cast<uint64_t>(address) % alignment)
+    misuse(place, primitive, "byte %lu of buffer %s (at %p) is not %lu-byte aligned", (unsigned long)offset,
+           buffer->name, address, (unsigned long)alignment);
+}
+
+}  // namespace cheetah_emulator
