@@ -46,7 +46,7 @@ class PagePool:
         self._free = [*pages, *self._free]
 
 
-class Sequence:
+class CachedSequence:
     """The cached tokens of one sequence.
 
     `length` tokens are in the cache. `context` is how many there may be at most, `context_reason` says whose limit it

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cheetah.errors import CheetahError
-from cheetah.runtime.kv_cache import PagePool, Sequence, pages_for
+from cheetah.runtime.kv_cache import CachedSequence, PagePool, pages_for
 
 
 @given(st.integers(0, 200), st.integers(1, 64))
@@ -19,7 +19,7 @@ def test_pages_hold_the_tokens_and_not_one_page_more(tokens: int, page_size: int
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 40)), max_size=30), st.permutations(range(12)))
 def test_no_page_is_ever_held_twice(requests: list[tuple[int, int]], order: list[int]) -> None:
     pool = PagePool(12, order)
-    sequences = [Sequence(pool, 4, context=40) for _ in range(3)]
+    sequences = [CachedSequence(pool, 4, context=40) for _ in range(3)]
     for which, tokens in requests:
         if tokens == 0:
             sequences[which].clear()
@@ -35,13 +35,13 @@ def test_no_page_is_ever_held_twice(requests: list[tuple[int, int]], order: list
 
 
 def test_reserve_says_when_the_table_changes() -> None:
-    sequence = Sequence(PagePool(4), page_size=16, context=64)
+    sequence = CachedSequence(PagePool(4), page_size=16, context=64)
     assert [sequence.reserve(tokens) for tokens in (1, 16, 17, 10)] == [True, False, True, False]
     assert sequence.table(4).tolist() == [0, 1, -1, -1]
 
 
 def test_the_context_is_refused_with_its_reason() -> None:
-    sequence = Sequence(PagePool(4), page_size=16, context=50, context_reason="max_position_embeddings")
+    sequence = CachedSequence(PagePool(4), page_size=16, context=50, context_reason="max_position_embeddings")
     with pytest.raises(CheetahError, match=r"51 tokens do not fit the context of 50 \(max_position_embeddings\)"):
         sequence.reserve(51)
     assert sequence.pages == []

@@ -1,0 +1,220 @@
+"""A checkpoint, a device and a generated kernel put together, ready to launch.
+
+The order is: the kernel is generated (cheap, no device memory), memory is computed and refused if it does not fit, the
+kernel is compiled, buffers are allocated, weights are packed and uploaded. Knows nothing of text or requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cheetah.errors import CheetahError
+from cheetah.manifest import Manifest
+from cheetah.models.llama.config import LlamaConfig
+from cheetah.models.llama.rope import rope_table
+from cheetah.models.llama.weights import model_shape, pack_all
+from cheetah.plan import GPUS, Gpu, Plan, StepMatrices, gpu_named, step_matrices
+from cheetah.runtime.kv_cache import CachedSequence, PagePool
+from cheetah.runtime.launcher import Launcher
+
+if TYPE_CHECKING:
+    from cheetah.runtime.device.interface import Buffer, Device, DeviceInfo
+
+FILL_BYTES = {"zero": 0, "poison": 0xFF, "host": None}
+
+
+class Generated(Protocol):
+    """A kernel's text with its manifest."""
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def manifest(self) -> Manifest: ...
+
+
+class Weights(Protocol):
+    """What is needed of a checkpoint: the model's numbers, and its tensors as bf16 bits (uint16) by name."""
+
+    @property
+    def config(self) -> LlamaConfig: ...
+
+    def tensor(self, name: str) -> NDArray[np.uint16]: ...
+
+
+GenerateKernel = Callable[..., Generated]
+"""(config, gpu name, **plan overrides) -> Generated; the project's own is `cheetah.generate.generate_kernel`."""
+
+Progress = Callable[[int], None]
+"""Takes the number of bytes of weights that were just written."""
+
+
+@dataclass
+class Assembly:
+    """What `assemble` made."""
+
+    manifest: Manifest
+    launcher: Launcher
+    buffers: dict[str, Buffer]
+    device: Device
+    owns_device: bool
+
+    def logits_buffer(self) -> Buffer:
+        """Room for the logits of one launch, f32 [max_steps, vocab]; allocated when first asked for."""
+        if "logits" not in self.buffers:
+            rows, vocab = self.launcher.max_steps, self.launcher.vocab_size
+            self.buffers["logits"] = self.device.allocate(rows * vocab * 4, 0xFF)
+        return self.buffers["logits"]
+
+    def close(self) -> None:
+        """Frees the buffers, and closes the device if it was opened here. A second call does nothing."""
+        free_all(self.buffers)
+        if self.owns_device:
+            self.device.close()
+
+
+def assemble(
+    weights: Weights,
+    *,
+    device: str | Device | None = None,
+    gpu: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    timeout_s: float | None = None,
+    generate_kernel: GenerateKernel | None = None,
+    quiet: bool = False,
+) -> Assembly:
+    """Everything that is needed to launch. `overrides`: fields of the plan. What was taken is given back on failure."""
+    opened = _open_device(device, quiet)
+    owns_device = opened is not device
+    buffers: dict[str, Buffer] = {}
+    try:
+        machine = choose_gpu(opened.describe(), gpu)
+        generated = (generate_kernel or _own_generator())(weights.config, machine.name, **(overrides or {}))
+        manifest = generated.manifest
+        check_packing(weights.config, manifest)
+        check_memory(manifest, opened.describe())
+        kernel = opened.load(generated.text, manifest)
+        allocate_buffers(opened, manifest, buffers)
+        with _weights_progress(manifest, quiet) as progress:
+            upload_weights(weights, manifest, buffers, progress)
+    except BaseException:
+        free_all(buffers)
+        if owns_device:
+            opened.close()
+        raise
+    cache = new_cache(weights.config, Plan.from_dict(manifest.plan))
+    launcher = Launcher(opened, kernel, manifest, weights.config, buffers, cache, timeout_s)
+    return Assembly(manifest, launcher, buffers, opened, owns_device)
+
+
+def _own_generator() -> GenerateKernel:
+    from cheetah.generate import generate_kernel  # the runtime meets the generator here only, and only when asked
+
+    return generate_kernel
+
+
+def _open_device(device: str | Device | None, quiet: bool) -> Device:
+    if device is not None and not isinstance(device, str):
+        return device
+    from cheetah.runtime.device import open_device
+
+    return open_device(device)
+
+
+def choose_gpu(info: DeviceInfo, wanted: str | None = None) -> Gpu:
+    """The machine that a kernel for this device is generated for; CheetahError if there is none."""
+    gpu = gpu_named(wanted or _gpu_of(info))
+    emulated = info.backend == "emulator"
+    if gpu.emulated != emulated:
+        raise CheetahError(f"gpu {gpu.name!r} does not go with device {info.backend!r}, which is {info.name}")
+    if not emulated and info.blocks < gpu.blocks:
+        raise CheetahError(
+            f"{info.name} has {info.blocks} SMs, a kernel for {gpu.name} needs {gpu.blocks} resident blocks: use a "
+            f"whole {gpu.name.upper()}, or device='emulator'"
+        )
+    return gpu
+
+
+def _gpu_of(info: DeviceInfo) -> str:
+    if info.backend == "emulator":
+        return "emulator"
+    for name, gpu in GPUS.items():
+        if not gpu.emulated and name.upper() in info.name.upper():
+            return name
+    known = ", ".join(name.upper() for name, gpu in GPUS.items() if not gpu.emulated)
+    raise CheetahError(
+        f"{info.name} ({info.arch}) is not supported: kernels are made for {known}; device='emulator' runs anywhere"
+    )
+
+
+def check_memory(manifest: Manifest, info: DeviceInfo) -> None:
+    needed = sum(buffer.bytes for buffer in manifest.buffers)
+    if needed > info.free_bytes:
+        raise CheetahError(f"memory: {needed} bytes needed, {info.free_bytes} free")
+
+
+def check_packing(config: LlamaConfig, manifest: Manifest) -> None:
+    """CheetahError unless the manifest's matrices are those that this version packs for the configuration."""
+    ours = [dict(entry) for entry in _matrices(config, manifest).describe()]
+    if list(manifest.matrices) != ours:
+        raise CheetahError(
+            f"kernel {manifest.kernel} expects its weights packed otherwise than this version packs them: generate it "
+            f"again with: {manifest.command}"
+        )
+
+
+def allocate_buffers(device: Device, manifest: Manifest, buffers: dict[str, Buffer]) -> None:
+    """Puts every buffer of the manifest but the logits into `buffers`, filled as the manifest says."""
+    for buffer in manifest.buffers:
+        if buffer.name != "logits":
+            buffers[buffer.name] = device.allocate(buffer.bytes, FILL_BYTES[buffer.fill])
+
+
+def free_all(buffers: dict[str, Buffer]) -> None:
+    """Frees and forgets all buffers."""
+    while buffers:
+        buffers.popitem()[1].free()
+
+
+def upload_weights(weights: Weights, manifest: Manifest, buffers: Mapping[str, Buffer], progress: Progress) -> None:
+    """Writes the rope table, and packs every tensor into its buffer."""
+
+    def write(name: str, offset: int, data: NDArray[np.uint8]) -> None:
+        buffers[name].upload(data, offset)
+
+    buffers["rope"].upload(rope_table(weights.config, int(manifest.plan["max_context"])))
+    pack_all(weights.config, _matrices(weights.config, manifest), weights.tensor, write, progress)
+
+
+def new_cache(config: LlamaConfig, plan: Plan) -> CachedSequence:
+    """The empty cache of one sequence over the whole pool."""
+    context = min(plan.max_context, config.max_position_embeddings)
+    reason = "max_context" if context == plan.max_context else "max_position_embeddings of the model"
+    return CachedSequence(PagePool(plan.kv_pages), plan.page_size, context, reason)
+
+
+def _matrices(config: LlamaConfig, manifest: Manifest) -> StepMatrices:
+    return step_matrices(model_shape(config), Plan.from_dict(manifest.plan), gpu_named(manifest.gpu["name"]))
+
+
+@contextmanager
+def _weights_progress(manifest: Manifest, quiet: bool) -> Iterator[Progress]:
+    """A bar on standard error over the bytes of weights that are packed and uploaded."""
+    if quiet:
+        yield lambda written: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    total = sum(manifest.buffer(name).bytes for name in ("weights", "norms", "embedding"))
+    with Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("packing weights", total=total)
+        yield lambda written: bar.advance(task, written)
