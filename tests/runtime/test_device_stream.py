@@ -1,0 +1,425 @@
+"""StreamDevice over a driver that exists only here: copies that land late, launches that hang, faults. No GPU."""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from cheetah.manifest import Launch, Manifest, Parameter, sha256_of_text
+from cheetah.runtime.cubin import Cubin, ResourceReport
+from cheetah.runtime.device import stream_device
+from cheetah.runtime.device.driver import DriverError
+from cheetah.runtime.device.interface import (
+    ArgumentError,
+    Device,
+    DeviceError,
+    DeviceInfo,
+    LaunchTimeout,
+    ProgressSource,
+)
+from cheetah.runtime.device.stream_device import StreamDevice, StreamKernel
+
+TEXT = 'extern "C" __global__ void step(uint32_t* progress, uint32_t n) {}'
+PIECE_BYTES = 64
+MEMORY_BYTES = 1 << 20
+
+
+def manifest(blocks: int = 4, text: str = TEXT) -> Manifest:
+    return Manifest(
+        kernel="step",
+        text_sha256=sha256_of_text(text),
+        generator="0",
+        command="cheetah generate demo",
+        gpu={"arch": "sm_90a"},
+        config={},
+        plan={},
+        launch=Launch(blocks, 128, 1024),
+        parameters=(
+            Parameter("progress", "uint32_t*", "pointer", "u32", True, (blocks,), "progress of each block"),
+            Parameter("n", "uint32_t", "scalar", "u32", False, None, "a number"),
+        ),
+        matrices=(),
+        layer_stride=0,
+        weight_bytes=0,
+        buffers=(),
+        phases=("qkv", "attention"),
+        step_bytes={},
+    )
+
+
+class FakeStream:
+    """Work in order. It is done one piece at a time, when somebody asks about an event: as late as it can be."""
+
+    def __init__(self) -> None:
+        self.work: deque[Callable[[], None]] = deque()
+        self.hangs = False
+
+    def advance(self) -> None:
+        if self.work and not self.hangs:
+            self.work.popleft()()
+
+
+class FakeEvent:
+    def __init__(self) -> None:
+        self.done = False
+        self.stream: FakeStream | None = None
+
+
+class FakeDriver:
+    """A `Driver` with memory in a numpy array. `kernel` is what a launch does; `fault` makes the next question fail."""
+
+    name = "fake"
+
+    def __init__(self, blocks: int = 132) -> None:
+        self.memory = np.zeros(MEMORY_BYTES, np.uint8)
+        self.next_address = 256
+        self.live: dict[int, int] = {}
+        self.blocks = blocks
+        self.occupancy: int | None = 1
+        self.kernel: Callable[[FakeStream, list[Any]], None] = lambda stream, values: None
+        self.fault: DriverError | None = None
+        self.calls: list[str] = []
+        self.events_made = 0
+
+    def describe(self) -> DeviceInfo:
+        free = MEMORY_BYTES - sum(self.live.values())
+        return DeviceInfo("fake", "Fake GPU", "sm_90", self.blocks, 232448, MEMORY_BYTES, free, "none")
+
+    def make_current(self) -> None:
+        self.calls.append("make_current")
+
+    def new_stream(self) -> FakeStream:
+        return FakeStream()
+
+    def new_event(self, timing: bool) -> FakeEvent:
+        self.events_made += 1
+        return FakeEvent()
+
+    def record(self, event: FakeEvent, stream: FakeStream) -> None:
+        event.done, event.stream = False, stream
+        stream.work.append(lambda: setattr(event, "done", True))
+
+    def is_done(self, event: FakeEvent) -> bool:
+        if self.fault is not None:
+            raise self.fault
+        assert event.stream is not None, "asked about an event that was never recorded"
+        event.stream.advance()
+        return event.done
+
+    def elapsed_ms(self, start: FakeEvent, end: FakeEvent) -> float:
+        assert start.done and end.done
+        return 1.5
+
+    def pinned(self, nbytes: int) -> NDArray[np.uint8]:
+        return np.full(nbytes, 0xEE, np.uint8)
+
+    def allocate(self, nbytes: int) -> int:
+        if self.next_address + nbytes > MEMORY_BYTES:
+            raise DriverError("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY: out of memory", is_out_of_memory=True)
+        address, self.next_address = self.next_address, self.next_address + -(-nbytes // 256) * 256
+        self.live[address] = nbytes
+        return address
+
+    def free(self, address: int) -> None:
+        self.calls.append("free")
+        del self.live[address]
+
+    def fill(self, address: int, byte: int, nbytes: int, stream: FakeStream) -> None:
+        stream.work.append(lambda: self.memory[address : address + nbytes].fill(byte))
+
+    def copy_to_device(self, address: int, source: NDArray[np.uint8], stream: FakeStream) -> None:
+        def copy() -> None:
+            self.memory[address : address + len(source)] = source
+
+        stream.work.append(copy)
+
+    def copy_to_host(self, target: NDArray[np.uint8], address: int, stream: FakeStream) -> None:
+        def copy() -> None:
+            target[:] = self.memory[address : address + len(target)]
+
+        stream.work.append(copy)
+
+    def load(self, image: bytes, kernel: str, shared_bytes: int) -> str:
+        return kernel
+
+    def blocks_per_sm(self, function: str, launch: Launch) -> int | None:
+        return self.occupancy
+
+    def launch(self, function: str, launch: Launch, arguments: list[Any], stream: FakeStream) -> None:
+        self.calls.append("launch")
+        stream.work.append(lambda: self.kernel(stream, [argument.value for argument in arguments]))
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_nothing(text: str, kernel: str, **_: Any) -> Cubin:
+        return Cubin(kernel, b"", "none", (), ResourceReport(1, 0, 0, 0, 0), 0.0, True, Path("none"))
+
+    monkeypatch.setattr(stream_device, "compile_cubin", compile_nothing)
+    monkeypatch.setattr(stream_device, "REPORT_SECONDS", 0.05)
+
+
+def opened(driver: FakeDriver | None = None) -> tuple[StreamDevice, FakeDriver]:
+    driver = driver or FakeDriver()
+    return StreamDevice(driver, lambda _: None, piece_bytes=PIECE_BYTES), driver
+
+
+def hanging(progress: list[int]) -> Callable[[FakeStream, list[Any]], None]:
+    """A kernel that writes `progress` and never ends."""
+
+    def kernel(stream: FakeStream, values: list[Any]) -> None:
+        values[0].device._driver.memory[values[0].address :][: 4 * len(progress)] = np.array(progress, "<u4").view("u1")
+        stream.hangs = True
+
+    return kernel
+
+
+def test_it_is_a_device() -> None:
+    device: Device = opened()[0]
+    assert device.describe().name == "Fake GPU"
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 5 * PIECE_BYTES + 7])
+def test_copies_of_any_size_come_back(nbytes: int) -> None:
+    device, _ = opened()
+    data = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
+    buffer = device.allocate(nbytes + 3)
+    sent = data.copy()
+    buffer.upload(sent, offset=3)
+    sent[:] = 0  # the caller may reuse its array at once, though the copy has not landed
+    assert np.array_equal(buffer.download(np.uint8, nbytes, offset=3), data)
+
+
+def test_copies_keep_dtype_shape_and_order() -> None:
+    device, _ = opened()
+    array = np.arange(24, dtype=np.float32).reshape(4, 6)
+    buffer = device.allocate(96)
+    buffer.upload(array.T)
+    assert np.array_equal(buffer.download(np.float32, (6, 4)), array.T)
+
+
+def test_uploads_fills_and_launches_happen_in_order() -> None:
+    device, driver = opened()
+    seen: list[int] = []
+    driver.kernel = lambda stream, values: seen.append(int(driver.memory[values[0].address]))
+    kernel = device.load(TEXT, manifest())
+    buffer = device.allocate(16, fill=7)
+    for value in (1, 2, 3):
+        buffer.upload(np.full(16, value, np.uint8))
+        device.launch(kernel, {"progress": buffer, "n": 0})
+    device.synchronize()
+    assert seen == [1, 2, 3]
+
+
+def test_ranges_and_fills_are_checked() -> None:
+    device, _ = opened()
+    buffer = device.allocate(16)
+    with pytest.raises(ArgumentError, match="upload of bytes 8 to 24 is outside a buffer of 16 bytes"):
+        buffer.upload(np.zeros(16, np.uint8), offset=8)
+    with pytest.raises(ArgumentError, match="download of bytes -4 to 0"):
+        buffer.download(np.uint32, 1, offset=-4)
+    with pytest.raises(ArgumentError, match="fill must be a byte from 0 to 255, not 256"):
+        buffer.fill(256)
+    with pytest.raises(ArgumentError, match="cannot allocate -1 bytes"):
+        device.allocate(-1)
+
+
+def test_too_little_memory_is_told_with_numbers_and_does_no_harm() -> None:
+    device, _ = opened()
+    with pytest.raises(DeviceError) as caught:
+        device.allocate(1 << 31)
+    assert "cannot allocate 2.00 GiB on Fake GPU: 1048576 bytes of 1048576 bytes are free" in str(caught.value)
+    assert "cuMemAlloc failed: CUDA_ERROR_OUT_OF_MEMORY: out of memory" in str(caught.value)
+    device.allocate(16, fill=0)
+
+
+def test_buffers_are_freed_by_call_and_by_nobody_holding_them() -> None:
+    device, driver = opened()
+    first, second = device.allocate(16), device.allocate(16)
+    first.free()
+    first.free()
+    assert list(driver.live) == [second.address]
+    with pytest.raises(ArgumentError, match="this buffer of 16 bytes has been freed"):
+        first.upload(np.zeros(1, np.uint8))
+    del second
+    gc.collect()
+    assert not driver.live
+
+
+def test_freeing_waits_for_no_running_launch() -> None:
+    device, driver = opened()
+    kernel = device.load(TEXT, manifest())
+    buffer, other = device.allocate(16), device.allocate(16)
+    device.launch(kernel, {"progress": buffer, "n": 0})
+    other.free()
+    assert "free" not in driver.calls
+    device.synchronize()
+    assert driver.calls.count("free") == 1 and list(driver.live) == [buffer.address]
+
+
+def test_events_measure_and_are_used_again() -> None:
+    device, driver = opened()
+    made = driver.events_made
+    for _ in range(3):
+        start, end = device.record(), device.record()
+        assert device.elapsed_ms(start, end) == 1.5
+        del start, end
+    assert driver.events_made == made + 2
+    with pytest.raises(ArgumentError, match="two events"):
+        device.elapsed_ms("a", "b")
+
+
+def test_a_launch_that_hangs_is_reported_with_the_phase_of_each_block() -> None:
+    device, driver = opened()
+    driver.kernel = hanging([7, 7, 6, 7])
+    kernel = device.load(TEXT, manifest())
+    device.launch(kernel, {"progress": device.allocate(16, fill=0xFF), "n": 0})
+    with pytest.raises(LaunchTimeout) as caught:
+        device.synchronize(timeout_s=0.02)
+    assert str(caught.value) == (
+        "kernel step did not finish within 0.02 s; blocks 0-1,3: step 3, phase attention; block 2: step 3, phase qkv"
+    )
+    assert caught.value.progress == (7, 7, 6, 7)
+
+
+def test_after_a_hang_every_call_says_why_and_nothing_waits() -> None:
+    device, driver = opened()
+    driver.kernel = hanging([0, 0, 0, 0])
+    kernel = device.load(TEXT, manifest())
+    buffer = device.allocate(16)
+    device.launch(kernel, {"progress": buffer, "n": 0})
+    with pytest.raises(LaunchTimeout):
+        device.synchronize(timeout_s=0.01)
+    driver.calls.clear()
+    for use in (
+        device.synchronize,
+        device.describe,
+        device.record,
+        lambda: device.allocate(16),
+        lambda: buffer.download(np.uint8, 1),
+        lambda: device.launch(kernel, {"progress": buffer, "n": 0}),
+    ):
+        with pytest.raises(DeviceError, match="cannot be used any more: kernel step did not finish within 0.01 s"):
+            use()
+    buffer.free()
+    device.close()
+    assert driver.calls == []
+
+
+def test_progress_can_come_from_elsewhere() -> None:
+    device, driver = opened()
+    driver.kernel = hanging([2, 2, 2, 2])
+    kernel = device.load(TEXT, manifest())
+    buffer = device.allocate(16, fill=0)
+    device.launch(kernel, {"progress": buffer, "n": 0})
+    with pytest.raises(LaunchTimeout, match="blocks 0-3: step 0, phase c"):
+        device.synchronize(0.02, ProgressSource(buffer, ("a", "b", "c")))
+
+
+def test_progress_can_be_told_by_a_function() -> None:
+    device, driver = opened()
+    driver.kernel = hanging([2, 2, 2, 2])
+    kernel = device.load(TEXT, manifest())
+    device.launch(kernel, {"progress": device.allocate(16), "n": 0})
+    with pytest.raises(LaunchTimeout, match="within 0.01 s; as I said"):
+        device.synchronize(0.01, lambda: "as I said")
+
+
+def test_a_report_that_hangs_as_well_is_given_up() -> None:
+    device, driver = opened()
+    driver.kernel = hanging([0, 0, 0, 0])
+    kernel = device.load(TEXT, manifest())
+    device.launch(kernel, {"progress": device.allocate(16), "n": 0})
+    device._report_stream.hangs = True
+    with pytest.raises(LaunchTimeout, match="its progress could not be read: the copy took more than 0.05 s"):
+        device.synchronize(timeout_s=0.01)
+
+
+def test_a_fault_is_told_once_with_the_drivers_text_and_then_every_time() -> None:
+    device, driver = opened()
+    kernel = device.load(TEXT, manifest())
+    buffer = device.allocate(16)
+    device.launch(kernel, {"progress": buffer, "n": 0})
+    driver.fault = DriverError("cuEventQuery", "CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered")
+    with pytest.raises(DeviceError) as caught:
+        device.synchronize()
+    assert str(caught.value) == (
+        "kernel step faulted: cuEventQuery failed: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered"
+        "; what the device held is lost, start a new process"
+    )
+    driver.calls.clear()
+    with pytest.raises(
+        DeviceError, match="cannot be used any more: kernel step faulted: cuEventQuery failed: CUDA_ERR"
+    ):
+        buffer.download(np.uint8, 1)
+    buffer.free()
+    device.close()
+    assert driver.calls == []
+
+
+def test_a_refused_call_leaves_the_device_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, driver = opened()
+    kernel = device.load(TEXT, manifest())
+    buffer = device.allocate(16, fill=0)
+
+    def refuse(*_: Any) -> None:
+        raise DriverError("cuLaunchCooperativeKernel", "CUDA_ERROR_INVALID_VALUE: invalid argument")
+
+    monkeypatch.setattr(driver, "launch", refuse)
+    with pytest.raises(DeviceError, match="cuLaunchCooperativeKernel failed: CUDA_ERROR_INVALID_VALUE"):
+        device.launch(kernel, {"progress": buffer, "n": 0})
+    monkeypatch.undo()
+    device.synchronize()
+    assert buffer.download(np.uint8, 1)[0] == 0
+
+
+def test_a_with_block_closes_and_an_error_in_it_is_not_held_up() -> None:
+    device, driver = opened()
+    with device:
+        pass
+    assert driver.calls[-1] == "close"
+    with pytest.raises(DeviceError, match="cannot be used any more: it was closed"):
+        device.allocate(1)
+    device, driver = opened()
+    driver.kernel = hanging([0, 0, 0, 0])
+    with pytest.raises(KeyboardInterrupt), device:
+        device.launch(device.load(TEXT, manifest()), {"progress": device.allocate(16), "n": 0})
+        raise KeyboardInterrupt
+    assert "close" not in driver.calls
+
+
+def test_loading_checks_text_machine_and_occupancy() -> None:
+    device, driver = opened()
+    with pytest.raises(DeviceError, match="needs 133 blocks running at once, one an SM, but Fake GPU has 132 SMs"):
+        device.load(TEXT, manifest(blocks=133))
+    with pytest.raises(Exception, match="regenerate both"):
+        device.load(TEXT + " ", manifest())
+    driver.occupancy = 0
+    with pytest.raises(DeviceError, match="does not fit an SM"):
+        device.load(TEXT, manifest())
+    driver.occupancy = None
+    assert isinstance(device.load(TEXT, manifest()), StreamKernel)
+
+
+def test_what_belongs_to_another_device_is_refused() -> None:
+    device, _ = opened()
+    other, _ = opened()
+    kernel = device.load(TEXT, manifest())
+    with pytest.raises(ArgumentError, match="'progress': the buffer belongs to another device"):
+        device.launch(kernel, {"progress": other.allocate(16), "n": 0})
+    with pytest.raises(ArgumentError, match="takes a kernel that this device loaded, not a str"):
+        device.launch("step", {})
+    freed = device.allocate(16)
+    freed.free()
+    with pytest.raises(ArgumentError, match="has been freed"):
+        device.launch(kernel, {"progress": freed, "n": 0})
