@@ -1,4 +1,4 @@
-"""Devices: what runs a kernel. One interface; CUDA, PyCUDA and the emulator behind it, each loaded when it is asked for.
+"""Devices: what runs a kernel. One interface; CUDA, PyCUDA and the emulator behind it, each loaded when asked for.
 
 device = open_device()                     # cuda where there is a GPU for it, else the emulator, and says which
 kernel = device.load(text, manifest)
@@ -54,8 +54,8 @@ def say_to_stderr(line: str) -> None:
 def open_device(name: str | None = None, *, compiler: str = "nvrtc", say: Say = say_to_stderr) -> Device:
     """The device `name`: "cuda", "pycuda" or "emulator"; a GPU other than the first as "cuda:1".
 
-    Without a name: cuda where a driver and a GPU that can run the kernels are there, else the emulator, with one line that
-    says why. compiler: "nvrtc" or "nvcc", for the two that run on a GPU. DeviceError says what is missing and how to get it.
+    Without a name: cuda where a driver and a GPU that can run the kernels are there, else the emulator, with one line
+    that says why. compiler: "nvrtc" or "nvcc", for the two that run on a GPU. DeviceError says what is missing.
     """
     if name is None:
         name = _choose(say)

@@ -68,7 +68,7 @@ def load_api() -> Any:
     try:
         checked(api, "cuInit", 0)
     except RuntimeError as error:  # the bindings' way to say that libcuda cannot be loaded
-        raise DeviceError(f"no NVIDIA driver: {error}") from None
+        raise DeviceError(f"no NVIDIA driver here ({error})") from None
     if checked(api, "cuDeviceGetCount") == 0:
         raise DeviceError("the NVIDIA driver sees no GPU")
     return api

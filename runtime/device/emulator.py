@@ -1,16 +1,17 @@
 """The emulator as a device: the kernel's own text, compiled by g++ and run on the processor. For tests and for no GPU.
 
-A launch runs to its end within `launch`; the emulator itself finds deadlocks, so there is nothing to time out. Memory that
-nobody filled holds 0xFF (NaN in bf16 and f32). Any grid runs, also one made for a GPU of 132 blocks.
+A launch runs to its end within `launch`; the emulator itself finds deadlocks, so there is nothing to time out. Memory
+that nobody filled holds 0xFF (NaN in bf16 and f32). Any grid runs, also one made for a GPU of 132 blocks.
 """
 
 from __future__ import annotations
 
-import os
 import platform
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -100,15 +101,14 @@ class EmulatorDevice:
         self._unusable: str | None = None
 
     def describe(self) -> DeviceInfo:
-        page_bytes = os.sysconf("SC_PAGE_SIZE")
         return DeviceInfo(
             backend=self.name,
             name="emulator",
             arch="sm_90",
             blocks=BLOCKS,
             shared_bytes=SHARED_BYTES,
-            total_bytes=os.sysconf("SC_PHYS_PAGES") * page_bytes,
-            free_bytes=os.sysconf("SC_AVPHYS_PAGES") * page_bytes,
+            total_bytes=_memory_bytes("MemTotal"),
+            free_bytes=_memory_bytes("MemAvailable"),  # counts what the system would drop from its file cache
             driver=f"g++ on {platform.machine()}",
         )
 
@@ -174,6 +174,11 @@ def _as_emulated(argument: CheckedArgument) -> Any:
     if not isinstance(argument.value, EmulatorBuffer):
         raise ArgumentError(f"{argument.parameter.name!r}: the buffer belongs to another device")
     return argument.value.array
+
+
+def _memory_bytes(name: str) -> int:
+    match = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    return int(match.group(1)) * 1024 if match else 0
 
 
 def _aligned_bytes(nbytes: int, fill: int) -> NDArray[np.uint8]:
