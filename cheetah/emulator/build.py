@@ -1,7 +1,7 @@
 """Compiles kernel text with g++ and keeps the results in a cache. Knows nothing of running them.
 
-A cache entry is named by a hash of the text, the runtime's sources, the flags and the compiler's version, and appears by
-an atomic rename, so two processes may compile the same text at once.
+A cache entry is named by a hash of the text, the runtime's sources, the flags and the compiler's version, and appears
+by an atomic rename, so two processes may compile the same text at once.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""How a launch in the emulator can fail. Every message is a whole report: who, where in the kernel text, in which state."""
+"""How a launch in the emulator can fail. Every message is a whole report: who, where in the text, in which state."""
 
 from cheetah.errors import CheetahError
 
@@ -16,7 +16,7 @@ class Misuse(EmulatorError):
 
 
 class Race(EmulatorError):
-    """Two accesses that nothing orders, named by their lines in the kernel text. Only a sanitized program reports it."""
+    """Two accesses that nothing orders, by their lines in the kernel text. Only a sanitized program reports it."""
 
 
 class SwitchLimit(EmulatorError):

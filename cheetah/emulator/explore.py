@@ -44,7 +44,9 @@ class ExploreReport:
         if self.ok:
             return f"{self.runs} launches, no error, the same bits in all"
         counts = ", ".join(f"{count} under {scheduler}" for scheduler, count in self.failed.items() if count)
-        return "\n".join([f"{sum(self.failed.values())} of {self.runs} launches failed: {counts}", *map(str, self.failures)])
+        return "\n".join(
+            [f"{sum(self.failed.values())} of {self.runs} launches failed: {counts}", *map(str, self.failures)]
+        )
 
 
 def explore(

@@ -25,7 +25,7 @@ Extent = int | tuple[int, ...]
 
 _OUTCOMES: dict[int, type[EmulatorError]] = {1: Deadlock, 2: Misuse, 3: SwitchLimit, 4: TimeLimit}
 _REPORT_BYTES = 1 << 16
-_SCALARS: dict[str, type[ctypes._SimpleCData]] = {  # type: ignore[type-arg]
+_SCALARS: dict[str, type[ctypes._SimpleCData]] = {
     "uint8_t": ctypes.c_uint8,
     "uint16_t": ctypes.c_uint16,
     "uint32_t": ctypes.c_uint32,
@@ -243,14 +243,14 @@ class _Poll:
 
 def _launch_structure(
     shape: LaunchShape,
-    values: Sequence[ctypes._SimpleCData],  # type: ignore[type-arg]
+    values: Sequence[ctypes._SimpleCData],
     arrays: Sequence[tuple[str, np.ndarray]],
     poll: _Poll,
     report: ctypes.Array[ctypes.c_char],
 ) -> _Launch:
     """The C structure; it keeps what it points to alive, but for the arrays and the report."""
     pointers = (ctypes.c_void_p * max(1, len(values)))(*(ctypes.addressof(value) for value in values))
-    buffers = (_Buffer * max(1, len(arrays)))(*((a.ctypes.data, a.nbytes, name.encode()) for name, a in arrays))
+    buffers = (_Buffer * max(1, len(arrays)))(*(_Buffer(a.ctypes.data, a.nbytes, name.encode()) for name, a in arrays))
     return _Launch(
         grid=shape.grid,
         block=shape.block,
@@ -267,7 +267,7 @@ def _launch_structure(
     )
 
 
-def _value(parameter: Parameter, argument: Argument) -> "ctypes._SimpleCData":  # type: ignore[type-arg]
+def _value(parameter: Parameter, argument: Argument) -> "ctypes._SimpleCData":
     if isinstance(argument, np.ndarray):
         return ctypes.c_void_p(argument.ctypes.data)
     if argument is None:
@@ -275,7 +275,7 @@ def _value(parameter: Parameter, argument: Argument) -> "ctypes._SimpleCData":  
     return _scalar(parameter, argument)
 
 
-def _scalar(parameter: Parameter, value: int | float) -> "ctypes._SimpleCData":  # type: ignore[type-arg]
+def _scalar(parameter: Parameter, value: int | float) -> "ctypes._SimpleCData":
     ctype = _SCALARS[parameter.ctype.replace("const ", "").strip()]
     return ctype(float(value) if ctype in (ctypes.c_float, ctypes.c_double) else int(value))
 

@@ -1,4 +1,4 @@
-"""A program under ThreadSanitizer: run as a process of its own, fed through files, its race reports told by kernel line.
+"""A program under ThreadSanitizer: a process of its own, fed through files, its race reports told by kernel line.
 
 A library with ThreadSanitizer cannot be loaded into Python, so each launch writes its arrays to files, runs the program
 (`runtime/sanitize_main.cpp`) and reads them back. Races are reported once for each pair of places.
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cheetah.emulator.build import SANITIZED, build_program
+from cheetah.emulator.build import RUNTIME_FOLDER, SANITIZED, build_program
 from cheetah.emulator.errors import Race, TimeLimit
 from cheetah.emulator.program import (
     Argument,
@@ -31,7 +31,8 @@ from cheetah.errors import CheetahError
 MAXIMUM_FIBRES = 8000
 """ThreadSanitizer's own limit is 8128 threads; copies in flight are fibres too."""
 
-_OPTIONS = "exitcode=0 halt_on_error=0 history_size=5 report_thread_leaks=0 report_signal_unsafe=0"
+_OPTIONS = "exitcode=0 atexit_sleep_ms=0 halt_on_error=0 history_size=5 report_thread_leaks=0 report_signal_unsafe=0"
+_OWN_FILES = {"unpacking.cpp", "<null>", *(path.name for path in RUNTIME_FOLDER.iterdir())}
 _FRAME_FORMAT = "    @%f|%s|%l"
 
 
@@ -51,7 +52,7 @@ class SanitizedProgram(Program):
             result = _read_result(folder / "result", errors)
             for path, array in arrays:
                 _read_back(path, array)
-        races = race_lines(errors, result.regions, f"{self.kernel}.cu")
+        races = race_lines(errors, result.regions)
         if races:
             ending = f"\nthe launch then ended with: {result.report.strip()}" if result.outcome else ""
             raise Race("\n".join(races) + ending)
@@ -114,12 +115,12 @@ class _Result:
     report: str
 
 
-def race_lines(text: str, regions: Sequence[_Region], kernel_file: str) -> list[str]:
+def race_lines(text: str, regions: Sequence[_Region]) -> list[str]:
     """One line for each different race in ThreadSanitizer's output, in the order of their first appearance."""
     lines: dict[str, None] = {}
     for block in text.split("WARNING: ThreadSanitizer: ")[1:]:
         names = {tid: name for tid, name in re.findall(r"Thread (T\d+) '([^']*)'", block)}
-        accesses = list(_accesses(block, kernel_file, names, regions))
+        accesses = list(_accesses(block, names, regions))
         if accesses:
             lines[f"race: {' with '.join(accesses)}"] = None
     return _without_repetition(list(lines))
@@ -130,31 +131,28 @@ def _without_repetition(lines: list[str]) -> list[str]:
     groups: dict[str, list[str]] = {}
     for line in lines:
         groups.setdefault(re.sub(r" by .*?(?= with |$)", "", line), []).append(line)
-    return [
-        first if not more else f"{first} (and {len(more)} more such pairs)" for first, *more in groups.values()
-    ]
+    return [first if not more else f"{first} (and {len(more)} more such pairs)" for first, *more in groups.values()]
 
 
-def _accesses(
-    block: str, kernel_file: str, names: dict[str, str], regions: Sequence[_Region]
-) -> Iterator[str]:
+def _accesses(block: str, names: dict[str, str], regions: Sequence[_Region]) -> Iterator[str]:
     pattern = (
         r"  (?:Previous )?((?:[Aa]tomic )?(?:[Ww]rite|[Rr]ead)) of size (\d+) at (0x[0-9a-f]+)"
         r" by (main thread|thread (T\d+))[^\n]*:\n((?:    @[^\n]*\n?)*)"
     )
     for kind, size, address, _, thread, frames in re.findall(pattern, block):
-        where = _kernel_line(frames, kernel_file)
+        where = _kernel_line(frames)
         what = _location(int(address, 16), regions)
         yield f"{kind.lower()} of {size} bytes at {where} by {names.get(thread, 'the launcher')}, on {what}"
 
 
-def _kernel_line(frames: str, kernel_file: str) -> str:
+def _kernel_line(frames: str) -> str:
+    """The innermost frame that is not the emulator's own: the kernel text, or what its #line marks name."""
     for frame in frames.splitlines():
         _, file, line = frame.strip().lstrip("@").rsplit("|", 2)
-        if file.endswith(kernel_file):
-            return f"{kernel_file}:{line}"
-    found = [frame.strip().lstrip("@") for frame in frames.splitlines()]
-    return found[0] if found else "an unknown place"
+        name = Path(file).name
+        if name not in _OWN_FILES:
+            return f"{name}:{line}"
+    return "an unknown place"
 
 
 def _location(address: int, regions: Sequence[_Region]) -> str:

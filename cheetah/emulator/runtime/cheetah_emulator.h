@@ -74,7 +74,7 @@ void bulk_copy(void* destination, const void* source, uint32_t bytes, uint64_t* 
 // The last parameter is filled in by the compiler at the call: reports name the line of the kernel text.
 
 #define CHEETAH_PLACE cheetah_emulator::Place place = cheetah_emulator::Place::current()
-#define CHEETAH_PRIMITIVE static inline __attribute__((unused))
+#define CHEETAH_PRIMITIVE static inline __attribute__((always_inline, unused))
 
 // Start of the block's dynamic shared memory, 1024-aligned, NaN (0xFF) when the launch begins.
 CHEETAH_PRIMITIVE uint8_t* shared_arena() { return cheetah_emulator::identity->arena; }
@@ -188,7 +188,7 @@ CHEETAH_PRIMITIVE void publish_flagged_release(uint64_t* p, uint32_t data, uint3
 namespace cheetah_emulator {
 
 template <int order>
-inline uint4 wait_flagged4(const uint64_t* p, uint32_t epoch, Place place, const char* primitive) {
+__forceinline__ uint4 wait_flagged4(const uint64_t* p, uint32_t epoch, Place place, const char* primitive) {
   check_global(p, 32, 32, place, primitive);
   for (;;) {
     const uint64_t w0 = __atomic_load_n(p, order), w1 = __atomic_load_n(p + 1, order);

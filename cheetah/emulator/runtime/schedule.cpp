@@ -245,6 +245,7 @@ void stop(Outcome outcome) {
 
 void misuse(Place place, const char* primitive, const char* format, ...) {
   const Fibre& self = *machine.current;
+  sanitizer::switch_to(machine.launcher_sanitizer_fibre);  // the message is the launcher's, not an access of the kernel
   int used = std::snprintf(machine.message, message_bytes, "block %u, thread %u: %s at %s:%u: ",
                            self.block_state->index, self.thread, primitive, place.file_name(), unsigned(place.line()));
   va_list arguments;
