@@ -18,6 +18,10 @@ KV_TILE_TOKENS = 16
 """Keys of one mma tile: a KV stage holds whole tiles."""
 MAX_BATCH = 8
 """Tokens that ride in the n = 8 dimension of one mma."""
+ATTENTION_SLICE_DIMS = 64
+"""Dims of a head's output that the math warps fold at a time."""
+QUERY_COLUMNS = 8
+"""Query rows that ride in the n = 8 dimension of the attention products."""
 MAX_MATH_WARPS = 31
 """A block has at most 32 warps, and one of them copies."""
 TRANSACTION_LIMIT_BYTES = 2**20
@@ -153,20 +157,31 @@ Reserve = Callable[[ModelShape, Plan, Gpu], Sequence[Region]]
 
 
 def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...]:
-    """What a block keeps in shared memory beside the ring. The attention scratch lies over the matvec input."""
+    """What a block keeps in shared memory beside the ring. The attention scratch lies over the matvec input.
+
+    scratch: the input of a product (bf16), or 64 dims of every math warp's attention output (f32), or a partial state a
+    warp. reductions: two buffers of the warps' row sums. residual: the block's rows (f32). partial_sums: of squares.
+    rope: cos and sin of the position. queries: those of a KV head, then the newest key and value (bf16). statistics:
+    (highest, weight sum) of each state and query column. candidates: of every warp or block. step_done: an mbarrier.
+    """
     vector_bytes = plan.batch * shape.widest_vector * 2
-    # Half of the math warps lay down their states (O[group, head_dim], LSE and denominator, f32); the others fold them.
-    states_bytes = ceil_div(plan.math_warps, 2) * shape.group * (shape.head_dim + 2) * 4
-    query_bytes = (shape.group + 2) * shape.head_dim * 2
-    attention_bytes = round_up(states_bytes, BULK_ALIGNMENT) + query_bytes
+    fold_bytes = plan.math_warps * shape.group * ATTENTION_SLICE_DIMS * 4
+    merge_bytes = plan.math_warps * shape.head_dim * 4
+    attention_bytes = max(fold_bytes, merge_bytes)
     residual_rows = ceil_div(ceil_div(shape.hidden, STRIP_ROWS), gpu.blocks) * STRIP_ROWS
     return (
         Region("scratch", max(vector_bytes, attention_bytes), BULK_ALIGNMENT),
         Region("vector", vector_bytes, BULK_ALIGNMENT, over="scratch"),
         Region("attention", attention_bytes, BULK_ALIGNMENT, over="scratch"),
-        Region("reduction", 2 * plan.math_warps * STRIP_ROWS * plan.batch * 4, BULK_ALIGNMENT),
+        Region("reductions", 2 * plan.math_warps * STRIP_ROWS * plan.batch * 4, BULK_ALIGNMENT),
         Region("residual", residual_rows * plan.batch * 4),
-        Region("scalars", 1024),
+        Region("partial_sums", plan.math_warps * 4),
+        Region("rope", shape.head_dim * 4),
+        Region("queries", (shape.group + 2) * shape.head_dim * 2),
+        Region("statistics", (plan.math_warps + 1) * QUERY_COLUMNS * 8),
+        Region("candidates", max(plan.math_warps, gpu.blocks) * 8),
+        Region("step_done", 8),
+        Region("next_token", 8),
     )
 
 

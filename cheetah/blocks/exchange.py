@@ -1,0 +1,151 @@
+"""Exchanges: vectors that all blocks make together and all blocks need, passed through global memory (in practice, L2).
+
+Payload words are 32 bits: two bf16, or one f32. Two implementations behind one interface; the plan chooses.
+
+Reuse of a vector (both kinds): each vector is written once a layer. The inputs of its writers depend, through the chain
+of exchanges of that layer, on every block that reads it in the layer before having finished reading: each reader
+publishes its part of the next vector only after a block barrier that follows all its reads, and the next phase waits for
+all parts. Blocks that own no part of a phase do not read its input. So no vector is overwritten under a reader.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cheetah import lang as ch
+from cheetah.blocks.machine import Machine
+from cheetah.lang import prim, ty
+
+COUNTER_BYTES = 256
+"""The grid barrier's counter has cache lines of its own."""
+VECTOR_ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class Vector:
+    """A named part of the workspace: `words` 32-bit payload words, the first at word `offset`."""
+
+    name: str
+    words: int
+    offset: int
+
+
+class Exchange:
+    """What both kinds share: where vectors lie in the workspace."""
+
+    word: ty.Scalar
+
+    def __init__(self, machine: Machine, workspace: ch.Expr, sizes: dict[str, int]) -> None:
+        self.machine = machine
+        self.workspace = workspace
+        self.vectors = self._lay_out(sizes)
+        self._declare()
+
+    @classmethod
+    def _lay_out(cls, sizes: dict[str, int]) -> dict[str, Vector]:
+        vectors = {}
+        offset = COUNTER_BYTES // cls.word.bytes
+        for name, words in sizes.items():
+            vectors[name] = Vector(name, words, offset)
+            per_line = VECTOR_ALIGNMENT // cls.word.bytes
+            offset += -(-words // per_line) * per_line
+        return vectors
+
+    @classmethod
+    def size_bytes(cls, sizes: dict[str, int]) -> int:
+        """Bytes of a workspace that holds vectors of these payload words."""
+        last = list(cls._lay_out(sizes).values())[-1]
+        return -(-(last.offset + last.words) * cls.word.bytes // VECTOR_ALIGNMENT) * VECTOR_ALIGNMENT
+
+    @ch.inline
+    def _declare(self) -> None:
+        exchange_words = ch.reinterpret(ty.ptr_mut(self.word), self.workspace)
+        self.words = exchange_words
+
+    def place(self, name: str, index: ch.Value) -> ch.Expr:
+        """The address of payload word `index` of a vector."""
+        return self.words + (ch.cast(ty.u32, index) + self.vectors[name].offset)
+
+
+class FlaggedExchange(Exchange):
+    """Every 8-byte word carries 4 bytes of data and a 4-byte epoch; readers poll the data words themselves.
+
+    Ordering: a 64-bit access is single-copy atomic, so a word with the right epoch has the right data: no other ordering
+    is needed for the payload. The epoch grows with every layer of every step and is never used twice, so an old word is
+    never taken for a new one and nothing is reset between launches.
+    """
+
+    word = ty.u64
+
+    def start(self) -> None:
+        """Nothing to prepare."""
+
+    def publish(self, name: str, index: ch.Value, data: ch.Value, epoch: ch.Value) -> None:
+        """Store one payload word."""
+        prim.publish_flagged(self.place(name, index), data, epoch)
+
+    def publish_release(self, name: str, index: ch.Value, data: ch.Value, epoch: ch.Value) -> None:
+        """The same, and whoever reads it with `read4_acquire` sees all that happened before."""
+        prim.publish_flagged_release(self.place(name, index), data, epoch)
+
+    def meet(self) -> None:
+        """Between the writers of a vector and its readers; with flags each word is waited for by itself."""
+
+    def read4(self, name: str, unit: ch.Value, epoch: ch.Value) -> Any:
+        """Payload words 4*unit to 4*unit + 3, waiting for them."""
+        return prim.wait_flagged4(self.place(name, ch.cast(ty.u32, unit) * 4), epoch)
+
+    def read4_acquire(self, name: str, unit: ch.Value, epoch: ch.Value) -> Any:
+        return prim.wait_flagged4_acquire(self.place(name, ch.cast(ty.u32, unit) * 4), epoch)
+
+
+class BarrierExchange(Exchange):
+    """Plain words and an atomic grid barrier between writing and reading: the simple reference.
+
+    Ordering: every thread's stores come before the block barrier; one thread then adds to the counter with release
+    (cumulative over the block barrier), polls it with acquire until all blocks of this round have added, and a second
+    block barrier passes that on. So all stores of all blocks before `meet` are seen by all loads after it. The counter
+    only grows, by exactly one a block and meeting, so rounds cannot be confused and nothing is reset between launches.
+    """
+
+    word = ty.u32
+
+    @ch.inline
+    def start(self) -> None:
+        """Learn the counter's present round: it stands at a multiple of the grid size between two meetings."""
+        counter = ch.reinterpret(ty.ptr_mut(ty.u64), self.workspace)
+        arrivals_due = ch.var(ty.u64, 0)
+        self.counter, self.arrivals_due = counter, arrivals_due
+        with ch.if_(self.machine.thread == 0):
+            ticket = prim.fetch_add_release_u64(counter, 1)
+            arrivals_due.set((ticket // self.machine.gpu.blocks + 1) * self.machine.gpu.blocks)
+            prim.wait_at_least_u64(counter, arrivals_due)
+        self.machine.meet()
+
+    def publish(self, name: str, index: ch.Value, data: ch.Value, epoch: ch.Value) -> None:
+        self.place(name, index)[0] = data
+
+    publish_release = publish
+
+    def meet(self) -> None:
+        ch.comment("grid barrier")
+        self.machine.meet()
+        with ch.if_(self.machine.thread == 0):
+            self.arrivals_due += self.machine.gpu.blocks
+            prim.add_release_u64(self.counter, 1)
+            prim.wait_at_least_u64(self.counter, self.arrivals_due)
+        self.machine.meet()
+
+    @ch.inline
+    def read4(self, name: str, unit: ch.Value, epoch: ch.Value) -> Any:
+        words = ch.reinterpret(ty.ptr(ty.u32x4), self.place(name, ch.cast(ty.u32, unit) * 4))[0]
+        return words
+
+    read4_acquire = read4
+
+
+def make_exchange(machine: Machine, workspace: ch.Expr, sizes: dict[str, int]) -> FlaggedExchange | BarrierExchange:
+    """The kind that the plan names."""
+    kinds = {"flags": FlaggedExchange, "barrier": BarrierExchange}
+    return kinds[machine.plan.sync](machine, workspace, sizes)

@@ -1,0 +1,80 @@
+"""The paged KV cache: where a token's keys and values lie. Pages are HND: [pages, 2, kv_heads, page_size, head_dim]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from cheetah import lang as ch
+from cheetah.blocks.machine import Machine
+from cheetah.blocks.ring import Ring
+from cheetah.lang import prim, ty
+
+
+@dataclass(frozen=True, eq=False)
+class KvCache:
+    """The pool of one model, and the page table of the sequence: page `page_table[t // page_size]` holds token t."""
+
+    machine: Machine
+    pool: ch.Expr
+    page_table: ch.Expr
+
+    @property
+    def _slot_elements(self) -> int:
+        return self.machine.shape.head_dim
+
+    @property
+    def _head_elements(self) -> int:
+        return self.machine.plan.page_size * self._slot_elements
+
+    @property
+    def _values_offset(self) -> int:
+        """Elements from a token's keys to its values."""
+        return self.machine.shape.kv_heads * self._head_elements
+
+    @property
+    def _page_elements(self) -> int:
+        return 2 * self._values_offset
+
+    @property
+    def _layer_elements(self) -> int:
+        return self.machine.plan.kv_pages * self._page_elements
+
+    @ch.inline
+    def key(self, layer: ch.Expr, head: ch.Expr, token: ch.Expr) -> Any:
+        """The address of a token's key of one head (bf16*)."""
+        page_size = self.machine.plan.page_size
+        page = prim.load_constant_u32(self.page_table + token // page_size)
+        offset = ty.u64(layer) * self._layer_elements + ty.u64(page) * self._page_elements
+        key = self.pool + (offset + ty.u64(head * self._head_elements + token % page_size * self._slot_elements))
+        return key
+
+    def value(self, key: ch.Expr) -> ch.Expr:
+        """The address of the value that belongs to a key."""
+        return key + self._values_offset
+
+    @ch.inline
+    def copy_tokens(self, ring: Ring, layer: ch.Expr, head: ch.Expr, begin: ch.Expr, end: ch.Expr) -> None:
+        """In the copy role: bring tokens [begin, end) of a head, a stage at a time: keys in its first half, then values.
+
+        A copy never crosses a page, and stops at the last token: what lies behind it in the stage is stale.
+        """
+        machine = self.machine
+        stage_tokens = machine.plan.kv_stage_tokens(machine.shape.head_dim)
+        token_bytes = machine.shape.head_dim * 2
+        with ch.for_(begin, end, stage_tokens) as first:
+            count = ch.minimum(end - first, stage_tokens)
+            with ring.fill(count * (2 * token_bytes)) as (stage, barrier):
+                done = ch.var(ty.u32, 0)
+                with ch.while_(done < count):
+                    token = first + done
+                    run = ch.minimum(machine.plan.page_size - token % machine.plan.page_size, count - done)
+                    key = self.key(layer, head, token)
+                    prim.bulk_copy(stage + done * token_bytes, key, run * token_bytes, barrier)
+                    values = stage + (done * token_bytes + machine.plan.stage_bytes // 2)
+                    prim.bulk_copy(values, self.value(key), run * token_bytes, barrier)
+                    done += run
+
+
+WriteNew = Callable[[ch.Expr, ch.Expr, ch.Expr], None]

@@ -1,0 +1,65 @@
+"""What happens to the rows of a finished strip: residual, SwiGLU, rotary embedding. Each runs in one warp, one row a lane."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cheetah import lang as ch
+from cheetah.blocks.exchange import Exchange
+from cheetah.blocks.machine import Machine
+from cheetah.blocks.matvec import Rows
+from cheetah.lang import prim, ty
+from cheetah.plan import STRIP_ROWS
+
+HALF = STRIP_ROWS // 2
+
+
+@ch.inline
+def publish_rows(exchange: Exchange, name: str, rows: Rows, value: ch.Expr, first: ch.Value, count: int, epoch: ch.Expr) -> Any:
+    """Publish `count` values, one a lane from lane 0 on, as pairs of bf16 beginning at element `first` (even).
+
+    Returns the pair that each even lane holds.
+    """
+    neighbour = prim.shuffle_xor_f32(value, 1)
+    pair = prim.pack_bf16x2(value, neighbour)
+    with ch.if_((rows.lane < count) & (rows.lane % 2 == 0)):
+        exchange.publish(name, (first + rows.lane) // 2, pair, epoch)
+    return pair
+
+
+@ch.inline
+def add_residual(machine: Machine, exchange: Exchange, name: str, rows: Rows, epoch: ch.Expr) -> None:
+    """residual += rows, kept in f32 by the block that owns them, and published rounded to bf16."""
+    residual = machine.region("residual", ty.f32)
+    value = ch.var(ty.f32, rows.sum)
+    with ch.if_(rows.lane < STRIP_ROWS):
+        place = rows.round * STRIP_ROWS + rows.row
+        value += residual[place]
+        residual[place] = value
+    publish_rows(exchange, name, rows, value, rows.strip * STRIP_ROWS, STRIP_ROWS, epoch)
+
+
+@ch.inline
+def swiglu(exchange: Exchange, name: str, rows: Rows, scale: ch.Expr, epoch: ch.Expr) -> None:
+    """silu(gate) * up: a strip holds 8 gate rows and, 8 lanes further, their up rows."""
+    value = rows.sum * scale
+    other = prim.shuffle_xor_f32(value, HALF)
+    # Lanes of the up rows compute something too; only the first 8 lanes publish.
+    gated = prim.divide_f32(value, 1.0 + prim.exp_f32(-value)) * other
+    publish_rows(exchange, name, rows, gated, rows.strip * HALF, HALF, epoch)
+
+
+@ch.inline
+def rotate(machine: Machine, rows: Rows, value: ch.Expr, strip_of_head: ch.Expr) -> tuple[Any, Any]:
+    """RoPE (rotate-half): the pair (k, k + D/2) lies 8 lanes apart. Returns the rotated value and its dim in the head.
+
+    cos and sin of this position lie in the region `rope` as pairs.
+    """
+    angles = machine.region("rope", ty.f32x2)
+    frequency = strip_of_head * HALF + rows.row % HALF
+    angle = angles[frequency]
+    partner = prim.shuffle_xor_f32(value, HALF)
+    is_second = rows.row >= HALF
+    rotated = value * angle.x + ch.select(is_second, partner, -partner) * angle.y
+    dim = frequency + ch.select(is_second, machine.shape.head_dim // 2, ty.u32(0))
+    return rotated, dim

@@ -1,0 +1,174 @@
+"""From a configuration to a kernel's text and its manifest: the generator's front door.
+
+Everything is decided here without a GPU: the plan by rule (and overrides), the text, the parameters, the buffers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cheetah import __version__
+from cheetah import lang as ch
+from cheetah.lang import ty
+from cheetah.manifest import Buffer, Launch, Manifest, Parameter, sha256_of_text, write_atomically
+from cheetah.models.llama.config import LlamaConfig
+from cheetah.models.llama.program import (
+    KERNEL_NAME,
+    LAYER_PHASES,
+    PARAMETERS,
+    build_kernel,
+    model_shape,
+    workspace_bytes,
+)
+from cheetah.plan import Gpu, Plan, default_plan, gpu_named, shared_map, step_matrices
+from cheetah.plan.kv import KvPlanLayout, max_plans
+
+DTYPES = {ty.u8: "u8", ty.u32: "u32", ty.u64: "u64", ty.i32: "i32", ty.f32: "f32", ty.bf16: "bf16"}
+ROLES = {
+    "weights": "packed matrices of all layers, then the head",
+    "norms": "norm weights: two a layer, then the last",
+    "embedding": "one row a token id",
+    "rope": "cos and sin of every position",
+    "kv": "paged key/value pool (HND)",
+    "page_table": "the sequence's pages, in order",
+    "kv_plans": "attention schedules of the launch",
+    "exchange": "workspace through which blocks exchange vectors; zeroed once",
+    "tokens": "inputs, and what the kernel makes of them",
+    "stop_ids": "token ids that end the sequence",
+    "logits": "of every step, if wanted",
+    "progress": "how far each block is",
+    "status": "[0]: steps done",
+    "length": "tokens in the cache before the launch",
+    "given": "how many of `tokens` are inputs",
+    "steps": "most steps to make",
+    "plan_count": "schedules in `kv_plans`",
+    "stop_count": "ids in `stop_ids`",
+    "epoch": "first of the launch's exchange epochs: steps * (layers + 1) are used",
+    "temperature": "0 for the highest logit, else of the sampling",
+    "seed": "of the sampling",
+}
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A kernel's text and what the runtime must know of it."""
+
+    text: str
+    manifest: Manifest
+
+    def write(self, folder: Path, name: str) -> tuple[Path, Path]:
+        """Write `name.cu` and `name.json`; each appears whole or not at all. Returns the two paths."""
+        source, manifest = folder / f"{name}.cu", folder / f"{name}.json"
+        write_atomically(source, self.text.encode())
+        self.manifest.write(manifest)
+        return source, manifest
+
+
+def choose_plan(config: LlamaConfig, gpu: Gpu, **overrides: Any) -> Plan:
+    """The plan by rule for a model on a machine; overrides are fields of `Plan`."""
+    given = {name: value for name, value in overrides.items() if value is not None}
+    given.setdefault("max_context", min(config.max_position_embeddings, 8192))
+    return default_plan(gpu, **asdict(model_shape(config)), **given)
+
+
+def generate_kernel(
+    config: LlamaConfig, gpu: str | Gpu = "h200", *, command: str = "cheetah generate", line_marks: bool = False, **overrides: Any
+) -> Generated:
+    """The kernel of a model on a machine. `command` is what the header says regenerates it; the rest are plan fields.
+
+    Errors: PlanError where no plan fits the machine; ConfigError comes from the configuration itself.
+    """
+    machine = gpu_named(gpu) if isinstance(gpu, str) else gpu
+    plan = choose_plan(config, machine, **overrides)
+    kernel = build_kernel(config, machine, plan)
+    text = ch.render_file(kernel, header=_header(config, machine, plan, command), line_marks=line_marks)
+    return Generated(text, _manifest(config, machine, plan, text, command))
+
+
+def _header(config: LlamaConfig, gpu: Gpu, plan: Plan, command: str) -> str:
+    shape = model_shape(config)
+    matrices = step_matrices(shape, plan, gpu)
+    lines = [
+        "The whole decode step of a Llama model in one persistent kernel. Generated; do not edit.",
+        f"Regenerate with: {command}",
+        "",
+        "model: " + ", ".join(f"{name} {value}" for name, value in asdict(shape).items()),
+        f"machine: {gpu.name}, {gpu.blocks} blocks of {plan.threads} threads ({plan.math_warps} math warps and the copy warp)",
+        "plan: " + ", ".join(f"{name} {value}" for name, value in plan.to_dict().items()),
+        f"weights read a step: {matrices.weight_bytes} bytes, in {matrices.layer_stride} a layer",
+        "shared memory:",
+        *(f"  {line}" for line in shared_map(shape, plan, gpu).budget_table().splitlines()),
+    ]
+    return "\n".join(lines)
+
+
+def _manifest(config: LlamaConfig, gpu: Gpu, plan: Plan, text: str, command: str) -> Manifest:
+    shape = model_shape(config)
+    matrices = step_matrices(shape, plan, gpu)
+    shapes = buffer_shapes(config, gpu, plan)
+    return Manifest(
+        kernel=KERNEL_NAME,
+        text_sha256=sha256_of_text(text),
+        generator=__version__,
+        command=command,
+        gpu=asdict(gpu),
+        config=config.to_dict(),
+        plan=plan.to_dict(),
+        launch=Launch(gpu.blocks, plan.threads, shared_map(shape, plan, gpu).total_bytes),
+        parameters=tuple(_parameter(name, type_, shapes) for name, type_ in PARAMETERS.items()),
+        matrices=matrices.describe(),
+        layer_stride=matrices.layer_stride,
+        weight_bytes=matrices.weight_bytes,
+        buffers=tuple(_buffer(name, shapes[name]) for name in shapes if name not in ("logits", "stop_ids")),
+        phases=phase_names(config),
+        step_bytes={"weights": matrices.weight_bytes, "kv_per_token": config.kv_bytes_per_token},
+    )
+
+
+def phase_names(config: LlamaConfig) -> tuple[str, ...]:
+    """The phases of a step, as `progress` counts them."""
+    layers = tuple(f"layer {layer} {phase}" for layer in range(config.layers) for phase in LAYER_PHASES)
+    return (*layers, "head", "sampling")
+
+
+def buffer_shapes(config: LlamaConfig, gpu: Gpu, plan: Plan) -> dict[str, tuple[int | str, ...]]:
+    """What each pointer points to; a string is the scalar parameter that gives the length."""
+    shape = model_shape(config)
+    plan_words = KvPlanLayout(gpu.blocks, shape.kv_heads, plan.batch).plan_words
+    return {
+        "weights": (step_matrices(shape, plan, gpu).weight_bytes,),
+        "norms": (2 * shape.layers + 1, shape.padded_hidden),
+        "embedding": (shape.vocab, shape.padded_hidden),
+        "rope": (plan.max_context, shape.head_dim // 2, 2),
+        "kv": (shape.layers, plan.kv_pages, 2, shape.kv_heads, plan.page_size, shape.head_dim),
+        "page_table": (plan.pages_per_sequence,),
+        "kv_plans": (max_plans(plan.max_steps, plan.kv_align, plan.batch), plan_words),
+        "exchange": (workspace_bytes(config, gpu, plan),),
+        "tokens": (plan.max_steps + 1,),
+        "stop_ids": ("stop_count",),
+        "logits": ("steps", shape.vocab),
+        "progress": (gpu.blocks,),
+        "status": (8,),
+    }
+
+
+def _parameter(name: str, type_: ty.Type, shapes: dict[str, tuple[int | str, ...]]) -> Parameter:
+    if isinstance(type_, ty.Pointer):
+        assert isinstance(type_.element, ty.Scalar)
+        nullable = name in ("logits", "stop_ids")
+        return Parameter(name, str(type_), "pointer", DTYPES[type_.element], type_.mutable, shapes[name], ROLES[name], nullable)
+    assert isinstance(type_, ty.Scalar)
+    return Parameter(name, str(type_), "scalar", DTYPES[type_], False, None, ROLES[name])
+
+
+def _buffer(name: str, shape: tuple[int | str, ...]) -> Buffer:
+    type_ = PARAMETERS.types[name]
+    assert isinstance(type_, ty.Pointer) and isinstance(type_.element, ty.Scalar)
+    lengths = tuple(length for length in shape if isinstance(length, int))
+    elements = 1
+    for length in lengths:
+        elements *= length
+    fill = {"exchange": "zero", "kv": "poison", "progress": "zero", "status": "zero"}.get(name, "host")
+    return Buffer(name, DTYPES[type_.element], lengths, elements * type_.element.bytes, fill)

@@ -1,0 +1,404 @@
+"""The decode step of Llama as one kernel: the model as a page, written with the building blocks.
+
+Every phase says what the copy lane fetches and what the math warps do with it. Nothing here knows a phase bit, a stage or
+a barrier. Numerics: bf16 weights and activations, f32 accumulation and softmax, residual in f32, logits f32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cheetah import lang as ch
+from cheetah.blocks.attention import LSE_WORDS, Attention
+from cheetah.blocks.exchange import BarrierExchange, FlaggedExchange, make_exchange
+from cheetah.blocks.kv_cache import KvCache
+from cheetah.blocks.machine import Machine, emit_roles, start_machine
+from cheetah.blocks.matvec import Matvec, Rows
+from cheetah.blocks.ring import Ring
+from cheetah.blocks.rows import HALF, add_residual, publish_rows, rotate, swiglu
+from cheetah.blocks.sampling import Sampler
+from cheetah.blocks.schedule import Schedule
+from cheetah.blocks.vector import UNIT, load_normalised, load_vector, vector_words
+from cheetah.lang import prim, ty
+from cheetah.models.llama.config import LlamaConfig
+from cheetah.plan import STRIP_ROWS, Gpu, ModelShape, Plan, StepMatrices, shared_map, step_matrices
+from cheetah.plan.kv import KvPlanLayout
+
+KERNEL_NAME = "decode_step"
+LAYER_PHASES = ("qkv", "attention", "o", "gate_up", "down")
+
+PARAMETERS = ch.Params(
+    weights=ty.ptr(ty.u8), norms=ty.ptr(ty.bf16), embedding=ty.ptr(ty.bf16), rope=ty.ptr(ty.f32), kv=ty.ptr_mut(ty.bf16),
+    page_table=ty.ptr(ty.i32), kv_plans=ty.ptr(ty.i32), exchange=ty.ptr_mut(ty.u8), tokens=ty.ptr_mut(ty.i32),
+    stop_ids=ty.ptr(ty.i32), logits=ty.ptr_mut(ty.f32), progress=ty.ptr_mut(ty.u32), status=ty.ptr_mut(ty.i32),
+    length=ty.u32, given=ty.u32, steps=ty.u32, plan_count=ty.u32, stop_count=ty.u32, epoch=ty.u32, temperature=ty.f32, seed=ty.u64,
+)  # fmt: skip
+
+
+def model_shape(config: LlamaConfig) -> ModelShape:
+    """The numbers of a model that the plan needs."""
+    return ModelShape(
+        config.hidden_size, config.intermediate_size, config.vocab_size, config.query_heads, config.kv_heads, config.head_dim, config.layers
+    )
+
+
+def exchange_sizes(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:
+    """Payload words of each exchanged vector."""
+    slots = KvPlanLayout(gpu.blocks, shape.kv_heads, plan.batch).max_partials
+    return {
+        "hidden": vector_words(shape.hidden),
+        "qkv": shape.qkv_rows // 2,
+        "partials": slots * shape.group * (shape.head_dim + LSE_WORDS),
+        "attention": shape.query_rows // 2,
+        "middle": vector_words(shape.hidden),
+        "gated": vector_words(shape.ffn, HALF),
+        "candidates": 4 * gpu.blocks,
+    }
+
+
+def workspace_bytes(config: LlamaConfig, gpu: Gpu, plan: Plan) -> int:
+    """Bytes of the `exchange` buffer."""
+    kind = {"flags": FlaggedExchange, "barrier": BarrierExchange}[plan.sync]
+    return kind.size_bytes(exchange_sizes(model_shape(config), gpu, plan))
+
+
+def build_kernel(config: LlamaConfig, gpu: Gpu, plan: Plan) -> ch.Kernel:
+    """The kernel of `plan.max_steps` or fewer decode steps of one sequence. Shapes of the parameters: see the manifest."""
+    shape = model_shape(config)
+    matrices = step_matrices(shape, plan, gpu)
+
+    @ch.kernel(PARAMETERS, name=KERNEL_NAME, max_threads=plan.threads)
+    def decode_step(
+        weights, norms, embedding, rope, kv, page_table, kv_plans, exchange, tokens, stop_ids, logits, progress, status,
+        length, given, steps, plan_count, stop_count, epoch, temperature, seed,
+    ):  # type: ignore[no-untyped-def]  # fmt: skip
+        machine = start_machine(shape, plan, gpu, shared_map(shape, plan, gpu))
+        launch = Launch(length, given, steps, plan_count, epoch, temperature, seed, tokens, stop_ids, stop_count, logits, progress, status)
+        step_program = Step(config, machine, matrices, launch, weights, norms, embedding, rope, kv, page_table, kv_plans, exchange)
+        step_program.emit()
+
+    return decode_step
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """What the host says about one launch, and where it reads the outcome."""
+
+    length: Any
+    given: Any
+    steps: Any
+    plan_count: Any
+    epoch: Any
+    temperature: Any
+    seed: Any
+    tokens: Any
+    stop_ids: Any
+    stop_count: Any
+    logits: Any
+    progress: Any
+    status: Any
+
+
+class Step:
+    """The program of the launch: steps, layers, phases."""
+
+    def __init__(
+        self, config: LlamaConfig, machine: Machine, matrices: StepMatrices, launch: Launch, weights: Any, norms: Any, embedding: Any,
+        rope: Any, kv: Any, page_table: Any, kv_plans: Any, exchange: Any,
+    ) -> None:  # fmt: skip
+        self.config, self.machine, self.matrices, self.launch = config, machine, matrices, launch
+        self.norms, self.embedding, self.rope = norms, embedding, rope
+        self.shape = machine.shape
+        self.exchange = make_exchange(machine, exchange, exchange_sizes(self.shape, machine.gpu, machine.plan))
+        self.ring = Ring(machine)
+        self.matvec = Matvec(machine, self.ring, weights)
+        self.cache = KvCache(machine, kv, page_table)
+        self.schedule = Schedule(machine, kv_plans, launch.plan_count)
+        self.attention = Attention(machine, self.ring, self.exchange, self.schedule)
+        self.sampler = Sampler(machine, self.exchange, self.shape.vocab)
+
+    # -- the page -------------------------------------------------------------------------------------------------
+
+    @ch.inline
+    def emit(self) -> None:
+        """Set up, then every step: the layers, the head, the choice of the next token."""
+        machine, launch = self.machine, self.launch
+        self._set_up()
+        with ch.roles_for(machine.roles, launch.steps, name="step") as step:
+            self._begin_step(step)
+            with ch.roles_for(machine.roles, self.shape.layers, name="layer") as layer:
+                self._begin_layer(layer)
+                self._qkv(step, layer)
+                self._attention(step, layer)
+                self._o(step, layer)
+                self._gate_up(step, layer)
+                self._down(step, layer)
+            self._head(step)
+            self._end_step(step)
+        emit_roles(machine)
+
+    @ch.inline
+    def _qkv(self, step: Any, layer: Any) -> None:
+        """Input norm, q, k and v projections, RoPE; the new key and value go to the cache and, with q, to the exchange."""
+        matrix = self.matrices.qkv
+        with self.machine.copy:
+            ch.comment("qkv")
+            self.matvec.copy(matrix, self.layer_offset)
+        with self.machine.math:
+            ch.comment("qkv: input norm, q, k and v of this token, rotary embedding")
+            self._note(step, layer, "qkv")
+            scale = ch.var(ty.f32, 0.0)
+            with ch.if_(matrix.position(self.machine.block) < matrix.strips):
+                with ch.if_(layer == 0):
+                    scale.set(self._load_norm(self.norms, self._embedding_unit))
+                with ch.else_():
+                    scale.set(self._load_norm(self._norm(layer * 2), lambda unit: self.exchange.read4("hidden", unit, self.layer_epoch - 1)))
+            self.matvec.multiply(matrix, lambda rows: self._finish_qkv(rows, layer, scale))
+            self.exchange.meet()
+
+    @ch.inline
+    def _attention(self, step: Any, layer: Any) -> None:
+        """The block's items of the KV plan, then its merges of heads that were split."""
+        with self.machine.copy:
+            ch.comment("keys and values of earlier tokens")
+            with ch.if_(layer == 0):
+                self._wait_for_step(step)
+            with self.schedule.items(self.machine.copy) as item:
+                end = ch.minimum(item.end, self.launch.length + step)
+                self.cache.copy_tokens(self.ring, layer, item.head, item.begin, end)
+        with self.machine.math:
+            ch.comment("attention")
+            self._note(step, layer, "attention")
+            self.attention.attend(self.position, self.layer_epoch)
+            self.exchange.meet()
+            ch.comment("merge of partial states")
+            self.attention.merge(self.layer_epoch)
+            self.exchange.meet()
+
+    @ch.inline
+    def _o(self, step: Any, layer: Any) -> None:
+        """Output projection and residual."""
+        self._project_onto_residual(step, layer, "o", self.matrices.o, "attention", "middle", self.shape.query_rows // 2)
+
+    @ch.inline
+    def _gate_up(self, step: Any, layer: Any) -> None:
+        """Norm, gate and up projections, SwiGLU."""
+        matrix = self.matrices.gate_up
+        with self.machine.copy:
+            ch.comment("gate_up")
+            self.matvec.copy(matrix, self.layer_offset)
+        with self.machine.math:
+            ch.comment("gate_up: norm, gate and up, SwiGLU")
+            self._note(step, layer, "gate_up")
+            scale = ch.var(ty.f32, 0.0)
+            with ch.if_(matrix.position(self.machine.block) < matrix.strips):
+                scale.set(self._load_norm(self._norm(layer * 2 + 1), lambda unit: self.exchange.read4("middle", unit, self.layer_epoch)))
+            self.matvec.multiply(matrix, lambda rows: swiglu(self.exchange, "gated", rows, scale, self.layer_epoch))
+            self.exchange.meet()
+
+    @ch.inline
+    def _down(self, step: Any, layer: Any) -> None:
+        """Down projection and residual: the hidden vector of the next layer."""
+        self._project_onto_residual(step, layer, "down", self.matrices.down, "gated", "hidden", vector_words(self.shape.ffn, HALF))
+
+    @ch.inline
+    def _head(self, step: Any) -> None:
+        """Final norm, logits, each block's best candidate; left out for prompt tokens whose logits nobody wants."""
+        matrix, launch = self.matrices.head, self.launch
+        with self.machine.copy:
+            ch.comment("head")
+            with ch.if_(self._needs_head(step)):
+                self.matvec.copy(matrix, ty.u64(0))
+        with self.machine.math:
+            ch.comment("head: final norm, logits, candidates")
+            self._note_phase(step, self.shape.layers * len(LAYER_PHASES))
+            self.sampler.start()
+            with ch.if_(self._needs_head(step)):
+                scale = ch.var(ty.f32, 0.0)
+                with ch.if_(matrix.position(self.machine.block) < matrix.strips):
+                    last = self.step_epoch + (self.shape.layers - 1)
+                    scale.set(self._load_norm(self._norm(ty.u32(2 * self.shape.layers)), lambda unit: self.exchange.read4("hidden", unit, last)))
+                self.matvec.multiply(matrix, lambda rows: self._finish_head(rows, step, scale))
+            self._note_phase(step, self.shape.layers * len(LAYER_PHASES) + 1)
+            self.sampler.choose(self.step_epoch + self.shape.layers)
+
+    # -- setting up and stepping ----------------------------------------------------------------------------------
+
+    @ch.inline
+    def _set_up(self) -> None:
+        machine = self.machine
+        step_done = machine.region("step_done", ty.u64)
+        next_token = machine.region("next_token", ty.u32)
+        self.step_done, self.next_token = step_done, next_token
+        with ch.if_(machine.thread == 0):
+            self.ring.initialise()
+            prim.mbarrier_init(step_done, 1)
+            prim.mbarrier_fence_init()
+            next_token[0] = ty.u32(self.launch.tokens[0])
+        prim.block_barrier()  # orders the barriers' initialisation before their first use by either role
+        self.ring.start()
+        with machine.math:
+            self.exchange.start()
+
+    @ch.inline
+    def _begin_step(self, step: Any) -> None:
+        machine, head_dim = self.machine, self.shape.head_dim
+        with machine.copy:
+            self.schedule.advance(machine.copy, step)
+        with machine.math:
+            self.schedule.advance(machine.math, step)
+            position = self.launch.length + step
+            step_epoch = self.launch.epoch + step * (self.shape.layers + 1)
+            token = self.next_token[0]
+            self.position, self.step_epoch, self.token = position, step_epoch, token
+            angles = machine.region("rope", ty.f32)
+            with ch.for_(machine.thread, head_dim, machine.math_threads) as number:
+                angles[number] = self.rope[ty.u64(position) * head_dim + ty.u64(number)]
+            self._start_residual()
+
+    @ch.inline
+    def _start_residual(self) -> None:
+        """The rows of the token's embedding that this block owns, in f32. Seen by others after the next barrier."""
+        machine, matrix = self.machine, self.matrices.o
+        residual = machine.region("residual", ty.f32)
+        embedded = self.embedding + ty.u64(self.token) * self.shape.padded_hidden
+        self.embedded = embedded
+        with ch.for_(machine.thread, matrix.rounds * STRIP_ROWS, machine.math_threads) as place:
+            row = matrix.strip(place // STRIP_ROWS, matrix.position(machine.block)) * STRIP_ROWS + place % STRIP_ROWS
+            with ch.if_(row < self.shape.hidden):
+                residual[place] = prim.bf16_to_f32(embedded[row])
+            with ch.else_():
+                residual[place] = 0.0
+
+    @ch.inline
+    def _begin_layer(self, layer: Any) -> None:
+        with self.machine.copy:
+            layer_offset = ty.u64(layer) * self.matrices.layer_stride
+            self.layer_offset = layer_offset
+        with self.machine.math:
+            layer_epoch = self.step_epoch + layer
+            self.layer_epoch = layer_epoch
+
+    @ch.inline
+    def _wait_for_step(self, step: Any) -> None:
+        """In the copy role: no key or value of the last step is fetched before all blocks have written theirs.
+
+        The math warps arrive at `step_done` after the rendezvous of all blocks that ends a step (release by each block
+        after its stores, acquire by this one); the fence orders those ordinary stores before the copy engine's reads.
+        Weights of the first layer are requested before this, so the memory stays busy.
+        """
+        with ch.if_(step > 0):
+            prim.mbarrier_wait(self.step_done, (step + 1) % 2)
+            prim.fence_proxy_async()
+            with ch.if_(self.next_token[1] != 0):
+                self.ring.drain()
+                ch.return_()
+
+    @ch.inline
+    def _end_step(self, step: Any) -> None:
+        """Thread 0 takes the next token, given or chosen, and decides whether to go on; then all pass on together."""
+        machine, launch = self.machine, self.launch
+        with machine.math:
+            ch.comment("the next token, and whether it ends the sequence")
+            with ch.if_(machine.thread == 0):
+                following = step + 1
+                token = ch.var(ty.u32, 0)
+                stop = ch.var(ty.u32, 0)
+                with ch.if_(following < launch.given):
+                    token.set(ty.u32(launch.tokens[following]))
+                with ch.else_():
+                    token.set(ch.minimum(machine.region("candidates", ty.u32)[0], self.shape.vocab - 1))
+                    with ch.for_(launch.stop_count) as number:
+                        with ch.if_(ty.u32(launch.stop_ids[number]) == token):
+                            stop.set(1)
+                with ch.if_(machine.block == 0):
+                    with ch.if_(following >= launch.given):
+                        launch.tokens[following] = ty.i32(token)
+                    launch.status[0] = ty.i32(following)
+                self.next_token[0] = token
+                self.next_token[1] = stop
+                prim.fence_proxy_async()  # what other blocks wrote to the cache, before our copy engine reads it
+                prim.mbarrier_arrive(self.step_done)
+            machine.meet()
+            with ch.if_(self.next_token[1] != 0):
+                ch.break_()
+
+    # -- parts ----------------------------------------------------------------------------------------------------
+
+    def _needs_head(self, step: Any) -> Any:
+        return (step + 1 >= self.launch.given) | (self.launch.logits != None)  # noqa: E711 (a device comparison)
+
+    def _norm(self, index: Any) -> Any:
+        return self.norms + index * self.shape.padded_hidden
+
+    def _embedding_unit(self, unit: Any) -> Any:
+        return prim.load_constant_u32x4(self.embedded + unit * UNIT)
+
+    def _load_norm(self, norm: Any, read: Any) -> Any:
+        """The hidden vector, normalised; returns 1/rms."""
+        available = vector_words(self.shape.hidden) * 2
+        return load_normalised(
+            self.machine, self.shape.padded_hidden, available, self.shape.hidden, self.config.rms_norm_eps, norm, read
+        )
+
+    @ch.inline
+    def _project_onto_residual(self, step: Any, layer: Any, name: str, matrix: Any, source: str, target: str, words: int) -> None:
+        with self.machine.copy:
+            ch.comment(name)
+            self.matvec.copy(matrix, self.layer_offset)
+        with self.machine.math:
+            ch.comment(f"{name}: projection onto the residual")
+            self._note(step, layer, name)
+            with ch.if_(matrix.position(self.machine.block) < matrix.strips):
+                read = lambda unit: self.exchange.read4(source, unit, self.layer_epoch)  # noqa: E731
+                load_vector(self.machine, matrix.padded_columns, words * 2, read)
+            self.matvec.multiply(matrix, lambda rows: add_residual(self.machine, self.exchange, target, rows, self.layer_epoch))
+            self.exchange.meet()
+
+    @ch.inline
+    def _finish_qkv(self, rows: Rows, layer: Any, scale: Any) -> None:
+        shape = self.shape
+        strips_per_head = shape.head_dim // STRIP_ROWS
+        head = rows.strip // strips_per_head
+        strip_of_head = rows.strip % strips_per_head
+        value = ch.var(ty.f32, rows.sum * scale)
+        dim = ch.var(ty.u32, strip_of_head * STRIP_ROWS + rows.row)
+        with ch.if_(head < shape.heads + shape.kv_heads):
+            rotated, rotated_dim = rotate(self.machine, rows, value, strip_of_head)
+            value.set(rotated)
+            dim.set(rotated_dim)
+        neighbour = prim.shuffle_xor_f32(value, 1)
+        pair = prim.pack_bf16x2(value, neighbour)
+        with ch.if_((rows.lane < STRIP_ROWS) & (rows.lane % 2 == 0)):
+            self.exchange.publish("qkv", (head * shape.head_dim + dim) // 2, pair, self.layer_epoch)
+            with ch.if_(head >= shape.heads):
+                self._append_to_cache(layer, head - shape.heads, dim, pair)
+
+    @ch.inline
+    def _append_to_cache(self, layer: Any, kv_row: Any, dim: Any, pair: Any) -> None:
+        """kv_row counts key heads, then value heads."""
+        kv_heads = self.shape.kv_heads
+        key = self.cache.key(layer, kv_row % kv_heads, self.position)
+        place = ch.select(kv_row < kv_heads, key, self.cache.value(key))
+        ch.reinterpret(ty.ptr_mut(ty.u32), place + dim)[0] = pair
+        prim.fence_proxy_async()  # a later step reads this with the copy engine
+
+    @ch.inline
+    def _finish_head(self, rows: Rows, step: Any, scale: Any) -> None:
+        launch, vocab = self.launch, self.shape.vocab
+        logit = rows.sum * scale
+        token = rows.strip * STRIP_ROWS + rows.row
+        with ch.if_((launch.logits != None) & (rows.lane < STRIP_ROWS) & (token < vocab)):  # noqa: E711
+            launch.logits[ty.u64(step) * vocab + ty.u64(token)] = logit
+        self.sampler.consider(rows, logit, launch.temperature, launch.seed, self.position + 1)
+
+    def _note(self, step: Any, layer: Any, phase: str) -> None:
+        self._note_phase(step, layer * len(LAYER_PHASES) + LAYER_PHASES.index(phase))
+
+    @ch.inline
+    def _note_phase(self, step: Any, phase: ch.Value) -> None:
+        """Tell the host how far this block is, for a report if the launch hangs."""
+        phases = self.shape.layers * len(LAYER_PHASES) + 2
+        with ch.if_(self.machine.thread == 0):
+            prim.store_relaxed_u32(self.launch.progress + self.machine.block, step * phases + phase)
