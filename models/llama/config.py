@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cheetah.models.llama.config_json import JSON_NAMES, ConfigError, place_of, read_fields
+from cheetah.models.llama.config_json import JSON_NAMES, place_of, read_fields
+from cheetah.models.llama.config_json import ConfigError as ConfigError
 from cheetah.models.llama.rope import Rope
 
 HEAD_DIMS = (64, 128)

@@ -84,25 +84,33 @@ def place_of(source: str | Path | Mapping[str, Any]) -> str:
 
 def load_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; duplicate keys, NaN and anything but an object are refused with the file's name."""
+    try:
+        data = path.read_bytes()
+    except OSError as problem:
+        raise ConfigError(f"{path}: cannot be read: {problem.strerror or problem}") from problem
+    return parse_json(data, str(path))
+
+
+def parse_json(data: bytes, place: str) -> dict[str, Any]:
+    """A JSON object from UTF-8 text, as strict as `load_json`; `place` names it in messages."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for name, value in pairs:
             if name in result:
-                raise ConfigError(f"{path}: key {name!r} stands twice in one object: keep one of them")
+                raise ConfigError(f"{place}: key {name!r} stands twice in one object: keep one of them")
             result[name] = value
         return result
 
     def refuse_constant(text: str) -> Any:
-        raise ConfigError(f"{path}: {text} is not a JSON number")
+        raise ConfigError(f"{place}: {text} is not a JSON number")
 
     try:
-        text = path.read_text(encoding="utf-8")
-        value = json.loads(text, object_pairs_hook=unique, parse_constant=refuse_constant)
-    except (OSError, ValueError) as problem:
-        raise ConfigError(f"{path}: cannot be read as JSON: {problem}") from problem
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse_constant)
+    except (ValueError, RecursionError) as problem:
+        raise ConfigError(f"{place}: cannot be read as JSON: {problem}") from problem
     if not isinstance(value, dict):
-        raise ConfigError(f"{path}: holds a JSON {type(value).__name__}, expected an object")
+        raise ConfigError(f"{place}: holds a JSON {type(value).__name__}, expected an object")
     return value
 
 

@@ -1,0 +1,132 @@
+"""How much device memory a model needs, told before any is taken.
+
+Two ways to the same table: from a manifest's buffers (exact), and from a configuration alone (before a kernel exists;
+exact but for the workspace, which is then the caller's number). Knows nothing of devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from cheetah.errors import CheetahError
+from cheetah.manifest import Buffer
+from cheetah.models.llama.config import LlamaConfig, round_up
+
+STRIP_ROWS = 16  # rows and columns of a packed matrix are padded to whole strips and tile pairs
+PAIR_COLUMNS = 32
+
+# Buffers of a manifest that have a line of their own; the others together are the workspace.
+LABELS = {
+    "weights": "weights",
+    "embedding": "embedding",
+    "norms": "norms",
+    "rope": "rotary table",
+    "kv": "keys and values",
+    "logits": "logits",
+}
+WORKSPACE = "workspace"
+
+
+class MemoryShortage(CheetahError):
+    """A device without enough free memory for what was asked."""
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of device memory by part, in the order of the table. `kv_tokens` is how many tokens the cache holds."""
+
+    parts: tuple[tuple[str, int], ...]
+    kv_tokens: int
+    kv_bytes_per_token: int
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(size for _, size in self.parts)
+
+    def bytes_of(self, label: str) -> int:
+        """Bytes of one part, 0 if there is none of that label."""
+        return dict(self.parts).get(label, 0)
+
+    def table(self) -> str:
+        """A line for each part, and the total."""
+        per_token = f"{self.kv_tokens} tokens of {size_text(self.kv_bytes_per_token)}"
+        remarks = {LABELS["kv"]: f"  ({per_token})"}
+        rows = [(label, size, remarks.get(label, "")) for label, size in self.parts if size]
+        rows.append(("total", self.total_bytes, ""))
+        return "\n".join(f"{label:<16}{size_text(size):>12}{remark}" for label, size, remark in rows)
+
+    def check(self, free_bytes: int, place: str) -> None:
+        """MemoryShortage, with the table and what would fit, if more is needed than is free on `place`."""
+        if self.total_bytes <= free_bytes:
+            return
+        raise MemoryShortage(
+            f"{place} has {size_text(free_bytes)} free, {size_text(self.total_bytes)} are needed: "
+            f"{self._advice(free_bytes)}\n{self.table()}"
+        )
+
+    def _advice(self, free_bytes: int) -> str:
+        left = free_bytes - (self.total_bytes - self.bytes_of(LABELS["kv"]))
+        tokens = left // self.kv_bytes_per_token // 16 * 16
+        if tokens < 16:
+            return "the weights alone do not fit, use a smaller model or a larger GPU"
+        return f"the cache could hold about {tokens} tokens, use max_context={tokens} or less"
+
+
+def memory_of_buffers(config: LlamaConfig, buffers: Iterable[Buffer]) -> MemoryEstimate:
+    """The memory that a manifest's buffers take."""
+    sizes = dict.fromkeys([*LABELS.values(), WORKSPACE], 0)
+    for buffer in buffers:
+        sizes[LABELS.get(buffer.name, WORKSPACE)] += buffer.bytes
+    tokens = sizes[LABELS["kv"]] // config.kv_bytes_per_token
+    return MemoryEstimate(tuple(sizes.items()), tokens, config.kv_bytes_per_token)
+
+
+def memory_estimate(
+    config: LlamaConfig,
+    *,
+    max_context: int,
+    page_size: int = 16,
+    batch: int = 1,
+    logits_rows: int = 0,
+    workspace_bytes: int = 0,
+) -> MemoryEstimate:
+    """The memory that a configuration will take: bf16 weights and cache, `batch` sequences of `max_context` tokens.
+
+    logits_rows: rows of float32 logits kept on the device. workspace_bytes: exchanges, plans and partial states.
+    """
+    tokens = batch * round_up(max_context, page_size)
+    row_bytes = config.padded_hidden * 2
+    sizes = {
+        "weights": packed_weight_bytes(config),
+        "embedding": config.vocab_size * row_bytes,
+        "norms": (2 * config.layers + 1) * row_bytes,
+        "rope": max_context * config.head_dim * 4,
+        "kv": tokens * config.kv_bytes_per_token,
+        "logits": logits_rows * config.vocab_size * 4,
+    }
+    parts = [(LABELS[name], size) for name, size in sizes.items()]
+    return MemoryEstimate((*parts, (WORKSPACE, workspace_bytes)), tokens, config.kv_bytes_per_token)
+
+
+def packed_weight_bytes(config: LlamaConfig) -> int:
+    """Bytes of the `weights` buffer; the same for every plan, because padding depends on the shapes alone."""
+    hidden, ffn = config.hidden_size, config.intermediate_size
+    gate_up_rows = 2 * round_up(ffn, STRIP_ROWS // 2)
+    of_layer = [(config.qkv_rows, hidden), (hidden, config.query_rows), (gate_up_rows, hidden), (hidden, ffn)]
+    layer = sum(_packed_bytes(rows, columns) for rows, columns in of_layer)
+    return config.layers * layer + _packed_bytes(config.vocab_size, hidden)
+
+
+def size_text(size: int) -> str:
+    """Bytes for people: B, KB, MB or GB of powers of 1024."""
+    value, unit = float(size), "B"
+    for unit in ("B", "KB", "MB", "GB"):
+        if value < 1024 or unit == "GB":
+            break
+        value /= 1024
+    return f"{size} B" if unit == "B" else f"{value:.1f} {unit}" if value >= 10 else f"{value:.2f} {unit}"
+
+
+def _packed_bytes(rows: int, columns: int) -> int:
+    return round_up(rows, STRIP_ROWS) * round_up(columns, PAIR_COLUMNS) * 2

@@ -1,0 +1,201 @@
+"""Weights on disk: the safetensors files of a folder, their headers checked, their tensors mapped into memory.
+
+A file is a little-endian u64 (the header's length), a JSON header {name: {dtype, shape, data_offsets: [begin, end]}}
+whose offsets count from the header's end, then the data, row-major. Nothing here knows what a Llama is. A tensor is
+mapped when it is asked for and unmapped when it is let go, so that the host holds no more than what is in use.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from cheetah.errors import CheetahError
+from cheetah.models.llama.config_json import ConfigError, load_json, parse_json
+
+Bits = npt.NDArray[np.uint16]
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+HEADER_LIMIT_BYTES = 100_000_000  # the library's own limit
+
+# Bits of an element of each dtype that safetensors names.
+DTYPE_BITS = {"BF16": 16, "F16": 16, "F32": 32, "F64": 64, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8} | {
+    f"{sign}{bits}": bits for sign in "IU" for bits in (8, 16, 32, 64)
+}
+WEIGHT_DTYPES: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
+
+# Names of weights in formats that are not read: (pattern, what it is).
+OTHER_FORMATS = (
+    ("consolidated.*", "Meta's own layout, with interleaved rotary pairs"),
+    ("*.bin", "a Python pickle, which can run code"),
+    ("*.pth", "a Python pickle, which can run code"),
+    ("*.pt", "a Python pickle, which can run code"),
+    ("*.gguf", "the format of llama.cpp"),
+)
+
+
+class LoadingError(CheetahError):
+    """A checkpoint that is incomplete, contradictory, or in a form that is not supported."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies: `begin` is its first byte in `file`; dtype is safetensors' name, e.g. "BF16"."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    nbytes: int
+
+    def bf16_bits(self) -> Bits:
+        """The tensor as bf16 bit patterns, uint16: mapped as it is, or rounded to nearest even from F16 and F32."""
+        stored_dtype = WEIGHT_DTYPES[self.dtype]
+        if self.nbytes == 0:
+            return np.zeros(self.shape, dtype=np.uint16)
+        stored = np.memmap(self.file, stored_dtype, mode="r", offset=self.begin, shape=self.shape)
+        if self.dtype == "BF16":
+            return np.asarray(stored)
+        with np.errstate(over="ignore"):  # a float32 beyond bf16's range becomes infinite, as IEEE rounding says
+            return np.asarray(stored.astype(ml_dtypes.bfloat16)).view(np.uint16)
+
+
+@dataclass(frozen=True)
+class StoredTensors:
+    """All tensors of a checkpoint by name, and lines worth printing."""
+
+    tensors: Mapping[str, StoredTensor]
+    notes: list[str] = field(default_factory=list)
+
+
+def find_tensors(folder: Path) -> StoredTensors:
+    """The tensors of a model folder: of model.safetensors if it is there, else of the shards that the index names."""
+    if (folder / SINGLE_FILE).is_file():
+        return StoredTensors(read_header(folder / SINGLE_FILE))
+    if (folder / INDEX_FILE).is_file():
+        return _find_sharded(folder)
+    for pattern, what in OTHER_FORMATS:
+        for path in sorted(folder.glob(pattern)):
+            raise LoadingError(
+                f"{path}: {what}; only safetensors are read: convert it to {SINGLE_FILE} "
+                "(transformers: model.save_pretrained(folder))"
+            )
+    raise LoadingError(f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}")
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file. The header is checked: every byte of the data belongs to exactly one tensor."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
+        if not 0 < length <= min(size - 8, HEADER_LIMIT_BYTES):
+            raise LoadingError(
+                f"{path}: not a whole safetensors file: {size} bytes, and a header of {length} bytes is announced"
+            )
+        header = _parse(file.read(length), str(path))
+    header.pop("__metadata__", None)
+    tensors = {name: _stored_tensor(path, name, entry, 8 + length) for name, entry in header.items()}
+    _check_coverage(path, tensors, 8 + length, size)
+    return tensors
+
+
+def shard_names(folder: Path) -> list[str]:
+    """The files that the index of a folder names, sorted."""
+    return sorted(set(_weight_map(folder / INDEX_FILE, _load(folder / INDEX_FILE)).values()))
+
+
+def _find_sharded(folder: Path) -> StoredTensors:
+    path = folder / INDEX_FILE
+    index = _load(path)
+    weight_map = _weight_map(path, index)
+    tensors: dict[str, StoredTensor] = {}
+    for shard in sorted(set(weight_map.values())):
+        if not (folder / shard).is_file():
+            raise LoadingError(f"{folder / shard}: is missing, but {INDEX_FILE} names it: fetch it again")
+        for name, tensor in read_header(folder / shard).items():
+            if name in tensors:
+                raise LoadingError(
+                    f"{folder}: tensor {name} stands in two files, {tensors[name].file.name} and {shard}"
+                )
+            if weight_map.get(name) != shard:
+                place = weight_map.get(name, "nowhere")
+                raise LoadingError(f"{folder / shard}: holds tensor {name}, which {INDEX_FILE} places in {place}")
+            tensors[name] = tensor
+    for name, shard in weight_map.items():
+        if name not in tensors:
+            raise LoadingError(f"{folder / shard}: tensor {name} is missing, but {INDEX_FILE} places it there")
+    return StoredTensors(tensors, _size_notes(path, index, tensors))
+
+
+def _size_notes(path: Path, index: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> list[str]:
+    metadata = index.get("metadata")
+    stated = metadata.get("total_size") if isinstance(metadata, dict) else None
+    found = sum(tensor.nbytes for tensor in tensors.values())
+    if stated is None or stated == found:
+        return []
+    return [f"{path}: total_size is {stated}, the tensors have {found} bytes"]
+
+
+def _weight_map(path: Path, index: Mapping[str, Any]) -> dict[str, str]:
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise LoadingError(f"{path}: weight_map is missing or empty: it must map each tensor to its file")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise LoadingError(f"{path}: weight_map places {name} in {shard!r}: expected a .safetensors file beside it")
+    return weight_map
+
+
+def _stored_tensor(path: Path, name: str, entry: Any, data_begin: int) -> StoredTensor:
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise LoadingError(f"{path}: tensor {name}: its header entry must hold dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise LoadingError(f"{path}: tensor {name}: dtype {dtype!r} is not known")
+    if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
+        raise LoadingError(f"{path}: tensor {name}: shape {shape} or data_offsets {offsets} are not lists of sizes")
+    wanted = math.prod(shape) * DTYPE_BITS[dtype] // 8
+    begin, end = offsets
+    if end - begin != wanted:
+        raise LoadingError(f"{path}: tensor {name}: {end - begin} bytes, but {dtype} {shape} needs {wanted}")
+    return StoredTensor(path, dtype, tuple(shape), data_begin + begin, wanted)
+
+
+def _check_coverage(path: Path, tensors: Mapping[str, StoredTensor], data_begin: int, size: int) -> None:
+    position = data_begin
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].nbytes)):
+        if tensor.begin != position:
+            what = "overlaps the tensor before it" if tensor.begin < position else "leaves a hole before it"
+            raise LoadingError(f"{path}: tensor {name} {what}: it begins at byte {tensor.begin}, not {position}")
+        position += tensor.nbytes
+    if position != size:
+        what = "cut short" if size < position else "followed by unknown bytes"
+        raise LoadingError(f"{path}: {what}: its header describes {position} bytes, the file has {size}")
+
+
+def _is_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
+
+
+def _parse(data: bytes, place: str) -> dict[str, Any]:
+    try:
+        return parse_json(data, place)
+    except ConfigError as problem:
+        raise LoadingError(str(problem)) from problem
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        return load_json(path)
+    except ConfigError as problem:
+        raise LoadingError(str(problem)) from problem
