@@ -8,6 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LLAMA = "cheetah.models.llama"
+DATA = (LLAMA, "cheetah.manifest", "cheetah.plan")  # what the runtime knows: numbers, arrays and the manifest
 
 # What each part may import of ours, besides itself and cheetah.errors. The longest name that fits a module is its part.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -19,11 +20,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cheetah.emulator": {"cheetah.lang", "cheetah.manifest"},
     LLAMA: {"cheetah.plan"},  # config, weights and what they are made of: numbers and arrays only
     f"{LLAMA}.reference": {LLAMA},
-    f"{LLAMA}.program": {LLAMA, "cheetah.blocks", "cheetah.lang", "cheetah.plan", "cheetah.manifest"},
-    "cheetah.generate": {LLAMA, f"{LLAMA}.program", "cheetah.lang", "cheetah.plan", "cheetah.manifest"},
-    "cheetah.runtime": {LLAMA, "cheetah.manifest", "cheetah.plan", "cheetah.runtime.assemble", "cheetah.runtime.device"},
+    f"{LLAMA}.program": {*DATA, "cheetah.blocks", "cheetah.lang"},
+    "cheetah.generate": {*DATA, f"{LLAMA}.program", "cheetah.lang"},
+    "cheetah.runtime": {*DATA, "cheetah.runtime.assemble", "cheetah.runtime.device"},
     # The one place where the runtime asks the generator, and only for a text and its manifest.
-    "cheetah.runtime.assemble": {LLAMA, "cheetah.generate", "cheetah.manifest", "cheetah.plan", "cheetah.runtime"},
+    "cheetah.runtime.assemble": {*DATA, "cheetah.generate", "cheetah.runtime", "cheetah.runtime.device"},
     "cheetah.runtime.device": {"cheetah.manifest", "cheetah.emulator", "cheetah.runtime"},
 }
 ABOVE_ALL = ("cheetah.cli", "cheetah.__init__")
