@@ -19,9 +19,9 @@ from cheetah.models.llama.program import (
     LAYER_PHASES,
     PARAMETERS,
     build_kernel,
-    model_shape,
     workspace_bytes,
 )
+from cheetah.models.llama.weights import model_shape
 from cheetah.plan import Gpu, Plan, default_plan, gpu_named, shared_map, step_matrices
 from cheetah.plan.kv import KvPlanLayout, max_plans
 

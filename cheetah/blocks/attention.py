@@ -152,7 +152,7 @@ class Attention:
         key_row = machine.lane // 4
         query_row = ch.minimum(key_row, sizes.group - 1)
         logits = ch.array(ty.f32, 4, zero=True)
-        with ch.for_(sizes.head_dim // 32, unroll=True) as part:
+        with ch.for_(sizes.head_dim // 32, unroll=2) as part:
             column = part * 4 + machine.lane % 4
             low = keys[(first_key + key_row) * sizes.head_units + column]
             high = keys[(first_key + key_row + 8) * sizes.head_units + column]

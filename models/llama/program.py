@@ -22,6 +22,7 @@ from cheetah.blocks.schedule import Schedule
 from cheetah.blocks.vector import UNIT, load_normalised, load_vector, vector_words
 from cheetah.lang import prim, ty
 from cheetah.models.llama.config import LlamaConfig
+from cheetah.models.llama.weights import model_shape
 from cheetah.plan import STRIP_ROWS, Gpu, ModelShape, Plan, StepMatrices, shared_map, step_matrices
 from cheetah.plan.kv import KvPlanLayout
 
@@ -34,13 +35,6 @@ PARAMETERS = ch.Params(
     stop_ids=ty.ptr(ty.i32), logits=ty.ptr_mut(ty.f32), progress=ty.ptr_mut(ty.u32), status=ty.ptr_mut(ty.i32),
     length=ty.u32, given=ty.u32, steps=ty.u32, plan_count=ty.u32, stop_count=ty.u32, epoch=ty.u32, temperature=ty.f32, seed=ty.u64,
 )  # fmt: skip
-
-
-def model_shape(config: LlamaConfig) -> ModelShape:
-    """The numbers of a model that the plan needs."""
-    return ModelShape(
-        config.hidden_size, config.intermediate_size, config.vocab_size, config.query_heads, config.kv_heads, config.head_dim, config.layers
-    )
 
 
 def exchange_sizes(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:
@@ -250,8 +244,7 @@ class Step:
             self.schedule.advance(machine.math, step)
             position = self.launch.length + step
             step_epoch = self.launch.epoch + step * (self.shape.layers + 1)
-            token = self.next_token[0]
-            self.position, self.step_epoch, self.token = position, step_epoch, token
+            self.position, self.step_epoch = position, step_epoch
             angles = machine.region("rope", ty.f32)
             with ch.for_(machine.thread, head_dim, machine.math_threads) as number:
                 angles[number] = self.rope[ty.u64(position) * head_dim + ty.u64(number)]
@@ -262,8 +255,7 @@ class Step:
         """The rows of the token's embedding that this block owns, in f32. Seen by others after the next barrier."""
         machine, matrix = self.machine, self.matrices.o
         residual = machine.region("residual", ty.f32)
-        embedded = self.embedding + ty.u64(self.token) * self.shape.padded_hidden
-        self.embedded = embedded
+        embedded = self._embedded()
         with ch.for_(machine.thread, matrix.rounds * STRIP_ROWS, machine.math_threads) as place:
             row = matrix.strip(place // STRIP_ROWS, matrix.position(machine.block)) * STRIP_ROWS + place % STRIP_ROWS
             with ch.if_(row < self.shape.hidden):
@@ -332,8 +324,12 @@ class Step:
     def _norm(self, index: Any) -> Any:
         return self.norms + index * self.shape.padded_hidden
 
+    def _embedded(self) -> Any:
+        """The embedding of the step's token."""
+        return self.embedding + ty.u64(self.next_token[0]) * self.shape.padded_hidden
+
     def _embedding_unit(self, unit: Any) -> Any:
-        return prim.load_constant_u32x4(self.embedded + unit * UNIT)
+        return prim.load_constant_u32x4(self._embedded() + unit * UNIT)
 
     def _load_norm(self, norm: Any, read: Any) -> Any:
         """The hidden vector, normalised; returns 1/rms."""

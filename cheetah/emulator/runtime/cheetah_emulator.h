@@ -215,6 +215,13 @@ CHEETAH_PRIMITIVE void add_release_u64(uint64_t* p, uint64_t value, CHEETAH_PLAC
   cheetah_emulator::words_written(p);
 }
 
+CHEETAH_PRIMITIVE uint64_t fetch_add_release_u64(uint64_t* p, uint64_t value, CHEETAH_PLACE) {
+  cheetah_emulator::check_global(p, 8, 8, place, "fetch_add_release_u64");
+  const uint64_t before = __atomic_fetch_add(p, value, __ATOMIC_RELEASE);
+  cheetah_emulator::words_written(p);
+  return before;
+}
+
 CHEETAH_PRIMITIVE void wait_at_least_u64(const uint64_t* p, uint64_t value, CHEETAH_PLACE) {
   cheetah_emulator::check_global(p, 8, 8, place, "wait_at_least_u64");
   while (__atomic_load_n(p, __ATOMIC_ACQUIRE) < value) cheetah_emulator::wait_for_at_least(p, value, place);
@@ -245,6 +252,14 @@ CHEETAH_PRIMITIVE uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selecto
   }
   return result;
 }
+
+CHEETAH_PRIMITIVE uint4 make_u32x4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+
+// fmaxf: the other operand if one is NaN.
+CHEETAH_PRIMITIVE float maximum_f32(float a, float b) { return __builtin_fmaxf(a, b); }
+
+// An address for inline PTX, which the emulator cannot run.
+CHEETAH_PRIMITIVE uint32_t shared_address(const void* pointer) { return uint32_t(reinterpret_cast<uintptr_t>(pointer)); }
 
 CHEETAH_PRIMITIVE float bf16_to_f32(bf16 value) { return bits_float(uint32_t(value.bits) << 16); }
 
