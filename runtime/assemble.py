@@ -15,16 +15,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.errors import CheetahError
+from cheetah.manifest import Buffer as BufferSpec
 from cheetah.manifest import Manifest
 from cheetah.models.llama.config import LlamaConfig
 from cheetah.models.llama.rope import rope_table
 from cheetah.models.llama.weights import model_shape, pack_all
 from cheetah.plan import GPUS, Gpu, Plan, StepMatrices, gpu_named, step_matrices
+from cheetah.runtime.device import open_device, say_to_stderr
 from cheetah.runtime.kv_cache import CachedSequence, PagePool
 from cheetah.runtime.launcher import Launcher
+from cheetah.runtime.memory import LABELS, MemoryEstimate, memory_of_buffers, size_text
 
 if TYPE_CHECKING:
     from cheetah.runtime.device.interface import Buffer, Device, DeviceInfo
+
+GPU_TIMEOUT_S = 60.0
+"""A launch makes at most max_steps tokens, each within milliseconds: one that takes this long hangs. The emulator is
+slow, and finds deadlocks by itself."""
+
+STOP_IDS = 64
+"""Stop ids that the device can check; the host checks the rest."""
 
 FILL_BYTES = {"zero": 0, "poison": 0xFF, "host": None}
 
@@ -61,6 +71,7 @@ class Assembly:
 
     manifest: Manifest
     launcher: Launcher
+    memory: MemoryEstimate
     buffers: dict[str, Buffer]
     device: Device
     owns_device: bool
@@ -94,11 +105,15 @@ def assemble(
     owns_device = opened is not device
     buffers: dict[str, Buffer] = {}
     try:
-        machine = choose_gpu(opened.describe(), gpu)
+        info = opened.describe()
+        machine = choose_gpu(info, gpu)
         generated = (generate_kernel or _own_generator())(weights.config, machine.name, **(overrides or {}))
         manifest = generated.manifest
         check_packing(weights.config, manifest)
-        check_memory(manifest, opened.describe())
+        memory = memory_needed(weights.config, manifest)
+        memory.check(info.free_bytes, info.name)
+        if not quiet:
+            say_to_stderr(_memory_line(memory, info))
         kernel = opened.load(generated.text, manifest)
         allocate_buffers(opened, manifest, buffers)
         with _weights_progress(manifest, quiet) as progress:
@@ -109,8 +124,10 @@ def assemble(
             opened.close()
         raise
     cache = new_cache(weights.config, Plan.from_dict(manifest.plan))
+    if timeout_s is None and not machine.emulated:
+        timeout_s = GPU_TIMEOUT_S
     launcher = Launcher(opened, kernel, manifest, weights.config, buffers, cache, timeout_s)
-    return Assembly(manifest, launcher, buffers, opened, owns_device)
+    return Assembly(manifest, launcher, memory, buffers, opened, owns_device)
 
 
 def _own_generator() -> GenerateKernel:
@@ -122,9 +139,7 @@ def _own_generator() -> GenerateKernel:
 def _open_device(device: str | Device | None, quiet: bool) -> Device:
     if device is not None and not isinstance(device, str):
         return device
-    from cheetah.runtime.device import open_device
-
-    return open_device(device)
+    return open_device(device, say=(lambda line: None) if quiet else say_to_stderr)
 
 
 def choose_gpu(info: DeviceInfo, wanted: str | None = None) -> Gpu:
@@ -153,10 +168,11 @@ def _gpu_of(info: DeviceInfo) -> str:
     )
 
 
-def check_memory(manifest: Manifest, info: DeviceInfo) -> None:
-    needed = sum(buffer.bytes for buffer in manifest.buffers)
-    if needed > info.free_bytes:
-        raise CheetahError(f"memory: {needed} bytes needed, {info.free_bytes} free")
+def memory_needed(config: LlamaConfig, manifest: Manifest) -> MemoryEstimate:
+    """Device memory of the manifest's buffers, and of the logits of one launch, which `LLM.score` needs."""
+    shape = (int(manifest.plan["max_steps"]), config.vocab_size)
+    logits = BufferSpec("logits", "f32", shape, shape[0] * shape[1] * 4, "poison")
+    return memory_of_buffers(config, [*manifest.buffers, logits])
 
 
 def check_packing(config: LlamaConfig, manifest: Manifest) -> None:
@@ -170,10 +186,10 @@ def check_packing(config: LlamaConfig, manifest: Manifest) -> None:
 
 
 def allocate_buffers(device: Device, manifest: Manifest, buffers: dict[str, Buffer]) -> None:
-    """Puts every buffer of the manifest but the logits into `buffers`, filled as the manifest says."""
+    """Puts every buffer of the manifest into `buffers`, filled as it says, and the stop ids, whose number is ours."""
     for buffer in manifest.buffers:
-        if buffer.name != "logits":
-            buffers[buffer.name] = device.allocate(buffer.bytes, FILL_BYTES[buffer.fill])
+        buffers[buffer.name] = device.allocate(buffer.bytes, FILL_BYTES[buffer.fill])
+    buffers["stop_ids"] = device.allocate(STOP_IDS * 4, 0)
 
 
 def free_all(buffers: dict[str, Buffer]) -> None:
@@ -201,6 +217,12 @@ def new_cache(config: LlamaConfig, plan: Plan) -> CachedSequence:
 
 def _matrices(config: LlamaConfig, manifest: Manifest) -> StepMatrices:
     return step_matrices(model_shape(config), Plan.from_dict(manifest.plan), gpu_named(manifest.gpu["name"]))
+
+
+def _memory_line(memory: MemoryEstimate, info: DeviceInfo) -> str:
+    cache = f"keys and values of {memory.kv_tokens} tokens {size_text(memory.bytes_of(LABELS['kv']))}"
+    weights = size_text(memory.bytes_of(LABELS["weights"]))
+    return f"memory on {info.name}: {size_text(memory.total_bytes)} of which weights {weights}, {cache}"
 
 
 @contextmanager

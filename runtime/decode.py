@@ -71,13 +71,18 @@ class Completion:
         prompt_tokens = len(self._request.prompt_ids)
         return Timings(prompt_tokens, completion_tokens, self._prefill_s, self._decode_s, self._launches)
 
+    @property
+    def finished(self) -> bool:
+        """Whether no more ids will come."""
+        return self.stop_id is not None or self._made >= self._request.max_tokens
+
     def __iter__(self) -> Iterator[tuple[int, ...]]:
         token_ids = self._prefill()
         while True:
             self._made += len(token_ids)
             token_ids = self._cut_at_stop(token_ids)
             yield token_ids
-            if self.stop_id is not None or self._made >= self._request.max_tokens:
+            if self.finished:
                 return
             token_ids = self._decode(token_ids[-1])
 
@@ -129,6 +134,7 @@ class Decoder:
         self.launcher = launcher
         self.launch_steps = min(launch_steps or launcher.max_steps, launcher.max_steps)
         self._current: object | None = None
+        self.closed = False
 
     def complete(self, request: Request) -> Completion:
         """A completion, begun when it is iterated. CheetahError at once if prompt and max_tokens exceed the context."""
@@ -137,6 +143,7 @@ class Decoder:
 
     def begin(self, completion: object) -> None:
         """Gives the cache, empty, to a completion (or to nobody)."""
+        self.check_open()
         self._current = completion
         self.launcher.restart()
 
@@ -148,8 +155,14 @@ class Decoder:
         parts = [self.launcher.score(token_ids[i : i + most], logits) for i in range(0, len(token_ids), most)]
         return np.concatenate(parts)
 
+    def check_open(self) -> None:
+        """CheetahError once the device's memory was given back."""
+        if self.closed:
+            raise CheetahError("this LLM is closed: open a new one")
+
     def check_current(self, completion: object) -> None:
         """CheetahError if another request has taken the KV cache since this one began."""
+        self.check_open()
         if completion is not self._current:
             raise CheetahError(
                 "another request began before this stream was finished, and took its KV cache: finish a stream (or "

@@ -85,7 +85,7 @@ class Launcher:
         self._plans = _Plans(manifest, config)
         self._epochs = Epochs(config.layers + 1)
         self._timeout_s = timeout_s
-        self._stop_capacity = manifest.buffer("stop_ids").shape[0]
+        self._stop_capacity = buffers["stop_ids"].nbytes // 4
         self._pages = manifest.buffer("page_table").shape[0]
         self._broken: str | None = None
         self.max_steps = int(manifest.plan["max_steps"])

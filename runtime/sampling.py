@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any, Self
 
 from cheetah.errors import CheetahError
@@ -163,7 +164,10 @@ def _is_int(value: Any, least: int, most: float = math.inf) -> bool:
 
 def as_token_ids(ids: Iterable[Any], vocab_size: int, what: str = "prompt") -> tuple[int, ...]:
     """Token ids as plain integers, refused unless each is in 0 .. vocab_size-1 and there is at least one."""
-    found = tuple(int(token) for token in ids)
+    try:
+        found = tuple(index(token) for token in ids)
+    except TypeError:
+        raise CheetahError(f"the {what} is neither text nor a sequence of integer token ids") from None
     if not found:
         raise CheetahError(f"the {what} has no tokens: the kernel needs at least one to start from")
     for position, token in enumerate(found):

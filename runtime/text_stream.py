@@ -43,6 +43,10 @@ class StopStrings:
         shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return shown
 
+    def pass_over(self, text: str) -> str:
+        """The text, and what was held back, without looking for stop strings in either."""
+        return self.finish() + text
+
     def finish(self) -> str:
         """What was held back for a stop string that did not come."""
         held, self._held = self._held, ""
@@ -67,11 +71,15 @@ class TextStream:
     """The text of one completion while it is made.
 
     `feed` takes a token id and gives the text that it makes safe to show, often "". Once `stopped` names the stop
-    string that was met, nothing more may be fed. `finish` gives the rest.
+    string that was met, nothing more may be fed. `finish` gives the rest. Stop strings are not looked for in the text
+    of the first `min_tokens - 1` tokens.
     """
 
-    def __init__(self, decoder: TextDecoder, stop: Sequence[str] = (), include_stop: bool = False):
+    def __init__(
+        self, decoder: TextDecoder, stop: Sequence[str] = (), include_stop: bool = False, min_tokens: int = 0
+    ):
         self._decoder = decoder
+        self._to_pass = min_tokens - 1
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._stops = StopStrings(stop, include_stop)
 
@@ -83,7 +91,9 @@ class TextStream:
     def feed(self, token_id: int) -> str:
         """The text that is safe to show after one more token."""
         assert self.stopped is None, "a token was fed after the stop string"
-        return self._stops.feed(self._characters.decode(self._decoder.feed(token_id)))
+        text = self._characters.decode(self._decoder.feed(token_id))
+        self._to_pass -= 1
+        return self._stops.pass_over(text) if self._to_pass >= 0 else self._stops.feed(text)
 
     def finish(self) -> str:
         """The end of the text: what was held back; an incomplete character as U+FFFD. May meet a stop string."""

@@ -38,7 +38,6 @@ from cheetah.runtime.device.arguments import check_arguments
 from cheetah.runtime.device.interface import DeviceInfo, LaunchTimeout
 
 TEXT = "// stands for the generated kernel\n"
-STOP_CAPACITY = 4
 EXCHANGE_BYTES = 64
 PHASES = ("embed", "qkv", "attention", "o", "gate_up", "down", "head")
 
@@ -111,10 +110,8 @@ def _buffers(config: LlamaConfig, plan: Plan, gpu: Gpu) -> tuple[BufferSpec, ...
         ("kv_plans", "i32", (max_plans(plan.max_steps, plan.kv_align), words), "host"),
         ("exchange", "u8", (EXCHANGE_BYTES,), "zero"),
         ("tokens", "i32", (plan.max_steps + 1,), "poison"),
-        ("stop_ids", "i32", (STOP_CAPACITY,), "host"),
         ("progress", "u32", (gpu.blocks,), "poison"),
         ("status", "i32", (8,), "poison"),
-        ("logits", "f32", (plan.max_steps, config.vocab_size), "poison"),
     ]
     sizes = {"u8": 1, "bf16": 2, "f32": 4, "i32": 4, "u32": 4}
     return tuple(
@@ -258,7 +255,7 @@ def run_kernel(manifest: Manifest, model: Reference, arguments: Mapping[str, Any
     assert 1 <= given <= steps + 1 <= plan.max_steps + 1
     _use_epochs(arguments, steps * (config.layers + 1))
     tokens = arguments["tokens"].view(np.int32, (plan.max_steps + 1,))
-    stops = set(arguments["stop_ids"].view(np.int32, (STOP_CAPACITY,))[: arguments["stop_count"]].tolist())
+    stops = set(arguments["stop_ids"].view(np.int32, (int(arguments["stop_count"]),)).tolist())
     status = arguments["status"].view(np.int32, (8,))
     model.table = arguments["rope"].view(np.float32, (plan.max_context, config.head_dim // 2, 2))
     done = 0

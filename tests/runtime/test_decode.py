@@ -12,7 +12,7 @@ from tiny_models import tiny_weights
 from cheetah.errors import CheetahError
 from cheetah.models.llama.reference import Reference, round_to_bf16
 from cheetah.runtime import launcher as launcher_module
-from cheetah.runtime.assemble import Assembly, assemble
+from cheetah.runtime.assemble import STOP_IDS, Assembly, assemble
 from cheetah.runtime.decode import Completion, Decoder, LaunchPace, Request
 from cheetah.runtime.device.interface import LaunchTimeout
 from cheetah.runtime.kv_cache import CachedSequence, PagePool
@@ -79,7 +79,7 @@ def test_a_stop_id_ends_the_completion_and_is_its_last_id(launch_steps: int) -> 
 
 def test_more_stop_ids_than_the_device_holds_still_stop() -> None:
     plain = expected(PROMPT, 30)
-    others = tuple(token for token in range(300) if token not in plain)[:6]
+    others = tuple(token for token in range(300) if token not in plain)[:STOP_IDS]
     completion = decoder().complete(Request(PROMPT, 30, Sampling(stop_ids=(*others, plain[5]))))
     assert tokens_of(completion) == plain[: plain.index(plain[5]) + 1]
 

@@ -1,0 +1,259 @@
+"""`LLM`: a model that is asked. Text or ids in; text, ids, finish reasons and timings out.
+
+Joins the parts: checkpoint, tokenizer, chat template, generated kernel, device, decode loop. Each is told what to do
+from here and knows nothing of this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, cast, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from cheetah.errors import CheetahError
+from cheetah.runtime.chat import ChatTemplates, Message
+from cheetah.runtime.decode import Completion, Decoder, Request
+from cheetah.runtime.launcher import Sampling
+from cheetah.runtime.outputs import RequestOutput, StreamPiece
+from cheetah.runtime.pieces import collect, pieces_of
+from cheetah.runtime.sampling import SamplingDefaults, SamplingParams, as_token_ids, stop_ids
+from cheetah.runtime.text_stream import TextStream
+from cheetah.runtime.tokenizer import Tokenizer, read_json
+
+if TYPE_CHECKING:
+    from cheetah.runtime.assemble import GenerateKernel
+    from cheetah.runtime.device.interface import Device
+    from cheetah.runtime.loading import Checkpoint
+
+Prompt = str | Sequence[int]
+"""Text, or token ids that are used as they are."""
+
+DEFAULT_CONTEXT = 8192
+
+
+class LLM:
+    """A Llama model on a device, with its generated kernel. Use it from one thread, and close it (or use `with`).
+
+    model: a folder, a hub id, "demo", or "random:PRESET".
+    device: "cuda", "pycuda", "emulator", an open `Device`, or None for what is there.
+    max_context: tokens of prompt and completion together; by default what the model allows, at most 8192.
+    sync: how blocks exchange vectors, "flags" or "barrier"; by default the plan's.
+    seed: of requests that have none of their own.
+    revision, local_files_only: for hub ids.
+    tokenizer: False to work on token ids alone.
+    chat_template: Jinja text, or the name of one of the checkpoint's; by default the checkpoint's default.
+    tie_word_embeddings: overrides config.json.
+    plan: other fields of the plan, e.g. {"page_size": 64}.
+    gpu: the machine that the kernel is generated for, e.g. "emulator-8"; by default the device's.
+    launch_steps: most tokens of one launch; by default the plan's max_steps. Changes no token.
+    timeout_s: after so many seconds a launch is reported as hanging; by default 60 on a GPU, never on the emulator.
+    quiet: neither notes nor progress on standard error.
+    generate_kernel: makes the kernel; by default the project's own generator.
+
+    Memory is computed, and refused if it does not fit, before anything is allocated.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        device: str | Device | None = None,
+        max_context: int | None = None,
+        sync: str | None = None,
+        seed: int = 0,
+        revision: str | None = None,
+        local_files_only: bool | None = None,
+        tokenizer: bool = True,
+        chat_template: str | None = None,
+        tie_word_embeddings: bool | None = None,
+        plan: Mapping[str, Any] | None = None,
+        gpu: str | None = None,
+        launch_steps: int | None = None,
+        timeout_s: float | None = None,
+        quiet: bool = False,
+        generate_kernel: GenerateKernel | None = None,
+    ):
+        from cheetah.runtime.assemble import assemble
+        from cheetah.runtime.loading import open_checkpoint
+
+        SamplingParams(seed=seed)  # a bad seed is refused before anything is loaded
+        checkpoint = open_checkpoint(model, revision, local_files_only, tie_word_embeddings=tie_word_embeddings)
+        self.config = checkpoint.config
+        self.seed = seed
+        self.tokenizer = Tokenizer.from_files(checkpoint.files, _one_id(checkpoint.bos_token_id)) if tokenizer else None
+        self._defaults = SamplingDefaults.from_configs(checkpoint.generation_config, checkpoint.eos_token_id)
+        self._templates = _chat_templates(checkpoint, self.tokenizer)
+        self._chat_template = chat_template
+        if not quiet:
+            _print_notes(checkpoint, self._defaults, self.tokenizer)
+        overrides = {"max_context": self._checked_context(max_context), "sync": sync, **(plan or {})}
+        self._assembly = assemble(
+            checkpoint,
+            device=device,
+            gpu=gpu,
+            overrides={name: value for name, value in overrides.items() if value is not None},
+            timeout_s=timeout_s,
+            generate_kernel=generate_kernel,
+            quiet=quiet,
+        )
+        self.manifest = self._assembly.manifest
+        self.memory = self._assembly.memory
+        self.max_context = self._assembly.launcher.cache.context
+        self._decoder = Decoder(self._assembly.launcher, launch_steps)
+
+    @overload
+    def generate(self, prompts: Prompt, params: SamplingParams | None = None) -> RequestOutput: ...
+    @overload
+    def generate(
+        self, prompts: list[str] | list[list[int]] | list[Prompt], params: SamplingParams | None = None
+    ) -> list[RequestOutput]: ...
+    def generate(
+        self, prompts: Prompt | list[str] | list[list[int]] | list[Prompt], params: SamplingParams | None = None
+    ) -> RequestOutput | list[RequestOutput]:
+        """The completion of a prompt (text, or token ids as they are), or of each of a list of prompts.
+
+        A list is checked whole before its first prompt runs; its prompts run one after another, all with `params`.
+        """
+        if _is_one(prompts):
+            return self._collect(cast(Prompt, prompts), params)
+        several = cast(Sequence[Prompt], prompts)
+        for prompt in several:
+            self._completion(self._encode(prompt), params or SamplingParams())
+        return [self._collect(prompt, params) for prompt in several]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamPiece]:
+        """The completion of a prompt piece by piece, as it is made. Mistakes in the request are raised at once.
+
+        Another request ends an unfinished stream: its next piece is an error.
+        """
+        return self._pieces(self._encode(prompt), params or SamplingParams())
+
+    def chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any
+    ) -> RequestOutput:
+        """The model's next message in a conversation: [{"role": "user", "content": "..."}, ...].
+
+        `template`: tools, documents and add_generation_prompt (True) for the chat template, chat_template to use
+        another one. The rendered conversation is the output's `prompt`.
+        """
+        text, ids = self._render(messages, **template)
+        return collect(text, ids, self._pieces(ids, params or SamplingParams()))
+
+    def stream_chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any
+    ) -> Iterator[StreamPiece]:
+        """Like `chat`, piece by piece as `stream`."""
+        return self._pieces(self._render(messages, **template)[1], params or SamplingParams())
+
+    def score(self, ids: Prompt) -> npt.NDArray[np.float32]:
+        """The logits of every position, float32 [len(ids), vocab]: row i is for the token after ids 0 .. i."""
+        token_ids = self._encode(ids)
+        self._decoder.check_open()
+        self._decoder.launcher.cache.check_fits(len(token_ids))
+        return self._decoder.score(token_ids, self._assembly.logits_buffer())
+
+    def close(self) -> None:
+        """Frees the device's memory. The LLM cannot be used afterwards; a second call does nothing."""
+        if not self._decoder.closed:
+            self._decoder.closed = True
+            self._assembly.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _checked_context(self, asked: int | None) -> int:
+        most = self.config.max_position_embeddings
+        if asked is None:
+            return min(most, DEFAULT_CONTEXT)
+        if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
+            raise CheetahError(f"max_context={asked!r}: expected an integer >= 1")
+        if asked > most:
+            raise CheetahError(f"max_context={asked} is more than the model's max_position_embeddings, {most}")
+        return asked
+
+    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+        if not isinstance(prompt, str):
+            return as_token_ids(prompt, self.config.vocab_size)
+        return as_token_ids(self._require_tokenizer("a text prompt").encode(prompt), self.config.vocab_size)
+
+    def _require_tokenizer(self, what: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise CheetahError(f"{what} needs a tokenizer, and there is none (no tokenizer.json): give token ids")
+        return self.tokenizer
+
+    def _render(
+        self, messages: Sequence[Message], *, chat_template: str | None = None, **variables: Any
+    ) -> tuple[str, tuple[int, ...]]:
+        """The conversation as text and as ids; the template writes the special tokens itself."""
+        tokenizer = self._require_tokenizer("chat")
+        text = self._templates.render(messages, template=chat_template or self._chat_template, **variables)
+        return text, as_token_ids(tokenizer.encode(text, add_special_tokens=False), self.config.vocab_size)
+
+    def _collect(self, prompt: Prompt, params: SamplingParams | None) -> RequestOutput:
+        ids = self._encode(prompt)
+        text = prompt if isinstance(prompt, str) else None
+        return collect(text, ids, self._pieces(ids, params or SamplingParams()))
+
+    def _completion(self, ids: tuple[int, ...], params: SamplingParams) -> Completion:
+        """The request, checked."""
+        self._decoder.check_open()
+        if params.stop:
+            self._require_tokenizer("a stop string")
+        if params.stop_token_ids:
+            as_token_ids(params.stop_token_ids, self.config.vocab_size, "stop_token_ids")
+        cache = self._decoder.launcher.cache
+        cache.check_fits(len(ids))
+        sampling = Sampling(
+            self._defaults.temperature if params.temperature is None else params.temperature,
+            self.seed if params.seed is None else params.seed,
+            stop_ids(params, self._defaults),
+        )
+        room = cache.context - len(ids) + 1  # the last token that is made needs no place in the cache
+        return self._decoder.complete(Request(ids, params.max_tokens or room, sampling, params.min_tokens))
+
+    def _pieces(self, ids: tuple[int, ...], params: SamplingParams) -> Iterator[StreamPiece]:
+        completion = self._completion(ids, params)
+        text = None
+        if self.tokenizer is not None:
+            decoder = self.tokenizer.text_decoder(after=ids)
+            text = TextStream(decoder, params.stop, params.include_stop_str_in_output, params.min_tokens)
+        return pieces_of(completion, text)
+
+
+def _is_one(prompts: Any) -> bool:
+    """Whether this is one prompt: text, or a sequence of integers (an empty one is an empty prompt)."""
+    if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
+        return True
+    return len(prompts) == 0 or isinstance(prompts[0], int | np.integer)
+
+
+def _one_id(entry: Any) -> int | None:
+    """A bos_token_id of config.json, which may be absent or (in odd files) a list."""
+    return entry if isinstance(entry, int) else None
+
+
+def _chat_templates(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> ChatTemplates:
+    config = read_json(checkpoint.files.get("tokenizer_config.json"))
+    return ChatTemplates.from_files(checkpoint.files, config, tokenizer.special_tokens if tokenizer else None)
+
+
+def _print_notes(checkpoint: Checkpoint, defaults: SamplingDefaults, tokenizer: Tokenizer | None) -> None:
+    """One line on standard error for each guess that was made while loading."""
+    from cheetah.runtime.device import say_to_stderr
+
+    for note in (*checkpoint.notes, *defaults.notes):
+        say_to_stderr(note)
+    vocab_size = checkpoint.config.vocab_size
+    if tokenizer is None:
+        say_to_stderr(f"{checkpoint.name}: no tokenizer, token ids only")
+    elif tokenizer.size > vocab_size:
+        say_to_stderr(f"tokenizer.json has ids up to {tokenizer.size - 1}, the model's are below {vocab_size}")

@@ -1,0 +1,101 @@
+"""Putting a model on a device: which machine, what is refused, what is given back when it fails."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from fake_kernel import FakeBuffer, FakeDevice, Generated, generate_kernel
+from tiny_models import tiny_config, tiny_weights
+
+from cheetah.errors import CheetahError
+from cheetah.manifest import Manifest
+from cheetah.models.llama.config import LlamaConfig
+from cheetah.runtime.assemble import assemble, choose_gpu
+from cheetah.runtime.device.interface import DeviceError, DeviceInfo
+
+
+def info(name: str, blocks: int = 132, backend: str = "cuda") -> DeviceInfo:
+    return DeviceInfo(backend, name, "sm_90", blocks, 232448, 2**37, 2**37, "driver")
+
+
+@pytest.mark.parametrize(
+    "device, expected",
+    [
+        (info("NVIDIA H200"), "h200"),
+        (info("NVIDIA H100 80GB HBM3"), "h100"),
+        (info("whatever", 4, "emulator"), "emulator"),
+    ],
+)
+def test_the_machine_follows_the_device(device: DeviceInfo, expected: str) -> None:
+    assert choose_gpu(device).name == expected
+
+
+@pytest.mark.parametrize(
+    "device, wanted, message",
+    [
+        (info("NVIDIA A100-SXM4-80GB", 108), None, "NVIDIA A100-SXM4-80GB .* kernels are made for H200, H100"),
+        (info("NVIDIA H100 PCIe", 114), None, "has 114 SMs, a kernel for h100 needs 132"),
+        (info("NVIDIA H200"), "emulator", "does not go with device 'cuda'"),
+        (info("emulator", 4, "emulator"), "h200", "does not go with device 'emulator'"),
+        (info("emulator", 4, "emulator"), "h300", "h300"),
+    ],
+)
+def test_other_machines_are_refused(device: DeviceInfo, wanted: str | None, message: str) -> None:
+    with pytest.raises(CheetahError, match=message):
+        choose_gpu(device, wanted)
+
+
+def assembled(device: FakeDevice, generate: Any = generate_kernel) -> None:
+    assemble(tiny_weights(), device=device, generate_kernel=generate, quiet=True)
+
+
+def test_too_little_memory_is_refused_before_anything_is_allocated() -> None:
+    device = FakeDevice(free_bytes=1000)
+    with pytest.raises(CheetahError, match="fake has 1000 B free"):
+        assembled(device)
+    assert device.buffers == []
+
+
+def test_a_kernel_that_packs_otherwise_is_refused_before_anything_is_allocated() -> None:
+    def other(config: LlamaConfig, gpu: str, **overrides: Any) -> Generated:
+        made = generate_kernel(config, gpu, **overrides)
+        moved = tuple({**entry, "offset": entry["offset"] + 1} for entry in made.manifest.matrices)
+        return Generated(made.text, dataclasses.replace(made.manifest, matrices=moved))
+
+    device = FakeDevice()
+    with pytest.raises(CheetahError, match="expects its weights packed otherwise"):
+        assembled(device, other)
+    assert device.buffers == []
+
+
+def test_what_was_allocated_is_freed_when_the_next_buffer_cannot_be() -> None:
+    class Full(FakeDevice):
+        def allocate(self, nbytes: int, fill: int | None = None) -> FakeBuffer:
+            if len(self.buffers) == 5:
+                raise DeviceError("out of memory")
+            return super().allocate(nbytes, fill)
+
+    device = Full()
+    with pytest.raises(DeviceError, match="out of memory"):
+        assembled(device)
+    assert len(device.buffers) == 5 and all(buffer.data is None for buffer in device.buffers)
+
+
+def test_a_kernel_whose_plans_do_not_fit_is_refused() -> None:
+    def small(config: LlamaConfig, gpu: str, **overrides: Any) -> Generated:
+        made = generate_kernel(config, gpu, **overrides)
+        buffers = tuple(
+            dataclasses.replace(buffer, shape=(1, buffer.shape[1])) if buffer.name == "kv_plans" else buffer
+            for buffer in made.manifest.buffers
+        )
+        return Generated(made.text, dataclasses.replace(made.manifest, buffers=buffers))
+
+    with pytest.raises(CheetahError, match="buffer kv_plans is"):
+        assembled(FakeDevice(), small)
+
+
+def test_the_fakes_manifest_survives_json() -> None:
+    manifest = generate_kernel(tiny_config(), "emulator").manifest
+    assert Manifest.from_json(manifest.to_json()) == manifest
