@@ -63,7 +63,16 @@ def test_generate_is_greedy_forward_and_stops():
     assert model.generate([1, 2, 3], 0) == []
 
 
-@pytest.mark.parametrize("rope", [TINY.rope, Rope(1e4), Rope(1e4, "linear", 2.0)], ids=lambda rope: rope.rope_type)
+ROPES = [
+    TINY.rope,
+    Rope(1e4),
+    Rope(1e4, "linear", 2.0),
+    Rope(1e4, "yarn", 4.0, original_max_position_embeddings=64),
+    Rope(1e4, "yarn", 4.0, original_max_position_embeddings=64, truncate=False, mscale=1.0, mscale_all_dim=0.5),
+]
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope.rope_type)
 @pytest.mark.parametrize("tied", [False, True])
 def test_against_transformers(rope, tied):
     torch = pytest.importorskip("torch")
@@ -77,6 +86,21 @@ def test_against_transformers(rope, tied):
     with torch.no_grad():
         wanted = theirs(torch.tensor([ids])).logits[0].numpy()
     assert ref.Reference(config, tensors).forward(ids) == pytest.approx(wanted, abs=2e-4)
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope.rope_type)
+def test_a_model_saved_by_transformers_opens_without_a_note(tmp_path, rope):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from cheetah.runtime.loading import open_checkpoint
+
+    config = replace(TINY, rope=rope)
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config.to_dict())).to(torch.bfloat16)
+    theirs.save_pretrained(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.config == config and checkpoint.notes == ()
+    stored = theirs.state_dict()["model.norm.weight"].view(torch.int16).numpy().view(np.uint16)
+    assert np.array_equal(checkpoint.tensor("model.norm.weight"), stored)
 
 
 def test_whole_model_against_plain_loops():

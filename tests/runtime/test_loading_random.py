@@ -1,0 +1,44 @@
+"""Random weights: the same for the same name, well scaled, of any shape."""
+
+import numpy as np
+import pytest
+from written_checkpoints import BF16, CONFIG, EMBEDDING, Q, write_config
+
+from cheetah.models.llama.config import PRESETS
+from cheetah.models.llama.weights import tensor_shapes
+from cheetah.runtime.loading import open_checkpoint
+
+
+def test_random_weights_depend_on_name_and_seed_alone():
+    first, second = open_checkpoint("random:llama-3.2-1b"), open_checkpoint("random:llama-3.2-1b")
+    names = ["model.layers.3.self_attn.k_proj.weight", "model.layers.2.input_layernorm.weight"]
+    values = [first.tensor(name) for name in names]
+    for name, value in zip(reversed(names), reversed(values), strict=True):
+        assert np.array_equal(second.tensor(name), value)
+    assert not np.array_equal(first.tensor(names[0].replace("3", "4")), values[0])
+    assert not np.array_equal(open_checkpoint("random:llama-3.2-1b", seed=1).tensor(names[0]), values[0])
+    assert first.config == PRESETS["llama-3.2-1b"] and "random" in first.notes[0]
+
+
+def test_random_weights_are_scaled_by_their_inputs():
+    checkpoint = open_checkpoint("random:llama-3.2-1b")
+    for name, shape in list(tensor_shapes(checkpoint.config).items())[:10]:
+        value = checkpoint.tensor(name)
+        assert value.shape == shape and value.dtype == np.uint16
+        part = value[:4096].view(BF16).astype(np.float32)
+        mean, spread = (1, 0.1) if len(shape) == 1 else (0, shape[1] ** -0.5)
+        assert abs(part.mean() - mean) < 0.1 * spread and part.std() == pytest.approx(spread, rel=0.05)
+
+
+def test_no_two_rows_of_random_weights_are_the_same():
+    rows = open_checkpoint("random:llama-3.2-1b").tensor(EMBEDDING)[:, :8]
+    assert len(np.unique(rows, axis=0)) == len(rows)
+
+
+def test_random_weights_of_a_folder_bring_its_tokenizer(tmp_path):
+    write_config(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for source in (tmp_path, tmp_path / "config.json"):
+        checkpoint = open_checkpoint(f"random:{source}")
+        assert checkpoint.config == CONFIG and set(checkpoint.files) == {"tokenizer.json"}
+        assert checkpoint.tensor(Q).shape == (256, 48)
