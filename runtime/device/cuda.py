@@ -5,8 +5,10 @@ libcuda comes with the GPU's driver and is loaded at the first call, so this mod
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +108,6 @@ class CudaDriver:
         self._pinned: list[int] = []
         self._modules: list[Any] = []
         self._streams: list[Any] = []
-        self.make_current()
 
     def _call(self, call: str, *arguments: Any) -> Any:
         return checked(self._api, call, *arguments)
@@ -124,8 +125,13 @@ class CudaDriver:
             driver=describe_driver(int(self._call("cuDriverGetVersion"))),
         )
 
-    def make_current(self) -> None:
-        self._call("cuCtxSetCurrent", self._context)
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        self._call("cuCtxPushCurrent", self._context)
+        try:
+            yield
+        finally:
+            self._api.cuCtxPopCurrent()  # its status is nothing beside an error of the calls within
 
     def new_stream(self) -> Any:
         # Non-blocking: work on the default stream, ours or another library's, does not order itself against this one.
@@ -193,13 +199,17 @@ class CudaDriver:
         else:
             self._call("cuLaunchKernel", function, *shape, 0)
 
+    def abandon(self) -> None:
+        """Nothing to do: these bindings free nothing by themselves."""
+
     def close(self) -> None:
-        for module in self._modules:
-            self._call("cuModuleUnload", module)
-        for stream in self._streams:
-            self._call("cuStreamDestroy", stream)
-        for address in self._pinned:
-            self._call("cuMemFreeHost", address)
+        with self.current():
+            for module in self._modules:
+                self._call("cuModuleUnload", module)
+            for stream in self._streams:
+                self._call("cuStreamDestroy", stream)
+            for address in self._pinned:
+                self._call("cuMemFreeHost", address)
         self._call("cuDevicePrimaryCtxRelease", self._device)
 
 

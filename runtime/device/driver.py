@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,8 +34,8 @@ class Driver(Protocol):
     def describe(self) -> DeviceInfo:
         """What the GPU is and has."""
 
-    def make_current(self) -> None:
-        """Make the GPU's context that of the calling thread."""
+    def current(self) -> AbstractContextManager[None]:
+        """Around calls: the GPU's context is that of the calling thread, and afterwards again what it was before."""
 
     def new_stream(self) -> Stream:
         """A stream that waits for no other stream."""
@@ -77,6 +78,9 @@ class Driver(Protocol):
 
     def launch(self, function: Function, launch: Launch, arguments: list[CheckedArgument], stream: Stream) -> None:
         """Start the kernel; returns at once."""
+
+    def abandon(self) -> None:
+        """Never touch the GPU again, not even when the process ends: a launch may hang, and so would whoever waits."""
 
     def close(self) -> None:
         """Give back streams, events, pinned memory, modules and the context."""

@@ -133,8 +133,9 @@ class EmulatorDevice:
         launch = kernel.manifest.launch
         try:
             kernel.program.launch(launch.blocks, launch.threads, launch.shared_bytes, values, **self._schedule)
-        except Exception as error:
-            self._unusable = f"kernel {kernel.manifest.kernel} failed: {str(error).splitlines()[0]}"
+        except BaseException as error:  # Ctrl-C as well leaves the buffers half written
+            first_line = str(error).partition("\n")[0] or type(error).__name__
+            self._unusable = f"kernel {kernel.manifest.kernel} failed: {first_line}"
             raise
 
     def synchronize(

@@ -11,8 +11,10 @@ Use it from the thread that opened it: PyCUDA keeps a stack of contexts for each
 from __future__ import annotations
 
 import atexit
+import ctypes
 import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
@@ -105,8 +107,9 @@ class PyCudaDriver:
         attribute = getattr(self._api.device_attribute, name)
         return int(self._call("cuDeviceGetAttribute", lambda: self._device.get_attribute(attribute)))
 
-    def make_current(self) -> None:
+    def current(self) -> AbstractContextManager[None]:
         """Nothing to do: the context stays on the stack of the thread that opened the device."""
+        return nullcontext()
 
     def new_stream(self) -> Any:
         return self._call("cuStreamCreate", lambda: self._api.Stream(NON_BLOCKING))
@@ -169,19 +172,24 @@ class PyCudaDriver:
         shape: dict[str, Any] = {"grid": (launch.blocks, 1), "block": (launch.threads, 1, 1), "shared": shared_bytes}
         self._call("cuLaunchKernel", lambda: function(*values, stream=stream, **shape))
 
+    def abandon(self) -> None:
+        # PyCUDA's objects free themselves when they are collected, at the latest when Python ends, and the driver
+        # makes that wait for the running launch. One reference that nobody gives back keeps them from it.
+        for kept in (self._context, self._allocations, self._modules, self._pinned):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
     def close(self) -> None:
         for allocation in self._allocations.values():
             self._call("cuMemFree", allocation.free)
         self._allocations.clear()
         self._modules.clear()
         self._pinned.clear()
+        atexit.unregister(self._pop)
         self._pop()
+        self._context = None
 
     def _pop(self) -> None:
-        atexit.unregister(self._pop)
-        if self._context is not None:
-            self._context.pop()
-            self._context = None
+        self._context.pop()
 
 
 def _as_numpy(argument: CheckedArgument) -> Any:

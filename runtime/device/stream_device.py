@@ -105,13 +105,14 @@ class StreamDevice:
         self._to_free: list[int] = []
         self._spare_events: list[DriverEvent] = []
         self._last: _LastLaunch | None = None
-        self._stream = driver.new_stream()
-        self._completion = driver.new_event(timing=False)
-        self._staging = Staging(driver, self._stream, self._wait, piece_bytes)
-        # What the report of a hang needs exists from the start: allocating may wait for the very launch that hangs.
-        self._report_stream = driver.new_stream()
-        self._report_event = driver.new_event(timing=False)
-        self._report_memory = driver.pinned(REPORT_BYTES)
+        with self._in_use():
+            self._stream = driver.new_stream()
+            self._completion = driver.new_event(timing=False)
+            self._staging = Staging(driver, self._stream, self._wait, piece_bytes)
+            # What the report of a hang needs exists from the start: allocating may wait for the very launch that hangs.
+            self._report_stream = driver.new_stream()
+            self._report_event = driver.new_event(timing=False)
+            self._report_memory = driver.pinned(REPORT_BYTES)
 
     # What it is, and what it holds ------------------------------------------------------------------------------------
 
@@ -238,6 +239,12 @@ class StreamDevice:
             finally:
                 self._unusable = self._unusable or "it was closed"
 
+    def _give_up(self, reason: str) -> None:
+        """From now on refuse every call, for `reason`; the first reason stands."""
+        if self._unusable is None:
+            self._unusable = reason
+            self._driver.abandon()
+
     def __enter__(self) -> StreamDevice:
         return self
 
@@ -245,7 +252,7 @@ class StreamDevice:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and self._is_busy:  # perhaps the launch hangs: do not keep the error from being seen
-            self._unusable = self._unusable or f"it was left by {error!r} while a launch was running"
+            self._give_up(f"it was left by {error!r} while a launch was running")
         self.close()
 
     # Waiting, faults and hangs ----------------------------------------------------------------------------------------
@@ -256,8 +263,8 @@ class StreamDevice:
         if self._unusable is not None:
             raise DeviceError(f"this device cannot be used any more: {self._unusable}")
         try:
-            self._driver.make_current()
-            yield
+            with self._driver.current():
+                yield
         except DriverError as error:
             if error.is_fault:
                 raise self._faulted(error) from None
@@ -265,8 +272,8 @@ class StreamDevice:
 
     def _faulted(self, error: DriverError) -> DeviceError:
         during = f"kernel {self._last.manifest.kernel} faulted: " if self._last else ""
-        self._unusable = f"{during}{error}"
-        return DeviceError(f"{self._unusable}; what the device held is lost, start a new process")
+        self._give_up(f"{during}{error}")
+        return DeviceError(f"{during}{error}; what the device held is lost, start a new process")
 
     def _wait(self, event: DriverEvent) -> None:
         self._happens(event, None)
@@ -292,7 +299,7 @@ class StreamDevice:
     def _timed_out(self, timeout_s: float, source: ProgressSource | Callable[[], str] | None) -> LaunchTimeout:
         values, report = self._progress_report(source)
         what = f"kernel {self._last.manifest.kernel}" if self._last else "the device's work"
-        self._unusable = f"{what} did not finish within {timeout_s:g} s and may still be running"
+        self._give_up(f"{what} did not finish within {timeout_s:g} s and may still be running")
         return LaunchTimeout(f"{what} did not finish within {timeout_s:g} s; {report}", values)
 
     def _progress_report(self, source: ProgressSource | Callable[[], str] | None) -> tuple[tuple[int, ...] | None, str]:

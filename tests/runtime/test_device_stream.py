@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,11 @@ class FakeDriver:
         free = MEMORY_BYTES - sum(self.live.values())
         return DeviceInfo("fake", "Fake GPU", "sm_90", self.blocks, 232448, MEMORY_BYTES, free, "none")
 
-    def make_current(self) -> None:
-        self.calls.append("make_current")
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        self.calls.append("enter")
+        yield
+        self.calls.append("leave")
 
     def new_stream(self) -> FakeStream:
         return FakeStream()
@@ -155,6 +159,9 @@ class FakeDriver:
     def launch(self, function: str, launch: Launch, arguments: list[Any], stream: FakeStream) -> None:
         self.calls.append("launch")
         stream.work.append(lambda: self.kernel(stream, [argument.value for argument in arguments]))
+
+    def abandon(self) -> None:
+        self.calls.append("abandon")
 
     def close(self) -> None:
         self.calls.append("close")
@@ -395,7 +402,7 @@ def test_a_with_block_closes_and_an_error_in_it_is_not_held_up() -> None:
     with pytest.raises(KeyboardInterrupt), device:
         device.launch(device.load(TEXT, manifest()), {"progress": device.allocate(16), "n": 0})
         raise KeyboardInterrupt
-    assert "close" not in driver.calls
+    assert driver.calls[-1] == "abandon" and "close" not in driver.calls
 
 
 def test_loading_checks_text_machine_and_occupancy() -> None:
