@@ -6,53 +6,43 @@ Plain Python runs while generating; the verbs here become device code. See docs/
 from cheetah.lang import primitives as prim
 from cheetah.lang import types as ty
 from cheetah.lang.arena import Arena, SharedPointers
+from cheetah.lang.binding import array, const, var
+from cheetah.lang.control import break_, continue_, else_, for_, if_, return_, roles_for, while_
 from cheetah.lang.errors import (
+    AsmError,
     ConstStoreError,
+    ControlError,
     CopySizeError,
     DeviceBoolError,
     IndexNameError,
     LangError,
     MissingWithError,
     NoKernelError,
+    NoMemberError,
     RangeError,
+    RoleError,
     ScopeError,
     SharedBudgetError,
+    SignatureError,
     TypeMixError,
     UnusedStageError,
 )
-from cheetah.lang.expressions import Expr, Name, Value, address_of, cast, minimum, reinterpret, select
+from cheetah.lang.expressions import Expr, Name, Value
 from cheetah.lang.index import Index, Layout, View
 from cheetah.lang.kernel import Kernel, Params, inline, kernel
+from cheetah.lang.operators import address_of, cast, maximum, minimum, reinterpret, select
 from cheetah.lang.primitives import Primitive
 from cheetah.lang.render import render, render_file
 from cheetah.lang.scope import Role
-from cheetah.lang.statements import (
-    array,
-    asm,
-    block_dim_x,
-    block_idx_x,
-    break_,
-    comment,
-    const,
-    continue_,
-    else_,
-    for_,
-    grid_dim_x,
-    if_,
-    out,
-    raw_stmt,
-    return_,
-    roles_for,
-    thread_idx_x,
-    var,
-    while_,
-)
+from cheetah.lang.streams import Streams
+from cheetah.lang.verbs import asm, block_dim_x, block_idx_x, comment, grid_dim_x, out, raw_stmt, thread_idx_x
 
 __all__ = [
-    "Arena", "ConstStoreError", "CopySizeError", "DeviceBoolError", "Expr", "Index", "IndexNameError", "Kernel",
-    "LangError", "Layout", "MissingWithError", "Name", "NoKernelError", "Params", "Primitive", "RangeError", "Role",
-    "ScopeError", "SharedBudgetError", "SharedPointers", "TypeMixError", "UnusedStageError", "Value", "View",
-    "address_of", "array", "asm", "block_dim_x", "block_idx_x", "break_", "cast", "comment", "const", "continue_",
-    "else_", "for_", "grid_dim_x", "if_", "inline", "kernel", "minimum", "out", "prim", "raw_stmt", "reinterpret",
-    "render", "render_file", "return_", "roles_for", "select", "thread_idx_x", "ty", "var", "while_",
+    "Arena", "AsmError", "ConstStoreError", "ControlError", "CopySizeError", "DeviceBoolError", "Expr", "Index",
+    "IndexNameError", "Kernel", "LangError", "Layout", "MissingWithError", "Name", "NoKernelError", "NoMemberError",
+    "Params", "Primitive", "RangeError", "Role", "RoleError", "ScopeError", "SharedBudgetError", "SharedPointers",
+    "SignatureError", "Streams", "TypeMixError", "UnusedStageError", "Value", "View", "address_of", "array", "asm",
+    "block_dim_x", "block_idx_x", "break_", "cast", "comment", "const", "continue_", "else_", "for_", "grid_dim_x",
+    "if_", "inline", "kernel", "maximum", "minimum", "out", "prim", "raw_stmt", "reinterpret", "render",
+    "render_file", "return_", "roles_for", "select", "thread_idx_x", "ty", "var", "while_",
 ]  # fmt: skip

@@ -9,9 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from cheetah.lang import types as ty
+from cheetah.lang.binding import bind
 from cheetah.lang.errors import LangError, Location, RangeError, SharedBudgetError, here
-from cheetah.lang.expressions import Expr, Name, reinterpret
-from cheetah.lang.statements import bind
+from cheetah.lang.expressions import Expr, Name
+from cheetah.lang.operators import reinterpret
 
 ARENA_ALIGNMENT = 1024
 """Alignment of `prim.shared_arena()`: no region can ask for more."""

@@ -60,6 +60,10 @@ class TypeMixError(LangError):
     """Operands of different types, or an operation that a type does not have."""
 
 
+class NoMemberError(LangError, AttributeError):
+    """A member that a device value's type does not have."""
+
+
 class ConstStoreError(LangError):
     """A store through a pointer, or to a name, that is constant."""
 
@@ -74,6 +78,22 @@ class UnusedStageError(LangError):
 
 class SharedBudgetError(LangError):
     """More shared memory than a block has."""
+
+
+class ControlError(LangError):
+    """A control statement where it cannot stand: `else_` without its `if_`, `break_` outside of a loop, bad bounds."""
+
+
+class SignatureError(LangError):
+    """The parameters of a kernel's function and its `ch.Params` differ, or cannot be parameters."""
+
+
+class RoleError(LangError):
+    """A warp role that is never placed in the kernel, placed twice, or continued after it was placed."""
+
+
+class AsmError(LangError):
+    """A `ch.asm` template whose operands are missing, unused, or of a type that has no register."""
 
 
 class NoKernelError(LangError):

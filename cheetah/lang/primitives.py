@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cheetah.lang import types as ty
-from cheetah.lang.errors import CopySizeError, TypeMixError
-from cheetah.lang.expressions import Call, Expr, Literal, lift
-from cheetah.lang.scope import emit
-from cheetah.lang.statements import Do, store_result
+from cheetah.lang.binding import store_result
+from cheetah.lang.errors import CopySizeError, LangError, TypeMixError
+from cheetah.lang.expressions import Call, Expr, Literal
+from cheetah.lang.operators import lift
+from cheetah.lang.scope import emit, reserve
+from cheetah.lang.statements import Do
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +34,9 @@ class Primitive:
     meaning: str
     pure: bool = False
     requires: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        reserve(self.name)
 
     def __call__(self, *arguments: Any) -> Any:
         if len(arguments) != len(self.parameters):
@@ -78,16 +83,16 @@ PRIMITIVES: dict[str, Primitive] = {}
 
 
 def with_requirements(found: Iterable[Primitive | str]) -> list[Primitive]:
-    """The given primitives and what their bodies call, in declaration order."""
-    names = {item if isinstance(item, str) else item.name for item in found}
-    while True:
-        more = {name for known in names if known in PRIMITIVES for name in PRIMITIVES[known].requires} - names
-        if not more:
-            break
-        names |= more
-    listed = [primitive for primitive in PRIMITIVES.values() if primitive.name in names]
-    own = [item for item in found if isinstance(item, Primitive) and PRIMITIVES.get(item.name) is not item]
-    return listed + sorted(own, key=lambda primitive: primitive.name)
+    """The given primitives (or names) and all that their bodies call: those of this file in order, then others."""
+    wanted: dict[str, Primitive] = {}
+    waiting = [PRIMITIVES[item] if isinstance(item, str) else item for item in found]
+    while waiting:
+        primitive = waiting.pop()
+        if wanted.setdefault(primitive.name, primitive) is not primitive:
+            raise LangError(f"two different primitives are called `{primitive.name}`.")
+        waiting += [PRIMITIVES[name] for name in primitive.requires if name not in wanted]
+    listed = [primitive for name, primitive in PRIMITIVES.items() if wanted.pop(name, None) is primitive]
+    return listed + [wanted[name] for name in sorted(wanted)]
 
 
 def _declare(name: str, returns: ty.Type, cuda: str, meaning: str, *, pure: bool = False, requires: tuple[str, ...] = (), **parameters: ty.Type) -> Primitive:
@@ -273,6 +278,12 @@ wait_flagged4_acquire = _declare(
 add_release_u64 = _declare(
     "add_release_u64", ty.void, 'asm volatile("red.release.gpu.global.add.u64 [%0], %1;" :: "l"(place), "l"(value) : "memory");',
     "atomic addition after all that this thread has seen done", place=ty.ptr_mut(ty.u64), value=ty.u64)
+fetch_add_release_u64 = _declare(
+    "fetch_add_release_u64", ty.u64, """
+    uint64_t before;
+    asm volatile("atom.release.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(place), "l"(value) : "memory");
+    return before;
+    """, "the same, giving the value before the addition", place=ty.ptr_mut(ty.u64), value=ty.u64)
 wait_at_least_u64 = _declare(
     "wait_at_least_u64", ty.void, """
     uint64_t seen;

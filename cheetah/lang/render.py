@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import struct
 from collections.abc import Iterable, Iterator
 from functools import singledispatch
 from typing import TYPE_CHECKING
@@ -23,7 +25,20 @@ from cheetah.lang.expressions import (
     Unary,
     walk,
 )
-from cheetah.lang.statements import Asm, Assign, Comment, Declare, Do, For, If, Jump, Raw, Stmt, While
+from cheetah.lang.statements import (
+    Asm,
+    Assign,
+    Comment,
+    Declare,
+    Do,
+    For,
+    If,
+    Jump,
+    Raw,
+    Stmt,
+    While,
+    constraint_letter,
+)
 
 if TYPE_CHECKING:
     from cheetah.lang.kernel import Kernel
@@ -32,9 +47,11 @@ if TYPE_CHECKING:
 INDENT = "  "
 _ATOM, _POSTFIX, _UNARY, _SELECT = 17, 16, 15, 4
 _PRECEDENCE = {
-    "*": 14, "/": 14, "//": 14, "%": 14, "+": 13, "-": 13, "<<": 12, ">>": 12, "<": 11, "<=": 11, ">": 11, ">=": 11,
+    "*": 14, "/": 14, "%": 14, "+": 13, "-": 13, "<<": 12, ">>": 12, "<": 11, "<=": 11, ">": 11, ">=": 11,
     "==": 10, "!=": 10, "&": 9, "^": 8, "|": 7, "&&": 6, "||": 5,
 }  # fmt: skip
+_SURPRISING = {"<<": 14, ">>": 14, "&": 14, "^": 14, "|": 14, "==": 12, "!=": 12, "||": 7}
+"""Around these operators, others that bind less tightly than this get parentheses that C does not need."""
 
 
 # -- expressions --------------------------------------------------------------------------------------------------
@@ -62,27 +79,50 @@ def _(node: Literal) -> tuple[str, int]:
 
 
 def literal_text(node: Literal) -> str:
-    """A literal with the suffix that gives C the same type and value."""
+    """A literal of the right value; its C type is the right one wherever another operand has it."""
     type_, value = node.type, node.value
     assert isinstance(type_, ty.Scalar)
     if type_.kind == "bool":
         return "true" if value else "false"
     if type_.kind == "float":
-        return _float_text(float(value), "f" if type_.bits == 32 else "")
-    if type_ == ty.u64 and value >= 2**31:
-        return f"{value}ull"
-    if type_ == ty.i64 and not -(2**31) < value < 2**31:
-        return f"{value}ll" if value > -(2**63) else "(-9223372036854775807ll - 1)"
-    if value == -(2**31):
-        return "(-2147483647 - 1)"
-    return f"{value}u" if type_.kind == "uint" and value >= 2**31 else str(value)
+        return _float_text(float(value), type_)
+    if -(2**31) < value < 2**31:
+        return str(value)
+    return _integer_text(int(value), type_)
 
 
-def _float_text(value: float, suffix: str) -> str:
+def _integer_text(value: int, type_: ty.Scalar) -> str:
+    """An integer literal whose C type is exactly `type_` (int or wider)."""
+    suffix = {"uint": "u", "int": ""}[type_.kind] + ("ll" if type_.bits == 64 else "")
+    if value == -(2 ** (type_.bits - 1)):  # C reads a minus and a number too large
+        return f"({value + 1}{suffix} - 1)"
+    return f"{value}{suffix}"
+
+
+def _exact(node: Expr, minimum: int) -> str:
+    """As `_wrap`, but with C's type right on its own, where no other operand gives it: `1ull << n`, `c ? 1u : 2u`."""
+    if isinstance(node, Literal) and isinstance(node.type, ty.Scalar) and node.type.is_integer:
+        return _integer_text(int(node.value), node.type)
+    return _wrap(node, minimum)
+
+
+def _float_text(value: float, type_: ty.Scalar) -> str:
     if math.isnan(value) or math.isinf(value):
         sign = "-" if value < 0 else ""
         return f"{sign}bits_float(0x7f800000)" if math.isinf(value) else "bits_float(0x7fffffff)"
-    return repr(value) + suffix
+    return repr(value) if type_.bits == 64 else _shortest_f32(value) + "f"
+
+
+def _shortest_f32(value: float) -> str:
+    """The shortest decimal that a float reads back as `value`."""
+    for digits in range(1, 10):
+        text = repr(float(f"{value:.{digits}g}"))
+        if abs(float(text)) <= _F32_MAX and struct.unpack("f", struct.pack("f", float(text)))[0] == value:
+            return text
+    raise AssertionError(f"{value!r} is no float")
+
+
+_F32_MAX = 3.4028235677973366e38  # below it, a number still rounds to a finite float
 
 
 @_expression.register
@@ -104,18 +144,31 @@ def _(node: Unary) -> tuple[str, int]:
 
 @_expression.register
 def _(node: Binary) -> tuple[str, int]:
-    operator = node.operator
-    if isinstance(node.left.type, ty.Scalar) and node.left.type.kind == "bool":
-        operator = {"&": "&&", "|": "||", "^": "!="}.get(operator, operator)
+    operator = _c_operator(node)
     precedence = _PRECEDENCE[operator]
-    printed = "/" if operator == "//" else operator
-    return f"{_wrap(node.left, precedence)} {printed} {_wrap(node.right, precedence + 1)}", precedence
+    left = _exact(node.left, precedence) if operator in ("<<", ">>") else _operand(node.left, operator, precedence)
+    return f"{left} {operator} {_operand(node.right, operator, precedence + 1)}", precedence
+
+
+def _c_operator(node: Binary) -> str:
+    if isinstance(node.left.type, ty.Scalar) and node.left.type.kind == "bool":
+        return {"&": "&&", "|": "||", "^": "!="}.get(node.operator, node.operator)
+    return "/" if node.operator == "//" else node.operator
+
+
+def _operand(node: Expr, around: str, minimum: int) -> str:
+    """An operand, in parentheses where C needs them or a reader does: `(a & b) | c`, `(a + b) << 2`."""
+    text, precedence = _expression(node)
+    surprising = isinstance(node, Binary) and _c_operator(node) != around and _SURPRISING.get(around, 0) > precedence
+    return f"({text})" if precedence < minimum or surprising else text
 
 
 @_expression.register
 def _(node: Select) -> tuple[str, int]:
-    parts = (_wrap(part, _SELECT + 1) for part in (node.condition, node.if_true, node.if_false))
-    return "{} ? {} : {}".format(*parts), _SELECT
+    both_literal = isinstance(node.if_true, Literal) and isinstance(node.if_false, Literal)
+    value = _exact if both_literal else _wrap
+    if_true, if_false = value(node.if_true, _SELECT + 1), value(node.if_false, _SELECT + 1)
+    return f"{_wrap(node.condition, _SELECT + 1)} ? {if_true} : {if_false}", _SELECT
 
 
 @_expression.register
@@ -173,7 +226,7 @@ def _(node: Declare, printer: _Printer) -> None:
 
 def _declaration(type_: ty.Type, name: str) -> str:
     if isinstance(type_, ty.Array):
-        return f"{type_.element} {name}[{type_.length}]"
+        return _declaration(type_.element, f"{name}[{type_.length}]")
     return f"{type_} {name}"
 
 
@@ -239,7 +292,7 @@ def _(node: Raw, printer: _Printer) -> None:
 @_statement.register
 def _(node: Comment, printer: _Printer) -> None:
     for line in node.text.splitlines():
-        printer.line(f"// {line}")
+        printer.line(f"// {line}{' .' if line.endswith(chr(92)) else ''}")  # a backslash would swallow the next line
 
 
 @_statement.register
@@ -249,23 +302,19 @@ def _(node: Jump, printer: _Printer) -> None:
 
 @_statement.register
 def _(node: Asm, printer: _Printer) -> None:
-    order = [pair for pair in node.operands if pair[0] in node.outputs] + [pair for pair in node.operands if pair[0] not in node.outputs]
-    template = node.template
-    for number, (name, _) in sorted(enumerate(order), key=lambda item: -len(item[1][0])):
-        template = template.replace(f"${name}", f"%{number}")
-    outputs = ", ".join(_constraint(value, "=") for name, value in order if name in node.outputs)
-    inputs = ", ".join(_constraint(value, "") for name, value in order if name not in node.outputs)
-    printer.line(f'asm volatile({json.dumps(template)} : {outputs} : {inputs} : "memory");'.replace(" :  :", " ::"))
+    outputs = [pair for pair in node.operands if pair[0] in node.outputs]
+    inputs = [pair for pair in node.operands if pair[0] not in node.outputs]
+    numbers = {name: number for number, (name, _) in enumerate([*outputs, *inputs])}
+    registers = node.template.replace("%%", "%").replace("%", "%%")  # a register of PTX itself, such as %laneid
+    template = re.sub(r"\$([A-Za-z_]\w*)", lambda match: f"%{numbers[match[1]]}", registers)
+    written = ", ".join(_constraint(value, "=") for _, value in outputs)
+    read = ", ".join(_constraint(value, "") for _, value in inputs)
+    lists = f" : {written} : {read}" if written else f" :: {read}"
+    printer.line(f'asm volatile({json.dumps(template)}{lists} : "memory");')
 
 
 def _constraint(value: Expr, prefix: str) -> str:
-    type_ = value.type
-    if isinstance(type_, ty.Pointer):
-        letter = "l"
-    else:
-        assert isinstance(type_, ty.Scalar)
-        letter = {"float": {32: "f", 64: "d"}}.get(type_.kind, {16: "h", 32: "r", 64: "l"})[type_.bits]
-    return f'"{prefix}{letter}"({render_expression(value)})'
+    return f'"{prefix}{constraint_letter(value.type)}"({_exact(value, 0)})'
 
 
 # -- whole texts --------------------------------------------------------------------------------------------------
@@ -281,29 +330,43 @@ def statements_in(statements: Iterable[Stmt]) -> Iterator[Stmt]:
 
 def primitives_of(kernel: Kernel) -> list[Primitive]:
     """The primitives a kernel calls and those their bodies call, in the order in which they are declared."""
-    from cheetah.lang.primitives import with_requirements
+    from cheetah.lang.primitives import PRIMITIVES, with_requirements
 
-    found = set()
+    found: set[Primitive | str] = set()
     for statement in statements_in(kernel.body):
-        for expression in statement.expressions():
-            found |= {node.primitive for node in walk(expression) if isinstance(node, Call) and node.primitive is not None}
-            if any(isinstance(n, Literal) and isinstance(n.value, float) and not math.isfinite(n.value) for n in walk(expression)):
+        if isinstance(statement, Raw):
+            found |= set(re.findall(r"\w+", statement.text)) & PRIMITIVES.keys()
+        for node in _nodes(statement):
+            if isinstance(node, Call) and node.primitive is not None:
+                found.add(node.primitive)
+            if isinstance(node, Literal) and isinstance(node.value, float) and not math.isfinite(node.value):
                 found.add("bits_float")
     return with_requirements(found)
 
 
+def _nodes(statement: Stmt) -> Iterator[Expr]:
+    for expression in statement.expressions():
+        yield from walk(expression)
+
+
 def structs_of(kernel: Kernel) -> list[ty.Struct]:
-    """The structures that the kernel's names mention, in order of appearance."""
+    """The structures that the kernel mentions, in order of appearance, each after those it is made of."""
     found: dict[ty.Struct, None] = {}
+    for _, type_ in kernel.params.items():
+        _collect_structs(type_, found)
     for statement in statements_in(kernel.body):
-        for expression in statement.expressions():
-            for node in walk(expression):
-                type_ = node.type
-                while isinstance(type_, (ty.Pointer, ty.Array)):
-                    type_ = type_.element
-                if isinstance(type_, ty.Struct):
-                    found[type_] = None
+        for node in _nodes(statement):
+            _collect_structs(node.type, found)
     return list(found)
+
+
+def _collect_structs(type_: ty.Type, found: dict[ty.Struct, None]) -> None:
+    while isinstance(type_, (ty.Pointer, ty.Array)):
+        type_ = type_.element
+    if isinstance(type_, ty.Struct) and type_ not in found:
+        for _, member in type_.members:
+            _collect_structs(member, found)
+        found[type_] = None
 
 
 def render(kernel: Kernel, *, line_marks: bool = False) -> str:
@@ -322,7 +385,7 @@ def render_file(kernel: Kernel, *, header: str = "", line_marks: bool = False) -
     """A compilable file: header comment, primitives (or the emulator's header), structures, kernel."""
     parts = ["".join(f"// {line}\n".replace(" \n", "\n") for line in header.splitlines())]
     primitives = primitives_of(kernel)
-    parts.append("#ifdef CHEETAH_EMULATOR\n#include \"cheetah_emulator.h\"\n#else\n" + _prelude(primitives) + "#endif\n")
+    parts.append(f'#ifdef CHEETAH_EMULATOR\n#include "cheetah_emulator.h"\n#else\n{_prelude(primitives)}#endif\n')
     parts += [_struct_text(struct) for struct in structs_of(kernel)]
     parts.append(render(kernel, line_marks=line_marks))
     return "\n".join(part for part in parts if part)

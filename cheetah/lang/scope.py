@@ -1,19 +1,50 @@
-"""Where statements go: the stack of open blocks, the names they bind, and the warp roles that are built side by side."""
+"""Where statements go: the stack of open blocks, the names they bind, and the warp roles built side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from cheetah.lang import types as ty
-from cheetah.lang.errors import Location, NoKernelError, ScopeError, here
+from cheetah.lang.errors import Location, MissingWithError, NoKernelError, RoleError, ScopeError, here
 from cheetah.lang.expressions import Expr, Name, walk
 
 if TYPE_CHECKING:
     from cheetah.lang.statements import Stmt
+
+_reserved = set(
+    # The words of C++ ...
+    "alignas alignof and and_eq asm auto bitand bitor bool break case catch char char16_t char32_t char8_t class compl "
+    "concept const const_cast consteval constexpr constinit continue co_await co_return co_yield decltype default "
+    "delete do double dynamic_cast else enum explicit export extern false float for friend goto if inline int long "
+    "mutable namespace new noexcept not not_eq nullptr operator or or_eq private protected public register "
+    "reinterpret_cast requires return short signed sizeof static static_assert static_cast struct switch template this "
+    "thread_local throw true try typedef typeid typename union unsigned using virtual void volatile wchar_t while xor "
+    "xor_eq "
+    # ... the types of the generated text ...
+    "uint8_t uint16_t uint32_t uint64_t int32_t int64_t bf16 uint2 uint4 float2 float4 "
+    # ... what CUDA defines, and macros of C's headers.
+    "threadIdx blockIdx blockDim gridDim warpSize main assert errno NULL NAN INFINITY isnan isinf signbit".split()
+)
+
+
+def reserve(name: str) -> None:
+    """Keep a name of the generated text from being given to a value: a primitive must stay callable."""
+    _reserved.add(name)
+
+
+def is_reserved(name: str) -> bool:
+    return name in _reserved
+
+
+class Opening(Protocol):
+    """A control statement that was called; it must be entered with `with` before anything else is emitted."""
+
+    verb: str
+    location: Location
 
 
 @dataclass(eq=False)
@@ -22,61 +53,101 @@ class Scope:
 
     title: str
     role: str | None = None
+    is_loop: bool = False
     location: Location = field(default_factory=here)
-    statements: list[Stmt] = field(default_factory=list)
-    names: set[str] = field(default_factory=set)
+    statements: list[Stmt] = field(default_factory=list, repr=False)
+    names: set[str] = field(default_factory=set, repr=False)
+    guests: list[set[str]] = field(default_factory=list, repr=False)
+    """Names used by the roles that see this scope: a later name here must not be hidden by one of them."""
 
 
 class Cursor:
-    """A place where statements are appended: a stack of open scopes."""
+    """A place where statements are appended: a stack of open scopes. A role's cursor hangs below its kernel's."""
 
-    def __init__(self, scopes: list[Scope]) -> None:
+    def __init__(self, scopes: list[Scope], parent: Cursor | None = None) -> None:
         self.scopes = scopes
+        self.inherited = len(parent.scopes) if parent else 0
+        self.root: Cursor = parent.root if parent else self
+        self.used: set[str] = set()
+        self.unentered: list[Opening] = []
+        self.at_end: list[Callable[[], None]] = []
 
     @property
     def top(self) -> Scope:
         return self.scopes[-1]
 
+    def is_taken(self, name: str) -> bool:
+        """Whether a value bound here cannot have this name."""
+        in_roles = len(self.scopes) > self.inherited and any(name in used for used in self.top.guests)
+        return is_reserved(name) or in_roles or any(name in scope.names for scope in self.scopes)
+
     def unique(self, wanted: str) -> str:
         """`wanted`, or `wanted_2`, `wanted_3`, ... where an open scope has that name already."""
-        taken = set().union(*(scope.names for scope in self.scopes)) | _RESERVED
-        name, count = wanted, 1
-        while name in taken:
-            count += 1
-            name = f"{wanted}_{count}"
-        return name
+        return unique_in([self], wanted)
 
     def require_visible(self, expression: Expr, location: Location | None = None) -> None:
+        """ScopeError where the expression uses a name that is not bound in an open scope."""
         for node in walk(expression):
             if isinstance(node, Name) and not any(scope in self.scopes for scope in node.scopes):
                 raise ScopeError(self._invisible(node), location)
+
+    def require_entered(self) -> None:
+        """MissingWithError where a control statement was called and not entered."""
+        if self.root.unentered:
+            opening = self.root.unentered.pop()
+            verb = opening.verb
+            raise MissingWithError(
+                f"`{verb}` was called but opens no block: write `with {verb}:` and indent what belongs to it.",
+                opening.location,
+            )
+
+    def close(self) -> None:
+        """The kernel ends here: run the checks that wait for its end."""
+        self.require_entered()
+        for check in self.at_end:
+            check()
 
     def _invisible(self, name: Name) -> str:
         bound = name.scopes[0]
         mine = next((scope.role for scope in reversed(self.scopes) if scope.role), None)
         if bound.role is not None and bound.role != mine:
             return (
-                f"`{name.name}` was bound by the {bound.role} warps ({name.location}) and is used by the {mine or 'common'} code: "
-                "roles share only what both compute; compute it in both, or pass it through shared memory."
+                f"`{name.name}` was bound by the {bound.role} warps ({name.location}) and is used by the "
+                f"{mine or 'common'} code: roles share only what both compute; "
+                "compute it in both, or pass it through shared memory."
             )
-        return f"`{name.name}` was bound in {bound.title} ({name.location}), which is closed here; bind it outside, or use `ch.var`."
+        return (
+            f"`{name.name}` was bound in {bound.title} ({name.location}), which is closed here; "
+            "bind it outside, or use `ch.var`."
+        )
 
 
-_RESERVED = frozenset("if else for while do int float double bool char long short unsigned signed const return break continue "
-                      "switch case default void struct class register auto this new delete asm volatile static extern".split())  # fmt: skip
 _cursors: list[Cursor] = []
 
 
 def current() -> Cursor:
     """The cursor that statements go to now."""
     if not _cursors:
-        raise NoKernelError("a device statement outside of a kernel: call it from a function decorated with `@ch.kernel`.")
+        raise NoKernelError(
+            "a device statement outside of a kernel: call it from a function decorated with `@ch.kernel`."
+        )
     return _cursors[-1]
+
+
+def unique_in(cursors: Iterable[Cursor], wanted: str) -> str:
+    """`wanted`, or `wanted_2`, `wanted_3`, ...: the first that no cursor has taken."""
+    listed = list(cursors)
+    name, count = wanted, 1
+    while any(cursor.is_taken(name) for cursor in listed):
+        count += 1
+        name = f"{wanted}_{count}"
+    return name
 
 
 def emit(statement: Stmt) -> None:
     """Append a statement at the current place, after checking that it sees every name it uses."""
     cursor = current()
+    cursor.require_entered()
     for expression in statement.expressions():
         cursor.require_visible(expression, statement.location)
     cursor.top.statements.append(statement)
@@ -93,10 +164,10 @@ def at(cursor: Cursor) -> Iterator[Cursor]:
 
 
 @contextmanager
-def block(title: str, role: str | None = None) -> Iterator[Scope]:
+def block(title: str, role: str | None = None, *, is_loop: bool = False) -> Iterator[Scope]:
     """Open a scope at the current place and collect what is emitted into it."""
     cursor = current()
-    scope = Scope(title, role if role is not None else cursor.top.role)
+    scope = Scope(title, role if role is not None else cursor.top.role, is_loop)
     cursor.scopes.append(scope)
     try:
         yield scope
@@ -108,31 +179,71 @@ def block(title: str, role: str | None = None) -> Iterator[Scope]:
 def declare_name(wanted: str, type_: ty.Type, *, mutable: bool = False, scope: Scope | None = None) -> Name:
     """Reserve a C name in a scope (the innermost open one) and give the expression that stands for it."""
     cursor = current()
-    name = cursor.unique(wanted)
     target = scope or cursor.top
-    target.names.add(name)
-    return Name(type_, name, (target,), mutable)
+    return Name(type_, take_name(wanted, target), (target,), mutable)
+
+
+def take_name(wanted: str, scope: Scope) -> str:
+    """A name free at the current place, taken in `scope`."""
+    cursor = current()
+    name = cursor.unique(wanted)
+    scope.names.add(name)
+    cursor.used.add(name)
+    return name
 
 
 class Role:
     """A warp role whose program grows beside others': `with role:` continues it where it was left.
 
-    Names bound inside belong to the role; loops stay open between visits (see `roles_for`).
+    Names bound inside belong to the role; loops stay open between visits (see `roles_for`). `role.emit_here()` places
+    the whole program, once, where the role's warps are to run it.
     """
 
     def __init__(self, name: str) -> None:
         parent = current()
         self.name = name
+        self.location = here()
         self.scope = Scope(f"the {name} role", name)
-        self.cursor = Cursor([*parent.scopes, self.scope])
+        self.cursor = Cursor([*parent.scopes, self.scope], parent)
+        self.placed: Location | None = None
+        for scope in parent.scopes:
+            scope.guests.append(self.cursor.used)
+        parent.root.at_end.append(self._require_placed)
 
     def __enter__(self) -> Role:
+        self._require_open("continued")
         _cursors.append(self.cursor)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         _cursors.pop()
 
     def emit_here(self) -> None:
         """Place the role's whole program at the current point of the kernel."""
-        current().top.statements.extend(self.scope.statements)
+        self._require_open("placed")
+        cursor = current()
+        cursor.require_entered()
+        if self.cursor.top is not self.scope:
+            raise RoleError(f"the {self.name} role is placed while {self.cursor.top.title} is still open in it.")
+        clash = sorted(cursor.top.names & self.scope.names)
+        if clash:
+            raise RoleError(
+                f"the {self.name} role binds `{clash[0]}`, as does {cursor.top.title}, where it is placed: "
+                "place it in a block of its own, e.g. `with ch.if_(...): role.emit_here()`."
+            )
+        cursor.top.names |= self.scope.names
+        cursor.top.statements.extend(self.scope.statements)
+        self.placed = here()
+
+    def _require_open(self, deed: str) -> None:
+        if self.placed is not None:
+            raise RoleError(f"the {self.name} role is {deed} after it was placed in the kernel ({self.placed}).")
+
+    def _require_placed(self) -> None:
+        if self.placed is None and self.scope.statements:
+            raise RoleError(
+                f"the {self.name} role has a program that no warp runs: call `emit_here()` where its warps are.",
+                self.location,
+            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from cheetah.lang.expressions import Expr, Value
@@ -25,6 +25,13 @@ class Scalar:
     @property
     def is_integer(self) -> bool:
         return self.kind in ("uint", "int")
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """The smallest and the largest integer of this type."""
+        if self.kind == "uint":
+            return 0, 2**self.bits - 1
+        return -(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1
 
     def __call__(self, value: Value) -> Expr:
         from cheetah.lang.expressions import cast
@@ -72,7 +79,7 @@ class Pointer:
 class Array:
     """A local array of `length` elements; the compiler keeps it in registers when every index is static."""
 
-    element: Scalar | Vector
+    element: Scalar | Vector | Array
     length: int
 
     @property
@@ -109,7 +116,7 @@ class Struct:
         return self.c_name
 
 
-Type = Union[Scalar, Vector, Pointer, Array, Struct]
+Type: TypeAlias = Scalar | Vector | Pointer | Array | Struct
 
 void = Scalar("void", "void", 0)
 boolean = Scalar("bool", "bool", 8)
@@ -138,11 +145,23 @@ def ptr_mut(element: Type) -> Pointer:
     return Pointer(element, mutable=True)
 
 
-def array(element: Scalar | Vector, length: int) -> Array:
-    return Array(element, length)
+def array(element: Scalar | Vector, *lengths: int) -> Array:
+    """An array type, outermost length first: `array(f32, 8, 4)` is `float[8][4]`."""
+    inner: Scalar | Vector | Array = element
+    for length in reversed(lengths):
+        inner = Array(inner, length)
+    assert isinstance(inner, Array)
+    return inner
 
 
 def struct(c_name: str, **members: Type) -> Struct:
+    """A structure; its members are read and stored to as `place.member`."""
+    from cheetah.lang.errors import SignatureError
+    from cheetah.lang.expressions import NODE_ATTRIBUTES
+
+    taken = sorted(NODE_ATTRIBUTES & members.keys())
+    if taken:
+        raise SignatureError(f"struct {c_name}: a member cannot be called `{taken[0]}`, a word of the language itself.")
     return Struct(c_name, tuple(members.items()))
 
 

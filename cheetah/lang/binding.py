@@ -1,0 +1,154 @@
+"""Names and stores: how a Python assignment becomes a declaration, and what can be stored to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from cheetah.lang import types as ty
+from cheetah.lang.errors import ConstStoreError, TypeMixError
+from cheetah.lang.expressions import Call, Expr, Literal, Member, Name, Subscript, Value
+from cheetah.lang.operators import cast, lift
+from cheetah.lang.scope import current, declare_name, emit, take_name
+from cheetah.lang.statements import Assign, Declare
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A variable, constant or array that waits for the name it is assigned to."""
+
+    type: ty.Type
+    value: Expr | None
+    zero: bool = False
+    mutable: bool = True
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    def __getitem__(self, index: object) -> NoReturn:
+        self._refuse()
+
+    def __setitem__(self, index: object, value: object) -> NoReturn:
+        self._refuse()
+
+    def __str__(self) -> str:
+        return f"a {self.type} without a name"
+
+    def _refuse(self) -> NoReturn:
+        raise TypeMixError(
+            f"{self} was used: assign it to a name first, `x = ch.var(...)`, or give one, `ch.var(..., name='x')`."
+        )
+
+
+def bind(name: str, value: Any) -> Any:
+    """Give a device value the Python name it is assigned to; anything else passes through unchanged."""
+    if isinstance(value, Pending):
+        return _declare(name, value)
+    if isinstance(value, Name) and is_fresh(value):
+        _rename(value, name)
+        return value
+    if not _needs_binding(value):
+        return value
+    target = declare_name(name, value.type)
+    emit(Declare(target, value))
+    return target
+
+
+def _needs_binding(value: Any) -> bool:
+    """Expressions are evaluated where they are assigned, and variables copied; constants keep their first name."""
+    if isinstance(value, Name):
+        return value.mutable and not isinstance(value.type, ty.Array)
+    return isinstance(value, Expr) and not isinstance(value, Literal) and value.type != ty.void
+
+
+def bind_each(names: tuple[str | None, ...], values: Any) -> Any:
+    """`a, b = values` with each device value named; None stands for a target that is no plain name."""
+    if isinstance(values, Expr):
+        return values  # Python's unpacking asks for its iterator, which is refused with a message
+    listed = tuple(values)
+    if len(listed) != len(names):
+        return listed
+    return tuple(value if name is None else bind(name, value) for name, value in zip(names, listed, strict=True))
+
+
+def bind_attribute(name: str, owner: Any, value: Any) -> Any:
+    """`owner.name = value`: named like a variable, unless it is a store to a member of a device value."""
+    return value if isinstance(owner, Expr) else bind(name, value)
+
+
+def _declare(name: str, pending: Pending) -> Name:
+    target = declare_name(name, pending.type, mutable=pending.mutable)
+    emit(Declare(target, pending.value, pending.zero))
+    return target
+
+
+_FRESH = "value"
+
+
+def is_fresh(value: Name) -> bool:
+    """Whether `value` is the result of a primitive called in the statement that is being written now."""
+    statements = current().top.statements
+    return any(isinstance(last, Declare) and last.fresh and last.name is value for last in statements[-1:])
+
+
+def _rename(value: Name, wanted: str) -> None:
+    """Give a fresh result the user's name. In place: expressions may hold the name already."""
+    scope = current().top
+    last = scope.statements[-1]
+    assert isinstance(last, Declare)
+    scope.names.discard(value.name)
+    object.__setattr__(value, "name", take_name(wanted, scope))
+    scope.statements[-1] = replace(last, fresh=False)
+
+
+def store_result(call: Call) -> Name:
+    """Evaluate a call now, exactly once, and give the name of its result."""
+    target = declare_name(_FRESH, call.type)
+    emit(Declare(target, call, fresh=True))
+    return target
+
+
+def var(type_: ty.Type, value: Value | None = None, *, name: str | None = None) -> Any:
+    """A variable: `total = ch.var(ty.f32, 0.0)`, then `total += x` or `total.set(x)`."""
+    return _named(name, Pending(type_, None if value is None else lift(value, type_)))
+
+
+def array(element: ty.Scalar | ty.Vector, *lengths: int, zero: bool = False, name: str | None = None) -> Any:
+    """A local array, outermost length first; kept in registers when every index is static after unrolling."""
+    return _named(name, Pending(ty.array(element, *lengths), None, zero))
+
+
+def const(type_: ty.Type, value: Value, *, name: str | None = None) -> Any:
+    """A named constant of a stated type: `limit = ch.const(ty.u32, 7)` declares `uint32_t limit = 7;`."""
+    return _named(name, Pending(type_, cast(type_, value), mutable=False))
+
+
+def _named(name: str | None, pending: Pending) -> Any:
+    return pending if name is None else _declare(name, pending)
+
+
+def store(target: Expr, value: Value) -> None:
+    """Emit `target = value`, refusing constants."""
+    require_mutable(target)
+    emit(Assign(target, lift(value, target.type)))
+
+
+def require_mutable(target: Expr) -> None:
+    """ConstStoreError where nothing may be stored to `target`."""
+    if isinstance(target, Name):
+        if not target.mutable:
+            raise ConstStoreError(f"`{target}` is a constant; make it with `ch.var` to store to it.")
+    elif isinstance(target, Subscript):
+        base = target.base
+        if not isinstance(base.type, ty.Pointer):
+            require_mutable(base)
+        elif not base.type.mutable:
+            raise ConstStoreError(
+                f"store to `{target}` through {base.type}, which is constant; declare it with `ty.ptr_mut`."
+            )
+    elif isinstance(target, Member):
+        require_mutable(target.base)
+    else:
+        raise ConstStoreError(f"`{target}` is a value, not a place that can be stored to.")

@@ -1,0 +1,222 @@
+"""Control on the device: `with ch.if_(...)`, loops, jumps, and loops that several warp roles share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from types import TracebackType
+from typing import NoReturn, TypeVar
+
+from cheetah.lang import types as ty
+from cheetah.lang.binding import is_fresh
+from cheetah.lang.errors import ControlError, MissingWithError, RangeError, TypeMixError, here
+from cheetah.lang.expressions import Expr, Literal, Name, Value, walk
+from cheetah.lang.operators import lift
+from cheetah.lang.scope import Role, Scope, at, block, current, declare_name, emit, unique_in
+from cheetah.lang.statements import For, If, Jump, While
+
+T = TypeVar("T")
+
+
+class _Block:
+    """A `with` statement of the language; using it any other way is refused."""
+
+    verb = "?"
+
+    def __init__(self) -> None:
+        self.location = here()
+        self._stack = ExitStack()
+        current().require_entered()
+        current().root.unentered.append(self)
+
+    def __bool__(self) -> NoReturn:
+        self._forget()
+        raise MissingWithError(
+            f"`{self.verb}` opens a block on the device: write `with {self.verb}:`, not `if {self.verb}:`."
+        )
+
+    def __iter__(self) -> Iterator[NoReturn]:
+        self._forget()
+        raise MissingWithError(
+            f"`{self.verb}` is a loop on the device: write `with {self.verb} as i:`, not `for i in {self.verb}:`."
+        )
+
+    def _forget(self) -> None:
+        unentered = current().root.unentered
+        if self in unentered:
+            unentered.remove(self)
+
+    def _open(self, title: str, *, is_loop: bool = False) -> Scope:
+        self._forget()
+        return self._stack.enter_context(block(title, is_loop=is_loop))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            current().require_entered()
+        self._stack.close()
+        if kind is None:
+            self._finish()
+
+    def _finish(self) -> None:
+        """Emit the statement, whose body is complete."""
+        raise NotImplementedError
+
+
+class if_(_Block):
+    """`with ch.if_(condition):`, optionally followed by `with ch.else_():`."""
+
+    verb = "ch.if_(...)"
+
+    def __init__(self, condition: Value) -> None:
+        if isinstance(condition, bool):
+            condition = Literal(ty.boolean, condition)
+        if not isinstance(condition, Expr) or condition.type != ty.boolean:
+            raise TypeMixError(f"ch.if_ needs a condition, not `{condition}`; compare it, e.g. `{condition} != 0`.")
+        super().__init__()
+        self.condition = condition
+
+    def __enter__(self) -> None:
+        current().require_visible(self.condition, self.location)
+        self.scope = self._open("an if_ block")
+
+    def _finish(self) -> None:
+        emit(If(self.condition, tuple(self.scope.statements), location=self.location))
+
+
+class else_(_Block):
+    """`with ch.else_():` directly after an `if_` block."""
+
+    verb = "ch.else_()"
+
+    def __enter__(self) -> None:
+        statements = current().top.statements
+        last = statements[-1] if statements else None
+        if not isinstance(last, If) or last.otherwise:
+            self._forget()
+            raise ControlError("ch.else_() must directly follow a `with ch.if_(...)` block of the same level.")
+        self.branch = last
+        self.scope = self._open("an else_ block")
+
+    def _finish(self) -> None:
+        current().top.statements[-1] = replace(self.branch, otherwise=tuple(self.scope.statements))
+
+
+class for_(_Block):
+    """`with ch.for_(stop) as i:` or `(start, stop[, step])`; counts upwards.
+
+    The counter has the type of the bounds (u32 where all are Python numbers). `unroll=True` asks the compiler to unroll
+    it whole, a number that many times.
+    """
+
+    verb = "ch.for_(...)"
+
+    def __init__(
+        self, *bounds: Value, unroll: bool | int = False, type: ty.Scalar | None = None, name: str = "i"
+    ) -> None:
+        if not 1 <= len(bounds) <= 3:
+            raise ControlError(f"ch.for_ takes (stop), (start, stop) or (start, stop, step), not {len(bounds)} bounds.")
+        start, stop, step = (0, *bounds, 1) if len(bounds) == 1 else (*bounds, 1)[:3]
+        kinds = [bound.type for bound in bounds if isinstance(bound, Expr)]
+        self.type = type or next((kind for kind in kinds if isinstance(kind, ty.Scalar)), ty.u32)
+        if not self.type.is_integer:
+            raise TypeMixError(f"ch.for_ counts integers; its bounds have type {self.type}.")
+        self.start, self.stop, self.step = (lift(value, self.type) for value in (start, stop, step))
+        if isinstance(self.step, Literal) and self.step.value <= 0:
+            raise RangeError(f"ch.for_ counts upwards; a step of {self.step.value} would never end.")
+        super().__init__()
+        self.unroll = unroll
+        self.name = name
+
+    def __enter__(self) -> Name:
+        for bound in (self.start, self.stop, self.step):
+            current().require_visible(bound, self.location)
+        self.scope = self._open(f"the loop over {self.name}", is_loop=True)
+        self.counter = declare_name(self.name, self.type)
+        return self.counter
+
+    def _finish(self) -> None:
+        parts = (self.counter, self.start, self.stop, self.step, tuple(self.scope.statements), self.unroll)
+        # Appended, not emitted: the statement names its own counter, which nothing outside of it sees.
+        current().top.statements.append(For(*parts, location=self.location))
+
+
+class while_(_Block):
+    """`with ch.while_(condition):`; the condition is evaluated again before each round."""
+
+    verb = "ch.while_(...)"
+
+    def __init__(self, condition: Value) -> None:
+        self.condition = lift(condition, ty.boolean)
+        for node in walk(self.condition):
+            if isinstance(node, Name) and is_fresh(node):
+                raise ControlError(
+                    "the condition of ch.while_ calls a primitive, which runs once, before the loop: "
+                    "write `with ch.while_(True):`, call it inside, and leave with `ch.break_()`."
+                )
+        super().__init__()
+
+    def __enter__(self) -> None:
+        current().require_visible(self.condition, self.location)
+        self.scope = self._open("a while_ block", is_loop=True)
+
+    def _finish(self) -> None:
+        emit(While(self.condition, tuple(self.scope.statements), location=self.location))
+
+
+class roles_for(_Block):
+    """The same loop in several roles: `with ch.roles_for(roles, stop) as layer:`; each of them sees the counter."""
+
+    verb = "ch.roles_for(...)"
+
+    def __init__(self, roles: tuple[Role, ...], *bounds: Value, name: str = "i") -> None:
+        super().__init__()
+        self.roles, self.bounds, self.name = tuple(roles), bounds, name
+
+    def __enter__(self) -> Name:
+        self._forget()
+        name = unique_in([role.cursor for role in self.roles], self.name)
+        self.loops: list[for_] = []
+        counters: list[Name] = []
+        for role in self.roles:
+            with role:
+                self.loops.append(for_(*self.bounds, name=name))
+                counters.append(self.loops[-1].__enter__())
+        return replace(counters[0], scopes=tuple(scope for counter in counters for scope in counter.scopes))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for role, loop in zip(self.roles, self.loops, strict=True):
+            with at(role.cursor):
+                loop.__exit__(kind, value, trace)
+
+
+def name_context(name: str, context: T) -> T:
+    """Give a loop the name of its `as` target."""
+    if isinstance(context, (for_, roles_for)) and context.name == "i":
+        context.name = name
+    return context
+
+
+def break_() -> None:
+    """Leave the innermost loop."""
+    _jump("break")
+
+
+def continue_() -> None:
+    """Start the innermost loop's next round."""
+    _jump("continue")
+
+
+def _jump(word: str) -> None:
+    if not any(scope.is_loop for scope in current().scopes):
+        raise ControlError(f"ch.{word}_() outside of a loop.")
+    emit(Jump(word))
+
+
+def return_() -> None:
+    """End this thread's run of the kernel."""
+    emit(Jump("return"))
