@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +21,7 @@ THREADS = 256
 
 PACKAGES = {"cuda": "cuda", "pycuda": "pycuda"}
 
-# Every block writes, all wait for all (which only ends if all run at once), then every block reads its neighbour's value.
+# Every block writes, all wait for all (which only ends if all run at once), then every block reads its neighbour's.
 # With `missing` blocks more awaited than there are, nobody gets past the barrier.
 EXCHANGE = """
 typedef unsigned int uint32_t;
@@ -160,9 +159,7 @@ def test_launches_repeat_and_are_timed(device: Device) -> None:
 
 def test_more_blocks_than_sms_are_refused_before_they_hang(device: Device) -> None:
     blocks = device.describe().blocks
-    with pytest.raises(
-        DeviceError, match=f"needs {blocks + 1} blocks running at once, one an SM, but .* has {blocks} SMs"
-    ):
+    with pytest.raises(DeviceError, match=f"needs {blocks + 1} blocks running at once, one an SM, .* has {blocks} SMs"):
         device.load(EXCHANGE, exchange_manifest(blocks + 1))
 
 
@@ -171,7 +168,7 @@ def test_a_driver_refuses_in_its_own_words(device: Device) -> None:
     blocks = device.describe().blocks
     parameters = exchange_manifest(blocks).parameters
     manifest = manifest_of(text, "exchange", Launch(blocks, THREADS, SHARED_BYTES), parameters)
-    with pytest.raises(DeviceError, match=r"does not fit an SM|cuLaunchKernel failed: "):
+    with pytest.raises(DeviceError, match=r"does not fit an SM|cu\w+ failed: "):
         kernel = device.load(text, manifest)
         buffers = {parameter.name: device.allocate(4 * blocks * THREADS, 0) for parameter in parameters[:5]}
         device.launch(kernel, {**buffers, "missing": 0, "factor": 1.0, "seed": 0})
@@ -188,12 +185,11 @@ def test_a_long_launch_takes_no_harm_from_a_long_limit(device: Device) -> None:
 
 
 def in_child(function: str, backend: str, seconds: float = 120.0) -> str:
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_device_gpu as t; "
+    here = Path(__file__)
+    code = f"import sys; sys.path[:0] = [{str(here.parent)!r}, {str(here.parents[2])!r}]; import {here.stem} as t; "
     code += f"t.{function}({backend!r})"
-    started = time.monotonic()
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds)
     assert child.returncode == 2, child.stdout + child.stderr
-    assert time.monotonic() - started < seconds
     return child.stdout
 
 
