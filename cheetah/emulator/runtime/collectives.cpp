@@ -65,40 +65,69 @@ void butterfly(Warp& warp, Combine combine) {
 
 typedef float Row __attribute__((vector_size(32)));  // 8 columns
 
+struct Operands {
+  alignas(32) float a[16][16], b[16][8], c[16][8];  // [row][k], [k][column], [row][column]
+};
+
 float low(uint32_t pair) { return bits_float(pair << 16); }
 float high(uint32_t pair) { return bits_float(pair & 0xFFFF0000u); }
 
-// PTX's fragments: lane 4*g + t holds rows g, g+8 of A and C, column g of B. Products of two bf16 are exact in float;
-// the sum over k runs upwards from C.
-void multiply(Warp& warp) {
-  Row b[16];
-  float a[16][16];
+// PTX's fragments: lane 4*g + t holds rows g, g+8 of A and C, column g of B.
+void gather(const Warp& warp, Operands& m) {
   for (uint32_t lane = 0; lane < warp_lanes; lane++) {
     const Slot& slot = warp.slots[lane];
-    const uint32_t g = lane / 4, t = lane % 4;
+    const uint32_t g = lane / 4, pair = lane % 4 * 2;
     for (uint32_t half = 0; half < 2; half++) {
-      const uint32_t k = 2 * t + 8 * half;
-      b[k][g] = low(slot.b[half]);
-      b[k + 1][g] = high(slot.b[half]);
+      m.b[pair + 8 * half][g] = low(slot.b[half]);
+      m.b[pair + 8 * half + 1][g] = high(slot.b[half]);
       for (uint32_t lower = 0; lower < 2; lower++) {
-        a[g + 8 * lower][k] = low(slot.a[2 * half + lower]);
-        a[g + 8 * lower][k + 1] = high(slot.a[2 * half + lower]);
+        m.a[g + 8 * lower][pair + 8 * half] = low(slot.a[2 * half + lower]);
+        m.a[g + 8 * lower][pair + 8 * half + 1] = high(slot.a[2 * half + lower]);
       }
+      m.c[g + 8 * half][pair] = slot.c[2 * half];
+      m.c[g + 8 * half][pair + 1] = slot.c[2 * half + 1];
     }
   }
-  for (uint32_t row = 0; row < 16; row++) {
-    const uint32_t first_lane = row % 8 * 4, part = row / 8 * 2;
-    Row sum;
-    for (uint32_t t = 0; t < 4; t++) {
-      sum[2 * t] = warp.slots[first_lane + t].c[part];
-      sum[2 * t + 1] = warp.slots[first_lane + t].c[part + 1];
-    }
-    for (uint32_t k = 0; k < 16; k++) sum += a[row][k] * b[k];
-    for (uint32_t t = 0; t < 4; t++) {
-      warp.slots[first_lane + t].c[part] = sum[2 * t];
-      warp.slots[first_lane + t].c[part + 1] = sum[2 * t + 1];
+}
+
+void scatter(Warp& warp, const Operands& m) {
+  for (uint32_t lane = 0; lane < warp_lanes; lane++) {
+    const uint32_t g = lane / 4, pair = lane % 4 * 2;
+    for (uint32_t half = 0; half < 2; half++) {
+      warp.slots[lane].c[2 * half] = m.c[g + 8 * half][pair];
+      warp.slots[lane].c[2 * half + 1] = m.c[g + 8 * half][pair + 1];
     }
   }
+}
+
+// Products of two bf16 are exact in float; the sum over k runs upwards from C, so the bits do not depend on the
+// machine's vector width. Four rows at a time keep the adders busy.
+[[gnu::always_inline]] inline void sum_products(Operands& m) {
+  for (uint32_t row = 0; row < 16; row += 4) {
+    Row sums[4];
+    for (uint32_t r = 0; r < 4; r++) sums[r] = *reinterpret_cast<const Row*>(m.c[row + r]);
+    for (uint32_t k = 0; k < 16; k++) {
+      const Row b = *reinterpret_cast<const Row*>(m.b[k]);
+      for (uint32_t r = 0; r < 4; r++) sums[r] += m.a[row + r][k] * b;
+    }
+    for (uint32_t r = 0; r < 4; r++) *reinterpret_cast<Row*>(m.c[row + r]) = sums[r];
+  }
+}
+
+#if defined(__x86_64__)
+[[gnu::target("avx2")]] void sum_products_avx2(Operands& m) { sum_products(m); }
+const bool has_avx2 = __builtin_cpu_supports("avx2");
+#else
+void sum_products_avx2(Operands&) {}
+constexpr bool has_avx2 = false;
+#endif
+
+void multiply(Warp& warp) {
+  Operands operands;
+  gather(warp, operands);
+  if (has_avx2) sum_products_avx2(operands);
+  else sum_products(operands);
+  scatter(warp, operands);
 }
 
 // movmatrix: an 8x8 matrix of 16-bit values, lane 4*row + t holding columns 2t and 2t+1.

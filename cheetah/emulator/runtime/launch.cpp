@@ -88,7 +88,7 @@ bool prepare_machine(const CheetahLaunch& launch) {
   machine.scheduler = Scheduler(launch.scheduler);
   machine.random = {launch.seed};
   machine.copy_patience = patience_choices[machine.random.below(4)];
-  machine.switches = machine.collectives = machine.copies = machine.copied_bytes = 0;
+  machine.switches = machine.calls = machine.collectives = machine.copies = machine.copied_bytes = 0;
   machine.switch_limit = launch.switch_limit ? launch.switch_limit : ~uint64_t(0);
   machine.buffers = launch.buffers;
   machine.buffer_count = launch.buffer_count;

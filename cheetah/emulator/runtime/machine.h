@@ -154,7 +154,7 @@ struct Machine {
   uint32_t copy_patience;           // how much rarer a copy lands than a warp runs, drawn from the seed
   Warp* priority_warp;              // the one that the priority scheduler lets run on
 
-  uint64_t switches, collectives, copies, copied_bytes;
+  uint64_t switches, calls, collectives, copies, copied_bytes;
   uint64_t check_at, switch_limit;  // in switches
   Fibre* current;
   void* launcher_stack_pointer;

@@ -21,6 +21,7 @@ namespace {
 constexpr uint32_t priority_change_period = 64;     // decisions
 constexpr uint32_t random_preemption_period = 4;    // primitives that need not wait
 constexpr uint32_t priority_preemption_period = 16;
+constexpr uint32_t round_robin_preemption_period = 1024;  // only so that limits are looked at
 
 void set_runnable(Warp& warp) {
   const uint32_t index = uint32_t(&warp - machine.warps);
@@ -216,6 +217,8 @@ void preemption_point(Place place, const char* primitive) {
     if (!machine.random.one_in(priority_preemption_period)) return;
     machine.current->warp->priority = uint32_t(machine.random.next());
     machine.priority_warp = nullptr;
+    yield();
+  } else if (++machine.calls % round_robin_preemption_period == 0) {
     yield();
   }
 }

@@ -1,0 +1,330 @@
+"""Each primitive against its meaning, worked out by numpy or by hand."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cheetah.emulator import SCHEDULERS, allocate
+from tests.emulator.kernels import program
+
+pytestmark = pytest.mark.compiler
+
+
+@pytest.fixture
+def draw() -> np.random.Generator:
+    return np.random.default_rng(11)
+
+
+def bf16_words(values: np.ndarray) -> np.ndarray:
+    return values.astype(ml_dtypes.bfloat16).view(np.uint16)
+
+
+def test_indices_name_every_thread_once() -> None:
+    body = """
+      const uint32_t thread = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
+      const uint32_t block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+      x[block * blockDim.x * blockDim.y * blockDim.z + thread] += 1 + blockIdx.y * 1000 + threadIdx.z * 100;
+    """
+    x = np.zeros((2, 3, 5, 2, 4), np.uint32)
+    program(body, "uint32_t* x").launch((3, 2), (4, 2, 5), 0, [x])
+    expected = 1 + 1000 * np.arange(2)[:, None, None, None, None] + 100 * np.arange(5)[:, None, None]
+    np.testing.assert_array_equal(x, np.broadcast_to(expected, x.shape))
+
+
+def test_shared_memory_is_poisoned_aligned_and_one_for_each_block() -> None:
+    body = """
+      uint32_t* words = (uint32_t*)shared_arena();
+      if (threadIdx.x == 0) {
+        seen[3 * blockIdx.x] = words[10];
+        seen[3 * blockIdx.x + 1] = (uint64_t)shared_arena() % 1024;
+        words[10] = blockIdx.x;
+      }
+      block_barrier();
+      if (threadIdx.x == 63) seen[3 * blockIdx.x + 2] = words[10];
+    """
+    seen = np.zeros((4, 3), np.uint32)
+    program(body, "uint32_t* seen").launch(4, 64, 100, [seen])
+    np.testing.assert_array_equal(seen, [[0xFFFFFFFF, 0, block] for block in range(4)])
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_shuffles(scheduler: str, draw: np.random.Generator) -> None:
+    body = """
+      const uint32_t i = threadIdx.x;
+      out[i] = shuffle_xor_u32(x[i], 5);
+      out[64 + i] = float_bits(shuffle_xor_f32(bits_float(x[i]), 16));
+      out[128 + i] = shuffle_u32(x[i], (i * 7 + 3) % 32);
+      out[192 + i] = float_bits(shuffle_f32(bits_float(x[i]), 31));
+    """
+    x = draw.integers(0, 1 << 30, 64, dtype=np.uint32)
+    out = np.zeros((4, 64), np.uint32)
+    program(body, "const uint32_t* x, uint32_t* out").launch(1, 64, 0, [x, out], scheduler=scheduler, seed=1)
+    thread, lanes = np.arange(64), np.arange(64) % 32
+    first = thread - lanes
+    np.testing.assert_array_equal(out[0], x[first + (lanes ^ 5)])
+    np.testing.assert_array_equal(out[1], x[first + (lanes ^ 16)])
+    np.testing.assert_array_equal(out[2], x[first + (thread * 7 + 3) % 32])
+    np.testing.assert_array_equal(out[3], x[first + 31])
+
+
+def test_warp_sum_has_the_bits_of_five_shuffles(draw: np.random.Generator) -> None:
+    body = """
+      float v = x[threadIdx.x];
+      sums[threadIdx.x] = warp_sum_f32(v);
+      maxima[threadIdx.x] = warp_max_f32(v);
+      for (uint32_t mask = 16; mask; mask /= 2) v = v + shuffle_xor_f32(v, mask);
+      shuffled[threadIdx.x] = v;
+    """
+    x = draw.standard_normal(32).astype(np.float32) * 1e3
+    sums, maxima, shuffled = (np.zeros(32, np.float32) for _ in range(3))
+    signature = "const float* x, float* sums, float* maxima, float* shuffled"
+    program(body, signature).launch(1, 32, 0, [x, sums, maxima, shuffled])
+    assert sums.tobytes() == shuffled.tobytes()
+    np.testing.assert_allclose(sums, np.full(32, x.sum(dtype=np.float64)), rtol=1e-5)
+    np.testing.assert_array_equal(maxima, np.full(32, x.max()))
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_mma_multiplies_fragments_laid_out_as_ptx_says(scheduler: str, draw: np.random.Generator) -> None:
+    body = """
+      const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+      auto pair = [](const uint16_t* m, uint32_t at) { return (uint32_t)m[at + 1] << 16 | m[at]; };
+      float c[4];
+      for (uint32_t i = 0; i < 4; i++) c[i] = d[(g + 8 * (i / 2)) * 8 + 2 * t + i % 2];
+      uint4 fragment;
+      fragment.x = pair(a, g * 16 + 2 * t);
+      fragment.y = pair(a, (g + 8) * 16 + 2 * t);
+      fragment.z = pair(a, g * 16 + 2 * t + 8);
+      fragment.w = pair(a, (g + 8) * 16 + 2 * t + 8);
+      const uint32_t b0 = (uint32_t)b[(2 * t + 1) * 8 + g] << 16 | b[2 * t * 8 + g];
+      const uint32_t b1 = (uint32_t)b[(2 * t + 9) * 8 + g] << 16 | b[(2 * t + 8) * 8 + g];
+      mma_bf16(c, fragment, b0, b1);
+      mma_bf16(c, fragment, b0, b1);
+      if (threadIdx.x < 32) for (uint32_t i = 0; i < 4; i++) d[(g + 8 * (i / 2)) * 8 + 2 * t + i % 2] = c[i];
+    """
+    a, b = draw.standard_normal((16, 16)), draw.standard_normal((16, 8))
+    d = draw.standard_normal((16, 8)).astype(np.float32)
+    exact = [words.view(ml_dtypes.bfloat16).astype(np.float64) for words in (bf16_words(a), bf16_words(b))]
+    expected = d + 2 * exact[0] @ exact[1]
+    signature = "const uint16_t* a, const uint16_t* b, float* d"
+    program(body, signature).launch(1, 32, 0, [bf16_words(a), bf16_words(b), d], scheduler=scheduler)
+    np.testing.assert_allclose(d, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_matrix_transpose() -> None:
+    body = "x[threadIdx.x] = matrix_transpose_b16(x[threadIdx.x]);"
+    matrix = np.arange(64, dtype=np.uint16).reshape(8, 8)
+    x = matrix.copy().view(np.uint32)
+    program(body, "uint32_t* x").launch(1, 32, 0, [x])
+    np.testing.assert_array_equal(x.view(np.uint16), matrix.T)
+
+
+def test_byte_permute(draw: np.random.Generator) -> None:
+    body = "out[threadIdx.x] = byte_permute(a[threadIdx.x], b[threadIdx.x], s[threadIdx.x]);"
+    a, b, s = (draw.integers(0, 1 << 32, 1024, dtype=np.uint32) for _ in range(3))
+    out = np.zeros(1024, np.uint32)
+    program(body, "const uint32_t* a, const uint32_t* b, const uint32_t* s, uint32_t* out").launch(
+        1, 1024, 0, [a, b, s, out]
+    )
+    source = np.stack([a, b], axis=1).view(np.uint8)
+    expected = np.zeros((1024, 4), np.uint8)
+    for i in range(4):
+        pick = s >> np.uint32(4 * i) & 15
+        byte = source[np.arange(1024), pick & 7]
+        expected[:, i] = np.where(pick & 8, np.where(byte & 128, 255, 0), byte)
+    np.testing.assert_array_equal(out, expected.view(np.uint32)[:, 0])
+
+
+def test_bf16_conversions(draw: np.random.Generator) -> None:
+    body = """
+      for (uint32_t i = threadIdx.x; i < n; i += blockDim.x) {
+        bf16 rounded = f32_to_bf16(x[i]);
+        out[i] = rounded.bits;
+        const uint32_t packed = pack_bf16x2(x[i], -x[i]);
+        ok[i] = bf16x2_low(packed) == bf16_to_f32(rounded) && bf16x2_high(packed) == -bf16_to_f32(rounded);
+      }
+    """
+    special = np.array([0x00000000, 0x80000000, 0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF, 0x7F800000], np.uint32)
+    bits = np.concatenate([special, draw.integers(0, 0x7F800000, 5000, dtype=np.uint32)])
+    x = bits.view(np.float32)
+    out, ok = np.zeros(x.size, np.uint16), np.zeros(x.size, np.int32)
+    kernel = program(body, "const float* x, uint16_t* out, int32_t* ok, uint32_t n")
+    kernel.launch(1, 64, 0, [x, out, ok, x.size])
+    np.testing.assert_array_equal(out, bf16_words(x))
+    assert ok.all()
+    nan = np.array([0x7FC00001, 0xFF800001], np.uint32).view(np.float32)
+    kernel.launch(1, 32, 0, [nan, out, ok, 2])
+    np.testing.assert_array_equal(out[:2], [0x7FFF, 0x7FFF])
+
+
+def test_arithmetic(draw: np.random.Generator) -> None:
+    body = """
+      const float v = x[threadIdx.x];
+      float* row = out + threadIdx.x;
+      row[0] = exp2_f32(v); row[64] = exp_f32(v); row[128] = log_f32(v); row[192] = rsqrt_f32(v);
+      row[256] = divide_f32(v, 3.0f); row[320] = bits_float(multiply_high_u32(float_bits(v), 0x80000000u));
+    """
+    x = draw.uniform(0.1, 5, 64).astype(np.float32)
+    out = np.zeros((6, 64), np.float32)
+    program(body, "const float* x, float* out").launch(1, 64, 0, [x, out])
+    exact = x.astype(np.float64)
+    expected = [np.exp2(exact), np.exp(exact), np.log(exact), exact**-0.5, exact / 3]
+    np.testing.assert_allclose(out[:5], expected, rtol=1e-6, atol=1e-7)
+    np.testing.assert_array_equal(out[5].view(np.uint32), x.view(np.uint32) >> 1)
+
+
+def test_constant_loads() -> None:
+    body = """
+      const uint4 four = load_constant_u32x4(x + 4);
+      if (threadIdx.x == 0) { out[0] = four.x; out[1] = four.w; out[2] = load_constant_u32(x + 1); }
+    """
+    x = allocate(8, np.uint32)
+    x[:] = np.arange(8) * 3
+    out = np.zeros(3, np.uint32)
+    program(body, "const uint32_t* x, uint32_t* out").launch(1, 32, 0, [x, out])
+    np.testing.assert_array_equal(out, [12, 21, 3])
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_named_barriers_hand_over(scheduler: str) -> None:
+    """Warp 0 produces, warp 1 consumes: 'filled' is barrier 1, 'read' is barrier 2, each for 64 threads."""
+    body = """
+      volatile uint32_t* slot = (volatile uint32_t*)shared_arena();
+      const uint32_t lane = threadIdx.x % 32;
+      for (uint32_t i = 0; i < 10; i++) {
+        if (threadIdx.x < 32) {
+          if (i) named_barrier(2, 64);
+          slot[lane] = i * 100 + lane;
+          named_barrier_arrive(1, 64);
+        } else {
+          named_barrier(1, 64);
+          out[i * 32 + lane] = slot[31 - lane];
+          if (i < 9) named_barrier_arrive(2, 64);
+        }
+      }
+    """
+    for seed in range(5):
+        out = np.zeros((10, 32), np.uint32)
+        program(body, "uint32_t* out").launch(1, 64, 128, [out], scheduler=scheduler, seed=seed)
+        np.testing.assert_array_equal(out, np.arange(10)[:, None] * 100 + 31 - np.arange(32))
+
+
+def test_a_fresh_mbarrier_has_completed_the_phase_of_parity_one() -> None:
+    body = """
+      uint64_t* barrier = (uint64_t*)shared_arena();
+      if (threadIdx.x == 0) mbarrier_init(barrier, 31);
+      block_barrier();
+      mbarrier_wait(barrier, 1);
+      for (uint32_t phase = 0; phase < 5; phase++) {
+        if (threadIdx.x) mbarrier_arrive(barrier);
+        mbarrier_wait(barrier, phase & 1);
+      }
+      x[threadIdx.x] = 1;
+    """
+    x = np.zeros(32, np.uint32)
+    program(body, "uint32_t* x").launch(1, 32, 8, [x])
+    assert x.all()
+
+
+COPIES = """
+  uint64_t* barrier = (uint64_t*)shared_arena();
+  uint8_t* to = shared_arena() + 64;
+  if (threadIdx.x == 0) {
+    mbarrier_init(barrier, 1);
+    mbarrier_arrive_expect_tx(barrier, 4 * 32);
+    for (uint32_t i = 0; i < 4; i++) bulk_copy(to + 32 * i, from + 32 * (3 - i), 32, barrier);
+    for (uint32_t i = 0; i < 4; i++) early[i] = to[32 * i];
+  }
+  block_barrier();
+  for (uint32_t i = 0; i < 4; i++) {
+    fence_proxy_async();
+    if (threadIdx.x == 1) early[4 + i] = to[32 * i];
+  }
+  mbarrier_wait(barrier, 0);
+  out[threadIdx.x] = to[threadIdx.x];
+"""
+
+
+def test_bulk_copies_land_late_and_out_of_order() -> None:
+    source = allocate(128, np.uint8)
+    source[:] = np.arange(128)
+    orders = set()
+    for scheduler in SCHEDULERS:
+        for seed in range(20):
+            out, early = np.zeros(128, np.uint8), np.zeros(8, np.uint8)
+            kernel = program(COPIES, "const uint8_t* from, uint8_t* out, uint8_t* early")
+            stats = kernel.launch(1, 128, 192, [source, out, early], scheduler=scheduler, seed=seed)
+            np.testing.assert_array_equal(out, source.reshape(4, 32)[::-1].reshape(-1))
+            assert (stats.copies, stats.copied_bytes) == (4, 128)
+            assert (early[:4] == 0xFF).all() or scheduler != "round_robin"
+            orders.add(tuple(early[4:] == 0xFF))
+    assert len(orders) > 4, "under some schedules a later copy lands before an earlier one"
+
+
+FLAGGED = """
+  const uint32_t partner = blockIdx.x ^ 1;
+  for (uint32_t epoch = 1; epoch <= 6; epoch++) {
+    uint64_t* slot = words + (epoch % 2) * 256;
+    PUBLISH(slot + blockIdx.x * 128 + threadIdx.x, epoch * 1000 + blockIdx.x * 200 + threadIdx.x, epoch);
+    const uint4 got = WAIT(slot + partner * 128 + threadIdx.x / 4 * 4, epoch);
+    sums[blockIdx.x * 128 + threadIdx.x] += got.x + got.y + got.z + got.w;
+    block_barrier();
+  }
+"""
+
+
+@pytest.mark.parametrize("publish, wait", [
+    ("publish_flagged", "wait_flagged4"), ("publish_flagged_release", "wait_flagged4_acquire"),
+])  # fmt: skip
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_flagged_words_cross_blocks(publish: str, wait: str, scheduler: str) -> None:
+    kernel = program(FLAGGED.replace("PUBLISH", publish).replace("WAIT", wait), "uint64_t* words, uint32_t* sums")
+    block, thread = np.arange(2)[:, None], np.arange(128) // 4 * 4
+    expected = sum(4 * (epoch * 1000 + (1 - block) * 200 + thread) + 6 for epoch in range(1, 7))
+    for seed in range(5):
+        words, sums = allocate((2, 2, 128), np.uint64, fill=0), np.zeros((2, 128), np.uint32)
+        kernel.launch(2, 128, 0, [words, sums], scheduler=scheduler, seed=seed)
+        np.testing.assert_array_equal(sums, expected)
+
+
+def test_counters_and_relaxed_stores() -> None:
+    body = """
+      add_release_u64(counter, 2);
+      wait_at_least_u64(counter, 2 * gridDim.x * blockDim.x);
+      if (threadIdx.x == 0) store_relaxed_u32(&seen[blockIdx.x], (uint32_t)*counter);
+      const uint64_t before = global_timer();
+      block_barrier();
+      if (global_timer() < before) seen[0] = 0;
+    """
+    counter, seen = np.zeros(1, np.uint64), np.zeros(3, np.uint32)
+    program(body, "uint64_t* counter, uint32_t* seen").launch(3, 64, 0, [counter, seen], scheduler="random")
+    assert counter[0] == 384
+    np.testing.assert_array_equal(seen, [384] * 3)
+
+
+def test_scalars_and_null_arrive_as_given() -> None:
+    body = "if (threadIdx.x == 0) { out[0] = a == -3 && b == (7ull << 40) && c == 0.1f && d == 0; }"
+    out = np.zeros(1, np.int32)
+    kernel = program(body, "int32_t* out, int32_t a, uint64_t b, float c, const uint8_t* d")
+    kernel.launch(1, 1, 0, [out, -3, 7 << 40, 0.1, None])
+    assert out[0] == 1
+
+
+def test_a_block_need_not_be_whole_warps() -> None:
+    body = "x[threadIdx.x] = shuffle_u32(threadIdx.x, 3); warp_barrier(); block_barrier();"
+    x = np.zeros(40, np.uint32)
+    program(body, "uint32_t* x").launch(1, 40, 0, [x])
+    np.testing.assert_array_equal(x, [3] * 32 + [35] * 8)
+
+
+def test_equal_seeds_give_equal_schedules() -> None:
+    body = "for (int i = 0; i < 20; i++) { add_release_u64(x, 1); block_barrier(); }"
+    counts = {seed: set() for seed in range(4)}
+    for _ in range(3):
+        for seed, seen in counts.items():
+            stats = program(body, "uint64_t* x").launch(
+                2, 64, 0, [np.zeros(1, np.uint64)], scheduler="random", seed=seed
+            )
+            seen.add(stats.switches)
+    assert all(len(seen) == 1 for seen in counts.values())
+    assert len(set.union(*counts.values())) > 1
