@@ -66,7 +66,10 @@ class Buffer(Protocol):
         """Copy the array's bytes to byte `offset`, after the launches so far. The array may be reused on return."""
 
     def download(self, dtype: DTypeLike, shape: int | tuple[int, ...], offset: int = 0) -> NDArray[Any]:
-        """A new array of the bytes from byte `offset` on, after the launches so far have finished."""
+        """A new array of the bytes from byte `offset` on, after the launches so far have finished.
+
+        It waits for them without limit: `Device.synchronize(timeout_s)` before it sets one.
+        """
 
     def fill(self, byte: int) -> None:
         """Set every byte, after the launches so far. 0xFF makes NaN in bf16 and f32."""

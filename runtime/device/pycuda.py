@@ -115,8 +115,8 @@ class PyCudaDriver:
         return self._call("cuStreamCreate", lambda: self._api.Stream(NON_BLOCKING))
 
     def new_event(self, timing: bool) -> Any:
-        flags = self._api.event_flags
-        return self._call("cuEventCreate", lambda: self._api.Event(flags.DEFAULT if timing else flags.DISABLE_TIMING))
+        flags = 0 if timing else self._api.event_flags.DISABLE_TIMING
+        return self._call("cuEventCreate", lambda: self._api.Event(flags))
 
     def record(self, event: Any, stream: Any) -> None:
         self._call("cuEventRecord", lambda: event.record(stream))
