@@ -31,7 +31,7 @@ from cheetah.lang.expressions import Expr, Name, Value
 from cheetah.lang.index import Index, Layout, View
 from cheetah.lang.kernel import Kernel, Params, inline, kernel
 from cheetah.lang.operators import address_of, cast, maximum, minimum, reinterpret, select
-from cheetah.lang.primitives import Primitive
+from cheetah.lang.primitive import Primitive
 from cheetah.lang.render import render, render_file
 from cheetah.lang.scope import Role
 from cheetah.lang.streams import Streams

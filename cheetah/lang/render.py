@@ -42,7 +42,7 @@ from cheetah.lang.statements import (
 
 if TYPE_CHECKING:
     from cheetah.lang.kernel import Kernel
-    from cheetah.lang.primitives import Primitive
+    from cheetah.lang.primitive import Primitive
 
 INDENT = "  "
 _ATOM, _POSTFIX, _UNARY, _SELECT = 17, 16, 15, 4
@@ -110,11 +110,13 @@ def _float_text(value: float, type_: ty.Scalar) -> str:
     if math.isnan(value) or math.isinf(value):
         sign = "-" if value < 0 else ""
         return f"{sign}bits_float(0x7f800000)" if math.isinf(value) else "bits_float(0x7fffffff)"
-    return repr(value) if type_.bits == 64 else _shortest_f32(value) + "f"
+    return repr(value) if type_.bits == 64 else _f32_text(value) + "f"
 
 
-def _shortest_f32(value: float) -> str:
-    """The shortest decimal that a float reads back as `value`."""
+def _f32_text(value: float) -> str:
+    """The value in full where that is short, else the shortest decimal that a float reads back as `value`."""
+    if len(repr(value)) <= _SHORT:
+        return repr(value)
     for digits in range(1, 10):
         text = repr(float(f"{value:.{digits}g}"))
         if abs(float(text)) <= _F32_MAX and struct.unpack("f", struct.pack("f", float(text)))[0] == value:
@@ -122,6 +124,7 @@ def _shortest_f32(value: float) -> str:
     raise AssertionError(f"{value!r} is no float")
 
 
+_SHORT = 14
 _F32_MAX = 3.4028235677973366e38  # below it, a number still rounds to a finite float
 
 

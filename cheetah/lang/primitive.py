@@ -1,0 +1,119 @@
+"""What a primitive is: an operation of the hardware, declared once with its types, its meaning and its CUDA body.
+
+Which ones there are is in `primitives/`.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cheetah.lang import types as ty
+from cheetah.lang.binding import store_result
+from cheetah.lang.errors import LangError, TypeMixError
+from cheetah.lang.expressions import Call, Expr
+from cheetah.lang.operators import lift
+from cheetah.lang.scope import emit, reserve
+from cheetah.lang.statements import Do
+
+
+@dataclass(frozen=True, eq=False)
+class Primitive:
+    """A function on the device. `pure` ones are plain expressions; the others run exactly where they are written.
+
+    `any pointer` parameters are spelled `ty.ptr(ty.void)` (read) and `ty.ptr_mut(ty.void)` (written).
+    """
+
+    name: str
+    returns: ty.Type
+    parameters: Mapping[str, ty.Type]
+    cuda: str
+    meaning: str
+    pure: bool = False
+    requires: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        reserve(self.name)
+
+    def __call__(self, *arguments: Any) -> Any:
+        if len(arguments) != len(self.parameters):
+            raise TypeMixError(
+                f"{self.name} takes {len(self.parameters)} arguments ({', '.join(self.parameters)}), "
+                f"not {len(arguments)}."
+            )
+        pairs = zip(arguments, self.parameters.items(), strict=True)
+        lifted = tuple(self._argument(name, type_, value) for value, (name, type_) in pairs)
+        call = Call(self.returns, self.name, lifted, self)
+        if self.pure:
+            return call
+        if self.returns == ty.void:
+            emit(Do(call))
+            return None
+        return store_result(call)
+
+    def _argument(self, name: str, type_: ty.Type, value: Any) -> Expr:
+        if isinstance(type_, ty.Pointer) and isinstance(value, Expr):
+            given = value.type
+            if not isinstance(given, ty.Pointer) or type_.element not in (ty.void, given.element):
+                raise TypeMixError(f"{self.name}: `{name}` is {type_}, but `{value}` has type {given}.")
+            if type_.mutable and not given.mutable:
+                raise TypeMixError(f"{self.name} writes through `{name}`, but `{value}` is {given}.")
+            return value
+        if isinstance(type_, ty.Array) and isinstance(value, Expr) and value.type == type_:
+            return value
+        try:
+            return lift(value, type_)
+        except TypeMixError as error:
+            raise TypeMixError(f"{self.name}: argument `{name}`: {str(error).splitlines()[0]}") from None
+
+    def cuda_text(self) -> str:
+        """The definition for the GPU."""
+        parameters = ", ".join(_parameter_text(name, type_) for name, type_ in self.parameters.items())
+        head = f"__device__ __forceinline__ {self.returns} {self.name}({parameters}) {{"
+        return f"{head}\n{textwrap.indent(textwrap.dedent(self.cuda).strip(), '  ')}\n}}\n"
+
+
+def _parameter_text(name: str, type_: ty.Type) -> str:
+    if isinstance(type_, ty.Array):
+        return f"{type_.element} (&{name})[{type_.length}]"
+    return f"{type_} {name}"
+
+
+PRIMITIVES: dict[str, Primitive] = {}
+
+
+def with_requirements(found: Iterable[Primitive | str]) -> list[Primitive]:
+    """The given primitives (or names) and all that their bodies call: those of this file in order, then others."""
+    wanted: dict[str, Primitive] = {}
+    waiting = [PRIMITIVES[item] if isinstance(item, str) else item for item in found]
+    while waiting:
+        primitive = waiting.pop()
+        if wanted.setdefault(primitive.name, primitive) is not primitive:
+            raise LangError(f"two different primitives are called `{primitive.name}`.")
+        waiting += [PRIMITIVES[name] for name in primitive.requires if name not in wanted]
+    listed = [primitive for name, primitive in PRIMITIVES.items() if wanted.pop(name, None) is primitive]
+    return listed + [wanted[name] for name in sorted(wanted)]
+
+
+def declare(
+    name: str,
+    returns: ty.Type,
+    cuda: str,
+    meaning: str,
+    *,
+    pure: bool = False,
+    requires: tuple[str, ...] = (),
+    **parameters: ty.Type,
+) -> Primitive:
+    """Make a primitive and keep it in the list that the emulator's header must match."""
+    primitive = Primitive(name, returns, parameters, cuda, meaning, pure, requires)
+    PRIMITIVES[name] = primitive
+    return primitive
+
+
+ANY = ty.ptr(ty.void)
+"""A parameter that takes any pointer, to read through."""
+ANY_MUT = ty.ptr_mut(ty.void)
+"""A parameter that takes any mutable pointer."""

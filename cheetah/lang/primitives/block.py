@@ -1,0 +1,85 @@
+"""A block and its warps: shared memory, barriers, shuffles."""
+
+from __future__ import annotations
+
+from cheetah.lang import types as ty
+from cheetah.lang.primitive import declare
+
+shared_arena = declare(
+    "shared_arena",
+    ty.ptr_mut(ty.u8),
+    """
+    extern __shared__ __align__(1024) uint8_t cheetah_shared_memory[];
+    return cheetah_shared_memory;
+    """,
+    "start of the block's dynamic shared memory",
+)
+block_barrier = declare("block_barrier", ty.void, "__syncthreads();", "all threads of the block meet")
+named_barrier = declare(
+    "named_barrier",
+    ty.void,
+    'asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");',
+    "`threads` threads of the block meet at barrier `id` (1 to 15)",
+    id=ty.u32,
+    threads=ty.u32,
+)
+named_barrier_arrive = declare(
+    "named_barrier_arrive",
+    ty.void,
+    'asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory");',
+    "count in at barrier `id` without waiting",
+    id=ty.u32,
+    threads=ty.u32,
+)
+warp_barrier = declare("warp_barrier", ty.void, "__syncwarp();", "the warp's lanes meet; orders their memory accesses")
+shuffle_xor_f32 = declare(
+    "shuffle_xor_f32",
+    ty.f32,
+    "return __shfl_xor_sync(0xffffffffu, value, mask);",
+    "the value of lane ^ mask",
+    value=ty.f32,
+    mask=ty.u32,
+)
+shuffle_xor_u32 = declare(
+    "shuffle_xor_u32",
+    ty.u32,
+    "return __shfl_xor_sync(0xffffffffu, value, mask);",
+    "the value of lane ^ mask",
+    value=ty.u32,
+    mask=ty.u32,
+)
+shuffle_f32 = declare(
+    "shuffle_f32",
+    ty.f32,
+    "return __shfl_sync(0xffffffffu, value, lane);",
+    "the value of a lane",
+    value=ty.f32,
+    lane=ty.u32,
+)
+shuffle_u32 = declare(
+    "shuffle_u32",
+    ty.u32,
+    "return __shfl_sync(0xffffffffu, value, lane);",
+    "the value of a lane",
+    value=ty.u32,
+    lane=ty.u32,
+)
+_BUTTERFLY = """
+#pragma unroll
+for (int mask = 16; mask > 0; mask >>= 1) value = {};
+return value;
+"""
+warp_sum_f32 = declare(
+    "warp_sum_f32",
+    ty.f32,
+    _BUTTERFLY.format("value + __shfl_xor_sync(0xffffffffu, value, mask)"),
+    "sum over the warp on every lane (butterfly 16, 8, 4, 2, 1)",
+    value=ty.f32,
+)
+warp_max_f32 = declare(
+    "warp_max_f32",
+    ty.f32,
+    _BUTTERFLY.format("fmaxf(value, __shfl_xor_sync(0xffffffffu, value, mask))"),
+    "maximum over the warp on every lane",
+    value=ty.f32,
+)

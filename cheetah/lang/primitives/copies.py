@@ -1,0 +1,146 @@
+"""Asynchronous copies from global to shared memory, and the barriers that count their bytes."""
+
+from __future__ import annotations
+
+from cheetah.lang import types as ty
+from cheetah.lang.errors import CopySizeError
+from cheetah.lang.expressions import Binary, Cast, Expr, Literal, Subscript, Unary, Value
+from cheetah.lang.primitive import ANY, ANY_MUT, declare
+
+_BARRIER = ty.ptr_mut(ty.u64)
+
+shared_address = declare(
+    "shared_address",
+    ty.u32,
+    "return (uint32_t)__cvta_generic_to_shared(pointer);",
+    "an address within shared memory, for `ch.asm`",
+    pure=True,
+    pointer=ANY,
+)
+mbarrier_init = declare(
+    "mbarrier_init",
+    ty.void,
+    """
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
+      :: "r"(shared_address(barrier)), "r"(arrivals) : "memory");
+    """,
+    "a barrier whose phases complete after `arrivals` arrivals and all announced bytes",
+    requires=("shared_address",),
+    barrier=_BARRIER,
+    arrivals=ty.u32,
+)
+mbarrier_fence_init = declare(
+    "mbarrier_fence_init",
+    ty.void,
+    'asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async;" ::: "memory");',
+    "makes initialised barriers visible to the copy engine",
+)
+mbarrier_arrive = declare(
+    "mbarrier_arrive",
+    ty.void,
+    'asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");',
+    "one arrival (release)",
+    requires=("shared_address",),
+    barrier=_BARRIER,
+)
+mbarrier_arrive_expect_tx = declare(
+    "mbarrier_arrive_expect_tx",
+    ty.void,
+    """
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+      :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
+    """,
+    "one arrival that announces bytes to come",
+    requires=("shared_address",),
+    barrier=_BARRIER,
+    bytes=ty.u32,
+)
+mbarrier_wait = declare(
+    "mbarrier_wait",
+    ty.void,
+    """
+    asm volatile(
+      "{\\n\\t.reg .pred done;\\n\\t"
+      "again:\\n\\t"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\\n\\t"
+      "@!done bra again;\\n\\t}"
+      :: "r"(shared_address(barrier)), "r"(parity) : "memory");
+    """,
+    "waits until the phase of this parity has completed (acquire)",
+    requires=("shared_address",),
+    barrier=_BARRIER,
+    parity=ty.u32,
+)
+bulk_copy_unchecked = declare(
+    "bulk_copy",
+    ty.void,
+    """
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+      :: "r"(shared_address(destination)), "l"(source), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+    """,
+    "asynchronous copy from global to shared memory; its bytes count on the barrier",
+    requires=("shared_address",),
+    destination=ANY_MUT,
+    source=ANY,
+    bytes=ty.u32,
+    barrier=_BARRIER,
+)
+fence_proxy_async = declare(
+    "fence_proxy_async",
+    ty.void,
+    'asm volatile("fence.proxy.async;" ::: "memory");',
+    "orders ordinary accesses before later accesses of the copy engine",
+)
+
+
+COPY_UNIT = 16
+"""A bulk copy moves multiples of this many bytes, between addresses that are multiples of it."""
+TRANSACTION_LIMIT = 2**20 - 1
+"""The most bytes that one phase of an mbarrier can count."""
+
+
+def bulk_copy(destination: Expr, source: Expr, size: Value, barrier: Expr) -> None:
+    """Copy `size` bytes from global to shared memory, asynchronously; they count on `barrier`.
+
+    CopySizeError where a static size is no multiple of 16 bytes, or a static offset is not aligned to 16.
+    """
+    static = size.value if isinstance(size, Literal) else size
+    if isinstance(static, int):
+        _require_size(static)
+    for role, pointer in (("destination", destination), ("source", source)):
+        offset = _static_offset(pointer)
+        if offset is not None and offset % COPY_UNIT:
+            raise CopySizeError(
+                f"a bulk copy whose {role} `{pointer}` lies {offset} bytes into its buffer: it must be 16-byte aligned."
+            )
+    bulk_copy_unchecked(destination, source, size, barrier)
+
+
+def _require_size(size: int) -> None:
+    if size <= 0 or size % COPY_UNIT:
+        padded = max(COPY_UNIT, -(-size // COPY_UNIT) * COPY_UNIT)
+        raise CopySizeError(
+            f"a bulk copy of {size} bytes: the copy engine moves multiples of {COPY_UNIT} bytes; pad it to {padded}."
+        )
+    if size > TRANSACTION_LIMIT:
+        raise CopySizeError(
+            f"a bulk copy of {size} bytes: a barrier counts at most {TRANSACTION_LIMIT} bytes a phase; copy in parts."
+        )
+
+
+def _static_offset(pointer: Expr) -> int | None:
+    """Bytes that static arithmetic adds to a pointer; None where an index is known on the device only."""
+    if isinstance(pointer, Cast):
+        return _static_offset(pointer.operand)
+    if isinstance(pointer, Unary) and isinstance(pointer.operand, Subscript):
+        return _moved(pointer.operand.base, pointer.operand.index, 1)
+    if isinstance(pointer, Binary):
+        return _moved(pointer.left, pointer.right, -1 if pointer.operator == "-" else 1)
+    return 0
+
+
+def _moved(base: Expr, index: Expr, sign: int) -> int | None:
+    before = _static_offset(base)
+    if before is None or not isinstance(index, Literal) or not isinstance(base.type, ty.Pointer):
+        return None
+    return before + sign * int(index.value) * max(1, base.type.element.bytes)

@@ -1,0 +1,121 @@
+"""What passes between blocks: stores and loads of global memory with their order."""
+
+from __future__ import annotations
+
+from cheetah.lang import types as ty
+from cheetah.lang.primitive import ANY, declare
+
+_PUBLISH = """
+uint64_t word = (uint64_t)epoch << 32 | data;
+asm volatile("st.{}.gpu.global.u64 [%0], %1;" :: "l"(place), "l"(word) : "memory");
+"""
+_WAIT4 = """
+uint64_t a, b, c, d;
+do {{
+  asm volatile("ld.{0}.gpu.global.u64 %0, [%1];" : "=l"(a) : "l"(words) : "memory");
+  asm volatile("ld.{0}.gpu.global.u64 %0, [%1];" : "=l"(b) : "l"(words + 1) : "memory");
+  asm volatile("ld.{0}.gpu.global.u64 %0, [%1];" : "=l"(c) : "l"(words + 2) : "memory");
+  asm volatile("ld.{0}.gpu.global.u64 %0, [%1];" : "=l"(d) : "l"(words + 3) : "memory");
+}} while ((uint32_t)(a >> 32) != epoch || (uint32_t)(b >> 32) != epoch ||
+         (uint32_t)(c >> 32) != epoch || (uint32_t)(d >> 32) != epoch);
+return make_uint4((uint32_t)a, (uint32_t)b, (uint32_t)c, (uint32_t)d);
+"""
+_WORDS = ty.ptr(ty.u64)
+publish_flagged = declare(
+    "publish_flagged",
+    ty.void,
+    _PUBLISH.format("relaxed"),
+    "one 8-byte store of data and epoch: the epoch vouches for the data",
+    place=ty.ptr_mut(ty.u64),
+    data=ty.u32,
+    epoch=ty.u32,
+)
+publish_flagged_release = declare(
+    "publish_flagged_release",
+    ty.void,
+    _PUBLISH.format("release"),
+    "the same, after all that this thread has seen done",
+    place=ty.ptr_mut(ty.u64),
+    data=ty.u32,
+    epoch=ty.u32,
+)
+wait_flagged4 = declare(
+    "wait_flagged4",
+    ty.u32x4,
+    _WAIT4.format("relaxed"),
+    "the data of four words, once all carry the epoch",
+    words=_WORDS,
+    epoch=ty.u32,
+)
+wait_flagged4_acquire = declare(
+    "wait_flagged4_acquire",
+    ty.u32x4,
+    _WAIT4.format("acquire"),
+    "the same; what the publishers had done is visible after it",
+    words=_WORDS,
+    epoch=ty.u32,
+)
+add_release_u64 = declare(
+    "add_release_u64",
+    ty.void,
+    'asm volatile("red.release.gpu.global.add.u64 [%0], %1;" :: "l"(place), "l"(value) : "memory");',
+    "atomic addition after all that this thread has seen done",
+    place=ty.ptr_mut(ty.u64),
+    value=ty.u64,
+)
+fetch_add_release_u64 = declare(
+    "fetch_add_release_u64",
+    ty.u64,
+    """
+    uint64_t before;
+    asm volatile("atom.release.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(place), "l"(value) : "memory");
+    return before;
+    """,
+    "the same, giving the value before the addition",
+    place=ty.ptr_mut(ty.u64),
+    value=ty.u64,
+)
+wait_at_least_u64 = declare(
+    "wait_at_least_u64",
+    ty.void,
+    """
+    uint64_t seen;
+    do {
+      asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(place) : "memory");
+    } while (seen < value);
+    """,
+    "polls until the counter reaches a value (acquire)",
+    place=_WORDS,
+    value=ty.u64,
+)
+store_relaxed_u32 = declare(
+    "store_relaxed_u32",
+    ty.void,
+    'asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(place), "r"(value) : "memory");',
+    "a store that others may read at any time",
+    place=ty.ptr_mut(ty.u32),
+    value=ty.u32,
+)
+load_constant_u32 = declare(
+    "load_constant_u32",
+    ty.u32,
+    """
+    uint32_t result;
+    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(result) : "l"(place));
+    return result;
+    """,
+    "a load of memory that nobody writes during the launch",
+    place=ANY,
+)
+load_constant_u32x4 = declare(
+    "load_constant_u32x4",
+    ty.u32x4,
+    """
+    uint4 result;
+    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(result.x), "=r"(result.y), "=r"(result.z), "=r"(result.w) : "l"(place));
+    return result;
+    """,
+    "16 bytes of memory that nobody writes during the launch",
+    place=ANY,
+)

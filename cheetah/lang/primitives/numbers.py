@@ -1,0 +1,106 @@
+"""Bits, conversions and arithmetic: plain functions of their arguments."""
+
+from __future__ import annotations
+
+from cheetah.lang import types as ty
+from cheetah.lang.primitive import declare
+
+float_bits = declare(
+    "float_bits", ty.u32, "return __float_as_uint(value);", "the 32 bits of a float", pure=True, value=ty.f32
+)
+bits_float = declare(
+    "bits_float", ty.f32, "return __uint_as_float(bits);", "the float with these 32 bits", pure=True, bits=ty.u32
+)
+bf16_to_f32 = declare(
+    "bf16_to_f32", ty.f32, "return __uint_as_float((uint32_t)value.bits << 16);", "exact", pure=True, value=ty.bf16
+)
+f32_to_bf16 = declare(
+    "f32_to_bf16",
+    ty.bf16,
+    """
+    bf16 result;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
+    return result;
+    """,
+    "rounded to nearest even",
+    pure=True,
+    value=ty.f32,
+)
+pack_bf16x2 = declare(
+    "pack_bf16x2",
+    ty.u32,
+    """
+    uint32_t result;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+    return result;
+    """,
+    "two floats rounded to bf16; `low` in the low half",
+    pure=True,
+    low=ty.f32,
+    high=ty.f32,
+)
+bf16x2_low = declare(
+    "bf16x2_low", ty.f32, "return __uint_as_float(pair << 16);", "the low bf16 of a pair", pure=True, pair=ty.u32
+)
+bf16x2_high = declare(
+    "bf16x2_high",
+    ty.f32,
+    "return __uint_as_float(pair & 0xffff0000u);",
+    "the high bf16 of a pair",
+    pure=True,
+    pair=ty.u32,
+)
+byte_permute = declare(
+    "byte_permute",
+    ty.u32,
+    "return __byte_perm(a, b, selector);",
+    "four of the eight bytes of b:a, chosen by nibbles",
+    pure=True,
+    a=ty.u32,
+    b=ty.u32,
+    selector=ty.u32,
+)
+multiply_high_u32 = declare(
+    "multiply_high_u32",
+    ty.u32,
+    "return __umulhi(a, b);",
+    "upper half of the 64-bit product",
+    pure=True,
+    a=ty.u32,
+    b=ty.u32,
+)
+exp2_f32 = declare(
+    "exp2_f32",
+    ty.f32,
+    """
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+    return result;
+    """,
+    "2^value (hardware approximation, 2 ulp)",
+    pure=True,
+    value=ty.f32,
+)
+exp_f32 = declare("exp_f32", ty.f32, "return __expf(value);", "e^value (fast)", pure=True, value=ty.f32)
+log_f32 = declare("log_f32", ty.f32, "return logf(value);", "natural logarithm, accurate", pure=True, value=ty.f32)
+rsqrt_f32 = declare("rsqrt_f32", ty.f32, "return rsqrtf(value);", "1/sqrt(value)", pure=True, value=ty.f32)
+divide_f32 = declare("divide_f32", ty.f32, "return __fdividef(a, b);", "a/b (fast)", pure=True, a=ty.f32, b=ty.f32)
+maximum_f32 = declare(
+    "maximum_f32",
+    ty.f32,
+    "return fmaxf(a, b);",
+    "the larger; the other one if one is NaN",
+    pure=True,
+    a=ty.f32,
+    b=ty.f32,
+)
+global_timer = declare(
+    "global_timer",
+    ty.u64,
+    """
+    uint64_t result;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(result));
+    return result;
+    """,
+    "nanoseconds; ticks coarsely",
+)

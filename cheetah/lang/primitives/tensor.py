@@ -1,0 +1,45 @@
+"""Tensor cores and the fragments that a warp holds."""
+
+from __future__ import annotations
+
+from cheetah.lang import types as ty
+from cheetah.lang.primitive import declare
+
+_FRAGMENT = ty.array(ty.f32, 4)
+
+mma_bf16 = declare(
+    "mma_bf16",
+    ty.void,
+    """
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+    """,
+    "c += a (16 x 16) * b (16 x 8), fragments as in the PTX manual",
+    c=_FRAGMENT,
+    a=ty.u32x4,
+    b0=ty.u32,
+    b1=ty.u32,
+)
+matrix_transpose_b16 = declare(
+    "matrix_transpose_b16",
+    ty.u32,
+    """
+    uint32_t result;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+    return result;
+    """,
+    "the transposed 8 x 8 matrix of 16-bit elements that the warp holds",
+    pair=ty.u32,
+)
+make_u32x4 = declare(
+    "make_u32x4",
+    ty.u32x4,
+    "return make_uint4(x, y, z, w);",
+    "four words as one vector",
+    pure=True,
+    x=ty.u32,
+    y=ty.u32,
+    z=ty.u32,
+    w=ty.u32,
+)
