@@ -237,6 +237,8 @@ def _weights_progress(manifest: Manifest, quiet: bool) -> Iterator[Progress]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     total = sum(manifest.buffer(name).bytes for name in ("weights", "norms", "embedding"))
-    with Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    hidden = not console.is_terminal
+    with Bar(*columns, TimeRemainingColumn(), console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task("packing weights", total=total)
         yield lambda written: bar.advance(task, written)
