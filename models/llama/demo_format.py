@@ -53,7 +53,8 @@ small enough for an emulated GPU.
 
 It was trained on nothing but text that `models/llama/demo_grammar.py` generates, so its weights fall under the
 project's own licence and owe nothing to anybody. To make it again: `python -m cheetah.models.llama.train_demo` (with
-the extra `train`; the bits depend on the build of torch). These files: {steps} steps of {step_tokens} tokens.
+the extra `train`; the bits depend on the build of torch and on the processor). These files: {steps} steps of
+{step_tokens} tokens.
 
 | measured when these files were written, with the stored weights in float32 arithmetic | |
 |---|---|

@@ -228,7 +228,7 @@ def story(rng: random.Random) -> str:
 def questions_about_facts(rng: random.Random) -> list[Turn]:
     cast = _cast(rng)
     told = rng.sample(range(len(QUESTIONS)), rng.randint(1, len(QUESTIONS)))
-    asked = rng.sample(told, rng.randint(1, min(2, len(told))))
+    asked = rng.sample(told, rng.randint(1, len(told)))
     facts = " ".join(_write(PATTERNS["fact"][number], cast, rng) for number in told)
     turns: list[Turn] = []
     for number in asked:
@@ -253,16 +253,16 @@ def _story_on_request(rng: random.Random) -> list[Turn]:
 def conversation(rng: random.Random) -> list[Turn]:
     """A talk of pairs of turns, the user first: facts and questions about them, a story on request, or small talk."""
     kind = rng.random()
-    if kind < 0.5:
+    if kind < 0.6:
         return questions_about_facts(rng)
     return _story_on_request(rng) if kind < 0.9 else _small_talk(rng, rng.randrange(len(SMALL_TALK)))
 
 
 def documents(seed: int, count: int) -> Iterator[str | list[Turn]]:
-    """`count` documents drawn from `seed`: two stories to every conversation."""
+    """`count` documents drawn from `seed`: two conversations to every story."""
     rng = random.Random(seed)
     for number in range(count):
-        yield conversation(rng) if number % 3 == 2 else story(rng)
+        yield story(rng) if number % 3 == 2 else conversation(rng)
 
 
 def _any_of(words: Sequence[str]) -> str:

@@ -22,7 +22,7 @@ def test_every_story_is_read_back() -> None:
 
 
 def test_every_reply_is_read_back() -> None:
-    talks = [document for document in documents(3, 600) if not isinstance(document, str)]
+    talks = [document for document in documents(3, 300) if not isinstance(document, str)]
     replies = [turn.text for talk in talks for turn in talk if turn.role == "assistant"]
     assert len(talks) == 200
     assert all(map(is_accepted, replies))
