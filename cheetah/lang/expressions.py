@@ -47,7 +47,7 @@ class Expr:
         raise TypeMixError(f"`{self}` is a value on the device, not a Python float; convert it with `ty.f32(...)`.")
 
     def __str__(self) -> str:
-        from cheetah.lang.render import render_expression
+        from cheetah.lang.printer import render_expression
 
         return render_expression(self)
 

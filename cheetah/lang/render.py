@@ -1,326 +1,20 @@
-"""Printing: a precedence table and one case a node. Pure and deterministic: the same program gives the same bytes."""
+"""Whole texts: the kernel function, and the file with what it needs. Pure: the same program gives the same bytes."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import struct
 from collections.abc import Iterable, Iterator
-from functools import singledispatch
 from typing import TYPE_CHECKING
 
 from cheetah.lang import types as ty
-from cheetah.lang.expressions import (
-    Binary,
-    Builtin,
-    Call,
-    Cast,
-    Expr,
-    Literal,
-    Member,
-    Name,
-    Select,
-    Subscript,
-    Unary,
-    walk,
-)
-from cheetah.lang.statements import (
-    Asm,
-    Assign,
-    Comment,
-    Declare,
-    Do,
-    For,
-    If,
-    Jump,
-    Raw,
-    Stmt,
-    While,
-    constraint_letter,
-)
+from cheetah.lang.expressions import Call, Expr, Literal, walk
+from cheetah.lang.printer import INDENT, Printer, declaration
+from cheetah.lang.statements import Raw, Stmt
 
 if TYPE_CHECKING:
     from cheetah.lang.kernel import Kernel
     from cheetah.lang.primitive import Primitive
-
-INDENT = "  "
-_ATOM, _POSTFIX, _UNARY, _SELECT = 17, 16, 15, 4
-_PRECEDENCE = {
-    "*": 14, "/": 14, "%": 14, "+": 13, "-": 13, "<<": 12, ">>": 12, "<": 11, "<=": 11, ">": 11, ">=": 11,
-    "==": 10, "!=": 10, "&": 9, "^": 8, "|": 7, "&&": 6, "||": 5,
-}  # fmt: skip
-_SURPRISING = {"<<": 14, ">>": 14, "&": 14, "^": 14, "|": 14, "==": 12, "!=": 12, "||": 7}
-"""Around these operators, others that bind less tightly than this get parentheses that C does not need."""
-
-
-# -- expressions --------------------------------------------------------------------------------------------------
-
-
-def render_expression(expression: Expr) -> str:
-    """The C text of an expression."""
-    return _expression(expression)[0]
-
-
-def _wrap(expression: Expr, minimum: int) -> str:
-    text, precedence = _expression(expression)
-    return text if precedence >= minimum else f"({text})"
-
-
-@singledispatch
-def _expression(node: Expr) -> tuple[str, int]:
-    raise AssertionError(f"no printing rule for {type(node).__name__}")
-
-
-@_expression.register
-def _(node: Literal) -> tuple[str, int]:
-    text = literal_text(node)
-    return text, _UNARY if text.startswith("-") else _ATOM
-
-
-def literal_text(node: Literal) -> str:
-    """A literal of the right value; its C type is the right one wherever another operand has it."""
-    type_, value = node.type, node.value
-    assert isinstance(type_, ty.Scalar)
-    if type_.kind == "bool":
-        return "true" if value else "false"
-    if type_.kind == "float":
-        return _float_text(float(value), type_)
-    if -(2**31) < value < 2**31:
-        return str(value)
-    return _integer_text(int(value), type_)
-
-
-def _integer_text(value: int, type_: ty.Scalar) -> str:
-    """An integer literal whose C type is exactly `type_` (int or wider)."""
-    suffix = {"uint": "u", "int": ""}[type_.kind] + ("ll" if type_.bits == 64 else "")
-    if value == -(2 ** (type_.bits - 1)):  # C reads a minus and a number too large
-        return f"({value + 1}{suffix} - 1)"
-    return f"{value}{suffix}"
-
-
-def _exact(node: Expr, minimum: int) -> str:
-    """As `_wrap`, but with C's type right on its own, where no other operand gives it: `1ull << n`, `c ? 1u : 2u`."""
-    if isinstance(node, Literal) and isinstance(node.type, ty.Scalar) and node.type.is_integer:
-        return _integer_text(int(node.value), node.type)
-    return _wrap(node, minimum)
-
-
-def _float_text(value: float, type_: ty.Scalar) -> str:
-    if math.isnan(value) or math.isinf(value):
-        sign = "-" if value < 0 else ""
-        return f"{sign}bits_float(0x7f800000)" if math.isinf(value) else "bits_float(0x7fffffff)"
-    return repr(value) if type_.bits == 64 else _f32_text(value) + "f"
-
-
-def _f32_text(value: float) -> str:
-    """The value in full where that is short, else the shortest decimal that a float reads back as `value`."""
-    if len(repr(value)) <= _SHORT:
-        return repr(value)
-    for digits in range(1, 10):
-        text = repr(float(f"{value:.{digits}g}"))
-        if abs(float(text)) <= _F32_MAX and struct.unpack("f", struct.pack("f", float(text)))[0] == value:
-            return text
-    raise AssertionError(f"{value!r} is no float")
-
-
-_SHORT = 14
-_F32_MAX = 3.4028235677973366e38  # below it, a number still rounds to a finite float
-
-
-@_expression.register
-def _(node: Name) -> tuple[str, int]:
-    return node.name, _ATOM
-
-
-@_expression.register
-def _(node: Builtin) -> tuple[str, int]:
-    return node.text, _ATOM
-
-
-@_expression.register
-def _(node: Unary) -> tuple[str, int]:
-    inner = _wrap(node.operand, _UNARY)
-    separator = " " if inner.startswith(node.operator) else ""
-    return f"{node.operator}{separator}{inner}", _UNARY
-
-
-@_expression.register
-def _(node: Binary) -> tuple[str, int]:
-    operator = _c_operator(node)
-    precedence = _PRECEDENCE[operator]
-    left = _exact(node.left, precedence) if operator in ("<<", ">>") else _operand(node.left, operator, precedence)
-    return f"{left} {operator} {_operand(node.right, operator, precedence + 1)}", precedence
-
-
-def _c_operator(node: Binary) -> str:
-    if isinstance(node.left.type, ty.Scalar) and node.left.type.kind == "bool":
-        return {"&": "&&", "|": "||", "^": "!="}.get(node.operator, node.operator)
-    return "/" if node.operator == "//" else node.operator
-
-
-def _operand(node: Expr, around: str, minimum: int) -> str:
-    """An operand, in parentheses where C needs them or a reader does: `(a & b) | c`, `(a + b) << 2`."""
-    text, precedence = _expression(node)
-    surprising = isinstance(node, Binary) and _c_operator(node) != around and _SURPRISING.get(around, 0) > precedence
-    return f"({text})" if precedence < minimum or surprising else text
-
-
-@_expression.register
-def _(node: Select) -> tuple[str, int]:
-    both_literal = isinstance(node.if_true, Literal) and isinstance(node.if_false, Literal)
-    value = _exact if both_literal else _wrap
-    if_true, if_false = value(node.if_true, _SELECT + 1), value(node.if_false, _SELECT + 1)
-    return f"{_wrap(node.condition, _SELECT + 1)} ? {if_true} : {if_false}", _SELECT
-
-
-@_expression.register
-def _(node: Cast) -> tuple[str, int]:
-    return f"({node.type})({render_expression(node.operand)})", _UNARY
-
-
-@_expression.register
-def _(node: Call) -> tuple[str, int]:
-    return f"{node.function}({', '.join(map(render_expression, node.arguments))})", _POSTFIX
-
-
-@_expression.register
-def _(node: Subscript) -> tuple[str, int]:
-    return f"{_wrap(node.base, _POSTFIX)}[{render_expression(node.index)}]", _POSTFIX
-
-
-@_expression.register
-def _(node: Member) -> tuple[str, int]:
-    return f"{_wrap(node.base, _POSTFIX)}.{node.member}", _POSTFIX
-
-
-# -- statements ---------------------------------------------------------------------------------------------------
-
-
-class _Printer:
-    """Collects indented lines; with line marks on, `#line` names the Python line of each statement."""
-
-    def __init__(self, line_marks: bool) -> None:
-        self.lines: list[str] = []
-        self.depth = 0
-        self.line_marks = line_marks
-
-    def line(self, text: str) -> None:
-        self.lines.append(INDENT * self.depth + text)
-
-    def body(self, statements: Iterable[Stmt]) -> None:
-        self.depth += 1
-        for statement in statements:
-            if self.line_marks:
-                self.lines.append(f"#line {statement.location.line} {json.dumps(statement.location.file)}")
-            _statement(statement, self)
-        self.depth -= 1
-
-
-@singledispatch
-def _statement(node: Stmt, printer: _Printer) -> None:
-    raise AssertionError(f"no printing rule for {type(node).__name__}")
-
-
-@_statement.register
-def _(node: Declare, printer: _Printer) -> None:
-    printer.line(f"{_declaration(node.name.type, node.name.name)}{_initial(node)};")
-
-
-def _declaration(type_: ty.Type, name: str) -> str:
-    if isinstance(type_, ty.Array):
-        return _declaration(type_.element, f"{name}[{type_.length}]")
-    return f"{type_} {name}"
-
-
-def _initial(node: Declare) -> str:
-    if node.value is not None:
-        return f" = {render_expression(node.value)}"
-    return " = {}" if node.unrolled_zero else ""
-
-
-@_statement.register
-def _(node: Assign, printer: _Printer) -> None:
-    printer.line(f"{render_expression(node.target)} = {render_expression(node.value)};")
-
-
-@_statement.register
-def _(node: If, printer: _Printer) -> None:
-    _print_if(node, printer, "")
-
-
-def _print_if(node: If, printer: _Printer, prefix: str) -> None:
-    printer.line(f"{prefix}if ({render_expression(node.condition)}) {{")
-    printer.body(node.body)
-    if len(node.otherwise) == 1 and isinstance(node.otherwise[0], If):
-        _print_if(node.otherwise[0], printer, "} else ")
-        return
-    if node.otherwise:
-        printer.line("} else {")
-        printer.body(node.otherwise)
-    printer.line("}")
-
-
-@_statement.register
-def _(node: For, printer: _Printer) -> None:
-    if node.unroll:
-        printer.line("#pragma unroll" if node.unroll is True else f"#pragma unroll {node.unroll}")
-    name = node.counter.name
-    stop = render_expression(node.stop)
-    one = isinstance(node.step, Literal) and node.step.value == 1
-    advance = f"++{name}" if one else f"{name} += {render_expression(node.step)}"
-    printer.line(f"for ({node.counter.type} {name} = {render_expression(node.start)}; {name} < {stop}; {advance}) {{")
-    printer.body(node.body)
-    printer.line("}")
-
-
-@_statement.register
-def _(node: While, printer: _Printer) -> None:
-    printer.line(f"while ({render_expression(node.condition)}) {{")
-    printer.body(node.body)
-    printer.line("}")
-
-
-@_statement.register
-def _(node: Do, printer: _Printer) -> None:
-    printer.line(f"{render_expression(node.call)};")
-
-
-@_statement.register
-def _(node: Raw, printer: _Printer) -> None:
-    for line in node.text.splitlines():
-        printer.line(line)
-
-
-@_statement.register
-def _(node: Comment, printer: _Printer) -> None:
-    for line in node.text.splitlines():
-        printer.line(f"// {line}{' .' if line.endswith(chr(92)) else ''}")  # a backslash would swallow the next line
-
-
-@_statement.register
-def _(node: Jump, printer: _Printer) -> None:
-    printer.line(f"{node.word};")
-
-
-@_statement.register
-def _(node: Asm, printer: _Printer) -> None:
-    outputs = [pair for pair in node.operands if pair[0] in node.outputs]
-    inputs = [pair for pair in node.operands if pair[0] not in node.outputs]
-    numbers = {name: number for number, (name, _) in enumerate([*outputs, *inputs])}
-    registers = node.template.replace("%%", "%").replace("%", "%%")  # a register of PTX itself, such as %laneid
-    template = re.sub(r"\$([A-Za-z_]\w*)", lambda match: f"%{numbers[match[1]]}", registers)
-    written = ", ".join(_constraint(value, "=") for _, value in outputs)
-    read = ", ".join(_constraint(value, "") for _, value in inputs)
-    lists = f" : {written} : {read}" if written else f" :: {read}"
-    printer.line(f'asm volatile({json.dumps(template)}{lists} : "memory");')
-
-
-def _constraint(value: Expr, prefix: str) -> str:
-    return f'"{prefix}{constraint_letter(value.type)}"({_exact(value, 0)})'
-
-
-# -- whole texts --------------------------------------------------------------------------------------------------
 
 
 def statements_in(statements: Iterable[Stmt]) -> Iterator[Stmt]:
@@ -374,7 +68,7 @@ def _collect_structs(type_: ty.Type, found: dict[ty.Struct, None]) -> None:
 
 def render(kernel: Kernel, *, line_marks: bool = False) -> str:
     """The kernel function alone, as CUDA C++."""
-    printer = _Printer(line_marks)
+    printer = Printer(line_marks)
     parameters = ", ".join(f"{type_} {name}" for name, type_ in kernel.params.items())
     bounds = f" __launch_bounds__({kernel.max_threads}, 1)" if kernel.max_threads else ""
     linkage = 'extern "C" ' if kernel.max_threads else ""
@@ -395,7 +89,7 @@ def render_file(kernel: Kernel, *, header: str = "", line_marks: bool = False) -
 
 
 def _struct_text(struct: ty.Struct) -> str:
-    lines = [f"{INDENT}{_declaration(type_, name)};" for name, type_ in struct.members]
+    lines = [f"{INDENT}{declaration(type_, name)};" for name, type_ in struct.members]
     return "\n".join([f"struct {struct.c_name} {{", *lines, "};"]) + "\n"
 
 
