@@ -165,7 +165,7 @@ class Launcher:
 
 
 class _Plans:
-    """The KV plans of a launch in device form. Plans are cached by length, so making one ahead costs nothing later."""
+    """The KV plans of a launch in device form; those of the next launch can be made while the kernel runs."""
 
     def __init__(self, manifest: Manifest, config: LlamaConfig):
         plan = manifest.plan
@@ -177,6 +177,7 @@ class _Plans:
             "align": int(plan["kv_align"]),
             "minimum": int(plan["kv_chunk_min"]),
         }
+        self.prepare(0, 1)
         most = max_plans(int(plan["max_steps"]), int(plan["kv_align"]))
         room = manifest.buffer("kv_plans").shape
         if len(room) != 2 or room[0] < most or room[1] != self._layout.plan_words:
@@ -185,8 +186,11 @@ class _Plans:
 
     def encode(self, length: int, steps: int) -> npt.NDArray[np.int32]:
         """int32 [plans, plan_words] for `steps` steps after `length` tokens."""
-        return self._layout.encode_launch(kv_plans_for_launch(length, steps, **self._scheduling))
+        if self._length != length or self._steps < steps:
+            self.prepare(length, steps)
+        return self._words[: np.searchsorted(self._words[:, 0], steps)]  # column 0 is the first step, ascending
 
     def prepare(self, length: int, steps: int) -> None:
-        """Computes the plans of a launch to come."""
-        kv_plans_for_launch(length, steps, **self._scheduling)
+        """Makes the plans of a launch to come, of at most `steps` steps, ready for `encode`."""
+        self._length, self._steps = length, steps
+        self._words = self._layout.encode_launch(kv_plans_for_launch(length, steps, **self._scheduling))
