@@ -87,7 +87,7 @@ planted(const float* weights, float* values, uint64_t* counter, float* totals, f
 
 @dataclass(frozen=True)
 class Bug:
-    """A replacement in the text; the schedulers of which one must see it in 20 seeds, and whether the sanitizer does."""
+    """A replacement in the text; the schedulers that must see it within 20 seeds, and whether the sanitizer does."""
 
     name: str
     old: str
