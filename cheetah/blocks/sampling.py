@@ -48,9 +48,9 @@ def philox_word(counter: ch.Expr, position: ch.Expr, seed: ch.Expr) -> Any:
 
 @ch.inline
 def gumbel(token: ch.Expr, position: ch.Expr, seed: ch.Expr) -> Any:
-    """-log(-log u), u = ((word >> 8) + 0.5) / 2^24."""
+    """-log(-log u), u = ((word >> 9) + 0.5) / 2^23: exact in f32, and never 0 or 1."""
     word = philox_word(token, position, seed)
-    uniform = (ty.f32(word >> 8) + 0.5) * 2.0**-24
+    uniform = (ty.f32(word >> 9) + 0.5) * 2.0**-23
     noise = -prim.log_f32(-prim.log_f32(uniform))
     return noise
 

@@ -210,7 +210,7 @@ def default_plan(
     """
     shape = ModelShape(hidden, ffn, vocab, heads, kv_heads, head_dim, layers)
     given = {name: value for name, value in overrides.items() if value is not None}
-    chosen: dict[str, Any] = {"math_warps": 4 if gpu.emulated else 16, **default_starts(shape, gpu), **given}
+    chosen: dict[str, Any] = {"math_warps": 4 if gpu.emulated else 8, **default_starts(shape, gpu), **given}
     require_positive("Plan", math_warps=chosen["math_warps"])
     chosen.setdefault("stage_bytes", _default_stage_bytes(gpu, head_dim, chosen["math_warps"]))
     draft = Plan.from_dict({**chosen, "stages": 2, "in_flight": 1})

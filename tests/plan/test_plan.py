@@ -53,9 +53,9 @@ def test_default_plan_holds_its_constraints(shape, gpu):
 
 def test_default_plan_on_an_h200_is_the_one_that_measured_best():
     plan = plan_for(LLAMA_8B)
-    assert (plan.math_warps, plan.stage_bytes, plan.stages, plan.in_flight) == (16, 16384, 12, 3)
-    assert plan.sync == "flags" and plan.threads == 17 * 32
-    assert plan.pairs_per_warp == 1 and plan.kv_stage_tokens(128) == 32
+    assert (plan.math_warps, plan.stage_bytes, plan.stages, plan.in_flight) == (8, 16384, 12, 3)
+    assert plan.sync == "flags" and plan.threads == 9 * 32
+    assert plan.pairs_per_warp == 2 and plan.kv_stage_tokens(128) == 32
 
 
 def test_default_plan_on_the_emulator_is_small():
@@ -80,7 +80,7 @@ def test_overrides_win_and_none_means_by_rule():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"stage_bytes": 8192}, "stage_bytes is 8192 with 16 math warps: .* use a multiple of 16384"),
+        ({"stage_bytes": 8192, "math_warps": 16}, "stage_bytes is 8192 with 16 math warps: .* use a multiple of 16384"),
         ({"stage_bytes": 5120, "math_warps": 5}, "head_dim 128: .* use a multiple of 8192"),
         ({"math_warps": 32}, "math_warps is 32: .* at most 31"),
         ({"math_warps": 0}, "math_warps is 0"),

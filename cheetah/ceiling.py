@@ -1,0 +1,75 @@
+"""The read ceiling: a kernel that does nothing but bring memory into shared memory, as fast as bulk copies can.
+
+Every share of the ceiling that is reported is measured against this kernel in the same run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cheetah import __version__
+from cheetah import lang as ch
+from cheetah.lang import prim, ty
+from cheetah.manifest import Buffer, Launch, Manifest, Parameter, sha256_of_text
+from cheetah.plan import Gpu
+
+KERNEL_NAME = "read_ceiling"
+STAGE_BYTES = 65536
+STAGES = 3
+THREADS = 32
+PARAMETERS = ch.Params(data=ty.ptr(ty.u8), sink=ty.ptr_mut(ty.u32), rounds=ty.u32)
+
+
+def build_ceiling(blocks: int, stage_bytes: int = STAGE_BYTES, stages: int = STAGES) -> ch.Kernel:
+    """Read `rounds` chunks a block; the blocks read adjacent chunks side by side."""
+
+    @ch.kernel(PARAMETERS, name=KERNEL_NAME, max_threads=THREADS)
+    def read_ceiling(data: Any, sink: Any, rounds: Any) -> None:
+        arena = prim.shared_arena()
+        landed = ch.reinterpret(ty.ptr_mut(ty.u64), arena + stages * stage_bytes)
+        with ch.if_(ch.thread_idx_x() == 0):
+            with ch.for_(stages) as stage:
+                prim.mbarrier_init(landed + stage, 1)
+            prim.mbarrier_fence_init()
+            total = ch.var(ty.u32, 0)
+            with ch.for_(rounds + stages) as turn:
+                slot = turn % stages
+                with ch.if_(turn >= stages):
+                    prim.mbarrier_wait(landed + slot, (turn // stages + 1) % 2)
+                    # One word of each chunk is used, so that no copy could be called useless.
+                    total += ch.reinterpret(ty.ptr(ty.u32), arena + slot * stage_bytes)[0]
+                with ch.if_(turn < rounds):
+                    chunk = turn * blocks + ch.block_idx_x()
+                    prim.mbarrier_arrive_expect_tx(landed + slot, stage_bytes)
+                    prim.bulk_copy(arena + slot * stage_bytes, data + ty.u64(chunk) * stage_bytes, stage_bytes, landed + slot)
+            sink[ch.block_idx_x()] = total
+
+    return read_ceiling
+
+
+def generate_ceiling(gpu: Gpu) -> tuple[str, Manifest]:
+    """Text and manifest of the ceiling kernel. `data` holds rounds * blocks * STAGE_BYTES bytes, `sink` blocks words."""
+    text = ch.render_file(build_ceiling(gpu.blocks), header="Reads memory as fast as bulk copies can. Generated; do not edit.")
+    parameters = (
+        Parameter("data", "const uint8_t*", "pointer", "u8", False, None, "what is read"),
+        Parameter("sink", "uint32_t*", "pointer", "u32", True, (gpu.blocks,), "a word a block"),
+        Parameter("rounds", "uint32_t", "scalar", "u32", False, None, "chunks a block"),
+    )
+    manifest = Manifest(
+        kernel=KERNEL_NAME,
+        text_sha256=sha256_of_text(text),
+        generator=__version__,
+        command="cheetah bench",
+        gpu={"name": gpu.name, "arch": gpu.arch},
+        config={},
+        plan={},
+        launch=Launch(gpu.blocks, THREADS, STAGES * STAGE_BYTES + 8 * STAGES),
+        parameters=parameters,
+        matrices=(),
+        layer_stride=0,
+        weight_bytes=0,
+        buffers=(Buffer("sink", "u32", (gpu.blocks,), 4 * gpu.blocks, "poison"),),
+        phases=("read",),
+        step_bytes={},
+    )
+    return text, manifest
