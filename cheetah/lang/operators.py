@@ -244,9 +244,7 @@ def subscript(base: Expr, index: Value) -> Expr:
 def cast(type_: ty.Type, value: Value) -> Expr:
     """`value` converted to `type_` (C's rules); a literal is converted at once."""
     if not isinstance(value, Expr):
-        is_float = isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral)
-        truncates = is_float and isinstance(type_, ty.Scalar) and type_.is_integer
-        return lift(int(value) if truncates else value, type_)
+        return lift(_converted(value, type_), type_)
     if value.type == type_:
         return value
     if isinstance(type_, ty.Pointer):
@@ -259,6 +257,15 @@ def cast(type_: ty.Type, value: Value) -> Expr:
 
 def _is_number(type_: ty.Type) -> bool:
     return isinstance(type_, ty.Scalar) and type_.kind in ("uint", "int", "float")
+
+
+def _converted(value: object, type_: ty.Type) -> object:
+    """A Python number converted explicitly: a bool counts as 0 or 1, a float loses its fraction."""
+    if isinstance(value, bool) and _is_number(type_):
+        return int(value)
+    if isinstance(value, numbers.Real) and math.isfinite(value) and isinstance(type_, ty.Scalar) and type_.is_integer:
+        return math.trunc(value)
+    return value
 
 
 def _require_convertible(type_: ty.Type, value: Expr) -> None:

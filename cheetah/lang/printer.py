@@ -143,7 +143,9 @@ def _(node: Unary) -> tuple[str, int]:
 def _(node: Binary) -> tuple[str, int]:
     operator = _c_operator(node)
     precedence = _PRECEDENCE[operator]
-    left = _exact(node.left, precedence) if operator in ("<<", ">>") else _operand(node.left, operator, precedence)
+    left = _operand(node.left, operator, precedence)
+    if operator in ("<<", ">>") and isinstance(node.left, Literal):
+        left = _exact(node.left, precedence)
     return f"{left} {operator} {_operand(node.right, operator, precedence + 1)}", precedence
 
 
@@ -156,7 +158,8 @@ def _c_operator(node: Binary) -> str:
 def _operand(node: Expr, around: str, minimum: int) -> str:
     """An operand, in parentheses where C needs them or a reader does: `(a & b) | c`, `(a + b) << 2`."""
     text, precedence = _expression(node)
-    surprising = isinstance(node, Binary) and _c_operator(node) != around and _SURPRISING.get(around, 0) > precedence
+    mixed = isinstance(node, Binary) and (_c_operator(node) != around or around in ("==", "!="))
+    surprising = mixed and precedence < _SURPRISING.get(around, 0)
     return f"({text})" if precedence < minimum or surprising else text
 
 
