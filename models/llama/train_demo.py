@@ -1,9 +1,9 @@
 """Train the demo model and write its folder: `python -m cheetah.models.llama.train_demo [--steps N] [-o FOLDER]`.
 
 The text comes from `demo_grammar`, the tokenizer is trained on it, the model is a Llama of 0.7 million parameters.
-Needs the extra `train` (torch; a CPU is enough: about ten minutes on two cores that have bf16 instructions). Everything
-is drawn from SEED, so the same torch on the same processor gives the same files; others sum in another order and give
-other bits, of the same quality: what `measure` finds is written into the folder's README.md.
+Needs the extra `train` (torch; a CPU is enough: a quarter of an hour on one core that has bf16 instructions).
+Everything is drawn from SEED, so the same torch on the same processor gives the same files; others sum in another order
+and give other bits of the same quality: what `measure` finds is written into the folder's README.md.
 """
 
 import argparse
@@ -55,7 +55,8 @@ CONFIG = {
     "eos_token_id": 1,
     "torch_dtype": "bfloat16",
 }
-BATCH = 8  # sequences of max_position_embeddings tokens
+STEP_TOKENS = 4096
+LENGTHS = (256, 256, 256, 512)  # tokens of a sequence, step by step in turn: most documents are short
 PEAK_RATE = 3e-3
 WARMUP_STEPS = 80
 
@@ -85,16 +86,17 @@ def spoken(document: str | list[demo_grammar.Turn]) -> list[str]:
 
 
 def token_batches(tokenizer: Tokenizer, seed: int) -> Iterator[Tensor]:
-    """Endless int64 [BATCH, max_position_embeddings + 1]: documents one after another, cut anywhere."""
-    size = BATCH * (CONFIG["max_position_embeddings"] + 1)
+    """Endless int64 [sequences, length + 1] of STEP_TOKENS predictions: documents one after another, cut anywhere."""
     waiting: list[int] = []
-    for round_number in itertools.count():
-        texts = [marked(document) for document in demo_grammar.documents(seed + round_number, 300)]
-        for encoding in tokenizer.encode_batch(texts, add_special_tokens=False):
-            waiting += encoding.ids
-        while len(waiting) >= size:
-            yield torch.tensor(waiting[:size]).view(BATCH, -1)
-            del waiting[:size]
+    seeds = itertools.count(seed)
+    for length in itertools.cycle(LENGTHS):
+        size = STEP_TOKENS // length * (length + 1)
+        while len(waiting) < size:
+            texts = [marked(document) for document in demo_grammar.documents(next(seeds), 300)]
+            for encoding in tokenizer.encode_batch(texts, add_special_tokens=False):
+                waiting += encoding.ids
+        yield torch.tensor(waiting[:size]).view(-1, length + 1)
+        del waiting[:size]
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
@@ -250,11 +252,10 @@ def write_model(folder: Path, model: Llama) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=DEMO_FOLDER, help="folder to write (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=2600, help="training steps of 4096 tokens")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=2600, help=f"training steps of {STEP_TOKENS} tokens")
     arguments = parser.parse_args()
     torch.manual_seed(SEED)
-    torch.set_num_threads(arguments.threads)
+    torch.set_num_threads(1)  # the order of every sum, and so every bit, depends on it
     torch.use_deterministic_algorithms(True)
     arguments.output.mkdir(parents=True, exist_ok=True)
 
@@ -268,7 +269,7 @@ def main() -> None:
     model.float()  # the stored bf16 values, in float32 arithmetic
     metrics = measure(model, tokenizer)
     sample = complete(model, tokenizer, f"{BEGIN}One morning,", 0)
-    card = model_card(config, arguments.steps, BATCH * config.max_position_embeddings, metrics, f"One morning,{sample}")
+    card = model_card(config, arguments.steps, STEP_TOKENS, metrics, f"One morning,{sample}")
     (arguments.output / "README.md").write_text(card, encoding="utf-8")
     print(card)
 
