@@ -163,14 +163,17 @@ def test_arithmetic(draw: np.random.Generator) -> None:
       float* row = out + threadIdx.x;
       row[0] = exp2_f32(v); row[64] = exp_f32(v); row[128] = log_f32(v); row[192] = rsqrt_f32(v);
       row[256] = divide_f32(v, 3.0f); row[320] = bits_float(multiply_high_u32(float_bits(v), 0x80000000u));
+      row[384] = maximum_f32(maximum_f32(v, bits_float(0x7FC00000u)), 2.0f);
+      row[448] = bits_float(make_u32x4(1, 2, float_bits(v), 4).z);
     """
     x = draw.uniform(0.1, 5, 64).astype(np.float32)
-    out = np.zeros((6, 64), np.float32)
+    out = np.zeros((8, 64), np.float32)
     program(body, "const float* x, float* out").launch(1, 64, 0, [x, out])
     exact = x.astype(np.float64)
     expected = [np.exp2(exact), np.exp(exact), np.log(exact), exact**-0.5, exact / 3]
     np.testing.assert_allclose(out[:5], expected, rtol=1e-6, atol=1e-7)
     np.testing.assert_array_equal(out[5].view(np.uint32), x.view(np.uint32) >> 1)
+    np.testing.assert_array_equal(out[6:], [np.maximum(x, np.float32(2)), x])
 
 
 def test_constant_loads() -> None:
@@ -289,7 +292,8 @@ def test_flagged_words_cross_blocks(publish: str, wait: str, scheduler: str) -> 
 
 def test_counters_and_relaxed_stores() -> None:
     body = """
-      add_release_u64(counter, 2);
+      if (threadIdx.x % 2) add_release_u64(counter, 2);
+      else if (fetch_add_release_u64(counter, 2) >= 384) return;
       wait_at_least_u64(counter, 2 * gridDim.x * blockDim.x);
       if (threadIdx.x == 0) store_relaxed_u32(&seen[blockIdx.x], (uint32_t)*counter);
       const uint64_t before = global_timer();
