@@ -62,7 +62,7 @@ class StopStrings:
         """Length of the longest suffix that is a proper prefix of a stop string."""
         longest = min(len(self._held), max((len(stop) for stop in self._stops), default=1) - 1)
         for length in range(longest, 0, -1):
-            if any(len(stop) > length and stop.startswith(self._held[-length:]) for stop in self._stops):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stops):
                 return length
         return 0
 

@@ -284,16 +284,19 @@ def _use_epochs(arguments: Mapping[str, Any], count: int) -> None:
 
 
 def _check_plan(manifest: Manifest, config: LlamaConfig, arguments: Mapping[str, Any], step: int, keys: int) -> None:
-    """The plan of this step covers each key of each head exactly once."""
+    """The plan of this step covers each key of each head exactly once, and no block of keys beyond them."""
     layout = KvPlanLayout(manifest.launch.blocks, config.kv_heads, 1)
     plans = arguments["kv_plans"].view(np.int32, (int(arguments["plan_count"]), layout.plan_words))
     assert plans[0, 0] == 0 and (np.diff(plans[:, 0]) > 0).all()
     words = plans[np.flatnonzero(plans[:, 0] <= step)[-1]]
     items = words[layout.offsets["items"] :][: int(words[1]) * 8].reshape(-1, 8)
-    covered = np.zeros((config.kv_heads, keys + 64), int)
+    align = int(manifest.plan["kv_align"])
+    covered = np.zeros((config.kv_heads, int(items[:, 4].max()) + keys), int)
     for _, _, head, begin, end, *_ in items.tolist():
         covered[head, begin:end] += 1
-    assert (covered[:, :keys] == 1).all(), f"step {step}: the plan does not cover {keys} keys once"
+    rounded = -(-keys // align) * align
+    exactly = (covered[:, :rounded] == 1).all() and not covered[:, rounded:].any()
+    assert exactly, f"step {step}: the plan does not cover {keys} keys once"
 
 
 def _cached_step(

@@ -38,6 +38,11 @@ def test_tojson_keeps_characters_and_does_not_escape_html() -> None:
     assert rendered == '[{"é": "<&\'>"}] {\n "é": "<&\'>"\n}'
 
 
+def test_blocks_take_their_line_with_them() -> None:
+    text = "a\n  {% if true %}\nb\n  {% endif %}\nc"
+    assert templates(text).render(MESSAGES) == "a\nb\nc"
+
+
 def test_documents_and_eos_reach_the_template() -> None:
     assert templates("{{ documents[0] }}|{{ eos_token }}").render(MESSAGES, documents=["d"]) == "d|"
 

@@ -90,7 +90,9 @@ def test_seeds_decide_and_repeat(folder: Path, llm: LLM) -> None:
     assert ids(llm, temperature=1.5, seed=1) == ids(llm, temperature=1.5, seed=1)
     assert ids(llm, temperature=1.5, seed=1) != ids(llm, temperature=1.5, seed=2)
     assert ids(llm, temperature=1.5) == ids(llm, temperature=1.5, seed=0)
-    assert ids(opened(folder, seed=5), temperature=1.5) == ids(llm, temperature=1.5, seed=5)
+    other = opened(folder, seed=5)
+    assert ids(other, temperature=1.5) == ids(llm, temperature=1.5, seed=5)
+    assert ids(other, temperature=1.5, seed=0) == ids(llm, temperature=1.5, seed=0)
     assert ids(llm) == ids(llm, temperature=0.0, seed=77), "greedy is the default, and no seed matters to it"
 
 
@@ -250,11 +252,12 @@ def test_plan_choices_reach_the_generator_and_change_no_token(folder: Path, llm:
 
 def test_an_overtaken_stream_says_so(folder: Path) -> None:
     llm = opened(folder, launch_steps=1)
-    stream = llm.stream("hello", SamplingParams(max_tokens=9))
-    next(stream)
-    llm.generate([1], SamplingParams(max_tokens=1))
-    with pytest.raises(CheetahError, match="another request began"):
+    for overtake in (lambda: llm.generate([1], SamplingParams(max_tokens=1)), lambda: llm.score([1])):
+        stream = llm.stream("hello", SamplingParams(max_tokens=9))
         next(stream)
+        overtake()
+        with pytest.raises(CheetahError, match="another request began"):
+            next(stream)
 
 
 def test_closing_frees_everything_and_ends_use(folder: Path) -> None:

@@ -106,3 +106,11 @@ def test_a_mark_at_the_end_can_complete_a_stop_string() -> None:
     stream = TextStream(tokenizer("byte_level").text_decoder(), ["a\ufffd"])
     assert stream.feed(ord("a")) == "" and stream.feed(0xC3) == ""
     assert stream.finish() == "" and stream.stopped == "a\ufffd"
+
+
+@pytest.mark.parametrize("least, made", [(0, 1), (1, 1), (2, 2), (4, 4)])
+def test_stop_strings_are_not_looked_for_before_min_tokens(least: int, made: int) -> None:
+    """Feeding a token after the stop is an error, so this also says that it does not stop earlier."""
+    stream = TextStream(tokenizer("byte_level").text_decoder(), ["a"], min_tokens=least)
+    shown = [stream.feed(ord("a")) for _ in range(made)]
+    assert stream.stopped == "a" and "".join(shown) == "a" * (made - 1)
