@@ -149,7 +149,8 @@ def _compile_and_store(
 class NvrtcCompiler:
     """NVRTC through cuda-bindings. Works without a GPU and without a driver."""
 
-    flags = ("--gpu-architecture=sm_90a", *_COMMON_FLAGS)
+    # NVRTC's own cache takes texts that differ in comments for the same, and a hit gives no ptxas log: ours suffices.
+    flags = ("--gpu-architecture=sm_90a", "--no-cache", *_COMMON_FLAGS)
 
     @property
     def version(self) -> str:
