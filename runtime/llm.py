@@ -132,9 +132,7 @@ class LLM:
         """
         return self._pieces(self._encode(prompt), params or SamplingParams())
 
-    def chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any
-    ) -> RequestOutput:
+    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any) -> RequestOutput:
         """The model's next message in a conversation: [{"role": "user", "content": "..."}, ...].
 
         `template`: tools, documents and add_generation_prompt (True) for the chat template, chat_template to use

@@ -75,9 +75,7 @@ class TextStream:
     of the first `min_tokens - 1` tokens.
     """
 
-    def __init__(
-        self, decoder: TextDecoder, stop: Sequence[str] = (), include_stop: bool = False, min_tokens: int = 0
-    ):
+    def __init__(self, decoder: TextDecoder, stop: Sequence[str] = (), include_stop: bool = False, min_tokens: int = 0):
         self._decoder = decoder
         self._to_pass = min_tokens - 1
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")

@@ -13,6 +13,7 @@ import pytest
 from tiny_models import tiny_weights, write_checkpoint
 
 from cheetah.models.llama.reference import Reference
+from cheetah.models.llama.sampling import sample
 from cheetah.runtime import LLM, SamplingParams
 from cheetah.runtime.decode import LaunchPace
 from cheetah.runtime.launcher import EPOCH_LIMIT, Epochs
@@ -70,6 +71,14 @@ def test_generated_tokens_are_what_the_scores_say(llm: LLM) -> None:
     made = llm.generate(PROMPT, SamplingParams(max_tokens=25)).token_ids
     scores = llm.score(PROMPT + made)
     assert tuple(scores[len(PROMPT) - 1 : -1].argmax(axis=1)) == made
+
+
+def test_sampled_tokens_are_the_references_draws_from_the_scores(llm: LLM) -> None:
+    seed = 2**40 + 9
+    made = llm.generate(PROMPT, SamplingParams(max_tokens=25, temperature=0.8, seed=seed)).token_ids
+    scores = llm.score(PROMPT + made)
+    drawn = [sample(scores[at - 1], 0.8, seed, position=at) for at in range(len(PROMPT), len(PROMPT + made))]
+    assert tuple(drawn) == made != llm.generate(PROMPT, SamplingParams(max_tokens=25)).token_ids
 
 
 def check_early_ends(llm: LLM) -> None:
