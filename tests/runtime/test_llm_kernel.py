@@ -1,9 +1,10 @@
-"""`LLM` with the generated kernel in the emulator: what the kernel promises the runtime, held by the real kernel."""
+"""`LLM` with the generated kernel, in the emulator and on a GPU: what the kernel promises the runtime, it must hold."""
 
 from __future__ import annotations
 
 import dataclasses
-import shutil
+import importlib.util
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,11 @@ from cheetah.runtime import LLM, SamplingParams
 from cheetah.runtime.decode import LaunchPace
 from cheetah.runtime.launcher import EPOCH_LIMIT, Epochs
 
-pytestmark = [pytest.mark.compiler, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
-
+EMULATOR = {"device": "emulator", "gpu": "emulator-2"}
+DEVICES = [
+    pytest.param(EMULATOR, marks=pytest.mark.compiler, id="emulator"),
+    *(pytest.param({"device": name}, marks=pytest.mark.gpu, id=name) for name in ("cuda", "pycuda")),
+]
 PROMPT = (5, 17, 250, 3, 99, 7, 7, 81, 200, 12, 45)
 LOGIT_TOLERANCE = 0.05
 """Relative L2 error of the logits of a position against float32 (rounding the reference to bf16 alone gives 0.04)."""
@@ -30,13 +34,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), tiny_weights())
 
 
-def opened(folder: Path, **options: Any) -> LLM:
-    return LLM(folder, device="emulator", max_context=80, quiet=True, **{"gpu": "emulator-2", **options})
+def opened(folder: Path, place: dict[str, Any], **options: Any) -> LLM:
+    if importlib.util.find_spec(place["device"].replace("emulator", "cheetah")) is None:
+        pytest.skip(f"{place['device']} is not installed")
+    return LLM(folder, max_context=80, quiet=True, **place, **options)
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def place(request: pytest.FixtureRequest) -> dict[str, Any]:
+    found: dict[str, Any] = request.param
+    return found
 
 
 @pytest.fixture(scope="module", params=["flags", "barrier"])
-def llm(folder: Path, request: pytest.FixtureRequest) -> LLM:
-    return opened(folder, sync=request.param)
+def llm(folder: Path, place: dict[str, Any], request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with opened(folder, place, sync=request.param) as llm:
+        yield llm
 
 
 @pytest.fixture
@@ -92,14 +105,19 @@ def check_early_ends(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("sync", ["flags", "barrier"])
-def test_a_completion_ended_early_leaves_the_next_one_alone(folder: Path, sync: str, whole_launches: None) -> None:
-    check_early_ends(opened(folder, sync=sync, gpu="emulator-8"))
+def test_a_completion_ended_early_leaves_the_next_one_alone(
+    folder: Path, place: dict[str, Any], sync: str, whole_launches: None
+) -> None:
+    more_blocks = place | {"gpu": "emulator-8"} if place == EMULATOR else place
+    with opened(folder, more_blocks, sync=sync) as llm:
+        check_early_ends(llm)
 
 
+@pytest.mark.compiler
 @pytest.mark.xfail(strict=True, reason="the copy warp waits for stages of the step after the last: nobody empties them")
 def test_an_early_end_with_more_chunks_ahead_than_stages(folder: Path, whole_launches: None) -> None:
     """On two blocks the first matrix of a step is longer than the ring, so the copy warp is in the middle of it."""
-    check_early_ends(opened(folder))
+    check_early_ends(opened(folder, EMULATOR))
 
 
 def test_epochs_may_start_again(llm: LLM) -> None:
@@ -112,6 +130,6 @@ def test_epochs_may_start_again(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("page_size", [5, 64])
-def test_page_sizes_give_the_same_bits(folder: Path, page_size: int) -> None:
-    plain, other = opened(folder), opened(folder, plan={"page_size": page_size})
-    np.testing.assert_array_equal(plain.score(PROMPT * 4).view(np.uint32), other.score(PROMPT * 4).view(np.uint32))
+def test_page_sizes_give_the_same_bits(folder: Path, place: dict[str, Any], page_size: int) -> None:
+    with opened(folder, place) as plain, opened(folder, place, plan={"page_size": page_size}) as other:
+        np.testing.assert_array_equal(plain.score(PROMPT * 4).view(np.uint32), other.score(PROMPT * 4).view(np.uint32))
