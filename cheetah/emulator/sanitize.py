@@ -43,7 +43,8 @@ class SanitizedProgram(Program):
         threads = int(np.prod(shape.grid)) * int(np.prod(shape.block))
         if threads > MAXIMUM_FIBRES:
             raise CheetahError(f"{threads} threads; the race detector has room for {MAXIMUM_FIBRES}: use fewer blocks")
-        with tempfile.TemporaryDirectory(prefix="cheetah-sanitize-", dir=_fast_folder()) as name:
+        needed_bytes = sum(argument.nbytes for argument in arguments if isinstance(argument, np.ndarray))
+        with tempfile.TemporaryDirectory(prefix="cheetah-sanitize-", dir=_fast_folder(needed_bytes)) as name:
             folder = Path(name)
             arrays = self._write_request(folder, shape, arguments)
             started = time.perf_counter()
@@ -194,5 +195,8 @@ def _read_back(path: Path, array: np.ndarray) -> None:
     array.reshape(-1).view(np.uint8)[:] = np.fromfile(path, np.uint8)
 
 
-def _fast_folder() -> str | None:
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+def _fast_folder(needed_bytes: int) -> str | None:
+    """Memory-backed where it has room for the arrays (containers often have little), else the usual folder."""
+    if os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > 2 * needed_bytes:
+        return "/dev/shm"
+    return None

@@ -45,4 +45,4 @@ def test_the_sanitizer_finds_the_bug_in_one_run(bug: Bug) -> None:
     # Without a wait on "empty" the copy warp may overrun its mbarrier before anything is read twice.
     errors = EmulatorError if "empty" in bug.name else Race
     with pytest.raises(errors, match=r"at planted\.cu:\d+"):
-        run(planted_program(bug, sanitize=True), "random", seed=1)
+        run(planted_program(bug, sanitize=True), "round_robin")

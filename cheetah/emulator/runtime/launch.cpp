@@ -17,6 +17,7 @@ namespace {
 
 constexpr uint64_t switches_between_polls = 1 << 18;
 constexpr uint32_t patience_choices[] = {1, 4, 16, 64};
+constexpr uint32_t period_choices[] = {32, 256, 2048, 16384};
 
 void* const* kernel_arguments;
 std::mutex one_launch;
@@ -60,7 +61,8 @@ void prepare_warps(Block& block) {
     warp.lanes = threads == warp_lanes ? ~0u : (1u << threads) - 1;
     warp.runnable = warp.arrived = warp.generation = 0;
     warp.first_fibre = block.first_fibre + w * warp_lanes;
-    warp.priority = uint32_t(machine.random.next());
+    warp.block = block.index;
+    draw_priority(warp);
     wake_lanes(warp, warp.lanes);
   }
 }
@@ -71,11 +73,11 @@ void prepare_block(uint32_t index, const CheetahLaunch& launch) {
   block.thread_count = block.live_threads = product(launch.block);
   block.first_fibre = index * block.thread_count;
   block.mbarrier_count = block.copy_count = 0;
-  block.engine_priority = uint32_t(machine.random.next());
   for (NamedBarrier& barrier : block.barriers) barrier = {};
   fill_bytes(block.arena, 0xFF, machine.shared_bytes);
   for (uint32_t t = 0; t < block.thread_count; t++) prepare_fibre(block.first_fibre + t, block, t, launch);
   prepare_warps(block);
+  draw_priorities(block);
 }
 
 bool prepare_machine(const CheetahLaunch& launch) {
@@ -88,6 +90,8 @@ bool prepare_machine(const CheetahLaunch& launch) {
   machine.scheduler = Scheduler(launch.scheduler);
   machine.random = {launch.seed};
   machine.copy_patience = patience_choices[machine.random.below(4)];
+  machine.change_period = period_choices[machine.random.below(4)];
+  machine.blocks_ranked_first = machine.random.below(2);
   machine.switches = machine.calls = machine.collectives = machine.copies = machine.copied_bytes = 0;
   machine.switch_limit = launch.switch_limit ? launch.switch_limit : ~uint64_t(0);
   machine.buffers = launch.buffers;

@@ -111,6 +111,7 @@ struct Warp {
   uint32_t first_fibre;
   uint32_t position;        // in the machine's list of runnable warps
   uint32_t priority;
+  uint32_t block;
   uint32_t generation;
   char order[2];
   Slot slots[warp_lanes];
@@ -122,7 +123,7 @@ struct Block {
   NamedBarrier barriers[named_barriers];
   uint32_t mbarrier_count;
   MBarrier* mbarriers;
-  uint32_t copy_count, engine_priority;
+  uint32_t copy_count, engine_priority, rank;
   BulkCopy* copies;         // in flight, in the order in which they were issued
 };
 
@@ -152,6 +153,8 @@ struct Machine {
   Scheduler scheduler;
   Random random;
   uint32_t copy_patience;           // how much rarer a copy lands than a warp runs, drawn from the seed
+  uint32_t change_period;           // how rarely priorities change, in decisions, drawn from the seed
+  bool blocks_ranked_first;         // a whole block goes before another, drawn from the seed
   Warp* priority_warp;              // the one that the priority scheduler lets run on
 
   uint64_t switches, calls, collectives, copies, copied_bytes;
@@ -178,6 +181,9 @@ void wake_all(FibreList& list);
 void wake_lanes(Warp& warp, uint32_t lanes);
 // Blocks the running fibre on `wait` and returns when somebody has woken it.
 void block_on(const Wait& wait);
+// New random priorities, for the priority scheduler.
+void draw_priority(Warp& warp);
+void draw_priorities(Block& block);
 // Lets others run; the running fibre stays runnable.
 void yield();
 // Called by a fibre whose kernel function has returned. Never returns.

@@ -2,7 +2,8 @@
 //   round_robin  every runnable lane of every warp in turn; one copy a block lands at the end of a pass
 //   random       any runnable warp, any of its lanes, or any copy
 //   priority     the warp (or copy engine) with the highest random priority runs until it blocks; priorities change at
-//                random. Finds what needs one warp to run far ahead of another.
+//                random. Finds what needs one warp, or one block, to run far ahead of another. How often they change,
+//                and whether warps or blocks are ranked first, is drawn from the seed.
 #include <cstdarg>
 #include <cstdio>
 
@@ -18,9 +19,7 @@ Index3 block_dimensions, grid_dimensions;
 
 namespace {
 
-constexpr uint32_t priority_change_period = 64;     // decisions
-constexpr uint32_t random_preemption_period = 4;    // primitives that need not wait
-constexpr uint32_t priority_preemption_period = 16;
+constexpr uint32_t random_preemption_period = 4;           // primitives that need not wait
 constexpr uint32_t round_robin_preemption_period = 1024;  // only so that limits are looked at
 
 void set_runnable(Warp& warp) {
@@ -97,9 +96,8 @@ Fibre* next_random() {
 
 void change_a_priority() {
   const uint32_t pick = machine.random.below(machine.warp_count + machine.block_count);
-  const uint32_t priority = uint32_t(machine.random.next());
-  if (pick < machine.warp_count) machine.warps[pick].priority = priority;
-  else machine.blocks[pick - machine.warp_count].engine_priority = priority;
+  if (pick < machine.warp_count) draw_priority(machine.warps[pick]);
+  else draw_priorities(machine.blocks[pick - machine.warp_count]);
   machine.priority_warp = nullptr;
 }
 
@@ -124,7 +122,7 @@ void land_copies_above(const Warp* warp) {
 
 Fibre* next_priority() {
   const uint64_t draw = machine.random.next();
-  if ((draw >> 32) % priority_change_period == 0) change_a_priority();
+  if ((draw >> 32) % machine.change_period == 0) change_a_priority();
   Warp* warp = machine.priority_warp;
   if (!warp || !warp->runnable) {
     if (machine.copies_in_flight) land_copies_above(highest_priority_warp());
@@ -177,6 +175,18 @@ void reschedule() {
 
 }  // namespace
 
+void draw_priority(Warp& warp) {
+  const uint32_t block_part = machine.blocks_ranked_first ? machine.blocks[warp.block].rank << 16 : 0;
+  warp.priority = block_part | uint32_t(machine.random.next()) >> (machine.blocks_ranked_first ? 16 : 0);
+}
+
+void draw_priorities(Block& block) {
+  block.rank = machine.random.below(1 << 16);
+  block.engine_priority = uint32_t(machine.random.next());
+  if (!machine.blocks_ranked_first) return;
+  for (uint32_t w = 0; w < machine.warps_a_block; w++) draw_priority(machine.warps[block.index * machine.warps_a_block + w]);
+}
+
 void wake(Fibre& fibre) {
   fibre.wait.kind = WaitKind::none;
   Warp& warp = *fibre.warp;
@@ -214,8 +224,8 @@ void preemption_point(Place place, const char* primitive) {
   if (machine.scheduler == Scheduler::random) {
     if (machine.random.one_in(random_preemption_period)) yield();
   } else if (machine.scheduler == Scheduler::priority) {
-    if (!machine.random.one_in(priority_preemption_period)) return;
-    machine.current->warp->priority = uint32_t(machine.random.next());
+    if (!machine.random.one_in(machine.change_period)) return;
+    draw_priority(*machine.current->warp);
     machine.priority_warp = nullptr;
     yield();
   } else if (++machine.calls % round_robin_preemption_period == 0) {
