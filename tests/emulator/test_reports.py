@@ -139,6 +139,15 @@ def test_deadlock_on_words_shows_what_they_hold() -> None:
     ]
 
 
+def test_threads_that_want_different_words_share_a_line() -> None:
+    body = "if (threadIdx.x != 4) wait_flagged4(&words[threadIdx.x * 4], 2);"
+    assert report_of(body, "uint64_t* words", [allocate(32, np.uint64, fill=0)], threads=8) == [
+        "block 0: wait_flagged4 at kernel.cu:5 [epoch 2; words carry 0 0 0 0; words+0; 6 threads want other words]: "
+        "threads 0-3, 5-7",
+        "block 0: exited: threads 4",
+    ]
+
+
 def test_deadlock_tells_of_a_plain_store_that_should_be_a_publish() -> None:
     body = """
       if (threadIdx.x == 0) wait_at_least_u64(&words[0], 9);

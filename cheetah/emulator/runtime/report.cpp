@@ -50,6 +50,7 @@ std::string mbarrier_state(const Fibre& fibre) {
               long(storage - fibre.block_state->arena));
 }
 
+// Threads that wait for different words of one epoch share a line: the state is that of the first.
 std::string words_state(const Fibre& fibre) {
   const auto* words = static_cast<const uint64_t*>(fibre.wait.object);
   std::string state = text("epoch %u; words carry", unsigned(fibre.wait.value));
@@ -79,15 +80,26 @@ std::string state_of(const Fibre& fibre) {
 std::string line_start(const Fibre& fibre) {
   std::string start = text("block %u: ", fibre.block_state->index);
   if (fibre.finished) return start + "exited";
-  if (!fibre.wait.primitive) return start + "not past any primitive [runnable]";
+  if (!fibre.wait.primitive) return start + "before its first primitive [runnable";
   return start + text("%s at %s:%u [", fibre.wait.primitive, fibre.wait.place.file_name(),
-                      unsigned(fibre.wait.place.line())) + state_of(fibre) + "]";
+                      unsigned(fibre.wait.place.line())) + state_of(fibre);
 }
 
 struct Line {
+  Wait wait;
+  bool finished;
   std::string start, threads;
-  uint32_t block, first, last;
+  uint32_t first, last;
+  uint32_t other_words;  // waits for other words than the first thread's
 };
+
+bool shares_line(const Line& line, const Fibre& fibre) {
+  if (fibre.finished || line.finished) return fibre.finished && line.finished;
+  const Wait &ours = line.wait, &its = fibre.wait;
+  return ours.primitive == its.primitive && ours.place.line() == its.place.line() && ours.kind == its.kind &&
+         (ours.kind == WaitKind::none ||
+          (ours.value == its.value && (ours.kind == WaitKind::words || ours.object == its.object)));
+}
 
 void close_range(Line& line) {
   if (!line.threads.empty()) line.threads += ", ";
@@ -95,18 +107,26 @@ void close_range(Line& line) {
 }
 
 void add(std::vector<Line>& lines, size_t block_start, const Fibre& fibre) {
-  std::string start = line_start(fibre);
   for (size_t i = block_start; i < lines.size(); i++) {
     Line& line = lines[i];
-    if (line.start != start) continue;
+    if (!shares_line(line, fibre)) continue;
     if (line.last + 1 != fibre.thread) {
       close_range(line);
       line.first = fibre.thread;
     }
     line.last = fibre.thread;
+    line.other_words += line.wait.kind == WaitKind::words && line.wait.object != fibre.wait.object;
     return;
   }
-  lines.push_back({start, "", fibre.block_state->index, fibre.thread, fibre.thread});
+  lines.push_back({fibre.wait, fibre.finished, line_start(fibre), "", fibre.thread, fibre.thread, 0});
+}
+
+std::string finished_text(Line& line) {
+  close_range(line);
+  std::string result = line.start;
+  if (line.other_words) result += text("; %u threads want other words", line.other_words);
+  if (!line.finished) result += "]";
+  return result + ": threads " + line.threads + "\n";
 }
 
 std::string copies_text() {
@@ -123,10 +143,7 @@ std::string waiting_report() {
     for (uint32_t t = 0; t < block.thread_count; t++) add(lines, block_start, machine.fibres[block.first_fibre + t]);
   }
   std::string report;
-  for (size_t i = 0; i < lines.size() && i < most_lines; i++) {
-    close_range(lines[i]);
-    report += lines[i].start + ": threads " + lines[i].threads + "\n";
-  }
+  for (size_t i = 0; i < lines.size() && i < most_lines; i++) report += finished_text(lines[i]);
   if (lines.size() > most_lines) report += text("and %lu lines more\n", (unsigned long)(lines.size() - most_lines));
   return report + copies_text();
 }
