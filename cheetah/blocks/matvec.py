@@ -68,6 +68,14 @@ class Matvec:
                     prim.bulk_copy(destination, source, chunk_bytes, barrier)
 
     @ch.inline
+    def skip(self, layout: MatrixLayout) -> None:
+        """In the math role: use up the block's chunks of a matrix that were fetched in vain."""
+        with ch.for_(layout.position(self.machine.block), layout.strips, layout.blocks):
+            with ch.for_(layout.chunks):
+                with self.ring.use():
+                    pass
+
+    @ch.inline
     def multiply(self, layout: MatrixLayout, finish: Finish) -> None:
         """In the math role: multiply the block's strips by the vector in shared memory; `finish` gets each strip's rows."""
         machine = self.machine

@@ -99,10 +99,3 @@ class Ring:
         with ch.if_(self.machine.lane == 0):
             prim.mbarrier_arrive(self.empty + self.using.stage)
         self.using.advance()
-
-    @ch.inline
-    def drain(self) -> None:
-        """In the copy role, before leaving early: wait until every requested chunk has landed."""
-        with ch.for_(self.machine.plan.in_flight):
-            prim.mbarrier_wait(self.full + self.landed.stage, self.landed.parity)
-            self.landed.advance()

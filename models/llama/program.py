@@ -278,13 +278,13 @@ class Step:
 
         The math warps arrive at `step_done` after the rendezvous of all blocks that ends a step (release by each block
         after its stores, acquire by this one); the fence orders those ordinary stores before the copy engine's reads.
-        Weights of the first layer are requested before this, so the memory stays busy.
+        Weights of the first layer are requested before this, so the memory stays busy. If the sequence has ended, the math
+        warps use those up and the copy lane leaves.
         """
         with ch.if_(step > 0):
             prim.mbarrier_wait(self.step_done, (step + 1) % 2)
             prim.fence_proxy_async()
             with ch.if_(self.next_token[1] != 0):
-                self.ring.drain()
                 ch.return_()
 
     @ch.inline
@@ -314,6 +314,9 @@ class Step:
                 prim.mbarrier_arrive(self.step_done)
             machine.meet()
             with ch.if_(self.next_token[1] != 0):
+                ch.comment("the copy lane has fetched what it does not need the token for: use it up")
+                with ch.if_(step + 1 < launch.steps):
+                    self.matvec.skip(self.matrices.qkv)
                 ch.break_()
 
     # -- parts ----------------------------------------------------------------------------------------------------

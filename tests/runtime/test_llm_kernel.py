@@ -114,7 +114,6 @@ def test_a_completion_ended_early_leaves_the_next_one_alone(
 
 
 @pytest.mark.compiler
-@pytest.mark.xfail(strict=True, reason="the copy warp waits for stages of the step after the last: nobody empties them")
 def test_an_early_end_with_more_chunks_ahead_than_stages(folder: Path, whole_launches: None) -> None:
     """On two blocks the first matrix of a step is longer than the ring, so the copy warp is in the middle of it."""
     check_early_ends(opened(folder, EMULATOR))
