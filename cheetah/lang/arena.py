@@ -13,6 +13,8 @@ from cheetah.lang.binding import bind
 from cheetah.lang.errors import LangError, Location, RangeError, SharedBudgetError, here
 from cheetah.lang.expressions import Expr, Name
 from cheetah.lang.operators import reinterpret
+from cheetah.lang.scope import declare_name, emit
+from cheetah.lang.statements import Declare
 
 ARENA_ALIGNMENT = 1024
 """Alignment of `prim.shared_arena()`: no region can ask for more."""
@@ -120,7 +122,7 @@ class Arena:
         from cheetah.lang.primitives import shared_arena
 
         self.require_budget()
-        start = _bind("shared", shared_arena())
+        start = bind("shared", shared_arena())
         return SharedPointers(
             {
                 name: _bind(name, reinterpret(ty.ptr_mut(region.type), start + region.offset))
@@ -152,9 +154,9 @@ class Arena:
 
 
 def _bind(name: str, value: Expr) -> Name:
-    bound = bind(name, value)
-    assert isinstance(bound, Name)
-    return bound
+    target = declare_name(name, value.type)
+    emit(Declare(target, value))
+    return target
 
 
 def _round_up(value: int, multiple: int) -> int:

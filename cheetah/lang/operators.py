@@ -69,7 +69,7 @@ def _rounded(value: float, type_: ty.Scalar) -> float:
     if type_.bits == 64 or math.isinf(value) or math.isnan(value):
         return value
     try:
-        return float(struct.unpack("f", struct.pack("f", value))[0])
+        return float(struct.unpack("<f", struct.pack("<f", value))[0])
     except OverflowError:
         raise RangeError(f"{value} does not fit {type_}, which ends at 3.4028234663852886e+38.") from None
 

@@ -113,7 +113,7 @@ def _f32_text(value: float) -> str:
         return repr(value)
     for digits in range(1, 10):
         text = repr(float(f"{value:.{digits}g}"))
-        if abs(float(text)) <= _F32_MAX and struct.unpack("f", struct.pack("f", float(text)))[0] == value:
+        if abs(float(text)) <= _F32_MAX and struct.unpack("<f", struct.pack("<f", float(text)))[0] == value:
             return text
     raise AssertionError(f"{value!r} is no float")
 

@@ -55,9 +55,7 @@ class Expressions:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.variables = {
-            type_: [self._variable(type_, number) for number in range(3)] for type_ in TYPES
-        }
+        self.variables = {type_: [self._variable(type_, number) for number in range(3)] for type_ in TYPES}
 
     def _variable(self, type_: ty.Scalar, number: int) -> Valued:
         name = f"{'b' if type_ == ty.boolean else type_.kind[0]}{type_.bits}_{number}"
@@ -93,7 +91,8 @@ class Expressions:
         if self.random.random() < 0.6:
             return self.random.choice(self.variables[type_])
         number = self._number(type_)
-        return Valued(Literal(type_, float(wrap(type_, number)) if type_.kind == "float" else number), wrap(type_, number))
+        value = wrap(type_, number)
+        return Valued(Literal(type_, float(value) if type_.kind == "float" else number), value)
 
     def _operation(self, type_: ty.Scalar, depth: int) -> Valued:
         if type_.kind == "float":

@@ -81,7 +81,8 @@ def test_literals_have_the_type_they_print(tmp_path: Path) -> None:
     values = [(type_, value) for type_ in (ty.u32, ty.u64, ty.i32, ty.i64) for value in (*type_.limits, 7) if value]
     shifts = [(type_, Literal(type_, value) >> x) for type_, value in values]
     lines = [
-        f"  static_assert(sizeof({shift}) == {type_.bytes} && (decltype({shift})(-1) < 0) == {int(type_.kind == 'int')});"
+        f"  static_assert(sizeof({shift}) == {type_.bytes});\n"
+        f"  static_assert((decltype({shift})(-1) < 0) == {int(type_.kind == 'int')});"
         for type_, shift in shifts
     ]
     run_cpp("\n".join(["#include <cstdint>", "int main() {", "  uint32_t x = 0;", *lines, "}"]), tmp_path)
@@ -111,7 +112,7 @@ q = Name(ty.boolean, "q", ())
         (ch.select(p, 1, 2) - x, "(p ? 1u : 2u) - x"),
         (ch.select(p, x, ch.select(q, y, 1)), "p ? x : (q ? y : 1)"),
         (ty.u64(x) * 2**33, "(uint64_t)(x) * 8589934592ull"),
-        (-(-x), "- -x"),
+        (-(-x), "- -x"),  # noqa: B002
     ],
 )
 def test_printing_is_as_a_person_would_write(expression: ch.Expr, text: str) -> None:

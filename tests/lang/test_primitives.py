@@ -1,0 +1,79 @@
+"""Every primitive: its CUDA body compiles, and the emulator's header defines it too."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from cheetah import lang as ch
+from cheetah.lang import ty
+from cheetah.lang.primitive import PRIMITIVES, Primitive
+from tests.lang.compilers import compile_cpp, compile_cuda
+
+RUNTIME = Path(__file__).parents[2] / "cheetah" / "emulator" / "runtime"
+
+
+def argument(type_: ty.Type, number: int) -> ch.Value:
+    """A value of the type, made of the kernel's parameters."""
+    if isinstance(type_, ty.Pointer):
+        element = ty.u8 if type_.element == ty.void else type_.element
+        return ch.Name(ty.ptr_mut(element), "memory" if element == ty.u8 else f"memory_{element}", ())
+    if isinstance(type_, ty.Array):
+        return ch.Name(type_, "fragment", ())
+    return ch.Name(type_, f"a{number}", ())
+
+
+def calling_text(primitive: Primitive) -> str:
+    """A file with a kernel that calls the primitive once."""
+    arguments = [argument(type_, number) for number, type_ in enumerate(primitive.parameters.values())]
+    declared = "".join(
+        f"{type_} a{number} = *({type_}*)memory;\n"
+        for number, type_ in enumerate(primitive.parameters.values())
+        if not isinstance(type_, (ty.Pointer, ty.Array))
+    )
+
+    @ch.kernel(ch.Params(memory=ty.ptr_mut(ty.u8)), max_threads=32)
+    def kernel(memory):
+        for element in (ty.u32, ty.u64):
+            ch.raw_stmt(f"{element}* memory_{element} = ({element}*)memory;")
+        ch.raw_stmt("float fragment[4] = {};\n" + declared)
+        ch.raw_stmt(f"{primitive.name}({', '.join(map(str, arguments))});")
+
+    return ch.render_file(kernel)
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("primitive", PRIMITIVES.values(), ids=PRIMITIVES.keys())
+def test_the_cuda_body_compiles(primitive: Primitive) -> None:
+    compile_cuda(calling_text(primitive))
+
+
+@pytest.mark.compiler
+def test_the_emulators_header_takes_every_call(tmp_path: Path) -> None:
+    for primitive in PRIMITIVES.values():
+        flags = ("-DCHEETAH_EMULATOR", "-fsyntax-only", "-I", str(RUNTIME))
+        found = compile_cpp(calling_text(primitive), tmp_path, *flags)
+        assert found.returncode == 0, f"{primitive.name}: {found.stderr}"
+
+
+def test_the_emulators_header_defines_exactly_these() -> None:
+    header = (RUNTIME / "cheetah_emulator.h").read_text()
+    defined = set(re.findall(r"^CHEETAH_PRIMITIVE [\w*]+ (\w+)\(", header, re.MULTILINE))
+    assert defined == PRIMITIVES.keys()
+
+
+@pytest.mark.compiler
+def test_all_cuda_bodies_compile_together() -> None:
+    @ch.kernel(ch.Params(), max_threads=32)
+    def kernel():
+        ch.raw_stmt("\n".join(f"(void)sizeof(&{name});" for name in PRIMITIVES))
+
+    compile_cuda(ch.render_file(kernel))
+
+
+def test_every_primitive_says_what_it_means() -> None:
+    assert all(primitive.meaning for primitive in PRIMITIVES.values())
+    assert all(set(primitive.requires) <= PRIMITIVES.keys() for primitive in PRIMITIVES.values())
+    assert {name for name in PRIMITIVES if not hasattr(ch.prim, name)} == set()
