@@ -1,8 +1,8 @@
 """Whether a generated decode kernel is right under any schedule: the core of `cheetah check`, and of the tests.
 
-`check_kernel` takes a kernel's text, runs the same launches in the emulator under many schedules, and requires the same
-bits of all of them, agreement with float32, and (with the sanitizer) that no two accesses are unordered. The launches are
-prepared by the runtime itself, so what is checked is what is run.
+`check_kernel` takes a kernel's text, runs the same launches in the emulator under many schedules, and requires the
+same bits of all of them, agreement with float32, and (with the sanitizer) that no two accesses are unordered. The
+launches are prepared by the runtime itself, so what is checked is what is run.
 """
 
 from __future__ import annotations
@@ -108,16 +108,13 @@ def check_kernel(
 ) -> Verdict:
     """Run a decode kernel under every scheduler with every seed, and once under ThreadSanitizer.
 
-    text, manifest: of a kernel for an emulated machine; with `sanitizer`, of few blocks. tensors: the model's, bf16 bits
-    as uint16 by name. progress: gets a line as each run begins. Errors of the kernel are in the verdict; CheetahError is
-    raised for what is no fault of the kernel (no g++, text and manifest of different kernels).
+    text, manifest: of a kernel for an emulated machine; with `sanitizer`, of few blocks. tensors: the model's, bf16
+    bits as uint16 by name. progress: gets a line as each run begins. Errors of the kernel are in the verdict;
+    CheetahError is raised for what is no fault of the kernel (no g++, text and manifest of different kernels).
     """
-    manifest.check_text(text)
-    read = tensors.__getitem__ if isinstance(tensors, Mapping) else tensors
-    course = Course(manifest, config, read)
+    course = Course(manifest, config, tensors)
     first: list[Transcript] = []
-    parameters = [(parameter.name, parameter.ctype) for parameter in manifest.parameters]
-    program = compile_program(text, manifest.kernel, parameters)
+    program = _compiled(text, manifest)
 
     def run(scheduler: str, seed: int) -> list[NDArray[Any]]:
         progress(f"{scheduler}, seed {seed}")
@@ -131,16 +128,23 @@ def check_kernel(
     if not sanitizer:
         return Verdict(exploration, agreement)
     progress("race detector")
-    race = _race(course, compile_program(text, manifest.kernel, parameters, sanitize=True))
-    return Verdict(exploration, agreement, sanitized=True, race=race)
+    return Verdict(exploration, agreement, sanitized=True, race=find_races(text, manifest, config, tensors))
 
 
-def _race(course: Course, program: Program) -> str:
+def find_races(text: str, manifest: Manifest, config: LlamaConfig, tensors: Tensors) -> str:
+    """The same launches once under ThreadSanitizer: its report, or how the run failed, or "" if nothing was found."""
+    program = _compiled(text, manifest, sanitize=True)
     try:
-        course.run(_Scheduled(program, "random", 0))
+        Course(manifest, config, tensors).run(_Scheduled(program, "random", 0))
     except EmulatorError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def _compiled(text: str, manifest: Manifest, sanitize: bool = False) -> Program:
+    manifest.check_text(text)
+    parameters = [(parameter.name, parameter.ctype) for parameter in manifest.parameters]
+    return compile_program(text, manifest.kernel, parameters, sanitize=sanitize)
 
 
 @dataclass(frozen=True)
@@ -189,7 +193,8 @@ class Course:
     5. The logits of that whole sequence in one launch from an empty cache.
     """
 
-    def __init__(self, manifest: Manifest, config: LlamaConfig, read: Callable[[str], Bits]) -> None:
+    def __init__(self, manifest: Manifest, config: LlamaConfig, tensors: Tensors) -> None:
+        read = tensors.__getitem__ if isinstance(tensors, Mapping) else tensors
         self.manifest, self.config = manifest, config
         self.plan = Plan.from_dict(manifest.plan)
         self.reference = Reference(config, read)

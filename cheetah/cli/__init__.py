@@ -1,0 +1,71 @@
+"""The command `cheetah`: generate, run, bench, inspect, check.
+
+Each command stands in a module of its own and loads what it needs when it runs, so that `cheetah --help` is quick. An
+error that is the user's to mend ends a command with one message on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from cheetah.cli import bench, check, generate, inspect, run
+from cheetah.errors import CheetahError
+
+USER_ERROR = 2
+INTERRUPTED = 130
+
+
+class Commands(TyperGroup):
+    """Turns what went wrong into a message and an exit code, for every command."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except CheetahError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(USER_ERROR) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:  # the reader of a pipe has gone: nobody wants the rest, nor Python's last flush
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(1) from None
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from cheetah import __version__
+
+        typer.echo(f"cheetah {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def cheetah(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """One persistent CUDA kernel for the whole decode step of a Llama model: generate it, run it, measure it, check it."""
+
+
+for module in (generate, run, bench, inspect, check):
+    module.register(app)
+
+
+def main() -> None:
+    """The entry point of the command `cheetah`."""
+    app()

@@ -1,0 +1,7 @@
+"""`cheetah bench`."""
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    pass

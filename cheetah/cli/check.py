@@ -1,0 +1,141 @@
+"""`cheetah check`: a kernel under many schedules, against float32, and under the race detector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cheetah.cli.configs import NamedConfig, named_config, print_notes
+from cheetah.cli.options import takes_plan
+
+if TYPE_CHECKING:
+    from cheetah.check import Tensors, Verdict
+    from cheetah.models.llama.config import LlamaConfig
+
+EPILOG = "Example: cheetah check llama-3.1-8b --seeds 50 --sync barrier"
+SCHEDULERS = "round_robin,random,priority"
+FOUND = 1
+
+LARGEST = {"hidden_size": 128, "intermediate_size": 192, "vocab_size": 512}
+"""What these sizes are cut to, plus what they are above a multiple of 32, so that the padding stays as it is."""
+LARGEST_LAYERS, LARGEST_KV_HEADS = 2, 2
+CONTEXT = 128
+
+
+@takes_plan
+def check(
+    *,
+    config: Annotated[str, typer.Argument(help="A preset, a folder, a config.json, or a hub id.", show_default=False)],
+    seeds: Annotated[int, typer.Option(min=1, help="Schedules of each scheduler.")] = 20,
+    schedulers: Annotated[str, typer.Option(metavar="A,B,...", help="Of the emulator.")] = SCHEDULERS,
+    gpu: Annotated[str, typer.Option(help="The emulated machine: emulator, emulator-2, emulator-8.")] = "emulator",
+    sanitizer: Annotated[bool, typer.Option(help="Also run once, on 2 blocks, under ThreadSanitizer.")] = True,
+    revision: Annotated[
+        str | None, typer.Option(help="Of a hub id: branch, tag or commit.", show_default=False)
+    ] = None,
+    plan: dict[str, Any],
+) -> None:
+    """Look for schedules under which a model's kernel goes wrong, in the emulator. Needs g++ and no GPU.
+
+    A few launches (prompt, sampling, going on, an early stop, a split cache) run under each scheduler with each seed, and
+    must give the same bits, agree with float32, and access nothing unordered. Exit code 1 if something is found.
+
+    The demo model is checked as it is; of any other, a smaller one of the same kind with random weights.
+    """
+    from rich.console import Console
+
+    named = named_config(config, revision)
+    print_notes(named.notes)
+    checked, tensors, kind = _model_of(named)
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"checking {named.canonical}: {kind}")
+    options = {"max_context": min(CONTEXT, checked.max_position_embeddings), **plan}
+    with _progress() as progress:
+        verdict = _verdict(checked, tensors, (gpu, options), seeds, tuple(schedulers.split(",")), sanitizer, progress)
+    console.print(str(verdict), markup=False)
+    console.print("verdict: nothing found" if verdict.ok else "verdict: WRONG")
+    if not verdict.ok:
+        raise typer.Exit(FOUND)
+
+
+def register(app: typer.Typer) -> None:
+    """Make this a command of `app`."""
+    app.command(epilog=EPILOG)(check)
+
+
+def shrunk(config: LlamaConfig) -> LlamaConfig:
+    """A small model of the same kind: head_dim, query heads a KV head, RoPE and tied embeddings stay."""
+    kv_heads = min(config.kv_heads, LARGEST_KV_HEADS)
+    sizes = {name: _cut(getattr(config, name), largest) for name, largest in LARGEST.items()}
+    layers = min(config.layers, LARGEST_LAYERS)
+    return replace(config, layers=layers, kv_heads=kv_heads, query_heads=kv_heads * config.group, **sizes)
+
+
+def _cut(size: int, largest: int) -> int:
+    return size if size <= largest else largest + size % 32
+
+
+def _model_of(named: NamedConfig) -> tuple[LlamaConfig, Tensors, str]:
+    """(what is checked, its tensors, what that is in words)."""
+    from cheetah.models.llama.config import DEMO
+    from cheetah.runtime.loading import open_checkpoint
+    from cheetah.runtime.random_weights import random_tensors
+
+    if named.canonical == DEMO:
+        return named.config, open_checkpoint(DEMO).tensor, "the whole model"
+    small = shrunk(named.config)
+    heads = f"{small.query_heads} query and {small.kv_heads} KV heads of {small.head_dim}"
+    sizes = f"hidden {small.hidden_size}, ffn {small.intermediate_size}, vocab {small.vocab_size}"
+    kind = f"shrunk to {small.layers} layers, {heads}, {sizes}; random weights"
+    return small, random_tensors(small), kind
+
+
+def _verdict(
+    config: LlamaConfig,
+    tensors: Tensors,
+    machine: tuple[str, dict[str, Any]],
+    seeds: int,
+    schedulers: tuple[str, ...],
+    sanitizer: bool,
+    progress: Callable[[str], None],
+) -> Verdict:
+    """The schedules on the machine that was asked for, the race detector on 2 blocks: it is slow."""
+    from cheetah.check import check_kernel, find_races
+    from cheetah.emulator import SCHEDULERS
+    from cheetah.errors import CheetahError
+    from cheetah.generate import generate_kernel
+
+    if unknown := set(schedulers) - set(SCHEDULERS):
+        raise CheetahError(f"no scheduler {', '.join(sorted(unknown))}: there are {', '.join(SCHEDULERS)}")
+    gpu, options = machine
+    require_emulated(gpu)
+    many = generate_kernel(config, gpu, **options)
+    found = check_kernel(many.text, many.manifest, config, tensors, range(seeds), schedulers, False, progress=progress)
+    if not sanitizer:
+        return found
+    progress("race detector")
+    few = generate_kernel(config, "emulator-2", **options)
+    return replace(found, sanitized=True, race=find_races(few.text, few.manifest, config, tensors))
+
+
+def require_emulated(gpu: str) -> None:
+    """CheetahError unless `gpu` is one of the emulator's machines."""
+    from cheetah.errors import CheetahError
+    from cheetah.plan import GPUS, gpu_named
+
+    if not gpu_named(gpu).emulated:
+        emulated = ", ".join(name for name, machine in GPUS.items() if machine.emulated)
+        raise CheetahError(f"--gpu {gpu}: check runs in the emulator: choose one of {emulated}")
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Shows on stderr, where that is a terminal, which run is going on."""
+    from rich.console import Console
+
+    with Console(stderr=True).status("compiling for the emulator") as status:
+        yield lambda line: status.update(line)

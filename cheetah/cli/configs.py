@@ -1,0 +1,74 @@
+"""What a command line calls a model, and the configuration that it means: never more than a config.json is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cheetah.models.llama.config import LlamaConfig
+
+RANDOM = "random:"
+
+
+@dataclass(frozen=True)
+class NamedConfig:
+    """A configuration and its names.
+
+    config. canonical: how it is named in a command that means the same on another machine. stem: for file names.
+    notes: lines worth printing.
+    """
+
+    config: LlamaConfig
+    canonical: str
+    stem: str
+    notes: tuple[str, ...]
+
+
+def named_config(name: str, revision: str | None = None) -> NamedConfig:
+    """The configuration of a preset, a folder, a config.json, or a hub id (of which config.json alone is fetched).
+
+    A folder's canonical name is its own, without the path. "random:" in front changes nothing.
+    """
+    from cheetah.models.llama.config import PRESET_NAMES, resolve_config
+    from cheetah.runtime import hub
+
+    source = name.removeprefix(RANDOM)
+    notes: list[str] = []
+    path = Path(source).expanduser()
+    if source in PRESET_NAMES:
+        return NamedConfig(resolve_config(source), source, source, ())
+    if not path.exists() and hub.is_hub_id(source):
+        config = resolve_config(_config_of_hub(source, revision), notes)
+        return NamedConfig(config, source, source.rpartition("/")[2].lower(), tuple(notes))
+    config = resolve_config(source, notes)
+    folder = path.resolve() if path.is_dir() else path.resolve().parent
+    canonical = folder.name if path.name in ("", "config.json") or path.is_dir() else path.name
+    return NamedConfig(config, canonical, canonical.removesuffix(".json").lower(), tuple(notes))
+
+
+def _config_of_hub(repository: str, revision: str | None) -> Path:
+    from cheetah.runtime import hub
+    from cheetah.runtime.safetensors_files import LoadingError
+
+    if hub.is_offline():
+        return hub.cached_folder(repository, revision) / "config.json"
+    import huggingface_hub
+
+    try:
+        path = huggingface_hub.hf_hub_download(
+            repository, "config.json", revision=revision, cache_dir=hub.cache_folder()
+        )
+    except Exception as problem:  # whatever the library and the network throw becomes one message
+        reason = " ".join(str(problem).split()) or type(problem).__name__
+        raise LoadingError(f"{repository}: its config.json cannot be fetched: {reason}") from problem
+    return Path(path)
+
+
+def print_notes(notes: tuple[str, ...]) -> None:
+    """A line on stderr for each guess that was made."""
+    from cheetah.runtime.device import say_to_stderr
+
+    for note in notes:
+        say_to_stderr(note)

@@ -1,0 +1,144 @@
+"""`cheetah generate`: kernel, manifest and, where a compiler is, the cubin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cheetah.cli.configs import named_config, print_notes
+from cheetah.cli.options import flag_of, takes_plan
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from cheetah.generate import Generated
+    from cheetah.models.llama.config import LlamaConfig
+    from cheetah.runtime.cubin import Cubin
+
+DEFAULT_GPU = "h200"
+EPILOG = "Example: cheetah generate llama-3.1-8b -o kernels --sync barrier"
+
+
+@takes_plan
+def generate(
+    *,
+    config: Annotated[str, typer.Argument(help="A preset, a folder, a config.json, or a hub id.", show_default=False)],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Where the files go.")] = Path("."),
+    name: Annotated[
+        str | None,
+        typer.Option(help="Of the files, without ending; by default model, GPU and the options given."),
+    ] = None,
+    gpu: Annotated[str, typer.Option(help="The machine: h200, h100, emulator, emulator-2, emulator-8.")] = DEFAULT_GPU,
+    line_marks: Annotated[
+        bool, typer.Option("--line-marks", help="#line marks, so that compilers name the Python source.")
+    ] = False,
+    compile: Annotated[bool, typer.Option(help="Compile to a cubin where a compiler is there.")] = True,
+    compiler: Annotated[str, typer.Option(help="nvrtc or nvcc.")] = "nvrtc",
+    revision: Annotated[
+        str | None, typer.Option(help="Of a hub id: branch, tag or commit.", show_default=False)
+    ] = None,
+    plan: dict[str, Any],
+) -> None:
+    """Write the kernel of a model, its manifest and, if a compiler is there, its cubin. Needs no GPU."""
+    from rich.console import Console
+
+    from cheetah.generate import generate_kernel
+
+    named = named_config(config, revision)
+    print_notes(named.notes)
+    chosen = needed_options(named.config, gpu, plan)
+    command = canonical_command(named.canonical, gpu, line_marks, chosen)
+    generated = generate_kernel(named.config, gpu, command=command, line_marks=line_marks, **plan)
+    stem = name or file_stem(named.stem, gpu, line_marks, chosen)
+    source, manifest = generated.write(output, stem)
+    console = Console(soft_wrap=True, highlight=False)
+    _print_choices(console, generated)
+    lines = generated.text.count("\n")
+    console.print(f"wrote {source} ({lines} lines, sha256 {generated.manifest.text_sha256[:12]})")
+    console.print(f"wrote {manifest}")
+    if compile and gpu_is_real(gpu):
+        _write_cubin(console, generated, output / f"{stem}.cubin", compiler)
+
+
+def register(app: typer.Typer) -> None:
+    """Make this a command of `app`."""
+    app.command(epilog=EPILOG)(generate)
+
+
+def needed_options(config: LlamaConfig, gpu: str, plan: dict[str, Any]) -> dict[str, Any]:
+    """The overrides without those that the rule would have chosen beside the others."""
+    from cheetah.generate import choose_plan
+    from cheetah.plan import PlanError, gpu_named
+
+    machine = gpu_named(gpu)
+    wanted, needed = choose_plan(config, machine, **plan), dict(plan)
+    for name in plan:
+        others = {other: value for other, value in needed.items() if other != name}
+        try:
+            same = choose_plan(config, machine, **others) == wanted
+        except PlanError:
+            same = False
+        needed = others if same else needed
+    return needed
+
+
+def canonical_command(config: str, gpu: str, line_marks: bool, plan: dict[str, Any]) -> str:
+    """The command that writes the same text on any machine: options that are not the default, no paths."""
+    return " ".join(["cheetah generate", config, *_options(gpu, line_marks, plan)])
+
+
+def file_stem(model: str, gpu: str, line_marks: bool, plan: dict[str, Any]) -> str:
+    """Model, GPU and what was chosen by hand, e.g. "llama-3.1-8b-h200-sync-barrier"."""
+    choices = [f"{name.replace('_', '-')}-{value}" for name, value in plan.items()]
+    return "-".join([model, gpu, *(["line-marks"] if line_marks else []), *choices])
+
+
+def _options(gpu: str, line_marks: bool, plan: dict[str, Any]) -> list[str]:
+    chosen = [f"--gpu {gpu}"] if gpu != DEFAULT_GPU else []
+    marks = ["--line-marks"] if line_marks else []
+    return [*chosen, *marks, *(f"{flag_of(name)} {value}" for name, value in plan.items())]
+
+
+def gpu_is_real(gpu: str) -> bool:
+    """Whether kernels for this machine run on a GPU."""
+    from cheetah.plan import gpu_named
+
+    return not gpu_named(gpu).emulated
+
+
+def _print_choices(console: Console, generated: Generated) -> None:
+    from rich.table import Table
+
+    manifest = generated.manifest
+    table = Table(title="plan", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    for field, value in manifest.plan.items():
+        table.add_row(field, str(value))
+    launch = manifest.launch
+    table.add_row("launch", f"{launch.blocks} blocks of {launch.threads} threads, {launch.shared_bytes} bytes shared")
+    table.add_row("weights a step", f"{manifest.weight_bytes / 1e9:.3f} GB")
+    console.print(table)
+
+
+def _write_cubin(console: Console, generated: Generated, path: Path, compiler: str) -> None:
+    """Compile and write; no compiler is no error, a text that does not compile is one."""
+    from cheetah.manifest import write_atomically
+    from cheetah.runtime.compile import CompileError, compile_cubin, find_compiler
+    from cheetah.runtime.device import say_to_stderr
+
+    try:
+        _ = find_compiler(compiler).version
+    except CompileError as problem:
+        console.print(f"no cubin: {problem}")
+        return
+    cubin = compile_cubin(generated.text, generated.manifest.kernel, compiler=compiler, progress=say_to_stderr)
+    write_atomically(path, cubin.image)
+    console.print(f"wrote {path} ({len(cubin.image)} bytes, {cubin.compiler})")
+    _print_resources(console, generated, cubin)
+
+
+def _print_resources(console: Console, generated: Generated, cubin: Cubin) -> None:
+    shared = cubin.resources.shared_bytes + generated.manifest.launch.shared_bytes
+    console.print(f"a thread: {cubin.resources}")
+    console.print(f"a block: {shared} bytes of shared memory, {generated.manifest.launch.threads} threads")

@@ -1,0 +1,107 @@
+"""`cheetah inspect`: what a plan comes to, without generating anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cheetah.cli.configs import named_config, print_notes
+from cheetah.cli.generate import DEFAULT_GPU
+from cheetah.cli.options import takes_plan
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from cheetah.plan.report import PhaseShare, Report
+    from cheetah.plan.shared import SharedMap
+
+EPILOG = "Example: cheetah inspect llama-3.1-8b --context 6144 --plot shares.png"
+
+
+@takes_plan
+def inspect(
+    *,
+    config: Annotated[str, typer.Argument(help="A preset, a folder, a config.json, or a hub id.", show_default=False)],
+    gpu: Annotated[str, typer.Option(help="The machine: h200, h100, emulator, emulator-2, emulator-8.")] = DEFAULT_GPU,
+    context: Annotated[int, typer.Option(help="Tokens in the cache, the new one included.")] = 1024,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw each block's share by phase (png, svg, pdf).")
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Of a hub id: branch, tag or commit.", show_default=False)
+    ] = None,
+    plan: dict[str, Any],
+) -> None:
+    """Print what the plan comes to: bytes a block and phase, shared memory, exchanges, bytes and time of a step."""
+    from rich.console import Console
+
+    from cheetah.generate import choose_plan
+    from cheetah.models.llama.weights import model_shape
+    from cheetah.plan import gpu_named
+    from cheetah.plan.report import inspect_plan, plot_shares
+
+    named = named_config(config, revision)
+    print_notes(named.notes)
+    machine = gpu_named(gpu)
+    report = inspect_plan(model_shape(named.config), choose_plan(named.config, machine, **plan), machine, context)
+    console = Console(soft_wrap=True, highlight=False)
+    for table in (_summary(named.canonical, report), _shares(report), _shared_memory(report.shared)):
+        console.print(table)
+        console.print()
+    if plot is not None:
+        plot_shares(report, plot)
+        console.print(f"wrote {plot}")
+
+
+def register(app: typer.Typer) -> None:
+    """Make this a command of `app`."""
+    app.command(epilog=EPILOG)(inspect)
+
+
+def _summary(name: str, report: Report) -> Table:
+    from rich.table import Table
+
+    table = Table(title=name, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    for what, value in report.summary():
+        table.add_row(what, value)
+    return table
+
+
+def _shares(report: Report) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"kB that a block reads in a phase, {report.gpu.blocks} blocks", title_justify="left")
+    table.add_column("phase")
+    for heading in ("runs a step", "smallest", "mean", "largest", "imbalance", "MB a step"):
+        table.add_column(heading, justify="right")
+    for phase in report.phases:
+        table.add_row(*_share_row(phase))
+    table.add_section()
+    table.add_row(*_share_row(report.step_share))
+    return table
+
+
+def _share_row(phase: PhaseShare) -> tuple[str, ...]:
+    sizes = (f"{size / 1e3:.1f}" for size in (phase.smallest_bytes, phase.mean_bytes, phase.largest_bytes))
+    imbalance = f"{phase.imbalance_percent:.1f} %"
+    return (phase.name, str(phase.runs), *sizes, imbalance, f"{phase.step_bytes / 1e6:.1f}")
+
+
+def _shared_memory(shared: SharedMap) -> Table:
+    from rich.table import Table
+
+    table = Table(title="shared memory of a block, bytes", title_justify="left")
+    for heading in ("offset", "size"):
+        table.add_column(heading, justify="right")
+    table.add_column("region")
+    for region in shared.regions:
+        over = f" (over {region.over})" if region.over else ""
+        table.add_row(str(shared.offset(region.name)), str(region.nbytes), region.name + over)
+    table.add_section()
+    table.add_row("", str(shared.total_bytes), "total")
+    if shared.budget_bytes is not None:
+        free = shared.budget_bytes - shared.total_bytes
+        table.add_row("", str(shared.budget_bytes), f"a block has; {free} are free")
+    return table

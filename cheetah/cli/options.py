@@ -1,0 +1,53 @@
+"""Options that several commands share: those that override fields of the plan.
+
+One table names them; `takes_plan` gives them to a command, which receives those that were given as one dict.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import typer
+
+PLAN_OPTIONS: Mapping[str, tuple[type, str]] = {
+    "sync": (str, "How blocks exchange vectors: flags (the default) or barrier (simpler, slower)."),
+    "max_context": (int, "Most tokens of prompt and completion together."),
+    "page_size": (int, "Tokens of a page of the KV cache."),
+    "stage_bytes": (int, "Bytes of a stage of the ring, the unit of every copy of weights."),
+    "stages": (int, "Stages of the ring."),
+    "in_flight": (int, "Most stages that are being filled at a time."),
+    "math_warps": (int, "Warps of a block that compute; one more copies."),
+    "max_steps": (int, "Most decode steps of one launch."),
+    "kv_chunk_min": (int, "Fewest keys of a head that a block takes when the cache is split."),
+}
+"""Field of `cheetah.plan.Plan`: (type, help). Without the option, a rule chooses."""
+
+
+def flag_of(name: str) -> str:
+    """The option of a plan field: "max_context" -> "--max-context"."""
+    return "--" + name.replace("_", "-")
+
+
+def takes_plan(command: Callable[..., None]) -> Callable[..., None]:
+    """Give `command` an option for each of PLAN_OPTIONS in place of its keyword `plan`, which gets those given."""
+
+    @functools.wraps(command)
+    def with_plan(**given: Any) -> None:
+        plan = {name: given.pop(name) for name in PLAN_OPTIONS}
+        command(plan={name: value for name, value in plan.items() if value is not None}, **given)
+
+    own = inspect.signature(command, eval_str=True)
+    kept = [parameter for parameter in own.parameters.values() if parameter.name != "plan"]
+    parameters = [*kept, *(_plan_parameter(name, *entry) for name, entry in PLAN_OPTIONS.items())]
+    with_plan.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    with_plan.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return with_plan
+
+
+def _plan_parameter(name: str, kind: type, text: str) -> inspect.Parameter:
+    option = typer.Option(flag_of(name), help=text, rich_help_panel="Plan (by rule unless given)", show_default=False)
+    annotation = Annotated[kind | None, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

@@ -1,0 +1,129 @@
+"""`cheetah run`: text from a model, as it is made."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cheetah.errors import CheetahError
+
+if TYPE_CHECKING:
+    from cheetah.runtime import LLM, SamplingParams, StreamPiece
+
+EPILOG = 'Example: cheetah run demo "One morning," --device emulator --max-tokens 60'
+DEFAULT_TOKENS = 128
+STDIN = "-"
+RANDOM = "random:"
+
+
+def run(
+    model: Annotated[str, typer.Argument(help="demo, a folder, a hub id, or random:PRESET.", show_default=False)],
+    prompt: Annotated[str | None, typer.Argument(help="The text to go on from; - reads it from stdin.")] = None,
+    ids: Annotated[
+        str | None, typer.Option(metavar="1,2,3", help="Token ids instead of text, as they are.", show_default=False)
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="PROMPT is a user's message, put in the chat template.")] = False,
+    device: Annotated[
+        str | None, typer.Option(help="cuda, cuda:1, pycuda or emulator; by default what is there.", show_default=False)
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="The machine to generate for; by default the device's.", show_default=False)
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to make.")] = DEFAULT_TOKENS,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy; by default the checkpoint's, else 0.", show_default=False)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of sampling at a temperature above 0.")] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="A text that ends the completion; repeatable.", show_default=False)
+    ] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")] = False,
+    max_context: Annotated[
+        int | None, typer.Option(help="Most tokens in all; by default the model's, at most 8192.", show_default=False)
+    ] = None,
+    sync: Annotated[
+        str | None, typer.Option(help="flags or barrier; by default the plan's.", show_default=False)
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Of a hub id: branch, tag or commit.", show_default=False)
+    ] = None,
+) -> None:
+    """Write the completion of a prompt to stdout as it is made; timings go to stderr."""
+    from cheetah.runtime import LLM, SamplingParams
+
+    text = _prompt_text(prompt, ids, chat)
+    token_ids = None if ids is None else _parsed_ids(ids)
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop or (), ignore_eos=ignore_eos
+    )
+    if token_ids is None:
+        _refuse_text_without_tokenizer(model)
+    with LLM(model, device=device, gpu=gpu, max_context=max_context, sync=sync, revision=revision) as llm:
+        _write(llm, _pieces(llm, text, token_ids, chat, params))
+
+
+def register(app: typer.Typer) -> None:
+    """Make this a command of `app`."""
+    app.command(epilog=EPILOG)(run)
+
+
+def _prompt_text(prompt: str | None, ids: str | None, chat: bool) -> str:
+    if ids is not None:
+        if prompt is not None or chat:
+            raise CheetahError("--ids takes the place of PROMPT and of --chat: give one of them")
+        return ""
+    if prompt is None:
+        raise CheetahError('no prompt: write one, e.g. cheetah run demo "One morning,", or - for stdin, or --ids 1,2,3')
+    text = sys.stdin.read() if prompt == STDIN else prompt
+    return text.removesuffix("\n") if prompt == STDIN else text
+
+
+def _parsed_ids(ids: str) -> list[int]:
+    try:
+        return [int(part) for part in ids.split(",")]
+    except ValueError:
+        raise CheetahError(f"--ids {ids}: expected token ids, e.g. --ids 1,2,3") from None
+
+
+def _refuse_text_without_tokenizer(model: str) -> None:
+    """For random weights this is known before minutes are spent on them."""
+    from cheetah.runtime.loading import open_checkpoint
+
+    if model.startswith(RANDOM) and "tokenizer.json" not in open_checkpoint(model).files:
+        raise CheetahError(f"{model} has no tokenizer: give token ids, e.g. --ids 1,2,3")
+
+
+def _pieces(llm: LLM, text: str, ids: list[int] | None, chat: bool, params: SamplingParams) -> Iterator[StreamPiece]:
+    if ids is not None:
+        return llm.stream(ids, params)
+    if chat:
+        return llm.stream_chat([{"role": "user", "content": text}], params)
+    return llm.stream(text, params)
+
+
+def _write(llm: LLM, pieces: Iterator[StreamPiece]) -> None:
+    """Text as it comes, or ids where there is no tokenizer; a line end, then the timings on stderr."""
+    for piece in pieces:
+        shown = piece.text if piece.text is not None else "".join(f"{token} " for token in piece.token_ids)
+        sys.stdout.write(shown)
+        sys.stdout.flush()
+        if piece.finished:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+            typer.echo(_timings(llm, piece), err=True)
+
+
+def _timings(llm: LLM, piece: StreamPiece) -> str:
+    timings = piece.timings
+    assert timings is not None
+    prompt = f"{timings.prompt_tokens} prompt tokens in {timings.prefill_s:.3f} s"
+    made = f"{timings.completion_tokens} tokens ({piece.finish_reason})"
+    if timings.completion_tokens < 2:
+        return f"{prompt}; {made}"
+    context = timings.prompt_tokens + timings.completion_tokens
+    rate = f"decode {timings.decode_tokens_per_s:.1f} tokens/s (batch 1, context up to {context}, bf16)"
+    emulated = "; emulated: not a speed" if llm.manifest.gpu.get("emulated") else ""
+    return f"{prompt}; {made} in {timings.decode_s:.3f} s, {rate}{emulated}"
