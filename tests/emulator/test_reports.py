@@ -13,7 +13,7 @@ pytestmark = pytest.mark.compiler
 MISUSES = """
   uint64_t* barrier = (uint64_t*)shared_arena();
   const uint32_t thread = threadIdx.x, lane = thread % 32;
-  if (thread == 0 && which < 20) { mbarrier_init(barrier, 1); mbarrier_init(barrier + 2, 64); }
+  if (thread == 0 && which % 24 < 20) { mbarrier_init(barrier, 1); mbarrier_init(barrier + 2, 64); }
   block_barrier();
   switch (which) {
     case 1: if (thread == 5) mbarrier_arrive(barrier + 1); break;
@@ -30,6 +30,7 @@ MISUSES = """
     case 11: if (thread == 0) bulk_copy(shared_arena() + 64, bytes + 8, 16, barrier); break;
     case 12: if (thread == 0) bulk_copy(shared_arena() + 64, shared_arena(), 16, barrier); break;
     case 13: if (thread == 0) bulk_copy(shared_arena() + 64, bytes, 16, barrier); break;
+    case 24: for (int i = 0; i < 2 && !thread; i++) bulk_copy(shared_arena() + 64 + 16 * i, bytes, 32, barrier); break;
     case 14: if (thread == 5) mbarrier_init(barrier, 1); break;
     case 15: if (thread == 5) { barrier[0] = 0; mbarrier_wait(barrier, 1); } break;
     case 16: if (thread == 5) wait_flagged4((const uint64_t*)bytes + 1, 3); break;
@@ -66,6 +67,7 @@ EXPECTED = {
     20: "mbarrier_init at kernel.cu:{}: 0 arrivals; an mbarrier counts 1 to 1048575",
     21: "lies outside this block's shared memory",
     22: "block 0, thread 5: segmentation fault (bad or misaligned address), address (nil), after block_barrier at",
+    24: "destination bytes 80 to 112 overlap those of the copy issued at kernel.cu:{}, still in flight",
     23: "block 0, thread 5: division by zero, address 0x",
 }
 

@@ -26,6 +26,13 @@ void check_copy(const uint8_t* destination, const uint8_t* source, uint32_t byte
     misuse(place, primitive, "destination at byte %ld of shared memory is not 16-byte aligned",
            long(destination - block.arena));
   check_global(source, bytes, 16, place, primitive);
+  for (uint32_t i = 0; i < block.copy_count; i++) {
+    const BulkCopy& other = block.copies[i];
+    if (destination < other.destination + other.bytes && other.destination < destination + bytes)
+      misuse(place, primitive, "destination bytes %ld to %ld overlap those of the copy issued at %s:%u, still in flight",
+             long(destination - block.arena), long(destination - block.arena + bytes), other.place.file_name(),
+             unsigned(other.place.line()));
+  }
   if (block.copy_count == copies_a_block)
     misuse(place, primitive, "more than %u copies of one block in flight", copies_a_block);
 }
