@@ -1,0 +1,65 @@
+"""The ladder of examples: each runs by its one command and agrees with numpy, under every scheduler."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.lang.compilers import compile_cuda
+
+ROOT = Path(__file__).parents[2]
+LADDER = ("1_scale", "2_matvec", "3_ring", "4_two_matvecs")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("compiled")
+
+
+def run_example(name: str, *options: str, cache: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **({"CHEETAH_CACHE": str(cache)} if cache else {})}
+    command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), *options]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("options", [(), ("--scheduler", "round_robin"), ("--scheduler", "priority", "--seed", "5")])
+@pytest.mark.parametrize("name", LADDER)
+def test_it_agrees_with_numpy(name: str, options: tuple[str, ...], cache: Path) -> None:
+    done = run_example(name, *options, cache=cache)
+    assert done.returncode == 0, done.stderr
+    assert "agrees with numpy" in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LADDER)
+def test_it_has_no_race(name: str, cache: Path) -> None:
+    done = run_example(name, "--sanitize", cache=cache)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("name", LADDER)
+def test_its_cuda_compiles(name: str) -> None:
+    text = run_example(name, "--cuda").stdout
+    assert 'extern "C" __global__ void' in text
+    compile_cuda(text)
+
+
+def test_the_check_can_fail() -> None:
+    code = "import numpy as np; from emulate import check; check('y', np.ones(2), np.array([1.0, np.nan]))"
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 1 and "y differs from numpy by nan" in done.stderr
+
+
+def test_each_page_says_what_is_new() -> None:
+    for before, name in zip(LADDER, LADDER[1:], strict=False):
+        assert f"New since {before}" in (ROOT / "examples" / f"{name}.py").read_text()
+    pages = {path.stem for path in (ROOT / "examples").glob("[0-9]_*.py")}
+    assert pages == set(LADDER)
