@@ -80,14 +80,19 @@ class Sampler:
             self.best_token.set(token)
 
     @ch.inline
-    def choose(self, epoch: ch.Expr) -> None:
+    def choose(self, epoch: ch.Expr, step: ch.Expr) -> None:
         """Leave the grid's best token in the first word of the region `candidates`, for thread 0 to read.
 
         Every block publishes here in every step, even if it has no candidate: with release, and all blocks' words are
         read with acquire. So after it each block sees what every block wrote in this step, its keys and values above all.
+
+        Steps take turns with two vectors. A block without a strip or a key publishes nothing else, so nobody waits for it
+        before publishing the next step's candidate, over one that it may not have read yet; but nobody comes two steps
+        ahead of it, for its own candidate of the step between is needed.
         """
         machine = self.machine
         candidates = machine.region("candidates", ty.u32x2)
+        first_unit = step % 2 * machine.gpu.blocks
         self._best_of_warp(self.best, self.best_token)
         words = ch.reinterpret(ty.ptr_mut(ty.u32), candidates)
         with ch.if_(machine.lane == 0):
@@ -99,9 +104,9 @@ class Sampler:
             with ch.if_(machine.lane < 4):
                 # Four words make a unit: value, token, and two that nobody reads.
                 word = ch.select(machine.lane == 0, prim.float_bits(self.best), self.best_token)
-                self.exchange.publish_release("candidates", machine.block * 4 + machine.lane, word, epoch)
+                self.exchange.publish_release("candidates", (first_unit + machine.block) * 4 + machine.lane, word, epoch)
         self.exchange.meet()
-        self._gather(words, epoch)
+        self._gather(words, first_unit, epoch)
         machine.meet()
         with ch.if_(machine.warp == 0):
             self._read_candidates(machine.gpu.blocks)
@@ -109,12 +114,12 @@ class Sampler:
                 words[0] = self.best_token
 
     @ch.inline
-    def _gather(self, words: ch.Expr, epoch: ch.Expr) -> None:
+    def _gather(self, words: ch.Expr, first_unit: ch.Expr, epoch: ch.Expr) -> None:
         machine = self.machine
         if machine.plan.sync == "flags":
             machine.meet()  # warp 0 has read the warps' candidates before they are overwritten
         with ch.for_(machine.thread, machine.gpu.blocks, machine.math_threads) as other:
-            unit = self.exchange.read4_acquire("candidates", other, epoch)
+            unit = self.exchange.read4_acquire("candidates", first_unit + other, epoch)
             words[other * 2] = unit.x
             words[other * 2 + 1] = unit.y
 

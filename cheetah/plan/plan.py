@@ -162,7 +162,7 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
     scratch: the input of a product (bf16), or 64 dims of every math warp's attention output (f32), or a partial state a
     warp. reductions: two buffers of the warps' row sums. residual: the block's rows (f32). partial_sums: of squares.
     rope: cos and sin of the position. queries: those of a KV head, then the newest key and value (bf16). statistics:
-    (highest, weight sum) of each state and query column. candidates: of every warp or block. step_done: an mbarrier.
+    (highest, weight sum) of each state and query column. candidates: of every warp or block. step_done: two mbarriers.
     """
     vector_bytes = plan.batch * shape.widest_vector * 2
     fold_bytes = plan.math_warps * shape.group * ATTENTION_SLICE_DIMS * 4
@@ -180,7 +180,7 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
         Region("queries", (shape.group + 2) * shape.head_dim * 2),
         Region("statistics", (plan.math_warps + 1) * QUERY_COLUMNS * 8),
         Region("candidates", max(plan.math_warps, gpu.blocks) * 8),
-        Region("step_done", 8),
+        Region("step_done", 16),
         Region("next_token", 8),
     )
 

@@ -47,7 +47,7 @@ def exchange_sizes(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:
         "attention": shape.query_rows // 2,
         "middle": vector_words(shape.hidden),
         "gated": vector_words(shape.ffn, HALF),
-        "candidates": 4 * gpu.blocks,
+        "candidates": 2 * 4 * gpu.blocks,
     }
 
 
@@ -215,7 +215,7 @@ class Step:
                     scale.set(self._load_norm(self._norm(ty.u32(2 * self.shape.layers)), lambda unit: self.exchange.read4("hidden", unit, last)))
                 self.matvec.multiply(matrix, lambda rows: self._finish_head(rows, step, scale))
             self._note_phase(step, self.shape.layers * len(LAYER_PHASES) + 1)
-            self.sampler.choose(self.step_epoch + self.shape.layers)
+            self.sampler.choose(self.step_epoch + self.shape.layers, step)
 
     # -- setting up and stepping ----------------------------------------------------------------------------------
 
@@ -224,10 +224,11 @@ class Step:
         machine = self.machine
         step_done = machine.region("step_done", ty.u64)
         next_token = machine.region("next_token", ty.u32)
-        self.step_done, self.next_token = step_done, next_token
+        self.step_done, self.step_taken, self.next_token = step_done, step_done + 1, next_token
         with ch.if_(machine.thread == 0):
             self.ring.initialise()
-            prim.mbarrier_init(step_done, 1)
+            prim.mbarrier_init(self.step_done, 1)
+            prim.mbarrier_init(self.step_taken, 1)
             prim.mbarrier_fence_init()
             next_token[0] = ty.u32(self.launch.tokens[0])
         prim.block_barrier()  # orders the barriers' initialisation before their first use by either role
@@ -284,7 +285,9 @@ class Step:
         with ch.if_(step > 0):
             prim.mbarrier_wait(self.step_done, (step + 1) % 2)
             prim.fence_proxy_async()
-            with ch.if_(self.next_token[1] != 0):
+            stop = ch.const(ty.u32, self.next_token[1])
+            prim.mbarrier_arrive(self.step_taken)
+            with ch.if_(stop != 0):
                 ch.return_()
 
     @ch.inline
@@ -308,6 +311,9 @@ class Step:
                     with ch.if_(following >= launch.given):
                         launch.tokens[following] = ty.i32(token)
                     launch.status[0] = ty.i32(following)
+                # The copy lane has seen the end of the last step: a block with nothing to fetch could come two steps ahead of
+                # it, and a parity tells two neighbouring phases apart only. Long since true for the others.
+                prim.mbarrier_wait(self.step_taken, (step + 1) % 2)
                 self.next_token[0] = token
                 self.next_token[1] = stop
                 prim.fence_proxy_async()  # what other blocks wrote to the cache, before our copy engine reads it
