@@ -59,7 +59,7 @@ def cheetah(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """One persistent CUDA kernel for the whole decode step of a Llama model: generate it, run it, measure it, check it."""
+    """One CUDA kernel for the whole decode step of a Llama model: generate it, run it, measure it, check it."""
 
 
 for module in (generate, run, bench, inspect, check):

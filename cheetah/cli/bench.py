@@ -1,7 +1,185 @@
-"""`cheetah bench`."""
+"""`cheetah bench`: decode speed at given depths, as a table or as JSON lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cheetah.cli.configs import RANDOM, print_notes
+from cheetah.cli.options import takes_plan
+from cheetah.errors import CheetahError
+
+if TYPE_CHECKING:
+    from cheetah.benchmark import DecodeBench, Measurement
+    from cheetah.models.llama.config import LlamaConfig
+    from cheetah.runtime.assemble import Weights
+    from cheetah.runtime.device import Device
+
+EPILOG = "Example: cheetah bench random:llama-3.1-8b --contexts 128,1024,6144 --json results.jsonl"
+CONTEXTS = "128,1024,6144"
+STDOUT = "-"
+
+
+@takes_plan
+def bench(
+    *,
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="random:PRESET (weights made on the spot), a folder, a hub id, or demo.", show_default=False
+        ),
+    ],
+    contexts: Annotated[str, typer.Option(metavar="A,B,...", help="Tokens in the cache before a launch.")] = CONTEXTS,
+    steps: Annotated[int, typer.Option(min=1, help="Decode steps of a launch.")] = 64,
+    repetitions: Annotated[int, typer.Option(min=1, help="Timed launches at each context.")] = 5,
+    warmup: Annotated[int, typer.Option(min=0, help="Launches before those.")] = 2,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Append a JSON line a context; - for stdout.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cuda, cuda:1, pycuda or emulator; by default what is there.", show_default=False)
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="The machine to generate for; by default the device's.", show_default=False)
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Of a hub id: branch, tag or commit.", show_default=False)
+    ] = None,
+    plan: dict[str, Any],
+) -> None:
+    """Measure decode speed: batch 1, bf16, greedy sampling on the GPU, prompt processing not included.
+
+    Beside it, in the same run, how fast the GPU reads memory: the ceiling, of which the share is told.
+    """
+    from cheetah.benchmark import open_bench
+    from cheetah.runtime.device import open_device
+
+    depths = parsed_contexts(contexts)
+    config, weights = _model(model, revision)
+    with (
+        open_device(device) as opened,
+        open_bench(config, weights, opened, depths, steps, gpu, _ordinal(device), **plan) as ready,
+    ):
+        circumstances = _circumstances(model, weights, opened)
+        measured = []
+        for depth in depths:
+            measured.append(ready.measure(depth, steps, repetitions, warmup))
+            if json_file is not None:
+                _write_record(json_file, measured[-1], ready, circumstances)
+        if json_file != STDOUT:
+            _print_table(circumstances, ready, measured)
+
 
 def register(app: typer.Typer) -> None:
-    pass
+    """Make this a command of `app`."""
+    app.command(epilog=EPILOG)(bench)
+
+
+def parsed_contexts(text: str) -> list[int]:
+    """ "128,1024" -> [128, 1024]."""
+    try:
+        depths = [int(part) for part in text.split(",")]
+    except ValueError:
+        depths = []
+    if not depths or min(depths) < 0:
+        raise CheetahError(f"--contexts {text}: expected numbers of tokens, e.g. --contexts {CONTEXTS}")
+    return depths
+
+
+def _model(name: str, revision: str | None) -> tuple[LlamaConfig, Weights | None]:
+    """The configuration, and the checkpoint; None for random weights."""
+    from cheetah.cli.configs import named_config
+    from cheetah.runtime.loading import open_checkpoint
+
+    if name.startswith(RANDOM):
+        return named_config(name).config, None
+    checkpoint = open_checkpoint(name, revision)
+    print_notes(checkpoint.notes)
+    return checkpoint.config, checkpoint
+
+
+def _ordinal(device: str | None) -> int:
+    """Of "cuda:1" the 1."""
+    return int((device or "").partition(":")[2] or 0)
+
+
+def _circumstances(model: str, weights: Weights | None, device: Device) -> dict[str, Any]:
+    from cheetah.circumstances import commit
+
+    info = device.describe()
+    return {
+        "commit": commit(),
+        "gpu": info.name,
+        "driver": info.driver,
+        "backend": info.backend,
+        "model": Path(model).name if Path(model).is_dir() else model.removeprefix(RANDOM),
+        "weights": "bf16 random" if weights is None else "bf16",
+    }
+
+
+def _write_record(target: str, measurement: Measurement, bench: DecodeBench, circumstances: dict[str, Any]) -> None:
+    from cheetah.benchmark import record
+
+    line = json.dumps(record(measurement, bench, circumstances))
+    if target == STDOUT:
+        print(line, flush=True)
+        return
+    try:
+        with open(target, "a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    except OSError as problem:
+        raise CheetahError(f"--json {target}: cannot be written: {problem.strerror}") from problem
+
+
+def _print_table(circumstances: dict[str, Any], bench: DecodeBench, measured: Sequence[Measurement]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    title = [
+        f"{circumstances['model']}, batch 1, weights {circumstances['weights']}",
+        f"kernel {bench.manifest.text_sha256[:16]}, commit {circumstances['commit']}",
+        f"{circumstances['gpu']}, {circumstances['driver']}",
+    ]
+    table = Table(title="\n".join(title), title_justify="left", box=None, padding=(0, 1, 0, 0))
+    for heading in ("context", "tokens/s", "ms/step", "least", "most", "GB/s", "ceiling", "share", "host tok/s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for measurement in measured:
+        table.add_row(*_row(measurement))
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(table)
+    for line in _remarks(measured, bench):
+        console.print(line)
+
+
+def _remarks(measured: Sequence[Measurement], bench: DecodeBench) -> list[str]:
+    from cheetah.benchmark import EMULATED
+
+    first = measured[0]
+    lines = [
+        f"median of {len(first.step_ms)} launches of {first.steps} steps, by device events; host: with the tokens read out",
+        "context: tokens in the cache before a launch; ceiling: GB/s before and after, in this run",
+    ]
+    for measurement in measured:
+        if state := measurement.clocks:
+            text = ", ".join(f"{name} {value:g}" for name, value in state.items())
+            lines.append(f"after context {measurement.context}: {text}")
+    return [*lines, EMULATED] if bench.gpu.emulated else lines
+
+
+def _row(measurement: Measurement) -> tuple[str, ...]:
+    ceilings, share = measurement.ceilings_gb_per_s, measurement.share
+    return (
+        str(measurement.context),
+        f"{measurement.tokens_per_s:.1f}",
+        f"{measurement.ms_per_step:.4f}",
+        f"{min(measurement.step_ms):.4f}",
+        f"{max(measurement.step_ms):.4f}",
+        f"{measurement.gb_per_s:.0f}",
+        "-" if ceilings is None else f"{ceilings[0]:.0f} {ceilings[1]:.0f}",
+        "-" if share is None else f"{share:.1%}",
+        f"{measurement.host_tokens_per_s:.1f}",
+    )

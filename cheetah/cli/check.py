@@ -41,8 +41,8 @@ def check(
 ) -> None:
     """Look for schedules under which a model's kernel goes wrong, in the emulator. Needs g++ and no GPU.
 
-    A few launches (prompt, sampling, going on, an early stop, a split cache) run under each scheduler with each seed, and
-    must give the same bits, agree with float32, and access nothing unordered. Exit code 1 if something is found.
+    A few launches (prompt, sampling, going on, an early stop, a split cache) run under each scheduler with each seed,
+    and must give the same bits, agree with float32, and access nothing unordered. Exit code 1 if something is found.
 
     The demo model is checked as it is; of any other, a smaller one of the same kind with random weights.
     """
@@ -70,7 +70,7 @@ def register(app: typer.Typer) -> None:
 def shrunk(config: LlamaConfig) -> LlamaConfig:
     """A small model of the same kind: head_dim, query heads a KV head, RoPE and tied embeddings stay."""
     kv_heads = min(config.kv_heads, LARGEST_KV_HEADS)
-    sizes = {name: _cut(getattr(config, name), largest) for name, largest in LARGEST.items()}
+    sizes: dict[str, Any] = {name: _cut(getattr(config, name), largest) for name, largest in LARGEST.items()}
     layers = min(config.layers, LARGEST_LAYERS)
     return replace(config, layers=layers, kv_heads=kv_heads, query_heads=kv_heads * config.group, **sizes)
 

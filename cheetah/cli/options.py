@@ -49,5 +49,5 @@ def takes_plan(command: Callable[..., None]) -> Callable[..., None]:
 
 def _plan_parameter(name: str, kind: type, text: str) -> inspect.Parameter:
     option = typer.Option(flag_of(name), help=text, rich_help_panel="Plan (by rule unless given)", show_default=False)
-    annotation = Annotated[kind | None, option]
+    annotation: Any = Annotated[kind | None, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

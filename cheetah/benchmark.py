@@ -1,0 +1,312 @@
+"""Decode speed at given depths of the cache, beside the read ceiling measured in the same run.
+
+A launch makes `steps` tokens after `context` cached ones. Its time is taken by device events, and by the host's clock
+around the whole launch with the tokens read out; warm-up is not counted. Cached keys and values are random numbers:
+speed does not depend on them. How it is shown is the command line's business. GB = 1e9 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any, cast
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from cheetah.ceiling import STAGE_BYTES, generate_ceiling
+from cheetah.circumstances import clocks
+from cheetah.errors import CheetahError
+from cheetah.generate import Generated, generate_kernel
+from cheetah.models.llama.config import LlamaConfig
+from cheetah.models.llama.rope import rope_table
+from cheetah.plan import Gpu, Plan
+from cheetah.runtime.assemble import (
+    GPU_TIMEOUT_S,
+    Weights,
+    allocate_buffers,
+    choose_gpu,
+    free_all,
+    new_cache,
+    upload_weights,
+)
+from cheetah.runtime.launcher import Launcher, Sampling
+from cheetah.runtime.memory import memory_of_buffers
+
+if TYPE_CHECKING:
+    from cheetah.runtime.device.interface import Argument, Buffer, Device, Event, Kernel
+
+FIRST_TOKEN = 1
+TILE_ELEMENTS = 2**24 - 3  # a prime, so that no two rows of a matrix are the same
+CEILING_ROUNDS = 900  # chunks of 64 KB for each block: 7.8 GB on 132 blocks
+CEILING_LAUNCHES, CEILING_WARMUP = 7, 2
+DEFAULT_CONTEXT = 8192
+EMULATED = "emulated: not a speed"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One depth. Every list has an entry for each repetition.
+
+    context: tokens in the cache before the first step of each launch. step_ms: by device events, a launch's time over
+    its steps. host_step_ms: the same by the host's clock, preparing the launch and reading its tokens out included.
+    bytes_per_step: weights, and K and V of `context` tokens. ceilings_gb_per_s: before and after; None on the emulator.
+    clocks: what nvidia-smi said right after, empty where there is none.
+    """
+
+    context: int
+    steps: int
+    step_ms: tuple[float, ...]
+    host_step_ms: tuple[float, ...]
+    bytes_per_step: int
+    ceilings_gb_per_s: tuple[float, float] | None
+    clocks: dict[str, float]
+
+    @property
+    def ms_per_step(self) -> float:
+        """The median."""
+        return median(self.step_ms)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return 1e3 / self.ms_per_step
+
+    @property
+    def host_tokens_per_s(self) -> float:
+        """Tokens a second as the host gets them."""
+        return 1e3 / median(self.host_step_ms)
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.bytes_per_step / self.ms_per_step / 1e6
+
+    @property
+    def ceiling_gb_per_s(self) -> float | None:
+        """The mean of before and after."""
+        return None if self.ceilings_gb_per_s is None else fmean(self.ceilings_gb_per_s)
+
+    @property
+    def share(self) -> float | None:
+        """Of the ceiling, 0 to 1."""
+        ceiling = self.ceiling_gb_per_s
+        return None if ceiling is None else self.gb_per_s / ceiling
+
+
+class DecodeBench:
+    """A model on a device, ready to be measured.
+
+    weights: the model's, or None for random ones, made in seconds. contexts, steps: what the kernel has room for. gpu: to
+    generate for, by default the device's. ordinal: the GPU's number for nvidia-smi. plan: overrides.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        weights: Weights | None,
+        device: Device,
+        contexts: Sequence[int],
+        steps: int,
+        gpu: str | None = None,
+        ordinal: int = 0,
+        **plan: Any,
+    ) -> None:
+        self.config, self.device, self._ordinal = config, device, ordinal
+        info = device.describe()
+        self.gpu = choose_gpu(info, gpu)
+        check_depths(config, contexts, steps)
+        self.generated = _generated(config, self.gpu, max(contexts) + steps, steps, plan)
+        self.manifest = self.generated.manifest
+        memory_of_buffers(config, self.manifest.buffers).check(info.free_bytes, info.name)
+        self._timed = TimedLaunches(device)
+        self._buffers: dict[str, Buffer] = {}
+        try:
+            self._prepare(weights)
+        except BaseException:
+            self.close()
+            raise
+
+    def _prepare(self, weights: Weights | None) -> None:
+        kernel = self.device.load(self.generated.text, self.manifest)
+        allocate_buffers(self.device, self.manifest, self._buffers)
+        if weights is None:
+            fill_random(self.config, self._buffers, int(self.manifest.plan["max_context"]))
+        else:
+            upload_weights(weights, self.manifest, self._buffers, lambda written: None)
+        fill_with(self._buffers["kv"], random_bits(1.0))
+        timeout_s = None if self.gpu.emulated else GPU_TIMEOUT_S
+        cache = new_cache(self.config, Plan.from_dict(self.manifest.plan))
+        device = cast("Device", self._timed)
+        self._launcher = Launcher(device, kernel, self.manifest, self.config, self._buffers, cache, timeout_s)
+        self._ceiling = None if self.gpu.emulated else ReadCeiling(self.device, self.gpu, self._buffers["weights"])
+
+    def measure(self, context: int, steps: int, repetitions: int, warmup: int) -> Measurement:
+        """Ceiling, the model `repetitions` times after `warmup` launches, ceiling again.
+
+        CheetahError if two repetitions make different tokens: such a kernel's speed is worth nothing.
+        """
+        before = self._ceiling.gb_per_s() if self._ceiling else 0.0
+        launches = [self._launch(context, steps) for _ in range(warmup + repetitions)]
+        state = {} if self.gpu.emulated else clocks(self._ordinal)
+        after = self._ceiling.gb_per_s() if self._ceiling else 0.0
+        if len({tokens for _, _, tokens in launches}) > 1:
+            raise CheetahError(f"context {context}: the same launch made different tokens: its speed is worth nothing")
+        timed = launches[warmup:]
+        return Measurement(
+            context=context,
+            steps=steps,
+            step_ms=tuple(milliseconds / steps for milliseconds, _, _ in timed),
+            host_step_ms=tuple(1e3 * seconds / steps for _, seconds, _ in timed),
+            bytes_per_step=self.manifest.step_bytes["weights"] + context * self.manifest.step_bytes["kv_per_token"],
+            ceilings_gb_per_s=(before, after) if self._ceiling else None,
+            clocks=state,
+        )
+
+    def _launch(self, context: int, steps: int) -> tuple[float, float, tuple[int, ...]]:
+        """(milliseconds by events, seconds by the host's clock, tokens) of one launch after `context` tokens."""
+        cache = self._launcher.cache
+        cache.clear()
+        cache.length = context
+        result = self._launcher.launch((FIRST_TOKEN,), steps, Sampling())
+        return self._timed.elapsed_ms(), result.seconds, result.token_ids
+
+    def close(self) -> None:
+        """Gives the device's memory back."""
+        free_all(self._buffers)
+
+
+class TimedLaunches:
+    """A device that records an event before and after each launch; all else it leaves to the device it stands for."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._events: tuple[Event, Event] | None = None
+
+    def launch(self, kernel: Kernel, arguments: dict[str, Argument]) -> None:
+        before = self._device.record()
+        self._device.launch(kernel, arguments)
+        self._events = before, self._device.record()
+
+    def elapsed_ms(self) -> float:
+        """Milliseconds of the last launch on the device."""
+        assert self._events is not None
+        return self._device.elapsed_ms(*self._events)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+
+class ReadCeiling:
+    """How fast this device reads memory by bulk copies, measured when asked.
+
+    It reads memory of its own, or, where that does not fit beside the model, the model's weights.
+    """
+
+    def __init__(self, device: Device, gpu: Gpu, weights: Buffer) -> None:
+        self._device = device
+        text, manifest = generate_ceiling(gpu)
+        self._kernel = device.load(text, manifest)
+        self._sink = device.allocate(4 * gpu.blocks)
+        round_bytes = gpu.blocks * STAGE_BYTES
+        wanted = CEILING_ROUNDS * round_bytes
+        fits = device.describe().free_bytes > wanted + 2**28 or wanted > 4 * weights.nbytes
+        self._data = device.allocate(wanted, 0x11) if fits else weights
+        self._rounds = min(CEILING_ROUNDS, self._data.nbytes // round_bytes)
+        self._bytes = self._rounds * round_bytes
+
+    def gb_per_s(self) -> float:
+        """The median of a few launches."""
+        times = [self._launch() for _ in range(CEILING_WARMUP + CEILING_LAUNCHES)]
+        return self._bytes / median(times[CEILING_WARMUP:]) / 1e6
+
+    def _launch(self) -> float:
+        before = self._device.record()
+        arguments: dict[str, Argument] = {"data": self._data, "sink": self._sink, "rounds": self._rounds}
+        self._device.launch(self._kernel, arguments)
+        after = self._device.record()
+        self._device.synchronize(GPU_TIMEOUT_S)
+        return self._device.elapsed_ms(before, after)
+
+
+def check_depths(config: LlamaConfig, contexts: Sequence[int], steps: int) -> None:
+    """CheetahError unless the model can make `steps` tokens after each of `contexts`."""
+    most = config.max_position_embeddings
+    for context in contexts:
+        if context < 0 or context + steps > most:
+            raise CheetahError(f"context {context} and {steps} steps: the model has positions for {most} tokens")
+
+
+def _generated(config: LlamaConfig, gpu: Gpu, tokens: int, steps: int, plan: dict[str, Any]) -> Generated:
+    """The kernel as `cheetah generate` makes it, but with room for `tokens` and `steps` where they need more."""
+    room = {
+        "max_context": max(tokens, min(config.max_position_embeddings, DEFAULT_CONTEXT)),
+        "max_steps": max(64, steps),
+    }
+    return generate_kernel(config, gpu, **{**room, **plan})
+
+
+def fill_random(config: LlamaConfig, buffers: dict[str, Buffer], max_context: int) -> None:
+    """Weights of any shape in seconds: random matrices of a scale that keeps activations near 1, norm weights of 1."""
+    tile = random_bits(config.hidden_size**-0.5)
+    for name in ("weights", "embedding"):
+        fill_with(buffers[name], tile)
+    fill_with(buffers["norms"], np.ones(config.padded_hidden, ml_dtypes.bfloat16).view(np.uint16))
+    buffers["rope"].upload(rope_table(config, max_context))
+
+
+def random_bits(scale: float) -> NDArray[np.uint16]:
+    """Normal numbers times `scale` as bf16 bits, the same every time."""
+    numbers = np.random.default_rng(0).standard_normal(TILE_ELEMENTS, dtype=np.float32)
+    return np.asarray((numbers * np.float32(scale)).astype(ml_dtypes.bfloat16).view(np.uint16))
+
+
+def fill_with(buffer: Buffer, tile: NDArray[np.uint16]) -> None:
+    """Repeats `tile` over the whole buffer."""
+    for offset in range(0, buffer.nbytes, tile.nbytes):
+        buffer.upload(tile[: (buffer.nbytes - offset) // 2], offset)
+
+
+@contextmanager
+def open_bench(*arguments: Any, **options: Any) -> Iterator[DecodeBench]:
+    """A `DecodeBench` that is closed at the end."""
+    bench = DecodeBench(*arguments, **options)
+    try:
+        yield bench
+    finally:
+        bench.close()
+
+
+def record(measurement: Measurement, bench: DecodeBench, circumstances: dict[str, Any]) -> dict[str, Any]:
+    """One line of a results file. `circumstances`: commit, gpu, driver, backend, model, weights."""
+    emulated = {"note": EMULATED} if bench.gpu.emulated else {}
+    return {
+        **circumstances,
+        "clocks": measurement.clocks,
+        "system": "cheetah",
+        "batch": int(bench.manifest.plan["batch"]),
+        "context": measurement.context,
+        "kernel": bench.manifest.text_sha256[:16],
+        **emulated,
+        "tokens_per_s": _rounded(measurement.tokens_per_s),
+        "ms_per_step": _rounded(measurement.ms_per_step),
+        "ms_per_step_samples": _rounded(measurement.step_ms),
+        "host_tokens_per_s": _rounded(measurement.host_tokens_per_s),
+        "host_ms_per_step_samples": _rounded(measurement.host_step_ms),
+        "bytes_per_step": measurement.bytes_per_step,
+        "gb_per_s": _rounded(measurement.gb_per_s),
+        "ceiling_gb_per_s": _rounded(measurement.ceiling_gb_per_s),
+        "ceiling_gb_per_s_samples": _rounded(measurement.ceilings_gb_per_s),
+        "share": _rounded(measurement.share),
+        "repetitions": len(measurement.step_ms),
+        "steps": measurement.steps,
+        "plan": bench.manifest.plan,
+    }
+
+
+def _rounded(value: float | Sequence[float] | None) -> float | list[float] | None:
+    """Six significant digits: more were never measured."""
+    if value is None:
+        return None
+    return float(f"{value:.6g}") if isinstance(value, float) else [float(f"{one:.6g}") for one in value]
