@@ -15,7 +15,7 @@ from cheetah import lang as ch
 from cheetah.blocks.machine import Machine
 from cheetah.blocks.ring import Ring
 from cheetah.lang import prim, ty
-from cheetah.plan import PAIR_BYTES, STRIP_ROWS, MatrixLayout
+from cheetah.plan import PAIR_BYTES, STRIP_ROWS, MatrixLayout, PlanError
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +39,10 @@ class Matvec:
     """The products of a kernel: they share the ring, the reduction buffers and the rotation of the finishing warp."""
 
     def __init__(self, machine: Machine, ring: Ring, weights: ch.Expr) -> None:
+        if machine.plan.math_warps % 2:
+            raise PlanError(
+                f"Plan: math_warps is {machine.plan.math_warps}: two halves add up a strip's sums: use an even number"
+            )
         self.machine, self.ring, self.weights = machine, ring, weights
         self._start()
 
@@ -63,7 +67,9 @@ class Matvec:
             width = layout.round_width(round)
             with ch.for_(layout.chunks) as chunk:
                 chunk_bytes = layout.chunk_bytes(chunk)
-                source = matrix + (round_bytes + ty.u64(_word(width) * chunk * layout.stage_bytes + position * chunk_bytes))
+                source = matrix + (
+                    round_bytes + ty.u64(_word(width) * chunk * layout.stage_bytes + position * chunk_bytes)
+                )
                 with self.ring.fill(chunk_bytes) as (destination, barrier):
                     prim.bulk_copy(destination, source, chunk_bytes, barrier)
 
