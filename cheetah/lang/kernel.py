@@ -76,7 +76,10 @@ def _location(function: Callable[..., Any]) -> Location:
 
 
 def _check_signature(function: Callable[..., Any], params: Params) -> None:
-    wanted, given = list(inspect.signature(function).parameters), list(params.types)
+    parameters = inspect.signature(function).parameters.values()
+    if [parameter.kind for parameter in parameters] == [inspect.Parameter.VAR_KEYWORD]:
+        return  # `def kernel(**arguments)` takes whatever is declared
+    wanted, given = [parameter.name for parameter in parameters], list(params.types)
     if wanted != given:
         raise SignatureError(
             f"kernel {function.__name__} takes ({', '.join(wanted)}), but ch.Params declares ({', '.join(given)}); "
@@ -102,7 +105,7 @@ class _NameKeeper(ast.NodeTransformer):
 
     def visit_Assign(self, node: ast.Assign) -> ast.Assign:
         self.generic_visit(node)
-        target = node.targets[0]
+        target = next((item for item in node.targets if isinstance(item, ast.Name)), node.targets[0])
         if isinstance(target, ast.Name):
             node.value = _call("__bind", ast.Constant(target.id), node.value)
         elif isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and len(node.targets) == 1:

@@ -209,7 +209,8 @@ class Printer:
         self.depth += 1
         for statement in statements:
             if self.line_marks:
-                self.lines.append(f"#line {statement.location.line} {json.dumps(statement.location.file)}")
+                file = json.dumps(statement.location.file, ensure_ascii=False)
+                self.lines.append(f"#line {statement.location.line} {file}")
             _statement(statement, self)
         self.depth -= 1
 

@@ -137,16 +137,28 @@ f32x4 = Vector("float4", f32, 4)
 
 def ptr(element: Type) -> Pointer:
     """A pointer through which nothing may be stored."""
-    return Pointer(element, mutable=False)
+    return _pointer(element, mutable=False)
 
 
 def ptr_mut(element: Type) -> Pointer:
     """A pointer through which elements may be stored."""
-    return Pointer(element, mutable=True)
+    return _pointer(element, mutable=True)
+
+
+def _pointer(element: Type, mutable: bool) -> Pointer:
+    from cheetah.lang.errors import TypeMixError
+
+    if isinstance(element, Array):
+        raise TypeMixError(f"a pointer to {element}: point to its elements, {element.element}.")
+    return Pointer(element, mutable)
 
 
 def array(element: Scalar | Vector, *lengths: int) -> Array:
     """An array type, outermost length first: `array(f32, 8, 4)` is `float[8][4]`."""
+    from cheetah.lang.errors import RangeError
+
+    if not lengths or min(lengths) < 1:
+        raise RangeError(f"an array of {element} with lengths {lengths}: give at least one, each at least 1.")
     inner: Scalar | Vector | Array = element
     for length in reversed(lengths):
         inner = Array(inner, length)
@@ -162,6 +174,8 @@ def struct(c_name: str, **members: Type) -> Struct:
     taken = sorted(NODE_ATTRIBUTES & members.keys())
     if taken:
         raise SignatureError(f"struct {c_name}: a member cannot be called `{taken[0]}`, a word of the language itself.")
+    if not members:
+        raise SignatureError(f"struct {c_name} has no members.")
     return Struct(c_name, tuple(members.items()))
 
 

@@ -399,6 +399,21 @@ def test_a_member_that_is_not_there() -> None:
             x[0] = x.length  # wrong
 
 
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda: ty.ptr(ty.array(ty.f32, 4)), ch.TypeMixError, "a pointer to float[4]: point to its elements, float."),
+        (lambda: ty.array(ty.f32), ch.RangeError, "an array of float with lengths (): give at least one"),
+        (lambda: ty.array(ty.f32, 4, 0), ch.RangeError, "an array of float with lengths (4, 0)"),
+        (lambda: ty.struct("Empty"), ch.SignatureError, "struct Empty has no members."),
+    ],
+)
+def test_types_that_cannot_be(make: Callable[[], Any], kind: type[ch.LangError], message: str) -> None:
+    with pytest.raises(kind) as caught:
+        make()
+    assert message in str(caught.value)
+
+
 # -- stores -------------------------------------------------------------------------------------------------------
 
 

@@ -108,6 +108,8 @@ def test_tuples_walrus_annotations_and_attributes_are_named() -> None:
         x[3] = numbers[0] + e + f + a
         first, *rest = [x[4]]
         assert first is not None and rest == []
+        x[5] = both = x[6] + 1
+        x[7] = both
 
     assert body(kernel) == [
         "  uint32_t a = x[0];",
@@ -118,6 +120,9 @@ def test_tuples_walrus_annotations_and_attributes_are_named() -> None:
         "  uint32_t count = 5;",
         "  count = count + c;",
         "  x[3] = 6 + a;",
+        "  uint32_t both = x[6] + 1;",
+        "  x[5] = both;",
+        "  x[7] = both;",
     ]
 
 

@@ -251,3 +251,11 @@ def test_rendering_twice_changes_nothing() -> None:
             ch.raw_stmt(f"use({j});")
 
     assert ch.render_file(kernel) == ch.render_file(kernel)
+
+
+def test_a_kernel_may_take_whatever_is_declared() -> None:
+    @ch.kernel(ch.Params(n=ty.u32, x=ty.ptr_mut(ty.u32)))
+    def kernel(**arguments):
+        arguments["x"][0] = arguments["n"]
+
+    assert body(kernel) == ["  x[0] = n;"]
