@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from cheetah.ceiling import STAGE_BYTES, generate_ceiling
 from cheetah.circumstances import clocks
 from cheetah.errors import CheetahError
-from cheetah.generate import Generated, generate_kernel
 from cheetah.models.llama.config import LlamaConfig
 from cheetah.models.llama.rope import rope_table
 from cheetah.plan import Gpu, Plan
+from cheetah.regenerate import generate_named
 from cheetah.runtime.assemble import (
     GPU_TIMEOUT_S,
     Weights,
@@ -43,7 +43,7 @@ FIRST_TOKEN = 1
 TILE_ELEMENTS = 2**24 - 3  # a prime, so that no two rows of a matrix are the same
 CEILING_ROUNDS = 900  # chunks of 64 KB for each block: 7.8 GB on 132 blocks
 CEILING_LAUNCHES, CEILING_WARMUP = 7, 2
-DEFAULT_CONTEXT = 8192
+DEFAULT_CONTEXT, DEFAULT_STEPS = 8192, 64  # of the plan
 EMULATED = "emulated: not a speed"
 
 
@@ -98,13 +98,15 @@ class Measurement:
 class DecodeBench:
     """A model on a device, ready to be measured.
 
-    weights: the model's, or None for random ones, made in seconds. contexts, steps: what the kernel has room for. gpu: to
-    generate for, by default the device's. ordinal: the GPU's number for nvidia-smi. plan: overrides.
+    name: as `cheetah generate` would be told. weights: the model's, or None for random ones, made in seconds. contexts,
+    steps: what the kernel has room for. gpu: to generate for, by default the device's. ordinal: the GPU's number for
+    nvidia-smi. plan: overrides. The kernel is the one that `cheetah generate` writes for these.
     """
 
     def __init__(
         self,
         config: LlamaConfig,
+        name: str,
         weights: Weights | None,
         device: Device,
         contexts: Sequence[int],
@@ -117,7 +119,8 @@ class DecodeBench:
         info = device.describe()
         self.gpu = choose_gpu(info, gpu)
         check_depths(config, contexts, steps)
-        self.generated = _generated(config, self.gpu, max(contexts) + steps, steps, plan)
+        room = room_needed(config, max(contexts) + steps, steps)
+        self.generated = generate_named(config, name, self.gpu.name, {**room, **plan})
         self.manifest = self.generated.manifest
         memory_of_buffers(config, self.manifest.buffers).check(info.free_bytes, info.name)
         self._timed = TimedLaunches(device)
@@ -238,13 +241,10 @@ def check_depths(config: LlamaConfig, contexts: Sequence[int], steps: int) -> No
             raise CheetahError(f"context {context} and {steps} steps: the model has positions for {most} tokens")
 
 
-def _generated(config: LlamaConfig, gpu: Gpu, tokens: int, steps: int, plan: dict[str, Any]) -> Generated:
-    """The kernel as `cheetah generate` makes it, but with room for `tokens` and `steps` where they need more."""
-    room = {
-        "max_context": max(tokens, min(config.max_position_embeddings, DEFAULT_CONTEXT)),
-        "max_steps": max(64, steps),
-    }
-    return generate_kernel(config, gpu, **{**room, **plan})
+def room_needed(config: LlamaConfig, tokens: int, steps: int) -> dict[str, int]:
+    """Plan fields for `tokens` in the cache and `steps` a launch; the usual ones where they are enough."""
+    usual = min(config.max_position_embeddings, DEFAULT_CONTEXT)
+    return {"max_context": max(tokens, usual), "max_steps": max(DEFAULT_STEPS, steps)}
 
 
 def fill_random(config: LlamaConfig, buffers: dict[str, Buffer], max_context: int) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cheetah.cli.configs import RANDOM, print_notes
+from cheetah.cli.configs import RANDOM, named_config, print_notes
 from cheetah.cli.options import takes_plan
 from cheetah.errors import CheetahError
 
@@ -59,12 +58,12 @@ def bench(
     from cheetah.runtime.device import open_device
 
     depths = parsed_contexts(contexts)
-    config, weights = _model(model, revision)
+    config, name, weights = _model(model, revision)
     with (
         open_device(device) as opened,
-        open_bench(config, weights, opened, depths, steps, gpu, _ordinal(device), **plan) as ready,
+        open_bench(config, name, weights, opened, depths, steps, gpu, _ordinal(device), **plan) as ready,
     ):
-        circumstances = _circumstances(model, weights, opened)
+        circumstances = _circumstances(name, weights, opened)
         measured = []
         for depth in depths:
             measured.append(ready.measure(depth, steps, repetitions, warmup))
@@ -90,16 +89,16 @@ def parsed_contexts(text: str) -> list[int]:
     return depths
 
 
-def _model(name: str, revision: str | None) -> tuple[LlamaConfig, Weights | None]:
-    """The configuration, and the checkpoint; None for random weights."""
-    from cheetah.cli.configs import named_config
+def _model(name: str, revision: str | None) -> tuple[LlamaConfig, str, Weights | None]:
+    """The configuration, its canonical name, and the checkpoint (None for random weights)."""
     from cheetah.runtime.loading import open_checkpoint
 
     if name.startswith(RANDOM):
-        return named_config(name).config, None
+        named = named_config(name)
+        return named.config, named.canonical, None
     checkpoint = open_checkpoint(name, revision)
     print_notes(checkpoint.notes)
-    return checkpoint.config, checkpoint
+    return checkpoint.config, named_config(name, revision).canonical, checkpoint
 
 
 def _ordinal(device: str | None) -> int:
@@ -116,7 +115,7 @@ def _circumstances(model: str, weights: Weights | None, device: Device) -> dict[
         "gpu": info.name,
         "driver": info.driver,
         "backend": info.backend,
-        "model": Path(model).name if Path(model).is_dir() else model.removeprefix(RANDOM),
+        "model": model,
         "weights": "bf16 random" if weights is None else "bf16",
     }
 
@@ -160,7 +159,7 @@ def _remarks(measured: Sequence[Measurement], bench: DecodeBench) -> list[str]:
 
     first = measured[0]
     lines = [
-        f"median of {len(first.step_ms)} launches of {first.steps} steps, by device events; host: with the tokens read out",
+        f"median of {len(first.step_ms)} launches of {first.steps} steps by device events; host: with tokens read out",
         "context: tokens in the cache before a launch; ceiling: GB/s before and after, in this run",
     ]
     for measurement in measured:

@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cheetah.cli.configs import named_config, print_notes
-from cheetah.cli.options import flag_of, takes_plan
+from cheetah.cli.options import DEFAULT_GPU, takes_plan
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from cheetah.generate import Generated
-    from cheetah.models.llama.config import LlamaConfig
     from cheetah.runtime.cubin import Cubin
 
-DEFAULT_GPU = "h200"
 EPILOG = "Example: cheetah generate llama-3.1-8b -o kernels --sync barrier"
 
 
@@ -44,14 +42,13 @@ def generate(
     """Write the kernel of a model, its manifest and, if a compiler is there, its cubin. Needs no GPU."""
     from rich.console import Console
 
-    from cheetah.generate import generate_kernel
+    from cheetah.regenerate import file_stem, generate_named, needed_options
 
     named = named_config(config, revision)
     print_notes(named.notes)
+    generated = generate_named(named.config, named.canonical, gpu, plan, line_marks=line_marks)
     chosen = needed_options(named.config, gpu, plan)
-    command = canonical_command(named.canonical, gpu, line_marks, chosen)
-    generated = generate_kernel(named.config, gpu, command=command, line_marks=line_marks, **plan)
-    stem = name or file_stem(named.stem, gpu, line_marks, chosen)
+    stem = name or file_stem(named.stem, gpu, chosen, line_marks=line_marks)
     source, manifest = generated.write(output, stem)
     console = Console(soft_wrap=True, highlight=False)
     _print_choices(console, generated)
@@ -65,40 +62,6 @@ def generate(
 def register(app: typer.Typer) -> None:
     """Make this a command of `app`."""
     app.command(epilog=EPILOG)(generate)
-
-
-def needed_options(config: LlamaConfig, gpu: str, plan: dict[str, Any]) -> dict[str, Any]:
-    """The overrides without those that the rule would have chosen beside the others."""
-    from cheetah.generate import choose_plan
-    from cheetah.plan import PlanError, gpu_named
-
-    machine = gpu_named(gpu)
-    wanted, needed = choose_plan(config, machine, **plan), dict(plan)
-    for name in plan:
-        others = {other: value for other, value in needed.items() if other != name}
-        try:
-            same = choose_plan(config, machine, **others) == wanted
-        except PlanError:
-            same = False
-        needed = others if same else needed
-    return needed
-
-
-def canonical_command(config: str, gpu: str, line_marks: bool, plan: dict[str, Any]) -> str:
-    """The command that writes the same text on any machine: options that are not the default, no paths."""
-    return " ".join(["cheetah generate", config, *_options(gpu, line_marks, plan)])
-
-
-def file_stem(model: str, gpu: str, line_marks: bool, plan: dict[str, Any]) -> str:
-    """Model, GPU and what was chosen by hand, e.g. "llama-3.1-8b-h200-sync-barrier"."""
-    choices = [f"{name.replace('_', '-')}-{value}" for name, value in plan.items()]
-    return "-".join([model, gpu, *(["line-marks"] if line_marks else []), *choices])
-
-
-def _options(gpu: str, line_marks: bool, plan: dict[str, Any]) -> list[str]:
-    chosen = [f"--gpu {gpu}"] if gpu != DEFAULT_GPU else []
-    marks = ["--line-marks"] if line_marks else []
-    return [*chosen, *marks, *(f"{flag_of(name)} {value}" for name, value in plan.items())]
 
 
 def gpu_is_real(gpu: str) -> bool:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cheetah.cli.configs import named_config, print_notes
-from cheetah.cli.generate import DEFAULT_GPU
-from cheetah.cli.options import takes_plan
+from cheetah.cli.options import DEFAULT_GPU, takes_plan
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -12,6 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
+DEFAULT_GPU = "h200"
+
 PLAN_OPTIONS: Mapping[str, tuple[type, str]] = {
     "sync": (str, "How blocks exchange vectors: flags (the default) or barrier (simpler, slower)."),
     "max_context": (int, "Most tokens of prompt and completion together."),
@@ -24,11 +26,6 @@ PLAN_OPTIONS: Mapping[str, tuple[type, str]] = {
     "kv_chunk_min": (int, "Fewest keys of a head that a block takes when the cache is split."),
 }
 """Field of `cheetah.plan.Plan`: (type, help). Without the option, a rule chooses."""
-
-
-def flag_of(name: str) -> str:
-    """The option of a plan field: "max_context" -> "--max-context"."""
-    return "--" + name.replace("_", "-")
 
 
 def takes_plan(command: Callable[..., None]) -> Callable[..., None]:
@@ -48,6 +45,8 @@ def takes_plan(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _plan_parameter(name: str, kind: type, text: str) -> inspect.Parameter:
-    option = typer.Option(flag_of(name), help=text, rich_help_panel="Plan (by rule unless given)", show_default=False)
+    option = typer.Option(
+        "--" + name.replace("_", "-"), help=text, rich_help_panel="Plan (by rule unless given)", show_default=False
+    )
     annotation: Any = Annotated[kind | None, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

@@ -1,0 +1,57 @@
+"""The command that writes a kernel's text again: it stands in the text's header and in the manifest.
+
+It holds what differs from the rule and nothing of the machine it was run on, so that equal kernels have equal texts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cheetah.generate import Generated, choose_plan, generate_kernel
+from cheetah.models.llama.config import LlamaConfig
+from cheetah.plan import PlanError, gpu_named
+
+DEFAULT_GPU = "h200"
+
+
+def generate_named(
+    config: LlamaConfig, name: str, gpu: str, plan: dict[str, Any], *, line_marks: bool = False
+) -> Generated:
+    """The kernel of the model called `name`, with its command in the header. `plan`: overrides, of which some may be
+    what the rule says anyway."""
+    chosen = needed_options(config, gpu, plan)
+    command = canonical_command(name, gpu, chosen, line_marks=line_marks)
+    return generate_kernel(config, gpu, command=command, line_marks=line_marks, **chosen)
+
+
+def needed_options(config: LlamaConfig, gpu: str, plan: dict[str, Any]) -> dict[str, Any]:
+    """The overrides without those that the rule would have chosen beside the others."""
+    machine = gpu_named(gpu)
+    wanted, needed = choose_plan(config, machine, **plan), dict(plan)
+    for name in plan:
+        others = {other: value for other, value in needed.items() if other != name}
+        try:
+            same = choose_plan(config, machine, **others) == wanted
+        except PlanError:
+            same = False
+        needed = others if same else needed
+    return needed
+
+
+def canonical_command(name: str, gpu: str, plan: dict[str, Any], *, line_marks: bool = False) -> str:
+    """`cheetah generate` with the options that are not the default."""
+    machine = ["--gpu", gpu] if gpu != DEFAULT_GPU else []
+    marks = ["--line-marks"] if line_marks else []
+    options = (f"{flag_of(field)} {value}" for field, value in plan.items())
+    return " ".join(["cheetah generate", name, *machine, *marks, *options])
+
+
+def file_stem(name: str, gpu: str, plan: dict[str, Any], *, line_marks: bool = False) -> str:
+    """Model, GPU and what was chosen by hand, e.g. "llama-3.1-8b-h200-sync-barrier"."""
+    marks = ["line-marks"] if line_marks else []
+    return "-".join([name, gpu, *marks, *(f"{field.replace('_', '-')}-{value}" for field, value in plan.items())])
+
+
+def flag_of(field: str) -> str:
+    """The option of a plan field: "max_context" -> "--max-context"."""
+    return "--" + field.replace("_", "-")
