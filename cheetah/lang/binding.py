@@ -138,6 +138,11 @@ def store(target: Expr, value: Value) -> None:
 def require_mutable(target: Expr) -> None:
     """ConstStoreError where nothing may be stored to `target`."""
     if isinstance(target, Name):
+        if not target.mutable and isinstance(target.type, (ty.Struct, ty.Vector)):
+            raise ConstStoreError(
+                f"`{target}` is a constant copy; store to the place itself, `p[i].member = ...`, "
+                "or make it a variable with `ch.var`."
+            )
         if not target.mutable:
             raise ConstStoreError(f"`{target}` is a constant; make it with `ch.var` to store to it.")
     elif isinstance(target, Subscript):

@@ -443,6 +443,15 @@ def test_a_store_to_a_named_constant() -> None:
             limit.set(8)  # wrong
 
 
+def test_a_store_to_a_copy() -> None:
+    with refused(ch.ConstStoreError, "`v` is a constant copy; store to the place itself, `p[i].member = ...`"):
+
+        @emits
+        def kernel(n, m, c, x, w):
+            v = prim.make_u32x4(n, n, n, n)
+            v.x = n  # wrong
+
+
 def test_a_store_to_a_value() -> None:
     with refused(ch.ConstStoreError, "`n + 1` is a value, not a place that can be stored to."):
 
