@@ -216,7 +216,10 @@ def complete(model: Llama, tokenizer: Tokenizer, prompt: str, temperature: float
 
 def measure(model: Llama, tokenizer: Tokenizer, count: int = 100) -> dict[str, float]:
     """Shares of 0..1 over `count` new stories (sampled at temperature 0.8) and `count` new questions (greedy)."""
-    stories = [demo_grammar.read(complete(model, tokenizer, BEGIN, 0.8)) for _ in range(count)]
+    torch.manual_seed(SEED)
+    openings = itertools.islice(itertools.cycle((*demo_grammar.TIMES, "Once upon a time")), count)
+    texts = [opening + complete(model, tokenizer, BEGIN + opening, 0.8) for opening in openings]
+    stories = [demo_grammar.read(text) for text in texts]
     sentences = list(itertools.chain(*stories))
     whole = [story for story in stories if all(sentence.pattern for sentence in story)]
     rng = random.Random(SEED - 1)
