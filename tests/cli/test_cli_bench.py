@@ -1,0 +1,134 @@
+"""`cheetah bench` in the emulator: the records' fields and arithmetic; what it says is never called a speed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from commands import cheetah, refused
+
+from cheetah.benchmark import DecodeBench, Measurement, fill_with, random_bits, record, room_needed
+from cheetah.errors import CheetahError
+from cheetah.models.llama.config import preset
+from cheetah.regenerate import generate_named
+from cheetah.runtime.device import open_device
+from cheetah.runtime.device.emulator import EmulatorDevice
+from cheetah.runtime.launcher import Launcher, LaunchResult
+
+pytestmark = pytest.mark.compiler
+QUICK = ("--device", "emulator", "--steps", "3", "--repetitions", "2", "--warmup", "1")
+FIELDS = (
+    "commit gpu driver clocks model weights batch context kernel system tokens_per_s ms_per_step bytes_per_step "
+    "gb_per_s ceiling_gb_per_s share repetitions steps plan ms_per_step_samples host_tokens_per_s"
+).split()
+
+
+@pytest.fixture(scope="module")
+def records() -> list[dict[str, Any]]:
+    result = cheetah("bench", "random:demo", "--contexts", "5,200", "--json", "-", *QUICK)
+    assert result.exit_code == 0
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_a_record_has_every_field(records: list[dict[str, Any]]) -> None:
+    assert [line["context"] for line in records] == [5, 200]
+    for line in records:
+        assert set(FIELDS) <= set(line)
+        assert (line["model"], line["weights"], line["batch"], line["system"]) == ("demo", "bf16 random", 1, "cheetah")
+        assert (line["repetitions"], line["steps"], len(line["ms_per_step_samples"])) == (2, 3, 2)
+
+
+def test_a_record_adds_up(records: list[dict[str, Any]]) -> None:
+    config = preset("demo")
+    generated = generate_named(config, "demo", "emulator", {})
+    for line in records:
+        assert line["ms_per_step"] == pytest.approx(np.median(line["ms_per_step_samples"]), rel=1e-5)
+        assert line["tokens_per_s"] == pytest.approx(1000 / line["ms_per_step"], rel=1e-5)
+        kv = line["context"] * config.kv_bytes_per_token
+        assert line["bytes_per_step"] == generated.manifest.weight_bytes + kv
+        assert line["gb_per_s"] == pytest.approx(line["bytes_per_step"] / line["ms_per_step"] / 1e6, rel=1e-5)
+        assert line["kernel"] == generated.manifest.text_sha256[:16]
+
+
+def test_the_emulator_gives_no_speed(records: list[dict[str, Any]]) -> None:
+    for line in records:
+        assert line["note"] == "emulated: not a speed"
+        assert line["ceiling_gb_per_s"] is None and line["share"] is None
+
+
+def test_table(tmp_path: Path) -> None:
+    """Of the model's own weights, with the records appended to a file."""
+    target = tmp_path / "results.jsonl"
+    target.write_text("{}\n")
+    result = cheetah("bench", "demo", "--contexts", "5", "--json", target, *QUICK)
+    assert result.exit_code == 0 and "emulated: not a speed" in result.stdout
+    assert "demo, batch 1, weights bf16\n" in result.stdout
+    lines = target.read_text().splitlines()
+    assert len(lines) == 2 and json.loads(lines[1])["weights"] == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("random:demo", "--contexts", "a,b"), "--contexts a,b: expected numbers of tokens"),
+        (("random:demo", "--contexts", "510"), "context 510 and 3 steps: the model has positions for 512 tokens"),
+        (("llama-3.1-8b",), "a preset has no weights: use random:llama-3.1-8b"),
+        (
+            ("random:demo", "--contexts", "5", "--json", "/nowhere/x.jsonl"),
+            "--json /nowhere/x.jsonl: cannot be written",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(arguments: tuple[str, ...], words: str) -> None:
+    assert words in refused("bench", *arguments, *QUICK)
+
+
+def test_memory_is_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EmulatorDevice, "allocate", lambda *_: pytest.fail("allocated"))
+    assert "are needed" in refused("bench", "random:llama-3.1-70b", *QUICK)
+
+
+def test_a_kernel_that_makes_other_tokens_each_time_has_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = iter(range(100))
+    plain = Launcher.launch
+
+    def launch(*arguments: Any) -> LaunchResult:
+        result = plain(*arguments)
+        return LaunchResult((*result.token_ids[:-1], next(counter)), result.steps, result.seconds)
+
+    monkeypatch.setattr(Launcher, "launch", launch)
+    with open_device("emulator", say=lambda line: None) as device:
+        bench = DecodeBench(preset("demo"), "demo", None, device, [5], 3)
+        with pytest.raises(CheetahError, match="its speed is worth nothing"):
+            bench.measure(5, 3, 2, 0)
+
+
+def test_a_share_is_of_the_mean_of_both_ceilings() -> None:
+    measurement = Measurement(100, 64, (2.0, 1.0, 4.0), (3.0, 2.0, 5.0), 8_000_000_000, (4900.0, 5100.0), {})
+    assert (measurement.ms_per_step, measurement.tokens_per_s, measurement.gb_per_s) == (2.0, 500.0, 4000.0)
+    assert (measurement.ceiling_gb_per_s, measurement.share) == (5000.0, 0.8)
+    assert measurement.host_tokens_per_s == pytest.approx(1000 / 3)
+
+
+def test_more_room_is_made_only_where_it_is_needed() -> None:
+    config = preset("llama-3.1-8b")
+    assert room_needed(config, 1000, 64) == {"max_context": 8192, "max_steps": 64}
+    assert room_needed(config, 40000, 100) == {"max_context": 40000, "max_steps": 100}
+
+
+def test_a_buffer_is_filled_to_its_last_byte() -> None:
+    buffer = EmulatorDevice().allocate(1000)
+    tile = random_bits(1.0)[:77]
+    fill_with(buffer, tile)
+    np.testing.assert_array_equal(buffer.download(np.uint16, 500), np.resize(tile, 500))
+    assert not np.isnan(random_bits(1.0).view(np.uint16).astype(np.uint32) << 16).any()
+
+
+def test_record_names_no_share_that_was_not_measured() -> None:
+    with open_device("emulator", say=lambda line: None) as device:
+        bench = DecodeBench(preset("demo"), "demo", None, device, [5], 3)
+        line = record(bench.measure(5, 3, 1, 0), bench, {"commit": "abc"})
+    assert line["commit"] == "abc" and line["share"] is None and line["clocks"] == {}

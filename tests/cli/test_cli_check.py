@@ -1,0 +1,123 @@
+"""`cheetah check` and `check_kernel`: a right kernel passes, wrong ones are found, each in its way."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from functools import cache
+
+import pytest
+from commands import cheetah, refused
+
+from cheetah.check import Verdict, check_kernel
+from cheetah.cli.check import shrunk
+from cheetah.generate import Generated, generate_kernel
+from cheetah.manifest import sha256_of_text
+from cheetah.models.llama.config import LlamaConfig, preset
+from cheetah.runtime.random_weights import random_tensors
+
+pytestmark = pytest.mark.compiler
+
+CONFIG = LlamaConfig(72, 104, 2, 4, 2, 64, 300, max_position_embeddings=96)
+
+
+@cache
+def generated(gpu: str = "emulator-2") -> Generated:
+    return generate_kernel(CONFIG, gpu)
+
+
+def changed(kernel: Generated, pattern: str, replacement: str) -> Generated:
+    """The kernel with the first match of `pattern` replaced, and a manifest that fits."""
+    text, count = re.subn(pattern, replacement, kernel.text, count=1)
+    assert count == 1, f"the kernel has no {pattern}"
+    return Generated(text, dataclasses.replace(kernel.manifest, text_sha256=sha256_of_text(text)))
+
+
+def checked(kernel: Generated, seeds: int = 2, sanitizer: bool = False) -> Verdict:
+    return check_kernel(kernel.text, kernel.manifest, CONFIG, random_tensors(CONFIG), range(seeds), sanitizer=sanitizer)
+
+
+def test_a_right_kernel_passes() -> None:
+    verdict = checked(generated())
+    assert verdict.ok, str(verdict)
+    assert verdict.exploration.runs == 6 and verdict.agreement is not None
+    assert 0 < verdict.agreement.error < verdict.agreement.tolerance and not verdict.findings
+
+
+def test_wrong_arithmetic_disagrees_with_float32() -> None:
+    verdict = checked(changed(generated(), r"1\.0f \+ exp_f32\(-", "2.0f + exp_f32(-"), seeds=1)
+    assert verdict.exploration.ok and not verdict.ok
+    assert "from float32, allowed is" in "".join(verdict.findings)
+
+
+def test_a_wait_for_what_never_comes_is_a_deadlock() -> None:
+    verdict = checked(changed(generated(), r"layer_epoch - 1\)", "layer_epoch + 1)"), seeds=1)
+    assert not verdict.ok and verdict.agreement is None
+    assert {failure.kind for failure in verdict.exploration.failures} == {"Deadlock"}
+
+
+def test_a_missing_wait_gives_other_bits_or_a_misuse() -> None:
+    verdict = checked(changed(generated(), r"mbarrier_wait\(full \+ use_stage, use_parity\);", ""), seeds=3)
+    assert not verdict.exploration.ok, str(verdict)
+
+
+def test_a_wrong_count_of_steps_is_a_fault() -> None:
+    verdict = checked(changed(generated(), r"status\[0\] = [^;]*;", "status[0] = 99;"), seeds=1)
+    assert {failure.kind for failure in verdict.exploration.failures} == {"KernelFault"}
+
+
+@pytest.mark.slow
+def test_the_race_detector_runs_on_the_same_launches() -> None:
+    assert checked(generated(), seeds=1, sanitizer=True).ok
+    without_wait = changed(generated(), r"mbarrier_wait\(full \+ use_stage, use_parity\);", "")
+    assert checked(without_wait, seeds=1, sanitizer=True).race
+
+
+def test_the_command_checks_the_demo_model_as_it_is() -> None:
+    result = cheetah("check", "demo", "--seeds", "1", "--schedulers", "round_robin,random", "--no-sanitizer")
+    assert result.exit_code == 0, result.output
+    assert "checking demo: the whole model" in result.stdout
+    assert "2 launches, no error, the same bits in all" in result.stdout
+    assert result.stdout.endswith("verdict: nothing found\n")
+
+
+def test_the_command_ends_with_1_if_something_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: object, **options: object) -> Generated:
+        return changed(generate_kernel(*arguments, **options), r"1\.0f \+ exp_f32\(-", "2.0f + exp_f32(-")
+
+    monkeypatch.setattr("cheetah.generate.generate_kernel", broken)
+    result = cheetah("check", "demo", "--seeds", "1", "--schedulers", "round_robin", "--no-sanitizer")
+    assert result.exit_code == 1 and "from float32" in result.stdout
+    assert result.stdout.endswith("verdict: WRONG\n")
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b"])
+def test_shrinking_keeps_the_kind(name: str) -> None:
+    config = preset(name)
+    small = shrunk(config)
+    assert (small.head_dim, small.group, small.rope) == (config.head_dim, config.group, config.rope)
+    assert small.parameter_count < 2e6 and small.layers == 2
+
+
+def test_shrinking_keeps_the_padding() -> None:
+    odd = LlamaConfig(4104, 11000, 32, 32, 8, 128, 32003)
+    small = shrunk(odd)
+    for name in ("hidden_size", "intermediate_size", "vocab_size"):
+        assert getattr(small, name) % 32 == getattr(odd, name) % 32
+
+
+def test_a_small_model_stays_as_it_is() -> None:
+    assert shrunk(CONFIG) == CONFIG
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--gpu", "h200"), "check runs in the emulator: choose one of emulator"),
+        (("--schedulers", "random,fair"), "no scheduler fair: there are round_robin, random, priority"),
+        (("--max-context", "8"), "needs max_context and max_steps of at least"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused(arguments: tuple[str, ...], words: str) -> None:
+    result = refused("check", "demo", "--seeds", "1", "--no-sanitizer", *arguments)
+    assert words in result

@@ -1,0 +1,50 @@
+"""`cheetah inspect`: its numbers are the report's."""
+
+from pathlib import Path
+
+import pytest
+from commands import cheetah, refused
+
+from cheetah.generate import choose_plan
+from cheetah.models.llama.config import preset
+from cheetah.models.llama.weights import model_shape
+from cheetah.plan import gpu_named
+from cheetah.plan.report import inspect_plan
+
+
+def row(text: str, name: str) -> list[str]:
+    """The cells of the first line that begins with `name`."""
+    cells = ([cell.strip() for cell in line.strip("│ ").split("│")] for line in text.splitlines())
+    return next(found for found in cells if found[0].startswith(name))
+
+
+def test_prints_the_report() -> None:
+    gpu, config = gpu_named("h200"), preset("llama-3.1-8b")
+    report = inspect_plan(model_shape(config), choose_plan(config, gpu, sync="barrier"), gpu, 6144)
+    text = cheetah("inspect", "llama-3.1-8b", "--context", "6144", "--sync", "barrier").stdout
+    for phase in report.phases:
+        assert row(text, phase.name)[1:6] == [
+            str(phase.runs),
+            f"{phase.smallest_bytes / 1e3:.1f}",
+            f"{phase.mean_bytes / 1e3:.1f}",
+            f"{phase.largest_bytes / 1e3:.1f}",
+            f"{phase.imbalance_percent:.1f} %",
+        ]
+    for what, value in report.summary():
+        assert any(line.startswith(what) and value in line for line in text.splitlines()), what
+    assert f"{report.shared.total_bytes}" in text and "6144 tokens" in text
+
+
+def test_draws_the_shares(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    cheetah("inspect", "demo", "--context", "100", "--plot", tmp_path / "shares.png")
+    assert (tmp_path / "shares.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_context_that_the_plan_does_not_hold_is_refused() -> None:
+    assert "context is 513" in refused("inspect", "demo", "--context", "513")
+
+
+def test_h100_and_plan_options() -> None:
+    text = cheetah("inspect", "llama-3.2-1b", "--gpu", "h100", "--stages", "5").stdout
+    assert "h100: 132 blocks" in text and "5 stages" in text

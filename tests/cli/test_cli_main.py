@@ -1,0 +1,54 @@
+"""The command as a whole: help, version, start-up, errors."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+from commands import cheetah, refused
+
+from cheetah import __version__
+
+COMMANDS = ("generate", "run", "bench", "inspect", "check")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_an_example(command: str) -> None:
+    result = cheetah(command, "--help")
+    assert result.exit_code == 0
+    assert f"Example: cheetah {command} " in " ".join(result.stdout.split())
+
+
+def test_help_names_every_command() -> None:
+    text = cheetah("--help").stdout
+    assert all(f" {command} " in text for command in COMMANDS)
+
+
+def test_version() -> None:
+    assert cheetah("--version").stdout == f"cheetah {__version__}\n"
+
+
+def test_help_starts_at_once_and_loads_nothing_heavy() -> None:
+    program = (
+        "import sys\nsys.argv = ['cheetah', '--help']\nfrom cheetah.cli import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "heavy = ('numpy', 'cheetah.runtime', 'cheetah.lang', 'huggingface_hub')\n"
+        "print([name for name in heavy if name in sys.modules])"
+    )
+
+    def run() -> tuple[float, str]:
+        started = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        return time.perf_counter() - started, done.stdout
+
+    results = [run() for _ in range(3)]
+    assert results[0][1].strip().endswith("[]")
+    assert min(seconds for seconds, _ in results) < 0.5
+
+
+def test_an_unknown_option_is_a_usage_error() -> None:
+    assert cheetah("inspect", "demo", "--nonsense").exit_code == 2
+
+
+def test_errors_are_one_message() -> None:
+    assert refused("inspect", "llama-9").startswith("error: llama-9: neither a preset (")

@@ -1,0 +1,78 @@
+"""`cheetah run` with the demo model in the emulator."""
+
+import re
+
+import pytest
+from commands import cheetah, refused
+
+from cheetah.runtime import LLM, SamplingParams
+
+pytestmark = pytest.mark.compiler
+PROMPT = "One morning,"
+EMULATOR = ("--device", "emulator", "--max-context", "96")
+
+
+@pytest.fixture(scope="module")
+def completion() -> str:
+    with LLM("demo", device="emulator", max_context=96, quiet=True) as llm:
+        text = llm.generate(PROMPT, SamplingParams(max_tokens=12, temperature=0)).text
+    assert text
+    return text
+
+
+def test_writes_the_completion_to_stdout_and_timings_to_stderr(completion: str) -> None:
+    result = cheetah("run", "demo", PROMPT, "--max-tokens", "12", "--temperature", "0", *EMULATOR)
+    assert result.exit_code == 0 and result.stdout == completion + "\n"
+    assert "12 tokens (length)" in result.stderr and "emulated: not a speed" in result.stderr
+    assert "batch 1" in result.stderr and "bf16" in result.stderr
+
+
+def test_reads_the_prompt_from_stdin(completion: str) -> None:
+    result = cheetah("run", "demo", "-", "--max-tokens", "12", "--temperature", "0", *EMULATOR, stdin=PROMPT + "\n")
+    assert result.stdout == completion + "\n"
+
+
+def test_a_stop_text_ends_it(completion: str) -> None:
+    stop = completion.split()[2]
+    result = cheetah("run", "demo", PROMPT, "--max-tokens", "12", "--temperature", "0", "--stop", stop, *EMULATOR)
+    assert result.stdout == completion.partition(stop)[0] + "\n" and "(stop)" in result.stderr
+
+
+def test_a_seed_gives_the_same_text_again() -> None:
+    options = ("--max-tokens", "12", "--temperature", "1.2", *EMULATOR)
+    texts = [cheetah("run", "demo", PROMPT, "--seed", seed, *options).stdout for seed in ("5", "5", "6")]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_random_weights_take_and_give_ids() -> None:
+    """A preset has no tokenizer; a model this small has the same shape of output."""
+    result = cheetah("run", "random:demo", "--ids", "1,2,3", "--max-tokens", "5", "--sync", "barrier", *EMULATOR)
+    assert result.exit_code == 0 and "3 prompt tokens" in result.stderr
+    assert "random numbers" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("demo",), "no prompt"),
+        (("demo", "text", "--ids", "1"), "--ids takes the place of PROMPT"),
+        (("demo", "--ids", "1,x"), "--ids 1,x: expected token ids"),
+        (("random:llama-3.1-8b", "text"), "random:llama-3.1-8b has no tokenizer: give token ids"),
+        (("llama-3.1-8b", "text"), "a preset has no weights: use random:llama-3.1-8b"),
+        (("demo", "text", "--device", "tpu"), "unknown device 'tpu'"),
+        (("demo", "text", "--temperature", "-1"), "temperature"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(arguments: tuple[str, ...], words: str) -> None:
+    assert words in refused("run", *arguments)
+
+
+def test_chat_uses_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(LLM, "stream_chat", lambda llm, messages, params: seen.append(messages) or iter(()))
+    assert cheetah("run", "demo", "Hello", "--chat", *EMULATOR).exit_code == 0
+    assert seen == [[{"role": "user", "content": "Hello"}]]
+
+
+def test_help_says_what_is_by_default() -> None:
+    assert re.search(r"default: 128", cheetah("run", "--help").stdout)
