@@ -27,7 +27,10 @@ def test_no_clocks_where_nvidia_smi_fails(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_no_clocks_and_no_commit_where_there_are_no_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CHEETAH_COMMIT", raising=False)
     assert clocks() == {} and commit() == f"version {__version__}"
+    monkeypatch.setenv("CHEETAH_COMMIT", "abc")
+    assert commit() == "abc"
 
 
 def test_commit_is_what_git_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
