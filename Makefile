@@ -22,7 +22,7 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 .PHONY: demo test check lint types kernels kernels-current gpu-test clean compiler
 
 demo: $(RUN_READY) compiler
-	$(BIN)/cheetah run demo "$(PROMPT)" --device emulator
+	$(BIN)/cheetah run demo "$(PROMPT)" --device emulator --max-tokens 256
 
 test: $(DEV_READY) compiler
 	$(BIN)/python -m pytest -m "not gpu"
@@ -45,7 +45,7 @@ kernels: $(RUN_READY)
 
 kernels-current: $(RUN_READY)
 	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && \
-	$(MAKE) --no-print-directory kernels KERNELS="$$fresh" && \
+	$(MAKE) --no-print-directory kernels KERNELS="$$fresh" >/dev/null && \
 	if diff -r -x README.md kernels_generated "$$fresh"; then echo "kernels_generated/ is up to date"; \
 	else echo "kernels_generated/ (<) is not what the generator writes (>): run 'make kernels' and commit"; exit 1; fi
 
