@@ -21,7 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     LLAMA: {"cheetah.plan"},  # config, weights and what they are made of: numbers and arrays only
     f"{LLAMA}.reference": {LLAMA},
     f"{LLAMA}.program": {*DATA, "cheetah.blocks", "cheetah.lang"},
-    "cheetah.generate": {*DATA, f"{LLAMA}.program", "cheetah.lang"},
+    "cheetah.generate": {*DATA, f"{LLAMA}.program", "cheetah.blocks", "cheetah.lang"},
     "cheetah.ceiling": {"cheetah.lang", "cheetah.manifest", "cheetah.plan"},
     "cheetah.runtime": {*DATA, "cheetah.runtime.assemble", "cheetah.runtime.device"},
     # The one place where the runtime asks the generator, and only for a text and its manifest.
