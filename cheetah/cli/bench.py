@@ -112,7 +112,7 @@ def _circumstances(model: str, weights: Weights | None, device: Device) -> dict[
     info = device.describe()
     return {
         "commit": commit(),
-        "gpu": info.name,
+        "gpu": info.name.replace("\0", "").strip(),
         "driver": info.driver,
         "backend": info.backend,
         "model": model,

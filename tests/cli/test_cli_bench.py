@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from commands import cheetah, refused
 
-from cheetah.benchmark import DecodeBench, Measurement, fill_with, random_bits, record, room_needed
+from cheetah.benchmark import DecodeBench, Measurement, ReadCeiling, fill_with, random_bits, record, room_needed
 from cheetah.errors import CheetahError
 from cheetah.models.llama.config import preset
+from cheetah.plan import gpu_named
 from cheetah.regenerate import generate_named
 from cheetah.runtime.device import open_device
 from cheetah.runtime.device.emulator import EmulatorDevice
@@ -104,6 +105,28 @@ def test_a_kernel_that_makes_other_tokens_each_time_has_no_speed(monkeypatch: py
         bench = DecodeBench(preset("demo"), "demo", None, device, [5], 3)
         with pytest.raises(CheetahError, match="its speed is worth nothing"):
             bench.measure(5, 3, 2, 0)
+
+
+def test_the_ceiling_counts_every_byte_of_its_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the emulator, with a clock that advances by 1 ms a launch: 2 rounds of 64 KB for each of 4 blocks a launch."""
+
+    class Clock(EmulatorDevice):
+        launches = 0
+
+        def launch(self, *arguments: Any) -> None:
+            super().launch(*arguments)
+            self.launches += 1
+
+        def record(self) -> Any:
+            return self.launches
+
+        def elapsed_ms(self, start: Any, end: Any) -> float:
+            return float(end - start)
+
+    monkeypatch.setattr("cheetah.benchmark.CEILING_ROUNDS", 2)
+    device, gpu = Clock(), gpu_named("emulator")
+    ceiling = ReadCeiling(device, gpu, device.allocate(2**20))
+    assert ceiling.gb_per_s() == pytest.approx(2 * 4 * 65536 / 1e6)
 
 
 def test_a_share_is_of_the_mean_of_both_ceilings() -> None:
