@@ -58,6 +58,8 @@ def bench(
     from cheetah.runtime.device import open_device
 
     depths = parsed_contexts(contexts)
+    if json_file not in (None, STDOUT):
+        _append(str(json_file), "")  # refused before the work, not after it
     config, name, weights = _model(model, revision)
     with (
         open_device(device) as opened,
@@ -126,10 +128,14 @@ def _write_record(target: str, measurement: Measurement, bench: DecodeBench, cir
     line = json.dumps(record(measurement, bench, circumstances))
     if target == STDOUT:
         print(line, flush=True)
-        return
+    else:
+        _append(target, line + "\n")
+
+
+def _append(target: str, text: str) -> None:
     try:
         with open(target, "a", encoding="utf-8") as file:
-            file.write(line + "\n")
+            file.write(text)
     except OSError as problem:
         raise CheetahError(f"--json {target}: cannot be written: {problem.strerror}") from problem
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +11,7 @@ import typer
 
 from cheetah.cli.configs import named_config, print_notes
 from cheetah.cli.options import DEFAULT_GPU, takes_plan
+from cheetah.errors import CheetahError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,7 +52,8 @@ def generate(
     generated = generate_named(named.config, named.canonical, gpu, plan, line_marks=line_marks)
     chosen = needed_options(named.config, gpu, plan)
     stem = name or file_stem(named.stem, gpu, chosen, line_marks=line_marks)
-    source, manifest = generated.write(output, stem)
+    with _writing(output):
+        source, manifest = generated.write(output, stem)
     console = Console(soft_wrap=True, highlight=False)
     _print_choices(console, generated)
     lines = generated.text.count("\n")
@@ -69,6 +73,15 @@ def gpu_is_real(gpu: str) -> bool:
     from cheetah.plan import gpu_named
 
     return not gpu_named(gpu).emulated
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Turns the system's refusal into a message."""
+    try:
+        yield
+    except OSError as problem:
+        raise CheetahError(f"cannot write to {folder}: {problem.strerror}: choose another folder with -o") from None
 
 
 def _print_choices(console: Console, generated: Generated) -> None:
@@ -96,7 +109,8 @@ def _write_cubin(console: Console, generated: Generated, path: Path, compiler: s
         console.print(f"no cubin: {problem}")
         return
     cubin = compile_cubin(generated.text, generated.manifest.kernel, compiler=compiler, progress=say_to_stderr)
-    write_atomically(path, cubin.image)
+    with _writing(path.parent):
+        write_atomically(path, cubin.image)
     console.print(f"wrote {path} ({len(cubin.image)} bytes, {cubin.compiler})")
     _print_resources(console, generated, cubin)
 

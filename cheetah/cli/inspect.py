@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from cheetah.plan.report import PhaseShare, Report
     from cheetah.plan.shared import SharedMap
 
+DEFAULT_CONTEXT = 1024
 EPILOG = "Example: cheetah inspect llama-3.1-8b --context 6144 --plot shares.png"
 
 
@@ -24,7 +25,10 @@ def inspect(
     *,
     config: Annotated[str, typer.Argument(help="A preset, a folder, a config.json, or a hub id.", show_default=False)],
     gpu: Annotated[str, typer.Option(help="The machine: h200, h100, emulator, emulator-2, emulator-8.")] = DEFAULT_GPU,
-    context: Annotated[int, typer.Option(help="Tokens in the cache, the new one included.")] = 1024,
+    context: Annotated[
+        int | None,
+        typer.Option(help="Tokens in the cache, the new one included; by default 1024, or what there is room for."),
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw each block's share by phase (png, svg, pdf).")
     ] = None,
@@ -44,7 +48,9 @@ def inspect(
     named = named_config(config, revision)
     print_notes(named.notes)
     machine = gpu_named(gpu)
-    report = inspect_plan(model_shape(named.config), choose_plan(named.config, machine, **plan), machine, context)
+    chosen = choose_plan(named.config, machine, **plan)
+    depth = min(DEFAULT_CONTEXT, chosen.max_context) if context is None else context
+    report = inspect_plan(model_shape(named.config), chosen, machine, depth)
     console = Console(soft_wrap=True, highlight=False)
     for table in (_summary(named.canonical, report), _shares(report), _shared_memory(report.shared)):
         console.print(table)

@@ -125,6 +125,12 @@ def test_what_cannot_be_generated_is_refused(tmp_path: Path, arguments: tuple[st
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / "below"
+    assert f"cannot write to {folder}: Not a directory" in refused("generate", "demo", "-o", folder)
+
+
 def test_prints_each_choice_and_each_file(tmp_path: Path) -> None:
     text = cheetah("generate", "demo", "-o", tmp_path, "--no-compile").stdout
     for field, value in Manifest.read(tmp_path / "demo-h200.json").plan.items():

@@ -37,7 +37,7 @@ def test_prints_the_report() -> None:
 
 def test_draws_the_shares(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    cheetah("inspect", "demo", "--context", "100", "--plot", tmp_path / "shares.png")
+    cheetah("inspect", "demo", "--plot", tmp_path / "shares.png")
     assert (tmp_path / "shares.png").read_bytes().startswith(b"\x89PNG")
 
 
