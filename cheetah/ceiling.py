@@ -41,15 +41,20 @@ def build_ceiling(blocks: int, stage_bytes: int = STAGE_BYTES, stages: int = STA
                 with ch.if_(turn < rounds):
                     chunk = turn * blocks + ch.block_idx_x()
                     prim.mbarrier_arrive_expect_tx(landed + slot, stage_bytes)
-                    prim.bulk_copy(arena + slot * stage_bytes, data + ty.u64(chunk) * stage_bytes, stage_bytes, landed + slot)
+                    prim.bulk_copy(
+                        arena + slot * stage_bytes, data + ty.u64(chunk) * stage_bytes, stage_bytes, landed + slot
+                    )
             sink[ch.block_idx_x()] = total
 
     return read_ceiling
 
 
 def generate_ceiling(gpu: Gpu) -> tuple[str, Manifest]:
-    """Text and manifest of the ceiling kernel. `data` holds rounds * blocks * STAGE_BYTES bytes, `sink` blocks words."""
-    text = ch.render_file(build_ceiling(gpu.blocks), header="Reads memory as fast as bulk copies can. Generated; do not edit.")
+    """Text and manifest of the ceiling kernel. `data` holds rounds * blocks * STAGE_BYTES bytes, `sink` blocks
+    words."""
+    text = ch.render_file(
+        build_ceiling(gpu.blocks), header="Reads memory as fast as bulk copies can. Generated; do not edit."
+    )
     parameters = (
         Parameter("data", "const uint8_t*", "pointer", "u8", False, None, "what is read"),
         Parameter("sink", "uint32_t*", "pointer", "u32", True, (gpu.blocks,), "a word a block"),

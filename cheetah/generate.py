@@ -11,14 +11,15 @@ from typing import Any
 
 from cheetah import __version__
 from cheetah import lang as ch
+from cheetah.blocks.timeline import EVENTS
 from cheetah.lang import ty
 from cheetah.manifest import Buffer, Launch, Manifest, Parameter, sha256_of_text, write_atomically
 from cheetah.models.llama.config import LlamaConfig
 from cheetah.models.llama.program import (
     KERNEL_NAME,
     LAYER_PHASES,
-    PARAMETERS,
     build_kernel,
+    kernel_parameters,
     workspace_bytes,
 )
 from cheetah.models.llama.weights import model_shape
@@ -40,6 +41,7 @@ ROLES = {
     "logits": "of every step, if wanted",
     "progress": "how far each block is",
     "status": "[0]: steps done",
+    "timeline": "nanoseconds of every phase's begin, input ready and end, in the last step",
     "length": "tokens in the cache before the launch",
     "given": "how many of `tokens` are inputs",
     "steps": "most steps to make",
@@ -74,7 +76,12 @@ def choose_plan(config: LlamaConfig, gpu: Gpu, **overrides: Any) -> Plan:
 
 
 def generate_kernel(
-    config: LlamaConfig, gpu: str | Gpu = "h200", *, command: str = "cheetah generate", line_marks: bool = False, **overrides: Any
+    config: LlamaConfig,
+    gpu: str | Gpu = "h200",
+    *,
+    command: str = "cheetah generate",
+    line_marks: bool = False,
+    **overrides: Any,
 ) -> Generated:
     """The kernel of a model on a machine. `command` is what the header says regenerates it; the rest are plan fields.
 
@@ -95,7 +102,7 @@ def _header(config: LlamaConfig, gpu: Gpu, plan: Plan, command: str) -> str:
         f"Regenerate with: {command}",
         "",
         "model: " + ", ".join(f"{name} {value}" for name, value in asdict(shape).items()),
-        f"machine: {gpu.name}, {gpu.blocks} blocks of {plan.threads} threads ({plan.math_warps} math warps and the copy warp)",
+        f"machine: {gpu.name}, {gpu.blocks} blocks of {plan.threads} threads: {plan.math_warps} math warps, one copies",
         "plan: " + ", ".join(f"{name} {value}" for name, value in plan.to_dict().items()),
         f"weights read a step: {matrices.weight_bytes} bytes, in {matrices.layer_stride} a layer",
         "shared memory:",
@@ -117,11 +124,15 @@ def _manifest(config: LlamaConfig, gpu: Gpu, plan: Plan, text: str, command: str
         config=config.to_dict(),
         plan=plan.to_dict(),
         launch=Launch(gpu.blocks, plan.threads, shared_map(shape, plan, gpu).total_bytes),
-        parameters=tuple(_parameter(name, type_, shapes) for name, type_ in PARAMETERS.items()),
+        parameters=tuple(_parameter(name, type_, shapes) for name, type_ in kernel_parameters(plan).items()),
         matrices=matrices.describe(),
         layer_stride=matrices.layer_stride,
         weight_bytes=matrices.weight_bytes,
-        buffers=tuple(_buffer(name, shapes[name]) for name in shapes if name not in ("logits", "stop_ids")),
+        buffers=tuple(
+            _buffer(name, type_, shapes[name])
+            for name, type_ in kernel_parameters(plan).items()
+            if name in shapes and name not in ("logits", "stop_ids")
+        ),
         phases=phase_names(config),
         step_bytes={"weights": matrices.weight_bytes, "kv_per_token": config.kv_bytes_per_token},
     )
@@ -151,6 +162,7 @@ def buffer_shapes(config: LlamaConfig, gpu: Gpu, plan: Plan) -> dict[str, tuple[
         "logits": ("steps", shape.vocab),
         "progress": (gpu.blocks,),
         "status": (8,),
+        "timeline": (gpu.blocks, len(phase_names(config)), len(EVENTS)),
     }
 
 
@@ -158,17 +170,20 @@ def _parameter(name: str, type_: ty.Type, shapes: dict[str, tuple[int | str, ...
     if isinstance(type_, ty.Pointer):
         assert isinstance(type_.element, ty.Scalar)
         nullable = name in ("logits", "stop_ids")
-        return Parameter(name, str(type_), "pointer", DTYPES[type_.element], type_.mutable, shapes[name], ROLES[name], nullable)
+        return Parameter(
+            name, str(type_), "pointer", DTYPES[type_.element], type_.mutable, shapes[name], ROLES[name], nullable
+        )
     assert isinstance(type_, ty.Scalar)
     return Parameter(name, str(type_), "scalar", DTYPES[type_], False, None, ROLES[name])
 
 
-def _buffer(name: str, shape: tuple[int | str, ...]) -> Buffer:
-    type_ = PARAMETERS.types[name]
+def _buffer(name: str, type_: ty.Type, shape: tuple[int | str, ...]) -> Buffer:
     assert isinstance(type_, ty.Pointer) and isinstance(type_.element, ty.Scalar)
     lengths = tuple(length for length in shape if isinstance(length, int))
     elements = 1
     for length in lengths:
         elements *= length
-    fill = {"exchange": "zero", "kv": "poison", "progress": "zero", "status": "zero"}.get(name, "host")
+    fill = {"exchange": "zero", "kv": "poison", "progress": "zero", "status": "zero", "timeline": "poison"}.get(
+        name, "host"
+    )
     return Buffer(name, DTYPES[type_.element], lengths, elements * type_.element.bytes, fill)

@@ -1,12 +1,13 @@
 """Decode attention over a paged KV cache: states, split over all blocks, merged by the composition operator.
 
-An attention state over a set of keys is (O, LSE): the softmax-weighted mean of the values and the logarithm of the sum of
-exponentials (FlashInfer, 2.2). Logits are kept in base 2 inside the kernel (times log2 e) and stored as natural LSE.
+An attention state over a set of keys is (O, LSE): the softmax-weighted mean of the values and the logarithm of the sum
+of exponentials (FlashInfer, 2.2). Logits are kept in base 2 inside the kernel (times log2 e) and stored as natural
+LSE.
 
 An item is a range of keys of one KV head; the `group` query heads that share it ride in the n = 8 dimension of the
 products. Each math warp takes tiles of 16 keys and keeps a state of its own; the newest token, whose key and value come
-from the exchange and not from the cache, is one more state (its LSE is its logit, its O its value). The block folds them
-in fixed order and publishes the head's output, or a partial state where the head was split over several blocks.
+from the exchange and not from the cache, is one more state (its LSE is its logit, its O its value). The block folds
+them in fixed order and publishes the head's output, or a partial state where the head was split over several blocks.
 """
 
 from __future__ import annotations
@@ -102,7 +103,10 @@ class Attention:
         with ch.for_(machine.thread, wanted, machine.math_threads) as unit:
             source = ch.var(ty.u32, item.head * sizes.query_units + unit)
             with ch.if_(unit >= sizes.query_units + sizes.head_units):
-                source.set((shape.heads + shape.kv_heads + item.head) * sizes.head_units + (unit - sizes.query_units - sizes.head_units))
+                source.set(
+                    (shape.heads + shape.kv_heads + item.head) * sizes.head_units
+                    + (unit - sizes.query_units - sizes.head_units)
+                )
             with ch.else_():
                 with ch.if_(unit >= sizes.query_units):
                     source.set((shape.heads + item.head) * sizes.head_units + (unit - sizes.query_units))
@@ -184,7 +188,9 @@ class Attention:
         return weights_low, weights_high
 
     @ch.inline
-    def _add_values(self, stage: ch.Expr, first_key: ch.Expr, valid: ch.Expr, weights: Any, state: dict[str, Any]) -> None:
+    def _add_values(
+        self, stage: ch.Expr, first_key: ch.Expr, valid: ch.Expr, weights: Any, state: dict[str, Any]
+    ) -> None:
         """output (dims x queries) += values^T * weights, 64 dims at a time.
 
         Lane (r, t) reads 8 dims of keys 2t, 2t+1, 2t+8 and 2t+9: row r of output tile i is dim 8r + i, row r + 8 is dim
@@ -310,7 +316,17 @@ class Attention:
             self._publish_pair(slice_, item, row, pair, low * inverse, high * inverse, lse, epoch)
 
     @ch.inline
-    def _publish_pair(self, slice_: int, item: Item, row: ch.Expr, pair: ch.Expr, low: ch.Expr, high: ch.Expr, lse: ch.Expr, epoch: ch.Expr) -> None:
+    def _publish_pair(
+        self,
+        slice_: int,
+        item: Item,
+        row: ch.Expr,
+        pair: ch.Expr,
+        low: ch.Expr,
+        high: ch.Expr,
+        lse: ch.Expr,
+        epoch: ch.Expr,
+    ) -> None:
         """Write through to the output, or store a part of a partial state."""
         sizes, pairs = self.sizes, SLICE_DIMS // 2
         dim_pair = pair + slice_ * pairs
@@ -374,7 +390,9 @@ class Attention:
             slot = self.schedule.source(machine.math, first + machine.warp)
             partial_unit = (slot * sizes.group + merge.row) * (sizes.partial_words // 4)
             with ch.if_(machine.lane < units):
-                scratch[machine.warp * units + machine.lane] = self.exchange.read4("partials", partial_unit + machine.lane, epoch)
+                scratch[machine.warp * units + machine.lane] = self.exchange.read4(
+                    "partials", partial_unit + machine.lane, epoch
+                )
             with ch.if_(machine.lane == 0):
                 lse_words = self.exchange.read4("partials", partial_unit + units, epoch)
                 lses[machine.warp] = lse_words.x

@@ -4,8 +4,8 @@ Payload words are 32 bits: two bf16, or one f32. Two implementations behind one 
 
 Reuse of a vector (both kinds): each vector is written once a layer. The inputs of its writers depend, through the chain
 of exchanges of that layer, on every block that reads it in the layer before having finished reading: each reader
-publishes its part of the next vector only after a block barrier that follows all its reads, and the next phase waits for
-all parts. Blocks that own no part of a phase do not read its input. So no vector is overwritten under a reader.
+publishes its part of the next vector only after a block barrier that follows all its reads, and the next phase waits
+for all parts. Blocks that own no part of a phase do not read its input. So no vector is overwritten under a reader.
 """
 
 from __future__ import annotations
@@ -71,10 +71,9 @@ class Exchange:
 class FlaggedExchange(Exchange):
     """Every 8-byte word carries 4 bytes of data and a 4-byte epoch; readers poll the data words themselves.
 
-    Ordering: a 64-bit access is single-copy atomic, so a word with the right epoch has the right data: no other ordering
-    is needed for the payload. The epoch grows with every layer of every step and is never used twice, so an old word is
-    never taken for a new one and nothing is reset between launches.
-    """
+    Ordering: a 64-bit access is single-copy atomic, so a word with the right epoch has the right data: no other
+    ordering is needed for the payload. The epoch grows with every layer of every step and is never used twice, so an
+    old word is never taken for a new one and nothing is reset between launches."""
 
     word = ty.u64
 

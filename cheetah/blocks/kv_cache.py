@@ -56,7 +56,8 @@ class KvCache:
 
     @ch.inline
     def copy_tokens(self, ring: Ring, layer: ch.Expr, head: ch.Expr, begin: ch.Expr, end: ch.Expr) -> None:
-        """In the copy role: bring tokens [begin, end) of a head, a stage at a time: keys in its first half, then values.
+        """In the copy role: bring tokens [begin, end) of a head, a stage at a time: keys in its first half, then
+        values.
 
         A copy never crosses a page, and stops at the last token: what lies behind it in the stage is stale.
         """

@@ -1,9 +1,8 @@
 """Matrix times vector on tensor cores, with the weights as the 16-row operand of `mma.m16n8k16`.
 
-The copy lane brings the block's strips chunk by chunk; in each chunk every math warp multiplies its tile pairs and keeps
-a partial sum of the strip's 16 rows; at the end of a strip one warp adds the warps' sums in fixed order and finishes the
-rows. Which warp finishes rotates, so the others go on with the next strip.
-"""
+The copy lane brings the block's strips chunk by chunk; in each chunk every math warp multiplies its tile pairs and
+keeps a partial sum of the strip's 16 rows; at the end of a strip one warp adds the warps' sums in fixed order and
+finishes the rows. Which warp finishes rotates, so the others go on with the next strip."""
 
 from __future__ import annotations
 
@@ -83,7 +82,8 @@ class Matvec:
 
     @ch.inline
     def multiply(self, layout: MatrixLayout, finish: Finish) -> None:
-        """In the math role: multiply the block's strips by the vector in shared memory; `finish` gets each strip's rows."""
+        """In the math role: multiply the block's strips by the vector in shared memory; `finish` gets each strip's
+        rows."""
         machine = self.machine
         position = layout.position(machine.block)
         with ch.for_(position, layout.strips, layout.blocks) as strip:

@@ -5,8 +5,9 @@ in the same order. Two mbarriers a stage keep them apart:
 
 * full[s]: one arrival (the copy lane's, announcing the bytes) and the bytes themselves. A math warp that has waited for
   it sees the copied data, because completion of the copy releases and the wait acquires.
-* empty[s]: one arrival a math warp, made after the warp's last read of the stage (`warp_barrier` orders the other lanes'
-  reads before it). The copy lane waits for it before it announces the next bytes, so a stage is never overwritten early.
+* empty[s]: one arrival a math warp, made after the warp's last read of the stage (`warp_barrier` orders the
+  other lanes' reads before it). The copy lane waits for it before it announces the next bytes, so a stage is never
+  overwritten early.
 
 At most `plan.in_flight` chunks are requested and not yet landed: more requests would delay the exchanges (measured on
 H200: three chunks of 16 KB are worth 3 % against unbounded requests). Landed chunks pile up until they are used.

@@ -1,4 +1,4 @@
-"""What happens to the rows of a finished strip: residual, SwiGLU, rotary embedding. Each runs in one warp, one row a lane."""
+"""What happens to the rows of a finished strip: residual, SwiGLU, rotary embedding. One warp, one row a lane."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ HALF = STRIP_ROWS // 2
 
 
 @ch.inline
-def publish_rows(exchange: Exchange, name: str, rows: Rows, value: ch.Expr, first: ch.Value, count: int, epoch: ch.Expr) -> Any:
+def publish_rows(
+    exchange: Exchange, name: str, rows: Rows, value: ch.Expr, first: ch.Value, count: int, epoch: ch.Expr
+) -> Any:
     """Publish `count` values, one a lane from lane 0 on, as pairs of bf16 beginning at element `first` (even).
 
     Returns the pair that each even lane holds.

@@ -84,11 +84,12 @@ class Sampler:
         """Leave the grid's best token in the first word of the region `candidates`, for thread 0 to read.
 
         Every block publishes here in every step, even if it has no candidate: with release, and all blocks' words are
-        read with acquire. So after it each block sees what every block wrote in this step, its keys and values above all.
+        read with acquire. So after it each block sees what every block wrote in this step, its keys and values above
+        all.
 
-        Steps take turns with two vectors. A block without a strip or a key publishes nothing else, so nobody waits for it
-        before publishing the next step's candidate, over one that it may not have read yet; but nobody comes two steps
-        ahead of it, for its own candidate of the step between is needed.
+        Steps take turns with two vectors. A block without a strip or a key publishes nothing else, so nobody waits
+        for it before publishing the next step's candidate, over one that it may not have read yet; but nobody comes
+        two steps ahead of it, for its own candidate of the step between is needed.
         """
         machine = self.machine
         candidates = machine.region("candidates", ty.u32x2)
@@ -104,7 +105,9 @@ class Sampler:
             with ch.if_(machine.lane < 4):
                 # Four words make a unit: value, token, and two that nobody reads.
                 word = ch.select(machine.lane == 0, prim.float_bits(self.best), self.best_token)
-                self.exchange.publish_release("candidates", (first_unit + machine.block) * 4 + machine.lane, word, epoch)
+                self.exchange.publish_release(
+                    "candidates", (first_unit + machine.block) * 4 + machine.lane, word, epoch
+                )
         self.exchange.meet()
         self._gather(words, first_unit, epoch)
         machine.meet()

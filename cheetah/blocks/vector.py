@@ -38,11 +38,13 @@ def _read_unit(vector: ch.Expr, unit: ch.Expr, columns: int, available: int, rea
 
 
 @ch.inline
-def load_normalised(machine: Machine, columns: int, available: int, true_columns: int, epsilon: float, norm: ch.Expr, read: Read) -> Any:
+def load_normalised(
+    machine: Machine, columns: int, available: int, true_columns: int, epsilon: float, norm: ch.Expr, read: Read
+) -> Any:
     """RMSNorm: x * weight into shared memory; returns 1/rms, which the products are multiplied by afterwards.
 
-    The mean of squares runs over `true_columns` elements; padding is zero. `norm` points to the bf16 weights. The weights
-    are loaded before the vector is waited for, and 1/rms stays off the path of the products.
+    The mean of squares runs over `true_columns` elements; padding is zero. `norm` points to the bf16 weights. The
+    weights are loaded before the vector is waited for, and 1/rms stays off the path of the products.
     """
     vector = machine.region("vector", ty.u32x4)
     partial_sums = machine.region("partial_sums", ty.f32)

@@ -36,6 +36,7 @@ class Plan:
 
     `in_flight` chunks are requested at most at a time (48 to 64 KB an SM measured best; more delays the exchanges).
     The starts rotate who owns a matrix's first strip; o and down share one, so a residual row stays with its block.
+    `trace` adds time stamps of every block and phase to the kernel (buffer `timeline`); off, none of it is there.
     `kv_align` and `kv_chunk_min` are A and M of the load-balanced KV scheduler (FlashInfer, Algorithm 1).
     """
 
@@ -54,9 +55,10 @@ class Plan:
     start_residual: int = 0
     start_gate_up: int = 0
     start_head: int = 0
+    trace: bool = False
 
     def __post_init__(self) -> None:
-        starts = ("sync", "start_qkv", "start_residual", "start_gate_up", "start_head")
+        starts = ("sync", "trace", "start_qkv", "start_residual", "start_gate_up", "start_head")
         require_positive("Plan", **{name: value for name, value in vars(self).items() if name not in starts})
         self._check_choices()
         self._check_ring()

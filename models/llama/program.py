@@ -1,12 +1,12 @@
 """The decode step of Llama as one kernel: the model as a page, written with the building blocks.
 
-Every phase says what the copy lane fetches and what the math warps do with it. Nothing here knows a phase bit, a stage or
-a barrier. Numerics: bf16 weights and activations, f32 accumulation and softmax, residual in f32, logits f32.
+Every phase says what the copy lane fetches and what the math warps do with it. Nothing here knows a phase bit, a
+stage or a barrier. Numerics: bf16 weights and activations, f32 accumulation and softmax, residual in f32, logits f32.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from cheetah import lang as ch
@@ -16,25 +16,49 @@ from cheetah.blocks.kv_cache import KvCache
 from cheetah.blocks.machine import Machine, emit_roles, start_machine
 from cheetah.blocks.matvec import Matvec, Rows
 from cheetah.blocks.ring import Ring
-from cheetah.blocks.rows import HALF, add_residual, publish_rows, rotate, swiglu
+from cheetah.blocks.rows import HALF, add_residual, rotate, swiglu
 from cheetah.blocks.sampling import Sampler
 from cheetah.blocks.schedule import Schedule
+from cheetah.blocks.timeline import Timeline
 from cheetah.blocks.vector import UNIT, load_normalised, load_vector, vector_words
 from cheetah.lang import prim, ty
 from cheetah.models.llama.config import LlamaConfig
 from cheetah.models.llama.weights import model_shape
-from cheetah.plan import STRIP_ROWS, Gpu, ModelShape, Plan, StepMatrices, shared_map, step_matrices
+from cheetah.plan import STRIP_ROWS, Gpu, ModelShape, Plan, shared_map, step_matrices
 from cheetah.plan.kv import KvPlanLayout
 
 KERNEL_NAME = "decode_step"
 LAYER_PHASES = ("qkv", "attention", "o", "gate_up", "down")
 
-PARAMETERS = ch.Params(
-    weights=ty.ptr(ty.u8), norms=ty.ptr(ty.bf16), embedding=ty.ptr(ty.bf16), rope=ty.ptr(ty.f32), kv=ty.ptr_mut(ty.bf16),
-    page_table=ty.ptr(ty.i32), kv_plans=ty.ptr(ty.i32), exchange=ty.ptr_mut(ty.u8), tokens=ty.ptr_mut(ty.i32),
-    stop_ids=ty.ptr(ty.i32), logits=ty.ptr_mut(ty.f32), progress=ty.ptr_mut(ty.u32), status=ty.ptr_mut(ty.i32),
-    length=ty.u32, given=ty.u32, steps=ty.u32, plan_count=ty.u32, stop_count=ty.u32, epoch=ty.u32, temperature=ty.f32, seed=ty.u64,
-)  # fmt: skip
+PARAMETERS: dict[str, ty.Type] = {
+    "weights": ty.ptr(ty.u8),
+    "norms": ty.ptr(ty.bf16),
+    "embedding": ty.ptr(ty.bf16),
+    "rope": ty.ptr(ty.f32),
+    "kv": ty.ptr_mut(ty.bf16),
+    "page_table": ty.ptr(ty.i32),
+    "kv_plans": ty.ptr(ty.i32),
+    "exchange": ty.ptr_mut(ty.u8),
+    "tokens": ty.ptr_mut(ty.i32),
+    "stop_ids": ty.ptr(ty.i32),
+    "logits": ty.ptr_mut(ty.f32),
+    "progress": ty.ptr_mut(ty.u32),
+    "status": ty.ptr_mut(ty.i32),
+    "length": ty.u32,
+    "given": ty.u32,
+    "steps": ty.u32,
+    "plan_count": ty.u32,
+    "stop_count": ty.u32,
+    "epoch": ty.u32,
+    "temperature": ty.f32,
+    "seed": ty.u64,
+}
+
+
+def kernel_parameters(plan: Plan) -> ch.Params:
+    """The kernel's signature."""
+    traced: dict[str, ty.Type] = {"timeline": ty.ptr_mut(ty.u64)} if plan.trace else {}
+    return ch.Params(**PARAMETERS, **traced)
 
 
 def exchange_sizes(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:
@@ -58,57 +82,32 @@ def workspace_bytes(config: LlamaConfig, gpu: Gpu, plan: Plan) -> int:
 
 
 def build_kernel(config: LlamaConfig, gpu: Gpu, plan: Plan) -> ch.Kernel:
-    """The kernel of `plan.max_steps` or fewer decode steps of one sequence. Shapes of the parameters: see the manifest."""
+    """The kernel of `plan.max_steps` or fewer decode steps of one sequence. Shapes of the parameters: see the
+    manifest."""
     shape = model_shape(config)
-    matrices = step_matrices(shape, plan, gpu)
 
-    @ch.kernel(PARAMETERS, name=KERNEL_NAME, max_threads=plan.threads)
-    def decode_step(
-        weights, norms, embedding, rope, kv, page_table, kv_plans, exchange, tokens, stop_ids, logits, progress, status,
-        length, given, steps, plan_count, stop_count, epoch, temperature, seed,
-    ):  # type: ignore[no-untyped-def]  # fmt: skip
+    @ch.kernel(kernel_parameters(plan), name=KERNEL_NAME, max_threads=plan.threads)
+    def decode_step(**arguments: Any) -> None:
         machine = start_machine(shape, plan, gpu, shared_map(shape, plan, gpu))
-        launch = Launch(length, given, steps, plan_count, epoch, temperature, seed, tokens, stop_ids, stop_count, logits, progress, status)
-        step_program = Step(config, machine, matrices, launch, weights, norms, embedding, rope, kv, page_table, kv_plans, exchange)
-        step_program.emit()
+        Step(config, machine, SimpleNamespace(**arguments)).emit()
 
     return decode_step
 
 
-@dataclass(frozen=True, eq=False)
-class Launch:
-    """What the host says about one launch, and where it reads the outcome."""
-
-    length: Any
-    given: Any
-    steps: Any
-    plan_count: Any
-    epoch: Any
-    temperature: Any
-    seed: Any
-    tokens: Any
-    stop_ids: Any
-    stop_count: Any
-    logits: Any
-    progress: Any
-    status: Any
-
-
 class Step:
-    """The program of the launch: steps, layers, phases."""
+    """The program of the launch: steps, layers, phases. `launch` has the kernel's parameters by name."""
 
-    def __init__(
-        self, config: LlamaConfig, machine: Machine, matrices: StepMatrices, launch: Launch, weights: Any, norms: Any, embedding: Any,
-        rope: Any, kv: Any, page_table: Any, kv_plans: Any, exchange: Any,
-    ) -> None:  # fmt: skip
-        self.config, self.machine, self.matrices, self.launch = config, machine, matrices, launch
-        self.norms, self.embedding, self.rope = norms, embedding, rope
+    def __init__(self, config: LlamaConfig, machine: Machine, launch: SimpleNamespace) -> None:
+        self.config, self.machine, self.launch = config, machine, launch
         self.shape = machine.shape
-        self.exchange = make_exchange(machine, exchange, exchange_sizes(self.shape, machine.gpu, machine.plan))
+        self.matrices = step_matrices(self.shape, machine.plan, machine.gpu)
+        self.phases = self.shape.layers * len(LAYER_PHASES) + 2
+        self.timeline = Timeline(machine, getattr(launch, "timeline", None), self.phases)
+        self.exchange = make_exchange(machine, launch.exchange, exchange_sizes(self.shape, machine.gpu, machine.plan))
         self.ring = Ring(machine)
-        self.matvec = Matvec(machine, self.ring, weights)
-        self.cache = KvCache(machine, kv, page_table)
-        self.schedule = Schedule(machine, kv_plans, launch.plan_count)
+        self.matvec = Matvec(machine, self.ring, launch.weights)
+        self.cache = KvCache(machine, launch.kv, launch.page_table)
+        self.schedule = Schedule(machine, launch.kv_plans, launch.plan_count)
         self.attention = Attention(machine, self.ring, self.exchange, self.schedule)
         self.sampler = Sampler(machine, self.exchange, self.shape.vocab)
 
@@ -134,7 +133,8 @@ class Step:
 
     @ch.inline
     def _qkv(self, step: Any, layer: Any) -> None:
-        """Input norm, q, k and v projections, RoPE; the new key and value go to the cache and, with q, to the exchange."""
+        """Input norm, q, k and v projections, RoPE; the new key and value go to the cache and, with q, to the
+        exchange."""
         matrix = self.matrices.qkv
         with self.machine.copy:
             ch.comment("qkv")
@@ -145,10 +145,17 @@ class Step:
             scale = ch.var(ty.f32, 0.0)
             with ch.if_(matrix.position(self.machine.block) < matrix.strips):
                 with ch.if_(layer == 0):
-                    scale.set(self._load_norm(self.norms, self._embedding_unit))
+                    scale.set(self._load_norm(self.launch.norms, self._embedding_unit))
                 with ch.else_():
-                    scale.set(self._load_norm(self._norm(layer * 2), lambda unit: self.exchange.read4("hidden", unit, self.layer_epoch - 1)))
+                    scale.set(
+                        self._load_norm(
+                            self._norm(layer * 2),
+                            lambda unit: self.exchange.read4("hidden", unit, self.layer_epoch - 1),
+                        )
+                    )
+            self._stamp(layer, "qkv", "ready")
             self.matvec.multiply(matrix, lambda rows: self._finish_qkv(rows, layer, scale))
+            self._stamp(layer, "qkv", "done")
             self.exchange.meet()
 
     @ch.inline
@@ -165,15 +172,19 @@ class Step:
             ch.comment("attention")
             self._note(step, layer, "attention")
             self.attention.attend(self.position, self.layer_epoch)
+            self._stamp(layer, "attention", "ready")
             self.exchange.meet()
             ch.comment("merge of partial states")
             self.attention.merge(self.layer_epoch)
+            self._stamp(layer, "attention", "done")
             self.exchange.meet()
 
     @ch.inline
     def _o(self, step: Any, layer: Any) -> None:
         """Output projection and residual."""
-        self._project_onto_residual(step, layer, "o", self.matrices.o, "attention", "middle", self.shape.query_rows // 2)
+        self._project_onto_residual(
+            step, layer, "o", self.matrices.o, "attention", "middle", self.shape.query_rows // 2
+        )
 
     @ch.inline
     def _gate_up(self, step: Any, layer: Any) -> None:
@@ -187,35 +198,51 @@ class Step:
             self._note(step, layer, "gate_up")
             scale = ch.var(ty.f32, 0.0)
             with ch.if_(matrix.position(self.machine.block) < matrix.strips):
-                scale.set(self._load_norm(self._norm(layer * 2 + 1), lambda unit: self.exchange.read4("middle", unit, self.layer_epoch)))
+                scale.set(
+                    self._load_norm(
+                        self._norm(layer * 2 + 1), lambda unit: self.exchange.read4("middle", unit, self.layer_epoch)
+                    )
+                )
+            self._stamp(layer, "gate_up", "ready")
             self.matvec.multiply(matrix, lambda rows: swiglu(self.exchange, "gated", rows, scale, self.layer_epoch))
+            self._stamp(layer, "gate_up", "done")
             self.exchange.meet()
 
     @ch.inline
     def _down(self, step: Any, layer: Any) -> None:
         """Down projection and residual: the hidden vector of the next layer."""
-        self._project_onto_residual(step, layer, "down", self.matrices.down, "gated", "hidden", vector_words(self.shape.ffn, HALF))
+        self._project_onto_residual(
+            step, layer, "down", self.matrices.down, "gated", "hidden", vector_words(self.shape.ffn, HALF)
+        )
 
     @ch.inline
     def _head(self, step: Any) -> None:
         """Final norm, logits, each block's best candidate; left out for prompt tokens whose logits nobody wants."""
-        matrix, launch = self.matrices.head, self.launch
+        matrix = self.matrices.head
         with self.machine.copy:
             ch.comment("head")
             with ch.if_(self._needs_head(step)):
                 self.matvec.copy(matrix, ty.u64(0))
         with self.machine.math:
             ch.comment("head: final norm, logits, candidates")
-            self._note_phase(step, self.shape.layers * len(LAYER_PHASES))
+            self._note_phase(step, self.phases - 2)
             self.sampler.start()
             with ch.if_(self._needs_head(step)):
                 scale = ch.var(ty.f32, 0.0)
                 with ch.if_(matrix.position(self.machine.block) < matrix.strips):
                     last = self.step_epoch + (self.shape.layers - 1)
-                    scale.set(self._load_norm(self._norm(ty.u32(2 * self.shape.layers)), lambda unit: self.exchange.read4("hidden", unit, last)))
+                    scale.set(
+                        self._load_norm(
+                            self._norm(ty.u32(2 * self.shape.layers)),
+                            lambda unit: self.exchange.read4("hidden", unit, last),
+                        )
+                    )
+                self.timeline.stamp(self.phases - 2, "ready")
                 self.matvec.multiply(matrix, lambda rows: self._finish_head(rows, step, scale))
-            self._note_phase(step, self.shape.layers * len(LAYER_PHASES) + 1)
+                self.timeline.stamp(self.phases - 2, "done")
+            self._note_phase(step, self.phases - 1)
             self.sampler.choose(self.step_epoch + self.shape.layers, step)
+            self.timeline.stamp(self.phases - 1, "done")
 
     # -- setting up and stepping ----------------------------------------------------------------------------------
 
@@ -248,7 +275,7 @@ class Step:
             self.position, self.step_epoch = position, step_epoch
             angles = machine.region("rope", ty.f32)
             with ch.for_(machine.thread, head_dim, machine.math_threads) as number:
-                angles[number] = self.rope[ty.u64(position) * head_dim + ty.u64(number)]
+                angles[number] = self.launch.rope[ty.u64(position) * head_dim + ty.u64(number)]
             self._start_residual()
 
     @ch.inline
@@ -279,8 +306,8 @@ class Step:
 
         The math warps arrive at `step_done` after the rendezvous of all blocks that ends a step (release by each block
         after its stores, acquire by this one); the fence orders those ordinary stores before the copy engine's reads.
-        Weights of the first layer are requested before this, so the memory stays busy. If the sequence has ended, the math
-        warps use those up and the copy lane leaves.
+        Weights of the first layer are requested before this, so the memory stays busy. If the sequence has ended, the
+        math warps use those up and the copy lane leaves.
         """
         with ch.if_(step > 0):
             prim.mbarrier_wait(self.step_done, (step + 1) % 2)
@@ -311,8 +338,8 @@ class Step:
                     with ch.if_(following >= launch.given):
                         launch.tokens[following] = ty.i32(token)
                     launch.status[0] = ty.i32(following)
-                # The copy lane has seen the end of the last step: a block with nothing to fetch could come two steps ahead of
-                # it, and a parity tells two neighbouring phases apart only. Long since true for the others.
+                # The copy lane has seen the end of the last step: a block with nothing to fetch could come two steps
+                # ahead of it, and a parity tells two neighbouring phases apart only. Long since true for the others.
                 prim.mbarrier_wait(self.step_taken, (step + 1) % 2)
                 self.next_token[0] = token
                 self.next_token[1] = stop
@@ -331,11 +358,11 @@ class Step:
         return (step + 1 >= self.launch.given) | (self.launch.logits != None)  # noqa: E711 (a device comparison)
 
     def _norm(self, index: Any) -> Any:
-        return self.norms + index * self.shape.padded_hidden
+        return self.launch.norms + index * self.shape.padded_hidden
 
     def _embedded(self) -> Any:
         """The embedding of the step's token."""
-        return self.embedding + ty.u64(self.next_token[0]) * self.shape.padded_hidden
+        return self.launch.embedding + ty.u64(self.next_token[0]) * self.shape.padded_hidden
 
     def _embedding_unit(self, unit: Any) -> Any:
         return prim.load_constant_u32x4(self._embedded() + unit * UNIT)
@@ -348,7 +375,9 @@ class Step:
         )
 
     @ch.inline
-    def _project_onto_residual(self, step: Any, layer: Any, name: str, matrix: Any, source: str, target: str, words: int) -> None:
+    def _project_onto_residual(
+        self, step: Any, layer: Any, name: str, matrix: Any, source: str, target: str, words: int
+    ) -> None:
         with self.machine.copy:
             ch.comment(name)
             self.matvec.copy(matrix, self.layer_offset)
@@ -358,7 +387,11 @@ class Step:
             with ch.if_(matrix.position(self.machine.block) < matrix.strips):
                 read = lambda unit: self.exchange.read4(source, unit, self.layer_epoch)  # noqa: E731
                 load_vector(self.machine, matrix.padded_columns, words * 2, read)
-            self.matvec.multiply(matrix, lambda rows: add_residual(self.machine, self.exchange, target, rows, self.layer_epoch))
+            self._stamp(layer, name, "ready")
+            self.matvec.multiply(
+                matrix, lambda rows: add_residual(self.machine, self.exchange, target, rows, self.layer_epoch)
+            )
+            self._stamp(layer, name, "done")
             self.exchange.meet()
 
     @ch.inline
@@ -398,12 +431,19 @@ class Step:
             launch.logits[ty.u64(step) * vocab + ty.u64(token)] = logit
         self.sampler.consider(rows, logit, launch.temperature, launch.seed, self.position + 1)
 
+    @staticmethod
+    def _phase(layer: Any, phase: str) -> Any:
+        return layer * len(LAYER_PHASES) + LAYER_PHASES.index(phase)
+
+    def _stamp(self, layer: Any, phase: str, event: str) -> None:
+        self.timeline.stamp(self._phase(layer, phase), event)
+
     def _note(self, step: Any, layer: Any, phase: str) -> None:
-        self._note_phase(step, layer * len(LAYER_PHASES) + LAYER_PHASES.index(phase))
+        self._note_phase(step, self._phase(layer, phase))
 
     @ch.inline
     def _note_phase(self, step: Any, phase: ch.Value) -> None:
         """Tell the host how far this block is, for a report if the launch hangs."""
-        phases = self.shape.layers * len(LAYER_PHASES) + 2
         with ch.if_(self.machine.thread == 0):
-            prim.store_relaxed_u32(self.launch.progress + self.machine.block, step * phases + phase)
+            prim.store_relaxed_u32(self.launch.progress + self.machine.block, step * self.phases + phase)
+        self.timeline.stamp(phase, "begin")
