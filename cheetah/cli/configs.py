@@ -31,21 +31,34 @@ def named_config(name: str, revision: str | None = None) -> NamedConfig:
 
     A folder's canonical name is its own, without the path. "random:" in front changes nothing.
     """
-    from cheetah.models.llama.config import PRESET_NAMES, resolve_config
+    from cheetah.models.llama.config import resolve_config
+
+    source, notes = name.removeprefix(RANDOM), list[str]()
+    place = _config_of_hub(source, revision) if _is_hub_id(source) else source
+    config, canonical = resolve_config(place, notes), canonical_name(name)
+    return NamedConfig(config, canonical, canonical.rpartition("/")[2].lower(), tuple(notes))
+
+
+def canonical_name(name: str) -> str:
+    """How a model is named in a command that means the same on another machine: a folder by its name alone."""
+    source = name.removeprefix(RANDOM)
+    path = Path(source).expanduser()
+    if _is_preset(source) or not path.exists():
+        return source
+    folder = path.resolve() if path.is_dir() else path.resolve().parent
+    return folder.name if path.is_dir() or path.name == "config.json" else path.stem
+
+
+def _is_preset(source: str) -> bool:
+    from cheetah.models.llama.config import PRESET_NAMES
+
+    return source in PRESET_NAMES
+
+
+def _is_hub_id(source: str) -> bool:
     from cheetah.runtime import hub
 
-    source = name.removeprefix(RANDOM)
-    notes: list[str] = []
-    path = Path(source).expanduser()
-    if source in PRESET_NAMES:
-        return NamedConfig(resolve_config(source), source, source, ())
-    if not path.exists() and hub.is_hub_id(source):
-        config = resolve_config(_config_of_hub(source, revision), notes)
-        return NamedConfig(config, source, source.rpartition("/")[2].lower(), tuple(notes))
-    config = resolve_config(source, notes)
-    folder = path.resolve() if path.is_dir() else path.resolve().parent
-    canonical = folder.name if path.name in ("", "config.json") or path.is_dir() else path.name
-    return NamedConfig(config, canonical, canonical.removesuffix(".json").lower(), tuple(notes))
+    return not _is_preset(source) and not Path(source).expanduser().exists() and hub.is_hub_id(source)
 
 
 def _config_of_hub(repository: str, revision: str | None) -> Path:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cheetah.errors import CheetahError
 
 if TYPE_CHECKING:
+    from cheetah.generate import Generated
+    from cheetah.models.llama.config import LlamaConfig
     from cheetah.runtime import LLM, SamplingParams, StreamPiece
+    from cheetah.runtime.assemble import GenerateKernel
 
 EPILOG = 'Example: cheetah run demo "One morning," --device emulator --max-tokens 60'
 DEFAULT_TOKENS = 128
@@ -61,13 +64,25 @@ def run(
     )
     if token_ids is None:
         _refuse_text_without_tokenizer(model)
-    with LLM(model, device=device, gpu=gpu, max_context=max_context, sync=sync, revision=revision) as llm:
+    options: dict[str, Any] = {"device": device, "gpu": gpu, "max_context": max_context, "sync": sync}
+    with LLM(model, revision=revision, generate_kernel=_generator(model), **options) as llm:
         _write(llm, _pieces(llm, text, token_ids, chat, params))
 
 
 def register(app: typer.Typer) -> None:
     """Make this a command of `app`."""
     app.command(epilog=EPILOG)(run)
+
+
+def _generator(model: str) -> GenerateKernel:
+    """Makes the very text that `cheetah generate` writes, so that a kernel compiled for it is found in the cache."""
+    from cheetah.cli.configs import canonical_name
+    from cheetah.regenerate import generate_named
+
+    def generate(config: LlamaConfig, gpu: str, **plan: Any) -> Generated:
+        return generate_named(config, canonical_name(model), gpu, plan)
+
+    return generate
 
 
 def _prompt_text(prompt: str | None, ids: str | None, chat: bool) -> str:

@@ -74,5 +74,13 @@ def test_chat_uses_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [[{"role": "user", "content": "Hello"}]]
 
 
+def test_the_kernel_is_the_one_that_generate_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(LLM, "stream", lambda llm, ids, params: seen.append(llm.manifest) or iter(()))
+    assert cheetah("run", "demo", "--ids", "1", "--sync", "barrier", *EMULATOR).exit_code == 0
+    options = "--gpu emulator --max-context 96 --sync barrier"
+    assert seen[0].command == f"cheetah generate demo {options}"
+
+
 def test_help_says_what_is_by_default() -> None:
     assert re.search(r"default: 128", cheetah("run", "--help").stdout)
