@@ -1,4 +1,4 @@
-"""The presets' kernels: compiled for sm_90a they keep everything in registers (`make check` compares the committed ones)."""
+"""The kernels of the presets, compiled for sm_90a, keep everything in registers."""
 
 from pathlib import Path
 
