@@ -1,0 +1,417 @@
+"""Bugs planted in the real kernel, and the gauntlet that has to find each of them.
+
+A bug is a change of a building block in Python, or of every place of the generated text that a pattern matches; either
+way the text must differ. The gauntlet has three detectors, cheapest first: one run against the float32 reference, the
+same launches under other schedules (an error, or other bits), and one run under the race detector.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cheetah import lang as ch
+from cheetah.blocks.attention import Attention
+from cheetah.blocks.exchange import BarrierExchange, Exchange, FlaggedExchange
+from cheetah.blocks.schedule import Schedule
+from cheetah.emulator import SCHEDULERS
+from cheetah.errors import CheetahError
+from cheetah.generate import Generated, generate_kernel
+from cheetah.lang import prim, ty
+from cheetah.manifest import sha256_of_text
+from cheetah.models.llama import program
+from cheetah.models.llama.config import LlamaConfig
+from cheetah.models.llama.program import Step
+from cheetah.models.llama.reference import widen
+from cheetah.runtime.launcher import Sampling
+from tests.program.rig import (
+    F32,
+    RandomWeights,
+    Rig,
+    Session,
+    as_bf16,
+    float32_logits,
+    model,
+    random_weights,
+    relative_error,
+    token_ids,
+)
+from tests.tolerances import LOGITS
+
+Patch = pytest.MonkeyPatch
+PROMPTED = 6
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model and a machine in which bugs of a kind can show; `scored` tokens are scored in the course."""
+
+    config: LlamaConfig
+    blocks: int
+    scored: int = 40
+    math_warps: int = 2
+    stages: int = 4
+    launch_steps: int = 64
+
+    @property
+    def weights(self) -> RandomWeights:
+        return random_weights(self.config)
+
+    def ids(self, count: int) -> list[int]:
+        return token_ids(count, self.config.vocab_size)
+
+    def rig(self, **options: Any) -> Rig:
+        """The clean kernel, unless `options` say otherwise."""
+        sizes = {"blocks": self.blocks, "math_warps": self.math_warps, "stages": self.stages}
+        return Rig(self.weights, kv_chunk_min=16, max_context=128, **sizes, **options)
+
+
+USUAL = Setup(model(), blocks=3)
+"""Three partial states of one head to merge, more chunks a matrix than stages, blocks of unequal shares."""
+ROOMY = replace(USUAL, stages=40)
+"""A ring that lets the copy lane run ahead as far as it is allowed to."""
+IDLE = Setup(model(16, 16, 1, 1, 1, 64, 16), blocks=8)
+"""More blocks than any vector has strips: some have nothing to do in most phases."""
+
+
+@dataclass(frozen=True)
+class Cancelling(Setup):
+    """Chunks of 16 keys whose values are v and -v in turn: their sum is what rounding leaves, so its order shows.
+
+    Otherwise hardly ever: two float32 sums in another order mostly round to the same bf16.
+    """
+
+    @property
+    def weights(self) -> RandomWeights:
+        return cancelling_weights(self.config)
+
+    def ids(self, count: int) -> list[int]:
+        return [position // 16 % 2 for position in range(count)]
+
+
+@cache
+def cancelling_weights(config: LlamaConfig) -> RandomWeights:
+    """Token 1 is minus token 0, and keys hardly tell them apart."""
+    weights = RandomWeights(config)
+    for name, tensor in weights.tensors.items():
+        values = widen(tensor)
+        if "embed_tokens" in name:
+            values[1] = -values[0]
+        weights.tensors[name] = as_bf16(values * 1e-4 if "k_proj" in name else values)
+    return weights
+
+
+MANY = Cancelling(model(16, 16, 1, 8, 1, 64, 16), blocks=8, scored=120, math_warps=8, launch_steps=8)
+"""Up to eight partial states folded at once, of eight query heads."""
+
+
+@dataclass(frozen=True)
+class Bug:
+    """edits: (pattern, replacement) of the kernel's body. found_by: the detectors of which each must find it.
+
+    "reference": wrong or NaN logits in the first run; "schedules": an error or other bits under some schedule;
+    "race": the race detector.
+    """
+
+    name: str
+    found_by: tuple[str, ...]
+    edits: tuple[tuple[str, str], ...] = ()
+    change: Callable[[Patch], None] = lambda patch: None
+    sync: str = "flags"
+    setup: Setup = USUAL
+
+    def rig(self, **options: Any) -> Rig:
+        """The kernel with the bug, compiled; AssertionError if the bug changed nothing."""
+        return self.setup.rig(generate=self._generate, sync=self.sync, **options)
+
+    def _generate(self, *arguments: Any, **named: Any) -> Generated:
+        clean = generate_kernel(*arguments, **named)
+        with Patch.context() as patch:
+            self.change(patch)
+            generated = generate_kernel(*arguments, **named)
+        generated = edited(generated, self.edits)
+        assert generated.text != clean.text, f"{self.name}: the text is as it was"
+        return generated
+
+
+def edited(generated: Generated, edits: tuple[tuple[str, str], ...]) -> Generated:
+    """The kernel with every match of each pattern replaced, in the kernel's own function only."""
+    head, start, body = generated.text.partition('extern "C"')
+    for pattern, replacement in edits:
+        body, count = re.subn(pattern, replacement, body)
+        assert count, f"nothing in the kernel matches {pattern!r}"
+    text = head + start + body
+    return replace(generated, text=text, manifest=replace(generated.manifest, text_sha256=sha256_of_text(text)))
+
+
+# -- the gauntlet -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a detector said: "reference", "schedules" or "race", its report, and the schedule of the run."""
+
+    detector: str
+    report: str
+    schedule: str = ""
+
+
+@dataclass
+class Gauntlet:
+    """Runs the launches on a rig and yields what is found. `expected` are the bits of the first run that ended."""
+
+    rig: Rig
+    setup: Setup
+    expected: list[bytes] | None = field(default=None)
+
+    def reference(self) -> Iterator[Finding]:
+        """One run in turn order against float32."""
+        try:
+            outputs = self._run("round_robin", 0)
+        except CheetahError as error:
+            yield Finding("schedules", f"{type(error).__name__}: {error}", "round_robin 0")
+            return
+        self.expected = [np.asarray(output).tobytes() for output in outputs]
+        error = relative_error(outputs[0], wanted_logits(self.setup))
+        if not error < LOGITS:
+            yield Finding("reference", f"the logits are {error:.2e} from float32", "round_robin 0")
+
+    def schedules(self, seeds: int) -> Iterator[Finding]:
+        """The same launches under every scheduler and seed."""
+        for seed in range(seeds):
+            for scheduler in SCHEDULERS:
+                yield from self._schedule(scheduler, seed)
+
+    def race(self, sanitized: Rig) -> Iterator[Finding]:
+        """A shorter course under the race detector."""
+        try:
+            short_course(sanitized.session("random", 1))
+        except CheetahError as error:  # a wild address ends the process that runs it
+            yield Finding("race", f"{type(error).__name__}: {error}", "random 1")
+
+    def _schedule(self, scheduler: str, seed: int) -> Iterator[Finding]:
+        schedule = f"{scheduler} {seed}"
+        try:
+            found = [np.asarray(output).tobytes() for output in self._run(scheduler, seed)]
+        except CheetahError as error:  # the launcher's own checks are no EmulatorError
+            yield Finding("schedules", f"{type(error).__name__}: {error}", schedule)
+            return
+        self.expected = self.expected or found
+        if found != self.expected:
+            yield Finding("schedules", "other bits", schedule)
+
+    def _run(self, scheduler: str, seed: int) -> list[Any]:
+        session = self.rig.session(scheduler, seed, launch_steps=self.setup.launch_steps)
+        return course(session, self.setup.ids(self.setup.scored))
+
+
+def course(session: Session, ids: list[int]) -> list[Any]:
+    """Logits over a context that is split three ways; a prompt, a sampled text that a stop id ends, and more of it."""
+    logits, exchanged = [], []
+    for first in range(0, len(ids), session.launch_steps):
+        logits.append(session.score(ids[first : first + session.launch_steps]))
+        exchanged.append(session.exchanged())
+    session.launcher.restart()
+    prompt = ids[:PROMPTED]
+    plain = session.generate(prompt, 6, temperature=1.0, seed=3)
+    session.launcher.restart()
+    stopped = session.generate(prompt, 6, temperature=1.0, seed=3, stop_ids=[plain[2]])
+    if stopped != plain[: plain.index(plain[2]) + 1]:
+        raise CheetahError(f"with stop id {plain[2]} the launch sampled {stopped}, without it {plain}")
+    rest = session.generate(stopped[-1:], 3)
+    return [np.concatenate(logits), plain, stopped, rest, session.cached(), *exchanged, session.exchanged()]
+
+
+def short_course(session: Session) -> None:
+    """As much as shows every kind of access: split keys in a cache of earlier steps, logits, and sampling."""
+    ids = token_ids(20, session.config.vocab_size)
+    session.launcher.launch(ids[:18], 17, Sampling())
+    session.score(ids[17:19])
+    session.generate(ids[19:20], 2)
+
+
+@cache
+def wanted_logits(setup: Setup) -> F32:
+    return float32_logits(setup.weights, setup.ids(setup.scored))
+
+
+# -- changes of building blocks ---------------------------------------------------------------------------------------
+
+
+def read_without_waiting(vector: str) -> Callable[[Patch], None]:
+    """One vector's flagged words are read as they are."""
+
+    def change(patch: Patch) -> None:
+        waiting = FlaggedExchange.read4
+
+        def read4(self: Any, name: str, unit: Any, epoch: Any) -> Any:
+            if name != vector:
+                return waiting(self, name, unit, epoch)
+            words = self.place(name, ch.cast(ty.u32, unit) * 4)
+            return prim.make_u32x4(*(ty.u32(words[number]) for number in range(4)))
+
+        patch.setattr(FlaggedExchange, "read4", read4)
+
+    return change
+
+
+def share_memory(first: str, second: str) -> Callable[[Patch], None]:
+    """Two vectors lie in the same words."""
+
+    def change(patch: Patch) -> None:
+        lay_out = Exchange._lay_out.__func__  # type: ignore[attr-defined]
+
+        def shared(cls: Any, sizes: dict[str, int]) -> Any:
+            vectors = lay_out(cls, sizes)
+            vectors[first] = replace(vectors[first], offset=vectors[second].offset)
+            return vectors
+
+        patch.setattr(Exchange, "_lay_out", classmethod(shared))
+
+    return change
+
+
+def fold_in_the_order_of_arrival(patch: Patch) -> None:
+    """Each warp takes a ticket for the place where it lays its partial state (a counter a block, in the workspace)."""
+
+    @ch.inline
+    def fetch(self: Any, merge: Any, first: Any, count: Any, epoch: Any) -> None:
+        machine, sizes = self.machine, self.sizes
+        scratch = machine.region("attention", ty.u32x4)
+        lses = machine.region("statistics", ty.u32)
+        units = sizes.head_dim // 4
+        with ch.if_(machine.warp < count):
+            slot = self.schedule.source(machine.math, first + machine.warp)
+            partial_unit = (slot * sizes.group + merge.row) * (sizes.partial_words // 4)
+            lse_words = self.exchange.read4("partials", partial_unit + units, epoch)
+            ticket = ch.var(ty.u32, 0)
+            with ch.if_(machine.lane == 0):
+                ticket.set(ty.u32(prim.fetch_add_release_u64(self.exchange.words + machine.block, 1)))
+            arrived = prim.shuffle_u32(ticket, 0) % count
+            with ch.if_(machine.lane < units):
+                words = self.exchange.read4("partials", partial_unit + machine.lane, epoch)
+                scratch[arrived * units + machine.lane] = words
+            with ch.if_(machine.lane == 0):
+                lses[arrived] = lse_words.x
+
+    patch.setattr(Attention, "_fetch_partial", fetch)
+
+
+def merge_the_first_state_twice(patch: Patch) -> None:
+    source = Schedule.source
+    patch.setattr(Schedule, "source", lambda self, role, index: source(self, role, index - index % 2))
+
+
+def load_without_meeting(patch: Patch) -> None:
+    """The input of o and down is multiplied without waiting for the other warps' share of it."""
+    load_vector = program.load_vector
+
+    def load(machine: Any, *arguments: Any) -> None:
+        with Patch.context() as inner:
+            inner.setattr(type(machine), "meet", lambda self: None)
+            load_vector(machine, *arguments)
+
+    patch.setattr(program, "load_vector", load)
+
+
+def wait_for_the_step_too_late(patch: Patch) -> None:
+    """The copy lane fetches the first layer's keys and values, and then waits for the end of the last step."""
+    wait, project = Step._wait_for_step, Step._o
+
+    def o(self: Any, step: Any, layer: Any) -> None:
+        with self.machine.copy:
+            with ch.if_(layer == 0):
+                wait(self, step)
+        project(self, step, layer)
+
+    patch.setattr(Step, "_wait_for_step", lambda self, step: None)
+    patch.setattr(Step, "_o", o)
+
+
+def leave_out_meeting(number: int) -> Callable[[Patch], None]:
+    """The grid barrier that is emitted as number `number` is missing."""
+
+    def change(patch: Patch) -> None:
+        meet, emitted = BarrierExchange.meet, iter(range(1000))
+        patch.setattr(BarrierExchange, "meet", lambda self: None if next(emitted) == number else meet(self))
+
+    return change
+
+
+# -- the bugs ---------------------------------------------------------------------------------------------------------
+
+RELAXED_ADD = "__atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); cheetah_emulator::words_written(counter);"
+MEET = r"named_barrier\(1, 64\);"
+BOTH = ("schedules", "race")
+
+
+def without(pattern: str, before: str = "", after: str = "") -> tuple[tuple[str, str], ...]:
+    """The edit that takes away what matches `pattern` between `before` and `after`."""
+    return ((f"({before}){pattern}({after})", r"\1\2"),)
+
+
+BUGS = (
+    # -- the ring
+    Bug("ring wait of the wrong parity", BOTH, ((r"use_parity = 0;", "use_parity = 1;"),)),
+    Bug("math warps do not wait for full", BOTH, without(r"mbarrier_wait\(full \+ use_stage, use_parity\);")),
+    Bug("copy warp ignores empty", BOTH, without(r"mbarrier_wait\(empty \+ fill_stage, fill_parity\);")),
+    Bug(
+        "stage given back before all lanes have read",
+        BOTH,
+        without(r"warp_barrier\(\);", after=r"\s*if \(lane == 0\) \{\s*mbarrier_arrive\(empty"),
+    ),
+    Bug("one arrival frees a stage", BOTH, ((r"(mbarrier_init\(empty \+ stage), 2\)", r"\1, 1)"),)),
+    Bug("no barrier after the mbarriers are made", BOTH, without(r"block_barrier\(\);")),
+    Bug("weights fetched ahead are not used up", ("schedules",), ((r"if \(step \+ 1 < steps\)", "if (false)"),)),
+    # -- shared memory of a block
+    Bug("no barrier between loading and multiplying", BOTH, change=load_without_meeting),
+    Bug("no barrier after the sums of squares", BOTH, without(MEET, before=r"\[warp\] = warp_squares;\s*\}\s*")),
+    Bug("one reduction buffer", BOTH, ((r"(float\* reductions = [^;]*) \+ turn \* 32;", r"\1;"),)),
+    Bug("no barrier before the rows are finished", BOTH, without(MEET, after=r"\s*if \(warp == finisher\)")),
+    Bug("token read before it is chosen", BOTH, without(MEET, after=r"\s*if \(next_token\[1\] != 0\)")),
+    # -- exchanges
+    Bug("no wait for gated", BOTH, change=read_without_waiting("gated")),
+    Bug("no wait for the partial states", BOTH, change=read_without_waiting("partials")),
+    Bug("hidden lies over middle", ("schedules",), change=share_memory("hidden", "middle")),
+    Bug("middle lies over attention, one phase early", ("schedules",), change=share_memory("middle", "attention")),
+    Bug(
+        "epoch not advanced between layers",
+        ("schedules",),
+        ((r"layer_epoch = step_epoch \+ layer;", "layer_epoch = step_epoch;"),),
+    ),
+    Bug("epoch not advanced between steps", BOTH, ((r"step_epoch = epoch \+ step \* 3;", "step_epoch = epoch;"),)),
+    Bug("barrier without release", ("race",), ((r"\badd_release_u64\(counter, 1\);", RELAXED_ADD),), sync="barrier"),
+    Bug("no grid barrier before the merge", BOTH, change=leave_out_meeting(1), sync="barrier"),
+    Bug("no grid barrier after gate_up", BOTH, change=leave_out_meeting(4), sync="barrier"),
+    Bug("middle over attention, with barriers", BOTH, change=share_memory("middle", "attention"), sync="barrier"),
+    # -- keys and values, attention
+    Bug("cache read before the step is done", BOTH, change=wait_for_the_step_too_late, setup=ROOMY),
+    Bug(
+        "newest key taken from the cache",
+        BOTH,
+        (
+            (r"end < length \+ step \? end : length \+ step;", "end < length + step + 1 ? end : length + step + 1;"),
+            (r"end < position \? end : position;", "end < position + 1 ? end : position + 1;"),
+            (r"has_newest = begin <= position && position < end;", "has_newest = false;"),
+        ),
+    ),
+    Bug("step ended without release", ("race",), ((r"publish_flagged_release\(", "publish_flagged("),)),
+    Bug("step ended without acquire", ("race",), ((r"wait_flagged4_acquire\(", "wait_flagged4("),)),
+    Bug("queries used before they are there", BOTH, without(MEET, before=r"queries\[unit\] = value;\s*\}\s*")),
+    Bug("states folded before they are laid down", ("reference", "race"), without(MEET, after=r"\s*float2\* scratch_2")),
+    Bug("states overwritten while folded", BOTH, without(MEET, after=r"\s*\}\s*// merge of partial")),
+    Bug("partial states overwritten while merged", BOTH, without(MEET, after=r"\s*\}\s*if \(thread < 32\)")),
+    Bug("partial states folded as they come", ("schedules",), change=fold_in_the_order_of_arrival, setup=MANY),
+    Bug("one partial state merged twice", ("reference",), change=merge_the_first_state_twice),
+    Bug("stale values multiplied by zero", ("reference",), ((r"exists \? (read\.\w) : 0;", r"\1;"),)),
+    # -- blocks that have little to do
+    Bug("one vector of candidates", ("schedules",), ((r"first_unit = step % 2 \* 8;", "first_unit = 0;"),), setup=IDLE),
+    Bug("copy lane overtaken by two steps", BOTH, without(r"mbarrier_wait\(step_done \+ 1, [^;]*;"), setup=IDLE),
+)
+"""Not to be seen here: a missing `fence_proxy_async`, for the emulator has one proxy."""

@@ -1,0 +1,195 @@
+"""Small Llamas with random weights, and a rig that launches their generated kernels in the emulator.
+
+A rig compiles one kernel once; each session on it begins with poisoned or zeroed memory and a schedule of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from cheetah.emulator import compile_program
+from cheetah.generate import Generated, generate_kernel
+from cheetah.models.llama.config import LlamaConfig
+from cheetah.models.llama.reference import Reference
+from cheetah.models.llama.weights import tensor_shapes
+from cheetah.plan import GPUS, Gpu, Plan
+from cheetah.runtime.assemble import allocate_buffers, upload_weights
+from cheetah.runtime.device.emulator import EmulatorDevice, EmulatorKernel
+from cheetah.runtime.kv_cache import CachedSequence, PagePool
+from cheetah.runtime.launcher import Epochs, Launcher, Sampling
+
+CONSTANT = ("weights", "norms", "embedding", "rope")
+F32 = NDArray[np.float32]
+
+
+def model(
+    hidden: int = 48,
+    ffn: int = 40,
+    layers: int = 2,
+    heads: int = 2,
+    kv_heads: int = 1,
+    head_dim: int = 64,
+    vocab: int = 50,
+    **more: Any,
+) -> LlamaConfig:
+    """A shape; by default one of which nothing divides 32, and that runs fast."""
+    named = {"max_position_embeddings": 256, **more}
+    return LlamaConfig(hidden, ffn, layers, heads, kv_heads, head_dim, vocab, **named)
+
+
+class RandomWeights:
+    """Random bf16 tensors by name, as a checkpoint gives them. Norm weights are near 1, sums keep their size."""
+
+    def __init__(self, config: LlamaConfig, seed: int = 0) -> None:
+        self.config = config
+        draw = np.random.default_rng(seed)
+        self.tensors = {name: self._draw(draw, name, shape) for name, shape in tensor_shapes(config).items()}
+
+    @staticmethod
+    def _draw(draw: np.random.Generator, name: str, shape: tuple[int, ...]) -> NDArray[np.uint16]:
+        values = draw.standard_normal(shape)
+        if len(shape) == 1:
+            values = 1 + 0.1 * values
+        elif "embed" not in name:
+            values *= 1.5 * shape[-1] ** -0.5
+        return as_bf16(values)
+
+    def tensor(self, name: str) -> NDArray[np.uint16]:
+        return self.tensors[name]
+
+
+def as_bf16(values: Any) -> NDArray[np.uint16]:
+    """The bf16 bits of values."""
+    return np.asarray(values).astype(ml_dtypes.bfloat16).view(np.uint16)
+
+
+@cache
+def random_weights(config: LlamaConfig, seed: int = 0) -> RandomWeights:
+    return RandomWeights(config, seed)
+
+
+def float32_logits(weights: Any, ids: Sequence[int]) -> F32:
+    """What the model means: the reference's logits [len(ids), vocab]."""
+    return Reference(weights.config, weights.tensor).forward(ids)
+
+
+def token_ids(count: int, vocab: int, seed: int = 0) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(0, vocab, count)]
+
+
+def emulated_gpu(blocks: int) -> str:
+    """The name of an emulated machine of any number of blocks; it is added to the known ones if it is not there."""
+    for gpu in GPUS.values():
+        if gpu.emulated and gpu.blocks == blocks:
+            return gpu.name
+    name = f"emulator-{blocks}"
+    GPUS[name] = Gpu(name, "sm_90a", blocks, GPUS["emulator"].shared_bytes, 1.0, 2**33, "nominal", emulated=True)
+    return name
+
+
+class Rig:
+    """One compiled kernel with its packed weights. `plan`: fields of the plan."""
+
+    def __init__(
+        self,
+        weights: Any,
+        *,
+        blocks: int = 2,
+        generate: Callable[..., Generated] = generate_kernel,
+        sanitize: bool = False,
+        **plan: Any,
+    ) -> None:
+        self.weights, self.config = weights, weights.config
+        chosen = {"math_warps": 2, "max_context": 192, **plan}
+        self.generated = generate(weights.config, emulated_gpu(blocks), **chosen)
+        self.manifest = self.generated.manifest
+        self.plan = Plan.from_dict(self.manifest.plan)
+        parameters = [(parameter.name, parameter.ctype) for parameter in self.manifest.parameters]
+        program = compile_program(self.generated.text, self.manifest.kernel, parameters, sanitize=sanitize)
+        self.kernel = EmulatorKernel(self.manifest, program)
+        self.constants: dict[str, Any] = {}
+        allocate_buffers(EmulatorDevice(), self.manifest, self.constants)
+        upload_weights(weights, self.manifest, self.constants, lambda written: None)
+
+    def session(self, scheduler: str = "round_robin", seed: int = 0, **options: Any) -> Session:
+        return Session(self, scheduler, seed, **options)
+
+
+class Session:
+    """Launches of a rig's kernel from a fresh state: KV pool, logits and tokens poisoned, exchange zeroed."""
+
+    def __init__(
+        self,
+        rig: Rig,
+        scheduler: str,
+        seed: int,
+        page_order: Iterable[int] | None = None,
+        first_epoch: int = 1,
+        launch_steps: int | None = None,
+    ) -> None:
+        self.rig, self.config = rig, rig.config
+        self.device = EmulatorDevice(scheduler=scheduler, seed=seed)
+        self.buffers: dict[str, Any] = {}
+        allocate_buffers(self.device, rig.manifest, self.buffers)
+        self.buffers.update({name: rig.constants[name] for name in CONSTANT})
+        pool = PagePool(rig.plan.kv_pages, page_order)
+        sequence = CachedSequence(pool, rig.plan.page_size, rig.plan.max_context)
+        self.launcher = Launcher(self.device, rig.kernel, rig.manifest, rig.config, self.buffers, sequence)
+        self.launcher._epochs = Epochs(rig.config.layers + 1, first_epoch)
+        self.launch_steps = launch_steps or self.launcher.max_steps
+        self.logits = self.device.allocate(self.launcher.max_steps * rig.config.vocab_size * 4, 0xFF)
+
+    def score(self, ids: Sequence[int]) -> F32:
+        """float32 [len(ids), vocab]: the logits after each id."""
+        most = self.launch_steps
+        return np.concatenate([self.launcher.score(ids[i : i + most], self.logits) for i in range(0, len(ids), most)])
+
+    def generate(
+        self,
+        ids: Sequence[int],
+        count: int,
+        temperature: float = 0.0,
+        seed: int = 0,
+        stop_ids: Sequence[int] = (),
+    ) -> list[int]:
+        """`count` tokens or fewer after `ids`, in one launch if `launch_steps` allows."""
+        made: list[int] = []
+        inputs = list(ids)
+        sampling = Sampling(temperature, seed, tuple(stop_ids))
+        while len(made) < count:
+            if len(inputs) > self.launch_steps:
+                self.launcher.launch(inputs[: self.launch_steps + 1], self.launch_steps, sampling)
+                inputs = inputs[self.launch_steps :]
+                continue
+            steps = min(len(inputs) - 1 + count - len(made), self.launch_steps)
+            made += self.launcher.launch(inputs, steps, sampling).token_ids
+            if made[-1] in stop_ids:
+                break
+            inputs = made[-1:]
+        return made
+
+    def cached(self) -> NDArray[np.uint16]:
+        """The bits of the KV pool [layers, pages, 2, kv_heads, page_size, head_dim]."""
+        pool: NDArray[np.uint16] = self.buffers["kv"].download(np.uint16, self.rig.manifest.buffer("kv").shape)
+        return pool
+
+    def exchanged(self) -> NDArray[np.uint8]:
+        """The bytes of the exchange: what the blocks published last, before later roundings hide differences."""
+        return self.buffers["exchange"].array.copy()
+
+
+def relative_error(got: NDArray[Any], wanted: NDArray[Any]) -> float:
+    """The largest relative L2 error of a row; NaN if there is one."""
+    difference = np.linalg.norm(got.astype(np.float64) - wanted, axis=-1)
+    return float((difference / np.linalg.norm(wanted, axis=-1)).max())
+
+
+def bits(values: F32) -> NDArray[np.uint32]:
+    """float32 as its bits, so that equal means equal."""
+    return np.ascontiguousarray(values).view(np.uint32)

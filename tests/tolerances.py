@@ -1,0 +1,21 @@
+"""Every tolerance by which a kernel's numbers may differ from a reference's, in one place.
+
+The kernel rounds to bf16 (8 significant bits) what enters a matrix product, queries, keys, values and the vectors that
+blocks exchange; everything else is float32. All are relative L2 errors unless said otherwise.
+"""
+
+LOGITS = 0.05
+"""Logits of a position, random or trained weights, against float32 (seen: up to 0.034; rounding the reference to bf16 where
+products begin gives 0.03 by itself)."""
+
+SMALL_MARGIN = 0.5
+"""A greedy step whose two highest logits are nearer than this may go the other way in bf16; in units of logits."""
+
+ATTENTION_OUTPUT = 6e-3
+"""One head's attention output with softmax weights and output in bf16 (simulated maximum on normal data 2.9e-3)."""
+
+MATVEC = 1e-5
+"""A product of bf16 numbers added in float32, against float64."""
+
+SAMPLING_MARGIN = 1e-4
+"""Two candidates nearer than this, absolutely, may change places: logits / temperature + noise is rounded to float32."""
