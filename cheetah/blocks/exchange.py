@@ -10,6 +10,7 @@ for all parts. Blocks that own no part of a phase do not read its input. So no v
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ class Vector:
     offset: int
 
 
-class Exchange:
+class Exchange(ABC):
     """What both kinds share: where vectors lie in the workspace."""
 
     word: ty.Scalar
@@ -67,6 +68,34 @@ class Exchange:
         """The address of payload word `index` of a vector."""
         return self.words + (ch.cast(ty.u32, index) + self.vectors[name].offset)
 
+    @abstractmethod
+    def start(self) -> None:
+        """In the math role, once a launch: make ready."""
+
+    @abstractmethod
+    def publish(self, name: str, index: ch.Value, data: ch.Value, epoch: ch.Value) -> None:
+        """Store one payload word."""
+
+    @abstractmethod
+    def publish_release(self, name: str, index: ch.Value, data: ch.Value, epoch: ch.Value) -> None:
+        """The same, and whoever reads it with `read4_acquire` sees all that happened before."""
+
+    @abstractmethod
+    def meet(self) -> None:
+        """Between the writers of a vector and its readers: called by all math warps."""
+
+    @abstractmethod
+    def read4(self, name: str, unit: ch.Value, epoch: ch.Value) -> Any:
+        """Payload words 4*unit to 4*unit + 3 (u32x4)."""
+
+    @abstractmethod
+    def read4_acquire(self, name: str, unit: ch.Value, epoch: ch.Value) -> Any:
+        """The same, seeing all that happened before a `publish_release` of them."""
+
+    @abstractmethod
+    def read_units(self, name: str, data: Any, unit: ch.Value, stride: int, count: int, epoch: ch.Value) -> None:
+        """Units `unit`, `unit + stride`, ... (`count` of them, at most UNITS) into the array `data`."""
+
 
 class FlaggedExchange(Exchange):
     """Every 8-byte word carries 4 bytes of data and a 4-byte epoch; readers poll the data words themselves.
@@ -78,22 +107,23 @@ class FlaggedExchange(Exchange):
     word = ty.u64
 
     def start(self) -> None:
-        """Nothing to prepare."""
+        pass
 
     def publish(self, name: str, index: ch.Value, data: ch.Value, epoch: ch.Value) -> None:
-        """Store one payload word."""
         prim.publish_flagged(self.place(name, index), data, epoch)
 
     def publish_release(self, name: str, index: ch.Value, data: ch.Value, epoch: ch.Value) -> None:
-        """The same, and whoever reads it with `read4_acquire` sees all that happened before."""
         prim.publish_flagged_release(self.place(name, index), data, epoch)
 
     def meet(self) -> None:
-        """Between the writers of a vector and its readers; with flags each word is waited for by itself."""
+        """Each word is waited for by itself."""
 
     def read4(self, name: str, unit: ch.Value, epoch: ch.Value) -> Any:
-        """Payload words 4*unit to 4*unit + 3, waiting for them."""
         return prim.wait_flagged4(self.place(name, ch.cast(ty.u32, unit) * 4), epoch)
+
+    def read_units(self, name: str, data: Any, unit: ch.Value, stride: int, count: int, epoch: ch.Value) -> None:
+        words = self.place(name, ch.cast(ty.u32, unit) * 4)
+        prim.wait_flagged_units(data, words, stride * 4, count, epoch)
 
     def read4_acquire(self, name: str, unit: ch.Value, epoch: ch.Value) -> Any:
         return prim.wait_flagged4_acquire(self.place(name, ch.cast(ty.u32, unit) * 4), epoch)
@@ -143,8 +173,13 @@ class BarrierExchange(Exchange):
 
     read4_acquire = read4
 
+    @ch.inline
+    def read_units(self, name: str, data: Any, unit: ch.Value, stride: int, count: int, epoch: ch.Value) -> None:
+        with ch.for_(count, unroll=True) as number:
+            data[number] = self.read4(name, unit + number * stride, epoch)
 
-def make_exchange(machine: Machine, workspace: ch.Expr, sizes: dict[str, int]) -> FlaggedExchange | BarrierExchange:
+
+def make_exchange(machine: Machine, workspace: ch.Expr, sizes: dict[str, int]) -> Exchange:
     """The kind that the plan names."""
     kinds = {"flags": FlaggedExchange, "barrier": BarrierExchange}
     return kinds[machine.plan.sync](machine, workspace, sizes)

@@ -5,36 +5,33 @@ A unit is 8 elements: 16 bytes of shared memory, four payload words of an exchan
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
+from cheetah.lang.primitives.exchange import UNITS
 from cheetah.plan import STRIP_ROWS
 
 UNIT = 8
-Read = Callable[[ch.Expr], Any]
-"""Gives the four words (u32x4) of a unit."""
+EAGER_UNITS = 2
+"""Units a thread that are polled together from the start; of longer vectors, the first one alone at first."""
+Read = Callable[[Any, ch.Expr, int], None]
+"""Puts units (u32x4) `unit`, `unit + math_threads`, ... into an array: (array of UNITS, unit, how many)."""
 
 
 @ch.inline
 def load_vector(machine: Machine, columns: int, available: int, read: Read) -> None:
     """Bring `columns` elements (a multiple of 32) into shared memory; those from `available` on are zero."""
     vector = machine.region("vector", ty.u32x4)
-    with ch.for_(machine.thread, columns // UNIT, machine.math_threads) as unit:
-        _read_unit(vector, unit, columns, available, read)
+    for first, data, count in _batches(machine, available // UNIT):
+        read(data, first, count)
+        with _each(machine, first, count) as (number, unit):
+            vector[unit] = data[number]
+    _zero_rest(machine, vector, columns, available)
     machine.meet()
-
-
-def _read_unit(vector: ch.Expr, unit: ch.Expr, columns: int, available: int, read: Read) -> None:
-    if available >= columns:
-        vector[unit] = read(unit)
-        return
-    with ch.if_(unit < available // UNIT):
-        vector[unit] = read(unit)
-    with ch.else_():
-        vector[unit] = prim.make_u32x4(0, 0, 0, 0)
 
 
 @ch.inline
@@ -43,23 +40,20 @@ def load_normalised(
 ) -> Any:
     """RMSNorm: x * weight into shared memory; returns 1/rms, which the products are multiplied by afterwards.
 
-    The mean of squares runs over `true_columns` elements; padding is zero. `norm` points to the bf16 weights. The
-    weights are loaded before the vector is waited for, and 1/rms stays off the path of the products.
+    The mean of squares runs over `true_columns` elements; padding is zero. `norm` points to the bf16 weights. They are
+    loaded before the vector is waited for, and 1/rms stays off the path of the products.
     """
     vector = machine.region("vector", ty.u32x4)
     partial_sums = machine.region("partial_sums", ty.f32)
     squares = ch.var(ty.f32, 0.0)
-    with ch.for_(machine.thread, columns // UNIT, machine.math_threads) as unit:
-        weight = prim.load_constant_u32x4(norm + unit * UNIT)
-        if available >= columns:
-            words = read(unit)
-            _normalise_unit(vector, unit, words, weight, squares)
-        else:
-            with ch.if_(unit < available // UNIT):
-                words = read(unit)
-                _normalise_unit(vector, unit, words, weight, squares)
-            with ch.else_():
-                vector[unit] = prim.make_u32x4(0, 0, 0, 0)
+    for first, data, count in _batches(machine, available // UNIT):
+        weights = ch.array(ty.u32x4, UNITS)
+        with _each(machine, first, count) as (number, unit):
+            weights[number] = prim.load_constant_u32x4(norm + unit * UNIT)
+        read(data, first, count)
+        with _each(machine, first, count) as (number, unit):
+            _normalise_unit(vector, unit, data[number], weights[number], squares)
+    _zero_rest(machine, vector, columns, available)
     warp_squares = prim.warp_sum_f32(squares)
     with ch.if_(machine.lane == 0):
         partial_sums[machine.warp] = warp_squares
@@ -69,6 +63,37 @@ def load_normalised(
         total += partial_sums[other]
     scale = prim.rsqrt_f32(total * (1.0 / true_columns) + epsilon)
     return scale
+
+
+def _batches(machine: Machine, units: int) -> Iterator[tuple[ch.Expr, Any, int]]:
+    """The thread's units, at most UNITS at a time, as (first unit, array, how many).
+
+    The first unit of a long vector is waited for by itself: polling all of it would crowd the memory.
+    """
+    threads = machine.math_threads
+    each = units // threads  # of every thread; some have one more
+    begin = 0
+    while begin * threads < units:
+        size = max(1, min(UNITS, each - begin)) if begin or each <= EAGER_UNITS else 1
+        with nullcontext() if (begin + size) * threads <= units else ch.if_(machine.thread + begin * threads < units):
+            first = ch.const(ty.u32, machine.thread + begin * threads, name="first_unit")
+            yield first, ch.array(ty.u32x4, UNITS, name="units"), size
+        begin += size
+
+
+@contextmanager
+def _each(machine: Machine, first: ch.Expr, count: int) -> Iterator[tuple[ch.Expr, ch.Expr]]:
+    """(number in the array, unit) of each of the batch."""
+    with ch.for_(count, unroll=True, name="number") as number:
+        yield number, first + number * machine.math_threads
+
+
+@ch.inline
+def _zero_rest(machine: Machine, vector: ch.Expr, columns: int, available: int) -> None:
+    """The padding between the vector and a multiple of 32 elements."""
+    if available < columns:
+        with ch.for_(machine.thread + available // UNIT, columns // UNIT, machine.math_threads) as unit:
+            vector[unit] = prim.make_u32x4(0, 0, 0, 0)
 
 
 @ch.inline

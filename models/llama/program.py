@@ -145,12 +145,12 @@ class Step:
             scale = ch.var(ty.f32, 0.0)
             with ch.if_(matrix.position(self.machine.block) < matrix.strips):
                 with ch.if_(layer == 0):
-                    scale.set(self._load_norm(self.launch.norms, self._embedding_unit))
+                    scale.set(self._load_norm(self.launch.norms, self._read_embedding))
                 with ch.else_():
                     scale.set(
                         self._load_norm(
                             self._norm(layer * 2),
-                            lambda unit: self.exchange.read4("hidden", unit, self.layer_epoch - 1),
+                            self._reader("hidden", self.layer_epoch - 1),
                         )
                     )
             self._stamp(layer, "qkv", "ready")
@@ -198,11 +198,7 @@ class Step:
             self._note(step, layer, "gate_up")
             scale = ch.var(ty.f32, 0.0)
             with ch.if_(matrix.position(self.machine.block) < matrix.strips):
-                scale.set(
-                    self._load_norm(
-                        self._norm(layer * 2 + 1), lambda unit: self.exchange.read4("middle", unit, self.layer_epoch)
-                    )
-                )
+                scale.set(self._load_norm(self._norm(layer * 2 + 1), self._reader("middle", self.layer_epoch)))
             self._stamp(layer, "gate_up", "ready")
             self.matvec.multiply(matrix, lambda rows: swiglu(self.exchange, "gated", rows, scale, self.layer_epoch))
             self._stamp(layer, "gate_up", "done")
@@ -234,7 +230,7 @@ class Step:
                     scale.set(
                         self._load_norm(
                             self._norm(ty.u32(2 * self.shape.layers)),
-                            lambda unit: self.exchange.read4("hidden", unit, last),
+                            self._reader("hidden", last),
                         )
                     )
                 self.timeline.stamp(self.phases - 2, "ready")
@@ -364,8 +360,16 @@ class Step:
         """The embedding of the step's token."""
         return self.launch.embedding + ty.u64(self.next_token[0]) * self.shape.padded_hidden
 
-    def _embedding_unit(self, unit: Any) -> Any:
-        return prim.load_constant_u32x4(self._embedded() + unit * UNIT)
+    def _read_embedding(self, data: Any, unit: Any, count: int) -> None:
+        """Units of the token's embedding, as `load_normalised` asks for them."""
+        embedded = self._embedded()
+        with ch.for_(count, unroll=True, name="number") as number:
+            data[number] = prim.load_constant_u32x4(embedded + (unit + number * self.machine.math_threads) * UNIT)
+
+    def _reader(self, name: str, epoch: Any) -> Any:
+        """Reads units of an exchanged vector, as `load_vector` and `load_normalised` ask for them."""
+        threads = self.machine.math_threads
+        return lambda data, unit, count: self.exchange.read_units(name, data, unit, threads, count, epoch)
 
     def _load_norm(self, norm: Any, read: Any) -> Any:
         """The hidden vector, normalised; returns 1/rms."""
@@ -385,7 +389,7 @@ class Step:
             ch.comment(f"{name}: projection onto the residual")
             self._note(step, layer, name)
             with ch.if_(matrix.position(self.machine.block) < matrix.strips):
-                read = lambda unit: self.exchange.read4(source, unit, self.layer_epoch)  # noqa: E731
+                read = self._reader(source, self.layer_epoch)
                 load_vector(self.machine, matrix.padded_columns, words * 2, read)
             self._stamp(layer, name, "ready")
             self.matvec.multiply(

@@ -205,6 +205,12 @@ CHEETAH_PRIMITIVE uint4 wait_flagged4(const uint64_t* p, uint32_t epoch, CHEETAH
   return cheetah_emulator::wait_flagged4<__ATOMIC_RELAXED>(p, epoch, place, "wait_flagged4");
 }
 
+CHEETAH_PRIMITIVE void wait_flagged_units(uint4 (&data)[8], const uint64_t* words, uint32_t stride, uint32_t count,
+                                          uint32_t epoch, CHEETAH_PLACE) {
+  for (uint32_t i = 0; i < count && i < 8; i++)
+    data[i] = cheetah_emulator::wait_flagged4<__ATOMIC_RELAXED>(words + i * stride, epoch, place, "wait_flagged_units");
+}
+
 CHEETAH_PRIMITIVE uint4 wait_flagged4_acquire(const uint64_t* p, uint32_t epoch, CHEETAH_PLACE) {
   return cheetah_emulator::wait_flagged4<__ATOMIC_ACQUIRE>(p, epoch, place, "wait_flagged4_acquire");
 }

@@ -40,6 +40,7 @@ from cheetah.lang.primitives.exchange import (
     wait_at_least_u64,
     wait_flagged4,
     wait_flagged4_acquire,
+    wait_flagged_units,
 )
 from cheetah.lang.primitives.numbers import (
     bf16_to_f32,
@@ -110,6 +111,7 @@ __all__ = [
     "wait_at_least_u64",
     "wait_flagged4",
     "wait_flagged4_acquire",
+    "wait_flagged_units",
     "warp_barrier",
     "warp_max_f32",
     "warp_sum_f32",

@@ -12,14 +12,14 @@ asm volatile("st.{}.gpu.global.u64 [%0], %1;" :: "l"(place), "l"(word) : "memory
 _WAIT4 = """
 uint64_t a, b, c, d;
 do {{
-  asm volatile("ld.{0}.gpu.global.u64 %0, [%1];" : "=l"(a) : "l"(words) : "memory");
-  asm volatile("ld.{0}.gpu.global.u64 %0, [%1];" : "=l"(b) : "l"(words + 1) : "memory");
-  asm volatile("ld.{0}.gpu.global.u64 %0, [%1];" : "=l"(c) : "l"(words + 2) : "memory");
-  asm volatile("ld.{0}.gpu.global.u64 %0, [%1];" : "=l"(d) : "l"(words + 3) : "memory");
+  asm volatile("ld.{0}.gpu.global.v2.u64 {{%0, %1}}, [%2];" : "=l"(a), "=l"(b) : "l"(words) : "memory");
+  asm volatile("ld.{0}.gpu.global.v2.u64 {{%0, %1}}, [%2];" : "=l"(c), "=l"(d) : "l"(words + 2) : "memory");
 }} while ((uint32_t)(a >> 32) != epoch || (uint32_t)(b >> 32) != epoch ||
          (uint32_t)(c >> 32) != epoch || (uint32_t)(d >> 32) != epoch);
 return make_uint4((uint32_t)a, (uint32_t)b, (uint32_t)c, (uint32_t)d);
 """
+UNITS = 8
+"""Most units of four words that one thread waits for together."""
 _WORDS = ty.ptr(ty.u64)
 publish_flagged = declare(
     "publish_flagged",
@@ -45,6 +45,41 @@ wait_flagged4 = declare(
     _WAIT4.format("relaxed"),
     "the data of four words, once all carry the epoch",
     words=_WORDS,
+    epoch=ty.u32,
+)
+wait_flagged_units = declare(
+    "wait_flagged_units",
+    ty.void,
+    """
+    uint64_t word[8][4];
+    bool missing;
+    do {
+      missing = false;
+      #pragma unroll
+      for (uint32_t i = 0; i < 8; ++i) {
+        if (i < count) {
+          const uint64_t* place = words + i * stride;
+          asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+            : "=l"(word[i][0]), "=l"(word[i][1]) : "l"(place) : "memory");
+          asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+            : "=l"(word[i][2]), "=l"(word[i][3]) : "l"(place + 2) : "memory");
+        }
+      }
+      #pragma unroll
+      for (uint32_t i = 0; i < 8; ++i) {
+        if (i < count) {
+          #pragma unroll
+          for (uint32_t j = 0; j < 4; ++j) missing |= (uint32_t)(word[i][j] >> 32) != epoch;
+          data[i] = make_uint4((uint32_t)word[i][0], (uint32_t)word[i][1], (uint32_t)word[i][2], (uint32_t)word[i][3]);
+        }
+      }
+    } while (missing);
+    """,
+    "the data of `count` (at most 8) units of four words, `stride` words apart, once all carry the epoch",
+    data=ty.array(ty.u32x4, UNITS),
+    words=_WORDS,
+    stride=ty.u32,
+    count=ty.u32,
     epoch=ty.u32,
 )
 wait_flagged4_acquire = declare(
