@@ -21,7 +21,7 @@ def argument(type_: ty.Type, number: int) -> ch.Value:
         element = ty.u8 if type_.element == ty.void else type_.element
         return ch.Name(ty.ptr_mut(element), "memory" if element == ty.u8 else f"memory_{element}", ())
     if isinstance(type_, ty.Array):
-        return ch.Name(type_, "fragment", ())
+        return ch.Name(type_, f"array{number}", ())
     return ch.Name(type_, f"a{number}", ())
 
 
@@ -29,16 +29,18 @@ def calling_text(primitive: Primitive) -> str:
     """A file with a kernel that calls the primitive once."""
     arguments = [argument(type_, number) for number, type_ in enumerate(primitive.parameters.values())]
     declared = "".join(
-        f"{type_} a{number} = *({type_}*)memory;\n"
+        f"{type_.element} array{number}[{type_.length}] = {{}};\n"
+        if isinstance(type_, ty.Array)
+        else f"{type_} a{number} = *({type_}*)memory;\n"
         for number, type_ in enumerate(primitive.parameters.values())
-        if not isinstance(type_, (ty.Pointer, ty.Array))
+        if not isinstance(type_, ty.Pointer)
     )
 
     @ch.kernel(ch.Params(memory=ty.ptr_mut(ty.u8)), max_threads=32)
     def kernel(memory):
         for element in (ty.u32, ty.u64):
             ch.raw_stmt(f"{element}* memory_{element} = ({element}*)memory;")
-        ch.raw_stmt("float fragment[4] = {};\n" + declared)
+        ch.raw_stmt(declared)
         ch.raw_stmt(f"{primitive.name}({', '.join(map(str, arguments))});")
 
     return ch.render_file(kernel)
