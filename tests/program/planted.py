@@ -248,17 +248,28 @@ def read_without_waiting(vector: str) -> Callable[[Patch], None]:
     """One vector's flagged words are read as they are."""
 
     def change(patch: Patch) -> None:
-        waiting = FlaggedExchange.read4
+        one, several = FlaggedExchange.read4, FlaggedExchange.read_units
 
         def read4(self: Any, name: str, unit: Any, epoch: Any) -> Any:
+            return payload(self, name, unit) if name == vector else one(self, name, unit, epoch)
+
+        def read_units(self: Any, name: str, data: Any, unit: Any, stride: int, count: int, epoch: Any) -> None:
             if name != vector:
-                return waiting(self, name, unit, epoch)
-            words = self.place(name, ch.cast(ty.u32, unit) * 4)
-            return prim.make_u32x4(*(ty.u32(words[number]) for number in range(4)))
+                several(self, name, data, unit, stride, count, epoch)
+                return
+            for number in range(count):
+                data[number] = payload(self, name, unit + number * stride)
 
         patch.setattr(FlaggedExchange, "read4", read4)
+        patch.setattr(FlaggedExchange, "read_units", read_units)
 
     return change
+
+
+def payload(exchange: FlaggedExchange, name: str, unit: Any) -> Any:
+    """The payload of a unit as it stands in memory."""
+    words = exchange.place(name, ch.cast(ty.u32, unit) * 4)
+    return prim.make_u32x4(*(ty.u32(words[number]) for number in range(4)))
 
 
 def share_memory(first: str, second: str) -> Callable[[Patch], None]:
@@ -404,7 +415,7 @@ BUGS = (
     Bug("step ended without release", ("race",), ((r"publish_flagged_release\(", "publish_flagged("),)),
     Bug("step ended without acquire", ("race",), ((r"wait_flagged4_acquire\(", "wait_flagged4("),)),
     Bug("queries used before they are there", BOTH, without(MEET, before=r"queries\[unit\] = value;\s*\}\s*")),
-    Bug("states folded before they are laid down", ("reference", "race"), without(MEET, after=r"\s*float2\* scratch_2")),
+    Bug("states folded before they are there", ("reference", "race"), without(MEET, after=r"\s*float2\* scratch_2")),
     Bug("states overwritten while folded", BOTH, without(MEET, after=r"\s*\}\s*// merge of partial")),
     Bug("partial states overwritten while merged", BOTH, without(MEET, after=r"\s*\}\s*if \(thread < 32\)")),
     Bug("partial states folded as they come", ("schedules",), change=fold_in_the_order_of_arrival, setup=MANY),
