@@ -204,9 +204,7 @@ def _nvrtc_checked(nvrtc: Any, call: str, *arguments: Any) -> Any:
 
 @functools.cache
 def _load_nvrtc() -> Any:
-    fix = (
-        "install it with: pip install 'cheetah-megakernel[cuda]' (or use compiler='nvcc' where a toolkit is installed)"
-    )
+    fix = "install it with: pip install 'cheetah-megakernel[cuda]'"
     try:
         nvrtc = importlib.import_module("cuda.bindings.nvrtc")
     except ImportError as error:
@@ -257,7 +255,7 @@ def _find_nvcc() -> str:
         if path := shutil.which(candidate):
             return path
     raise CompileError(
-        "nvcc is neither in $CUDA_HOME/bin nor on PATH: install the CUDA toolkit, or use compiler='nvrtc'"
+        "nvcc is neither in $CUDA_HOME/bin nor on PATH: install the CUDA toolkit, or use NVRTC"
     )
 
 

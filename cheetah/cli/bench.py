@@ -154,7 +154,7 @@ def _print_table(circumstances: dict[str, Any], bench: DecodeBench, measured: Se
         table.add_column(heading, justify="right", no_wrap=True)
     for measurement in measured:
         table.add_row(*_row(measurement))
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
     console.print(table)
     for line in _remarks(measured, bench):
         console.print(line)

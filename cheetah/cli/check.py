@@ -51,12 +51,12 @@ def check(
     named = named_config(config, revision)
     print_notes(named.notes)
     checked, tensors, kind = _model_of(named)
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
     console.print(f"checking {named.canonical}: {kind}")
     options = {"max_context": min(CONTEXT, checked.max_position_embeddings), **plan}
     with _progress() as progress:
         verdict = _verdict(checked, tensors, (gpu, options), seeds, tuple(schedulers.split(",")), sanitizer, progress)
-    console.print(str(verdict), markup=False)
+    console.print(str(verdict))
     console.print("verdict: nothing found" if verdict.ok else "verdict: WRONG")
     if not verdict.ok:
         raise typer.Exit(FOUND)

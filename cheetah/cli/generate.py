@@ -54,7 +54,7 @@ def generate(
     stem = name or file_stem(named.stem, gpu, chosen, line_marks=line_marks)
     with _writing(output):
         source, manifest = generated.write(output, stem)
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
     _print_choices(console, generated)
     lines = generated.text.count("\n")
     console.print(f"wrote {source} ({lines} lines, sha256 {generated.manifest.text_sha256[:12]})")
@@ -106,7 +106,8 @@ def _write_cubin(console: Console, generated: Generated, path: Path, compiler: s
     try:
         _ = find_compiler(compiler).version
     except CompileError as problem:
-        console.print(f"no cubin: {problem}")
+        other = "; with a CUDA toolkit: --compiler nvcc" if compiler == "nvrtc" else ""
+        console.print(f"no cubin: {problem}{other}")
         return
     cubin = compile_cubin(generated.text, generated.manifest.kernel, compiler=compiler, progress=say_to_stderr)
     with _writing(path.parent):

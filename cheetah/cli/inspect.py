@@ -51,7 +51,7 @@ def inspect(
     chosen = choose_plan(named.config, machine, **plan)
     depth = min(DEFAULT_CONTEXT, chosen.max_context) if context is None else context
     report = inspect_plan(model_shape(named.config), chosen, machine, depth)
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
     for table in (_summary(named.canonical, report), _shares(report), _shared_memory(report.shared)):
         console.print(table)
         console.print()

@@ -234,4 +234,4 @@ def _arch(api: Any, device: Any) -> str:
 
 def _name(api: Any, device: Any) -> str:
     name: bytes = checked(api, "cuDeviceGetName", 128, device)
-    return name.rstrip(b"\0").decode(errors="replace")
+    return name.partition(b"\0")[0].decode(errors="replace")  # what follows the terminator is whatever was there

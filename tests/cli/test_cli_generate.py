@@ -10,6 +10,7 @@ from commands import cheetah, refused
 
 from cheetah.manifest import Manifest
 from cheetah.models.llama.config import DEMO_FOLDER, preset
+from cheetah.runtime.compile import CompileError
 from cheetah.runtime.cubin import Cubin, ResourceReport
 
 
@@ -158,3 +159,14 @@ def test_without_a_compiler_there_is_no_cubin_and_no_error(tmp_path: Path, monke
     result = cheetah("generate", "demo", "-o", tmp_path, "--compiler", "nvcc")
     assert result.exit_code == 0 and "no cubin: nvcc is neither" in result.stdout
     assert not (tmp_path / "demo-h200.cubin").exists()
+
+
+def test_what_to_install_is_printed_as_it_is_to_be_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Square brackets are nothing special in a message."""
+
+    def absent(name: str) -> None:
+        raise CompileError(f"no {name}: pip install 'cheetah-megakernel[cuda]'")
+
+    monkeypatch.setattr("cheetah.runtime.compile.find_compiler", absent)
+    text = cheetah("generate", "demo", "-o", tmp_path).stdout
+    assert "no cubin: no nvrtc: pip install 'cheetah-megakernel[cuda]'; with a CUDA toolkit: --compiler nvcc" in text

@@ -69,6 +69,11 @@ def test_errors_carry_the_call_and_the_drivers_words() -> None:
     assert caught.value.is_out_of_memory and not caught.value.is_fault
 
 
+def test_a_name_ends_at_its_first_nul() -> None:
+    name = b"NVIDIA H200\0left over\0"
+    assert cuda_module._name(FakeApi(cuDeviceGetName=(Result.CUDA_SUCCESS, name)), 0) == "NVIDIA H200"
+
+
 def test_an_event_that_is_not_ready_is_no_error_and_a_fault_is() -> None:
     assert not CudaDriver(FakeApi(cuEventQuery=(Result.CUDA_ERROR_NOT_READY,)), 0).is_done(1)
     assert CudaDriver(FakeApi(cuEventQuery=(Result.CUDA_SUCCESS,)), 0).is_done(1)
