@@ -41,7 +41,7 @@ ROLES = {
     "logits": "of every step, if wanted",
     "progress": "how far each block is",
     "status": "[0]: steps done",
-    "timeline": "nanoseconds of every phase's begin, input ready and end, in the last step",
+    "timeline": "nanoseconds of the events of every phase in the last step: see cheetah.blocks.timeline",
     "length": "tokens in the cache before the launch",
     "given": "how many of `tokens` are inputs",
     "steps": "most steps to make",

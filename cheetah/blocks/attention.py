@@ -21,6 +21,7 @@ from cheetah.blocks.exchange import Exchange
 from cheetah.blocks.machine import Machine
 from cheetah.blocks.ring import Ring
 from cheetah.blocks.schedule import WRITE_THROUGH, Item, Merge, Schedule
+from cheetah.blocks.timeline import NO_TIMELINE, Timeline
 from cheetah.lang import prim, ty
 from cheetah.plan.plan import ATTENTION_SLICE_DIMS as SLICE_DIMS
 from cheetah.plan.plan import KV_TILE_TOKENS as TILE_KEYS
@@ -74,8 +75,16 @@ class AttentionShape:
 class Attention:
     """The attention core of a kernel."""
 
-    def __init__(self, machine: Machine, ring: Ring, exchange: Exchange, schedule: Schedule) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        ring: Ring,
+        exchange: Exchange,
+        schedule: Schedule,
+        timeline: Timeline = NO_TIMELINE,
+    ) -> None:
         self.machine, self.ring, self.exchange, self.schedule = machine, ring, exchange, schedule
+        self.timeline = timeline
         plan, shape = machine.plan, machine.shape
         self.sizes = AttentionShape(shape.group, shape.head_dim, plan.math_warps, plan.kv_stage_tokens(shape.head_dim))
 
@@ -88,6 +97,7 @@ class Attention:
             cached_end = ch.minimum(item.end, position)
             has_newest = (item.begin <= position) & (position < item.end)
             self._load_queries(item, has_newest, epoch)
+            self.timeline.stamp_first("ready")
             state = self._new_state()
             self._attend_cached(item.begin, cached_end, state)
             self._finish_state(state)
@@ -132,11 +142,13 @@ class Attention:
         with ch.for_(begin, end, sizes.stage_tokens) as first:
             count = ch.minimum(end - first, sizes.stage_tokens)
             with self.ring.use() as stage:
+                self.timeline.stamp_first("first_chunk")
                 with ch.while_(next_tile * TILE_KEYS < count):
                     first_key = next_tile * TILE_KEYS
                     self._attend_tile(stage, first_key, count - first_key, state)
                     next_tile += sizes.warps
                 next_tile -= sizes.stage_tokens // TILE_KEYS
+                self.timeline.stamp_here("last_chunk")
 
     @ch.inline
     def _attend_tile(self, stage: ch.Expr, first_key: ch.Expr, valid: ch.Expr, state: dict[str, Any]) -> None:

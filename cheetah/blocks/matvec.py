@@ -13,6 +13,7 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.machine import Machine
 from cheetah.blocks.ring import Ring
+from cheetah.blocks.timeline import NO_TIMELINE, Timeline
 from cheetah.lang import prim, ty
 from cheetah.plan import PAIR_BYTES, STRIP_ROWS, MatrixLayout, PlanError
 
@@ -37,12 +38,12 @@ Finish = Callable[[Rows], None]
 class Matvec:
     """The products of a kernel: they share the ring, the reduction buffers and the rotation of the finishing warp."""
 
-    def __init__(self, machine: Machine, ring: Ring, weights: ch.Expr) -> None:
+    def __init__(self, machine: Machine, ring: Ring, weights: ch.Expr, timeline: Timeline = NO_TIMELINE) -> None:
         if machine.plan.math_warps % 2:
             raise PlanError(
                 f"Plan: math_warps is {machine.plan.math_warps}: two halves add up a strip's sums: use an even number"
             )
-        self.machine, self.ring, self.weights = machine, ring, weights
+        self.machine, self.ring, self.weights, self.timeline = machine, ring, weights, timeline
         self._start()
 
     @ch.inline
@@ -90,7 +91,9 @@ class Matvec:
             sums = ch.array(ty.f32, 4, zero=True)
             with ch.for_(layout.chunks) as chunk:
                 with self.ring.use() as tiles:
+                    self.timeline.stamp_first("first_chunk")
                     self._multiply_chunk(layout, chunk, tiles, sums)
+            self.timeline.stamp_here("last_chunk")
             self._reduce(layout, strip, sums, finish)
 
     @ch.inline

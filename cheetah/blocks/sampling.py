@@ -14,6 +14,7 @@ from cheetah import lang as ch
 from cheetah.blocks.exchange import Exchange
 from cheetah.blocks.machine import Machine
 from cheetah.blocks.matvec import Rows
+from cheetah.blocks.timeline import NO_TIMELINE, Timeline
 from cheetah.lang import prim, ty
 from cheetah.plan import STRIP_ROWS
 
@@ -58,8 +59,8 @@ def gumbel(token: ch.Expr, position: ch.Expr, seed: ch.Expr) -> Any:
 class Sampler:
     """Keeps each lane's best candidate over the strips of the head, then finds the grid's."""
 
-    def __init__(self, machine: Machine, exchange: Exchange, vocab: int) -> None:
-        self.machine, self.exchange, self.vocab = machine, exchange, vocab
+    def __init__(self, machine: Machine, exchange: Exchange, vocab: int, timeline: Timeline = NO_TIMELINE) -> None:
+        self.machine, self.exchange, self.vocab, self.timeline = machine, exchange, vocab, timeline
 
     @ch.inline
     def start(self) -> None:
@@ -111,6 +112,7 @@ class Sampler:
         self.exchange.meet()
         self._gather(words, first_unit, epoch)
         machine.meet()
+        self.timeline.stamp_here("ready")
         with ch.if_(machine.warp == 0):
             self._read_candidates(machine.gpu.blocks)
             with ch.if_(machine.lane == 0):

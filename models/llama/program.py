@@ -105,11 +105,11 @@ class Step:
         self.timeline = Timeline(machine, getattr(launch, "timeline", None), self.phases)
         self.exchange = make_exchange(machine, launch.exchange, exchange_sizes(self.shape, machine.gpu, machine.plan))
         self.ring = Ring(machine)
-        self.matvec = Matvec(machine, self.ring, launch.weights)
+        self.matvec = Matvec(machine, self.ring, launch.weights, self.timeline)
         self.cache = KvCache(machine, launch.kv, launch.page_table)
         self.schedule = Schedule(machine, launch.kv_plans, launch.plan_count)
-        self.attention = Attention(machine, self.ring, self.exchange, self.schedule)
-        self.sampler = Sampler(machine, self.exchange, self.shape.vocab)
+        self.attention = Attention(machine, self.ring, self.exchange, self.schedule, self.timeline)
+        self.sampler = Sampler(machine, self.exchange, self.shape.vocab, self.timeline)
 
     # -- the page -------------------------------------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class Step:
             ch.comment("attention")
             self._note(step, layer, "attention")
             self.attention.attend(self.position, self.layer_epoch)
-            self._stamp(layer, "attention", "ready")
+            self._stamp(layer, "attention", "attended")
             self.exchange.meet()
             ch.comment("merge of partial states")
             self.attention.merge(self.layer_epoch)
