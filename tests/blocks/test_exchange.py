@@ -1,0 +1,88 @@
+"""Both exchanges alone: a vector that all blocks make and all blocks read, many times over, in two vectors by turns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cheetah import lang as ch
+from cheetah.blocks.exchange import BarrierExchange, FlaggedExchange, make_exchange
+from cheetah.emulator import allocate, explore
+from cheetah.lang import ty
+from cheetah.plan import ModelShape
+from tests.blocks.small_kernel import SmallKernel, plan_of
+
+pytestmark = pytest.mark.compiler
+
+SHAPE = ModelShape(64, 64, 64, 1, 1, 64, 1)
+PARAMETERS = ch.Params(exchange=ty.ptr_mut(ty.u8), output=ty.ptr_mut(ty.u32), rounds=ty.u32, epoch=ty.u32)
+WORDS, ROUNDS = 52, 9
+SIZES = {"even": WORDS, "odd": WORDS}
+KINDS = {"flags": FlaggedExchange, "barrier": BarrierExchange}
+
+
+def passing(sync: str, blocks: int) -> SmallKernel:
+    """Round r makes word i from words i and i + 1 of round r - 1; block i % blocks makes word i."""
+
+    def body(machine: Any, ring: Any, given: dict[str, Any]) -> None:
+        with machine.math:
+            exchange = make_exchange(machine, given["exchange"], SIZES)
+            exchange.start()
+            vector = machine.region("vector", ty.u32)
+            units = machine.region("vector", ty.u32x4)
+            with ch.for_(machine.thread, WORDS, machine.math_threads) as word:
+                vector[word] = word * word
+            machine.meet()
+            with ch.for_(0, given["rounds"], 2) as pair:
+                for number, name in enumerate(SIZES):
+                    round_ = pair + number
+                    first = machine.block + machine.thread * blocks
+                    with ch.for_(first, WORDS, machine.math_threads * blocks) as word:
+                        value = vector[word] * 3 + vector[(word + 1) % WORDS] + round_
+                        exchange.publish(name, word, value, given["epoch"] + round_)
+                    exchange.meet()
+                    machine.meet()
+                    with ch.for_(machine.thread, WORDS // 4, machine.math_threads) as unit:
+                        units[unit] = exchange.read4(name, unit, given["epoch"] + round_)
+                    machine.meet()
+            with ch.for_(machine.thread, WORDS, machine.math_threads) as word:
+                given["output"][machine.block * WORDS + word] = vector[word]
+
+    return SmallKernel(SHAPE, blocks, plan_of(SHAPE, blocks, sync=sync), PARAMETERS, body)
+
+
+def wanted(rounds: int) -> np.ndarray:
+    words = np.arange(WORDS, dtype=np.uint32) ** 2
+    for number in range(rounds):
+        words = words * np.uint32(3) + np.roll(words, -1) + np.uint32(number)
+    return words
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 5])
+@pytest.mark.parametrize("sync", KINDS)
+def test_every_block_reads_what_all_blocks_made(sync: str, blocks: int) -> None:
+    kernel = passing(sync, blocks)
+
+    def run(scheduler: str, seed: int) -> np.ndarray:
+        workspace = allocate(KINDS[sync].size_bytes(SIZES), np.uint8, fill=0)
+        output = allocate((blocks, WORDS), np.uint32)
+        for launch in range(3):  # nothing is reset between launches
+            first_epoch = 1 + launch * (ROUNDS + 1)
+            arguments = {"exchange": workspace, "output": output, "rounds": ROUNDS + 1, "epoch": first_epoch}
+            kernel.launch(arguments, scheduler, seed + launch)
+            np.testing.assert_array_equal(output, np.broadcast_to(wanted(ROUNDS + 1), output.shape))
+        return output
+
+    report = explore(run, range(8))
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("epoch", [2**31 - 4, 2**32 - 12])
+def test_large_epochs(epoch: int) -> None:
+    workspace = allocate(FlaggedExchange.size_bytes(SIZES), np.uint8, fill=0)
+    output = allocate((3, WORDS), np.uint32)
+    arguments = {"exchange": workspace, "output": output, "rounds": ROUNDS + 1, "epoch": epoch}
+    passing("flags", 3).launch(arguments, "priority", 1)
+    np.testing.assert_array_equal(output[2], wanted(ROUNDS + 1))
