@@ -264,7 +264,7 @@ def _(node: For, printer: Printer) -> None:
     if node.unroll:
         printer.line("#pragma unroll" if node.unroll is True else f"#pragma unroll {node.unroll}")
     name = node.counter.name
-    stop = render_expression(node.stop)
+    stop = _wrap(node.stop, _PRECEDENCE["<"] + 1)
     one = isinstance(node.step, Literal) and node.step.value == 1
     advance = f"++{name}" if one else f"{name} += {render_expression(node.step)}"
     printer.line(f"for ({node.counter.type} {name} = {render_expression(node.start)}; {name} < {stop}; {advance}) {{")

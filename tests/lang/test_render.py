@@ -259,3 +259,15 @@ def test_a_kernel_may_take_whatever_is_declared() -> None:
         arguments["x"][0] = arguments["n"]
 
     assert body(kernel) == ["  x[0] = n;"]
+
+
+def test_a_loop_ends_where_its_whole_bound_says() -> None:
+    @ch.kernel(ch.Params(n=ty.u32, m=ty.u32))
+    def kernel(n, m):
+        with ch.for_(ch.minimum(n, m)) as i:
+            ch.raw_stmt(f"use({i});")
+        with ch.for_(n & m):
+            ch.raw_stmt("again();")
+
+    assert body(kernel)[0] == "  for (uint32_t i = 0; i < (n < m ? n : m); ++i) {"
+    assert body(kernel)[3].endswith("< (n & m); ++i) {")
