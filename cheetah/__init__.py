@@ -1,6 +1,7 @@
 """Cheetah: one persistent CUDA kernel for the whole decode step of a Llama model.
 
-`cheetah.LLM` and `cheetah.SamplingParams` are `cheetah.runtime`'s, loaded when first asked for: the generator alone needs none of the runtime.
+`cheetah.LLM` and `cheetah.SamplingParams` are those of `cheetah.runtime`, loaded when first asked for: the generator
+alone needs none of the runtime.
 """
 
 from typing import TYPE_CHECKING, Any

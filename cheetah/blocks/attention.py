@@ -110,7 +110,7 @@ class Attention:
         machine, sizes, shape = self.machine, self.sizes, self.machine.shape
         queries = machine.region("queries", ty.u32x4)
         wanted = ch.select(has_newest, ty.u32(sizes.query_units + 2 * sizes.head_units), ty.u32(sizes.query_units))
-        with ch.for_(machine.thread, wanted, machine.math_threads) as unit:
+        with ch.for_(machine.thread, wanted, machine.math_threads, unroll=1) as unit:
             source = ch.var(ty.u32, item.head * sizes.query_units + unit)
             with ch.if_(unit >= sizes.query_units + sizes.head_units):
                 source.set(
@@ -139,7 +139,7 @@ class Attention:
         """Walk the stages of the item; this warp takes every `warps`-th tile of 16 keys."""
         machine, sizes = self.machine, self.sizes
         next_tile = ch.var(ty.u32, machine.warp)
-        with ch.for_(begin, end, sizes.stage_tokens) as first:
+        with ch.for_(begin, end, sizes.stage_tokens, unroll=1) as first:
             count = ch.minimum(end - first, sizes.stage_tokens)
             with self.ring.use() as stage:
                 self.timeline.stamp_first("first_chunk")
@@ -255,7 +255,7 @@ class Attention:
         queries = ch.reinterpret(ty.ptr(ty.u32), machine.region("queries", ty.u32))
         statistics = ch.reinterpret(ty.ptr_mut(ty.f32), machine.region("statistics", ty.f32))
         words = sizes.head_dim // 2
-        with ch.for_(machine.warp, sizes.group, sizes.warps) as row:
+        with ch.for_(machine.warp, sizes.group, sizes.warps, unroll=1) as row:
             product = ch.var(ty.f32, 0.0)
             with ch.if_(has_newest):
                 with ch.for_(machine.lane, words, 32, unroll=True) as word:
@@ -300,7 +300,7 @@ class Attention:
         statistics = machine.region("statistics", ty.f32x2)
         values = machine.region("queries", ty.u32) + (sizes.group + 1) * sizes.head_dim // 2
         pairs = SLICE_DIMS // 2
-        with ch.for_(machine.thread, sizes.group * pairs, machine.math_threads) as output:
+        with ch.for_(machine.thread, sizes.group * pairs, machine.math_threads, unroll=1) as output:
             row = output // pairs
             pair = output % pairs
             highest = ch.var(ty.f32, -math.inf)
@@ -370,7 +370,7 @@ class Attention:
         weight_sum = ch.var(ty.f32, 0.0)
         low = ch.var(ty.f32, 0.0)
         high = ch.var(ty.f32, 0.0)
-        with ch.for_(merge.begin, merge.end, sizes.warps) as first:
+        with ch.for_(merge.begin, merge.end, sizes.warps, unroll=1) as first:
             count = ch.minimum(merge.end - first, sizes.warps)
             self._fetch_partial(merge, first, count, epoch)
             machine.meet()

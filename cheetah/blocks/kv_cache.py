@@ -64,7 +64,7 @@ class KvCache:
         machine = self.machine
         stage_tokens = machine.plan.kv_stage_tokens(machine.shape.head_dim)
         token_bytes = machine.shape.head_dim * 2
-        with ch.for_(begin, end, stage_tokens) as first:
+        with ch.for_(begin, end, stage_tokens, unroll=1) as first:
             count = ch.minimum(end - first, stage_tokens)
             with ring.fill(count * (2 * token_bytes)) as (stage, barrier):
                 done = ch.var(ty.u32, 0)

@@ -2,7 +2,11 @@
 
 The copy lane brings the block's strips chunk by chunk; in each chunk every math warp multiplies its tile pairs and
 keeps a partial sum of the strip's 16 rows; at the end of a strip one warp adds the warps' sums in fixed order and
-finishes the rows. Which warp finishes rotates, so the others go on with the next strip."""
+finishes the rows. Which warp finishes rotates, so the others go on with the next strip.
+
+The loops over strips and chunks stay (almost) rolled: a layer's code runs once a layer, and what does not fit the instruction
+caches is fetched again each time, while everybody waits.
+"""
 
 from __future__ import annotations
 
@@ -61,11 +65,11 @@ class Matvec:
         position = layout.position(self.machine.block)
         first_byte = layer_offset + layout.offset
         matrix = self.weights + first_byte
-        with ch.for_(position, layout.strips, layout.blocks) as strip:
+        with ch.for_(position, layout.strips, layout.blocks, unroll=1) as strip:
             round = strip // layout.blocks
             round_bytes = ty.u64(round) * (layout.blocks * layout.strip_bytes)
             width = layout.round_width(round)
-            with ch.for_(layout.chunks) as chunk:
+            with ch.for_(layout.chunks, unroll=1) as chunk:
                 chunk_bytes = layout.chunk_bytes(chunk)
                 source = matrix + (
                     round_bytes + ty.u64(_word(width) * chunk * layout.stage_bytes + position * chunk_bytes)
@@ -76,8 +80,8 @@ class Matvec:
     @ch.inline
     def skip(self, layout: MatrixLayout) -> None:
         """In the math role: use up the block's chunks of a matrix that were fetched in vain."""
-        with ch.for_(layout.position(self.machine.block), layout.strips, layout.blocks):
-            with ch.for_(layout.chunks):
+        with ch.for_(layout.position(self.machine.block), layout.strips, layout.blocks, unroll=1):
+            with ch.for_(layout.chunks, unroll=1):
                 with self.ring.use():
                     pass
 
@@ -87,9 +91,9 @@ class Matvec:
         rows."""
         machine = self.machine
         position = layout.position(machine.block)
-        with ch.for_(position, layout.strips, layout.blocks) as strip:
+        with ch.for_(position, layout.strips, layout.blocks, unroll=1) as strip:
             sums = ch.array(ty.f32, 4, zero=True)
-            with ch.for_(layout.chunks) as chunk:
+            with ch.for_(layout.chunks, unroll=2) as chunk:
                 with self.ring.use() as tiles:
                     self.timeline.stamp_first("first_chunk")
                     self._multiply_chunk(layout, chunk, tiles, sums)

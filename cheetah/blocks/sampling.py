@@ -123,7 +123,7 @@ class Sampler:
         machine = self.machine
         if machine.plan.sync == "flags":
             machine.meet()  # warp 0 has read the warps' candidates before they are overwritten
-        with ch.for_(machine.thread, machine.gpu.blocks, machine.math_threads) as other:
+        with ch.for_(machine.thread, machine.gpu.blocks, machine.math_threads, unroll=1) as other:
             unit = self.exchange.read4_acquire("candidates", first_unit + other, epoch)
             words[other * 2] = unit.x
             words[other * 2 + 1] = unit.y
@@ -135,14 +135,14 @@ class Sampler:
         candidates = machine.region("candidates", ty.u32x2)
         self.best.set(-math.inf)
         self.best_token.set(NOBODY)
-        with ch.for_(machine.lane, count, 32) as other:
+        with ch.for_(machine.lane, count, 32, unroll=1) as other:
             candidate = candidates[other]
             self._take(prim.bits_float(candidate.x), candidate.y)
         self._best_of_warp(self.best, self.best_token)
 
     @ch.inline
     def _best_of_warp(self, best: Any, best_token: Any) -> None:
-        with ch.for_(5) as level:
+        with ch.for_(5, unroll=1) as level:
             mask = ty.u32(16) >> level
             other = prim.shuffle_xor_f32(best, mask)
             other_token = prim.shuffle_xor_u32(best_token, mask)

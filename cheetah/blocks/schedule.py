@@ -74,7 +74,7 @@ class Schedule:
         """The items of this block, in order."""
         first_item = self._word(role, "work_indptr", self.machine.block)
         last_item = self._word(role, "work_indptr", self.machine.block + 1)
-        with ch.for_(first_item, last_item) as item:
+        with ch.for_(first_item, last_item, unroll=1) as item:
             head = self._word(role, "items", item * ITEM_WORDS + 2)
             begin = self._word(role, "items", item * ITEM_WORDS + 3)
             end = self._word(role, "items", item * ITEM_WORDS + 4)
@@ -87,7 +87,7 @@ class Schedule:
         """The merges of this block: one row of one split head each, dealt round to the blocks."""
         group = self.machine.shape.group
         merge_count = self._word(role, "header", 2)
-        with ch.for_(self.machine.block, merge_count * group, self.machine.gpu.blocks) as job:
+        with ch.for_(self.machine.block, merge_count * group, self.machine.gpu.blocks, unroll=1) as job:
             merge = job // group
             row = job % group
             head = self._word(role, "merges", merge * 2 + 1)

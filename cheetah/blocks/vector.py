@@ -16,7 +16,8 @@ from cheetah.lang.primitives.exchange import UNITS
 from cheetah.plan import STRIP_ROWS
 
 UNIT = 8
-EAGER_UNITS = 2
+LINE_BYTES = 128
+EAGER_UNITS = 1
 """Units a thread that are polled together from the start; of longer vectors, the first one alone at first."""
 Read = Callable[[Any, ch.Expr, int], None]
 """Puts units (u32x4) `unit`, `unit + math_threads`, ... into an array: (array of UNITS, unit, how many)."""
@@ -65,6 +66,15 @@ def load_normalised(
     return scale
 
 
+@ch.inline
+def prefetch(machine: Machine, source: ch.Expr, size_bytes: int) -> None:
+    """Bring `size_bytes` of global memory into L2, a line a block: a cold line under full load takes microseconds."""
+    lines = ch.reinterpret(ty.ptr(ty.u8), source)
+    with ch.if_(machine.thread == 0):
+        with ch.for_(machine.block * LINE_BYTES, size_bytes, machine.gpu.blocks * LINE_BYTES, unroll=1) as offset:
+            prim.prefetch_l2(lines + offset)
+
+
 def _batches(machine: Machine, units: int) -> Iterator[tuple[ch.Expr, Any, int]]:
     """The thread's units, at most UNITS at a time, as (first unit, array, how many).
 
@@ -92,7 +102,7 @@ def _each(machine: Machine, first: ch.Expr, count: int) -> Iterator[tuple[ch.Exp
 def _zero_rest(machine: Machine, vector: ch.Expr, columns: int, available: int) -> None:
     """The padding between the vector and a multiple of 32 elements."""
     if available < columns:
-        with ch.for_(machine.thread + available // UNIT, columns // UNIT, machine.math_threads) as unit:
+        with ch.for_(machine.thread + available // UNIT, columns // UNIT, machine.math_threads, unroll=1) as unit:
             vector[unit] = prim.make_u32x4(0, 0, 0, 0)
 
 

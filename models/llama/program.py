@@ -20,7 +20,7 @@ from cheetah.blocks.rows import HALF, add_residual, rotate, swiglu
 from cheetah.blocks.sampling import Sampler
 from cheetah.blocks.schedule import Schedule
 from cheetah.blocks.timeline import Timeline
-from cheetah.blocks.vector import UNIT, load_normalised, load_vector, vector_words
+from cheetah.blocks.vector import UNIT, load_normalised, load_vector, prefetch, vector_words
 from cheetah.lang import prim, ty
 from cheetah.models.llama.config import LlamaConfig
 from cheetah.models.llama.weights import model_shape
@@ -142,6 +142,7 @@ class Step:
         with self.machine.math:
             ch.comment("qkv: input norm, q, k and v of this token, rotary embedding")
             self._note(step, layer, "qkv")
+            prefetch(self.machine, self._norm(layer * 2 + 1), self.shape.padded_hidden * 2)
             scale = ch.var(ty.f32, 0.0)
             with ch.if_(matrix.position(self.machine.block) < matrix.strips):
                 with ch.if_(layer == 0):
@@ -196,6 +197,7 @@ class Step:
         with self.machine.math:
             ch.comment("gate_up: norm, gate and up, SwiGLU")
             self._note(step, layer, "gate_up")
+            prefetch(self.machine, self._norm(layer * 2 + 2), self.shape.padded_hidden * 2)
             scale = ch.var(ty.f32, 0.0)
             with ch.if_(matrix.position(self.machine.block) < matrix.strips):
                 scale.set(self._load_norm(self._norm(layer * 2 + 1), self._reader("middle", self.layer_epoch)))
@@ -270,7 +272,7 @@ class Step:
             step_epoch = self.launch.epoch + step * (self.shape.layers + 1)
             self.position, self.step_epoch = position, step_epoch
             angles = machine.region("rope", ty.f32)
-            with ch.for_(machine.thread, head_dim, machine.math_threads) as number:
+            with ch.for_(machine.thread, head_dim, machine.math_threads, unroll=1) as number:
                 angles[number] = self.launch.rope[ty.u64(position) * head_dim + ty.u64(number)]
             self._start_residual()
 
@@ -280,7 +282,7 @@ class Step:
         machine, matrix = self.machine, self.matrices.o
         residual = machine.region("residual", ty.f32)
         embedded = self._embedded()
-        with ch.for_(machine.thread, matrix.rounds * STRIP_ROWS, machine.math_threads) as place:
+        with ch.for_(machine.thread, matrix.rounds * STRIP_ROWS, machine.math_threads, unroll=1) as place:
             row = matrix.strip(place // STRIP_ROWS, matrix.position(machine.block)) * STRIP_ROWS + place % STRIP_ROWS
             with ch.if_(row < self.shape.hidden):
                 residual[place] = prim.bf16_to_f32(embedded[row])
@@ -327,7 +329,7 @@ class Step:
                     token.set(ty.u32(launch.tokens[following]))
                 with ch.else_():
                     token.set(ch.minimum(machine.region("candidates", ty.u32)[0], self.shape.vocab - 1))
-                    with ch.for_(launch.stop_count) as number:
+                    with ch.for_(launch.stop_count, unroll=1) as number:
                         with ch.if_(ty.u32(launch.stop_ids[number]) == token):
                             stop.set(1)
                 with ch.if_(machine.block == 0):

@@ -170,6 +170,10 @@ CHEETAH_PRIMITIVE void fence_proxy_async(CHEETAH_PLACE) {
   cheetah_emulator::preemption_point(place, "fence_proxy_async");
 }
 
+CHEETAH_PRIMITIVE void prefetch_l2(const void* place_of_line, CHEETAH_PLACE) {
+  cheetah_emulator::check_global(place_of_line, 1, 1, place, "prefetch_l2");
+}
+
 // -- words that cross blocks. The __atomic builtins stand here, in instrumented text, with the order the kernel asked
 // for: the race detector then learns of exactly the synchronisation that the GPU would give.
 

@@ -27,6 +27,7 @@ from cheetah.lang.primitives.copies import (
     mbarrier_fence_init,
     mbarrier_init,
     mbarrier_wait,
+    prefetch_l2,
     shared_address,
 )
 from cheetah.lang.primitives.exchange import (
@@ -98,6 +99,7 @@ __all__ = [
     "named_barrier",
     "named_barrier_arrive",
     "pack_bf16x2",
+    "prefetch_l2",
     "publish_flagged",
     "publish_flagged_release",
     "rsqrt_f32",

@@ -144,3 +144,10 @@ def _moved(base: Expr, index: Expr, sign: int) -> int | None:
     if before is None or not isinstance(index, Literal) or not isinstance(base.type, ty.Pointer):
         return None
     return before + sign * int(index.value) * max(1, base.type.element.bytes)
+prefetch_l2 = declare(
+    "prefetch_l2",
+    ty.void,
+    'asm volatile("prefetch.global.L2 [%0];" :: "l"(place) : "memory");',
+    "asks for the cache line of an address; nothing waits for it",
+    place=ANY,
+)
