@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, cast
 
@@ -96,6 +97,15 @@ class Measurement:
         return None if ceiling is None else self.gb_per_s / ceiling
 
 
+@dataclass(frozen=True)
+class Traced:
+    """stamps: nanoseconds, u64 [launches, blocks, phases, events], of each launch's last step. step_ms: of each
+    launch, by device events, over its steps."""
+
+    stamps: NDArray[np.uint64]
+    step_ms: tuple[float, ...]
+
+
 class DecodeBench:
     """A model on a device, ready to be measured.
 
@@ -144,7 +154,10 @@ class DecodeBench:
         cache = new_cache(self.config, Plan.from_dict(self.manifest.plan))
         device = cast("Device", self._timed)
         self._launcher = Launcher(device, kernel, self.manifest, self.config, self._buffers, cache, timeout_s)
-        self._ceiling = None if self.gpu.emulated else ReadCeiling(self.device, self.gpu, self._buffers["weights"])
+
+    @cached_property
+    def _ceiling(self) -> ReadCeiling | None:
+        return None if self.gpu.emulated else ReadCeiling(self.device, self.gpu, self._buffers["weights"])
 
     def measure(self, context: int, steps: int, repetitions: int, warmup: int) -> Measurement:
         """Ceiling, the model `repetitions` times after `warmup` launches, ceiling again.
@@ -155,8 +168,7 @@ class DecodeBench:
         launches = [self._launch(context, steps) for _ in range(warmup + repetitions)]
         state = {} if self.gpu.emulated else clocks(self._ordinal)
         after = self._ceiling.gb_per_s() if self._ceiling else 0.0
-        if len({tokens for _, _, tokens in launches}) > 1:
-            raise CheetahError(f"context {context}: the same launch made different tokens: its speed is worth nothing")
+        _check_same(context, launches)
         timed = launches[warmup:]
         return Measurement(
             context=context,
@@ -168,8 +180,20 @@ class DecodeBench:
             clocks=state,
         )
 
-    def _launch(self, context: int, steps: int) -> tuple[float, float, tuple[int, ...]]:
-        """(milliseconds by events, seconds by the host's clock, tokens) of one launch after `context` tokens."""
+    def trace(self, context: int, steps: int, repetitions: int, warmup: int) -> Traced:
+        """Time stamps of `repetitions` launches after `warmup` others; the plan has `trace`."""
+        spec, buffer = self.manifest.buffer("timeline"), self._buffers["timeline"]
+        launches, stamps = [], []
+        for _ in range(warmup + repetitions):
+            buffer.fill(0)
+            launches.append(self._launch(context, steps))
+            stamps.append(buffer.download(np.uint64, spec.shape))
+        _check_same(context, launches)
+        milliseconds = tuple(milliseconds / steps for milliseconds, _, _ in launches[warmup:])
+        return Traced(np.stack(stamps[warmup:]), milliseconds)
+
+    def _launch(self, context: int, steps: int) -> Launched:
+        """One launch after `context` tokens."""
         cache = self._launcher.cache
         cache.clear()
         cache.length = context
@@ -179,6 +203,15 @@ class DecodeBench:
     def close(self) -> None:
         """Gives the device's memory back."""
         free_all(self._buffers)
+
+
+Launched = tuple[float, float, tuple[int, ...]]
+"""Milliseconds by events, seconds by the host's clock, tokens."""
+
+
+def _check_same(context: int, launches: Sequence[Launched]) -> None:
+    if len({tokens for _, _, tokens in launches}) > 1:
+        raise CheetahError(f"context {context}: the same launch made different tokens: its speed is worth nothing")
 
 
 class TimedLaunches:

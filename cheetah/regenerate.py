@@ -42,14 +42,15 @@ def canonical_command(name: str, gpu: str, plan: dict[str, Any], *, line_marks: 
     """`cheetah generate` with the options that are not the default."""
     machine = ["--gpu", gpu] if gpu != DEFAULT_GPU else []
     marks = ["--line-marks"] if line_marks else []
-    options = (f"{flag_of(field)} {value}" for field, value in plan.items())
+    options = (flag_of(field) if value is True else f"{flag_of(field)} {value}" for field, value in plan.items())
     return " ".join(["cheetah generate", name, *machine, *marks, *options])
 
 
 def file_stem(name: str, gpu: str, plan: dict[str, Any], *, line_marks: bool = False) -> str:
     """Model, GPU and what was chosen by hand, e.g. "llama-3.1-8b-h200-sync-barrier"."""
     marks = ["line-marks"] if line_marks else []
-    return "-".join([name, gpu, *marks, *(f"{field.replace('_', '-')}-{value}" for field, value in plan.items())])
+    chosen = (field if value is True else f"{field}-{value}" for field, value in plan.items())
+    return "-".join([name, gpu, *marks, *(choice.replace("_", "-") for choice in chosen)])
 
 
 def flag_of(field: str) -> str:

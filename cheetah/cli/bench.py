@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cheetah.cli.configs import RANDOM, named_config, print_notes
+from cheetah.cli.measured import MODEL_HELP, circumstances_of, measured_model, ordinal_of
 from cheetah.cli.options import takes_plan
 from cheetah.errors import CheetahError
 
 if TYPE_CHECKING:
     from cheetah.benchmark import DecodeBench, Measurement
-    from cheetah.models.llama.config import LlamaConfig
-    from cheetah.runtime.assemble import Weights
-    from cheetah.runtime.device import Device
 
 EPILOG = "Example: cheetah bench random:llama-3.1-8b --contexts 128,1024,6144 --json results.jsonl"
 CONTEXTS = "128,1024,6144"
@@ -28,9 +25,7 @@ def bench(
     *,
     model: Annotated[
         str,
-        typer.Argument(
-            help="random:PRESET (weights made on the spot), a folder, a hub id, or demo.", show_default=False
-        ),
+        typer.Argument(help=MODEL_HELP, show_default=False),
     ],
     contexts: Annotated[str, typer.Option(metavar="A,B,...", help="Tokens in the cache before a launch.")] = CONTEXTS,
     steps: Annotated[int, typer.Option(min=1, help="Decode steps of a launch.")] = 64,
@@ -60,12 +55,12 @@ def bench(
     depths = parsed_contexts(contexts)
     if json_file not in (None, STDOUT):
         _append(str(json_file), "")  # refused before the work, not after it
-    config, name, weights = _model(model, revision)
+    config, name, weights = measured_model(model, revision)
     with (
         open_device(device) as opened,
-        open_bench(config, name, weights, opened, depths, steps, gpu, _ordinal(device), **plan) as ready,
+        open_bench(config, name, weights, opened, depths, steps, gpu, ordinal_of(device), **plan) as ready,
     ):
-        circumstances = _circumstances(name, weights, opened)
+        circumstances = circumstances_of(name, weights, opened)
         measured = []
         for depth in depths:
             measured.append(ready.measure(depth, steps, repetitions, warmup))
@@ -89,37 +84,6 @@ def parsed_contexts(text: str) -> list[int]:
     if not depths or min(depths) < 0:
         raise CheetahError(f"--contexts {text}: expected numbers of tokens, e.g. --contexts {CONTEXTS}")
     return depths
-
-
-def _model(name: str, revision: str | None) -> tuple[LlamaConfig, str, Weights | None]:
-    """The configuration, its canonical name, and the checkpoint (None for random weights)."""
-    from cheetah.runtime.loading import open_checkpoint
-
-    if name.startswith(RANDOM):
-        named = named_config(name)
-        return named.config, named.canonical, None
-    checkpoint = open_checkpoint(name, revision)
-    print_notes(checkpoint.notes)
-    return checkpoint.config, named_config(name, revision).canonical, checkpoint
-
-
-def _ordinal(device: str | None) -> int:
-    """Of "cuda:1" the 1."""
-    return int((device or "").partition(":")[2] or 0)
-
-
-def _circumstances(model: str, weights: Weights | None, device: Device) -> dict[str, Any]:
-    from cheetah.circumstances import commit
-
-    info = device.describe()
-    return {
-        "commit": commit(),
-        "gpu": info.name.replace("\0", "").strip(),
-        "driver": info.driver,
-        "backend": info.backend,
-        "model": model,
-        "weights": "bf16 random" if weights is None else "bf16",
-    }
 
 
 def _write_record(target: str, measurement: Measurement, bench: DecodeBench, circumstances: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -24,21 +24,26 @@ PLAN_OPTIONS: Mapping[str, tuple[type, str]] = {
     "math_warps": (int, "Warps of a block that compute; one more copies."),
     "max_steps": (int, "Most decode steps of one launch."),
     "kv_chunk_min": (int, "Fewest keys of a head that a block takes when the cache is split."),
+    "trace": (bool, "Time stamps of every block and phase in the kernel, as `cheetah trace` needs them."),
 }
 """Field of `cheetah.plan.Plan`: (type, help). Without the option, a rule chooses."""
 
 
-def takes_plan(command: Callable[..., None]) -> Callable[..., None]:
-    """Give `command` an option for each of PLAN_OPTIONS in place of its keyword `plan`, which gets those given."""
+def takes_plan(command: Callable[..., None], fixed: Collection[str] = ()) -> Callable[..., None]:
+    """Give `command` an option for each of PLAN_OPTIONS in place of its keyword `plan`, which gets those given.
+
+    `fixed`: fields that the command itself decides.
+    """
+    options = {name: entry for name, entry in PLAN_OPTIONS.items() if name not in fixed}
 
     @functools.wraps(command)
     def with_plan(**given: Any) -> None:
-        plan = {name: given.pop(name) for name in PLAN_OPTIONS}
+        plan = {name: given.pop(name) for name in options}
         command(plan={name: value for name, value in plan.items() if value is not None}, **given)
 
     own = inspect.signature(command, eval_str=True)
     kept = [parameter for parameter in own.parameters.values() if parameter.name != "plan"]
-    parameters = [*kept, *(_plan_parameter(name, *entry) for name, entry in PLAN_OPTIONS.items())]
+    parameters = [*kept, *(_plan_parameter(name, *entry) for name, entry in options.items())]
     with_plan.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
     with_plan.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return with_plan

@@ -9,7 +9,7 @@ from commands import cheetah, refused
 
 from cheetah import __version__
 
-COMMANDS = ("generate", "run", "bench", "inspect", "check")
+COMMANDS = ("generate", "run", "bench", "trace", "inspect", "check")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
