@@ -23,7 +23,7 @@ from cheetah.models.llama.program import (
     workspace_bytes,
 )
 from cheetah.models.llama.weights import model_shape
-from cheetah.plan import Gpu, Plan, default_plan, gpu_named, shared_map, step_matrices
+from cheetah.plan import Gpu, Plan, PlanError, default_plan, gpu_named, shared_map, step_matrices
 from cheetah.plan.kv import KvPlanLayout, max_plans
 
 DTYPES = {ty.u8: "u8", ty.u32: "u32", ty.u64: "u64", ty.i32: "i32", ty.f32: "f32", ty.bf16: "bf16"}
@@ -89,6 +89,8 @@ def generate_kernel(
     """
     machine = gpu_named(gpu) if isinstance(gpu, str) else gpu
     plan = choose_plan(config, machine, **overrides)
+    if plan.batch != 1:
+        raise PlanError(f"Plan: batch is {plan.batch}: kernels decode one sequence at a time so far: use 1")
     kernel = build_kernel(config, machine, plan)
     text = ch.render_file(kernel, header=_header(config, machine, plan, command), line_marks=line_marks)
     return Generated(text, _manifest(config, machine, plan, text, command))

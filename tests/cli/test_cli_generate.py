@@ -8,8 +8,10 @@ import huggingface_hub
 import pytest
 from commands import cheetah, refused
 
+from cheetah.generate import generate_kernel
 from cheetah.manifest import Manifest
 from cheetah.models.llama.config import DEMO_FOLDER, preset
+from cheetah.plan import PlanError
 from cheetah.runtime.compile import CompileError
 from cheetah.runtime.cubin import Cubin, ResourceReport
 
@@ -170,3 +172,8 @@ def test_what_to_install_is_printed_as_it_is_to_be_typed(tmp_path: Path, monkeyp
     monkeypatch.setattr("cheetah.runtime.compile.find_compiler", absent)
     text = cheetah("generate", "demo", "-o", tmp_path).stdout
     assert "no cubin: no nvrtc: pip install 'cheetah-megakernel[cuda]'; with a CUDA toolkit: --compiler nvcc" in text
+
+
+def test_a_batch_is_refused_and_not_left_undone() -> None:
+    with pytest.raises(PlanError, match="batch is 2: kernels decode one sequence at a time"):
+        generate_kernel(preset("demo"), "emulator", batch=2)
