@@ -1,4 +1,4 @@
-"""A small kernel around some building blocks: sets the machine up, compiles for the emulator, launches on named arrays."""
+"""A small kernel around some building blocks: sets the machine up, compiles for the emulator, launches on arrays."""
 
 from __future__ import annotations
 

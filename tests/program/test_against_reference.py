@@ -21,7 +21,7 @@ from tests.tolerances import LOGITS, SMALL_MARGIN
 
 pytestmark = pytest.mark.compiler
 
-# name: (sizes of the model, how it is run, tokens). The defaults are 2 layers, hidden 48, feed-forward 40, vocabulary 50,
+# name: (sizes of the model, how it is run, tokens). Defaults: 2 layers, hidden 48, feed-forward 40, vocabulary 50,
 # 2 query heads and one KV head of 64; 2 blocks of 2 math warps, pages of 16, flags.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "defaults": ({}, {}, 40),
