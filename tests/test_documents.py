@@ -1,0 +1,197 @@
+"""What README.md, ARCHITECTURE.md and CHANGELOG.md say exists, exists: files, commands, options, code, numbers."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import typer.main
+from typer.core import TyperGroup
+
+from cheetah.cli import app
+from cheetah.generate import choose_plan
+from cheetah.models.llama.config import PRESET_NAMES, preset
+from cheetah.models.llama.weights import model_shape
+from cheetah.plan import gpu_named, shared_map
+from cheetah.runtime.memory import memory_estimate
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")
+FOLDERS = {"cheetah", "models", "runtime", "tests", "benchmarks", "docs", "examples", "kernels_generated"}
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+NOT_YET = "(see benchmarks/results)"
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks_of(page: str, language: str) -> list[str]:
+    """The contents of the page's fenced blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", text_of(page), re.DOTALL | re.MULTILINE)
+
+
+def code_spans(page: str) -> list[str]:
+    """What stands in single backticks, outside of fenced blocks."""
+    prose = re.sub(r"^```.*?^```$", "", text_of(page), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"`([^`\n]+)`", prose)
+
+
+def typed_commands(page: str) -> Iterator[list[str]]:
+    """Every command that a reader could type, as words: lines of shell blocks, and code spans that begin like one."""
+    lines = [line for block in blocks_of(page, "sh") for line in block.splitlines()]
+    spans = [span for span in code_spans(page) if re.match(r"(cheetah|make) \w", span)]
+    for line in [*lines, *spans]:
+        if words := shlex.split(line, comments=True):
+            yield words
+
+
+def cheetah_command() -> TyperGroup:
+    command = typer.main.get_command(app)
+    assert isinstance(command, TyperGroup)
+    return command
+
+
+def refusal_of(arguments: list[str]) -> str:
+    """What the command line would refuse in `cheetah ARGUMENTS`, or ""; nothing is run."""
+    name, *rest = arguments
+    command = cheetah_command().commands.get(name)
+    if command is None:
+        return f"no command {name}"
+    if not rest:  # a name alone speaks of the command, it does not call it
+        return ""
+    try:
+        command.make_context(name, rest)
+    except Exception as refusal:  # click's own class, of which typer may carry a copy
+        return str(refusal) or type(refusal).__name__
+    return ""
+
+
+def makefile_targets() -> set[str]:
+    return set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", text_of(page))
+    missing = [target for target in targets if "://" not in target and not (ROOT / target).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_are_named_exist(page: str) -> None:
+    named = [span for span in code_spans(page) if re.fullmatch(r"[\w.-]+(/[\w.-]*)+", span)]
+    ours = [span for span in named if span.split("/")[0] in FOLDERS]
+    assert [span for span in ours if not (ROOT / span).exists()] == []
+    assert ours or page == "CHANGELOG.md"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_can_be_typed(page: str) -> None:
+    problems = []
+    for program, *arguments in typed_commands(page):
+        if program == "cheetah":
+            if refusal := refusal_of(arguments):
+                problems.append(f"cheetah {shlex.join(arguments)}: {refusal}")
+        elif program == "make":
+            problems += [f"make {name}" for name in arguments if name not in makefile_targets()]
+    assert problems == []
+
+
+def test_a_command_that_does_not_exist_is_seen() -> None:
+    for arguments in (["brew", "tea"], ["run", "demo", "--no-such-option"], ["inspect", "demo", "--context", "many"]):
+        assert refusal_of(arguments)
+
+
+def test_options_that_are_named_exist() -> None:
+    group = cheetah_command()
+    commands = [group, *group.commands.values()]
+    known = {name for command in commands for parameter in command.params for name in parameter.opts} | {"--help"}
+    named = {span for page in PAGES for span in code_spans(page) if span.startswith("--")}
+    assert named and not named - known
+
+
+def test_every_command_is_in_the_readme() -> None:
+    rows = set(re.findall(r"^\| `cheetah (\w+) ", README, re.MULTILINE))
+    assert rows == set(cheetah_command().commands)
+
+
+def test_the_first_commands_are_targets_of_the_makefile() -> None:
+    first = [words for words in typed_commands("README.md")][:2]
+    assert first == [["make", "demo"], ["make", "test"]]
+    recipe = re.search(r"^demo:.*\n\t\$\(BIN\)/cheetah (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert recipe is not None
+    assert refusal_of(shlex.split(recipe.group(1))) == ""
+
+
+def test_extras_that_are_installed_exist() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = re.findall(r"pip install '\S*\[(\w+)\]'", README)
+    assert asked and set(asked) <= set(project["optional-dependencies"])
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_python_compiles(page: str) -> None:
+    for number, block in enumerate(blocks_of(page, "python")):
+        compile(block, f"{page}, block {number}", "exec")
+
+
+@pytest.mark.compiler
+def test_the_python_of_the_readme_runs() -> None:
+    (block,) = blocks_of("README.md", "python")
+    done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "red kite" in done.stdout and "keys and values" in done.stdout
+
+
+@pytest.mark.parametrize("model", [name for name in PRESET_NAMES if name != "demo"])
+def test_memory_in_the_readme(model: str) -> None:
+    memory = README[README.index("## Memory") :]
+    row = re.findall(r"([\d.]+) [GK]B", memory[memory.index(f"| {model} |") :].splitlines()[0])
+    estimate = memory_estimate(preset(model), max_context=8192, logits_rows=64)
+    parts = [estimate.bytes_of(label) / 2**30 for label in ("weights", "embedding", "keys and values")]
+    counted = [*parts[:2], estimate.kv_bytes_per_token / 2**10, parts[2], estimate.total_bytes / 2**30]
+    assert [float(figure) for figure in row] == pytest.approx(counted, rel=0.01)
+
+
+def test_shared_memory_in_the_architecture() -> None:
+    config, gpu = preset("llama-3.1-8b"), gpu_named("h200")
+    shared = shared_map(model_shape(config), choose_plan(config, gpu), gpu)
+    sizes = {region.name: region.nbytes for region in shared.regions if region.over is None}
+    table = ARCHITECTURE[ARCHITECTURE.index("| region | bytes |") :].split("\n\n")[0]
+    rows = re.findall(r"^\| ([a-z_, ]+) \| (\d+) \|", table, re.MULTILINE)
+    named = {name: int(size) for names, size in rows for name in [names]}
+    assert {names: sum(sizes.pop(name) for name in names.split(", ")) for names in named} == named
+    assert not sizes, "regions that the page does not name"
+
+
+def table_module() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("table", ROOT / "benchmarks" / "table.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_speeds_are_those_of_records() -> None:
+    table = table_module()
+    records = table.read_records(sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")))
+    allowed = {table.speed_row(record) for record in records}
+    written = README[README.index("<!-- speeds") : README.index("<!-- end of speeds -->")].splitlines()[3:]
+    assert len(written) >= 6
+    assert [row for row in written if NOT_YET not in row and row not in allowed] == []
+
+
+def test_a_record_makes_a_row() -> None:
+    record = {"system": "cheetah", "model": "m", "context": 128, "tokens_per_s": 281.44, "ms_per_step": 3.5532}
+    record |= {"gb_per_s": 4229.0, "ceiling_gb_per_s": 4719.6, "share": 0.89606}
+    assert table_module().speed_rows([record]) == ["| m | 128 | 281 | 3.553 | 4229 | 4720 | 89.6 % |"]
