@@ -96,7 +96,7 @@ def draw(columns: Mapping[str, Lines]) -> Figure:
         for label, records in lines.items():
             _draw_speed(speeds, label, records, colours[label])
             _draw_share(shares, label, records, colours[label])
-        _finish(speeds, shares)
+        _finish(speeds, shares, {record["context"] for records in lines.values() for record in records})
     panels[0, 0].set_ylabel("tokens/s")
     panels[1, 0].set_ylabel("share of the read ceiling, %")
     return figure
@@ -118,9 +118,9 @@ def _draw_share(axes: Axes, label: str, records: Sequence[Record], colour: str) 
     axes.plot([record["context"] for record in known], shares, label=label, color=colour, marker="o", ms=4)
 
 
-def _finish(speeds: Axes, shares: Axes) -> None:
-    shares.set_xscale("symlog", base=2, linthresh=16)
-    shares.xaxis.set_major_formatter("{x:.0f}")
+def _finish(speeds: Axes, shares: Axes, contexts: set[int]) -> None:
+    shares.set_xscale("symlog", base=2, linthresh=16)  # context 0 has a place
+    shares.set_xticks(sorted(contexts), [str(context) for context in sorted(contexts)], rotation=45)
     shares.set_xlabel("context, tokens")
     speeds.set_ylim(bottom=0)
     shares.set_ylim(0, 100)
