@@ -44,7 +44,7 @@ def spans() -> Spans:
     first = [
         phase(0, 1, 10, first_chunk=2, last_chunk=9),
         phase(10, 13, 20, first_chunk=13, last_chunk=17, attended=18),
-        phase(20, 24, 30, first_chunk=24, last_chunk=29),
+        phase(21, 24, 30, first_chunk=24, last_chunk=29),  # after a rendezvous: that was waiting too
         phase(30, 32, 40, first_chunk=33, last_chunk=38, attended=39),
         phase(40, 45, 100, first_chunk=45, last_chunk=99),
     ]
@@ -200,9 +200,13 @@ def test_the_demos_stamps(sync: str) -> None:
     products = [kind_of(name) not in ("attention", "sampling") for name in phases]
     for earlier, later in ((begin, ready), (ready, first), (first, last), (last, done)):
         assert (earlier <= later)[..., products].all()
+    many_chunks = [kind_of(name) in ("gate_up", "head") for name in phases]
+    assert (last - first > first - ready)[..., many_chunks].all()  # not each chunk's, but the first one's
     is_attention = [kind_of(name) == "attention" for name in phases]
     assert ((begin <= attended) & (attended <= done))[..., is_attention].all()
-    assert not np.isnan(spans.ready[..., [kind_of(name) == "sampling" for name in spans.names]]).any()
+    has_input = ~np.isnan(spans.ready)
+    assert has_input[..., [kind_of(name) == "sampling" for name in spans.names]].all()
+    assert has_input[..., [kind_of(name) == "attention" for name in spans.names]].any(axis=1).all()
     assert [kind.kind for kind in summarise(spans).kinds] == [
         *("qkv", "attention", "merge", "o", "gate_up", "down"),
         *("head", "sampling"),
