@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import platform
 import re
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +35,7 @@ from cheetah.runtime.device.interface import (
     check_size_and_fill,
 )
 
+COMPILING_IS_TOLD_AFTER_S = 0.3  # a kernel from the cache is there sooner
 BLOCKS = 4  # what `describe` says, and what suits two processor cores; any other number runs too
 SHARED_BYTES = 227 * 1024
 ALIGNMENT = 256
@@ -118,7 +121,8 @@ class EmulatorDevice:
         self._check_usable()
         manifest.check_text(text)
         parameters = [(parameter.name, parameter.ctype) for parameter in manifest.parameters]
-        return EmulatorKernel(manifest, compile_program(text, manifest.kernel, parameters))
+        with _told_if_slow(self._say, f"compiling {manifest.kernel} for the emulator (g++)..."):
+            return EmulatorKernel(manifest, compile_program(text, manifest.kernel, parameters))
 
     def allocate(self, nbytes: int, fill: int | None = None) -> EmulatorBuffer:
         self._check_usable()
@@ -188,3 +192,14 @@ def _aligned_bytes(nbytes: int, fill: int) -> NDArray[np.uint8]:
     array = memory[start : start + nbytes]
     array[:] = fill
     return array
+
+
+@contextmanager
+def _told_if_slow(say: Say, line: str) -> Iterator[None]:
+    """Says the line while the body runs, if that takes noticeably long."""
+    timer = threading.Timer(COMPILING_IS_TOLD_AFTER_S, say, [line])
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -131,3 +132,23 @@ def test_what_it_is() -> None:
     info = open_device("emulator").describe()
     assert info.backend == "emulator" and info.shared_bytes == 227 * 1024
     assert 0 < info.free_bytes <= info.total_bytes
+
+
+def test_only_slow_compiling_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    spoken = threading.Event()
+
+    def say(line: str) -> None:
+        said.append(line)
+        spoken.set()
+
+    def compile_slowly(*_: object) -> object:
+        assert spoken.wait(10)
+        return object()
+
+    monkeypatch.setattr("cheetah.emulator.compile_program", lambda *_: object())
+    EmulatorDevice(say).load(TEXT, manifest())
+    assert said == []
+    monkeypatch.setattr("cheetah.emulator.compile_program", compile_slowly)
+    EmulatorDevice(say).load(TEXT, manifest())
+    assert said == ["compiling scale for the emulator (g++)..."]
