@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from cheetah.emulator import SCHEDULERS
 from cheetah.models.llama.config import DEMO_FOLDER
 from cheetah.models.llama.reference import Reference
 from cheetah.models.llama.rope import Rope
@@ -84,6 +85,18 @@ def test_the_reference_is_a_sharp_measure() -> None:
 def test_demo_model_teacher_forced_and_greedy(sync: str, text: str) -> None:
     prompt = Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json")).encode(text).ids
     follow(open_checkpoint(DEMO_FOLDER), prompt, 64, {"blocks": 4, "sync": sync, "math_warps": 4})
+
+
+def test_demo_model_on_as_many_blocks_as_an_h200_has() -> None:
+    """Most of them have nothing to do in most phases."""
+    demo = open_checkpoint(DEMO_FOLDER)
+    rig = Rig(demo, blocks=132)
+    ids = token_ids(12, demo.config.vocab_size)
+    for scheduler in SCHEDULERS:
+        session = rig.session(scheduler, 1)
+        assert relative_error(session.score(ids), float32_logits(demo, ids)) < LOGITS
+        session.launcher.restart()
+        session.generate(ids[:6], 3)  # the first five steps leave the head out
 
 
 @pytest.mark.parametrize("number", [0, pytest.param(3, marks=pytest.mark.slow)])
