@@ -199,6 +199,23 @@ class CudaDriver:
         else:
             self._call("cuLaunchKernel", function, *shape, 0)
 
+    def begin_capture(self, stream: Any) -> None:
+        # Thread-local: what other threads do with the driver meanwhile is none of this capture's business.
+        self._call("cuStreamBeginCapture", stream, self._api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+
+    def end_capture(self, stream: Any) -> Any:
+        recorded = self._call("cuStreamEndCapture", stream)
+        try:
+            return self._call("cuGraphInstantiate", recorded, 0)
+        finally:
+            self._api.cuGraphDestroy(recorded)  # its status is nothing beside an error of the call before
+
+    def launch_graph(self, graph: Any, stream: Any) -> None:
+        self._call("cuGraphLaunch", graph, stream)
+
+    def free_graph(self, graph: Any) -> None:
+        self._call("cuGraphExecDestroy", graph)
+
     def abandon(self) -> None:
         """Nothing to do: these bindings free nothing by themselves."""
 

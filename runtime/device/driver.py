@@ -15,6 +15,7 @@ from cheetah.runtime.device.interface import DeviceError, DeviceInfo
 Stream = Any
 DriverEvent = Any
 Function = Any
+GraphHandle = Any
 
 
 class DriverError(DeviceError):
@@ -84,3 +85,19 @@ class Driver(Protocol):
 
     def close(self) -> None:
         """Give back streams, events, pinned memory, modules and the context."""
+
+
+class GraphDriver(Driver, Protocol):
+    """A driver that can also record launches and start them again together. Of the bindings, cuda-bindings alone."""
+
+    def begin_capture(self, stream: Stream) -> None:
+        """From now on the stream's work is recorded, not done."""
+
+    def end_capture(self, stream: Stream) -> GraphHandle:
+        """The recorded work, ready to be launched; DriverError if something in it cannot be recorded."""
+
+    def launch_graph(self, graph: GraphHandle, stream: Stream) -> None:
+        """Start the recorded work; returns at once."""
+
+    def free_graph(self, graph: GraphHandle) -> None:
+        """Give it back."""

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -17,7 +17,7 @@ from cheetah.manifest import Manifest
 from cheetah.runtime.compile import compile_cubin
 from cheetah.runtime.cubin import Cubin
 from cheetah.runtime.device.arguments import check_arguments
-from cheetah.runtime.device.driver import Driver, DriverError, DriverEvent, Function
+from cheetah.runtime.device.driver import Driver, DriverError, DriverEvent, Function, GraphDriver
 from cheetah.runtime.device.interface import (
     Argument,
     ArgumentError,
@@ -92,6 +92,21 @@ class StreamBuffer:
         self._release()
 
 
+class StreamGraph:
+    """Recorded launches of a StreamDevice; made by its `capture`. Keeps the buffers that they use."""
+
+    def __init__(
+        self, device: StreamDevice, handle: Any, launches: list[Mapping[str, Argument]], last: _LastLaunch | None
+    ) -> None:
+        self.device, self.handle, self.launches, self.last = device, handle, launches, last
+        self._release = weakref.finalize(self, device.free_graph, handle)
+        self._release.atexit = False  # as for buffers
+
+    def launch(self) -> None:
+        """Make the launches again, with the arguments that they had; returns at once."""
+        self.device.launch_graph(self)
+
+
 class StreamDevice:
     """A `Device` (see there for the meaning of each method) over a `Driver`, with one stream for all work."""
 
@@ -105,6 +120,7 @@ class StreamDevice:
         self._to_free: list[int] = []
         self._spare_events: list[DriverEvent] = []
         self._last: _LastLaunch | None = None
+        self._captured: list[Mapping[str, Argument]] | None = None  # arguments of what is being captured
         with self._in_use():
             self._stream = driver.new_stream()
             self._completion = driver.new_event(timing=False)
@@ -196,8 +212,47 @@ class StreamDevice:
             self._check_owner(argument.parameter.name, argument.value)
         with self._in_use():
             self._driver.launch(kernel.function, kernel.manifest.launch, checked, self._stream)
+        if self._captured is not None:
+            self._captured.append(arguments)
         self._is_busy = True
         self._last = _LastLaunch.of(kernel.manifest, arguments)
+
+    def capture(self, work: Callable[[], None]) -> StreamGraph:
+        """The launches that `work` makes on this device, to be made again together and at once. None is made now.
+
+        `work` launches kernels, no more: copies, events and waiting cannot be recorded. DeviceError says what cannot,
+        and where the driver has no graphs: of the devices, cuda alone has.
+        """
+        if not hasattr(self._driver, "begin_capture"):
+            raise DeviceError(f"device {self.name} cannot capture a graph: use device cuda")
+        driver = cast(GraphDriver, self._driver)
+        self._captured = []
+        with self._in_use():
+            driver.begin_capture(self._stream)
+            try:
+                work()
+            except BaseException:
+                with contextlib.suppress(DriverError):  # what `work` raised says more
+                    driver.free_graph(driver.end_capture(self._stream))
+                raise
+            finally:
+                launches, self._captured = self._captured, None
+            return StreamGraph(self, driver.end_capture(self._stream), launches, self._last)
+
+    def launch_graph(self, graph: StreamGraph) -> None:
+        """For graphs."""
+        driver = cast(GraphDriver, self._driver)
+        with self._in_use():
+            driver.launch_graph(graph.handle, self._stream)
+        self._is_busy = True
+        self._last = graph.last
+
+    def free_graph(self, handle: Any) -> None:
+        """For graphs; nothing once the device is unusable or closed."""
+        driver = cast(GraphDriver, self._driver)
+        if self._unusable is None:
+            with self._in_use():
+                driver.free_graph(handle)
 
     def _check_owner(self, name: str, value: Argument) -> None:
         if isinstance(value, (int, float)) or value is None:

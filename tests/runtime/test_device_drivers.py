@@ -110,6 +110,17 @@ def test_only_a_cooperative_launch_is_one() -> None:
     assert [call for call, _ in api.calls if "Launch" in call] == ["cuLaunchKernel"]
 
 
+def test_what_was_recorded_is_given_back_even_if_it_cannot_be_instantiated() -> None:
+    api = FakeApi(cuGraphInstantiate=(Result.CUDA_ERROR_OUT_OF_MEMORY, None))
+    api.CUstreamCaptureMode = types.SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
+    driver = CudaDriver(api, 0)
+    driver.begin_capture("stream")
+    with pytest.raises(DriverError, match="cuGraphInstantiate failed"):
+        driver.end_capture("stream")
+    calls = [call for call, _ in api.calls if "Graph" in call or "Capture" in call]
+    assert calls == ["cuStreamBeginCapture", "cuStreamEndCapture", "cuGraphInstantiate", "cuGraphDestroy"]
+
+
 @pytest.mark.skipif(importlib.util.find_spec("cuda") is None, reason="cuda-bindings is not installed")
 def test_the_real_bindings_accept_every_call_that_we_make() -> None:
     """Without a driver they answer that libcuda is missing, but only after they have taken the arguments."""
@@ -148,6 +159,11 @@ def test_the_real_bindings_accept_every_call_that_we_make() -> None:
         lambda: driver.blocks_per_sm(function, LAUNCH),
         lambda: driver.launch(function, LAUNCH, ARGUMENTS, stream),
         lambda: driver.launch(function, Launch(1, 32, 0, cooperative=False), ARGUMENTS, stream),
+        lambda: driver.begin_capture(stream),
+        lambda: driver.end_capture(stream),
+        lambda: driver._call("cuGraphInstantiate", api.CUgraph(0), 0),
+        lambda: driver.launch_graph(api.CUgraphExec(0), stream),
+        lambda: driver.free_graph(api.CUgraphExec(0)),
         lambda: cuda_module._name(api, driver._device),
         lambda: cuda_module._arch(api, driver._device),
         lambda: driver._call("cuDevicePrimaryCtxRetain", driver._device),

@@ -430,3 +430,88 @@ def test_what_belongs_to_another_device_is_refused() -> None:
     freed.free()
     with pytest.raises(ArgumentError, match="has been freed"):
         device.launch(kernel, {"progress": freed, "n": 0})
+
+
+class GraphDriver(FakeDriver):
+    """A FakeDriver whose streams can be captured: what is launched meanwhile waits for `launch_graph`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.freed: list[Any] = []
+
+    def begin_capture(self, stream: FakeStream) -> None:
+        stream.before, stream.work = stream.work, deque()  # type: ignore[attr-defined]
+
+    def end_capture(self, stream: FakeStream) -> tuple[Callable[[], None], ...]:
+        recorded, stream.work = tuple(stream.work), stream.before  # type: ignore[attr-defined]
+        return recorded
+
+    def launch_graph(self, graph: tuple[Callable[[], None], ...], stream: FakeStream) -> None:
+        stream.work.extend(graph)
+
+    def free_graph(self, graph: tuple[Callable[[], None], ...]) -> None:
+        self.freed.append(graph)
+
+
+def capturing() -> tuple[StreamDevice, GraphDriver, Callable[[int], None], list[int]]:
+    """A device, its driver, a function that launches a kernel with a number, and the numbers of launches that ran."""
+    driver, ran = GraphDriver(), list[int]()
+    driver.kernel = lambda stream, values: ran.append(values[1])
+    device = opened(driver)[0]
+    kernel, buffer = device.load(TEXT, manifest()), device.allocate(16, fill=0)
+    return device, driver, lambda n: device.launch(kernel, {"progress": buffer, "n": n}), ran
+
+
+def test_captured_launches_run_when_the_graph_is_launched_each_time() -> None:
+    device, _, launch, ran = capturing()
+    launch(1)
+    graph = device.capture(lambda: [launch(n) for n in (2, 3)] and None)
+    launch(4)
+    graph.launch()
+    launch(5)
+    graph.launch()
+    device.synchronize()
+    assert ran == [1, 4, 2, 3, 5, 2, 3]
+
+
+def test_a_graph_keeps_its_buffers_and_is_given_back() -> None:
+    device, driver, launch, _ = capturing()
+    kernel = device.load(TEXT, manifest())
+    graph = device.capture(lambda: device.launch(kernel, {"progress": device.allocate(16), "n": 1}))
+    device.synchronize()
+    gc.collect()
+    assert len(driver.live) == 2 and not driver.freed
+    del graph
+    launch(2)  # the last launch's progress may be asked for: its buffer is kept too
+    device.synchronize()
+    gc.collect()
+    assert len(driver.live) == 1 and len(driver.freed) == 1
+
+
+def test_work_that_fails_ends_the_capture() -> None:
+    device, driver, launch, ran = capturing()
+
+    def work() -> None:
+        launch(1)
+        raise KeyError("in the middle")
+
+    with pytest.raises(KeyError, match="in the middle"):
+        device.capture(work)
+    launch(2)
+    device.synchronize()
+    assert ran == [2] and len(driver.freed) == 1
+
+
+def test_a_driver_without_graphs_says_so() -> None:
+    with pytest.raises(DeviceError, match="device fake cannot capture a graph: use device cuda"):
+        opened()[0].capture(lambda: None)
+
+
+def test_a_graph_that_hangs_is_reported_as_its_last_launch() -> None:
+    device, driver, launch, _ = capturing()
+    driver.kernel = hanging([1, 0, 1, 1])
+    graph = device.capture(lambda: launch(3))
+    graph.launch()
+    with pytest.raises(LaunchTimeout, match="kernel step did not finish within 0.01 s") as caught:
+        device.synchronize(timeout_s=0.01)
+    assert caught.value.progress == (1, 0, 1, 1)
