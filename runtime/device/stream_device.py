@@ -217,7 +217,7 @@ class StreamDevice:
         self._is_busy = True
         self._last = _LastLaunch.of(kernel.manifest, arguments)
 
-    def capture(self, work: Callable[[], None]) -> StreamGraph:
+    def capture(self, work: Callable[[], object]) -> StreamGraph:
         """The launches that `work` makes on this device, to be made again together and at once. None is made now.
 
         `work` launches kernels, no more: copies, events and waiting cannot be recorded. DeviceError says what cannot,
