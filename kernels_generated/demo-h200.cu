@@ -3,7 +3,7 @@
 //
 // model: hidden 128, ffn 320, vocab 512, heads 4, kv_heads 2, head_dim 64, layers 3
 // machine: h200, 132 blocks of 288 threads: 8 math warps, one copies
-// plan: math_warps 8, stage_bytes 16384, stages 13, in_flight 4, sync flags, page_size 16, max_context 512, batch 1, max_steps 64, kv_align 16, kv_chunk_min 256, start_qkv 124, start_residual 0, start_gate_up 124, start_head 124, trace False
+// plan: math_warps 8, stage_bytes 16384, stages 13, in_flight 3, sync flags, page_size 16, max_context 512, batch 1, max_steps 64, kv_align 16, kv_chunk_min 256, start_qkv 124, start_residual 0, start_gate_up 124, start_head 124, trace False
 // weights read a step: 1458176 bytes, in 442368 a layer
 // shared memory:
 //     offset    bytes  region
@@ -98,8 +98,12 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
 }
 
 __device__ __forceinline__ void bulk_copy(void* destination, const void* source, uint32_t bytes, uint64_t* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-    :: "r"(shared_address(destination)), "l"(source), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+    "[%0], [%1], %2, [%3], %4;"
+    :: "r"(shared_address(destination)), "l"(source), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+    : "memory");
 }
 
 __device__ __forceinline__ void fence_proxy_async() {
@@ -288,7 +292,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
       uint32_t plan_index = 0;
       uint32_t fill_stage = 0;
       uint32_t fill_parity = 1;
-      uint32_t landed_stage = 9;
+      uint32_t landed_stage = 10;
       uint32_t landed_parity = 1;
       for (uint32_t step = 0; step < steps; ++step) {
         uint32_t following = plan_index + 1;

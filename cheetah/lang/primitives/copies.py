@@ -75,10 +75,14 @@ bulk_copy_unchecked = declare(
     "bulk_copy",
     ty.void,
     """
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-      :: "r"(shared_address(destination)), "l"(source), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;"
+      :: "r"(shared_address(destination)), "l"(source), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
     """,
-    "asynchronous copy from global to shared memory; its bytes count on the barrier",
+    "asynchronous copy of what is read once from global to shared memory; its bytes count on the barrier",
     requires=("shared_address",),
     destination=ANY_MUT,
     source=ANY,
