@@ -1,0 +1,206 @@
+"""A deep linear network, y = W[n-1] ... W[1] W[0] x, of square bf16 matrices, written with the building blocks.
+
+Activations are bf16 between layers, sums f32. One kernel runs all layers and passes the vector through an exchange
+(fused), or one layer (unfused: the vectors lie in plain memory, and the launches' order is their order).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from benchmarks.studies.kernels import Text, finish_kernel
+from cheetah import lang as ch
+from cheetah.blocks.exchange import make_exchange
+from cheetah.blocks.machine import Machine, emit_roles, start_machine
+from cheetah.blocks.matvec import Matvec, Rows
+from cheetah.blocks.ring import Ring
+from cheetah.blocks.vector import UNIT, load_vector
+from cheetah.lang import prim, ty
+from cheetah.plan import STRIP_ROWS, Gpu, MatrixLayout, ModelShape, default_plan, shared_map
+
+FUSED_PARAMETERS = ch.Params(
+    weights=ty.ptr(ty.u8),
+    x=ty.ptr(ty.bf16),
+    y=ty.ptr_mut(ty.u32),
+    exchange=ty.ptr_mut(ty.u8),
+    epochs=ty.ptr_mut(ty.u32),
+    first_layer=ty.u32,
+    layers=ty.u32,
+)
+UNFUSED_PARAMETERS = ch.Params(weights=ty.ptr(ty.u8), x=ty.ptr(ty.bf16), y=ty.ptr_mut(ty.u32), first_layer=ty.u32)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """overlap: the copy warp runs ahead of the exchange; else it waits for a layer's input before it fetches weights.
+
+    sync: how blocks exchange the vector (see `cheetah.plan`)."""
+
+    name: str
+    fused: bool = True
+    overlap: bool = True
+    sync: str = "flags"
+
+
+VARIANTS = (
+    Variant("unfused", fused=False),
+    Variant("fused", overlap=False),
+    Variant("fused, overlap"),
+    Variant("fused, grid barrier", overlap=False, sync="barrier"),
+    Variant("fused, overlap, grid barrier", sync="barrier"),
+)
+
+
+@dataclass(frozen=True)
+class LinearKernel:
+    """A kernel of one variant, and where the weights of a layer lie: layer l begins at byte l * layout.total_bytes.
+
+    Parameters: weights; x, y bf16 [size]; first_layer, the number of the chain's first layer in `weights`; of the
+    fused kernel alone: layers, exchange (zeroed once) and epochs u32 [blocks], all 1 before the first launch.
+    """
+
+    variant: Variant
+    layout: MatrixLayout
+    exchange_bytes: int
+    text: Text
+
+
+def linear_kernel(size: int, gpu: Gpu, variant: Variant, **plan_fields: Any) -> LinearKernel:
+    """The kernel for matrices [size, size] (a multiple of 32). Any number of layers runs with it."""
+    assert size % 32 == 0, size
+    shape = ModelShape(size, size, STRIP_ROWS, 1, 1, 64, 1)
+    plan = default_plan(gpu, **vars(shape), sync=variant.sync, **plan_fields)
+    layout = MatrixLayout("w", size, size, gpu.blocks, plan.stage_bytes)
+    parameters = FUSED_PARAMETERS if variant.fused else UNFUSED_PARAMETERS
+    shared = shared_map(shape, plan, gpu)
+    exchange_bytes = 0
+
+    @ch.kernel(parameters, name="deep_linear", max_threads=plan.threads)
+    def deep_linear(**arguments: Any) -> None:
+        nonlocal exchange_bytes
+        machine = start_machine(shape, plan, gpu, shared)
+        network = DeepLinear(machine, layout, variant, SimpleNamespace(**arguments))
+        exchange_bytes = network.exchange_bytes
+        network.emit()
+
+    text = finish_kernel(deep_linear, gpu, plan, shared.total_bytes, cooperative=variant.fused)
+    return LinearKernel(variant, layout, exchange_bytes, text)
+
+
+class DeepLinear:
+    """The program of a launch. `launch` has the kernel's parameters by name."""
+
+    def __init__(self, machine: Machine, layout: MatrixLayout, variant: Variant, launch: SimpleNamespace) -> None:
+        self.machine, self.layout, self.variant, self.launch = machine, layout, variant, launch
+        self.ring = Ring(machine)
+        self.matvec = Matvec(machine, self.ring, launch.weights)
+        # Layers take turns with two halves. Who publishes a layer's rows has all rows of the layer before, so all
+        # blocks have read the half that is written now.
+        sizes = {"vector": layout.padded_columns}
+        self.exchange = make_exchange(machine, launch.exchange, sizes) if variant.fused else None
+        self.exchange_bytes = 0 if self.exchange is None else type(self.exchange).size_bytes(sizes)
+
+    @ch.inline
+    def emit(self) -> None:
+        """Set up, then the layers."""
+        machine, launch = self.machine, self.launch
+        self._set_up()
+        if self.exchange is None:
+            self._copy(launch.first_layer)
+            with machine.math:
+                self._multiply(self._read_input, self._store)
+        else:
+            with machine.math:
+                epoch = ch.const(ty.u32, launch.epochs[machine.block])
+                self.exchange.start()
+            with ch.roles_for(machine.roles, launch.layers, name="layer") as layer:
+                self._fused_layer(layer, epoch)
+            with machine.math:
+                machine.meet()  # every thread has read the epoch
+                with ch.if_(machine.thread == 0):
+                    launch.epochs[machine.block] = epoch + launch.layers
+        emit_roles(machine)
+
+    @ch.inline
+    def _set_up(self) -> None:
+        input_there = self.machine.region("step_done", ty.u64)
+        self.input_there = input_there
+        with ch.if_(self.machine.thread == 0):
+            self.ring.initialise()
+            prim.mbarrier_init(input_there, 1)
+            prim.mbarrier_fence_init()
+        prim.block_barrier()  # orders the barriers' initialisation before their first use by either role
+        self.ring.start()
+
+    @ch.inline
+    def _fused_layer(self, layer: Any, epoch: Any) -> None:
+        machine, exchange = self.machine, self.exchange
+        assert exchange is not None
+        with machine.copy:
+            if not self.variant.overlap:
+                ch.comment("no weights are fetched before their input is there")
+                with ch.if_((layer > 0) & self._owns_rows()):
+                    prim.mbarrier_wait(self.input_there, (layer + 1) % 2)
+        self._copy(self.launch.first_layer + layer)
+        with machine.math:
+            words = self.layout.padded_columns // 2
+            threads = machine.math_threads
+
+            def read(data: Any, unit: Any, count: int) -> None:
+                with ch.if_(layer == 0):
+                    self._read_input(data, unit, count)
+                with ch.else_():
+                    first = (layer + 1) % 2 * (words // 4) + unit
+                    exchange.read_units("vector", data, first, threads, count, epoch + layer - 1)
+
+            def publish(rows: Rows, pair: Any) -> None:
+                with ch.if_(layer + 1 == self.launch.layers):
+                    self._store(rows, pair)
+                with ch.else_():
+                    place = layer % 2 * words + self._word_of(rows)
+                    exchange.publish("vector", place, pair, epoch + layer)
+
+            self._multiply(read, publish, layer)
+            exchange.meet()
+
+    @ch.inline
+    def _copy(self, layer: Any) -> None:
+        with self.machine.copy:
+            offset = ty.u64(layer) * self.layout.total_bytes
+            self.matvec.copy(self.layout, offset)
+
+    @ch.inline
+    def _multiply(self, read: Any, publish: Any, layer: Any = None) -> None:
+        """One layer's product: `publish(rows, pair)` gets a bf16 pair on each even lane of the first 16."""
+        machine, layout = self.machine, self.layout
+
+        def finish(rows: Rows) -> None:
+            neighbour = prim.shuffle_xor_f32(rows.sum, 1)
+            pair = prim.pack_bf16x2(rows.sum, neighbour)
+            with ch.if_((rows.lane < STRIP_ROWS) & (rows.lane % 2 == 0)):
+                publish(rows, pair)
+
+        with ch.if_(self._owns_rows()):
+            load_vector(machine, layout.padded_columns, layout.padded_columns, read)
+            if layer is not None and not self.variant.overlap:
+                with ch.if_((machine.thread == 0) & (layer > 0)):
+                    prim.mbarrier_arrive(self.input_there)
+        self.matvec.multiply(layout, finish)
+
+    def _owns_rows(self) -> Any:
+        return self.layout.position(self.machine.block) < self.layout.strips
+
+    def _read_input(self, data: Any, unit: Any, count: int) -> None:
+        """Units of the launch's input, which nobody writes meanwhile."""
+        with ch.for_(count, unroll=True, name="number") as number:
+            place = (unit + number * self.machine.math_threads) * UNIT
+            data[number] = prim.load_constant_u32x4(self.launch.x + place)
+
+    @staticmethod
+    def _word_of(rows: Rows) -> Any:
+        return (rows.strip * STRIP_ROWS + rows.lane) // 2
+
+    def _store(self, rows: Rows, pair: Any) -> None:
+        self.launch.y[self._word_of(rows)] = pair
