@@ -21,10 +21,11 @@ from cheetah.models.llama.config import LlamaConfig
 from cheetah.models.llama.rope import rope_table
 from cheetah.models.llama.weights import model_shape, pack_all
 from cheetah.plan import GPUS, Gpu, Plan, StepMatrices, gpu_named, step_matrices
-from cheetah.runtime.device import open_device, say_to_stderr
+from cheetah.runtime.device import Say, open_device, say_to_stderr
 from cheetah.runtime.kv_cache import CachedSequence, PagePool
 from cheetah.runtime.launcher import Launcher
 from cheetah.runtime.memory import LABELS, MemoryEstimate, memory_of_buffers, size_text
+from cheetah.runtime.tuned import with_tuned
 
 if TYPE_CHECKING:
     from cheetah.runtime.device.interface import Buffer, Device, DeviceInfo
@@ -98,16 +99,23 @@ def assemble(
     overrides: Mapping[str, Any] | None = None,
     timeout_s: float | None = None,
     generate_kernel: GenerateKernel | None = None,
+    tuned: bool = True,
     quiet: bool = False,
 ) -> Assembly:
-    """Everything that is needed to launch. `overrides`: fields of the plan. What was taken is given back on failure."""
+    """Everything that is needed to launch. What was taken is given back on failure.
+
+    overrides: fields of the plan. tuned: take what `cheetah tune` found for the others, where they allow it.
+    """
     opened = _open_device(device, quiet)
     owns_device = opened is not device
     buffers: dict[str, Buffer] = {}
     try:
         info = opened.describe()
         machine = choose_gpu(info, gpu)
-        generated = (generate_kernel or _own_generator())(weights.config, machine.name, **(overrides or {}))
+        plan = dict(overrides or {})
+        if tuned:
+            plan = with_tuned(weights.config, machine, info.name, plan, _say(quiet))
+        generated = (generate_kernel or _own_generator())(weights.config, machine.name, **plan)
         manifest = generated.manifest
         check_packing(weights.config, manifest)
         memory = memory_needed(weights.config, manifest)
@@ -139,7 +147,11 @@ def _own_generator() -> GenerateKernel:
 def _open_device(device: str | Device | None, quiet: bool) -> Device:
     if device is not None and not isinstance(device, str):
         return device
-    return open_device(device, say=(lambda line: None) if quiet else say_to_stderr)
+    return open_device(device, say=_say(quiet))
+
+
+def _say(quiet: bool) -> Say:
+    return (lambda line: None) if quiet else say_to_stderr
 
 
 def choose_gpu(info: DeviceInfo, wanted: str | None = None) -> Gpu:

@@ -53,6 +53,7 @@ class LLM:
     timeout_s: after so many seconds a launch is reported as hanging; by default 60 on a GPU, never on the emulator.
     quiet: neither notes nor progress on standard error.
     generate_kernel: makes the kernel; by default the project's own generator.
+    tuned: use the plan that `cheetah tune` stored for this shape and GPU, where `sync` and `plan` leave it the choice.
 
     Memory is computed, and refused if it does not fit, before anything is allocated.
     """
@@ -76,6 +77,7 @@ class LLM:
         timeout_s: float | None = None,
         quiet: bool = False,
         generate_kernel: GenerateKernel | None = None,
+        tuned: bool = True,
     ):
         from cheetah.runtime.assemble import assemble
         from cheetah.runtime.loading import open_checkpoint
@@ -98,6 +100,7 @@ class LLM:
             overrides={name: value for name, value in overrides.items() if value is not None},
             timeout_s=timeout_s,
             generate_kernel=generate_kernel,
+            tuned=tuned,
             quiet=quiet,
         )
         self.manifest = self._assembly.manifest

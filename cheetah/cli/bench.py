@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cheetah.cli.measured import MODEL_HELP, circumstances_of, measured_model, ordinal_of
+from cheetah.cli.measured import MODEL_HELP, circumstances_of, measured_model, ordinal_of, plan_for
 from cheetah.cli.options import takes_plan
 from cheetah.errors import CheetahError
 
@@ -40,6 +40,7 @@ def bench(
     gpu: Annotated[
         str | None, typer.Option(help="The machine to generate for; by default the device's.", show_default=False)
     ] = None,
+    tuned: Annotated[bool, typer.Option(help="Use what `cheetah tune` has stored for this shape and GPU.")] = True,
     revision: Annotated[
         str | None, typer.Option(help="Of a hub id: branch, tag or commit.", show_default=False)
     ] = None,
@@ -58,7 +59,10 @@ def bench(
     config, name, weights = measured_model(model, revision)
     with (
         open_device(device) as opened,
-        open_bench(config, name, weights, opened, depths, steps, gpu, ordinal_of(device), **plan) as ready,
+        open_bench(
+            *(config, name, weights, opened, depths, steps, gpu, ordinal_of(device)),
+            **plan_for(config, opened, gpu, plan, tuned),
+        ) as ready,
     ):
         circumstances = circumstances_of(name, weights, opened)
         measured = []

@@ -37,6 +37,7 @@ def generate(
     ] = False,
     compile: Annotated[bool, typer.Option(help="Compile to a cubin where a compiler is there.")] = True,
     compiler: Annotated[str, typer.Option(help="nvrtc or nvcc.")] = "nvrtc",
+    tuned: Annotated[bool, typer.Option(help="Use what `cheetah tune` has stored for this shape and GPU.")] = True,
     revision: Annotated[
         str | None, typer.Option(help="Of a hub id: branch, tag or commit.", show_default=False)
     ] = None,
@@ -45,10 +46,15 @@ def generate(
     """Write the kernel of a model, its manifest and, if a compiler is there, its cubin. Needs no GPU."""
     from rich.console import Console
 
+    from cheetah.plan import gpu_named
     from cheetah.regenerate import file_stem, generate_named, needed_options
+    from cheetah.runtime.device import say_to_stderr
+    from cheetah.runtime.tuned import with_tuned
 
     named = named_config(config, revision)
     print_notes(named.notes)
+    if tuned:
+        plan = with_tuned(named.config, gpu_named(gpu), None, plan, say_to_stderr)
     generated = generate_named(named.config, named.canonical, gpu, plan, line_marks=line_marks)
     chosen = needed_options(named.config, gpu, plan)
     stem = name or file_stem(named.stem, gpu, chosen, line_marks=line_marks)

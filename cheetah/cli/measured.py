@@ -26,6 +26,16 @@ def measured_model(name: str, revision: str | None) -> tuple[LlamaConfig, str, W
     return checkpoint.config, named_config(name, revision).canonical, checkpoint
 
 
+def plan_for(config: LlamaConfig, device: Device, gpu: str | None, plan: dict[str, Any], tuned: bool) -> dict[str, Any]:
+    """`plan`, the fields that were given, with what `cheetah tune` found for the others if `tuned`."""
+    from cheetah.runtime.assemble import choose_gpu
+    from cheetah.runtime.device import say_to_stderr
+    from cheetah.runtime.tuned import with_tuned
+
+    info = device.describe()
+    return with_tuned(config, choose_gpu(info, gpu), info.name, plan, say_to_stderr) if tuned else plan
+
+
 def ordinal_of(device: str | None) -> int:
     """Of "cuda:1" the 1."""
     return int((device or "").partition(":")[2] or 0)

@@ -50,6 +50,7 @@ def run(
     sync: Annotated[
         str | None, typer.Option(help="flags or barrier; by default the plan's.", show_default=False)
     ] = None,
+    tuned: Annotated[bool, typer.Option(help="Use what `cheetah tune` has stored for this shape and GPU.")] = True,
     revision: Annotated[
         str | None, typer.Option(help="Of a hub id: branch, tag or commit.", show_default=False)
     ] = None,
@@ -64,7 +65,7 @@ def run(
     )
     if token_ids is None:
         _refuse_text_without_tokenizer(model)
-    options: dict[str, Any] = {"device": device, "gpu": gpu, "max_context": max_context, "sync": sync}
+    options: dict[str, Any] = {"device": device, "gpu": gpu, "max_context": max_context, "sync": sync, "tuned": tuned}
     with LLM(model, revision=revision, generate_kernel=_generator(model), **options) as llm:
         _write(llm, _pieces(llm, text, token_ids, chat, params))
 

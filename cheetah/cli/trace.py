@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cheetah.cli.measured import MODEL_HELP, circumstances_of, measured_model, ordinal_of
+from cheetah.cli.measured import MODEL_HELP, circumstances_of, measured_model, ordinal_of, plan_for
 from cheetah.cli.options import takes_plan
 from cheetah.errors import CheetahError
 
@@ -50,6 +50,7 @@ def trace(
     gpu: Annotated[
         str | None, typer.Option(help="The machine to generate for; by default the device's.", show_default=False)
     ] = None,
+    tuned: Annotated[bool, typer.Option(help="Use what `cheetah tune` has stored for this shape and GPU.")] = True,
     revision: Annotated[
         str | None, typer.Option(help="Of a hub id: branch, tag or commit.", show_default=False)
     ] = None,
@@ -74,7 +75,8 @@ def trace(
     with (
         open_device(device) as opened,
         open_bench(
-            config, name, weights, opened, [context], steps, gpu, ordinal_of(device), **plan, trace=True
+            *(config, name, weights, opened, [context], steps, gpu, ordinal_of(device)),
+            **plan_for(config, opened, gpu, {**plan, "trace": True}, tuned),
         ) as ready,
     ):
         traced = ready.trace(context, steps, repetitions, warmup)
