@@ -194,7 +194,8 @@ def captured(step: Callable[[], None], reset: Callable[[], None]) -> Callable[[]
         with torch.cuda.graph(graph, stream=stream):
             step()
     torch.cuda.synchronize()
-    return graph.replay
+    replay: Callable[[], None] = graph.replay
+    return replay
 
 
 class PlainChain:
