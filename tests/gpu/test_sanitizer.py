@@ -21,7 +21,16 @@ with LLM("demo", device="cuda", sync="{sync}", quiet=True, timeout_s=float("inf"
 @pytest.mark.parametrize("tool", ["memcheck", "synccheck"])
 @pytest.mark.parametrize("sync", ["flags", "barrier"])
 def test_the_kernel_is_clean(tool: str, sync: str) -> None:
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", PROGRAM.format(sync=sync)]
+    command = [
+        "compute-sanitizer",
+        "--tool",
+        tool,
+        "--error-exitcode",
+        "9",
+        sys.executable,
+        "-c",
+        PROGRAM.format(sync=sync),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "ERROR SUMMARY: 0 errors" in done.stdout + done.stderr

@@ -89,7 +89,9 @@ def test_512_steps_are_as_near_to_float32_as_transformers_bf16(case: dict[str, A
         decoder = Decoder(assembly.launcher)
         first = decoder.score(case["ids"], assembly.logits_buffer())
         for _ in range(2):
-            assert np.array_equal(first, decoder.score(case["ids"], assembly.logits_buffer())), "bits moved between runs"
+            assert np.array_equal(first, decoder.score(case["ids"], assembly.logits_buffer())), (
+                "bits moved between runs"
+            )
     finally:
         assembly.close()
     kl = mean_kl(case["exact"], first)
