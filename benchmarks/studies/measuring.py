@@ -38,12 +38,13 @@ class StudyError(CheetahError):
 class Variant:
     """Something to time. work: launches it, `passes` times in a row. bytes_per_pass: what it must read.
 
-    error: relative L2 error of its result, already found small. about: what else its record says (kernel, plan)."""
+    error: relative L2 error of its result, already found small; None where equal tokens were asked for instead.
+    about: what else its record says (kernel, plan)."""
 
     work: Callable[[], None]
     passes: int
     bytes_per_pass: int
-    error: float
+    error: float | None
     about: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -132,7 +133,7 @@ class Study:
             "gb_per_s": digits(rate),
             "ceiling_gb_per_s": None if ceiling is None else digits(ceiling),
             "share": None if ceiling is None else digits(rate / ceiling),
-            "relative_error": digits(variant.error),
+            "relative_error": None if variant.error is None else digits(variant.error),
             "repetitions": len(milliseconds),
             "passes": variant.passes,
             **variant.about,

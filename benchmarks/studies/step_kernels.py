@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,7 +47,7 @@ class StepKernel:
 
 def fused_stack(config: LlamaConfig, gpu: Gpu, plan: Plan, stack: str) -> StepKernel:
     """One kernel for any number of layers of a stack ("attention" or "glu")."""
-    return _step_kernel(FUSED_PARAMETERS, config, gpu, plan, lambda *given: FusedStack(*given, stack))
+    return _step_kernel(FUSED_PARAMETERS, config, gpu, plan, partial(FusedStack, stack=stack))
 
 
 def phase_kernel(config: LlamaConfig, gpu: Gpu, plan: Plan, phase: str, stack: str | None = None) -> StepKernel:
@@ -54,7 +55,7 @@ def phase_kernel(config: LlamaConfig, gpu: Gpu, plan: Plan, phase: str, stack: s
 
     "sampling" runs with one block."""
     blocks = 1 if phase == "sampling" else gpu.blocks
-    return _step_kernel(PHASE_PARAMETERS, config, gpu, plan, lambda *given: OnePhase(*given, phase, stack), blocks)
+    return _step_kernel(PHASE_PARAMETERS, config, gpu, plan, partial(OnePhase, phase=phase, stack=stack), blocks)
 
 
 def residual_words(config: LlamaConfig, gpu: Gpu, plan: Plan) -> int:
@@ -154,6 +155,8 @@ class KernelBoundary(BarrierExchange):
 
 class OnePhase(Piece):
     """One phase of one layer."""
+
+    sampler: SamplerInTwoKernels
 
     def __init__(
         self, config: LlamaConfig, machine: Machine, launch: SimpleNamespace, phase: str, stack: str | None

@@ -1,0 +1,88 @@
+"""What kernels of the decode step are launched with: random weights, keys and values, at a depth of the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cheetah.benchmark import FIRST_TOKEN, fill_random, fill_with, random_bits
+from cheetah.manifest import Manifest
+from cheetah.models.llama.config import LlamaConfig
+from cheetah.models.llama.weights import model_shape
+from cheetah.plan import Gpu, Plan, step_matrices
+from cheetah.plan.kv import KvPlanLayout, kv_plans_for_launch
+from cheetah.runtime.assemble import allocate_buffers, free_all
+
+if TYPE_CHECKING:
+    from cheetah.runtime.device.interface import Device
+
+TINY = LlamaConfig(64, 96, 2, 4, 2, 64, 80, max_position_embeddings=256)
+"""A model for the emulator."""
+
+
+@dataclass
+class DecodeState:
+    """Buffers by parameter name, as the manifest of the whole step lists them; further ones can be added."""
+
+    device: Device
+    config: LlamaConfig
+    manifest: Manifest
+    buffers: dict[str, Any]
+
+    @property
+    def plan(self) -> Plan:
+        return Plan.from_dict(self.manifest.plan)
+
+    def add(self, name: str, nbytes: int, fill: int = 0) -> Any:
+        """A further buffer, or that of the name with its bytes set again."""
+        if name not in self.buffers:
+            self.buffers[name] = self.device.allocate(nbytes, fill)
+        self.buffers[name].fill(fill)
+        return self.buffers[name]
+
+    def arguments(self, context: int, steps: int) -> dict[str, Any]:
+        """Of a launch of `steps` steps after `context` tokens, without logits; exchange and epoch are for the first
+        launch. The token that begins is always the same."""
+        plans = self._encoded_plans(context, steps)
+        self.buffers["kv_plans"].upload(plans)
+        self.buffers["tokens"].upload(np.array([FIRST_TOKEN], np.int32))
+        scalars = {"length": context, "given": 1, "steps": steps, "plan_count": len(plans), "stop_count": 0}
+        names = [parameter.name for parameter in self.manifest.parameters]
+        pointers = {name: self.buffers.get(name) for name in names}  # None: no logits
+        return {**pointers, **scalars, "epoch": 1, "temperature": 0.0, "seed": 0}
+
+    def _encoded_plans(self, context: int, steps: int) -> Any:
+        plan, config, blocks = self.plan, self.config, self.manifest.launch.blocks
+        plans = kv_plans_for_launch(
+            context,
+            steps,
+            kv_heads=config.kv_heads,
+            blocks=blocks,
+            group=config.group,
+            align=plan.kv_align,
+            minimum=plan.kv_chunk_min,
+        )
+        return KvPlanLayout(blocks, config.kv_heads, plan.batch).encode_launch(plans)
+
+    def bytes_of(self, gpu: Gpu, names: tuple[str, ...], layers: int) -> int:
+        """Bytes of these matrices of `layers` layers."""
+        matrices = step_matrices(model_shape(self.config), self.plan, gpu)
+        return layers * sum(layout.total_bytes for layout in matrices.of_layer if layout.name in names)
+
+
+@contextmanager
+def decode_state(device: Device, config: LlamaConfig, manifest: Manifest) -> Iterator[DecodeState]:
+    """Allocated and filled; given back at the end."""
+    buffers: dict[str, Any] = {}
+    try:
+        allocate_buffers(device, manifest, buffers)
+        fill_random(config, buffers, int(manifest.plan["max_context"]))
+        fill_with(buffers["kv"], random_bits(1.0))
+        buffers["page_table"].upload(np.arange(manifest.buffer("page_table").shape[0], dtype=np.int32))
+        yield DecodeState(device, config, manifest, buffers)
+    finally:
+        free_all(buffers)
