@@ -172,9 +172,9 @@ class _NvrtcProgram:
     def output(self, what: str) -> bytes:
         """nvrtcGet<what>, sized by nvrtcGet<what>Size; without the closing zero of a text."""
         size = _nvrtc_checked(self.nvrtc, f"nvrtcGet{what}Size", self.handle)
-        data = bytes(size)  # the binding writes into this object
+        data = bytes(size + 1)  # the binding writes into this object; of one byte, Python would share it
         _nvrtc_checked(self.nvrtc, f"nvrtcGet{what}", self.handle, data)
-        return data if what == "CUBIN" else data.rstrip(b"\0")
+        return data[:size] if what == "CUBIN" else data.rstrip(b"\0")
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ def compile_cuda(text: str) -> str:
         pytest.skip(f"no NVRTC library: {error}")
     status, *_ = nvrtc.nvrtcCompileProgram(program, 1, [ARCHITECTURE.encode()])
     _, size = nvrtc.nvrtcGetProgramLogSize(program)
-    log = b" " * size
+    log = bytes(size + 1)  # the binding writes into this object: it must not be one that Python shares
     nvrtc.nvrtcGetProgramLog(program, log)
     assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS, f"{log.decode()}\n{text}"
     return log.decode()
