@@ -21,7 +21,7 @@ from benchmarks.studies.step_kernels import STACKS, StepKernel, fused_stack
 from benchmarks.studies.unfused import Unfused
 from cheetah.benchmark import FIRST_TOKEN, random_bits
 from cheetah.generate import generate_kernel
-from cheetah.models.llama.config import preset
+from cheetah.models.llama.config import LlamaConfig, preset
 from cheetah.models.llama.reference import Reference, embedding, residual, round_to_bf16, widen
 from cheetah.models.llama.rope import rope_table
 from cheetah.models.llama.weights import (
