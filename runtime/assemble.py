@@ -6,6 +6,7 @@ kernel is compiled, buffers are allocated, weights are packed and uploaded. Know
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ from cheetah.errors import CheetahError
 from cheetah.manifest import Buffer as BufferSpec
 from cheetah.manifest import Manifest
 from cheetah.models.llama.config import LlamaConfig
+from cheetah.models.llama.pack_weights import pack_all
 from cheetah.models.llama.rope import rope_table
-from cheetah.models.llama.weights import model_shape, pack_all
+from cheetah.models.llama.weights import Rows, model_shape
 from cheetah.plan import GPUS, Gpu, Plan, StepMatrices, gpu_named, step_matrices
 from cheetah.runtime.device import Say, open_device, say_to_stderr
 from cheetah.runtime.kv_cache import CachedSequence, PagePool
@@ -51,7 +53,10 @@ class Generated(Protocol):
 
 
 class Weights(Protocol):
-    """What is needed of a checkpoint: the model's numbers, and its tensors as bf16 bits (uint16) by name."""
+    """What is needed of a checkpoint: the model's numbers, and its tensors as bf16 bits (uint16) by name.
+
+    One that has `rows` as well, a function from a matrix's name to `Rows`, has its matrices read in parts by it.
+    """
 
     @property
     def config(self) -> LlamaConfig: ...
@@ -124,8 +129,10 @@ def assemble(
             say_to_stderr(_memory_line(memory, info))
         kernel = opened.load(generated.text, manifest)
         allocate_buffers(opened, manifest, buffers)
+        started = time.monotonic()
         with _weights_progress(manifest, quiet) as progress:
             upload_weights(weights, manifest, buffers, progress)
+        _say(quiet)(_loading_line(manifest, time.monotonic() - started))
     except BaseException:
         free_all(buffers)
         if owns_device:
@@ -216,8 +223,9 @@ def upload_weights(weights: Weights, manifest: Manifest, buffers: Mapping[str, B
     def write(name: str, offset: int, data: NDArray[np.uint8]) -> None:
         buffers[name].upload(data, offset)
 
+    rows: Callable[[str], Rows] | None = getattr(weights, "rows", None)
     buffers["rope"].upload(rope_table(weights.config, int(manifest.plan["max_context"])))
-    pack_all(weights.config, _matrices(weights.config, manifest), weights.tensor, write, progress)
+    pack_all(weights.config, _matrices(weights.config, manifest), weights.tensor, write, progress, rows=rows)
 
 
 def new_cache(config: LlamaConfig, plan: Plan) -> CachedSequence:
@@ -237,6 +245,15 @@ def _memory_line(memory: MemoryEstimate, info: DeviceInfo) -> str:
     return f"memory on {info.name}: {size_text(memory.total_bytes)} of which weights {weights}, {cache}"
 
 
+def _loading_line(manifest: Manifest, seconds: float) -> str:
+    nbytes = _loaded_bytes(manifest)
+    return f"weights read, packed and uploaded in {seconds:.1f} s: {nbytes / seconds / 1e9:.2f} GB/s"
+
+
+def _loaded_bytes(manifest: Manifest) -> int:
+    return sum(manifest.buffer(name).bytes for name in ("weights", "norms", "embedding"))
+
+
 @contextmanager
 def _weights_progress(manifest: Manifest, quiet: bool) -> Iterator[Progress]:
     """A bar on standard error over the bytes of weights that are packed and uploaded."""
@@ -248,7 +265,7 @@ def _weights_progress(manifest: Manifest, quiet: bool) -> Iterator[Progress]:
     from rich.progress import Progress as Bar
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    total = sum(manifest.buffer(name).bytes for name in ("weights", "norms", "embedding"))
+    total = _loaded_bytes(manifest)
     console = Console(stderr=True)
     hidden = not console.is_terminal
     with Bar(*columns, TimeRemainingColumn(), console=console, transient=True, disable=hidden) as bar:

@@ -21,6 +21,7 @@ from cheetah.models.llama.config import (
     resolve_config,
 )
 from cheetah.models.llama.config_json import ONLY_UNQUANTISED, load_json, quantization_method
+from cheetah.models.llama.weights import Rows
 from cheetah.runtime import hub
 from cheetah.runtime.random_weights import Bits, random_tensors
 from cheetah.runtime.safetensors_files import LoadingError, StoredTensors, find_tensors
@@ -41,17 +42,23 @@ class Checkpoint:
     bos_token_id: as config.json has them (an id, a list of ids, or None). files: the tokenizer's and the chat
     template's files that are there, by name relative to the folder. notes: lines worth printing once.
     tensor: a tensor's name -> its bf16 bits, uint16, read-only; names and shapes are `tensor_shapes(config)`.
+    rows: a matrix's name -> the same bits, to be read in parts: what is not asked for is neither read nor made.
     """
 
     name: str
     config: LlamaConfig
     tensor: Callable[[str], Bits]
+    rows: Callable[[str], Rows]
     generation_config: Mapping[str, Any]
     eos_token_id: Any
     bos_token_id: Any
     files: Mapping[str, Path]
     notes: tuple[str, ...]
     folder: Path | None
+
+
+Readers = tuple[Callable[[str], Bits], Callable[[str], Rows]]
+"""`tensor` and `rows` of a checkpoint."""
 
 
 def open_checkpoint(
@@ -107,7 +114,8 @@ def _open_folder(name: str, folder: Path, tied: bool | None) -> Checkpoint:
     notes += stored.notes
     tensors = checked_tensors(config, stored.tensors, str(folder), notes)
     _note_dtype(folder, stored, notes)
-    return _checkpoint(name, config, folder, lambda tensor: tensors[tensor].bf16_bits(), notes)
+    readers = (lambda tensor: tensors[tensor].bf16_bits(), lambda matrix: tensors[matrix].rows())
+    return _checkpoint(name, config, folder, readers, notes)
 
 
 def _random_checkpoint(name: str, seed: int, tied: bool | None) -> Checkpoint:
@@ -121,17 +129,17 @@ def _random_checkpoint(name: str, seed: int, tied: bool | None) -> Checkpoint:
         config = replace(config, tied_embeddings=tied)
     folder = DEMO_FOLDER if source == DEMO else None if source in PRESET_NAMES else Path(source).expanduser()
     folder = folder.parent if folder is not None and folder.is_file() else folder
-    return _checkpoint(name, config, folder, random_tensors(config, seed), notes)
+    tensors = random_tensors(config, seed)
+    return _checkpoint(name, config, folder, (tensors, tensors.rows), notes)
 
 
-def _checkpoint(
-    name: str, config: LlamaConfig, folder: Path | None, tensor: Callable[[str], Bits], notes: list[str]
-) -> Checkpoint:
+def _checkpoint(name: str, config: LlamaConfig, folder: Path | None, readers: Readers, notes: list[str]) -> Checkpoint:
     raw = _optional_json(folder, "config.json")
     return Checkpoint(
         name=name,
         config=config,
-        tensor=tensor,
+        tensor=readers[0],
+        rows=readers[1],
         generation_config=_optional_json(folder, "generation_config.json"),
         eos_token_id=raw.get("eos_token_id"),
         bos_token_id=raw.get("bos_token_id"),

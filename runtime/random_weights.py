@@ -7,7 +7,8 @@ activations near 1 through any number of layers; norm weights lie near 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 from zlib import crc32
 
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cheetah.models.llama.config import LlamaConfig
-from cheetah.models.llama.weights import tensor_shapes
+from cheetah.models.llama.weights import Rows, tensor_shapes
 
 Bits = npt.NDArray[np.uint16]
 _Element = TypeVar("_Element", np.uint16, np.float32)
@@ -27,26 +28,63 @@ SMALL_BLOCK = 2**20 - 3
 NORM_SPREAD = 0.1
 
 
-def random_tensors(config: LlamaConfig, seed: int = 0) -> Callable[[str], Bits]:
-    """A function from a tensor's name to its values, bf16 bits as uint16 in the tensor's shape."""
-    shapes = tensor_shapes(config)
-    size = LARGE_BLOCK if config.parameter_count > LARGE_BLOCK else SMALL_BLOCK
-    normal = np.random.default_rng(seed).standard_normal(size, dtype=np.float32)
-    scaled: dict[int, Bits] = {}
+def random_tensors(config: LlamaConfig, seed: int = 0) -> RandomTensors:
+    """A function from a tensor's name to its values, which also reads matrices in parts."""
+    return RandomTensors(config, seed)
 
-    def block_for(inputs: int) -> Bits:
-        if inputs not in scaled:
-            scaled[inputs] = _bits(normal * np.float32(inputs**-0.5))
-        return scaled[inputs]
 
-    def tensor(name: str) -> Bits:
-        shape = shapes[name]
-        begin = crc32(name.encode()) % size
+class RandomTensors:
+    """The tensors of a configuration; the block is drawn when the first is asked for. Called with a tensor's name:
+    its values, bf16 bits as uint16 in the tensor's shape."""
+
+    def __init__(self, config: LlamaConfig, seed: int = 0) -> None:
+        self._shapes = tensor_shapes(config)
+        self._size = LARGE_BLOCK if config.parameter_count > LARGE_BLOCK else SMALL_BLOCK
+        self._seed = seed
+        self._scaled: dict[int, Bits] = {}
+
+    @cached_property
+    def _normal(self) -> npt.NDArray[np.float32]:
+        return np.random.default_rng(self._seed).standard_normal(self._size, dtype=np.float32)
+
+    def __call__(self, name: str) -> Bits:
+        shape, begin = self._shapes[name], self._begin(name)
         if len(shape) == 1:
-            return _bits(1 + np.float32(NORM_SPREAD) * _window(normal, begin, shape[0]))
-        return _window(block_for(shape[1]), begin, shape[0] * shape[1]).reshape(shape)
+            return _bits(1 + np.float32(NORM_SPREAD) * _window(self._normal, begin, shape[0]))
+        return _window(self._block(shape[1]), begin, shape[0] * shape[1]).reshape(shape)
 
-    return tensor
+    def rows(self, name: str) -> Rows:
+        """The matrix `name`, of which nothing is made but what is read."""
+        rows, columns = self._shapes[name]
+        return _RepeatedRows(self._block(columns), self._begin(name), (rows, columns))
+
+    def _begin(self, name: str) -> int:
+        return crc32(name.encode()) % self._size
+
+    def _block(self, inputs: int) -> Bits:
+        if inputs not in self._scaled:
+            self._scaled[inputs] = _bits(self._normal * np.float32(inputs**-0.5))
+        return self._scaled[inputs]
+
+
+@dataclass(frozen=True)
+class _RepeatedRows:
+    """`Rows` of the matrix that the endless repetition of `block` gives from `begin` on."""
+
+    block: Bits
+    begin: int
+    shape: tuple[int, int]
+
+    def __getitem__(self, part: tuple[slice, slice]) -> Bits:
+        (first, stop, _), columns = part[0].indices(self.shape[0]), part[1]
+        pieces = []
+        while first < stop:
+            start = (self.begin + first * self.shape[1]) % len(self.block)
+            count = max(1, min(stop - first, (len(self.block) - start) // self.shape[1]))
+            rows = _window(self.block, start, count * self.shape[1])  # copied only where one row meets the block's end
+            pieces.append(rows.reshape(count, self.shape[1])[:, columns])
+            first += count
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
 def _bits(values: npt.NDArray[np.float32]) -> Bits:

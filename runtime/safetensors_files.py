@@ -7,7 +7,9 @@ mapped when it is asked for and unmapped when it is let go, so that the host hol
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,6 +22,7 @@ import numpy.typing as npt
 
 from cheetah.errors import CheetahError
 from cheetah.models.llama.config_json import ConfigError, load_json, parse_json
+from cheetah.models.llama.weights import Rows
 
 Bits = npt.NDArray[np.uint16]
 
@@ -57,6 +60,19 @@ class StoredTensor:
     begin: int
     nbytes: int
 
+    def rows(self) -> Rows:
+        """The matrix, to be read in parts, by several threads at once: converted, where it must be, as they are read.
+
+        The system is told to begin reading the file.
+        """
+        stored_dtype = WEIGHT_DTYPES[self.dtype]
+        if self.nbytes == 0:
+            return np.zeros(self.shape, dtype=np.uint16)
+        with self.file.open("rb") as file, contextlib.suppress(OSError):
+            os.posix_fadvise(file.fileno(), self.begin, self.nbytes, os.POSIX_FADV_WILLNEED)
+        stored = np.asarray(np.memmap(self.file, stored_dtype, mode="r", offset=self.begin, shape=self.shape))
+        return stored if self.dtype == "BF16" else _Converted(stored)
+
     def bf16_bits(self) -> Bits:
         """The tensor as bf16 bit patterns, uint16: mapped as it is, or rounded to nearest even from F16 and F32."""
         stored_dtype = WEIGHT_DTYPES[self.dtype]
@@ -65,8 +81,26 @@ class StoredTensor:
         stored = np.memmap(self.file, stored_dtype, mode="r", offset=self.begin, shape=self.shape)
         if self.dtype == "BF16":
             return np.asarray(stored)
-        with np.errstate(over="ignore"):  # a float32 beyond bf16's range becomes infinite, as IEEE rounding says
-            return np.asarray(stored.astype(ml_dtypes.bfloat16)).view(np.uint16)
+        return _converted(stored)
+
+
+@dataclass(frozen=True)
+class _Converted:
+    """`Rows` of a matrix that is stored as F16 or F32."""
+
+    stored: npt.NDArray[Any]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape
+
+    def __getitem__(self, part: tuple[slice, slice]) -> Bits:
+        return _converted(self.stored[part])
+
+
+def _converted(stored: npt.NDArray[Any]) -> Bits:
+    with np.errstate(over="ignore"):  # a float32 beyond bf16's range becomes infinite, as IEEE rounding says
+        return np.asarray(stored.astype(ml_dtypes.bfloat16)).view(np.uint16)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def pack_matrix(layout: MatrixLayout, matrix: Bits) -> Bytes:
     padded = np.zeros((layout.padded_rows, layout.padded_columns), dtype=np.uint16)
     padded[: layout.rows, : layout.columns] = matrix
     packed = np.empty(layout.total_bytes, dtype=np.uint8)
-    pack_rounds(layout, 0, padded, packed)
+    pack_strips(layout, range(layout.strips), range(layout.chunks), padded, packed)
     return packed
 
 
@@ -61,22 +61,25 @@ def unpack_matrix(layout: MatrixLayout, packed: Bytes) -> Bits:
     return np.ascontiguousarray(rows[: layout.rows, : layout.columns])
 
 
-def pack_rounds(layout: MatrixLayout, first_round: int, rows: Bits, out: Bytes) -> None:
-    """Pack whole rounds, beginning with `first_round`, into `out`: the same number of bytes, adjacent in the matrix.
+def pack_strips(layout: MatrixLayout, strips: range, chunks: range, rows: Bits, out: Bytes) -> None:
+    """Pack some chunks of some strips into `out`: the bytes that lie together in the matrix.
 
-    rows: uint16 [strips * 16, padded_columns], C-contiguous: all strips of one or several rounds, padding included.
-    This is the fast path: one table-driven copy of words a chunk, no temporary memory.
+    strips: whole rounds; where they are several, chunks must be all. rows: uint16 [strips * 16, columns], C-contiguous,
+    padding included; the columns are all of the matrix, or those of the chunks alone. One table-driven copy of words a
+    chunk and round, no temporary memory; numpy lets other threads run meanwhile.
     """
-    strips = rows.reshape(-1, STRIP_ROWS * layout.padded_columns).view(np.uint32)
+    source = rows.reshape(-1, STRIP_ROWS * rows.shape[1]).view(np.uint32)
+    tables = _chunk_sources(rows.shape[1] // PAIR_COLUMNS, layout.pairs_per_chunk)
+    if rows.shape[1] == layout.padded_columns:
+        tables = tables[chunks.start : chunks.stop]
     target = out.view(np.uint32)
     position = 0
-    rounds_end = min(layout.strips, first_round * layout.blocks + len(strips))
-    for begin in range(first_round * layout.blocks, rounds_end, layout.blocks):
-        width = min(layout.blocks, layout.strips - begin)
-        source = strips[begin - first_round * layout.blocks :][:width]
-        for sources in _chunk_sources(layout.tile_pairs, layout.pairs_per_chunk):
-            chunk = target[position : position + width * sources.size].reshape(width, sources.size)
-            np.take(source, sources, axis=1, out=chunk, mode="clip")  # "clip": numpy copies twice when it must check
+    for begin in range(strips.start, strips.stop, layout.blocks):
+        width = min(layout.blocks, strips.stop - begin)
+        of_round = source[begin - strips.start :][:width]
+        for table in tables:
+            chunk = target[position : position + width * table.size].reshape(width, table.size)
+            np.take(of_round, table, axis=1, out=chunk, mode="clip")  # "clip": numpy copies twice when it must check
             position += chunk.size
     if position * 4 != out.nbytes:
         raise PackingError(f"matrix {layout.name!r}: packed {position * 4} bytes into a buffer of {out.nbytes}")

@@ -1,21 +1,23 @@
-"""From a checkpoint's tensors to the buffers the kernel reads: names, shapes, row order, and the packing of all of it.
+"""From a checkpoint's tensors to the buffers the kernel reads: names, shapes, and the order of rows.
 
 Buffers: `weights` (bf16 in packed order, [layer 0: qkv, o, gate_up, down] [layer 1] ... [head]), `norms` (bf16
-[2 * layers + 1, padded_hidden]) and `embedding` (bf16 [vocab, padded_hidden]), padded with zeros. Knows neither files
-nor devices: tensors come from one function and bytes go to another.
+[2 * layers + 1, padded_hidden]) and `embedding` (bf16 [vocab, padded_hidden]), padded with zeros; `pack_weights` fills
+them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.models.llama.config import LlamaConfig
-from cheetah.models.llama.packing import Bits, Bytes, PackingError, pack_matrix, pack_rounds, unpack_matrix
-from cheetah.plan import STRIP_ROWS, MatrixLayout, ModelShape, StepMatrices
+from cheetah.models.llama.packing import Bits, PackingError, pack_matrix, unpack_matrix
+from cheetah.plan import STRIP_ROWS, ModelShape, StepMatrices
 
 __all__ = [
     "EMBEDDING",
@@ -23,13 +25,15 @@ __all__ = [
     "HEAD",
     "MATRICES",
     "PackingError",
+    "RowGroups",
+    "Rows",
     "buffer_bytes",
     "head_tensor",
     "logical_matrix",
     "matrix_tensors",
     "model_shape",
-    "pack_all",
     "pack_matrix",
+    "row_groups",
     "tensor_shapes",
     "unpack_matrix",
     "weight_sources",
@@ -51,11 +55,15 @@ _SOURCES = {
 }
 
 GROUP_ROWS = 8  # a strip is two groups of 8 consecutive rows of one tensor: the rows g and g + 8 of an mma fragment
-WRITE_BYTES = 32 * 2**20  # about what one call of `write` gets
 
-ReadTensor = Callable[[str], Bits]
-WriteBytes = Callable[[str, int, Bytes], None]
-Progress = Callable[[int], None]
+
+class Rows(Protocol):
+    """A matrix that is read in parts, as bf16 bits: an array, or what makes its numbers when they are asked for."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def __getitem__(self, part: tuple[slice, slice]) -> Bits: ...
 
 
 def model_shape(config: LlamaConfig) -> ModelShape:
@@ -110,7 +118,7 @@ def matrix_tensors(config: LlamaConfig, matrix: str, layer: int = 0) -> tuple[st
 
 
 def buffer_bytes(config: LlamaConfig, matrices: StepMatrices) -> dict[str, int]:
-    """Bytes of the three buffers, all of which `pack_all` writes."""
+    """Bytes of the three buffers."""
     row = config.padded_hidden * 2
     return {
         "weights": matrices.weight_bytes,
@@ -119,82 +127,86 @@ def buffer_bytes(config: LlamaConfig, matrices: StepMatrices) -> dict[str, int]:
     }
 
 
-def logical_matrix(config: LlamaConfig, matrix: str, tensors: tuple[Bits, ...]) -> Bits:
+def logical_matrix(config: LlamaConfig, matrix: str, tensors: Sequence[Bits]) -> Bits:
     """`matrix` in strip order, uint16 [rows, columns], from its tensors: what `unpack_matrix` gives back."""
-    groups = _row_groups(config, matrix)
+    groups = row_groups(config, matrix)
     rows = np.zeros((len(groups) * GROUP_ROWS, tensors[0].shape[1]), dtype=np.uint16)
-    _gather(groups, tensors, rows)
+    groups.gather(tensors, rows, slice(0, len(groups)), slice(0, rows.shape[1]))
     return rows if matrix in ("qkv", "gate_up") else rows[: len(tensors[0])]
 
 
-def pack_all(
-    config: LlamaConfig, matrices: StepMatrices, tensor: ReadTensor, write: WriteBytes, progress: Progress | None = None
-) -> None:
-    """Pack every weight, tensor by tensor, and hand the bytes out: `write(buffer, byte offset, uint8 [n])`.
+@dataclass(frozen=True)
+class _Run:
+    """Groups `index`, `index + step`, ... (`count` of them): rows `first` on of tensor `source`, one after the other.
 
-    Every byte of the three buffers is written once. The array given to `write` is valid only until it returns: its
-    memory is used again. Host memory: the tensors of one matrix (as `tensor` gives them: a memory map costs nothing)
-    and two pieces of about 32 MB, or one round of strips where that is more. `progress` gets the bytes just written.
+    rows: of the last group, if it is not a whole one; such a run is that group alone.
     """
 
-    def put(buffer: str, offset: int, data: Bytes) -> None:
-        write(buffer, offset, data)
-        if progress is not None:
-            progress(data.nbytes)
-
-    _pack_embedding(config, tensor(EMBEDDING), put)
-    _pack_norms(config, tensor, put)
-    packer = _MatrixPacker(config)
-    for layer in range(config.layers):
-        for layout in matrices.of_layer:
-            for offset, data in packer.pieces(layout, _read(tensor, config, layout.name, layer)):
-                put("weights", matrices.offset(layout.name, layer) + offset, data)
-    for offset, data in packer.pieces(matrices.head, _read(tensor, config, "head", 0)):
-        put("weights", matrices.head.offset + offset, data)
+    index: int
+    step: int
+    count: int
+    source: int
+    first: int
+    rows: int
 
 
-def _read(tensor: ReadTensor, config: LlamaConfig, matrix: str, layer: int) -> tuple[Bits, ...]:
-    return tuple(tensor(name) for name in matrix_tensors(config, matrix, layer))
-
-
-def _pack_norms(config: LlamaConfig, tensor: ReadTensor, put: WriteBytes) -> None:
-    norms = np.zeros((2 * config.layers + 1, config.padded_hidden), dtype=np.uint16)
-    for layer in range(config.layers):
-        norms[2 * layer, : config.hidden_size] = tensor(INPUT_NORM.format(layer=layer))
-        norms[2 * layer + 1, : config.hidden_size] = tensor(POST_ATTENTION_NORM.format(layer=layer))
-    norms[-1, : config.hidden_size] = tensor(FINAL_NORM)
-    put("norms", 0, norms.view(np.uint8).reshape(-1))
-
-
-def _pack_embedding(config: LlamaConfig, embedding: Bits, put: WriteBytes) -> None:
-    row_bytes = config.padded_hidden * 2
-    count = max(1, WRITE_BYTES // row_bytes)
-    padded = np.zeros((min(count, config.vocab_size), config.padded_hidden), dtype=np.uint16)
-    for first in range(0, config.vocab_size, count):
-        rows = embedding[first : first + count]
-        padded[: len(rows), : config.hidden_size] = rows
-        put("embedding", first * row_bytes, padded[: len(rows)].view(np.uint8).reshape(-1))
-
-
-@dataclass(frozen=True)
-class _RowGroups:
+class RowGroups:
     """The rows of a matrix in strip order, as groups of 8: tensor `source`, rows `first` .. `first + count` - 1.
 
     A group with fewer than 8 rows (at a tensor's end) is filled up with zero rows.
     """
 
-    source: NDArray[np.int64]
-    first: NDArray[np.int64]
-    count: NDArray[np.int64]
+    def __init__(self, source: NDArray[np.int64], first: NDArray[np.int64], count: NDArray[np.int64]) -> None:
+        self.source, self.first, self.count = source.tolist(), first.tolist(), count.tolist()
 
     def __len__(self) -> int:
         return len(self.source)
 
-    def part(self, begin: int, stop: int) -> _RowGroups:
-        return _RowGroups(self.source[begin:stop], self.first[begin:stop], self.count[begin:stop])
+    def gather(self, tensors: Sequence[Rows], rows: Bits, groups: slice, columns: slice) -> None:
+        """Copy some columns of some groups into `rows` [8 times as many, at least the columns], the rest left alone."""
+        begin, stop, _ = groups.indices(len(self))
+        width = columns.stop - columns.start
+        target = rows.reshape(-1, GROUP_ROWS, rows.shape[1])[:, :, :width]
+        for run in self._runs(begin, stop):
+            place = target[run.index - begin :: run.step][: run.count]
+            values = tensors[run.source][run.first : run.first + run.rows, columns]
+            if run.rows == run.count * GROUP_ROWS:
+                place[:] = values.reshape(run.count, GROUP_ROWS, width)
+            else:
+                place[0, : run.rows] = values
+                place[0, run.rows :] = 0
+
+    @lru_cache(maxsize=4096)  # noqa: B019 - a matrix has few pieces, and the groups themselves are kept as long
+    def _runs(self, begin: int, stop: int) -> tuple[_Run, ...]:
+        """Groups `begin` .. `stop` - 1 in as few runs as there are: a copy each, so that Python does little."""
+        runs, done = list[_Run](), set[int]()
+        for index in range(begin, stop):
+            if index in done:
+                continue
+            step, count = max(
+                ((step, self._length(index, step, stop, done)) for step in (1, 2)), key=lambda run: run[1]
+            )
+            done.update(range(index, index + count * step, step))
+            rows = count * GROUP_ROWS if count > 1 else self.count[index]
+            runs.append(_Run(index, step, count, self.source[index], self.first[index], rows))
+        return tuple(runs)
+
+    def _length(self, index: int, step: int, stop: int, done: set[int]) -> int:
+        count, after = 1, index + step
+        while (
+            after < stop
+            and after not in done
+            and self.count[index] == self.count[after] == GROUP_ROWS
+            and self.source[after] == self.source[index]
+            and self.first[after] == self.first[index] + count * GROUP_ROWS
+        ):
+            count, after = count + 1, after + step
+        return count
 
 
-def _row_groups(config: LlamaConfig, matrix: str) -> _RowGroups:
+@lru_cache(maxsize=64)
+def row_groups(config: LlamaConfig, matrix: str) -> RowGroups:
+    """How the rows of `matrix` are made from its tensors."""
     if matrix == "qkv":
         heads = [(0, config.query_heads, True), (1, config.kv_heads, True), (2, config.kv_heads, False)]
         parts = [_head_groups(config.head_dim, *part) for part in heads]
@@ -218,57 +230,5 @@ def _head_groups(head_dim: int, source: int, heads: int, rotated: bool) -> tuple
     return np.full(len(first), source, dtype=np.int64), first
 
 
-def _counted(source: NDArray[np.int64], first: NDArray[np.int64], rows: int) -> _RowGroups:
-    return _RowGroups(source, first, np.clip(rows - first, 0, GROUP_ROWS))
-
-
-def _gather(groups: _RowGroups, tensors: tuple[Bits, ...], rows: Bits) -> None:
-    """Copy the groups into `rows` [len(groups) * 8, at least the tensors' columns]; padding columns are left alone."""
-    columns = tensors[0].shape[1]
-    everything = zip(groups.source.tolist(), groups.first.tolist(), groups.count.tolist(), strict=True)
-    for index, (source, first, count) in enumerate(everything):
-        group = rows[index * GROUP_ROWS : (index + 1) * GROUP_ROWS]
-        group[:count, :columns] = tensors[source][first : first + count]
-        group[count:] = 0
-
-
-class _MatrixPacker:
-    """Packs matrices one after the other through the same two pieces of memory."""
-
-    def __init__(self, config: LlamaConfig):
-        self.config = config
-        self.gathered = np.empty(0, dtype=np.uint16)
-        self.packed = np.empty(0, dtype=np.uint8)
-
-    def pieces(self, layout: MatrixLayout, tensors: tuple[Bits, ...]) -> Iterator[tuple[int, Bytes]]:
-        """(byte offset in the matrix, packed bytes) for some rounds at a time."""
-        groups = _row_groups(self.config, layout.name)
-        if len(groups) != 2 * layout.strips:
-            raise PackingError(f"matrix {layout.name!r}: {len(groups)} groups of rows for {layout.strips} strips")
-        round_bytes = layout.blocks * layout.strip_bytes
-        rounds = max(1, WRITE_BYTES // round_bytes)
-        for first_round in range(0, layout.rounds, rounds):
-            begin = first_round * layout.blocks
-            stop = min(layout.strips, begin + rounds * layout.blocks)
-            rows = self._rows(layout, groups, tensors, begin, stop)
-            packed = self._packed((stop - begin) * layout.strip_bytes)
-            pack_rounds(layout, first_round, rows, packed)
-            yield first_round * round_bytes, packed
-
-    def _rows(self, layout: MatrixLayout, groups: _RowGroups, tensors: tuple[Bits, ...], begin: int, stop: int) -> Bits:
-        """The rows of strips `begin` .. `stop` - 1, padded: straight from the tensor where its rows are in order."""
-        natural = len(tensors) == 1 and layout.columns == layout.padded_columns and stop * STRIP_ROWS <= layout.rows
-        if natural and tensors[0].flags.c_contiguous:
-            return tensors[0][begin * STRIP_ROWS : stop * STRIP_ROWS]
-        size = (stop - begin) * STRIP_ROWS * layout.padded_columns
-        if self.gathered.size < size:
-            self.gathered = np.empty(size, dtype=np.uint16)
-        rows = self.gathered[:size].reshape(-1, layout.padded_columns)
-        rows[:, layout.columns :] = 0
-        _gather(groups.part(2 * begin, 2 * stop), tensors, rows)
-        return rows
-
-    def _packed(self, size: int) -> Bytes:
-        if self.packed.size < size:
-            self.packed = np.empty(size, dtype=np.uint8)
-        return self.packed[:size]
+def _counted(source: NDArray[np.int64], first: NDArray[np.int64], rows: int) -> RowGroups:
+    return RowGroups(source, first, np.clip(rows - first, 0, GROUP_ROWS))

@@ -35,6 +35,16 @@ def test_no_two_rows_of_random_weights_are_the_same():
     assert len(np.unique(rows, axis=0)) == len(rows)
 
 
+@pytest.mark.parametrize("name", [EMBEDDING, "model.layers.1.mlp.down_proj.weight"])
+def test_rows_that_are_read_in_parts_are_those_of_the_whole(name):
+    """The matrices are longer than what is repeated, so that some rows meet its end."""
+    checkpoint = open_checkpoint("random:llama-3.2-1b")
+    whole, rows = checkpoint.tensor(name), checkpoint.rows(name)
+    assert rows.shape == whole.shape
+    for first, stop in ((0, 7), (100, len(whole) - 3), (len(whole) - 1, len(whole))):
+        assert np.array_equal(rows[first:stop, 5:77], whole[first:stop, 5:77])
+
+
 def test_random_weights_of_a_folder_bring_its_tokenizer(tmp_path):
     write_config(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")

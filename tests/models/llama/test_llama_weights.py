@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cheetah.models.llama.config import PRESETS, LlamaConfig
-from cheetah.models.llama.packing import PackingError, pack_matrix, pack_rounds, unpack_matrix
+from cheetah.models.llama.pack_weights import pack_all
+from cheetah.models.llama.packing import PackingError, pack_matrix, pack_strips, unpack_matrix
 from cheetah.models.llama.weights import (
     MATRICES,
     buffer_bytes,
     logical_matrix,
     matrix_tensors,
     model_shape,
-    pack_all,
     tensor_shapes,
 )
 from cheetah.plan import GPUS, MatrixLayout, default_plan, step_matrices
@@ -74,10 +74,34 @@ def test_packing_in_pieces_is_packing_at_once(layout, data):
     whole = pack_matrix(replace(layout, rows=layout.padded_rows, columns=layout.padded_columns), matrix)
     cut = data.draw(st.integers(0, layout.rounds))
     strips = min(cut * layout.blocks, layout.strips)
-    pieces = np.full(layout.total_bytes, 0xFF, dtype=np.uint8)
-    pack_rounds(layout, 0, matrix[: strips * 16], pieces[: strips * layout.strip_bytes])
-    pack_rounds(layout, cut, matrix[strips * 16 :], pieces[strips * layout.strip_bytes :])
+    pieces, every = np.full(layout.total_bytes, 0xFF, dtype=np.uint8), range(layout.chunks)
+    pack_strips(layout, range(strips), every, matrix[: strips * 16], pieces[: strips * layout.strip_bytes])
+    pack_strips(
+        layout, range(strips, layout.strips), every, matrix[strips * 16 :], pieces[strips * layout.strip_bytes :]
+    )
     assert np.array_equal(pieces, whole)
+
+
+@given(layouts, st.data())
+@settings(max_examples=50, deadline=None)
+def test_some_chunks_of_a_round_lie_together(layout, data):
+    """From all columns of the rows, and from the chunks' own alone."""
+    matrix = random_bits((layout.padded_rows, layout.padded_columns))
+    whole = pack_matrix(replace(layout, rows=layout.padded_rows, columns=layout.padded_columns), matrix)
+    first_strip = layout.blocks * data.draw(st.integers(0, layout.rounds - 1))
+    strips = range(first_strip, min(first_strip + layout.blocks, layout.strips))
+    first = data.draw(st.integers(0, layout.chunks - 1))
+    stop = data.draw(st.integers(first + 1, layout.chunks))
+    ends = [
+        layout.strip_address(first_strip, 0) + len(strips) * min(chunk * layout.stage_bytes, layout.strip_bytes)
+        for chunk in (first, stop)
+    ]
+    rows = matrix[strips.start * 16 : strips.stop * 16]
+    width = layout.pairs_per_chunk * 32
+    for part in (rows, np.ascontiguousarray(rows[:, first * width : stop * width])):
+        packed = np.full(ends[1] - ends[0], 0xFF, dtype=np.uint8)
+        pack_strips(layout, strips, range(first, stop), part, packed)
+        assert np.array_equal(packed, whole[ends[0] : ends[1]])
 
 
 def test_golden_words_of_one_tile_pair():
@@ -96,7 +120,7 @@ def test_wrong_sizes_are_refused():
     with pytest.raises(PackingError, match="its layout says uint8"):
         unpack_matrix(layout, np.zeros(7, dtype=np.uint8))
     with pytest.raises(PackingError, match="into a buffer of"):
-        pack_rounds(layout, 0, random_bits((48, 96)), np.zeros(48 * 96 * 2 + 1024, dtype=np.uint8))
+        pack_strips(layout, range(3), range(3), random_bits((48, 96)), np.zeros(48 * 96 * 2 + 1024, dtype=np.uint8))
 
 
 def some_tensors(config):
@@ -136,7 +160,7 @@ def matrices_of(config, gpu="emulator"):
     return step_matrices(shape, default_plan(GPUS[gpu], **vars(shape)), GPUS[gpu])
 
 
-def packed(config, tensors, matrices):
+def packed(config, tensors, matrices, **options):
     """The buffers that `pack_all` writes; bytes written twice or not at all are failures."""
     sizes = buffer_bytes(config, matrices)
     buffers = {name: np.zeros(size, dtype=np.uint8) for name, size in sizes.items()}
@@ -148,17 +172,63 @@ def packed(config, tensors, matrices):
         buffers[buffer][offset : offset + data.nbytes] = data
         written[buffer][offset : offset + data.nbytes] += 1
 
-    pack_all(config, matrices, tensors.__getitem__, write, done.append)
+    pack_all(config, matrices, tensors.__getitem__, write, done.append, **options)
     assert all(np.all(counts == 1) for counts in written.values())
     assert sum(done) == sum(sizes.values())
     return buffers
+
+
+class InParts:
+    """`Rows` that are no array, and that note the largest part that was asked for."""
+
+    def __init__(self, values, largest):
+        self.values, self.shape, self.largest = values, values.shape, largest
+
+    def __getitem__(self, part):
+        found = self.values[part].copy()
+        self.largest.append(found.nbytes)
+        return found
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_matrices_that_are_read_in_parts_are_packed_alike(monkeypatch, threads):
+    monkeypatch.setattr("cheetah.models.llama.pack_weights.PIECE_BYTES", 20_000)
+    config = replace(ODD, hidden_size=320, head_dim=128)
+    tensors, matrices, largest = some_tensors(config), matrices_of(config), []
+    whole = packed(config, tensors, matrices)
+    parts = packed(config, tensors, matrices, rows=lambda name: InParts(tensors[name], largest), threads=threads)
+    assert all(np.array_equal(whole[name], parts[name]) for name in whole)
+    assert max(largest) <= 40_000, "no more than a piece is read at a time"
+
+
+def test_an_error_in_a_thread_ends_the_packing():
+    config, tensors = ODD, some_tensors(ODD)
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    with pytest.raises(KeyError, match="down_proj"):
+        packed(config, tensors, matrices_of(config))
+
+
+def test_pieces_are_handed_out_in_order_and_memory_is_bounded(monkeypatch):
+    """One thread makes one piece while at most two wait, so that four pieces of memory serve for all."""
+    monkeypatch.setattr("cheetah.models.llama.pack_weights.PIECE_BYTES", 10_000)
+    config = replace(ODD, hidden_size=320)
+    places, offsets = set(), []
+
+    def write(buffer, offset, data):
+        places.add(data.ctypes.data)
+        if buffer == "weights":
+            offsets.append(offset)
+
+    pack_all(config, matrices_of(config), some_tensors(config).__getitem__, write, threads=1)
+    assert offsets == sorted(offsets) and len(offsets) > 30
+    assert len(places) <= 12  # of the three sizes that grow as larger pieces come
 
 
 @pytest.mark.parametrize("write_bytes", [1, 40_000, 2**25])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("hidden", [72, 96, 320])
 def test_pack_all(monkeypatch, write_bytes, tied, hidden):
-    monkeypatch.setattr("cheetah.models.llama.weights.WRITE_BYTES", write_bytes)
+    monkeypatch.setattr("cheetah.models.llama.pack_weights.PIECE_BYTES", write_bytes)
     config = replace(ODD, hidden_size=hidden, tied_embeddings=tied)
     tensors, matrices = some_tensors(config), matrices_of(config)
     assert ("lm_head.weight" in tensors) != tied
