@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isinf
 from typing import Any
 
 from cheetah.errors import CheetahError
@@ -125,5 +126,6 @@ def chosen(group: Sequence[Plan], scores: Sequence[float], margin: float = MARGI
 
 
 def _group_line(field: str, group: Sequence[Plan], scores: Sequence[float], best: Plan) -> str:
-    entries = [f"{getattr(plan, field)}: {score:.4f} ms" for plan, score in zip(group, scores, strict=True)]
+    times = ("not measured" if isinf(score) else f"{score:.4f} ms" for score in scores)
+    entries = [f"{getattr(plan, field)}: {time}" for plan, time in zip(group, times, strict=True)]
     return f"{field} {', '.join(entries)} -> {getattr(best, field)}"

@@ -108,11 +108,11 @@ def _search(space: Space, variants: Variants) -> Plan:
     variants.compile_ahead([rule, *(plan for field in space.fields for plan in space.around(rule, field))])
     variants.fill(rule)
     best = descend(space, variants.measure, say_to_stderr)
-    others = sorted((variant for variant in variants.found.values()), key=lambda variant: variant.score)
-    finalists = [rule, *(variant.plan for variant in others[:FINALISTS] if variant.plan != rule)]
-    if best not in finalists:
-        finalists.append(best)
-    return chosen(finalists, variants.measure(finalists, 2 * variants.repetitions + 1))
+    fastest = sorted(variants.found.values(), key=lambda variant: variant.score)[:FINALISTS]
+    finalists = list(dict.fromkeys([best, *(variant.plan for variant in fastest), rule]))
+    scores = dict(zip(finalists, variants.measure(finalists, 2 * variants.repetitions + 1), strict=True))
+    winner = chosen(finalists, list(scores.values()))
+    return chosen([rule, winner], [scores[rule], scores[winner]])
 
 
 def _table(title: str, variants: Variants, rule: Plan, winner: Plan) -> Table:
