@@ -1,12 +1,13 @@
 """What the studies share: variants that are timed by turns, the read ceiling of the same run, one record a variant.
 
-GB = 1e9 bytes. A sample is taken by device events around one launch of a variant's graph, with another launch of it
-directly before, so that the processor is ahead of the GPU and no start-up is timed.
+GB = 1e9 bytes. A sample is taken by device events around one launch of a variant (most start from a CUDA graph), with
+another one directly before, so that the processor is ahead of the GPU and no start-up is timed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from cheetah.circumstances import clocks, commit
 from cheetah.errors import CheetahError
 from cheetah.plan import Gpu
 from cheetah.runtime.assemble import choose_gpu
+from cheetah.runtime.device.driver import DriverError
 
 if TYPE_CHECKING:
     from cheetah.runtime.device.interface import Buffer, Device
@@ -35,13 +37,24 @@ class StudyError(CheetahError):
 
 
 @dataclass(frozen=True)
+class Launch:
+    """Launches a variant's kernels when called."""
+
+    work: Callable[[], None]
+    from_graph: bool
+
+    def __call__(self) -> None:
+        self.work()
+
+
+@dataclass(frozen=True)
 class Variant:
-    """Something to time. work: launches it, `passes` times in a row. bytes_per_pass: what it must read.
+    """Something to time. launch: makes `passes` passes in a row. bytes_per_pass: what a pass must read.
 
     error: relative L2 error of its result, already found small; None where equal tokens were asked for instead.
     about: what else its record says (kernel, plan)."""
 
-    work: Callable[[], None]
+    launch: Launch
     passes: int
     bytes_per_pass: int
     error: float | None
@@ -70,7 +83,7 @@ class Study:
     def compare(self, case: Mapping[str, Any], variants: Mapping[str, Variant], weights: Buffer) -> None:
         """Time the variants by turns and write a record of each. `weights`: what the ceiling reads if need be."""
         before = self._ceiling_gb_per_s(weights)
-        samples = self._samples({name: variant.work for name, variant in variants.items()})
+        samples = self._samples({name: variant.launch for name, variant in variants.items()})
         state = {} if self.gpu.emulated else clocks(self.ordinal)
         after = self._ceiling_gb_per_s(weights)
         for name, variant in variants.items():
@@ -136,6 +149,7 @@ class Study:
             "relative_error": None if variant.error is None else digits(variant.error),
             "repetitions": len(milliseconds),
             "passes": variant.passes,
+            "from_graph": variant.launch.from_graph,
             **variant.about,
         }
 
@@ -145,12 +159,12 @@ def digits(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def in_graph(device: Any, work: Callable[[], None]) -> Callable[[], None]:
-    """`work`, whose launches start from a CUDA graph; on a device without graphs, as it is."""
-    if not hasattr(device, "capture"):
-        return work
-    launch: Callable[[], None] = device.capture(work).launch
-    return launch
+def in_graph(device: Any, work: Callable[[], None]) -> Launch:
+    """`work`, whose launches start from a CUDA graph; as it is where the device has no graphs or refuses this one."""
+    if hasattr(device, "capture"):
+        with suppress(DriverError):
+            return Launch(device.capture(work).launch, from_graph=True)
+    return Launch(work, from_graph=False)
 
 
 def require_close(what: str, found: NDArray[np.float32], wanted: NDArray[np.float32], most: float = TOLERANCE) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.studies.decode_state import TINY, DecodeState, decode_state
-from benchmarks.studies.measuring import Study, StudyError, Variant, in_graph, require_close
+from benchmarks.studies.measuring import Launch, Study, StudyError, Variant, in_graph, require_close
 from benchmarks.studies.step_kernels import MODEL
 from benchmarks.studies.unfused import Unfused
 from cheetah.benchmark import FIRST_TOKEN
@@ -78,11 +78,12 @@ class BothSteps:
             for _ in range(steps):
                 graph()
 
+        launches = {
+            "unfused": (Launch(unfused, graph.from_graph), self.unfused.about),
+            "fused, overlap": (Launch(lambda: self.fused.launch(several), from_graph=False), self.fused.about),
+        }
         variants = {
-            "unfused": Variant(unfused, steps, bytes_per_step, error, self.unfused.about),
-            "fused, overlap": Variant(
-                lambda: self.fused.launch(several), steps, bytes_per_step, error, self.fused.about
-            ),
+            name: Variant(launch, steps, bytes_per_step, error, about) for name, (launch, about) in launches.items()
         }
         case = {"model": self.name, "context": context}
         self.study.compare(case, variants, self.state.buffers["weights"])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.studies.decode_state import TINY, decode_state
-from benchmarks.studies.measuring import Study, StudyError, Variant
+from benchmarks.studies.measuring import Launch, Study, StudyError, Variant
 from benchmarks.studies.model import Fused
 from cheetah.generate import Generated, generate_kernel
 from cheetah.models.llama.config import LlamaConfig, preset
@@ -40,7 +40,8 @@ def run(study: Study) -> None:
         _check(study, fused, arguments)
         bytes_per_step = first.manifest.step_bytes["weights"] + context * config.kv_bytes_per_token
         variants = {
-            name: Variant(_work(one, arguments), STEPS, bytes_per_step, None, one.about) for name, one in fused.items()
+            name: Variant(_launch(one, arguments), STEPS, bytes_per_step, None, one.about)
+            for name, one in fused.items()
         }
         case = {"model": "tiny" if study.tiny else MODEL, "context": context}
         study.compare(case, variants, state.buffers["weights"])
@@ -59,8 +60,8 @@ def rings(study: Study, config: LlamaConfig) -> dict[str, Generated]:
     return kernels
 
 
-def _work(fused: Fused, arguments: dict[str, Any]) -> Any:
-    return lambda: fused.launch(arguments)
+def _launch(fused: Fused, arguments: dict[str, Any]) -> Launch:
+    return Launch(lambda: fused.launch(arguments), from_graph=False)
 
 
 def _check(study: Study, kernels: dict[str, Fused], arguments: dict[str, Any]) -> None:
