@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,19 +66,14 @@ def run_one(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def run_all(options: argparse.Namespace) -> int:
-    """Every study; then the table of all that was measured."""
-    failed = []
+    """Every study; then the table of all that was measured. Records are in the file as soon as they are made."""
     with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder) / "studies.jsonl"
+        results = options.json or Path(folder) / "studies.jsonl"
         results.touch()
-        for study in STUDIES:
-            if not _succeeds(study, options, results):
-                failed.append(study)
-        text = results.read_text(encoding="utf-8")
-    if options.json is not None:
-        with options.json.open("a", encoding="utf-8") as file:
-            file.write(text)
-    print(report(json.loads(line) for line in text.splitlines()))
+        earlier = len(results.read_text(encoding="utf-8").splitlines())
+        failed = [study for study in STUDIES if not _succeeds(study, options, results)]
+        lines = results.read_text(encoding="utf-8").splitlines()[earlier:]
+    print(report(json.loads(line) for line in lines))
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
@@ -86,13 +82,14 @@ def run_all(options: argparse.Namespace) -> int:
 def _succeeds(study: str, options: argparse.Namespace, results: Path) -> bool:
     command = [sys.executable, "-m", "benchmarks.studies", study, "--device", options.device]
     command += ["--json", str(results), "--repetitions", str(options.repetitions), *(["--tiny"] * options.tiny)]
-    print(f"study {study}...", file=sys.stderr, flush=True)
+    started = time.monotonic()
     try:
-        done = subprocess.run(command, stdout=subprocess.DEVNULL, timeout=LIMIT_S)
+        status = subprocess.run(command, stdout=subprocess.DEVNULL, timeout=LIMIT_S).returncode
+        outcome = "done" if status == 0 else "failed"
     except subprocess.TimeoutExpired:
-        print(f"study {study}: not done after {LIMIT_S} s", file=sys.stderr)
-        return False
-    return done.returncode == 0
+        outcome = "stopped"
+    print(f"study {study}: {outcome} after {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+    return outcome == "done"
 
 
 def read_records(paths: Iterable[Path]) -> list[dict[str, Any]]:
