@@ -28,7 +28,7 @@ STUDIES: dict[str, Callable[[Study], None]] = {
     "ring": ring.run,
 }
 LIMIT_S = 100
-"""Of a study in a process of its own; each takes about 20 on an H200."""
+"""Of a study in a process of its own."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
