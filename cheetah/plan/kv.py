@@ -172,11 +172,11 @@ def kv_plans_for_launch(
     require_positive("KV plans of a launch", steps=steps)
     before = [_length(length) for length in np.atleast_1d(length_before).tolist()]
     plans: list[tuple[int, KvPlan]] = []
-    for step in range(steps):
+    step = 0
+    while step < steps:
         lengths = [length + step + 1 for length in before]
-        plan = kv_plan(lengths, kv_heads, blocks, group, align, minimum, chunk=chunk)
-        if not plans or plans[-1][1] is not plan:
-            plans.append((step, plan))
+        plans.append((step, kv_plan(lengths, kv_heads, blocks, group, align, minimum, chunk=chunk)))
+        step += min(1 - length % -align for length in lengths)  # the first step at which a rounded length grows
     return plans
 
 

@@ -341,7 +341,7 @@ class StreamDevice:
             if timeout_s is not None and waited > timeout_s:
                 return False
             if waited > SPIN_SECONDS:
-                time.sleep(min(waited / 50, LONGEST_SLEEP_SECONDS))  # late by at most 2 percent
+                time.sleep(min(waited / 500, LONGEST_SLEEP_SECONDS))  # late by at most 2 per mille, and a timer's slack
         return True
 
     def _is_done(self, event: DriverEvent) -> bool:
