@@ -39,6 +39,9 @@ slow, and finds deadlocks by itself."""
 STOP_IDS = 64
 """Stop ids that the device can check; the host checks the rest."""
 
+RATE_BYTES = 10**8
+"""Of fewer bytes, the rate says nothing."""
+
 FILL_BYTES = {"zero": 0, "poison": 0xFF, "host": None}
 
 
@@ -132,7 +135,8 @@ def assemble(
         started = time.monotonic()
         with _weights_progress(manifest, quiet) as progress:
             upload_weights(weights, manifest, buffers, progress)
-        _say(quiet)(_loading_line(manifest, time.monotonic() - started))
+        if _loaded_bytes(manifest) >= RATE_BYTES:
+            _say(quiet)(_loading_line(manifest, time.monotonic() - started))
     except BaseException:
         free_all(buffers)
         if owns_device:

@@ -75,14 +75,14 @@ class _RepeatedRows:
     begin: int
     shape: tuple[int, int]
 
-    def __getitem__(self, part: tuple[slice, slice]) -> Bits:
-        (first, stop, _), columns = part[0].indices(self.shape[0]), part[1]
+    def __getitem__(self, part: slice) -> Bits:
+        first, stop, _ = part.indices(self.shape[0])
         pieces = []
         while first < stop:
             start = (self.begin + first * self.shape[1]) % len(self.block)
             count = max(1, min(stop - first, (len(self.block) - start) // self.shape[1]))
             rows = _window(self.block, start, count * self.shape[1])  # copied only where one row meets the block's end
-            pieces.append(rows.reshape(count, self.shape[1])[:, columns])
+            pieces.append(rows.reshape(count, self.shape[1]))
             first += count
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 

@@ -7,10 +7,11 @@ mapped when it is asked for and unmapped when it is let go, so that the host hol
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import struct
+import threading
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,17 +62,8 @@ class StoredTensor:
     nbytes: int
 
     def rows(self) -> Rows:
-        """The matrix, to be read in parts, by several threads at once: converted, where it must be, as they are read.
-
-        The system is told to begin reading the file.
-        """
-        stored_dtype = WEIGHT_DTYPES[self.dtype]
-        if self.nbytes == 0:
-            return np.zeros(self.shape, dtype=np.uint16)
-        with self.file.open("rb") as file, contextlib.suppress(OSError):
-            os.posix_fadvise(file.fileno(), self.begin, self.nbytes, os.POSIX_FADV_WILLNEED)
-        stored = np.asarray(np.memmap(self.file, stored_dtype, mode="r", offset=self.begin, shape=self.shape))
-        return stored if self.dtype == "BF16" else _Converted(stored)
+        """The matrix, to be read in parts by several threads at once, and rounded to bf16 where it must be."""
+        return _StoredRows(self)
 
     def bf16_bits(self) -> Bits:
         """The tensor as bf16 bit patterns, uint16: mapped as it is, or rounded to nearest even from F16 and F32."""
@@ -84,18 +76,45 @@ class StoredTensor:
         return _converted(stored)
 
 
-@dataclass(frozen=True)
-class _Converted:
-    """`Rows` of a matrix that is stored as F16 or F32."""
+class _StoredRows:
+    """`Rows` of a stored matrix. They are read, not mapped: a page fault for each 4 KB would cost more than the copy,
+    and large reads by several threads keep a disk busy."""
 
-    stored: npt.NDArray[Any]
+    def __init__(self, tensor: StoredTensor) -> None:
+        self._tensor = tensor
+        self.shape = tensor.shape
+        self._descriptor = os.open(tensor.file, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
+        os.posix_fadvise(self._descriptor, tensor.begin, tensor.nbytes, os.POSIX_FADV_WILLNEED)  # begin to read it now
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.stored.shape
+    def __getitem__(self, part: slice) -> Bits:
+        """Bits in memory of this thread, overwritten when it reads again."""
+        first, stop, _ = part.indices(self.shape[0])
+        dtype = WEIGHT_DTYPES[self._tensor.dtype]
+        row_bytes = self.shape[1] * dtype.itemsize
+        memory = _thread_memory((stop - first) * row_bytes)
+        self._read(memory, self._tensor.begin + first * row_bytes)
+        stored = memory.view(dtype).reshape(stop - first, self.shape[1])
+        return stored if self._tensor.dtype == "BF16" else _converted(stored)
 
-    def __getitem__(self, part: tuple[slice, slice]) -> Bits:
-        return _converted(self.stored[part])
+    def _read(self, memory: npt.NDArray[np.uint8], offset: int) -> None:
+        done = 0
+        while done < memory.nbytes:
+            count = os.preadv(self._descriptor, [memory[done:].data], offset + done)
+            if count == 0:
+                raise LoadingError(f"{self._tensor.file}: ends at byte {offset + done}: it was cut while it was read")
+            done += count
+
+
+_of_thread = threading.local()
+
+
+def _thread_memory(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Memory of this thread, the same every time."""
+    memory: npt.NDArray[np.uint8] | None = getattr(_of_thread, "memory", None)
+    if memory is None or memory.nbytes < nbytes:
+        memory = _of_thread.memory = np.empty(nbytes, np.uint8)
+    return memory[:nbytes]
 
 
 def _converted(stored: npt.NDArray[Any]) -> Bits:

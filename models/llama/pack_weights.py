@@ -1,10 +1,10 @@
 """All weights of a checkpoint into the three buffers, as fast as memory and disk allow.
 
-Knows neither files nor devices: tensors come from one function and bytes go to another. The work is cut into pieces of
-some megabytes. A few threads gather and pack them, which is numpy's copying outside Python's lock; the calling thread
-hands finished pieces out, in order, so that an upload goes on while the next pieces are made. A GPU could permute the
-words itself after a plain upload, faster still, but what then limits is the same: reading the tensors and copying them
-across; and the emulator, the tests and a machine without a compiler would need this way beside it.
+Knows neither files nor devices: tensors come from one function and bytes go to another. A few threads read, gather
+and pack blocks of whole rows, all of which is copying outside Python's lock; the calling thread hands finished pieces
+out, in order, so that an upload goes on while the next pieces are made. A GPU could permute the words itself after a
+plain upload, faster still, but what then limits is the same: reading the tensors and copying them across; and the
+emulator, the tests and a machine without a compiler would need this way beside it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ from cheetah.models.llama.weights import (
 )
 from cheetah.plan import STRIP_ROWS, MatrixLayout, StepMatrices
 
+BLOCK_BYTES = 4 * 2**20
+"""About what a thread reads and packs at a time: a millisecond of work, and little enough for its caches."""
 PIECE_BYTES = 8 * 2**20
-"""About what one call of `write` gets: a few milliseconds of a thread's work."""
+"""About what one call of `write` gets, or one round of strips where that is more."""
+AHEAD_BYTES = 256 * 2**20
+"""Pieces that are being made or wait for the calling thread."""
 MOST_THREADS = 16
-PIECES_AHEAD = 2
-"""Finished pieces that may wait for the calling thread, beside those that are being made."""
 
 ReadTensor = Callable[[str], Bits]
 ReadRows = Callable[[str], Rows]
@@ -58,49 +60,66 @@ def pack_all(
 
     Every byte of the three buffers is written once. The array given to `write` is valid only until it returns: its
     memory is used again. rows: gives a matrix that is read in parts, in several threads; by default `tensor` does.
-    threads: by default one a processor, at most 16. Host memory: two pieces of about 8 MB a thread and two more; what
-    `tensor` and `rows` hold of the matrices in work comes on top. `progress` gets the bytes just written.
+    threads: by default one a processor, at most 16. Host memory: 256 MB of pieces, or two where they are larger, and
+    two blocks of about 4 MB a thread; what `tensor` and `rows` hold of the matrices in work comes on top. `progress`
+    gets the bytes just written.
     """
-    threads = threads or min(MOST_THREADS, os.cpu_count() or 1)
-    pool = ThreadPoolExecutor(threads, "pack")
-    spare: list[Bytes] = []
-    under_way: deque[tuple[_Piece, Bytes, Future[None]]] = deque()
+    memory, under_way = _Memory(), deque[tuple[_Piece, Bytes, list[Future[None]]]]()
+    pool = ThreadPoolExecutor(threads or min(MOST_THREADS, os.cpu_count() or 1), "pack")
 
     def hand_out() -> None:
-        piece, memory, made = under_way.popleft()
-        made.result()
-        write(piece.buffer, piece.offset, memory[: piece.nbytes])
-        spare.append(memory)
+        piece, packed, jobs = under_way.popleft()
+        for job in jobs:
+            job.result()
+        write(piece.buffer, piece.offset, packed)
+        memory.give_back(packed)
         if progress is not None:
             progress(piece.nbytes)
 
     try:
         for piece in _pieces(config, matrices, tensor, rows or tensor):
-            if len(under_way) == threads + PIECES_AHEAD:
+            while len(under_way) > 1 and memory.taken + piece.nbytes > AHEAD_BYTES:
                 hand_out()
-            memory = _with_room(spare.pop() if spare else _NOTHING, piece.nbytes)
-            under_way.append((piece, memory, pool.submit(piece.make, memory[: piece.nbytes])))
+            packed = memory.take(piece.nbytes)
+            under_way.append((piece, packed, [pool.submit(job, packed) for job in piece.jobs]))
         while under_way:
             hand_out()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-_NOTHING = np.empty(0, np.uint8)
+class _Memory:
+    """Memory that is used again: new memory costs a page fault for every 4 KB. taken: bytes that are in use."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self._spare: list[Bytes] = []
+
+    def take(self, nbytes: int) -> Bytes:
+        """The smallest that is large enough; else new memory in place of the largest that is not."""
+        self.taken += nbytes
+        self._spare.sort(key=len)
+        index = next((index for index, memory in enumerate(self._spare) if len(memory) >= nbytes), -1)
+        memory = self._spare.pop(index) if self._spare else np.empty(0, np.uint8)
+        return (memory if len(memory) >= nbytes else np.empty(nbytes, np.uint8))[:nbytes]
+
+    def give_back(self, memory: Bytes) -> None:
+        self.taken -= len(memory)
+        self._spare.append(memory if memory.base is None else memory.base)
 
 
-def _with_room(memory: Bytes, nbytes: int) -> Bytes:
-    return memory if memory.size >= nbytes else np.empty(nbytes, np.uint8)
+Job = Callable[[Bytes], None]
+"""Fills its share of a piece's memory."""
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """`nbytes` at `offset` of `buffer`. make: fills memory of that size."""
+    """`nbytes` at `offset` of `buffer`, which the jobs make together."""
 
     buffer: str
     offset: int
     nbytes: int
-    make: Callable[[Bytes], None]
+    jobs: tuple[Job, ...]
 
 
 def _pieces(config: LlamaConfig, matrices: StepMatrices, tensor: ReadTensor, rows: ReadRows) -> Iterator[_Piece]:
@@ -122,24 +141,24 @@ def _norms_piece(config: LlamaConfig, tensor: ReadTensor) -> _Piece:
         for row, name in zip(norms, (*names, FINAL_NORM), strict=True):
             row[: config.hidden_size] = tensor(name)
 
-    return _Piece("norms", 0, (len(names) + 1) * config.padded_hidden * 2, make)
+    return _Piece("norms", 0, (len(names) + 1) * config.padded_hidden * 2, (make,))
 
 
 def _embedding_pieces(config: LlamaConfig, embedding: Rows) -> Iterator[_Piece]:
     row_bytes = config.padded_hidden * 2
     count = max(1, PIECE_BYTES // row_bytes)
 
-    def maker(first: int, stop: int) -> Callable[[Bytes], None]:
+    def maker(first: int, stop: int) -> Job:
         def make(memory: Bytes) -> None:
             padded = memory.view(np.uint16).reshape(-1, config.padded_hidden)
-            padded[:, : config.hidden_size] = embedding[first:stop, 0 : config.hidden_size]
+            padded[:, : config.hidden_size] = embedding[first:stop]
             padded[:, config.hidden_size :] = 0
 
         return make
 
     for first in range(0, config.vocab_size, count):
         stop = min(first + count, config.vocab_size)
-        yield _Piece("embedding", first * row_bytes, (stop - first) * row_bytes, maker(first, stop))
+        yield _Piece("embedding", first * row_bytes, (stop - first) * row_bytes, (maker(first, stop),))
 
 
 def _matrix_pieces(
@@ -149,74 +168,50 @@ def _matrix_pieces(
     if len(groups) != 2 * layout.strips:
         raise PackingError(f"matrix {layout.name!r}: {len(groups)} groups of rows for {layout.strips} strips")
     tensors = tuple(rows(name) for name in matrix_tensors(config, layout.name, layer))
-    for strips, chunks in _parts(layout):
-        part = _Part(layout, groups, tensors, strips, chunks)
-        yield _Piece("weights", offset + part.offset, part.nbytes, part.make)
+    for strips in _ranges(layout.strips, layout.blocks * max(1, PIECE_BYTES // (layout.blocks * layout.strip_bytes))):
+        blocks = _ranges(len(strips), max(1, BLOCK_BYTES // layout.strip_bytes))
+        first_round = strips.start // layout.blocks
+        jobs = (_Block(layout, groups, tensors, strips[block.start : block.stop], first_round) for block in blocks)
+        begin = offset + strips.start * layout.strip_bytes
+        yield _Piece("weights", begin, len(strips) * layout.strip_bytes, tuple(job.pack for job in jobs))
 
 
-def _parts(layout: MatrixLayout) -> Iterator[tuple[range, range]]:
-    """(strips, chunks) of about a piece each: some whole rounds, or some chunks of one round."""
-    round_bytes = layout.blocks * layout.strip_bytes
-    strips = max(1, PIECE_BYTES // round_bytes) * layout.blocks
-    chunks = max(1, min(layout.chunks, layout.chunks * PIECE_BYTES // round_bytes))
-    for first in range(0, layout.strips, strips):
-        for first_chunk in range(0, layout.chunks, chunks):
-            stop_chunk = min(layout.chunks, first_chunk + chunks)
-            yield range(first, min(layout.strips, first + strips)), range(first_chunk, stop_chunk)
-
-
-_scratch = threading.local()
+def _ranges(count: int, size: int) -> list[range]:
+    return [range(first, min(count, first + size)) for first in range(0, count, size)]
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Some chunks of some strips of a matrix, which lie together."""
+class _Block:
+    """Some strips of a piece that begins with `first_round`."""
 
     layout: MatrixLayout
     groups: RowGroups
     tensors: tuple[Rows, ...]
     strips: range
-    chunks: range
+    first_round: int
 
-    @property
-    def offset(self) -> int:
-        return self.layout.strip_address(self.strips.start, self.chunks.start)
-
-    @property
-    def pairs(self) -> range:
-        """Tile pairs of a strip."""
-        size = self.layout.pairs_per_chunk
-        return range(self.chunks.start * size, min(self.chunks.stop * size, self.layout.tile_pairs))
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.strips) * len(self.pairs) * (self.layout.strip_bytes // self.layout.tile_pairs)
-
-    def make(self, memory: Bytes) -> None:
-        pack_strips(self.layout, self.strips, self.chunks, self._rows(), memory)
+    def pack(self, memory: Bytes) -> None:
+        """To their places in the piece's memory."""
+        pack_strips(self.layout, self.strips, self._rows(), memory, self.first_round)
 
     def _rows(self) -> Bits:
         """The strips' rows, padded: straight from the tensor where they are in order, else gathered by this thread."""
-        layout, source = self.layout, self.tensors[0]
         begin, stop = self.strips.start * STRIP_ROWS, self.strips.stop * STRIP_ROWS
-        in_order = len(self.tensors) == 1 and stop <= layout.rows and layout.columns == layout.padded_columns
-        if in_order and isinstance(source, np.ndarray) and source.flags.c_contiguous:
-            return source[begin:stop]
-        return self._gathered()
-
-    def _gathered(self) -> Bits:
-        width = self.layout.padded_columns // self.layout.tile_pairs
-        first, padded_stop = self.pairs.start * width, self.pairs.stop * width
-        stop = min(padded_stop, self.layout.columns)
-        rows = _scratch_rows(len(self.strips) * STRIP_ROWS, padded_stop - first)
-        rows[:, stop - first :] = 0
-        groups = slice(2 * self.strips.start, 2 * self.strips.stop)
-        self.groups.gather(self.tensors, rows, groups, slice(first, stop))
+        is_whole = stop <= self.layout.rows and self.layout.columns == self.layout.padded_columns
+        if is_whole and len(self.tensors) == 1:
+            return np.ascontiguousarray(self.tensors[0][begin:stop])
+        rows = _scratch_rows(stop - begin, self.layout.padded_columns)
+        rows[:, self.layout.columns :] = 0
+        self.groups.gather(self.tensors, rows, range(2 * self.strips.start, 2 * self.strips.stop))
         return rows
 
 
+_scratch = threading.local()
+
+
 def _scratch_rows(rows: int, columns: int) -> Bits:
-    """Memory of this thread, overwritten by its next piece."""
-    memory = _with_room(getattr(_scratch, "memory", _NOTHING), rows * columns * 2)
-    _scratch.memory = memory
-    return memory[: rows * columns * 2].view(np.uint16).reshape(rows, columns)
+    """Memory of this thread, overwritten by its next block."""
+    memory: Bits | None = getattr(_scratch, "memory", None)
+    if memory is None or memory.size < rows * columns:
+        memory = _scratch.memory = np.empty(rows * columns, np.uint16)
+    return memory[: rows * columns].reshape(rows, columns)

@@ -39,7 +39,7 @@ def pack_matrix(layout: MatrixLayout, matrix: Bits) -> Bytes:
     padded = np.zeros((layout.padded_rows, layout.padded_columns), dtype=np.uint16)
     padded[: layout.rows, : layout.columns] = matrix
     packed = np.empty(layout.total_bytes, dtype=np.uint8)
-    pack_strips(layout, range(layout.strips), range(layout.chunks), padded, packed)
+    pack_strips(layout, range(layout.strips), padded, packed)
     return packed
 
 
@@ -61,28 +61,26 @@ def unpack_matrix(layout: MatrixLayout, packed: Bytes) -> Bits:
     return np.ascontiguousarray(rows[: layout.rows, : layout.columns])
 
 
-def pack_strips(layout: MatrixLayout, strips: range, chunks: range, rows: Bits, out: Bytes) -> None:
-    """Pack some chunks of some strips into `out`: the bytes that lie together in the matrix.
+def pack_strips(layout: MatrixLayout, strips: range, rows: Bits, out: Bytes, first_round: int = 0) -> None:
+    """Pack some strips to their places in `out`, the bytes of some rounds from `first_round` on.
 
-    strips: whole rounds; where they are several, chunks must be all. rows: uint16 [strips * 16, columns], C-contiguous,
-    padding included; the columns are all of the matrix, or those of the chunks alone. One table-driven copy of words a
-    chunk and round, no temporary memory; numpy lets other threads run meanwhile.
+    rows: uint16 [strips * 16, padded_columns], C-contiguous, padding included. One table-driven copy of words a chunk
+    and round, no temporary memory; numpy lets other threads run meanwhile, which may pack other strips.
     """
-    source = rows.reshape(-1, STRIP_ROWS * rows.shape[1]).view(np.uint32)
-    tables = _chunk_sources(rows.shape[1] // PAIR_COLUMNS, layout.pairs_per_chunk)
-    if rows.shape[1] == layout.padded_columns:
-        tables = tables[chunks.start : chunks.stop]
+    source = rows.reshape(len(strips), STRIP_ROWS * layout.padded_columns).view(np.uint32)
     target = out.view(np.uint32)
-    position = 0
-    for begin in range(strips.start, strips.stop, layout.blocks):
-        width = min(layout.blocks, strips.stop - begin)
-        of_round = source[begin - strips.start :][:width]
-        for table in tables:
-            chunk = target[position : position + width * table.size].reshape(width, table.size)
+    for round in sorted({strip // layout.blocks for strip in strips}):
+        width, start = int(layout.round_width(round)), round * layout.blocks
+        begin, stop = max(start, strips.start), min(start + width, strips.stop)
+        position = (start - first_round * layout.blocks) * layout.strip_bytes // 4
+        for table in _chunk_sources(layout.tile_pairs, layout.pairs_per_chunk):
+            end = position + width * table.size
+            if end > target.size or position < 0:
+                raise PackingError(f"matrix {layout.name!r}: round {round} is not in a buffer of {out.nbytes} bytes")
+            chunk = target[position:end].reshape(width, table.size)[begin - start : stop - start]
+            of_round = source[begin - strips.start : stop - strips.start]
             np.take(of_round, table, axis=1, out=chunk, mode="clip")  # "clip": numpy copies twice when it must check
-            position += chunk.size
-    if position * 4 != out.nbytes:
-        raise PackingError(f"matrix {layout.name!r}: packed {position * 4} bytes into a buffer of {out.nbytes}")
+            position = end
 
 
 @lru_cache(maxsize=64)

@@ -58,12 +58,15 @@ GROUP_ROWS = 8  # a strip is two groups of 8 consecutive rows of one tensor: the
 
 
 class Rows(Protocol):
-    """A matrix that is read in parts, as bf16 bits: an array, or what makes its numbers when they are asked for."""
+    """A matrix that is read in parts, as bf16 bits: an array, or what reads or makes its rows when they are asked for.
+
+    What it gives may be overwritten when the same thread asks for other rows, of this or another matrix.
+    """
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
-    def __getitem__(self, part: tuple[slice, slice]) -> Bits: ...
+    def __getitem__(self, part: slice) -> Bits: ...
 
 
 def model_shape(config: LlamaConfig) -> ModelShape:
@@ -131,7 +134,7 @@ def logical_matrix(config: LlamaConfig, matrix: str, tensors: Sequence[Bits]) ->
     """`matrix` in strip order, uint16 [rows, columns], from its tensors: what `unpack_matrix` gives back."""
     groups = row_groups(config, matrix)
     rows = np.zeros((len(groups) * GROUP_ROWS, tensors[0].shape[1]), dtype=np.uint16)
-    groups.gather(tensors, rows, slice(0, len(groups)), slice(0, rows.shape[1]))
+    groups.gather(tensors, rows, range(len(groups)))
     return rows if matrix in ("qkv", "gate_up") else rows[: len(tensors[0])]
 
 
@@ -162,21 +165,20 @@ class RowGroups:
     def __len__(self) -> int:
         return len(self.source)
 
-    def gather(self, tensors: Sequence[Rows], rows: Bits, groups: slice, columns: slice) -> None:
-        """Copy some columns of some groups into `rows` [8 times as many, at least the columns], the rest left alone."""
-        begin, stop, _ = groups.indices(len(self))
-        width = columns.stop - columns.start
-        target = rows.reshape(-1, GROUP_ROWS, rows.shape[1])[:, :, :width]
-        for run in self._runs(begin, stop):
-            place = target[run.index - begin :: run.step][: run.count]
-            values = tensors[run.source][run.first : run.first + run.rows, columns]
+    def gather(self, tensors: Sequence[Rows], rows: Bits, groups: range) -> None:
+        """Copy some groups into `rows` [8 times as many, at least the tensors' columns]; padding columns stay."""
+        columns = tensors[0].shape[1]
+        target = rows.reshape(-1, GROUP_ROWS, rows.shape[1])[:, :, :columns]
+        for run in self._runs(groups.start, groups.stop):
+            place = target[run.index - groups.start :: run.step][: run.count]
+            values = tensors[run.source][run.first : run.first + run.rows]
             if run.rows == run.count * GROUP_ROWS:
-                place[:] = values.reshape(run.count, GROUP_ROWS, width)
+                place[:] = values.reshape(run.count, GROUP_ROWS, columns)
             else:
                 place[0, : run.rows] = values
                 place[0, run.rows :] = 0
 
-    @lru_cache(maxsize=4096)  # noqa: B019 - a matrix has few pieces, and the groups themselves are kept as long
+    @lru_cache(maxsize=4096)  # noqa: B019 - a matrix has few blocks, and the groups themselves are kept as long
     def _runs(self, begin: int, stop: int) -> tuple[_Run, ...]:
         """Groups `begin` .. `stop` - 1 in as few runs as there are: a copy each, so that Python does little."""
         runs, done = list[_Run](), set[int]()

@@ -6,7 +6,9 @@ the copy engine works on the other. Small copies pay one memcpy and no wait.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +16,8 @@ from numpy.typing import NDArray
 from cheetah.runtime.device.driver import Driver, DriverEvent, Stream
 
 PIECE_BYTES = 8 << 20
+SHARED_COPY_BYTES = 2 << 20
+COPIERS = max(1, min(4, (os.cpu_count() or 1) // 2))
 
 
 class Staging:
@@ -28,6 +32,7 @@ class Staging:
         self._pieces = [_Piece(driver, piece_bytes) for _ in range(2)]
         self._piece_bytes = piece_bytes
         self._turn = 0
+        self._copiers: ThreadPoolExecutor | None = None  # idle threads cost nothing; they end with this object
 
     def upload(self, address: int, source: NDArray[np.uint8]) -> None:
         """Copy `source` to the device in the stream's order. It may be changed on return, before the copy is done."""
@@ -35,7 +40,7 @@ class Staging:
             part = source[start : start + self._piece_bytes]
             piece = self._next_piece()
             self._wait_for(piece)  # an earlier upload may still be reading it
-            piece.memory[: len(part)] = part
+            self._copy(piece.memory[: len(part)], part)
             self._driver.copy_to_device(address + start, piece.memory[: len(part)], self._stream)
             self._mark(piece)
 
@@ -57,6 +62,18 @@ class Staging:
     def _collect(self, piece: _Piece, part: NDArray[np.uint8]) -> None:
         self._wait_for(piece)
         part[:] = piece.memory[: len(part)]
+
+    def _copy(self, target: NDArray[np.uint8], source: NDArray[np.uint8]) -> None:
+        """By several threads where it is much: one alone may be slower than the link to the GPU."""
+        if len(source) < SHARED_COPY_BYTES:
+            target[:] = source
+            return
+        if self._copiers is None:
+            self._copiers = ThreadPoolExecutor(COPIERS, "upload")
+        share = -(-len(source) // COPIERS)
+        parts = [slice(start, start + share) for start in range(0, len(source), share)]
+        for done in [self._copiers.submit(np.copyto, target[part], source[part]) for part in parts]:
+            done.result()
 
     def _next_piece(self) -> _Piece:
         self._turn = (self._turn + 1) % len(self._pieces)

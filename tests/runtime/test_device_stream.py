@@ -196,8 +196,12 @@ def test_it_is_a_device() -> None:
     assert device.describe().name == "Fake GPU"
 
 
+@pytest.mark.parametrize("shared_bytes", [PIECE_BYTES // 2, 10 * PIECE_BYTES])
 @pytest.mark.parametrize("nbytes", [0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 5 * PIECE_BYTES + 7])
-def test_copies_of_any_size_come_back(nbytes: int) -> None:
+def test_copies_of_any_size_come_back(nbytes: int, shared_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one thread, and by several from `shared_bytes` on."""
+    monkeypatch.setattr("cheetah.runtime.device.staging.SHARED_COPY_BYTES", shared_bytes)
+    monkeypatch.setattr("cheetah.runtime.device.staging.COPIERS", 3)
     device, _ = opened()
     data = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
     buffer = device.allocate(nbytes + 3)

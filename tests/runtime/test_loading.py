@@ -23,7 +23,7 @@ def test_tensors_are_mapped_as_stored(tmp_path):
         with pytest.raises(ValueError):
             found[0] = 0
         if found.ndim == 2:
-            assert np.array_equal(checkpoint.rows(name)[1:9, 3:20], found[1:9, 3:20])
+            assert np.array_equal(checkpoint.rows(name)[1:9], found[1:9])
 
 
 @pytest.mark.parametrize(("dtype", "stored"), [(np.float16, "F16"), (np.float32, "F32")])
@@ -36,7 +36,7 @@ def test_other_floats_are_rounded_to_nearest_even_with_one_note(tmp_path, dtype,
         assert np.array_equal(checkpoint.tensor(name), rounded)
         if value.ndim == 2:
             assert checkpoint.rows(name).shape == value.shape
-            assert np.array_equal(checkpoint.rows(name)[1:9, 3:20], rounded[1:9, 3:20])
+            assert np.array_equal(checkpoint.rows(name)[1:9], rounded[1:9])
 
 
 def test_the_trained_checkpoint_opens():
