@@ -36,8 +36,8 @@ BLOCK_BYTES = 4 * 2**20
 """About what a thread reads and packs at a time: a millisecond of work, and little enough for its caches."""
 PIECE_BYTES = 8 * 2**20
 """About what one call of `write` gets, or one round of strips where that is more."""
-AHEAD_BYTES = 256 * 2**20
-"""Pieces that are being made or wait for the calling thread."""
+BLOCKS_AHEAD = 3
+"""For each thread, so much memory in pieces that are being made or wait for the calling thread."""
 MOST_THREADS = 16
 
 ReadTensor = Callable[[str], Bits]
@@ -60,12 +60,13 @@ def pack_all(
 
     Every byte of the three buffers is written once. The array given to `write` is valid only until it returns: its
     memory is used again. rows: gives a matrix that is read in parts, in several threads; by default `tensor` does.
-    threads: by default one a processor, at most 16. Host memory: 256 MB of pieces, or two where they are larger, and
-    two blocks of about 4 MB a thread; what `tensor` and `rows` hold of the matrices in work comes on top. `progress`
+    threads: by default one a processor, at most 16. Host memory: five blocks of about 4 MB a thread, of which three in
+    pieces, which are two at least; what `tensor` and `rows` hold of the matrices in work comes on top. `progress`
     gets the bytes just written.
     """
     memory, under_way = _Memory(), deque[tuple[_Piece, Bytes, list[Future[None]]]]()
-    pool = ThreadPoolExecutor(threads or min(MOST_THREADS, os.cpu_count() or 1), "pack")
+    threads = threads or min(MOST_THREADS, os.cpu_count() or 1)
+    pool = ThreadPoolExecutor(threads, "pack")
 
     def hand_out() -> None:
         piece, packed, jobs = under_way.popleft()
@@ -78,7 +79,7 @@ def pack_all(
 
     try:
         for piece in _pieces(config, matrices, tensor, rows or tensor):
-            while len(under_way) > 1 and memory.taken + piece.nbytes > AHEAD_BYTES:
+            while len(under_way) > 1 and memory.taken + piece.nbytes > threads * BLOCKS_AHEAD * BLOCK_BYTES:
                 hand_out()
             packed = memory.take(piece.nbytes)
             under_way.append((piece, packed, [pool.submit(job, packed) for job in piece.jobs]))

@@ -220,14 +220,13 @@ def test_pieces_are_handed_out_in_order_and_memory_is_used_again(small_pieces):
 def small_pieces(monkeypatch):
     monkeypatch.setattr("cheetah.models.llama.pack_weights.PIECE_BYTES", 40_000)
     monkeypatch.setattr("cheetah.models.llama.pack_weights.BLOCK_BYTES", 20_000)
-    monkeypatch.setattr("cheetah.models.llama.pack_weights.AHEAD_BYTES", 100_000)
 
 
 @pytest.mark.parametrize("nbytes", [1, 40_000, 2**25])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("hidden", [72, 96, 320])
 def test_pack_all(monkeypatch, nbytes, tied, hidden):
-    for name in ("PIECE_BYTES", "BLOCK_BYTES", "AHEAD_BYTES"):
+    for name in ("PIECE_BYTES", "BLOCK_BYTES"):
         monkeypatch.setattr(f"cheetah.models.llama.pack_weights.{name}", nbytes)
     config = replace(ODD, hidden_size=hidden, tied_embeddings=tied)
     tensors, matrices = some_tensors(config), matrices_of(config)
