@@ -566,17 +566,17 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
             uint4 units[8];
             uint4 weights_2[8];
             #pragma unroll
-            for (uint32_t number = 0; number < 1; ++number) {
+            for (uint32_t number = 0; number < 4; ++number) {
               uint4 value = load_constant_u32x4(norms + (first_unit + number * 256) * 8);
               weights_2[number] = value;
             }
             #pragma unroll
-            for (uint32_t number = 0; number < 1; ++number) {
+            for (uint32_t number = 0; number < 4; ++number) {
               uint4 value = load_constant_u32x4(embedding + (uint64_t)(next_token[0]) * 8192 + (first_unit + number * 256) * 8);
               units[number] = value;
             }
             #pragma unroll
-            for (uint32_t number = 0; number < 1; ++number) {
+            for (uint32_t number = 0; number < 4; ++number) {
               float low = bf16x2_low(units[number].x);
               float high = bf16x2_high(units[number].x);
               squares = squares + (low * low + high * high);
@@ -594,39 +594,6 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
               squares = squares + (low_4 * low_4 + high_4 * high_4);
               uint32_t weights_6 = weights_2[number].w;
               vector[first_unit + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_3), high * bf16x2_high(weights_3)), pack_bf16x2(low_2 * bf16x2_low(weights_4), high_2 * bf16x2_high(weights_4)), pack_bf16x2(low_3 * bf16x2_low(weights_5), high_3 * bf16x2_high(weights_5)), pack_bf16x2(low_4 * bf16x2_low(weights_6), high_4 * bf16x2_high(weights_6)));
-            }
-            uint32_t first_unit_2 = thread + 256;
-            uint4 units_2[8];
-            uint4 weights_3[8];
-            #pragma unroll
-            for (uint32_t number = 0; number < 3; ++number) {
-              uint4 value = load_constant_u32x4(norms + (first_unit_2 + number * 256) * 8);
-              weights_3[number] = value;
-            }
-            #pragma unroll
-            for (uint32_t number = 0; number < 3; ++number) {
-              uint4 value = load_constant_u32x4(embedding + (uint64_t)(next_token[0]) * 8192 + (first_unit_2 + number * 256) * 8);
-              units_2[number] = value;
-            }
-            #pragma unroll
-            for (uint32_t number = 0; number < 3; ++number) {
-              float low = bf16x2_low(units_2[number].x);
-              float high = bf16x2_high(units_2[number].x);
-              squares = squares + (low * low + high * high);
-              uint32_t weights_4 = weights_3[number].x;
-              float low_2 = bf16x2_low(units_2[number].y);
-              float high_2 = bf16x2_high(units_2[number].y);
-              squares = squares + (low_2 * low_2 + high_2 * high_2);
-              uint32_t weights_5 = weights_3[number].y;
-              float low_3 = bf16x2_low(units_2[number].z);
-              float high_3 = bf16x2_high(units_2[number].z);
-              squares = squares + (low_3 * low_3 + high_3 * high_3);
-              uint32_t weights_6 = weights_3[number].z;
-              float low_4 = bf16x2_low(units_2[number].w);
-              float high_4 = bf16x2_high(units_2[number].w);
-              squares = squares + (low_4 * low_4 + high_4 * high_4);
-              uint32_t weights_7 = weights_3[number].w;
-              vector[first_unit_2 + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_4), high * bf16x2_high(weights_4)), pack_bf16x2(low_2 * bf16x2_low(weights_5), high_2 * bf16x2_high(weights_5)), pack_bf16x2(low_3 * bf16x2_low(weights_6), high_3 * bf16x2_high(weights_6)), pack_bf16x2(low_4 * bf16x2_low(weights_7), high_4 * bf16x2_high(weights_7)));
             }
             float warp_squares = warp_sum_f32(squares);
             if (lane == 0) {
@@ -648,13 +615,17 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
             uint4 units[8];
             uint4 weights_2[8];
             #pragma unroll
-            for (uint32_t number = 0; number < 1; ++number) {
+            for (uint32_t number = 0; number < 4; ++number) {
               uint4 value = load_constant_u32x4(norms + layer * 2 * 8192 + (first_unit + number * 256) * 8);
               weights_2[number] = value;
             }
-            wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 1, layer_epoch - 1);
+            if (lane == 0) {
+              uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 32), layer_epoch - 1);
+            }
+            warp_barrier();
+            wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 4, layer_epoch - 1);
             #pragma unroll
-            for (uint32_t number = 0; number < 1; ++number) {
+            for (uint32_t number = 0; number < 4; ++number) {
               float low = bf16x2_low(units[number].x);
               float high = bf16x2_high(units[number].x);
               squares = squares + (low * low + high * high);
@@ -672,35 +643,6 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
               squares = squares + (low_4 * low_4 + high_4 * high_4);
               uint32_t weights_6 = weights_2[number].w;
               vector[first_unit + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_3), high * bf16x2_high(weights_3)), pack_bf16x2(low_2 * bf16x2_low(weights_4), high_2 * bf16x2_high(weights_4)), pack_bf16x2(low_3 * bf16x2_low(weights_5), high_3 * bf16x2_high(weights_5)), pack_bf16x2(low_4 * bf16x2_low(weights_6), high_4 * bf16x2_high(weights_6)));
-            }
-            uint32_t first_unit_2 = thread + 256;
-            uint4 units_2[8];
-            uint4 weights_3[8];
-            #pragma unroll
-            for (uint32_t number = 0; number < 3; ++number) {
-              uint4 value = load_constant_u32x4(norms + layer * 2 * 8192 + (first_unit_2 + number * 256) * 8);
-              weights_3[number] = value;
-            }
-            wait_flagged_units(units_2, exchange_words + (first_unit_2 * 4 + 32), 1024, 3, layer_epoch - 1);
-            #pragma unroll
-            for (uint32_t number = 0; number < 3; ++number) {
-              float low = bf16x2_low(units_2[number].x);
-              float high = bf16x2_high(units_2[number].x);
-              squares = squares + (low * low + high * high);
-              uint32_t weights_4 = weights_3[number].x;
-              float low_2 = bf16x2_low(units_2[number].y);
-              float high_2 = bf16x2_high(units_2[number].y);
-              squares = squares + (low_2 * low_2 + high_2 * high_2);
-              uint32_t weights_5 = weights_3[number].y;
-              float low_3 = bf16x2_low(units_2[number].z);
-              float high_3 = bf16x2_high(units_2[number].z);
-              squares = squares + (low_3 * low_3 + high_3 * high_3);
-              uint32_t weights_6 = weights_3[number].z;
-              float low_4 = bf16x2_low(units_2[number].w);
-              float high_4 = bf16x2_high(units_2[number].w);
-              squares = squares + (low_4 * low_4 + high_4 * high_4);
-              uint32_t weights_7 = weights_3[number].w;
-              vector[first_unit_2 + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_4), high * bf16x2_high(weights_4)), pack_bf16x2(low_2 * bf16x2_low(weights_5), high_2 * bf16x2_high(weights_5)), pack_bf16x2(low_3 * bf16x2_low(weights_6), high_3 * bf16x2_high(weights_6)), pack_bf16x2(low_4 * bf16x2_low(weights_7), high_4 * bf16x2_high(weights_7)));
             }
             float warp_squares = warp_sum_f32(squares);
             if (lane == 0) {
@@ -1138,17 +1080,14 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
           uint4* vector = (uint4*)(arena + 164096);
           uint32_t first_unit = thread;
           uint4 units[8];
-          wait_flagged_units(units, exchange_words + (first_unit * 4 + 288032), 1024, 1, layer_epoch);
-          #pragma unroll
-          for (uint32_t number = 0; number < 1; ++number) {
-            vector[first_unit + number * 256] = units[number];
+          if (lane == 0) {
+            uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 288032), layer_epoch);
           }
-          uint32_t first_unit_2 = thread + 256;
-          uint4 units_2[8];
-          wait_flagged_units(units_2, exchange_words + (first_unit_2 * 4 + 288032), 1024, 3, layer_epoch);
+          warp_barrier();
+          wait_flagged_units(units, exchange_words + (first_unit * 4 + 288032), 1024, 4, layer_epoch);
           #pragma unroll
-          for (uint32_t number = 0; number < 3; ++number) {
-            vector[first_unit_2 + number * 256] = units_2[number];
+          for (uint32_t number = 0; number < 4; ++number) {
+            vector[first_unit + number * 256] = units[number];
           }
           named_barrier(1, 256);
         }
@@ -1236,13 +1175,17 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
           uint4 units[8];
           uint4 weights_2[8];
           #pragma unroll
-          for (uint32_t number = 0; number < 1; ++number) {
+          for (uint32_t number = 0; number < 4; ++number) {
             uint4 value = load_constant_u32x4(norms + (layer * 2 + 1) * 8192 + (first_unit + number * 256) * 8);
             weights_2[number] = value;
           }
-          wait_flagged_units(units, exchange_words + (first_unit * 4 + 292128), 1024, 1, layer_epoch);
+          if (lane == 0) {
+            uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 292128), layer_epoch);
+          }
+          warp_barrier();
+          wait_flagged_units(units, exchange_words + (first_unit * 4 + 292128), 1024, 4, layer_epoch);
           #pragma unroll
-          for (uint32_t number = 0; number < 1; ++number) {
+          for (uint32_t number = 0; number < 4; ++number) {
             float low = bf16x2_low(units[number].x);
             float high = bf16x2_high(units[number].x);
             squares = squares + (low * low + high * high);
@@ -1260,35 +1203,6 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
             squares = squares + (low_4 * low_4 + high_4 * high_4);
             uint32_t weights_6 = weights_2[number].w;
             vector[first_unit + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_3), high * bf16x2_high(weights_3)), pack_bf16x2(low_2 * bf16x2_low(weights_4), high_2 * bf16x2_high(weights_4)), pack_bf16x2(low_3 * bf16x2_low(weights_5), high_3 * bf16x2_high(weights_5)), pack_bf16x2(low_4 * bf16x2_low(weights_6), high_4 * bf16x2_high(weights_6)));
-          }
-          uint32_t first_unit_2 = thread + 256;
-          uint4 units_2[8];
-          uint4 weights_3[8];
-          #pragma unroll
-          for (uint32_t number = 0; number < 3; ++number) {
-            uint4 value = load_constant_u32x4(norms + (layer * 2 + 1) * 8192 + (first_unit_2 + number * 256) * 8);
-            weights_3[number] = value;
-          }
-          wait_flagged_units(units_2, exchange_words + (first_unit_2 * 4 + 292128), 1024, 3, layer_epoch);
-          #pragma unroll
-          for (uint32_t number = 0; number < 3; ++number) {
-            float low = bf16x2_low(units_2[number].x);
-            float high = bf16x2_high(units_2[number].x);
-            squares = squares + (low * low + high * high);
-            uint32_t weights_4 = weights_3[number].x;
-            float low_2 = bf16x2_low(units_2[number].y);
-            float high_2 = bf16x2_high(units_2[number].y);
-            squares = squares + (low_2 * low_2 + high_2 * high_2);
-            uint32_t weights_5 = weights_3[number].y;
-            float low_3 = bf16x2_low(units_2[number].z);
-            float high_3 = bf16x2_high(units_2[number].z);
-            squares = squares + (low_3 * low_3 + high_3 * high_3);
-            uint32_t weights_6 = weights_3[number].z;
-            float low_4 = bf16x2_low(units_2[number].w);
-            float high_4 = bf16x2_high(units_2[number].w);
-            squares = squares + (low_4 * low_4 + high_4 * high_4);
-            uint32_t weights_7 = weights_3[number].w;
-            vector[first_unit_2 + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_4), high * bf16x2_high(weights_4)), pack_bf16x2(low_2 * bf16x2_low(weights_5), high_2 * bf16x2_high(weights_5)), pack_bf16x2(low_3 * bf16x2_low(weights_6), high_3 * bf16x2_high(weights_6)), pack_bf16x2(low_4 * bf16x2_low(weights_7), high_4 * bf16x2_high(weights_7)));
           }
           float warp_squares = warp_sum_f32(squares);
           if (lane == 0) {
@@ -1371,24 +1285,21 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
           uint4* vector = (uint4*)(arena + 164096);
           uint32_t first_unit = thread;
           uint4 units[8];
-          wait_flagged_units(units, exchange_words + (first_unit * 4 + 296224), 1024, 1, layer_epoch);
-          #pragma unroll
-          for (uint32_t number = 0; number < 1; ++number) {
-            vector[first_unit + number * 256] = units[number];
+          if (lane == 0) {
+            uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 296224), layer_epoch);
           }
-          uint32_t first_unit_2 = thread + 256;
-          uint4 units_2[8];
-          wait_flagged_units(units_2, exchange_words + (first_unit_2 * 4 + 296224), 1024, 8, layer_epoch);
+          warp_barrier();
+          wait_flagged_units(units, exchange_words + (first_unit * 4 + 296224), 1024, 8, layer_epoch);
           #pragma unroll
           for (uint32_t number = 0; number < 8; ++number) {
-            vector[first_unit_2 + number * 256] = units_2[number];
+            vector[first_unit + number * 256] = units[number];
           }
-          uint32_t first_unit_3 = thread + 2304;
-          uint4 units_3[8];
-          wait_flagged_units(units_3, exchange_words + (first_unit_3 * 4 + 296224), 1024, 5, layer_epoch);
+          uint32_t first_unit_2 = thread + 2048;
+          uint4 units_2[8];
+          wait_flagged_units(units_2, exchange_words + (first_unit_2 * 4 + 296224), 1024, 6, layer_epoch);
           #pragma unroll
-          for (uint32_t number = 0; number < 5; ++number) {
-            vector[first_unit_3 + number * 256] = units_3[number];
+          for (uint32_t number = 0; number < 6; ++number) {
+            vector[first_unit_2 + number * 256] = units_2[number];
           }
           named_barrier(1, 256);
         }
@@ -1474,13 +1385,17 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
           uint4 units[8];
           uint4 weights_2[8];
           #pragma unroll
-          for (uint32_t number = 0; number < 1; ++number) {
+          for (uint32_t number = 0; number < 4; ++number) {
             uint4 value = load_constant_u32x4(norms + 1310720 + (first_unit + number * 256) * 8);
             weights_2[number] = value;
           }
-          wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 1, last);
+          if (lane == 0) {
+            uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 32), last);
+          }
+          warp_barrier();
+          wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 4, last);
           #pragma unroll
-          for (uint32_t number = 0; number < 1; ++number) {
+          for (uint32_t number = 0; number < 4; ++number) {
             float low = bf16x2_low(units[number].x);
             float high = bf16x2_high(units[number].x);
             squares = squares + (low * low + high * high);
@@ -1498,35 +1413,6 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
             squares = squares + (low_4 * low_4 + high_4 * high_4);
             uint32_t weights_6 = weights_2[number].w;
             vector[first_unit + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_3), high * bf16x2_high(weights_3)), pack_bf16x2(low_2 * bf16x2_low(weights_4), high_2 * bf16x2_high(weights_4)), pack_bf16x2(low_3 * bf16x2_low(weights_5), high_3 * bf16x2_high(weights_5)), pack_bf16x2(low_4 * bf16x2_low(weights_6), high_4 * bf16x2_high(weights_6)));
-          }
-          uint32_t first_unit_2 = thread + 256;
-          uint4 units_2[8];
-          uint4 weights_3[8];
-          #pragma unroll
-          for (uint32_t number = 0; number < 3; ++number) {
-            uint4 value = load_constant_u32x4(norms + 1310720 + (first_unit_2 + number * 256) * 8);
-            weights_3[number] = value;
-          }
-          wait_flagged_units(units_2, exchange_words + (first_unit_2 * 4 + 32), 1024, 3, last);
-          #pragma unroll
-          for (uint32_t number = 0; number < 3; ++number) {
-            float low = bf16x2_low(units_2[number].x);
-            float high = bf16x2_high(units_2[number].x);
-            squares = squares + (low * low + high * high);
-            uint32_t weights_4 = weights_3[number].x;
-            float low_2 = bf16x2_low(units_2[number].y);
-            float high_2 = bf16x2_high(units_2[number].y);
-            squares = squares + (low_2 * low_2 + high_2 * high_2);
-            uint32_t weights_5 = weights_3[number].y;
-            float low_3 = bf16x2_low(units_2[number].z);
-            float high_3 = bf16x2_high(units_2[number].z);
-            squares = squares + (low_3 * low_3 + high_3 * high_3);
-            uint32_t weights_6 = weights_3[number].z;
-            float low_4 = bf16x2_low(units_2[number].w);
-            float high_4 = bf16x2_high(units_2[number].w);
-            squares = squares + (low_4 * low_4 + high_4 * high_4);
-            uint32_t weights_7 = weights_3[number].w;
-            vector[first_unit_2 + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_4), high * bf16x2_high(weights_4)), pack_bf16x2(low_2 * bf16x2_low(weights_5), high_2 * bf16x2_high(weights_5)), pack_bf16x2(low_3 * bf16x2_low(weights_6), high_3 * bf16x2_high(weights_6)), pack_bf16x2(low_4 * bf16x2_low(weights_7), high_4 * bf16x2_high(weights_7)));
           }
           float warp_squares = warp_sum_f32(squares);
           if (lane == 0) {

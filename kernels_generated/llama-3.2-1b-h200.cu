@@ -617,6 +617,10 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
               uint4 value = load_constant_u32x4(norms + layer * 2 * 2048 + (first_unit + number * 256) * 8);
               weights_2[number] = value;
             }
+            if (lane == 0) {
+              uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 32), layer_epoch - 1);
+            }
+            warp_barrier();
             wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 1, layer_epoch - 1);
             #pragma unroll
             for (uint32_t number = 0; number < 1; ++number) {
@@ -1014,6 +1018,10 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
           uint4* vector = (uint4*)(arena + 196864);
           uint32_t first_unit = thread;
           uint4 units[8];
+          if (lane == 0) {
+            uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 74400), layer_epoch);
+          }
+          warp_barrier();
           wait_flagged_units(units, exchange_words + (first_unit * 4 + 74400), 1024, 1, layer_epoch);
           #pragma unroll
           for (uint32_t number = 0; number < 1; ++number) {
@@ -1109,6 +1117,10 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
             uint4 value = load_constant_u32x4(norms + (layer * 2 + 1) * 2048 + (first_unit + number * 256) * 8);
             weights_2[number] = value;
           }
+          if (lane == 0) {
+            uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 75424), layer_epoch);
+          }
+          warp_barrier();
           wait_flagged_units(units, exchange_words + (first_unit * 4 + 75424), 1024, 1, layer_epoch);
           #pragma unroll
           for (uint32_t number = 0; number < 1; ++number) {
@@ -1211,17 +1223,14 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
           uint4* vector = (uint4*)(arena + 196864);
           uint32_t first_unit = thread;
           uint4 units[8];
-          wait_flagged_units(units, exchange_words + (first_unit * 4 + 76448), 1024, 1, layer_epoch);
-          #pragma unroll
-          for (uint32_t number = 0; number < 1; ++number) {
-            vector[first_unit + number * 256] = units[number];
+          if (lane == 0) {
+            uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 76448), layer_epoch);
           }
-          uint32_t first_unit_2 = thread + 256;
-          uint4 units_2[8];
-          wait_flagged_units(units_2, exchange_words + (first_unit_2 * 4 + 76448), 1024, 3, layer_epoch);
+          warp_barrier();
+          wait_flagged_units(units, exchange_words + (first_unit * 4 + 76448), 1024, 4, layer_epoch);
           #pragma unroll
-          for (uint32_t number = 0; number < 3; ++number) {
-            vector[first_unit_2 + number * 256] = units_2[number];
+          for (uint32_t number = 0; number < 4; ++number) {
+            vector[first_unit + number * 256] = units[number];
           }
           named_barrier(1, 256);
         }
@@ -1311,6 +1320,10 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
             uint4 value = load_constant_u32x4(norms + 65536 + (first_unit + number * 256) * 8);
             weights_2[number] = value;
           }
+          if (lane == 0) {
+            uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 32), last);
+          }
+          warp_barrier();
           wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 1, last);
           #pragma unroll
           for (uint32_t number = 0; number < 1; ++number) {

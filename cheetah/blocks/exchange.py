@@ -93,6 +93,10 @@ class Exchange(ABC):
         """The same, seeing all that happened before a `publish_release` of them."""
 
     @abstractmethod
+    def wait_for_one(self, name: str, unit: ch.Value, epoch: ch.Value) -> None:
+        """Called by whole warps: return once the unit of the warp's first lane is there; the others may not be."""
+
+    @abstractmethod
     def read_units(self, name: str, data: Any, unit: ch.Value, stride: int, count: int, epoch: ch.Value) -> None:
         """Units `unit`, `unit + stride`, ... (`count` of them, at most UNITS) into the array `data`."""
 
@@ -124,6 +128,11 @@ class FlaggedExchange(Exchange):
     def read_units(self, name: str, data: Any, unit: ch.Value, stride: int, count: int, epoch: ch.Value) -> None:
         words = self.place(name, ch.cast(ty.u32, unit) * 4)
         prim.wait_flagged_units(data, words, stride * 4, count, epoch)
+
+    def wait_for_one(self, name: str, unit: ch.Value, epoch: ch.Value) -> None:
+        with ch.if_(self.machine.lane == 0):
+            prim.wait_flagged4(self.place(name, ch.cast(ty.u32, unit) * 4), epoch)
+        prim.warp_barrier()
 
     def read4_acquire(self, name: str, unit: ch.Value, epoch: ch.Value) -> Any:
         return prim.wait_flagged4_acquire(self.place(name, ch.cast(ty.u32, unit) * 4), epoch)
@@ -172,6 +181,9 @@ class BarrierExchange(Exchange):
         return words
 
     read4_acquire = read4
+
+    def wait_for_one(self, name: str, unit: ch.Value, epoch: ch.Value) -> None:
+        """All of it is there after `meet`."""
 
     @ch.inline
     def read_units(self, name: str, data: Any, unit: ch.Value, stride: int, count: int, epoch: ch.Value) -> None:

@@ -152,6 +152,7 @@ class Step:
                         self._load_norm(
                             self._norm(layer * 2),
                             self._reader("hidden", self.layer_epoch - 1),
+                            self._waiter("hidden", self.layer_epoch - 1),
                         )
                     )
             self._stamp(layer, "qkv", "ready")
@@ -200,7 +201,8 @@ class Step:
             prefetch(self.machine, self._norm(layer * 2 + 2), self.shape.padded_hidden * 2)
             scale = ch.var(ty.f32, 0.0)
             with ch.if_(matrix.position(self.machine.block) < matrix.strips):
-                scale.set(self._load_norm(self._norm(layer * 2 + 1), self._reader("middle", self.layer_epoch)))
+                read, wait = self._reader("middle", self.layer_epoch), self._waiter("middle", self.layer_epoch)
+                scale.set(self._load_norm(self._norm(layer * 2 + 1), read, wait))
             self._stamp(layer, "gate_up", "ready")
             self.matvec.multiply(matrix, lambda rows: swiglu(self.exchange, "gated", rows, scale, self.layer_epoch))
             self._stamp(layer, "gate_up", "done")
@@ -233,6 +235,7 @@ class Step:
                         self._load_norm(
                             self._norm(ty.u32(2 * self.shape.layers)),
                             self._reader("hidden", last),
+                            self._waiter("hidden", last),
                         )
                     )
                 self.timeline.stamp(self.phases - 2, "ready")
@@ -373,11 +376,22 @@ class Step:
         threads = self.machine.math_threads
         return lambda data, unit, count: self.exchange.read_units(name, data, unit, threads, count, epoch)
 
-    def _load_norm(self, norm: Any, read: Any) -> Any:
+    def _waiter(self, name: str, epoch: Any) -> Any:
+        """Waits for one unit of an exchanged vector on behalf of a warp, before all of it is polled."""
+        return lambda unit: self.exchange.wait_for_one(name, unit, epoch)
+
+    def _load_norm(self, norm: Any, read: Any, wait: Any = None) -> Any:
         """The hidden vector, normalised; returns 1/rms."""
         available = vector_words(self.shape.hidden) * 2
         return load_normalised(
-            self.machine, self.shape.padded_hidden, available, self.shape.hidden, self.config.rms_norm_eps, norm, read
+            self.machine,
+            self.shape.padded_hidden,
+            available,
+            self.shape.hidden,
+            self.config.rms_norm_eps,
+            norm,
+            read,
+            wait,
         )
 
     @ch.inline
@@ -391,8 +405,8 @@ class Step:
             ch.comment(f"{name}: projection onto the residual")
             self._note(step, layer, name)
             with ch.if_(matrix.position(self.machine.block) < matrix.strips):
-                read = self._reader(source, self.layer_epoch)
-                load_vector(self.machine, matrix.padded_columns, words * 2, read)
+                read, wait = self._reader(source, self.layer_epoch), self._waiter(source, self.layer_epoch)
+                load_vector(self.machine, matrix.padded_columns, words * 2, read, wait)
             self._stamp(layer, name, "ready")
             self.matvec.multiply(
                 matrix, lambda rows: add_residual(self.machine, self.exchange, target, rows, self.layer_epoch)
