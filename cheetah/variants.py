@@ -104,12 +104,17 @@ class Variants:
                 self._compiling[plan] = job
 
     def measure(self, plans: Sequence[Plan], repetitions: int | None = None) -> list[float]:
-        """Scores of the plans, measured in turn: there, back, there, ... after a warm-up launch of each."""
+        """Scores of the plans, measured in turn: there, back, there, ... after a warm-up launch of each.
+
+        All share one cache, and under another packing the weights are another model: what a launch at a short context
+        appends is read at a longer one. So tokens are compared among the launches of one context and one call.
+        """
         self.compile_ahead(plans)
         variants = [self.variant(plan) for plan in plans]
         loaded = [variant for variant in variants if variant.launcher is not None]
         for context in self.contexts:
             for variant in loaded:
+                variant.tokens.pop(context, None)
                 self._launch(variant, context)
             taken: list[list[float]] = [[] for _ in loaded]
             for repetition in range(repetitions or self.repetitions):
