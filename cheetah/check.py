@@ -166,7 +166,8 @@ class Transcript:
     """What one run of the course gave. `ids` is the sequence from an empty cache: the prompt, then what was sampled.
 
     late_logits: f32 [TEACHER_TOKENS, vocab] after the cache that the reference filled. logits: f32 [len(ids), vocab].
-    launches: the ids that each launch sampled. pool: the KV pool at the end.
+    launches: the ids that each launch sampled. pool, exchange: the KV pool and the exchanged vectors at the end: f32
+    states show what bf16 and the choice of a token hide.
     """
 
     ids: tuple[int, ...]
@@ -174,12 +175,13 @@ class Transcript:
     late_logits: F32
     logits: F32
     pool: Bits
+    exchange: NDArray[np.uint8]
 
     @property
     def outputs(self) -> list[NDArray[Any]]:
         """Everything that must not depend on the schedule."""
         sampled = [np.array(tokens, np.int64) for tokens in self.launches]
-        return [*sampled, self.late_logits, self.logits, self.pool]
+        return [*sampled, self.late_logits, self.logits, self.pool, self.exchange]
 
 
 class Course:
@@ -252,7 +254,8 @@ class Course:
         ids = (*self.prompt, *prompted, *stopped, *continued)
         scores = launcher.score(ids, logits)
         pool = buffers["kv"].download(np.uint16, self.manifest.buffer("kv").shape)
-        return Transcript(ids, (late, prompted, drawn, stopped, continued), late_logits, scores, pool)
+        exchange = buffers["exchange"].download(np.uint8, self.manifest.buffer("exchange").bytes)
+        return Transcript(ids, (late, prompted, drawn, stopped, continued), late_logits, scores, pool, exchange)
 
     def agreement(self, transcript: Transcript) -> Agreement:
         """The transcript against the reference, and its sampled ids against its own logits."""

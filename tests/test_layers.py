@@ -20,7 +20,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cheetah.emulator": {"cheetah.lang", "cheetah.manifest"},
     LLAMA: {"cheetah.plan"},  # config, weights and what they are made of: numbers and arrays only
     f"{LLAMA}.reference": {LLAMA},
-    f"{LLAMA}.program": {*DATA, "cheetah.blocks", "cheetah.lang"},
+    f"{LLAMA}.step": {*DATA, "cheetah.blocks", "cheetah.lang"},
+    f"{LLAMA}.program": {*DATA, f"{LLAMA}.step", "cheetah.blocks", "cheetah.lang"},
     "cheetah.generate": {*DATA, f"{LLAMA}.program", "cheetah.blocks", "cheetah.lang"},
     "cheetah.ceiling": {"cheetah.lang", "cheetah.manifest", "cheetah.plan"},
     "cheetah.runtime": {*DATA, "cheetah.runtime.assemble", "cheetah.runtime.device"},

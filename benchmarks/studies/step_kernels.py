@@ -21,7 +21,8 @@ from cheetah.blocks.machine import Machine, emit_roles, start_machine
 from cheetah.blocks.sampling import Sampler
 from cheetah.lang import prim, ty
 from cheetah.models.llama.config import LlamaConfig
-from cheetah.models.llama.program import PARAMETERS, Step, exchange_sizes
+from cheetah.models.llama.program import PARAMETERS, Step
+from cheetah.models.llama.step import exchange_sizes
 from cheetah.models.llama.weights import model_shape
 from cheetah.plan import STRIP_ROWS, Gpu, Plan, shared_map, step_matrices
 

@@ -19,7 +19,7 @@ from cheetah.blocks.machine import Machine
 from cheetah.blocks.ring import Ring
 from cheetah.blocks.timeline import NO_TIMELINE, Timeline
 from cheetah.lang import prim, ty
-from cheetah.plan import PAIR_BYTES, STRIP_ROWS, MatrixLayout, PlanError
+from cheetah.plan import PAIR_BYTES, STRIP_ROWS, MatrixLayout
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,10 +43,6 @@ class Matvec:
     """The products of a kernel: they share the ring, the reduction buffers and the rotation of the finishing warp."""
 
     def __init__(self, machine: Machine, ring: Ring, weights: ch.Expr, timeline: Timeline = NO_TIMELINE) -> None:
-        if machine.plan.math_warps % 2:
-            raise PlanError(
-                f"Plan: math_warps is {machine.plan.math_warps}: two halves add up a strip's sums: use an even number"
-            )
         self.machine, self.ring, self.weights, self.timeline = machine, ring, weights, timeline
         self._start()
 

@@ -72,6 +72,8 @@ class Plan:
             raise PlanError(f"Plan: batch is {self.batch}: at most {MAX_BATCH} sequences share one step")
         if self.math_warps > MAX_MATH_WARPS:
             raise PlanError(f"Plan: math_warps is {self.math_warps}: a block has 32 warps and one copies: at most 31")
+        if self.math_warps % 2:
+            raise PlanError(f"Plan: math_warps is {self.math_warps}: two halves add up a strip: use an even number")
         if self.kv_chunk_min % self.kv_align:
             raise PlanError(f"Plan: kv_chunk_min {self.kv_chunk_min} is no multiple of kv_align {self.kv_align}")
         for name in ("start_qkv", "start_residual", "start_gate_up", "start_head"):

@@ -81,7 +81,8 @@ def test_overrides_win_and_none_means_by_rule():
     ("overrides", "message"),
     [
         ({"stage_bytes": 8192, "math_warps": 16}, "stage_bytes is 8192 with 16 math warps: .* use a multiple of 16384"),
-        ({"stage_bytes": 5120, "math_warps": 5}, "head_dim 128: .* use a multiple of 8192"),
+        ({"stage_bytes": 6144, "math_warps": 6}, "head_dim 128: .* use a multiple of 8192"),
+        ({"math_warps": 3}, "math_warps is 3: .* use an even number"),
         ({"math_warps": 32}, "math_warps is 32: .* at most 31"),
         ({"math_warps": 0}, "math_warps is 0"),
         ({"stages": 1}, "stages is 1: a ring needs at least 2"),
