@@ -18,6 +18,7 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.exchange import Exchange
+from cheetah.blocks.kv_cache import CACHED_KEYS
 from cheetah.blocks.machine import Machine
 from cheetah.blocks.ring import Ring
 from cheetah.blocks.schedule import WRITE_THROUGH, Item, Merge, Schedule
@@ -138,6 +139,7 @@ class Attention:
     def _attend_cached(self, begin: ch.Expr, end: ch.Expr, state: dict[str, Any]) -> None:
         """Walk the stages of the item; this warp takes every `warps`-th tile of 16 keys."""
         machine, sizes = self.machine, self.sizes
+        self.ring.uses(CACHED_KEYS)
         next_tile = ch.var(ty.u32, machine.warp)
         with ch.for_(begin, end, sizes.stage_tokens, unroll=1) as first:
             count = ch.minimum(end - first, sizes.stage_tokens)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +9,9 @@ from cheetah import lang as ch
 from cheetah.blocks.machine import Machine
 from cheetah.blocks.ring import Ring
 from cheetah.lang import prim, ty
+
+CACHED_KEYS = "keys and values"
+"""What the ring's stages hold for attention."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +64,7 @@ class KvCache:
         A copy never crosses a page, and stops at the last token: what lies behind it in the stage is stale.
         """
         machine = self.machine
+        ring.fills(CACHED_KEYS)
         stage_tokens = machine.plan.kv_stage_tokens(machine.shape.head_dim)
         token_bytes = machine.shape.head_dim * 2
         with ch.for_(begin, end, stage_tokens, unroll=1) as first:
@@ -76,6 +79,3 @@ class KvCache:
                     values = stage + (done * token_bytes + machine.plan.stage_bytes // 2)
                     prim.bulk_copy(values, self.value(key), run * token_bytes, barrier)
                     done += run
-
-
-WriteNew = Callable[[ch.Expr, ch.Expr, ch.Expr], None]

@@ -58,6 +58,7 @@ class Matvec:
     @ch.inline
     def copy(self, layout: MatrixLayout, layer_offset: ch.Expr) -> None:
         """In the copy role: fetch the block's strips of a matrix. `layer_offset` is the layer's first byte (u64)."""
+        self.ring.fills(layout.name)
         position = layout.position(self.machine.block)
         first_byte = layer_offset + layout.offset
         matrix = self.weights + first_byte
@@ -86,6 +87,7 @@ class Matvec:
         """In the math role: multiply the block's strips by the vector in shared memory; `finish` gets each strip's
         rows."""
         machine = self.machine
+        self.ring.uses(layout.name)
         position = layout.position(machine.block)
         with ch.for_(position, layout.strips, layout.blocks, unroll=1) as strip:
             sums = ch.array(ty.f32, 4, zero=True)

@@ -45,6 +45,8 @@ class Ring:
         self.machine = machine
         self.stages = machine.plan.stages
         self.stage_bytes = machine.plan.stage_bytes
+        self.streams = ch.Streams("ring")
+        self.keys: dict[str, int] = {}
         self._declare()
 
     @ch.inline
@@ -76,6 +78,14 @@ class Ring:
             use_stage = ch.var(ty.u32, 0)
             use_parity = ch.var(ty.u32, 0)
             self.using = Cursor(use_stage, use_parity, self.stages)
+
+    def fills(self, name: str) -> None:
+        """While generating: the copy role's program fills stages with `name` here. Who never uses them is told."""
+        self.keys[name] = self.streams.open(name)
+
+    def uses(self, name: str) -> None:
+        """While generating: the math role's program uses the stages that were filled with `name`."""
+        self.streams.consume(self.keys.get(name, -1))
 
     @contextmanager
     @ch.inline

@@ -12,7 +12,7 @@ from cheetah.blocks.matvec import Matvec
 from cheetah.blocks.vector import load_vector
 from cheetah.emulator import allocate, explore
 from cheetah.generate import generate_kernel
-from cheetah.lang import prim, ty
+from cheetah.lang import UnusedStageError, prim, ty
 from cheetah.models.llama.packing import pack_matrix
 from cheetah.models.llama.reference import widen
 from cheetah.plan import MatrixLayout, ModelShape, PlanError
@@ -92,3 +92,9 @@ def test_product_against_float64(case: str) -> None:
 def test_an_odd_number_of_math_warps_is_refused() -> None:
     with pytest.raises(PlanError, match="math_warps is 3: .* use an even number"):
         generate_kernel(model(), emulated_gpu(2), math_warps=3)
+
+
+def test_a_matrix_that_is_fetched_and_never_used_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Matvec, "multiply", lambda self, layout, finish: None)
+    with pytest.raises(UnusedStageError, match="the stages of `qkv` are filled but never used"):
+        generate_kernel(model(), emulated_gpu(2))
