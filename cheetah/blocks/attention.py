@@ -73,6 +73,16 @@ class AttentionShape:
         return self.warps + 1
 
 
+@dataclass(frozen=True, eq=False)
+class WarpState:
+    """One warp's attention state, in registers: of each lane's two query columns the highest logit (base 2) and the sum
+    of weights, and tiles of the transposed output, not yet divided by that sum."""
+
+    highest: Any
+    weight_sum: Any
+    output: Any
+
+
 class Attention:
     """The attention core of a kernel."""
 
@@ -125,7 +135,7 @@ class Attention:
         machine.meet()
 
     @ch.inline
-    def _new_state(self) -> dict[str, Any]:
+    def _new_state(self) -> WarpState:
         """This warp's state: per lane the two query columns 2t and 2t + 1 of the product (t = lane % 4)."""
         sizes = self.sizes
         highest = ch.array(ty.f32, 2)
@@ -133,10 +143,10 @@ class Attention:
         output = ch.array(ty.f32, sizes.output_tiles, 4, zero=True)
         highest[0] = -math.inf
         highest[1] = -math.inf
-        return {"highest": highest, "weight_sum": weight_sum, "output": output}
+        return WarpState(highest, weight_sum, output)
 
     @ch.inline
-    def _attend_cached(self, begin: ch.Expr, end: ch.Expr, state: dict[str, Any]) -> None:
+    def _attend_cached(self, begin: ch.Expr, end: ch.Expr, state: WarpState) -> None:
         """Walk the stages of the item; this warp takes every `warps`-th tile of 16 keys."""
         machine, sizes = self.machine, self.sizes
         self.ring.uses(CACHED_KEYS)
@@ -153,13 +163,13 @@ class Attention:
                 self.timeline.stamp_here("last_chunk")
 
     @ch.inline
-    def _attend_tile(self, stage: ch.Expr, first_key: ch.Expr, valid: ch.Expr, state: dict[str, Any]) -> None:
+    def _attend_tile(self, stage: ch.Expr, first_key: ch.Expr, valid: ch.Expr, state: WarpState) -> None:
         """Fold 16 keys, of which the first `valid` exist, into this warp's state."""
         weights = self._tile_weights(stage, first_key, valid, state)
         self._add_values(stage, first_key, valid, weights, state)
 
     @ch.inline
-    def _tile_weights(self, stage: ch.Expr, first_key: ch.Expr, valid: ch.Expr, state: dict[str, Any]) -> Any:
+    def _tile_weights(self, stage: ch.Expr, first_key: ch.Expr, valid: ch.Expr, state: WarpState) -> Any:
         """exp2(logit - highest) of the tile, as the B operand (keys x queries) of the product with the values.
 
         Lane (r, t) takes key r, key r + 8 and query r (the last one again beyond the group: its column is ignored).
@@ -182,7 +192,7 @@ class Attention:
         with ch.for_(4, unroll=True) as element:
             exists = key_row + (element // 2) * 8 < valid
             logits[element] = ch.select(exists, logits[element] * scale, -math.inf)
-        highest, weight_sum, output = state["highest"], state["weight_sum"], state["output"]
+        highest, weight_sum, output = state.highest, state.weight_sum, state.output
         with ch.for_(2, unroll=True) as column:
             peak = ch.var(ty.f32, prim.maximum_f32(logits[column], logits[column + 2]))
             for mask in (4, 8, 16):
@@ -202,9 +212,7 @@ class Attention:
         return weights_low, weights_high
 
     @ch.inline
-    def _add_values(
-        self, stage: ch.Expr, first_key: ch.Expr, valid: ch.Expr, weights: Any, state: dict[str, Any]
-    ) -> None:
+    def _add_values(self, stage: ch.Expr, first_key: ch.Expr, valid: ch.Expr, weights: Any, state: WarpState) -> None:
         """output (dims x queries) += values^T * weights, 64 dims at a time.
 
         Lane (r, t) reads 8 dims of keys 2t, 2t+1, 2t+8 and 2t+9: row r of output tile i is dim 8r + i, row r + 8 is dim
@@ -227,7 +235,7 @@ class Attention:
                 low_late = self._pair(words, 2, tile)
                 high_late = self._pair(words, 2, tile + SLICE_TILES)
                 operand = prim.make_u32x4(low_early, high_early, low_late, high_late)
-                prim.mma_bf16(state["output"][slice_ * SLICE_TILES + tile], operand, *weights)
+                prim.mma_bf16(state.output[slice_ * SLICE_TILES + tile], operand, *weights)
 
     @staticmethod
     def _pair(words: Any, key: int, element: ch.Expr) -> ch.Expr:
@@ -236,18 +244,18 @@ class Attention:
         return prim.byte_permute(words[key][element // 2], words[key + 1][element // 2], selector)
 
     @ch.inline
-    def _finish_state(self, state: dict[str, Any]) -> None:
+    def _finish_state(self, state: WarpState) -> None:
         """Lay down highest logit and weight sum of this warp, per query."""
         machine = self.machine
         statistics = machine.region("statistics", ty.f32x2)
         words = ch.reinterpret(ty.ptr_mut(ty.f32), statistics)
         with ch.for_(2, unroll=True) as column:
-            total = ch.var(ty.f32, state["weight_sum"][column])
+            total = ch.var(ty.f32, state.weight_sum[column])
             for mask in (4, 8, 16):
                 total += prim.shuffle_xor_f32(total, mask)
             with ch.if_(machine.lane < 4):
                 place = (machine.warp * QUERY_COLUMNS + machine.lane * 2 + column) * 2
-                words[place] = state["highest"][column]
+                words[place] = state.highest[column]
                 words[place + 1] = total
 
     @ch.inline
@@ -273,7 +281,7 @@ class Attention:
     # -- folding the warps' states --------------------------------------------------------------------------------
 
     @ch.inline
-    def _fold_item(self, item: Item, state: dict[str, Any], has_newest: ch.Expr, epoch: ch.Expr) -> None:
+    def _fold_item(self, item: Item, state: WarpState, has_newest: ch.Expr, epoch: ch.Expr) -> None:
         """Fold the warps' states and the newest token's, in this order, 64 dims at a time, and publish the result."""
         machine = self.machine
         for slice_ in range(self.sizes.slices):
@@ -283,7 +291,7 @@ class Attention:
             machine.meet()
 
     @ch.inline
-    def _lay_down(self, slice_: int, state: dict[str, Any]) -> None:
+    def _lay_down(self, slice_: int, state: WarpState) -> None:
         """This warp's unnormalised output of 64 dims: scratch[warp][query][dim]."""
         machine, sizes = self.machine, self.sizes
         scratch = machine.region("attention", ty.f32)
@@ -292,8 +300,8 @@ class Attention:
             with ch.if_(row < sizes.group):
                 lane_dims = scratch + ((machine.warp * sizes.group + row) * SLICE_DIMS + machine.lane // 4 * 8)
                 with ch.for_(SLICE_TILES, unroll=True) as tile:
-                    lane_dims[tile] = state["output"][slice_ * SLICE_TILES + tile][column]
-                    lane_dims[tile + SLICE_TILES] = state["output"][slice_ * SLICE_TILES + tile][column + 2]
+                    lane_dims[tile] = state.output[slice_ * SLICE_TILES + tile][column]
+                    lane_dims[tile + SLICE_TILES] = state.output[slice_ * SLICE_TILES + tile][column + 2]
 
     @ch.inline
     def _fold_slice(self, slice_: int, item: Item, has_newest: ch.Expr, epoch: ch.Expr) -> None:
