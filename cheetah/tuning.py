@@ -19,8 +19,9 @@ from cheetah.plan import Gpu, Plan, PlanError
 from cheetah.plan.plan import SYNCS
 from cheetah.runtime.tuned import SEARCHED
 
-MARGIN = 0.003
-"""Medians of one kernel were seen to differ by up to 0.2 percent within a run on an H200."""
+MARGIN = 0.005
+"""A plan must win by this much. Medians of one kernel, taken minutes apart in a run on an H200, differed by up to 0.9
+percent; plans that take turns are compared more closely than that."""
 MOST_PASSES = 3
 FINALISTS = 4
 

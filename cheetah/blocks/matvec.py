@@ -64,13 +64,11 @@ class Matvec:
         matrix = self.weights + first_byte
         with ch.for_(position, layout.strips, layout.blocks, unroll=1) as strip:
             round = strip // layout.blocks
-            round_bytes = ty.u64(round) * (layout.blocks * layout.strip_bytes)
+            round_bytes = layout.round_address(ty.u64(round))
             width = layout.round_width(round)
             with ch.for_(layout.chunks, unroll=1) as chunk:
                 chunk_bytes = layout.chunk_bytes(chunk)
-                source = matrix + (
-                    round_bytes + ty.u64(_word(width) * chunk * layout.stage_bytes + position * chunk_bytes)
-                )
+                source = matrix + (round_bytes + ty.u64(layout.chunk_address(chunk, position, width)))
                 with self.ring.fill(chunk_bytes) as (destination, barrier):
                     prim.bulk_copy(destination, source, chunk_bytes, barrier)
 
@@ -140,7 +138,3 @@ class Matvec:
         self.finisher += 1
         with ch.if_(self.finisher == warps):
             self.finisher.set(0)
-
-
-def _word(value: Any) -> Any:
-    return value if isinstance(value, ch.Expr) else ty.u32(value)

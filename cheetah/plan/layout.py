@@ -130,9 +130,15 @@ class MatrixLayout:
 
         Also for device expressions; they must be 64 bits wide where `total_bytes` passes 2**32.
         """
-        round_base = round * (self.blocks * self.strip_bytes)
-        chunk_base = width * chunk * self.stage_bytes
-        return round_base + chunk_base + position * self.chunk_bytes(chunk)
+        return self.round_address(round) + self.chunk_address(chunk, position, width)
+
+    def round_address(self, round: Index) -> Index:
+        """Where a round begins inside the matrix; 64 bits wide on a device where the matrix passes 2**32 bytes."""
+        return round * (self.blocks * self.strip_bytes)
+
+    def chunk_address(self, chunk: Index, position: Index, width: Index) -> Index:
+        """Where a chunk begins inside its round, which is far below 2**32 bytes."""
+        return width * chunk * self.stage_bytes + position * self.chunk_bytes(chunk)
 
     def strip_address(self, strip: int, chunk: int) -> int:
         """`address` of a chunk of `strip`, for the packer."""
