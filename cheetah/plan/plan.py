@@ -229,8 +229,9 @@ def default_plan(
 
 
 def _machine_defaults(gpu: Gpu) -> dict[str, Any]:
-    """Eight math warps: 16 have too few registers and spill. 256 keys an item: shorter ones pay more for the merge of
-    their states than they save (both measured on an H200). The emulator is small, so that little work is split too."""
+    """Eight math warps: 16 have too few registers and spill. 256 keys an item: so a context of up to 256 keys needs no
+    merge of states, which is worth 1 to 2 % there; at 512 keys it costs as much, beyond that little either way (H200,
+    benchmarks/LOG.md). The emulator is small, so that little work is split too."""
     return {"math_warps": 4, "kv_chunk_min": 64} if gpu.emulated else {"math_warps": 8, "kv_chunk_min": 256}
 
 
