@@ -1,6 +1,6 @@
 """Decode speed at given depths of the cache, beside the read ceiling measured in the same run.
 
-A launch makes `steps` tokens after `context` cached ones. Its time is taken by device events, and by the host's clock
+A launch makes `steps` steps of one or several sequences, each after the tokens that it has cached. Its time is taken by device events, and by the host's clock
 around the whole launch with the tokens read out; warm-up is not counted. Cached keys and values are random numbers:
 speed does not depend on them. How it is shown is the command line's business. GB = 1e9 bytes.
 """
@@ -24,6 +24,7 @@ from cheetah.errors import CheetahError
 from cheetah.models.llama.config import LlamaConfig
 from cheetah.models.llama.rope import rope_table
 from cheetah.plan import Gpu, Plan
+from cheetah.plan.plan import STEP_TOKENS
 from cheetah.regenerate import generate_named
 from cheetah.runtime.assemble import (
     GPU_TIMEOUT_S,
@@ -34,7 +35,8 @@ from cheetah.runtime.assemble import (
     new_cache,
     upload_weights,
 )
-from cheetah.runtime.launcher import Launcher, Sampling
+from cheetah.runtime.kv_cache import CachedSequence
+from cheetah.runtime.launcher import Launcher, Part, Sampling
 from cheetah.runtime.memory import memory_of_buffers
 
 if TYPE_CHECKING:
@@ -46,20 +48,47 @@ CEILING_ROUNDS = 900  # chunks of 64 KB for each block: 7.8 GB on 132 blocks
 CEILING_CHAIN = 8  # launches that are timed together, as decode steps are: a launch's beginning and end cost 1 to 2 %
 CEILING_SAMPLES, CEILING_WARMUP = 7, 2
 DEFAULT_CONTEXT, DEFAULT_STEPS = 8192, 64  # of the plan
+WHOLE_PAGES = 16
 EMULATED = "emulated: not a speed"
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """One depth. Every list has an entry for each repetition.
+class Work:
+    """What a launch finds and does. contexts: tokens cached of each sequence. shared: how many of them, from the first
+    on, are the same pages in all. per_step: tokens of a step that each sequence has; above 1, they are a prompt's."""
 
-    context: tokens in the cache before the first step of each launch. step_ms: by device events, a launch's time over
-    its steps. host_step_ms: the same by the host's clock, preparing the launch and reading its tokens out included.
-    bytes_per_step: weights, and K and V of `context` tokens. ceilings_gb_per_s: before and after; None on the emulator.
+    contexts: tuple[int, ...]
+    shared: int = 0
+    per_step: int = 1
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens whose keys and values have to be read in the first step, shared ones once."""
+        shared = self.shared if len(self.contexts) > 1 else 0
+        return sum(context - shared for context in self.contexts) + shared
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of all sequences."""
+        return len(self.contexts) * self.per_step
+
+    def __str__(self) -> str:
+        same = len(set(self.contexts)) == 1
+        text = str(self.contexts[0]) if same else "+".join(map(str, self.contexts))
+        text += f", {self.shared} shared" if self.shared else ""
+        return text + (f", {self.per_step} a step" if self.per_step > 1 else "")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One work. Every list has an entry for each repetition.
+
+    step_ms: by device events, a launch's time over its steps. host_step_ms: the same by the host's clock, preparing the
+    launch and reading its tokens out included. bytes_per_step: weights, and K and V of the tokens cached before. ceilings_gb_per_s: before and after; None on the emulator.
     clocks: what nvidia-smi said right after, empty where there is none.
     """
 
-    context: int
+    work: Work
     steps: int
     step_ms: tuple[float, ...]
     host_step_ms: tuple[float, ...]
@@ -74,12 +103,13 @@ class Measurement:
 
     @property
     def tokens_per_s(self) -> float:
-        return 1e3 / self.ms_per_step
+        """Of all sequences together."""
+        return 1e3 * self.work.tokens_per_step / self.ms_per_step
 
     @property
     def host_tokens_per_s(self) -> float:
-        """Tokens a second as the host gets them."""
-        return 1e3 / median(self.host_step_ms)
+        """Tokens a second as the host gets them, of all sequences together."""
+        return 1e3 * self.work.tokens_per_step / median(self.host_step_ms)
 
     @property
     def gb_per_s(self) -> float:
@@ -109,7 +139,7 @@ class Traced:
 class DecodeBench:
     """A model on a device, ready to be measured.
 
-    name: as `cheetah generate` would be told. weights: the model's, or None for random ones, made in seconds. contexts,
+    name: as `cheetah generate` would be told. weights: the model's, or None for random ones, made in seconds. works,
     steps: what the kernel has room for. gpu: to generate for, by default the device's. ordinal: the GPU's number for
     nvidia-smi. plan: overrides. The kernel is the one that `cheetah generate` writes for these.
     """
@@ -120,7 +150,7 @@ class DecodeBench:
         name: str,
         weights: Weights | None,
         device: Device,
-        contexts: Sequence[int],
+        works: Sequence[Work | int],
         steps: int,
         gpu: str | None = None,
         ordinal: int = 0,
@@ -129,8 +159,7 @@ class DecodeBench:
         self.config, self.device, self._ordinal = config, device, ordinal
         info = device.describe()
         self.gpu = choose_gpu(info, gpu)
-        check_depths(config, contexts, steps)
-        room = room_needed(config, max(contexts) + steps, steps)
+        room = room_for([as_work(work) for work in works], config, steps)
         self.generated = generate_named(config, name, self.gpu.name, {**room, **plan})
         self.manifest = self.generated.manifest
         memory_of_buffers(config, self.manifest.buffers).check(info.free_bytes, info.name)
@@ -159,23 +188,25 @@ class DecodeBench:
     def _ceiling(self) -> ReadCeiling | None:
         return None if self.gpu.emulated else ReadCeiling(self.device, self.gpu, self._buffers["weights"])
 
-    def measure(self, context: int, steps: int, repetitions: int, warmup: int) -> Measurement:
+    def measure(self, work: Work | int, steps: int, repetitions: int, warmup: int) -> Measurement:
         """Ceiling, the model `repetitions` times after `warmup` launches, ceiling again.
 
         CheetahError if two repetitions make different tokens: such a kernel's speed is worth nothing.
         """
+        work = as_work(work)
         before = self._ceiling.gb_per_s() if self._ceiling else 0.0
-        launches = [self._launch(context, steps) for _ in range(warmup + repetitions)]
+        launches = [self._launch(work, steps) for _ in range(warmup + repetitions)]
         state = {} if self.gpu.emulated else clocks(self._ordinal)
         after = self._ceiling.gb_per_s() if self._ceiling else 0.0
-        _check_same(context, launches)
+        _check_same(work, launches)
         timed = launches[warmup:]
+        step_bytes = self.manifest.step_bytes
         return Measurement(
-            context=context,
+            work=work,
             steps=steps,
             step_ms=tuple(milliseconds / steps for milliseconds, _, _ in timed),
             host_step_ms=tuple(1e3 * seconds / steps for _, seconds, _ in timed),
-            bytes_per_step=self.manifest.step_bytes["weights"] + context * self.manifest.step_bytes["kv_per_token"],
+            bytes_per_step=step_bytes["weights"] + work.cached_tokens * step_bytes["kv_per_token"],
             ceilings_gb_per_s=(before, after) if self._ceiling else None,
             clocks=state,
         )
@@ -186,32 +217,52 @@ class DecodeBench:
         launches, stamps = [], []
         for _ in range(warmup + repetitions):
             buffer.fill(0)
-            launches.append(self._launch(context, steps))
+            launches.append(self._launch(Work((context,)), steps))
             stamps.append(buffer.download(np.uint64, spec.shape))
-        _check_same(context, launches)
+        _check_same(Work((context,)), launches)
         milliseconds = tuple(milliseconds / steps for milliseconds, _, _ in launches[warmup:])
         return Traced(np.stack(stamps[warmup:]), milliseconds)
 
-    def _launch(self, context: int, steps: int) -> Launched:
-        """One launch after `context` tokens."""
-        cache = self._launcher.cache
-        cache.clear()
-        cache.length = context
-        result = self._launcher.launch((FIRST_TOKEN,), steps, Sampling())
-        return self._timed.elapsed_ms(), result.seconds, result.token_ids
+    def _launch(self, work: Work, steps: int) -> Launched:
+        """One launch of the work."""
+        parts = [
+            Part(cache, (FIRST_TOKEN,) * (work.per_step * steps if work.per_step > 1 else 1), work.per_step * steps,
+                 Sampling(), work.per_step)
+            for cache in self._caches(work)
+        ]  # fmt: skip
+        results = self._launcher.launch_together(parts)
+        for part in parts:
+            part.cache.clear()
+        return self._timed.elapsed_ms(), results[0].seconds, tuple(result.token_ids for result in results)
+
+    def _caches(self, work: Work) -> list[CachedSequence]:
+        """Sequences with so many tokens cached, whatever their values; the first `shared` in the same pages."""
+        first = self._launcher.cache
+        first.clear()
+        first.reserve(work.shared)
+        first.length = work.shared
+        caches = [first, *(first.fork() for _ in work.contexts[1:])]
+        for cache, context in zip(caches, work.contexts, strict=True):
+            cache.length = context
+        return caches
 
     def close(self) -> None:
         """Gives the device's memory back."""
         free_all(self._buffers)
 
 
-Launched = tuple[float, float, tuple[int, ...]]
-"""Milliseconds by events, seconds by the host's clock, tokens."""
+Launched = tuple[float, float, tuple[tuple[int, ...], ...]]
+"""Milliseconds by events, seconds by the host's clock, tokens of every sequence."""
 
 
-def _check_same(context: int, launches: Sequence[Launched]) -> None:
+def as_work(work: Work | int) -> Work:
+    """One sequence with so many tokens cached, unless it is a work already."""
+    return work if isinstance(work, Work) else Work((work,))
+
+
+def _check_same(work: Work, launches: Sequence[Launched]) -> None:
     if len({tokens for _, _, tokens in launches}) > 1:
-        raise CheetahError(f"context {context}: the same launch made different tokens: its speed is worth nothing")
+        raise CheetahError(f"context {work}: the same launch made different tokens: its speed is worth nothing")
 
 
 class TimedLaunches:
@@ -271,6 +322,23 @@ class ReadCeiling:
         return self._device.elapsed_ms(before, after)
 
 
+def room_for(works: Sequence[Work], config: LlamaConfig, steps: int) -> dict[str, int]:
+    """Plan fields for launches of these works. CheetahError where the model or a kernel has no room for them."""
+    for work in works:
+        check_depths(config, work.contexts, steps * work.per_step)
+        if work.shared > min(work.contexts):
+            raise CheetahError(f"context {work}: more tokens are shared than the shortest sequence has")
+        if work.shared % WHOLE_PAGES:
+            raise CheetahError(f"context {work}: whole pages are shared: use a multiple of {WHOLE_PAGES}")
+    most = max(max(work.contexts) + steps * work.per_step for work in works)
+    batch = max(len(work.contexts) for work in works)
+    columns = max(work.tokens_per_step for work in works)
+    room = {**room_needed(config, most, steps), "batch": next(size for size in (1, 2, 4, 8, batch) if size >= batch)}
+    if columns > room["batch"]:
+        room["tokens"] = next((size for size in STEP_TOKENS if size >= columns), columns)
+    return room
+
+
 def check_depths(config: LlamaConfig, contexts: Sequence[int], steps: int) -> None:
     """CheetahError unless the model can make `steps` tokens after each of `contexts`."""
     most = config.max_position_embeddings
@@ -323,8 +391,11 @@ def record(measurement: Measurement, bench: DecodeBench, circumstances: dict[str
         **circumstances,
         "clocks": measurement.clocks,
         "system": "cheetah",
-        "batch": int(bench.manifest.plan["batch"]),
-        "context": measurement.context,
+        "batch": len(measurement.work.contexts),
+        "context": measurement.work.contexts[0],
+        "contexts": list(measurement.work.contexts),
+        "shared": measurement.work.shared,
+        "per_step": measurement.work.per_step,
         "kernel": bench.manifest.text_sha256[:16],
         **emulated,
         "tokens_per_s": _rounded(measurement.tokens_per_s),

@@ -25,13 +25,14 @@ from cheetah.plan import Plan
 from cheetah.runtime.assemble import allocate_buffers, upload_weights
 from cheetah.runtime.device.emulator import EmulatorBuffer, EmulatorDevice, EmulatorKernel
 from cheetah.runtime.kv_cache import CachedSequence, PagePool
-from cheetah.runtime.launcher import Launcher, Sampling
+from cheetah.runtime.launcher import Launcher, Part, Sampling
 
 Bits = NDArray[np.uint16]
 Tensors = Mapping[str, Bits] | Callable[[str], Bits]
 Progress = Callable[[str], None]
 
 PROMPT_TOKENS = 3
+TOGETHER_STEPS = 3
 TEACHER_TOKENS = 5
 TEMPERATURE, SAMPLING_SEED = 0.8, 7
 SAMPLING_MARGIN = 1e-3
@@ -166,6 +167,7 @@ class Transcript:
     """What one run of the course gave. `ids` is the sequence from an empty cache: the prompt, then what was sampled.
 
     late_logits: f32 [TEACHER_TOKENS, vocab] after the cache that the reference filled. logits: f32 [len(ids), vocab].
+    together: (ids, f32 [some last ids, vocab]) of sequences that shared steps, and of a prompt read several tokens a step.
     launches: the ids that each launch sampled. pool, exchange: the KV pool and the exchanged vectors at the end: f32
     states show what bf16 and the choice of a token hide.
     """
@@ -174,6 +176,7 @@ class Transcript:
     launches: tuple[tuple[int, ...], ...]
     late_logits: F32
     logits: F32
+    together: tuple[tuple[tuple[int, ...], F32], ...]
     pool: Bits
     exchange: NDArray[np.uint8]
 
@@ -181,7 +184,8 @@ class Transcript:
     def outputs(self) -> list[NDArray[Any]]:
         """Everything that must not depend on the schedule."""
         sampled = [np.array(tokens, np.int64) for tokens in self.launches]
-        return [*sampled, self.late_logits, self.logits, self.pool, self.exchange]
+        together = [logits for _, logits in self.together]
+        return [*sampled, self.late_logits, self.logits, *together, self.pool, self.exchange]
 
 
 class Course:
@@ -193,6 +197,8 @@ class Course:
     3. A launch that goes on at a temperature; the same again from the same place with a stop id, which ends it early.
     4. A launch that goes on from there.
     5. The logits of that whole sequence in one launch from an empty cache.
+    6. If the kernel takes several sequences: as many as it takes, of different lengths, with logits. If it takes several
+       tokens of a sequence: that whole sequence again, so many tokens a step.
     """
 
     def __init__(self, manifest: Manifest, config: LlamaConfig, tensors: Tensors) -> None:
@@ -228,7 +234,7 @@ class Course:
         cache = CachedSequence(PagePool(self.plan.kv_pages, self.page_order), self.plan.page_size, self.context)
         kernel = EmulatorKernel(self.manifest, program)
         launcher = Launcher(device, kernel, self.manifest, self.config, buffers, cache)
-        logits = device.allocate(self.plan.max_steps * self.config.vocab_size * 4)
+        logits = device.allocate(self.plan.max_steps * self.plan.tokens * self.config.vocab_size * 4)
         try:
             return self._launches(launcher, buffers, logits)
         except EmulatorError:
@@ -239,7 +245,7 @@ class Course:
     def _launches(self, launcher: Launcher, buffers: Mapping[str, Any], logits: Any) -> Transcript:
         cache = launcher.cache
         self._fill_cache(cache, buffers)
-        late_logits = launcher.score(self.teacher, logits)
+        late_logits = launcher.score(self.teacher, logits, 1)
         late = launcher.launch(self.teacher[-1:], 2, Sampling()).token_ids
         launcher.restart()
         prompted = launcher.launch(self.prompt, PROMPT_TOKENS + 2, Sampling()).token_ids
@@ -252,16 +258,51 @@ class Course:
         launcher.restart()
         logits.fill(0xFF)
         ids = (*self.prompt, *prompted, *stopped, *continued)
-        scores = launcher.score(ids, logits)
+        scores = launcher.score(ids, logits, 1)
+        together = self._together(launcher, ids, logits)
         pool = buffers["kv"].download(np.uint16, self.manifest.buffer("kv").shape)
         exchange = buffers["exchange"].download(np.uint8, self.manifest.buffer("exchange").bytes)
-        return Transcript(ids, (late, prompted, drawn, stopped, continued), late_logits, scores, pool, exchange)
+        launches = (late, prompted, drawn, stopped, continued)
+        return Transcript(ids, launches, late_logits, scores, together, pool, exchange)
+
+    def _together(self, launcher: Launcher, ids: Sequence[int], logits: Any) -> tuple[tuple[tuple[int, ...], F32], ...]:
+        """What more than one column gives; the caches are empty again afterwards."""
+        cache, found = launcher.cache, []
+        if self.plan.tokens > 1:
+            launcher.restart()
+            found.append((tuple(ids), launcher.score(ids, logits)))
+        if self.plan.batch > 1:
+            launcher.restart()
+            caches = [CachedSequence(cache.pool, cache.page_size, self.context) for _ in range(self.plan.batch)]
+            sequences = [tuple(ids[: number + TOGETHER_STEPS]) for number in range(self.plan.batch)]
+            for sequence, own in zip(sequences, caches, strict=True):
+                if len(sequence) > TOGETHER_STEPS:
+                    begun = len(sequence) - TOGETHER_STEPS
+                    launcher.launch_together([Part(own, sequence[: begun + 1], begun)])
+            parts = [
+                Part(own, sequence[-TOGETHER_STEPS:], TOGETHER_STEPS)
+                for sequence, own in zip(sequences, caches, strict=True)
+            ]
+            launcher.launch_together(parts, logits)
+            scores = logits.download(np.float32, (TOGETHER_STEPS, self.plan.tokens, self.config.vocab_size))
+            order = [part for part, _ in launcher.columns]
+            found += [(ids_, scores[:, order.index(number)].copy()) for number, ids_ in enumerate(sequences)]
+            for own in caches:
+                own.clear()
+        return tuple(found)
 
     def agreement(self, transcript: Transcript) -> Agreement:
         """The transcript against the reference, and its sampled ids against its own logits."""
-        wanted = np.concatenate([self.reference.forward(transcript.ids), self.late_reference])
-        rounded = np.concatenate([self.rounded.forward(transcript.ids), self.late_rounded])
-        found = np.concatenate([transcript.logits, transcript.late_logits])
+        found = np.concatenate([transcript.logits, transcript.late_logits, *(part for _, part in transcript.together)])
+        wanted, rounded = (
+            np.concatenate(
+                [
+                    *(reference.forward(transcript.ids), late),
+                    *(reference.forward(ids)[-len(part) :] for ids, part in transcript.together),
+                ]
+            )
+            for reference, late in ((self.reference, self.late_reference), (self.rounded, self.late_rounded))
+        )
         errors = relative_errors(found, wanted)
         tolerance = max(LEAST_TOLERANCE, TOLERANCE_FACTOR * float(relative_errors(rounded, wanted).max()))
         problems = []
@@ -307,8 +348,7 @@ class Course:
     def _fill_cache(self, cache: CachedSequence, buffers: Mapping[str, Any]) -> None:
         """Writes `filling`'s keys and values to the cache's pages; all else in the pool stays poisoned."""
         cache.reserve(len(self.filling))
-        table = cache.table(self.manifest.buffer("page_table").shape[0])
-        buffers["page_table"].upload(table)
+        table = cache.table(self.plan.pages_per_sequence)
         shape = self.manifest.buffer("kv").shape
         pool = buffers["kv"].download(np.uint16, shape)
         for position in range(len(self.filling)):

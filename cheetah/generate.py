@@ -23,8 +23,9 @@ from cheetah.models.llama.program import (
     workspace_bytes,
 )
 from cheetah.models.llama.weights import model_shape
-from cheetah.plan import Gpu, Plan, PlanError, default_plan, gpu_named, shared_map, step_matrices
+from cheetah.plan import Gpu, Plan, default_plan, gpu_named, shared_map, step_matrices
 from cheetah.plan.kv import KvPlanLayout, max_plans
+from cheetah.plan.tables import COLUMN_WORDS, MAX_STOP_IDS, SEQUENCE_WORDS, TILE_WORDS
 
 DTYPES = {ty.u8: "u8", ty.u32: "u32", ty.u64: "u64", ty.i32: "i32", ty.f32: "f32", ty.bf16: "bf16"}
 ROLES = {
@@ -33,23 +34,24 @@ ROLES = {
     "embedding": "one row a token id",
     "rope": "cos and sin of every position",
     "kv": "paged key/value pool (HND)",
-    "page_table": "the sequence's pages, in order",
+    "page_table": "every sequence's pages, in order",
     "kv_plans": "attention schedules of the launch",
+    "tiles": "which columns read which keys: see cheetah.plan.tables",
+    "sequences": "the launch's sequences: see cheetah.plan.tables",
+    "columns": "the launch's columns: see cheetah.plan.tables",
     "exchange": "workspace through which blocks exchange vectors; zeroed once",
-    "tokens": "inputs, and what the kernel makes of them",
-    "stop_ids": "token ids that end the sequence",
-    "logits": "of every step, if wanted",
+    "tokens": "of every sequence: inputs, and what the kernel makes of them",
+    "stop_ids": "token ids that end a sequence",
+    "logits": "of every step and column, if wanted",
     "progress": "how far each block is",
     "status": "[0]: steps done",
     "timeline": "nanoseconds of the events of every phase in the last step: see cheetah.blocks.timeline",
-    "length": "tokens in the cache before the launch",
-    "given": "how many of `tokens` are inputs",
     "steps": "most steps to make",
+    "head_from": "first step whose samples are wanted",
+    "column_count": "columns in use",
+    "sequence_count": "sequences in use",
     "plan_count": "schedules in `kv_plans`",
-    "stop_count": "ids in `stop_ids`",
     "epoch": "first of the launch's exchange epochs: steps * (layers + 1) are used",
-    "temperature": "0 for the highest logit, else of the sampling",
-    "seed": "of the sampling",
 }
 
 
@@ -89,8 +91,6 @@ def generate_kernel(
     """
     machine = gpu_named(gpu) if isinstance(gpu, str) else gpu
     plan = choose_plan(config, machine, **overrides)
-    if plan.batch != 1:
-        raise PlanError(f"Plan: batch is {plan.batch}: kernels decode one sequence at a time so far: use 1")
     kernel = build_kernel(config, machine, plan)
     text = ch.render_file(kernel, header=_header(config, machine, plan, command), line_marks=line_marks)
     return Generated(text, _manifest(config, machine, plan, text, command))
@@ -133,7 +133,7 @@ def _manifest(config: LlamaConfig, gpu: Gpu, plan: Plan, text: str, command: str
         buffers=tuple(
             _buffer(name, type_, shapes[name])
             for name, type_ in kernel_parameters(plan).items()
-            if name in shapes and name not in ("logits", "stop_ids")
+            if name in shapes and name != "logits"
         ),
         phases=phase_names(config),
         step_bytes={"weights": matrices.weight_bytes, "kv_per_token": config.kv_bytes_per_token},
@@ -149,19 +149,23 @@ def phase_names(config: LlamaConfig) -> tuple[str, ...]:
 def buffer_shapes(config: LlamaConfig, gpu: Gpu, plan: Plan) -> dict[str, tuple[int | str, ...]]:
     """What each pointer points to; a string is the scalar parameter that gives the length."""
     shape = model_shape(config)
-    plan_words = KvPlanLayout(gpu.blocks, shape.kv_heads, plan.batch).plan_words
+    layout = KvPlanLayout.for_step(plan, shape.group, shape.kv_heads, gpu.blocks)
+    plans = max_plans(plan.max_steps, plan.kv_align, layout.tiles, plan.tokens)
     return {
         "weights": (step_matrices(shape, plan, gpu).weight_bytes,),
         "norms": (2 * shape.layers + 1, shape.padded_hidden),
         "embedding": (shape.vocab, shape.padded_hidden),
         "rope": (plan.max_context, shape.head_dim // 2, 2),
         "kv": (shape.layers, plan.kv_pages, 2, shape.kv_heads, plan.page_size, shape.head_dim),
-        "page_table": (plan.pages_per_sequence,),
-        "kv_plans": (max_plans(plan.max_steps, plan.kv_align, plan.batch), plan_words),
+        "page_table": (plan.batch, plan.pages_per_sequence),
+        "kv_plans": (plans, layout.plan_words),
+        "tiles": (layout.tiles, TILE_WORDS),
+        "sequences": (plan.batch, SEQUENCE_WORDS),
+        "columns": (plan.tokens, COLUMN_WORDS),
         "exchange": (workspace_bytes(config, gpu, plan),),
-        "tokens": (plan.max_steps + 1,),
-        "stop_ids": ("stop_count",),
-        "logits": ("steps", shape.vocab),
+        "tokens": (plan.batch, plan.launch_tokens + 1),
+        "stop_ids": (MAX_STOP_IDS,),
+        "logits": ("steps", plan.tokens, shape.vocab),
         "progress": (gpu.blocks,),
         "status": (8,),
         "timeline": (gpu.blocks, len(phase_names(config)), len(EVENTS)),
@@ -171,7 +175,7 @@ def buffer_shapes(config: LlamaConfig, gpu: Gpu, plan: Plan) -> dict[str, tuple[
 def _parameter(name: str, type_: ty.Type, shapes: dict[str, tuple[int | str, ...]]) -> Parameter:
     if isinstance(type_, ty.Pointer):
         assert isinstance(type_.element, ty.Scalar)
-        nullable = name in ("logits", "stop_ids")
+        nullable = name == "logits"
         return Parameter(
             name, str(type_), "pointer", DTYPES[type_.element], type_.mutable, shapes[name], ROLES[name], nullable
         )

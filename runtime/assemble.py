@@ -22,7 +22,8 @@ from cheetah.models.llama.config import LlamaConfig
 from cheetah.models.llama.pack_weights import pack_all
 from cheetah.models.llama.rope import rope_table
 from cheetah.models.llama.weights import Rows, model_shape
-from cheetah.plan import GPUS, Gpu, Plan, StepMatrices, gpu_named, step_matrices
+from cheetah.plan import GPUS, Gpu, Plan, PlanError, StepMatrices, gpu_named, step_matrices
+from cheetah.plan.tables import MAX_STOP_IDS
 from cheetah.runtime.device import Say, open_device, say_to_stderr
 from cheetah.runtime.kv_cache import CachedSequence, PagePool
 from cheetah.runtime.launcher import Launcher
@@ -36,8 +37,14 @@ GPU_TIMEOUT_S = 60.0
 """A launch makes at most max_steps tokens, each within milliseconds: one that takes this long hangs. The emulator is
 slow, and finds deadlocks by itself."""
 
-STOP_IDS = 64
+STOP_IDS = MAX_STOP_IDS
 """Stop ids that the device can check; the host checks the rest."""
+
+PROMPT_TOKENS = 8
+"""Tokens of a prompt that a step takes on a GPU: what one mma has columns for."""
+
+SHARED = ("weights", "norms", "embedding", "rope", "kv", "kv_scales")
+"""Buffers that two kernels of a model have in common."""
 
 RATE_BYTES = 10**8
 """Of fewer bytes, the rate says nothing."""
@@ -76,20 +83,21 @@ Progress = Callable[[int], None]
 
 @dataclass
 class Assembly:
-    """What `assemble` made."""
+    """What `assemble` made. `prompts` launches a kernel that takes more tokens a step, if there is one."""
 
     manifest: Manifest
     launcher: Launcher
+    prompts: Launcher | None
     memory: MemoryEstimate
     buffers: dict[str, Buffer]
     device: Device
     owns_device: bool
 
     def logits_buffer(self) -> Buffer:
-        """Room for the logits of one launch, f32 [max_steps, vocab]; allocated when first asked for."""
+        """Room for the logits of about max_steps tokens, f32 [steps, tokens, vocab]; allocated when first asked for."""
         if "logits" not in self.buffers:
-            rows, vocab = self.launcher.max_steps, self.launcher.vocab_size
-            self.buffers["logits"] = self.device.allocate(rows * vocab * 4, 0xFF)
+            nbytes = _logits_rows(Plan.from_dict(self.manifest.plan)) * self.launcher.vocab_size * 4
+            self.buffers["logits"] = self.device.allocate(nbytes, 0xFF)
         return self.buffers["logits"]
 
     def close(self) -> None:
@@ -109,10 +117,13 @@ def assemble(
     generate_kernel: GenerateKernel | None = None,
     tuned: bool = True,
     quiet: bool = False,
+    prompt_tokens: int | None = None,
 ) -> Assembly:
     """Everything that is needed to launch. What was taken is given back on failure.
 
     overrides: fields of the plan. tuned: take what `cheetah tune` found for the others, where they allow it.
+    prompt_tokens: tokens of a prompt that a step should take; if the plan's steps take fewer, another kernel over the
+    same weights and caches does it. By default PROMPT_TOKENS on a GPU, and on the emulator no other kernel.
     """
     opened = _open_device(device, quiet)
     owns_device = opened is not device
@@ -123,15 +134,21 @@ def assemble(
         plan = dict(overrides or {})
         if tuned:
             plan = with_tuned(weights.config, machine, info.name, plan, _say(quiet))
-        generated = (generate_kernel or _own_generator())(weights.config, machine.name, **plan)
+        generate = generate_kernel or _own_generator()
+        generated = generate(weights.config, machine.name, **plan)
         manifest = generated.manifest
         check_packing(weights.config, manifest)
-        memory = memory_needed(weights.config, manifest)
+        prompt_kernel = _prompt_kernel(weights.config, machine, generate, plan, manifest, prompt_tokens, _say(quiet))
+        memory = memory_needed(weights.config, manifest, prompt_kernel.manifest if prompt_kernel else None)
         memory.check(info.free_bytes, info.name)
         if not quiet:
             say_to_stderr(_memory_line(memory, info))
         kernel = opened.load(generated.text, manifest)
+        reader = opened.load(prompt_kernel.text, prompt_kernel.manifest) if prompt_kernel else None
         allocate_buffers(opened, manifest, buffers)
+        reading = {name: buffers[name] for name in SHARED if name in buffers}
+        if prompt_kernel:
+            _allocate_others(opened, prompt_kernel.manifest, reading, buffers)
         started = time.monotonic()
         with _weights_progress(manifest, quiet) as progress:
             upload_weights(weights, manifest, buffers, progress)
@@ -146,7 +163,55 @@ def assemble(
     if timeout_s is None and not machine.emulated:
         timeout_s = GPU_TIMEOUT_S
     launcher = Launcher(opened, kernel, manifest, weights.config, buffers, cache, timeout_s)
-    return Assembly(manifest, launcher, memory, buffers, opened, owns_device)
+    prompts = None
+    if prompt_kernel and reader:
+        prompts = Launcher(opened, reader, prompt_kernel.manifest, weights.config, reading, cache, timeout_s)
+    return Assembly(manifest, launcher, prompts, memory, buffers, opened, owns_device)
+
+
+def _prompt_kernel(
+    config: LlamaConfig,
+    machine: Gpu,
+    generate: GenerateKernel,
+    plan: Mapping[str, Any],
+    manifest: Manifest,
+    wanted: int | None,
+    say: Say,
+) -> Generated | None:
+    """A kernel like the manifest's whose steps take `wanted` tokens; None if its own take as many.
+
+    Without a wish, one that has no place in shared memory is left out.
+    """
+    tokens = wanted or (1 if machine.emulated else PROMPT_TOKENS)
+    if tokens <= int(manifest.plan["tokens"]):
+        return None
+    kept = {name: value for name, value in plan.items() if name not in ("stages", "in_flight", "down_slices", "trace")}
+    try:
+        generated = generate(config, machine.name, **{**kept, "batch": manifest.plan["batch"], "tokens": tokens})
+    except PlanError as error:
+        if wanted:
+            raise
+        say(f"prompts are read {manifest.plan['tokens']} tokens a step: {str(error).partition(chr(10))[0]}")
+        return None
+    other = generated.manifest
+    for name in SHARED:
+        mine, theirs = (next((b for b in of.buffers if b.name == name), None) for of in (manifest, other))
+        if mine != theirs or other.matrices != manifest.matrices:
+            raise CheetahError(
+                f"prompt_tokens={tokens}: a kernel of that many tokens a step lays out {name} otherwise than the "
+                f"kernel that decodes, so they cannot share it: use the same math_warps and stage_bytes for both"
+            )
+    return generated
+
+
+def _allocate_others(
+    device: Device, manifest: Manifest, buffers: dict[str, Buffer], of_first: dict[str, Buffer]
+) -> None:
+    """Adds to `buffers`, which has the shared ones, those of a second kernel; `of_first` frees them with its own."""
+    for buffer in manifest.buffers:
+        if buffer.name not in buffers:
+            buffers[buffer.name] = device.allocate(buffer.bytes, FILL_BYTES[buffer.fill])
+            of_first[f"prompts.{buffer.name}"] = buffers[buffer.name]
 
 
 def _own_generator() -> GenerateKernel:
@@ -191,11 +256,19 @@ def _gpu_of(info: DeviceInfo) -> str:
     )
 
 
-def memory_needed(config: LlamaConfig, manifest: Manifest) -> MemoryEstimate:
-    """Device memory of the manifest's buffers, and of the logits of one launch, which `LLM.score` needs."""
-    shape = (int(manifest.plan["max_steps"]), config.vocab_size)
+def memory_needed(config: LlamaConfig, manifest: Manifest, prompts: Manifest | None = None) -> MemoryEstimate:
+    """Device memory of the manifest's buffers, of what a second kernel has of its own, and of the logits that
+    `LLM.score` needs."""
+    plan = Plan.from_dict(manifest.plan)
+    shape = (_logits_rows(plan), config.vocab_size)
     logits = BufferSpec("logits", "f32", shape, shape[0] * shape[1] * 4, "poison")
-    return memory_of_buffers(config, [*manifest.buffers, logits])
+    others = [buffer for buffer in prompts.buffers if buffer.name not in SHARED] if prompts else []
+    return memory_of_buffers(config, [*manifest.buffers, *others, logits], plan.batch)
+
+
+def _logits_rows(plan: Plan) -> int:
+    """Whole steps' rows: `max_steps` of them, or one step's if that is more."""
+    return max(1, plan.max_steps // plan.tokens) * plan.tokens
 
 
 def check_packing(config: LlamaConfig, manifest: Manifest) -> None:
@@ -209,10 +282,10 @@ def check_packing(config: LlamaConfig, manifest: Manifest) -> None:
 
 
 def allocate_buffers(device: Device, manifest: Manifest, buffers: dict[str, Buffer]) -> None:
-    """Puts every buffer of the manifest into `buffers`, filled as it says, and the stop ids, whose number is ours."""
+    """Puts every buffer of the manifest into `buffers`, filled as it says, but for those that are there already."""
     for buffer in manifest.buffers:
-        buffers[buffer.name] = device.allocate(buffer.bytes, FILL_BYTES[buffer.fill])
-    buffers["stop_ids"] = device.allocate(STOP_IDS * 4, 0)
+        if buffer.name not in buffers:
+            buffers[buffer.name] = device.allocate(buffer.bytes, FILL_BYTES[buffer.fill])
 
 
 def free_all(buffers: dict[str, Buffer]) -> None:
@@ -228,12 +301,14 @@ def upload_weights(weights: Weights, manifest: Manifest, buffers: Mapping[str, B
         buffers[name].upload(data, offset)
 
     rows: Callable[[str], Rows] | None = getattr(weights, "rows", None)
+    if "kv_scales" in buffers:
+        buffers["kv_scales"].upload(np.ones(manifest.buffer("kv_scales").shape, np.float32))
     buffers["rope"].upload(rope_table(weights.config, int(manifest.plan["max_context"])))
     pack_all(weights.config, _matrices(weights.config, manifest), weights.tensor, write, progress, rows=rows)
 
 
 def new_cache(config: LlamaConfig, plan: Plan) -> CachedSequence:
-    """The empty cache of one sequence over the whole pool."""
+    """The empty cache of one sequence over a pool of its own; `fork` gives others over the same."""
     context = min(plan.max_context, config.max_position_embeddings)
     reason = "max_context" if context == plan.max_context else "max_position_embeddings of the model"
     return CachedSequence(PagePool(plan.kv_pages), plan.page_size, context, reason)

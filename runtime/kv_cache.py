@@ -1,13 +1,17 @@
 """Which pages of the KV pool hold which tokens of which sequence.
 
 The pool is `[layers, pages, 2, kv_heads, page_size, head_dim]`; one page id covers all layers and heads of `page_size`
-tokens. Token t of a sequence lies in page `table[t // page_size]`, slot `t % page_size`. Pure bookkeeping: knows
-nothing of devices. Sequences are independent objects over one pool, so that more of them can be added.
+tokens. Token t of a sequence lies in page `table[t // page_size]`, slot `t % page_size`. Sequences are independent
+objects over one pool. They may hold the same page, as long as nobody writes to it: pages are counted, and whoever is
+about to write to a page that others hold gets a copy of it. Pure bookkeeping: knows nothing of devices, so it only
+notes which copies are to be made (`PagePool.take_copies`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,56 +24,195 @@ def pages_for(tokens: int, page_size: int) -> int:
     return -(-tokens // page_size)
 
 
+class PageCopy(NamedTuple):
+    """Page `target` is to become a copy of page `source`, in all layers."""
+
+    source: int
+    target: int
+
+
+class PageCache(Protocol):
+    """What keeps pages for later and gives them up when the pool has no others; see `prefix_cache`."""
+
+    def pages_held_alone(self) -> int:
+        """How many pages nobody else holds: `evict` frees as many, if asked to."""
+
+    def evict(self, count: int) -> int:
+        """Frees `count` pages, or as many as it holds alone; says how many."""
+
+    def __contains__(self, page: object) -> bool:
+        """Does it hold this page?"""
+
+    def forget(self, page: int) -> None:
+        """Gives this page up, whoever else holds it, and what is of no use without it; nothing if it has it not."""
+
+
 class PagePool:
-    """Hands out page ids 0 .. pages-1, in the order given (ascending by default)."""
+    """Hands out page ids 0 .. pages-1, in the order given (ascending by default), and counts who holds each.
+
+    Whoever takes or shares a page gives it back once; it is free when all have. Every method either does all that is
+    asked or raises with nothing changed. `cache`, if set, is asked to give pages up before a request is refused.
+    """
 
     def __init__(self, pages: int, order: Iterable[int] | None = None):
         self.pages = pages
+        self.cache: PageCache | None = None
         self._free = list(range(pages) if order is None else order)
         if sorted(self._free) != list(range(pages)):
             raise ValueError(f"order must name each page 0..{pages - 1} once")
+        self._counts = [0] * pages
+        self._copies: list[PageCopy] = []
 
     @property
     def free_pages(self) -> int:
         """How many pages nobody holds."""
         return len(self._free)
 
+    @property
+    def available_pages(self) -> int:
+        """How many pages `take` can hand out: the free ones, and those that the cache alone holds."""
+        return self.free_pages + self._held_by_cache_alone()
+
+    def count(self, page: int) -> int:
+        """How many hold the page; 0 if it is free."""
+        if not 0 <= page < self.pages:
+            self._check_ids([page])
+        return self._counts[page]
+
     def take(self, count: int) -> list[int]:
-        """`count` pages, or CheetahError with none taken."""
-        if count > len(self._free):
-            raise CheetahError(f"the KV pool has {len(self._free)} of {self.pages} pages free, {count} are needed")
+        """`count` pages, each held once. CheetahError if there are not as many, with none taken and none evicted."""
+        if count > self.free_pages:
+            self._evict_for(count)
         taken, self._free = self._free[:count], self._free[count:]
+        for page in taken:
+            self._counts[page] = 1
         return taken
 
+    def share(self, pages: Iterable[int]) -> None:
+        """One holder more for each of these pages. CheetahError names a page that nobody holds."""
+        pages = list(pages)
+        self._check_ids(pages)
+        for page in pages:
+            if not self._counts[page]:
+                raise CheetahError(f"page {page} is shared but nobody holds it: share pages before they are given back")
+        for page in pages:
+            self._counts[page] += 1
+
     def give_back(self, pages: Iterable[int]) -> None:
-        """Frees pages; the last ones given back are the first to be handed out again."""
-        self._free = [*pages, *self._free]
+        """One holder less for each of these pages; the last ones freed are the first to be handed out again.
+
+        CheetahError names a page that is given back more often than it is held.
+        """
+        pages = list(pages)
+        self._check_ids(pages)
+        for page, times in Counter(pages).items():
+            if times > self._counts[page]:
+                held = self._counts[page]
+                raise CheetahError(f"page {page} is given back {times} times, but held {held} times: give it back once")
+        freed = []
+        for page in pages:
+            self._counts[page] -= 1
+            if not self._counts[page]:
+                freed.append(page)
+        self._free = [*freed, *self._free]
+
+    def note_copy(self, source: int, target: int) -> None:
+        """Notes that `target` must become a copy of `source` before the next launch."""
+        self._copies.append(PageCopy(source, target))
+
+    def take_copies(self) -> list[PageCopy]:
+        """The page copies to make now, in this order and before the next launch; after that they are forgotten.
+
+        The order matters: a page may be the source of one and, given back meanwhile, the target of a later one.
+        """
+        copies, self._copies = self._copies, []
+        return copies
+
+    def _check_ids(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            if not 0 <= page < self.pages:
+                raise CheetahError(f"page {page} is not in the pool: its pages are 0 to {self.pages - 1}")
+
+    def _held_by_cache_alone(self) -> int:
+        return self.cache.pages_held_alone() if self.cache is not None else 0
+
+    def _evict_for(self, count: int) -> None:
+        """Has the cache free what `count` pages lack, or refuses."""
+        cached, missing = self._held_by_cache_alone(), count - self.free_pages
+        if self.cache is None or missing > cached:
+            raise CheetahError(
+                f"the KV pool has {self.free_pages} of {self.pages} pages free, {count} are needed; sequences hold "
+                f"{self.pages - self.free_pages - cached}, the prefix cache alone {cached} that it would give up: use "
+                f"fewer sequences at a time (a smaller n), shorter ones, or a plan with a larger max_context or batch"
+            )
+        freed = self.cache.evict(missing)
+        assert freed >= missing, f"the cache freed {freed} pages of {cached} that it said it holds alone"
 
 
 class CachedSequence:
     """The cached tokens of one sequence.
 
-    `length` tokens are in the cache. `context` is how many there may be at most, `context_reason` says whose limit it
-    is (for the error).
+    `length` tokens are in the cache, in `pages`; a launch's new tokens are added to `length` by whoever launched it.
+    `context` is how many there may be at most, `context_reason` says whose limit it is (for the error). Every method
+    either does all that is asked or raises CheetahError with nothing changed. `clear` it when it is not needed any
+    more: its pages stay taken until then.
     """
 
     def __init__(self, pool: PagePool, page_size: int, context: int, context_reason: str = "max_context"):
-        self._pool = pool
-        self._page_size = page_size
+        self.pool = pool
+        self.page_size = page_size
         self.context = context
         self._context_reason = context_reason
         self.pages: list[int] = []
         self.length = 0
 
     def reserve(self, tokens: int) -> bool:
-        """Makes room for `tokens` tokens in all; true if the page table changed. Refuses more than the context, and
-        more pages than the pool has, with nothing changed."""
+        """Makes room for `tokens` tokens in all, of which those from `length` on will be written; true if the page
+        table changed.
+
+        Pages that would be written to and that others hold are replaced by pages of its own. Where such a page has
+        tokens of this sequence, a copy is noted: make `pool.take_copies()` on the device before the launch. Refuses
+        more than the context, and more pages than the pool has.
+        """
         self.check_fits(tokens)
-        missing = pages_for(tokens, self._page_size) - len(self.pages)
-        if missing <= 0:
+        if tokens <= self.length:
             return False
-        self.pages += self._pool.take(missing)
-        return True
+        missing = max(0, pages_for(tokens, self.page_size) - len(self.pages))
+        self._privatise_for_room(tokens, missing)
+        shared = self._shared_to_write(tokens)
+        taken = self.pool.take(missing + len(shared))
+        for index, page in zip(shared, taken, strict=False):
+            self._replace(index, page)
+        self.pages += taken[len(shared) :]
+        return bool(taken)
+
+    def fork(self) -> CachedSequence:
+        """Another sequence with the same tokens, in the same pages. Both can go on, each its own way."""
+        other = CachedSequence(self.pool, self.page_size, self.context, self._context_reason)
+        pages = self.pages[: pages_for(self.length, self.page_size)]
+        self.pool.share(pages)
+        other.pages, other.length = pages, self.length
+        return other
+
+    def adopt(self, pages: Sequence[int], tokens: int) -> None:
+        """Begins an empty sequence with `tokens` tokens that full pages of others hold, such as a cached prefix."""
+        if self.pages or self.length:
+            raise CheetahError(f"a sequence that has {self.length} tokens cannot adopt {tokens}: clear it first")
+        if tokens != len(pages) * self.page_size:
+            capacity = len(pages) * self.page_size
+            raise CheetahError(f"{tokens} tokens do not fill {len(pages)} pages: adopt {capacity} tokens, full pages")
+        self.check_fits(tokens)
+        self.pool.share(pages)
+        self.pages, self.length = list(pages), tokens
+
+    def truncate(self, tokens: int) -> None:
+        """Drops the tokens from number `tokens` on, such as rejected drafts, and gives back pages that have none left,
+        also those reserved ahead."""
+        if not 0 <= tokens <= self.length:
+            raise CheetahError(f"cannot truncate a sequence of {self.length} tokens to {tokens}: give 0 to its length")
+        kept = pages_for(tokens, self.page_size)
+        self.pool.give_back(self.pages[kept:])
+        self.pages, self.length = self.pages[:kept], tokens
 
     def check_fits(self, tokens: int) -> None:
         """CheetahError if `tokens` tokens are more than the context."""
@@ -78,7 +221,7 @@ class CachedSequence:
 
     def clear(self) -> None:
         """Forgets all tokens and gives the pages back."""
-        self._pool.give_back(self.pages)
+        self.pool.give_back(self.pages)
         self.pages, self.length = [], 0
 
     def table(self, entries: int) -> npt.NDArray[np.int32]:
@@ -86,3 +229,44 @@ class CachedSequence:
         table = np.full(entries, -1, np.int32)
         table[: len(self.pages)] = self.pages
         return table
+
+    def _shared_to_write(self, tokens: int) -> list[int]:
+        """Which of its pages, as places in the table, hold tokens `length` .. `tokens`-1 and are held by others too."""
+        written = range(self.length // self.page_size, min(len(self.pages), pages_for(tokens, self.page_size)))
+        return [index for index in written if self.pool.count(self.pages[index]) > 1]
+
+    def _privatise_for_room(self, tokens: int, missing: int) -> None:
+        """Where the pool is short, has the cache forget pages that it shares with this sequence alone.
+
+        They need no copy then, so that what fits without a cache also fits with one.
+        """
+        shared, cache = self._shared_to_write(tokens), self.pool.cache
+        short = missing + len(shared) - self.pool.available_pages if shared else 0
+        if cache is None or short <= 0:
+            return
+        pages = [self.pages[index] for index in shared]
+        only_cached = [page for page in pages if page in cache and self.pool.count(page) == 2]
+        if short <= len(only_cached):
+            for page in only_cached:
+                cache.forget(page)
+
+    def _replace(self, index: int, page: int) -> None:
+        shared = self.pages[index]
+        if index * self.page_size < self.length:
+            self.pool.note_copy(shared, page)
+        self.pool.give_back([shared])
+        self.pages[index] = page
+
+
+def shared_prefix(sequences: Sequence[CachedSequence]) -> int:
+    """How many leading tokens these sequences have in the same pages: whole pages, filled in every one of them.
+
+    Such tokens can be read once for all (level 0 of a KV plan). 0 for no sequences; all whole pages for one.
+    """
+    if not sequences:
+        return 0
+    page_size = sequences[0].page_size
+    full = min(sequence.length // page_size for sequence in sequences)
+    tables = [sequence.pages[:full] for sequence in sequences]
+    same = (len(set(pages)) == 1 for pages in zip(*tables, strict=True))
+    return page_size * next((number for number, is_same in enumerate(same) if not is_same), full)

@@ -7,6 +7,7 @@ from here and knows nothing of this module.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast, overload
@@ -15,11 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from cheetah.errors import CheetahError
+from cheetah.plan.plan import MAX_BATCH
 from cheetah.runtime.chat import ChatTemplates, Message
 from cheetah.runtime.decode import Completion, Decoder, Request
 from cheetah.runtime.launcher import Sampling
 from cheetah.runtime.outputs import RequestOutput, StreamPiece
-from cheetah.runtime.pieces import collect, pieces_of
+from cheetah.runtime.pieces import collect, pieces_of, pieces_together
+from cheetah.runtime.prefix_cache import PrefixCache
 from cheetah.runtime.sampling import SamplingDefaults, SamplingParams, as_token_ids, stop_ids
 from cheetah.runtime.text_stream import TextStream
 from cheetah.runtime.tokenizer import Tokenizer, read_json
@@ -49,7 +52,15 @@ class LLM:
     tie_word_embeddings: overrides config.json.
     plan: other fields of the plan, e.g. {"page_size": 64}.
     gpu: the machine that the kernel is generated for, e.g. "emulator-8"; by default the device's.
-    launch_steps: most tokens of one launch; by default the plan's max_steps. Changes no token.
+    batch: how many completions may be decoded together, 1 to 8 (default 1): the weights are read once for all of them.
+        Who the others are changes the last bits of attention's sums, unless `kv_chunk` says how keys are split.
+    prompt_tokens: how many tokens of a prompt a step reads, a power of two up to 64; by default 8 on a GPU, and what a
+        step decodes on the emulator. If that is more than the batch, a second kernel reads prompts. Bits depend on it.
+    prefix_cache: keep keys and values of prompts and completions in the pages that nobody needs, for requests that
+        begin with the same tokens: these are not read again. What was computed in steps of other sizes agrees closely.
+    kv_dtype: how keys and values are cached: "bf16" (the default), or "e4m3", which takes half the memory.
+    kv_chunk: keys of one work item of attention: then no completion's bits depend on the others. By default by rule.
+    launch_steps: most steps of one launch; by default the plan's max_steps. Changes no token.
     timeout_s: after so many seconds a launch is reported as hanging; by default 60 on a GPU, never on the emulator.
     quiet: neither notes nor progress on standard error.
     generate_kernel: makes the kernel; by default the project's own generator.
@@ -73,6 +84,11 @@ class LLM:
         tie_word_embeddings: bool | None = None,
         plan: Mapping[str, Any] | None = None,
         gpu: str | None = None,
+        batch: int | None = None,
+        prompt_tokens: int | None = None,
+        prefix_cache: bool = True,
+        kv_dtype: str | None = None,
+        kv_chunk: int | None = None,
         launch_steps: int | None = None,
         timeout_s: float | None = None,
         quiet: bool = False,
@@ -92,7 +108,14 @@ class LLM:
         self._chat_template = chat_template
         if not quiet:
             _print_notes(checkpoint, self._defaults, self.tokenizer)
-        overrides = {"max_context": self._checked_context(max_context), "sync": sync, **(plan or {})}
+        overrides = {
+            "max_context": self._checked_context(max_context),
+            "sync": sync,
+            "batch": _checked_batch(batch),
+            "kv_dtype": kv_dtype,
+            "kv_chunk": kv_chunk,
+            **(plan or {}),
+        }
         self._assembly = assemble(
             checkpoint,
             device=device,
@@ -102,11 +125,14 @@ class LLM:
             generate_kernel=generate_kernel,
             tuned=tuned,
             quiet=quiet,
+            prompt_tokens=prompt_tokens,
         )
         self.manifest = self._assembly.manifest
         self.memory = self._assembly.memory
-        self.max_context = self._assembly.launcher.cache.context
-        self._decoder = Decoder(self._assembly.launcher, launch_steps)
+        cache = self._assembly.launcher.cache
+        self.max_context = cache.context
+        self.prefix_cache = PrefixCache(cache.pool, cache.page_size) if prefix_cache else None
+        self._decoder = Decoder(self._assembly.launcher, launch_steps, self.prefix_cache, self._assembly.prompts)
 
     @overload
     def generate(self, prompts: Prompt, params: SamplingParams | None = None) -> RequestOutput: ...
@@ -117,23 +143,24 @@ class LLM:
     def generate(
         self, prompts: Prompt | list[str] | list[list[int]] | list[Prompt], params: SamplingParams | None = None
     ) -> RequestOutput | list[RequestOutput]:
-        """The completion of a prompt (text, or token ids as they are), or of each of a list of prompts.
+        """The completions of a prompt (text, or token ids as they are), or of each of a list of prompts.
 
-        A list is checked whole before its first prompt runs; its prompts run one after another, all with `params`.
+        A list is checked whole before its first prompt runs; all its prompts run with `params`, up to `batch`
+        completions together, and when one ends the next takes its place.
         """
-        if _is_one(prompts):
-            return self._collect(cast(Prompt, prompts), params)
-        several = cast(Sequence[Prompt], prompts)
-        for prompt in several:
-            self._completion(self._encode(prompt), params or SamplingParams())
-        return [self._collect(prompt, params) for prompt in several]
+        several = [cast(Prompt, prompts)] if _is_one(prompts) else list(cast(Sequence[Prompt], prompts))
+        texts = [prompt if isinstance(prompt, str) else None for prompt in several]
+        outputs = self._collect(texts, [self._encode(prompt) for prompt in several], params)
+        return outputs[0] if _is_one(prompts) else outputs
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamPiece]:
-        """The completion of a prompt piece by piece, as it is made. Mistakes in the request are raised at once.
+        """The completions of a prompt piece by piece, as they are made. Mistakes in the request are raised at once.
 
-        Another request ends an unfinished stream: its next piece is an error.
+        With a batch of 1 another request ends an unfinished stream: its next piece is an error. With more they go on
+        side by side, each when any of them is asked for its next piece; a stream that nobody wants any more gives its
+        place up when it is closed or collected.
         """
-        return self._pieces(self._encode(prompt), params or SamplingParams())
+        return self._stream(self._encode(prompt), params)
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any) -> RequestOutput:
         """The model's next message in a conversation: [{"role": "user", "content": "..."}, ...].
@@ -142,13 +169,13 @@ class LLM:
         another one. The rendered conversation is the output's `prompt`.
         """
         text, ids = self._render(messages, **template)
-        return collect(text, ids, self._pieces(ids, params or SamplingParams()))
+        return self._collect([text], [ids], params)[0]
 
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any
     ) -> Iterator[StreamPiece]:
         """Like `chat`, piece by piece as `stream`."""
-        return self._pieces(self._render(messages, **template)[1], params or SamplingParams())
+        return self._stream(self._render(messages, **template)[1], params)
 
     def score(self, ids: Prompt) -> npt.NDArray[np.float32]:
         """The logits of every position, float32 [len(ids), vocab]: row i is for the token after ids 0 .. i."""
@@ -199,12 +226,27 @@ class LLM:
         text = self._templates.render(messages, template=chat_template or self._chat_template, **variables)
         return text, as_token_ids(tokenizer.encode(text, add_special_tokens=False), self.config.vocab_size)
 
-    def _collect(self, prompt: Prompt, params: SamplingParams | None) -> RequestOutput:
-        ids = self._encode(prompt)
-        text = prompt if isinstance(prompt, str) else None
-        return collect(text, ids, self._pieces(ids, params or SamplingParams()))
+    def _collect(
+        self, texts: Sequence[str | None], prompts: Sequence[tuple[int, ...]], params: SamplingParams | None
+    ) -> list[RequestOutput]:
+        """All completions of all prompts, decoded together."""
+        params = params or SamplingParams()
+        of_prompts = [self._completions(ids, params) for ids in prompts]
+        jobs = [(one, self._pieces(one, params)) for several in of_prompts for one in several]
+        found: list[list[StreamPiece]] = [[] for _ in jobs]
+        for number, piece in pieces_together(self._decoder, jobs):
+            found[number].append(piece)
+        outputs = iter([collect(pieces) for pieces in found])
+        return [
+            RequestOutput(text, ids, tuple(islice(outputs, params.n))) for text, ids in zip(texts, prompts, strict=True)
+        ]
 
-    def _completion(self, ids: tuple[int, ...], params: SamplingParams) -> Completion:
+    def _stream(self, ids: tuple[int, ...], params: SamplingParams | None) -> Iterator[StreamPiece]:
+        params = params or SamplingParams()
+        jobs = [(one, self._pieces(one, params)) for one in self._completions(ids, params)]
+        return (piece for _, piece in pieces_together(self._decoder, jobs))
+
+    def _completions(self, ids: tuple[int, ...], params: SamplingParams) -> list[Completion]:
         """The request, checked."""
         self._decoder.check_open()
         if params.stop:
@@ -219,15 +261,23 @@ class LLM:
             stop_ids(params, self._defaults),
         )
         room = cache.context - len(ids) + 1  # the last token that is made needs no place in the cache
-        return self._decoder.complete(Request(ids, params.max_tokens or room, sampling, params.min_tokens))
+        most = params.max_tokens or room
+        return self._decoder.complete_several(Request(ids, most, sampling, params.min_tokens, params.n))
 
-    def _pieces(self, ids: tuple[int, ...], params: SamplingParams) -> Iterator[StreamPiece]:
-        completion = self._completion(ids, params)
+    def _pieces(self, completion: Completion, params: SamplingParams) -> Iterator[StreamPiece]:
         text = None
         if self.tokenizer is not None:
-            decoder = self.tokenizer.text_decoder(after=ids)
+            decoder = self.tokenizer.text_decoder(after=completion.request.prompt_ids)
             text = TextStream(decoder, params.stop, params.include_stop_str_in_output, params.min_tokens)
         return pieces_of(completion, text)
+
+
+def _checked_batch(batch: int | None) -> int | None:
+    if batch is None:
+        return None
+    if isinstance(batch, bool) or not isinstance(batch, int) or not 1 <= batch <= MAX_BATCH:
+        raise CheetahError(f"batch={batch!r}: expected an integer from 1 to {MAX_BATCH}, or None for 1")
+    return batch
 
 
 def _is_one(prompts: Any) -> bool:

@@ -34,11 +34,13 @@ class MemoryShortage(CheetahError):
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of device memory by part, in the order of the table. `kv_tokens` is how many tokens the cache holds."""
+    """Bytes of device memory by part, in the order of the table. `kv_tokens` is how many tokens the cache holds, of
+    `batch` sequences together."""
 
     parts: tuple[tuple[str, int], ...]
     kv_tokens: int
     kv_bytes_per_token: int
+    batch: int = 1
 
     @property
     def total_bytes(self) -> int:
@@ -70,16 +72,20 @@ class MemoryEstimate:
         tokens = left // self.kv_bytes_per_token // 16 * 16
         if tokens < 16:
             return "the weights alone do not fit, use a smaller model or a larger GPU"
-        return f"the cache could hold about {tokens} tokens, use max_context={tokens} or less"
+        each = max(16, tokens // self.batch // 16 * 16)
+        or_less = "or less" if self.batch == 1 else f"or less, or a batch below {self.batch}"
+        return f"the cache could hold about {tokens} tokens, use max_context={each} {or_less}"
 
 
-def memory_of_buffers(config: LlamaConfig, buffers: Iterable[Buffer]) -> MemoryEstimate:
-    """The memory that a manifest's buffers take."""
+def memory_of_buffers(config: LlamaConfig, buffers: Iterable[Buffer], batch: int = 1) -> MemoryEstimate:
+    """The memory that a manifest's buffers take, for `batch` sequences."""
     sizes = dict.fromkeys([*LABELS.values(), WORKSPACE], 0)
+    per_token = config.kv_bytes_per_token  # of bf16
     for buffer in buffers:
         sizes[LABELS.get(buffer.name, WORKSPACE)] += buffer.bytes
-    tokens = sizes[LABELS["kv"]] // config.kv_bytes_per_token
-    return MemoryEstimate(tuple(sizes.items()), tokens, config.kv_bytes_per_token)
+        if buffer.name == "kv" and buffer.dtype == "u8":
+            per_token //= 2
+    return MemoryEstimate(tuple(sizes.items()), sizes[LABELS["kv"]] // per_token, per_token, batch)
 
 
 def memory_estimate(
@@ -106,7 +112,7 @@ def memory_estimate(
         "logits": logits_rows * config.vocab_size * 4,
     }
     parts = [(LABELS[name], size) for name, size in sizes.items()]
-    return MemoryEstimate((*parts, (WORKSPACE, workspace_bytes)), tokens, config.kv_bytes_per_token)
+    return MemoryEstimate((*parts, (WORKSPACE, workspace_bytes)), tokens, config.kv_bytes_per_token, batch)
 
 
 def packed_weight_bytes(config: LlamaConfig) -> int:

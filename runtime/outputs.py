@@ -7,10 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Timings:
-    """Where the seconds of one request went, by the host's clock, from before a launch is prepared until it is done.
+    """Where the seconds of one completion went, by the host's clock, from before a launch is prepared until it is done.
 
-    `prefill_s` goes up to the first completion token, `decode_s` covers the others. Tokenising, detokenising and what
-    the caller does between two pieces are in neither. `launches` counts kernel launches.
+    `prefill_s` goes up to the first completion token, `decode_s` covers the others: all of each launch that it took
+    part in, so several that share their launches share those seconds. What other requests did in between, tokenising,
+    detokenising and what the caller does between two pieces are in neither. `launches` counts its kernel launches.
+    `cached_tokens` of the prompt were not read again: their keys and values were still there from an earlier request,
+    or from an earlier completion of the same prompt.
     """
 
     prompt_tokens: int
@@ -18,30 +21,29 @@ class Timings:
     prefill_s: float
     decode_s: float
     launches: int
+    cached_tokens: int = 0
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Tokens per second after the first one; 0 if there were none."""
+        """Tokens per second after the first one, of this completion alone; 0 if there were none."""
         return (self.completion_tokens - 1) / self.decode_s if self.completion_tokens > 1 and self.decode_s > 0 else 0.0
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Prompt tokens per second."""
-        return self.prompt_tokens / self.prefill_s if self.prefill_s > 0 else 0.0
+        """Prompt tokens per second, of those that were read."""
+        return (self.prompt_tokens - self.cached_tokens) / self.prefill_s if self.prefill_s > 0 else 0.0
 
 
 @dataclass(frozen=True)
-class RequestOutput:
-    """One completion.
+class CompletionOutput:
+    """One completion of a prompt, the one of number `index`.
 
-    prompt: the text that was given, None if ids were. prompt_token_ids: what the kernel read, the beginning-of-text id
-    included. text: what follows the prompt, None without a tokenizer; a stop string and an end token are not in it.
+    text: what follows the prompt, None without a tokenizer; a stop string and an end token are not in it.
     token_ids: all ids made, the end token included. finish_reason: "stop" (an end token or a stop string; stop_reason
     says which) or "length" (max_tokens, or the context is full).
     """
 
-    prompt: str | None
-    prompt_token_ids: tuple[int, ...]
+    index: int
     text: str | None
     token_ids: tuple[int, ...]
     finish_reason: str
@@ -50,12 +52,46 @@ class RequestOutput:
 
 
 @dataclass(frozen=True)
+class RequestOutput:
+    """The completions of a prompt, `SamplingParams.n` of them; what is read of the output itself is the first one's.
+
+    prompt: the text that was given, None if ids were. prompt_token_ids: what the kernel read, the beginning-of-text id
+    included.
+    """
+
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+
+    @property
+    def text(self) -> str | None:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        return self.outputs[0].finish_reason
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        return self.outputs[0].stop_reason
+
+    @property
+    def timings(self) -> Timings:
+        return self.outputs[0].timings
+
+
+@dataclass(frozen=True)
 class StreamPiece:
     """The next part of a completion: valid UTF-8, never part of a stop string. The texts of all pieces together are the
-    text of `RequestOutput`, their ids its ids.
+    text of `CompletionOutput`, their ids its ids.
 
     `text` is None without a tokenizer, and "" while a character or a possible stop string is incomplete.
     The last piece alone has `finished`, and with it finish_reason, stop_reason and timings.
+    `index` is the completion's number: with `SamplingParams.n` above 1 their pieces come in turns.
     """
 
     text: str | None
@@ -64,3 +100,4 @@ class StreamPiece:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     timings: Timings | None = None
+    index: int = 0

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 
-from cheetah.runtime.decode import Completion
-from cheetah.runtime.outputs import RequestOutput, StreamPiece
+from cheetah.runtime.decode import Completion, Decoder
+from cheetah.runtime.outputs import CompletionOutput, StreamPiece
 from cheetah.runtime.text_stream import TextStream
 
 
@@ -16,30 +17,52 @@ def pieces_of(completion: Completion, text: TextStream | None) -> Iterator[Strea
     shown.
     """
     made = 0
-    for token_ids in completion:
-        shown = None
-        if text is not None:
-            shown, token_ids = _feed(text, token_ids, completion.stop_id)
-            if completion.finished:
-                shown += text.finish()
-        made += len(token_ids)
-        met = None if text is None else text.stopped
-        if met is not None or completion.finished:
-            reason = completion.stop_id if met is None else met
-            why = "length" if reason is None else "stop"
-            yield StreamPiece(shown, token_ids, True, why, reason, completion.timings(made))
-            return
-        yield StreamPiece(shown, token_ids)
+    with closing(completion.parts()) as parts:  # at a stop string the rest is given up
+        for token_ids in parts:
+            shown = None
+            if text is not None:
+                shown, token_ids = _feed(text, token_ids, completion.stop_id)
+                if completion.finished:
+                    shown += text.finish()
+            made += len(token_ids)
+            met = None if text is None else text.stopped
+            if met is not None or completion.finished:
+                reason = completion.stop_id if met is None else met
+                why = "length" if reason is None else "stop"
+                timings = completion.timings(made)
+                yield StreamPiece(shown, token_ids, True, why, reason, timings, completion.index)
+                return
+            yield StreamPiece(shown, token_ids, index=completion.index)
 
 
-def collect(prompt: str | None, prompt_ids: tuple[int, ...], pieces: Iterable[StreamPiece]) -> RequestOutput:
+def pieces_together(
+    decoder: Decoder, jobs: Sequence[tuple[Completion, Iterator[StreamPiece]]]
+) -> Iterator[tuple[int, StreamPiece]]:
+    """(number of the job, piece) of completions that are decoded together, as they are made."""
+    left = dict(enumerate(jobs))
+    try:
+        decoder.submit([completion for completion, _ in jobs])
+        while left:
+            if not any(completion.is_ready for completion, _ in left.values()):
+                decoder.step()
+            for number, (completion, pieces) in list(left.items()):
+                if completion.is_ready:
+                    piece = next(pieces)
+                    if piece.finished:
+                        del left[number]
+                    yield number, piece
+    finally:
+        for completion, _ in jobs:
+            decoder.drop(completion)
+
+
+def collect(pieces: Iterable[StreamPiece]) -> CompletionOutput:
     """All pieces of a completion as one output."""
     every = list(pieces)
     last = every[-1]
     assert last.finish_reason is not None and last.timings is not None, "the last piece says how it ended"
-    return RequestOutput(
-        prompt=prompt,
-        prompt_token_ids=prompt_ids,
+    return CompletionOutput(
+        index=last.index,
         text=None if last.text is None else "".join(piece.text or "" for piece in every),
         token_ids=tuple(token for piece in every for token in piece.token_ids),
         finish_reason=last.finish_reason,

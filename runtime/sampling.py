@@ -17,14 +17,13 @@ from cheetah.errors import CheetahError
 
 UNSUPPORTED = (
     "allowed_token_ids bad_words best_of do_sample frequency_penalty guided_decoding length_penalty logit_bias "
-    "logprobs logits_processors max_new_tokens min_p n no_repeat_ngram_size num_beams presence_penalty prompt_logprobs "
+    "logprobs logits_processors max_new_tokens min_p no_repeat_ngram_size num_beams presence_penalty prompt_logprobs "
     "repetition_penalty skip_special_tokens structured_outputs top_a top_k top_n_sigma top_p truncate_prompt_tokens "
     "typical_p use_beam_search"
 ).split()
 INSTEAD = {
     "max_new_tokens": "write max_tokens",
     "do_sample": "write temperature=0 for greedy, temperature > 0 to sample",
-    "n": "call generate once for each seed",
     "logprobs": "LLM.score(ids) gives the logits of every position",
     "prompt_logprobs": "LLM.score(ids) gives the logits of every position",
 }
@@ -38,6 +37,8 @@ SMALLEST_TEMPERATURE = 1e-6
 class SamplingParams:
     """One request's sampling and stopping.
 
+    n: completions of the prompt, which is read once for all. Completion i draws with `seed_of(seed, i)`, the first with
+    the seed itself; greedy ones are all the same.
     temperature: 0 is greedy (the highest logit, lowest id on ties); None takes the checkpoint's, else 0.
     max_tokens: most tokens to make; None goes on until a stop or until the context is full.
     seed: 0 .. 2**64-1; None takes the LLM's. Matters for temperature > 0 only.
@@ -47,6 +48,7 @@ class SamplingParams:
     min_tokens: nothing ends the completion before it has this many tokens (end tokens are not forbidden, only passed).
     """
 
+    n: int = 1
     temperature: float | None = None
     max_tokens: int | None = None
     seed: int | None = None
@@ -92,6 +94,8 @@ class SamplingParams:
             raise CheetahError(f"temperature={value!r} would overflow float32 logits: write 0 for greedy")
 
     def _check_counts(self) -> None:
+        if not _is_int(self.n, 1):
+            raise CheetahError(f"n={self.n!r}: expected an integer >= 1")
         if self.max_tokens is not None and not _is_int(self.max_tokens, 1):
             raise CheetahError(f"max_tokens={self.max_tokens!r}: expected an integer >= 1, or None for no limit")
         if not _is_int(self.min_tokens, 0):
@@ -127,6 +131,17 @@ class SamplingDefaults:
 def stop_ids(params: SamplingParams, defaults: SamplingDefaults) -> tuple[int, ...]:
     """The ids that end a completion: the checkpoint's (unless ignored) and the caller's, ascending."""
     return tuple(sorted({*(() if params.ignore_eos else defaults.eos_token_ids), *params.stop_token_ids}))
+
+
+def seed_of(seed: int, index: int) -> int:
+    """The seed of completion `index` of a request, 0 .. 2**64-1: the seed itself for the first, for the others the
+    output of SplitMix64 (Steele, Lea, Flood, 2014) that follows `seed` by `index` places."""
+    if index == 0:
+        return seed
+    mixed = (seed + index * 0x9E3779B97F4A7C15) % 2**64
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % 2**64
+    return mixed ^ mixed >> 31
 
 
 def _default_temperature(generation: Mapping[str, Any]) -> float:

@@ -1,90 +1,81 @@
-"""Decode attention over a paged KV cache: states, split over all blocks, merged by the composition operator.
+"""Attention over a paged KV cache: states, split over all blocks, merged by the composition operator.
 
 An attention state over a set of keys is (O, LSE): the softmax-weighted mean of the values and the logarithm of the sum
 of exponentials (FlashInfer, 2.2). Logits are kept in base 2 inside the kernel (times log2 e) and stored as natural
-LSE.
+LSE. Without softmax the state is O, the sum of weighted values, and states are added.
 
-An item is a range of keys of one KV head; the `group` query heads that share it ride in the n = 8 dimension of the
-products. Each math warp takes tiles of 16 keys and keeps a state of its own; the newest token, whose key and value come
-from the exchange and not from the cache, is one more state (its LSE is its logit, its O its value). The block folds
-them in fixed order and publishes the head's output, or a partial state where the head was split over several blocks.
+An item is a range of keys of one KV head for a tile of fused query rows: row i * group + (h mod group) is query i of the
+tile and head h. 8 rows ride in the n = 8 dimension of the products, so the math warps share out the tile's groups of 8
+rows (*column tiles*), and those with the same rows (a *key group* each) take tiles of 16 keys in turn, each with a state
+of its own. The newest keys, which come from the exchange and not from the cache, are further such tiles. The block folds
+the states of the key groups in ascending order and publishes the output, or a partial state where the keys were split.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from cheetah import lang as ch
+from cheetah.blocks.attention_port import AttentionPort
+from cheetah.blocks.attention_tile import (
+    LN_2,
+    LOG2_E,
+    SLICE_TILES,
+    AttentionShape,
+    Queries,
+    Rows,
+    TileProduct,
+    WarpState,
+    fused_rows,
+)
 from cheetah.blocks.exchange import Exchange
-from cheetah.blocks.kv_cache import CACHED_KEYS
+from cheetah.blocks.kv_cache import CACHED_KEYS, KvCache
 from cheetah.blocks.machine import Machine
 from cheetah.blocks.ring import Ring
-from cheetah.blocks.schedule import WRITE_THROUGH, Item, Merge, Schedule
+from cheetah.blocks.schedule import WRITE_THROUGH, Item, Merge, Schedule, Tile
 from cheetah.blocks.timeline import NO_TIMELINE, Timeline
+from cheetah.blocks.variants import CAUSAL, Variant
 from cheetah.lang import prim, ty
+from cheetah.lang.primitives.exchange import UNITS
+from cheetah.plan.index import round_up
 from cheetah.plan.plan import ATTENTION_SLICE_DIMS as SLICE_DIMS
+from cheetah.plan.plan import COLUMNS
 from cheetah.plan.plan import KV_TILE_TOKENS as TILE_KEYS
-from cheetah.plan.plan import QUERY_COLUMNS
 
-SLICE_TILES = SLICE_DIMS // 16
+__all__ = ["LSE_WORDS", "Attention", "AttentionPort", "AttentionShape", "partial_words"]
+
 LSE_WORDS = 4
 """A partial state's LSE is stored four times, so that it is one unit of an exchange."""
-LOG2_E = math.log2(math.e)
-LN_2 = math.log(2.0)
+MERGED_TOGETHER = UNITS - 1
+"""Partial states that a warp waits for together; one more unit is for their LSEs."""
+NEVER = 1 << 27
+"""A tile number that no range of keys has."""
 
 
-@dataclass(frozen=True)
-class AttentionShape:
-    """Static sizes of the core for one model and plan."""
-
-    group: int
-    head_dim: int
-    warps: int
-    stage_tokens: int
-
-    @property
-    def query_units(self) -> int:
-        """Units of 8 elements in the queries of a KV head."""
-        return self.group * self.head_dim // 8
-
-    @property
-    def head_units(self) -> int:
-        return self.head_dim // 8
-
-    @property
-    def partial_words(self) -> int:
-        """Payload words of one row of a partial state: O in f32, then the LSE."""
-        return self.head_dim + LSE_WORDS
-
-    @property
-    def output_tiles(self) -> int:
-        """16-row tiles of the transposed output."""
-        return self.head_dim // 16
-
-    @property
-    def slices(self) -> int:
-        return self.head_dim // SLICE_DIMS
-
-    @property
-    def states(self) -> int:
-        """States that a block folds: one a warp, and the newest token's."""
-        return self.warps + 1
+def partial_words(head_dim: int) -> int:
+    """Payload words of one row of a partial state: O in f32, then the LSE."""
+    return head_dim + LSE_WORDS
 
 
 @dataclass(frozen=True, eq=False)
-class WarpState:
-    """One warp's attention state, in registers: of each lane's two query columns the highest logit (base 2) and the sum
-    of weights, and tiles of the transposed output, not yet divided by that sum."""
+class Share:
+    """How the warps share an item: this one has `column_tile` of `column_tiles`, and of the `key_groups` its keys are
+    those of number `key_group`."""
 
-    highest: Any
-    weight_sum: Any
-    output: Any
+    column_tiles: Any
+    key_groups: Any
+    column_tile: Any
+    key_group: Any
 
 
 class Attention:
-    """The attention core of a kernel."""
+    """The attention core of a kernel: `copy` in the copy role, `attend` and then `merge` in the math role.
+
+    parameters: an object with the variant's own kernel parameters as attributes.
+    """
 
     def __init__(
         self,
@@ -92,329 +83,431 @@ class Attention:
         ring: Ring,
         exchange: Exchange,
         schedule: Schedule,
+        cache: KvCache,
+        port: AttentionPort,
         timeline: Timeline = NO_TIMELINE,
+        variant: Variant = CAUSAL,
+        parameters: Any = None,
     ) -> None:
         self.machine, self.ring, self.exchange, self.schedule = machine, ring, exchange, schedule
-        self.timeline = timeline
+        self.cache, self.port, self.timeline, self.variant = cache, port, timeline, variant
         plan, shape = machine.plan, machine.shape
-        self.sizes = AttentionShape(shape.group, shape.head_dim, plan.math_warps, plan.kv_stage_tokens(shape.head_dim))
+        self.sizes = AttentionShape(
+            shape.group,
+            shape.head_dim,
+            plan.math_warps,
+            plan.kv_stage_tokens(shape.head_dim),
+            max(shape.group, plan.tile_columns(shape.group) * shape.group),
+            plan.kv_dtype == "e4m3",
+        )
+        self.product = TileProduct(machine, self.sizes, variant, parameters)
 
     # -- items ----------------------------------------------------------------------------------------------------
 
     @ch.inline
-    def attend(self, position: ch.Expr, epoch: ch.Expr) -> None:
-        """In the math role: compute this block's items. `position` is the newest token's."""
-        with self.schedule.items(self.machine.math) as item:
-            cached_end = ch.minimum(item.end, position)
-            has_newest = (item.begin <= position) & (position < item.end)
-            self._load_queries(item, has_newest, epoch)
-            self.timeline.stamp_first("ready")
-            state = self._new_state()
-            self._attend_cached(item.begin, cached_end, state)
-            self._finish_state(state)
-            self._attend_newest(has_newest)
-            self._fold_item(item, state, has_newest, epoch)
+    def copy(self, layer: ch.Value, step: ch.Value) -> None:
+        """In the copy role: fetch the cached keys and values of this block's items."""
+        with self.schedule.items(self.machine.copy, step) as item:
+            end = ch.minimum(item.end, item.tile.cached)
+            self.cache.copy_tokens(self.ring, layer, item.head, item.tile.table, item.begin, end)
 
     @ch.inline
-    def _load_queries(self, item: Item, has_newest: ch.Expr, epoch: ch.Expr) -> None:
-        """Wait for the rows of this KV head only: its queries, and the newest key and value if the item has them."""
-        machine, sizes, shape = self.machine, self.sizes, self.machine.shape
+    def attend(self, step: ch.Value, epoch: ch.Expr) -> None:
+        """In the math role: compute this block's items."""
+        with self.schedule.items(self.machine.math, step) as item:
+            cached_end = ch.minimum(item.end, item.tile.cached)
+            newest_begin = ch.maximum(item.begin, item.tile.cached)
+            newest_end = ch.minimum(item.end, item.tile.cached + item.tile.new)
+            newest = ch.select(newest_begin < newest_end, newest_end - newest_begin, ty.u32(0))
+            self._load(item, newest_begin, newest, epoch)
+            self.timeline.stamp_first("ready")
+            share = self._share(item)
+            queries = self._queries(item, share.column_tile)
+            state = self.product.new_state()
+            next_tile = ch.var(ty.u32, share.key_group)
+            self._attend_cached(item.begin, cached_end, next_tile, share.key_groups, queries, state)
+            if self.port.has_newest:
+                self._attend_newest(newest_begin, newest, next_tile, share.key_groups, queries, state)
+            self._fold(item, share, state, epoch)
+
+    @ch.inline
+    def _share(self, item: Item) -> Share:
+        """Deal the item out to the warps. A warp beyond the last key group has no tile of keys."""
+        machine, sizes = self.machine, self.sizes
+        if sizes.max_rows <= COLUMNS:
+            return Share(ty.u32(1), ty.u32(sizes.warps), ty.u32(0), machine.warp)
+        column_tiles = ch.var(ty.u32, 1)
+        size = 1
+        while size * COLUMNS < sizes.max_rows:
+            with ch.if_(item.rows > size * COLUMNS):
+                column_tiles.set(min(2 * size, sizes.warps))
+            size *= 2
+        key_groups = sizes.warps // column_tiles
+        warp_group = machine.warp // column_tiles
+        column_tile = machine.warp % column_tiles
+        key_group = ch.select(warp_group < key_groups, warp_group, ty.u32(NEVER))
+        return Share(column_tiles, key_groups, column_tile, key_group)
+
+    # -- queries, and the newest keys and values --------------------------------------------------------------------
+
+    @ch.inline
+    def _load(self, item: Item, newest_begin: ch.Expr, newest: ch.Expr, epoch: ch.Expr) -> None:
+        """Bring the item's queries to shared memory, and those newest keys and values that it has."""
+        machine, sizes = self.machine, self.sizes
         queries = machine.region("queries", ty.u32x4)
-        wanted = ch.select(has_newest, ty.u32(sizes.query_units + 2 * sizes.head_units), ty.u32(sizes.query_units))
-        with ch.for_(machine.thread, wanted, machine.math_threads, unroll=1) as unit:
-            source = ch.var(ty.u32, item.head * sizes.query_units + unit)
-            with ch.if_(unit >= sizes.query_units + sizes.head_units):
-                source.set(
-                    (shape.heads + shape.kv_heads + item.head) * sizes.head_units
-                    + (unit - sizes.query_units - sizes.head_units)
-                )
-            with ch.else_():
-                with ch.if_(unit >= sizes.query_units):
-                    source.set((shape.heads + item.head) * sizes.head_units + (unit - sizes.query_units))
-            queries[unit] = self.exchange.read4("qkv", source, epoch)
+        if self.variant.query_transform is not None:
+            self._load_transformed(item, queries, epoch)
+        query_units = item.rows * sizes.head_units if self.variant.query_transform is None else ty.u32(0)
+        newest_units = newest * sizes.head_units if self.port.has_newest else ty.u32(0)
+        with ch.for_(machine.thread, query_units + newest_units * 2, machine.math_threads, unroll=1) as number:
+            with ch.if_(number < query_units):
+                row = number // sizes.head_units
+                queries[number] = self._query_unit(item, row, number % sizes.head_units, epoch)
+            if self.port.has_newest:
+                with ch.else_():
+                    self._load_newest_unit(item, newest_begin, number - query_units, newest_units, epoch)
         machine.meet()
 
     @ch.inline
-    def _new_state(self) -> WarpState:
-        """This warp's state: per lane the two query columns 2t and 2t + 1 of the product (t = lane % 4)."""
-        sizes = self.sizes
-        highest = ch.array(ty.f32, 2)
-        weight_sum = ch.array(ty.f32, 2, zero=True)
-        output = ch.array(ty.f32, sizes.output_tiles, 4, zero=True)
-        highest[0] = -math.inf
-        highest[1] = -math.inf
-        return WarpState(highest, weight_sum, output)
+    def _query_unit(self, item: Item, row: ch.Expr, unit: ch.Expr, epoch: ch.Expr) -> Any:
+        group = self.sizes.group
+        column = item.tile.first_column + row // group
+        return self.port.query_unit(column, item.head * group + row % group, unit, epoch)
 
     @ch.inline
-    def _attend_cached(self, begin: ch.Expr, end: ch.Expr, state: WarpState) -> None:
-        """Walk the stages of the item; this warp takes every `warps`-th tile of 16 keys."""
+    def _load_transformed(self, item: Item, queries: ch.Expr, epoch: ch.Expr) -> None:
+        """Both units of rotated pairs together, through the variant's query_transform."""
+        machine, sizes = self.machine, self.sizes
+        half = sizes.head_units // 2
+        with ch.for_(machine.thread, item.rows * half, machine.math_threads, unroll=1) as number:
+            row = number // half
+            unit = number % half
+            near = self._query_unit(item, row, unit, epoch)
+            far = self._query_unit(item, row, unit + half, epoch)
+            values = self._row_context(item.tile, item.head, row)
+            new_near, new_far = self.product.transform_queries(near, far, unit, values)
+            queries[row * sizes.head_units + unit] = new_near
+            queries[row * sizes.head_units + unit + half] = new_far
+
+    @ch.inline
+    def _load_newest_unit(
+        self, item: Item, newest_begin: ch.Expr, number: ch.Expr, newest_units: ch.Expr, epoch: ch.Expr
+    ) -> None:
+        """Unit `number` of the newest keys, then of the newest values."""
+        sizes = self.sizes
+        keys, values = self._newest_rows(ty.u32x4)
+        is_value = number >= newest_units
+        unit = ch.select(is_value, number - newest_units, number)
+        column = item.tile.new_column + (newest_begin - item.tile.cached) + unit // sizes.head_units
+        words = self.port.newest_unit(column, item.head, is_value, unit % sizes.head_units, epoch)
+        with ch.if_(is_value):
+            values[unit] = words
+        with ch.else_():
+            keys[unit] = words
+
+    def _newest_rows(self, element: ty.Type) -> tuple[Any, Any]:
+        """Pointers to the newest keys and to the newest values."""
+        values = round_up(self.machine.plan.tokens, TILE_KEYS) * self.sizes.head_dim * 2
+        keys = self.machine.region("newest", element)
+        return keys, keys + values // element.bytes
+
+    @ch.inline
+    def _queries(self, item: Item, column_tile: ch.Expr) -> Queries:
+        """What this warp needs of its 8 rows in registers: the operand of the products, and what its columns see.
+
+        Rows beyond the item's are whatever lies there: they have columns of their own, which see no key.
+        """
+        machine, sizes = self.machine, self.sizes
+        shared = machine.region("queries", ty.u32x4)
+        units = ch.array(ty.u32x4, sizes.parts)
+        row = ch.minimum(column_tile * COLUMNS + machine.lane // 4, fused_rows(sizes) - 1)
+        with ch.for_(sizes.parts, unroll=True) as part:
+            units[part] = shared[row * sizes.head_units + sizes.key_unit(part, machine.lane % 4)]
+        limits = ch.array(ty.u32, 2)
+        contexts = []
+        for number in range(2):
+            fused = column_tile * COLUMNS + machine.lane % 4 * 2 + number
+            present = ch.minimum(fused, item.rows - 1)
+            limits[number] = ch.select(fused < item.rows, self._limit(item, present), ty.u32(0))
+            contexts.append(self._row_context(item.tile, item.head, present, self.variant.needs_query_context))
+        scale = self._codes_scale(item.head, value=False)
+        return Queries(units, limits, scale, tuple(contexts), self._token_context(item), item.tile.offset)
+
+    @ch.inline
+    def _limit(self, item: Item, row: ch.Expr) -> Any:
+        """The first key of the tile that a fused row does not see."""
+        end = ch.minimum(item.end, item.tile.cached + item.tile.new)
+        if not self.variant.causal:
+            return end
+        position = self.port.position(item.tile.first_column + row // self.sizes.group)
+        following = position + 1
+        visible = ch.select(following > item.tile.offset, following - item.tile.offset, ty.u32(0))
+        return ch.minimum(end, visible)
+
+    @ch.inline
+    def _codes_scale(self, kv_head: ch.Expr, value: bool) -> Any:
+        if not self.sizes.codes:
+            return None
+        scale = self.port.scale(kv_head, value)
+        return scale
+
+    @ch.inline
+    def _row_context(
+        self, tile: Tile, kv_head: ch.Expr, row: ch.Expr, wanted: bool = True
+    ) -> Mapping[str, Callable[[], Any]]:
+        """What a variant's function can ask about a fused row. Looked up here once, if at all."""
+        if not wanted:
+            return {}
+        column = tile.first_column + row // self.sizes.group
+        head = kv_head * self.sizes.group + row % self.sizes.group
+        return {
+            "request": lambda: self.port.request(column),
+            "query": lambda: self.port.query(column),
+            "position": lambda: self.port.position(column),
+            "keys": lambda: self.port.keys(column),
+            "head": lambda: head,
+            "kv_head": lambda: kv_head,
+        }
+
+    @ch.inline
+    def _token_context(self, item: Item) -> Mapping[str, Callable[[], Any]]:
+        """What a function can ask about a key or a value: of the tile's last column."""
+        if self.variant.key_transform is None and self.variant.value_transform is None:
+            return {}
+        column = item.tile.first_column + (item.tile.columns - 1)
+        return {
+            "request": lambda: self.port.request(column),
+            "position": lambda: self.port.position(column),
+            "keys": lambda: self.port.keys(column),
+            "kv_head": lambda: item.head,
+        }
+
+    # -- keys and values ----------------------------------------------------------------------------------------------
+
+    @ch.inline
+    def _attend_cached(
+        self, begin: ch.Expr, end: ch.Expr, next_tile: Any, key_groups: ch.Expr, queries: Queries, state: WarpState
+    ) -> None:
+        """Walk the stages of the item; `next_tile` is this warp's next tile of 16 keys, counted from the stage's first.
+
+        A warp that has no tile in a stage gives it back at once, so several stages are worked on at a time.
+        """
         machine, sizes = self.machine, self.sizes
         self.ring.uses(CACHED_KEYS)
-        next_tile = ch.var(ty.u32, machine.warp)
         with ch.for_(begin, end, sizes.stage_tokens, unroll=1) as first:
             count = ch.minimum(end - first, sizes.stage_tokens)
             with self.ring.use() as stage:
                 self.timeline.stamp_first("first_chunk")
+                rows = Rows(stage, stage + machine.plan.stage_bytes // 2, sizes.codes)
                 with ch.while_(next_tile * TILE_KEYS < count):
-                    first_key = next_tile * TILE_KEYS
-                    self._attend_tile(stage, first_key, count - first_key, state)
-                    next_tile += sizes.warps
-                next_tile -= sizes.stage_tokens // TILE_KEYS
+                    row = next_tile * TILE_KEYS
+                    self.product.attend(rows, row, count - row, first + row, queries, state)
+                    next_tile += key_groups
+                next_tile -= (count + (TILE_KEYS - 1)) // TILE_KEYS
                 self.timeline.stamp_here("last_chunk")
 
     @ch.inline
-    def _attend_tile(self, stage: ch.Expr, first_key: ch.Expr, valid: ch.Expr, state: WarpState) -> None:
-        """Fold 16 keys, of which the first `valid` exist, into this warp's state."""
-        weights = self._tile_weights(stage, first_key, valid, state)
-        self._add_values(stage, first_key, valid, weights, state)
+    def _attend_newest(
+        self,
+        begin: ch.Expr,
+        count: ch.Expr,
+        next_tile: Any,
+        key_groups: ch.Expr,
+        queries: Queries,
+        state: WarpState,
+    ) -> None:
+        """The tiles of the newest keys follow those of the cache; the first is key `begin`."""
+        keys, values = self._newest_rows(ty.u8)
+        rows = Rows(keys, values, codes=False)
+        with ch.while_(next_tile * TILE_KEYS < count):
+            row = next_tile * TILE_KEYS
+            self.product.attend(rows, row, count - row, begin + row, queries, state)
+            next_tile += key_groups
+
+    # -- folding the warps' states ------------------------------------------------------------------------------------
 
     @ch.inline
-    def _tile_weights(self, stage: ch.Expr, first_key: ch.Expr, valid: ch.Expr, state: WarpState) -> Any:
-        """exp2(logit - highest) of the tile, as the B operand (keys x queries) of the product with the values.
-
-        Lane (r, t) takes key r, key r + 8 and query r (the last one again beyond the group: its column is ignored).
-        """
-        machine, sizes = self.machine, self.sizes
-        keys = ch.reinterpret(ty.ptr(ty.u32x4), stage)
-        queries = ch.reinterpret(ty.ptr(ty.u32x4), machine.region("queries", ty.u32x4))
-        key_row = machine.lane // 4
-        query_row = ch.minimum(key_row, sizes.group - 1)
-        logits = ch.array(ty.f32, 4, zero=True)
-        with ch.for_(sizes.head_dim // 32, unroll=2) as part:
-            column = part * 4 + machine.lane % 4
-            low = keys[(first_key + key_row) * sizes.head_units + column]
-            high = keys[(first_key + key_row + 8) * sizes.head_units + column]
-            query = queries[query_row * sizes.head_units + column]
-            prim.mma_bf16(logits, prim.make_u32x4(low.x, high.x, low.y, high.y), query.x, query.y)
-            prim.mma_bf16(logits, prim.make_u32x4(low.z, high.z, low.w, high.w), query.z, query.w)
-        # Keys beyond the valid ones are stale memory, NaN perhaps: select, never multiply.
-        scale = LOG2_E / math.sqrt(sizes.head_dim)
-        with ch.for_(4, unroll=True) as element:
-            exists = key_row + (element // 2) * 8 < valid
-            logits[element] = ch.select(exists, logits[element] * scale, -math.inf)
-        highest, weight_sum, output = state.highest, state.weight_sum, state.output
-        with ch.for_(2, unroll=True) as column:
-            peak = ch.var(ty.f32, prim.maximum_f32(logits[column], logits[column + 2]))
-            for mask in (4, 8, 16):
-                peak.set(prim.maximum_f32(peak, prim.shuffle_xor_f32(peak, mask)))
-            new_highest = prim.maximum_f32(highest[column], peak)
-            shrink = prim.exp2_f32(highest[column] - new_highest)
-            highest[column] = new_highest
-            logits[column] = prim.exp2_f32(logits[column] - new_highest)
-            logits[column + 2] = prim.exp2_f32(logits[column + 2] - new_highest)
-            weight_sum[column] = weight_sum[column] * shrink + (logits[column] + logits[column + 2])
-            with ch.for_(sizes.output_tiles, unroll=True) as tile:
-                output[tile][column] = output[tile][column] * shrink
-                output[tile][column + 2] = output[tile][column + 2] * shrink
-        # The product gives keys x queries by rows; the next product wants it by columns.
-        weights_low = prim.matrix_transpose_b16(prim.pack_bf16x2(logits[0], logits[1]))
-        weights_high = prim.matrix_transpose_b16(prim.pack_bf16x2(logits[2], logits[3]))
-        return weights_low, weights_high
-
-    @ch.inline
-    def _add_values(self, stage: ch.Expr, first_key: ch.Expr, valid: ch.Expr, weights: Any, state: WarpState) -> None:
-        """output (dims x queries) += values^T * weights, 64 dims at a time.
-
-        Lane (r, t) reads 8 dims of keys 2t, 2t+1, 2t+8 and 2t+9: row r of output tile i is dim 8r + i, row r + 8 is dim
-        8r + i + 4. One dim of two neighbouring keys is a register of the operand.
-        """
-        machine, sizes = self.machine, self.sizes
-        values = ch.reinterpret(ty.ptr(ty.u32x4), stage + machine.plan.stage_bytes // 2)
-        first_row = machine.lane % 4 * 2
-        with ch.for_(sizes.slices, unroll=True) as slice_:
-            words = ch.array(ty.u32, 4, 4)
-            with ch.for_(4, unroll=True) as number:
-                key = first_row + number % 2 + (number // 2) * 8
-                read = values[(first_key + key) * sizes.head_units + slice_ * 8 + machine.lane // 4]
-                exists = key < valid  # stale memory may hold NaN, and 0 * NaN is NaN: select
-                for word, member in enumerate("xyzw"):
-                    words[number][word] = ch.select(exists, getattr(read, member), ty.u32(0))
-            with ch.for_(SLICE_TILES, unroll=True) as tile:
-                low_early = self._pair(words, 0, tile)
-                high_early = self._pair(words, 0, tile + SLICE_TILES)
-                low_late = self._pair(words, 2, tile)
-                high_late = self._pair(words, 2, tile + SLICE_TILES)
-                operand = prim.make_u32x4(low_early, high_early, low_late, high_late)
-                prim.mma_bf16(state.output[slice_ * SLICE_TILES + tile], operand, *weights)
-
-    @staticmethod
-    def _pair(words: Any, key: int, element: ch.Expr) -> ch.Expr:
-        """One dim of two neighbouring keys, packed: even dims are low halves of a word, odd ones high halves."""
-        selector = ch.select(element % 2 == 0, ty.u32(0x5410), ty.u32(0x7632))
-        return prim.byte_permute(words[key][element // 2], words[key + 1][element // 2], selector)
-
-    @ch.inline
-    def _finish_state(self, state: WarpState) -> None:
-        """Lay down highest logit and weight sum of this warp, per query."""
+    def _fold(self, item: Item, share: Share, state: WarpState, epoch: ch.Expr) -> None:
+        """Fold the key groups' states, in ascending order, 64 dims at a time, and publish the result."""
         machine = self.machine
-        statistics = machine.region("statistics", ty.f32x2)
-        words = ch.reinterpret(ty.ptr_mut(ty.f32), statistics)
+        if self.variant.softmax:
+            self._lay_down_statistics(state)
+        for slice_ in range(self.sizes.slices):
+            self._lay_down(slice_, state)
+            machine.meet()
+            self._fold_slice(slice_, item, share.column_tiles, epoch)
+            machine.meet()
+
+    @ch.inline
+    def _lay_down_statistics(self, state: WarpState) -> None:
+        """Highest logit and weight sum of this warp, per column: statistics[warp][column]."""
+        machine = self.machine
+        words = machine.region("statistics", ty.f32)
         with ch.for_(2, unroll=True) as column:
             total = ch.var(ty.f32, state.weight_sum[column])
             for mask in (4, 8, 16):
                 total += prim.shuffle_xor_f32(total, mask)
             with ch.if_(machine.lane < 4):
-                place = (machine.warp * QUERY_COLUMNS + machine.lane * 2 + column) * 2
+                place = (machine.warp * COLUMNS + machine.lane * 2 + column) * 2
                 words[place] = state.highest[column]
                 words[place + 1] = total
 
     @ch.inline
-    def _attend_newest(self, has_newest: ch.Expr) -> None:
-        """The newest token's state: highest = its logit, weight sum 1; the identity if the item does not have it."""
-        machine, sizes = self.machine, self.sizes
-        queries = ch.reinterpret(ty.ptr(ty.u32), machine.region("queries", ty.u32))
-        statistics = ch.reinterpret(ty.ptr_mut(ty.f32), machine.region("statistics", ty.f32))
-        words = sizes.head_dim // 2
-        with ch.for_(machine.warp, sizes.group, sizes.warps, unroll=1) as row:
-            product = ch.var(ty.f32, 0.0)
-            with ch.if_(has_newest):
-                with ch.for_(machine.lane, words, 32, unroll=True) as word:
-                    a = queries[row * words + word]
-                    b = queries[sizes.group * words + word]
-                    product += prim.bf16x2_low(a) * prim.bf16x2_low(b) + prim.bf16x2_high(a) * prim.bf16x2_high(b)
-            logit = prim.warp_sum_f32(product) * (LOG2_E / math.sqrt(sizes.head_dim))
-            with ch.if_(machine.lane == 0):
-                place = (sizes.warps * QUERY_COLUMNS + row) * 2
-                statistics[place] = ch.select(has_newest, logit, -math.inf)
-                statistics[place + 1] = ch.select(has_newest, ty.f32(1.0), ty.f32(0.0))
-
-    # -- folding the warps' states --------------------------------------------------------------------------------
-
-    @ch.inline
-    def _fold_item(self, item: Item, state: WarpState, has_newest: ch.Expr, epoch: ch.Expr) -> None:
-        """Fold the warps' states and the newest token's, in this order, 64 dims at a time, and publish the result."""
-        machine = self.machine
-        for slice_ in range(self.sizes.slices):
-            self._lay_down(slice_, state)
-            machine.meet()
-            self._fold_slice(slice_, item, has_newest, epoch)
-            machine.meet()
-
-    @ch.inline
     def _lay_down(self, slice_: int, state: WarpState) -> None:
-        """This warp's unnormalised output of 64 dims: scratch[warp][query][dim]."""
-        machine, sizes = self.machine, self.sizes
-        scratch = machine.region("attention", ty.f32)
+        """This warp's unnormalised output of a slice: attention[warp][column][number]."""
+        machine = self.machine
+        scratch = machine.region("attention", ty.u32x4)
         with ch.for_(2, unroll=True) as column:
-            row = machine.lane % 4 * 2 + column
-            with ch.if_(row < sizes.group):
-                lane_dims = scratch + ((machine.warp * sizes.group + row) * SLICE_DIMS + machine.lane // 4 * 8)
-                with ch.for_(SLICE_TILES, unroll=True) as tile:
-                    lane_dims[tile] = state.output[slice_ * SLICE_TILES + tile][column]
-                    lane_dims[tile + SLICE_TILES] = state.output[slice_ * SLICE_TILES + tile][column + 2]
+            row = machine.warp * COLUMNS + machine.lane % 4 * 2 + column
+            place = scratch + (row * SLICE_DIMS + machine.lane // 4 * 8) // 4
+            for half in range(2):
+                tiles = [state.output[slice_ * SLICE_TILES + tile][column + 2 * half] for tile in range(SLICE_TILES)]
+                place[half] = prim.make_u32x4(*(prim.float_bits(value) for value in tiles))
 
     @ch.inline
-    def _fold_slice(self, slice_: int, item: Item, has_newest: ch.Expr, epoch: ch.Expr) -> None:
+    def _fold_slice(self, slice_: int, item: Item, column_tiles: ch.Expr, epoch: ch.Expr) -> None:
+        """Row c of column tile n was laid down by the warps n, n + column_tiles, ..., as their column c."""
         machine, sizes = self.machine, self.sizes
-        scratch = machine.region("attention", ty.f32x2)
-        statistics = machine.region("statistics", ty.f32x2)
-        values = machine.region("queries", ty.u32) + (sizes.group + 1) * sizes.head_dim // 2
         pairs = SLICE_DIMS // 2
-        with ch.for_(machine.thread, sizes.group * pairs, machine.math_threads, unroll=1) as output:
+        with ch.for_(machine.thread, item.rows * pairs, machine.math_threads, unroll=1) as output:
             row = output // pairs
             pair = output % pairs
-            highest = ch.var(ty.f32, -math.inf)
-            with ch.for_(sizes.states) as other:
-                highest.set(prim.maximum_f32(highest, statistics[other * QUERY_COLUMNS + row].x))
-            base = ch.select(highest == -math.inf, ty.f32(0.0), highest)
-            weight_sum = ch.var(ty.f32, 0.0)
-            low = ch.var(ty.f32, 0.0)
-            high = ch.var(ty.f32, 0.0)
-            with ch.for_(sizes.warps) as other:
-                numbers = statistics[other * QUERY_COLUMNS + row]
-                weight = prim.exp2_f32(numbers.x - base)
-                part = scratch[(other * sizes.group + row) * pairs + pair]
-                weight_sum += weight * numbers.y
-                low += weight * part.x
-                high += weight * part.y
-            with ch.if_(has_newest):
-                weight = prim.exp2_f32(statistics[sizes.warps * QUERY_COLUMNS + row].x - base)
-                value = values[slice_ * pairs + pair]
-                weight_sum += weight
-                low += weight * prim.bf16x2_low(value)
-                high += weight * prim.bf16x2_high(value)
-            inverse = ch.select(weight_sum == 0.0, ty.f32(0.0), prim.divide_f32(1.0, weight_sum))
-            lse = ch.select(weight_sum == 0.0, -math.inf, highest * LN_2 + prim.log_f32(weight_sum))
-            self._publish_pair(slice_, item, row, pair, low * inverse, high * inverse, lse, epoch)
+            low, high, lse = self._fold_states(row, column_tiles * COLUMNS, pair)
+            dim_pair = sizes.dim_pair(slice_, pair)
+            with ch.if_(item.partial == WRITE_THROUGH):
+                self._finish(item.tile, item.head, row, dim_pair, low, high, lse, epoch)
+            with ch.else_():
+                self._publish_partial(item.partial + row, dim_pair, low, high, lse, epoch)
 
     @ch.inline
-    def _publish_pair(
+    def _fold_states(self, first: ch.Expr, stride: ch.Expr, pair: ch.Expr) -> tuple[Any, Any, Any]:
+        """Fold the states of rows `first`, `first + stride`, ... of the laid down ones: (low, high, lse)."""
+        machine, sizes = self.machine, self.sizes
+        pairs = SLICE_DIMS // 2
+        laid_down = sizes.warps * COLUMNS
+        scratch = machine.region("attention", ty.f32x2)
+        statistics = machine.region("statistics", ty.f32x2)
+        low = ch.var(ty.f32, 0.0)
+        high = ch.var(ty.f32, 0.0)
+        if not self.variant.softmax:
+            with ch.for_(first, laid_down, stride) as other:
+                part = scratch[other * pairs + pair]
+                low += part.x
+                high += part.y
+            return low, high, ty.f32(0.0)
+        highest = ch.var(ty.f32, -math.inf)
+        with ch.for_(first, laid_down, stride) as other:
+            highest.set(prim.maximum_f32(highest, statistics[other].x))
+        base = ch.select(highest == -math.inf, ty.f32(0.0), highest)
+        weight_sum = ch.var(ty.f32, 0.0)
+        with ch.for_(first, laid_down, stride) as other:
+            numbers = statistics[other]
+            weight = prim.exp2_f32(numbers.x - base)
+            part = scratch[other * pairs + pair]
+            weight_sum += weight * numbers.y
+            low += weight * part.x
+            high += weight * part.y
+        inverse = ch.select(weight_sum == 0.0, ty.f32(0.0), prim.divide_f32(1.0, weight_sum))
+        lse = ch.select(weight_sum == 0.0, -math.inf, highest * LN_2 + prim.log_f32(weight_sum))
+        return low * inverse, high * inverse, lse
+
+    @ch.inline
+    def _publish_partial(
+        self, row: ch.Expr, dim_pair: ch.Expr, low: ch.Expr, high: ch.Expr, lse: ch.Expr, epoch: ch.Expr
+    ) -> None:
+        partial = row * partial_words(self.sizes.head_dim)
+        self.exchange.publish("partials", partial + dim_pair * 2, prim.float_bits(low), epoch)
+        self.exchange.publish("partials", partial + dim_pair * 2 + 1, prim.float_bits(high), epoch)
+        with ch.if_(dim_pair < LSE_WORDS):
+            self.exchange.publish("partials", partial + self.sizes.head_dim + dim_pair, prim.float_bits(lse), epoch)
+
+    @ch.inline
+    def _finish(
         self,
-        slice_: int,
-        item: Item,
+        tile: Tile,
+        kv_head: ch.Expr,
         row: ch.Expr,
-        pair: ch.Expr,
-        low: ch.Expr,
-        high: ch.Expr,
-        lse: ch.Expr,
+        dim_pair: ch.Expr,
+        low: Any,
+        high: Any,
+        lse: Any,
         epoch: ch.Expr,
     ) -> None:
-        """Write through to the output, or store a part of a partial state."""
-        sizes, pairs = self.sizes, SLICE_DIMS // 2
-        dim_pair = pair + slice_ * pairs
-        with ch.if_(item.slot == WRITE_THROUGH):
-            place = (item.head * sizes.group + row) * (sizes.head_dim // 2) + dim_pair
-            self.exchange.publish("attention", place, prim.pack_bf16x2(low, high), epoch)
-        with ch.else_():
-            partial = (item.slot * sizes.group + row) * sizes.partial_words
-            self.exchange.publish("partials", partial + dim_pair * 2, prim.float_bits(low), epoch)
-            self.exchange.publish("partials", partial + dim_pair * 2 + 1, prim.float_bits(high), epoch)
-            with ch.if_(dim_pair < LSE_WORDS):
-                self.exchange.publish("partials", partial + sizes.head_dim + dim_pair, prim.float_bits(lse), epoch)
+        """The final output of two dims of a fused row."""
+        group = self.sizes.group
+        scale = self._codes_scale(kv_head, value=True)
+        outputs = [value if scale is None else value * scale for value in (low, high)]
+        if self.variant.output_transform is not None:
+            context = self._row_context(tile, kv_head, row)
+            at = self.product.at("output_transform", context)
+            transformed = [self.variant.output_transform(value, lse, at) for value in outputs]
+            outputs, lse = [value for value, _ in transformed], transformed[0][1]
+        column = tile.first_column + row // group
+        self.port.publish(column, kv_head * group + row % group, dim_pair, outputs[0], outputs[1], lse, epoch)
 
     # -- merging partial states of different blocks ----------------------------------------------------------------
 
     @ch.inline
     def merge(self, epoch: ch.Expr) -> None:
-        """In the math role: fold the partial states of the rows that are this block's, in the plan's order."""
+        """In the math role: fold the partial states of the rows that are this warp's, in the plan's order."""
         with self.schedule.merges(self.machine.math) as merge:
             self._merge_row(merge, epoch)
 
     @ch.inline
     def _merge_row(self, merge: Merge, epoch: ch.Expr) -> None:
-        """Each warp waits for one partial state at a time; the threads that own a pair of dims fold them in order."""
+        """Each lane folds 4 dims; the states that are waited for together are folded one after the other."""
         machine, sizes = self.machine, self.sizes
-        scratch = machine.region("attention", ty.f32x2)
-        lses = machine.region("statistics", ty.f32)
+        units = sizes.head_dim // 4
+        lane_unit = machine.lane % units
         highest = ch.var(ty.f32, -math.inf)
         weight_sum = ch.var(ty.f32, 0.0)
-        low = ch.var(ty.f32, 0.0)
-        high = ch.var(ty.f32, 0.0)
-        with ch.for_(merge.begin, merge.end, sizes.warps, unroll=1) as first:
-            count = ch.minimum(merge.end - first, sizes.warps)
-            self._fetch_partial(merge, first, count, epoch)
-            machine.meet()
-            with ch.if_(machine.thread < sizes.head_dim // 2):
-                with ch.for_(count) as other:
-                    lse = lses[other]
-                    new_highest = prim.maximum_f32(highest, lse)
-                    base = ch.select(new_highest == -math.inf, ty.f32(0.0), new_highest)
-                    shrink = prim.exp2_f32((highest - base) * LOG2_E)
-                    weight = prim.exp2_f32((lse - base) * LOG2_E)
-                    part = scratch[other * (sizes.head_dim // 2) + machine.thread]
-                    highest.set(new_highest)
-                    weight_sum.set(weight_sum * shrink + weight)
-                    low.set(low * shrink + weight * part.x)
-                    high.set(high * shrink + weight * part.y)
-            machine.meet()
-        with ch.if_(machine.thread < sizes.head_dim // 2):
+        sums = ch.array(ty.f32, 4, zero=True)
+        with ch.for_(merge.begin, merge.end, MERGED_TOGETHER, unroll=1) as first:
+            count = ch.minimum(merge.end - first, MERGED_TOGETHER)
+            states = self._read_states(merge, first, count, lane_unit, epoch)
+            with ch.for_(MERGED_TOGETHER, unroll=True) as number:
+                with ch.if_(number < count):
+                    part = states[number + 1]
+                    if self.variant.softmax:
+                        lse = prim.bits_float(prim.shuffle_u32(states[0].x, number))
+                        self._add_state(part, lse, highest, weight_sum, sums)
+                    else:
+                        for word, member in enumerate("xyzw"):
+                            sums[word] = sums[word] + prim.bits_float(getattr(part, member))
+        lse = ty.f32(0.0)
+        if self.variant.softmax:
             inverse = ch.select(weight_sum == 0.0, ty.f32(0.0), prim.divide_f32(1.0, weight_sum))
-            place = (merge.head * sizes.group + merge.row) * (sizes.head_dim // 2) + machine.thread
-            self.exchange.publish("attention", place, prim.pack_bf16x2(low * inverse, high * inverse), epoch)
+            lse = ch.select(weight_sum == 0.0, -math.inf, highest + prim.log_f32(weight_sum))
+            for word in range(4):
+                sums[word] = sums[word] * inverse
+        with ch.if_(machine.lane < units):
+            for pair in range(2):
+                low, high = sums[pair * 2], sums[pair * 2 + 1]
+                self._finish(merge.tile, merge.head, merge.row, lane_unit * 2 + pair, low, high, lse, epoch)
 
     @ch.inline
-    def _fetch_partial(self, merge: Merge, first: ch.Expr, count: ch.Expr, epoch: ch.Expr) -> None:
+    def _read_states(self, merge: Merge, first: ch.Expr, count: ch.Expr, lane_unit: ch.Expr, epoch: ch.Expr) -> Any:
+        """Element 0: the LSE of the state that has the lane's number. Element n + 1: the lane's 4 dims of state n."""
         machine, sizes = self.machine, self.sizes
-        scratch = machine.region("attention", ty.u32x4)
-        lses = machine.region("statistics", ty.u32)
-        units = sizes.head_dim // 4
-        with ch.if_(machine.warp < count):
-            slot = self.schedule.source(machine.math, first + machine.warp)
-            partial_unit = (slot * sizes.group + merge.row) * (sizes.partial_words // 4)
-            with ch.if_(machine.lane < units):
-                scratch[machine.warp * units + machine.lane] = self.exchange.read4(
-                    "partials", partial_unit + machine.lane, epoch
-                )
-            with ch.if_(machine.lane == 0):
-                lse_words = self.exchange.read4("partials", partial_unit + units, epoch)
-                lses[machine.warp] = lse_words.x
+        states = ch.array(ty.u32x4, UNITS)
+        places = ch.array(ty.u32, UNITS)
+        row_units = partial_words(sizes.head_dim) // 4
+        mine = self.schedule.source(machine.math, first + ch.minimum(machine.lane, count - 1))
+        places[0] = ((mine + merge.row) * row_units + sizes.head_dim // 4) * 4
+        with ch.for_(MERGED_TOGETHER, unroll=True) as number:
+            source = self.schedule.source(machine.math, first + ch.minimum(number, count - 1))
+            places[number + 1] = ((source + merge.row) * row_units + lane_unit) * 4
+        self.exchange.read_places("partials", states, places, count + 1, epoch)
+        return states
+
+    @ch.inline
+    def _add_state(self, part: Any, lse: Any, highest: Any, weight_sum: Any, sums: Any) -> None:
+        """One more state into (highest, weight_sum, sums): all natural logarithms."""
+        new_highest = prim.maximum_f32(highest, lse)
+        base = ch.select(new_highest == -math.inf, ty.f32(0.0), new_highest)
+        shrink = prim.exp2_f32((highest - base) * LOG2_E)
+        weight = prim.exp2_f32((lse - base) * LOG2_E)
+        highest.set(new_highest)
+        weight_sum.set(weight_sum * shrink + weight)
+        for word, member in enumerate("xyzw"):
+            sums[word] = sums[word] * shrink + weight * prim.bits_float(getattr(part, member))

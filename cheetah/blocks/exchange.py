@@ -17,6 +17,7 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
+from cheetah.lang.primitives.exchange import UNITS
 
 COUNTER_BYTES = 256
 """The grid barrier's counter has cache lines of its own."""
@@ -93,12 +94,18 @@ class Exchange(ABC):
         """The same, seeing all that happened before a `publish_release` of them."""
 
     @abstractmethod
-    def wait_for_one(self, name: str, unit: ch.Value, epoch: ch.Value) -> None:
-        """Called by whole warps: return once the unit of the warp's first lane is there; the others may not be."""
+    def wait_for_one(self, name: str, unit: ch.Value, epoch: ch.Value, when: ch.Value = True) -> None:
+        """Called by whole warps: return once the unit of the warp's first lane is there (if it is to come: `when`); the
+        others may not be."""
 
     @abstractmethod
     def read_units(self, name: str, data: Any, unit: ch.Value, stride: int, count: int, epoch: ch.Value) -> None:
         """Units `unit`, `unit + stride`, ... (`count` of them, at most UNITS) into the array `data`."""
+
+    @abstractmethod
+    def read_places(self, name: str, data: Any, places: Any, count: ch.Value, epoch: ch.Value) -> None:
+        """The units that begin at payload words `places[0]`, `places[1]`, ... (`count` of them, at most UNITS) into the
+        array `data`."""
 
 
 class FlaggedExchange(Exchange):
@@ -129,8 +136,12 @@ class FlaggedExchange(Exchange):
         words = self.place(name, ch.cast(ty.u32, unit) * 4)
         prim.wait_flagged_units(data, words, stride * 4, count, epoch)
 
-    def wait_for_one(self, name: str, unit: ch.Value, epoch: ch.Value) -> None:
-        with ch.if_(self.machine.lane == 0):
+    def read_places(self, name: str, data: Any, places: Any, count: ch.Value, epoch: ch.Value) -> None:
+        prim.wait_flagged_places(data, self.place(name, 0), places, count, epoch)
+
+    def wait_for_one(self, name: str, unit: ch.Value, epoch: ch.Value, when: ch.Value = True) -> None:
+        first = self.machine.lane == 0
+        with ch.if_(first if when is True else first & when):
             prim.wait_flagged4(self.place(name, ch.cast(ty.u32, unit) * 4), epoch)
         prim.warp_barrier()
 
@@ -182,13 +193,19 @@ class BarrierExchange(Exchange):
 
     read4_acquire = read4
 
-    def wait_for_one(self, name: str, unit: ch.Value, epoch: ch.Value) -> None:
+    def wait_for_one(self, name: str, unit: ch.Value, epoch: ch.Value, when: ch.Value = True) -> None:
         """All of it is there after `meet`."""
 
     @ch.inline
     def read_units(self, name: str, data: Any, unit: ch.Value, stride: int, count: int, epoch: ch.Value) -> None:
         with ch.for_(count, unroll=True) as number:
             data[number] = self.read4(name, unit + number * stride, epoch)
+
+    @ch.inline
+    def read_places(self, name: str, data: Any, places: Any, count: ch.Value, epoch: ch.Value) -> None:
+        with ch.for_(UNITS, unroll=True) as number:
+            with ch.if_(number < count):
+                data[number] = self.read4(name, places[number] // 4, epoch)
 
 
 def make_exchange(machine: Machine, workspace: ch.Expr, sizes: dict[str, int]) -> Exchange:

@@ -1,8 +1,12 @@
-"""Matrix times vector on tensor cores, with the weights as the 16-row operand of `mma.m16n8k16`.
+"""Matrix times vectors on tensor cores: the weights are the 16-row operand of `mma.m16n8k16`, tokens its 8 columns.
 
 The copy lane brings the block's strips chunk by chunk; in each chunk every math warp multiplies its tile pairs and
-keeps a partial sum of the strip's 16 rows; at the end of a strip one warp adds the warps' sums in fixed order and
-finishes the rows. Which warp finishes rotates, so the others go on with the next strip.
+keeps partial sums of the strip's 16 rows; at the end of a strip the warps' sums are added in fixed order, for each token
+by one warp, which finishes the rows. Which warps finish rotates, so the others go on with the next strip.
+
+Where the vectors of several tokens do not fit into shared memory whole, the matrix is multiplied slice by slice: all the
+block's strips by the first part of the vectors, then by the next, with the sums of all its strips in registers. The
+parts are waited for one by one, so the first is multiplied before the last one exists.
 
 The loops over strips and chunks stay (almost) rolled: unrolled, the kernel is twice as long and no faster (H200).
 """
@@ -10,46 +14,71 @@ The loops over strips and chunks stay (almost) rolled: unrolled, the kernel is t
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from cheetah import lang as ch
+from cheetah.blocks.columns import UNITS_PER_PAIR, Columns
 from cheetah.blocks.machine import Machine
 from cheetah.blocks.ring import Ring
 from cheetah.blocks.timeline import NO_TIMELINE, Timeline
 from cheetah.lang import prim, ty
 from cheetah.plan import PAIR_BYTES, STRIP_ROWS, MatrixLayout
+from cheetah.plan.plan import COLUMNS
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """What a finishing warp gets of a strip: lane `l` and lane `l + 16` hold the sum of row `l % 16`.
+    """What a finishing warp gets of a strip and a token: lane `l` and lane `l + 16` hold the sum of row `l % 16`.
 
-    round counts the block's strips of this matrix from 0.
+    round counts the block's strips of this matrix from 0. slot is which of its columns this is to the warp (static): a
+    warp finishes the same columns of every strip.
     """
 
     strip: ch.Expr
     round: ch.Expr
     row: ch.Expr
     lane: ch.Expr
+    column: ch.Expr
+    slot: int
     sum: ch.Expr
 
 
 Finish = Callable[[Rows], None]
+Load = Callable[[int], None]
+"""Brings part `number` of the vectors into shared memory, ending with a barrier of the math warps."""
 
 
 class Matvec:
-    """The products of a kernel: they share the ring, the reduction buffers and the rotation of the finishing warp."""
+    """The products of a kernel: they share the ring, the reduction buffers and the rotation of the finishing warps."""
 
-    def __init__(self, machine: Machine, ring: Ring, weights: ch.Expr, timeline: Timeline = NO_TIMELINE) -> None:
-        self.machine, self.ring, self.weights, self.timeline = machine, ring, weights, timeline
+    def __init__(
+        self, columns: Columns, ring: Ring, weights: ch.Expr, timeline: Timeline = NO_TIMELINE
+    ) -> None:
+        self.machine, self.columns, self.ring = columns.machine, columns, ring
+        self.weights, self.timeline = weights, timeline
         self._start()
+
+    @property
+    def _finishers(self) -> int:
+        """Warps that finish a strip together: one a column, if there are so many."""
+        return min(self.columns.limit, self.machine.plan.math_warps)
+
+    @property
+    def slots(self) -> int:
+        """Columns that a finishing warp has."""
+        return self.columns.limit // self._finishers
+
+    def column_of_warp(self, slot: int) -> Any:
+        """The column that this warp finishes."""
+        return self.machine.warp % self._finishers + slot * self._finishers
 
     @ch.inline
     def _start(self) -> None:
         with self.machine.math:
-            # Two reduction buffers in turn: the finishing warp reads one while the others fill the other; the barrier
-            # of the next strip lies between its reading and the next writing of the same buffer.
+            # Two reduction buffers in turn: the finishing warps read one while the others fill the other; the barrier
+            # of the next strip lies between their reading and the next writing of the same buffer.
             turn = ch.var(ty.u32, 0)
             finisher = ch.var(ty.u32, 0)
             self.turn, self.finisher = turn, finisher
@@ -61,11 +90,23 @@ class Matvec:
         position = layout.position(self.machine.block)
         first_byte = layer_offset + layout.offset
         matrix = self.weights + first_byte
+        if layout.slices == 1:
+            self._copy_chunks(layout, matrix, position, 0, layout.chunks)
+            return
+        with ch.for_(layout.slices, unroll=1, name="slice") as slice_:
+            first = slice_ * layout.slice_chunks
+            end = ch.minimum(first + layout.slice_chunks, layout.chunks)
+            self._copy_chunks(layout, matrix, position, first, end)
+
+    @ch.inline
+    def _copy_chunks(
+        self, layout: MatrixLayout, matrix: ch.Expr, position: ch.Expr, first: ch.Value, end: ch.Value
+    ) -> None:
         with ch.for_(position, layout.strips, layout.blocks, unroll=1) as strip:
             round = strip // layout.blocks
             round_bytes = layout.round_address(ty.u64(round))
             width = layout.round_width(round)
-            with ch.for_(layout.chunks, unroll=1) as chunk:
+            with ch.for_(first, end, unroll=1) as chunk:
                 chunk_bytes = layout.chunk_bytes(chunk)
                 source = matrix + (round_bytes + ty.u64(layout.chunk_address(chunk, position, width)))
                 with self.ring.fill(chunk_bytes) as (destination, barrier):
@@ -80,24 +121,64 @@ class Matvec:
                     pass
 
     @ch.inline
-    def multiply(self, layout: MatrixLayout, finish: Finish) -> None:
-        """In the math role: multiply the block's strips by the vector in shared memory; `finish` gets each strip's
-        rows."""
+    def multiply(self, layout: MatrixLayout, load: Load, finish: Finish) -> None:
+        """In the math role: multiply the block's strips by the vectors that `load` brings; `finish` gets the rows.
+
+        A block without a strip loads nothing and waits for nobody.
+        """
         machine = self.machine
         self.ring.uses(layout.name)
         position = layout.position(machine.block)
+        with ch.if_(position < layout.strips):
+            if layout.slices == 1:
+                self._multiply_whole(layout, position, load, finish)
+            else:
+                self._multiply_sliced(layout, position, load, finish)
+
+    @ch.inline
+    def _multiply_whole(self, layout: MatrixLayout, position: ch.Expr, load: Load, finish: Finish) -> None:
+        load(0)
         with ch.for_(position, layout.strips, layout.blocks, unroll=1) as strip:
-            sums = ch.array(ty.f32, 4, zero=True)
+            sums = ch.array(ty.f32, self.columns.tiles, 4, zero=True)
             with ch.for_(layout.chunks, unroll=2) as chunk:
                 with self.ring.use() as tiles:
                     self.timeline.stamp_first("first_chunk")
-                    self._multiply_chunk(layout, chunk, tiles, sums)
+                    self._multiply_chunk(layout, chunk, chunk, tiles, sums)
             self.timeline.stamp_here("last_chunk")
             self._reduce(layout, strip, sums, finish)
 
     @ch.inline
-    def _multiply_chunk(self, layout: MatrixLayout, chunk: ch.Expr, tiles: ch.Expr, sums: Any) -> None:
-        machine = self.machine
+    def _multiply_sliced(self, layout: MatrixLayout, position: ch.Expr, load: Load, finish: Finish) -> None:
+        """Slices outside, strips inside."""
+        sums = [ch.array(ty.f32, self.columns.tiles, 4, zero=True, name="sums") for _ in range(layout.rounds)]
+        for number in range(layout.slices):
+            first, end = layout.slice_range(number)
+            if number > 0:
+                self.machine.meet()  # everybody has read the last part before it is loaded over
+            load(number)
+            for round in range(layout.rounds):
+                with self._has_strip(layout, position, round):
+                    with ch.for_(first, end, unroll=2) as chunk:
+                        with self.ring.use() as tiles:
+                            self.timeline.stamp_first("first_chunk")
+                            self._multiply_chunk(layout, chunk, chunk - first, tiles, sums[round])
+        self.timeline.stamp_here("last_chunk")
+        for round in range(layout.rounds):
+            with self._has_strip(layout, position, round):
+                self._reduce(layout, position + round * layout.blocks, sums[round], finish)
+
+    @staticmethod
+    def _has_strip(layout: MatrixLayout, position: ch.Expr, round: int) -> AbstractContextManager[Any]:
+        """Whether this block has a strip in a round; surely in all but the last."""
+        full = layout.round_width(round) == layout.blocks or round == 0
+        return nullcontext() if full else ch.if_(position + round * layout.blocks < layout.strips)
+
+    @ch.inline
+    def _multiply_chunk(
+        self, layout: MatrixLayout, chunk: ch.Expr, place: ch.Expr, tiles: ch.Expr, sums: Any
+    ) -> None:
+        """Chunk `chunk` of a strip by the vectors in shared memory, in which it is number `place`."""
+        machine, tokens = self.machine, self.columns.limit
         vector = machine.region("vector", ty.u32x4)
         fragments = ch.reinterpret(ty.ptr(ty.u32x4), tiles)
         with ch.for_(machine.plan.pairs_per_warp, unroll=True) as turn:
@@ -106,9 +187,11 @@ class Matvec:
             def multiply_pair() -> None:
                 first = fragments[pair * (PAIR_BYTES // 16) + machine.lane]
                 second = fragments[pair * (PAIR_BYTES // 16) + 32 + machine.lane]
-                values = vector[(chunk * layout.pairs_per_chunk + pair) * 4 + machine.lane % 4]
-                prim.mma_bf16(sums, first, values.x, values.y)
-                prim.mma_bf16(sums, second, values.z, values.w)
+                units = vector + (place * layout.pairs_per_chunk + pair) * (UNITS_PER_PAIR * tokens)
+                for tile in range(self.columns.tiles):
+                    values = units[self._operand_unit(tile)]
+                    prim.mma_bf16(sums[tile], first, values.x, values.y)
+                    prim.mma_bf16(sums[tile], second, values.z, values.w)
 
             if layout.last_chunk_pairs == layout.pairs_per_chunk:
                 multiply_pair()
@@ -116,24 +199,54 @@ class Matvec:
                 with ch.if_(pair < layout.chunk_pairs(chunk)):
                     multiply_pair()
 
+    def _operand_unit(self, tile: int) -> Any:
+        """Which of a tile pair's units is this lane's operand: of column lane / 4 of the tile, or one that stands for
+        it where there are fewer."""
+        lane, tokens = self.machine.lane, self.columns.limit
+        if tokens == 1:
+            return lane % UNITS_PER_PAIR
+        return lane % (UNITS_PER_PAIR * min(tokens, COLUMNS)) + tile * (COLUMNS * UNITS_PER_PAIR)
+
     @ch.inline
     def _reduce(self, layout: MatrixLayout, strip: ch.Expr, sums: Any, finish: Finish) -> None:
         machine, warps = self.machine, self.machine.plan.math_warps
-        reductions = machine.region("reductions", ty.f32) + self.turn * (warps * STRIP_ROWS)
-        # Column 0 of the product: lane 4g holds rows g and g + 8. The other columns repeat it.
-        with ch.if_(machine.lane % 4 == 0):
-            reductions[machine.warp * STRIP_ROWS + machine.lane // 4] = sums[0]
-            reductions[machine.warp * STRIP_ROWS + machine.lane // 4 + 8] = sums[2]
+        reductions = machine.region("reductions", ty.f32) + self.turn * (warps * STRIP_ROWS * self.columns.limit)
+        self._lay_down(reductions, sums)
         machine.meet()
-        with ch.if_(machine.warp == self.finisher):
-            row = machine.lane % STRIP_ROWS
-            half = machine.lane // STRIP_ROWS
-            half_sum = ch.var(ty.f32, 0.0)
-            with ch.for_(warps // 2, unroll=True) as other:
-                half_sum += reductions[(half * (warps // 2) + other) * STRIP_ROWS + row]
-            row_sum = half_sum + prim.shuffle_xor_f32(half_sum, STRIP_ROWS)
-            finish(Rows(strip, strip // layout.blocks, row, machine.lane, row_sum))
+        with ch.if_(machine.warp // self._finishers == self.finisher):
+            for slot in range(self.slots):
+                column = ch.const(ty.u32, self.column_of_warp(slot), name="column")
+                with self.columns.if_active(column):
+                    self._finish(layout, strip, reductions, column, slot, finish)
         self.turn ^= 1
         self.finisher += 1
-        with ch.if_(self.finisher == warps):
+        with ch.if_(self.finisher == warps // self._finishers):
             self.finisher.set(0)
+
+    @ch.inline
+    def _lay_down(self, reductions: ch.Expr, sums: Any) -> None:
+        """This warp's sums: [warp][row][column]. Lane 4g + t holds rows g and g + 8 of columns 2t and 2t + 1."""
+        machine, tokens = self.machine, self.columns.limit
+        row = machine.warp * STRIP_ROWS + machine.lane // 4
+        for tile in range(self.columns.tiles):
+            first = machine.lane % 4 * 2 + tile * COLUMNS
+            with nullcontext() if tokens >= COLUMNS else ch.if_(first < tokens):
+                for number in range(min(tokens, 2)):
+                    place = row * tokens + first + number
+                    reductions[place] = sums[tile][number]
+                    reductions[place + 8 * tokens] = sums[tile][number + 2]
+
+    @ch.inline
+    def _finish(
+        self, layout: MatrixLayout, strip: ch.Expr, reductions: ch.Expr, column: ch.Expr, slot: int, finish: Finish
+    ) -> None:
+        """Add the warps' sums of a column, in order: half of the warps on each half of the lanes."""
+        machine, warps, tokens = self.machine, self.machine.plan.math_warps, self.columns.limit
+        row = machine.lane % STRIP_ROWS
+        half = machine.lane // STRIP_ROWS
+        half_sum = ch.var(ty.f32, 0.0)
+        with ch.for_(warps // 2, unroll=True) as other:
+            place = (half * (warps // 2) + other) * STRIP_ROWS + row
+            half_sum += reductions[place * tokens + column]
+        row_sum = half_sum + prim.shuffle_xor_f32(half_sum, STRIP_ROWS)
+        finish(Rows(strip, strip // layout.blocks, row, machine.lane, column, slot, row_sum))

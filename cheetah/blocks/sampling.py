@@ -8,12 +8,14 @@ the seed (Philox4x32-10, counter (id, position, 0, 0)), so draws depend neither 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 from cheetah import lang as ch
+from cheetah.blocks.columns import POSITION, SEED_HIGH, SEED_LOW, TEMPERATURE
 from cheetah.blocks.exchange import Exchange
-from cheetah.blocks.machine import Machine
-from cheetah.blocks.matvec import Rows
+from cheetah.blocks.matvec import Matvec, Rows
 from cheetah.blocks.timeline import NO_TIMELINE, Timeline
 from cheetah.lang import prim, ty
 from cheetah.plan import STRIP_ROWS
@@ -57,32 +59,50 @@ def gumbel(token: ch.Expr, position: ch.Expr, seed: ch.Expr) -> Any:
 
 
 class Sampler:
-    """Keeps each lane's best candidate over the strips of the head, then finds the grid's."""
+    """Keeps each lane's best candidates over the strips of the head, then finds the grid's, for every token.
 
-    def __init__(self, machine: Machine, exchange: Exchange, vocab: int, timeline: Timeline = NO_TIMELINE) -> None:
-        self.machine, self.exchange, self.vocab, self.timeline = machine, exchange, vocab, timeline
+    A warp sees the same columns in every strip that it finishes, so its lanes keep one candidate a slot of theirs.
+    """
+
+    def __init__(
+        self, matvec: Matvec, exchange: Exchange, vocab: int, timeline: Timeline = NO_TIMELINE
+    ) -> None:
+        self.machine, self.columns, self.matvec = matvec.machine, matvec.columns, matvec
+        self.exchange, self.vocab, self.timeline = exchange, vocab, timeline
+
+    @property
+    def places(self) -> int:
+        """Candidates of a block in the exchange: one a column, two at least, since two make a unit."""
+        return max(self.columns.limit, 2)
 
     @ch.inline
     def start(self) -> None:
         """No candidate yet."""
-        best = ch.var(ty.f32, -math.inf)
-        best_token = ch.var(ty.u32, NOBODY)
-        self.best, self.best_token = best, best_token
+        self.best, self.best_token = [], []
+        for _ in range(self.matvec.slots):
+            best = ch.var(ty.f32, -math.inf)
+            best_token = ch.var(ty.u32, NOBODY)
+            self.best.append(best)
+            self.best_token.append(best_token)
 
     @ch.inline
-    def consider(self, rows: Rows, logit: ch.Expr, temperature: ch.Expr, seed: ch.Expr, position: ch.Expr) -> None:
+    def consider(self, rows: Rows, logit: ch.Expr) -> None:
         """Take a strip's logits in: one row a lane. A lane sees ascending ids, so `>` keeps the lowest on ties."""
+        columns = self.columns
         token = rows.strip * STRIP_ROWS + rows.row
         candidate = ch.var(ty.f32, logit)
+        temperature = prim.bits_float(columns.state(rows.column, TEMPERATURE))
         with ch.if_(temperature > 0.0):
+            seed = ty.u64(columns.state(rows.column, SEED_HIGH)) << 32 | ty.u64(columns.state(rows.column, SEED_LOW))
+            position = columns.state(rows.column, POSITION) + 1
             candidate.set(prim.divide_f32(logit, temperature) + gumbel(token, position, seed))
-        with ch.if_((token < self.vocab) & (candidate > self.best)):
-            self.best.set(candidate)
-            self.best_token.set(token)
+        with ch.if_((token < self.vocab) & (candidate > self.best[rows.slot])):
+            self.best[rows.slot].set(candidate)
+            self.best_token[rows.slot].set(token)
 
     @ch.inline
     def choose(self, epoch: ch.Expr, step: ch.Expr) -> None:
-        """Leave the grid's best token in the first word of the region `candidates`, for thread 0 to read.
+        """Leave the grid's best token of every column in the region `chosen`; ends with a barrier of the math warps.
 
         Every block publishes here in every step, even if it has no candidate: with release, and all blocks' words are
         read with acquire. So after it each block sees what every block wrote in this step, its keys and values above
@@ -93,52 +113,75 @@ class Sampler:
         two steps ahead of it, for its own candidate of the step between is needed.
         """
         machine = self.machine
-        candidates = machine.region("candidates", ty.u32x2)
-        first_unit = step % 2 * machine.gpu.blocks
-        self._best_of_warp(self.best, self.best_token)
-        words = ch.reinterpret(ty.ptr_mut(ty.u32), candidates)
-        with ch.if_(machine.lane == 0):
-            words[machine.warp * 2] = prim.float_bits(self.best)
-            words[machine.warp * 2 + 1] = self.best_token
+        words = machine.region("candidates", ty.u32)
+        first_word = (step % 2 * machine.gpu.blocks) * (2 * self.places)
+        self._lay_down_warps(words)
         machine.meet()
-        with ch.if_(machine.warp == 0):
-            self._read_candidates(machine.plan.math_warps)
-            with ch.if_(machine.lane < 4):
-                # Four words make a unit: value, token, and two that nobody reads.
-                word = ch.select(machine.lane == 0, prim.float_bits(self.best), self.best_token)
-                self.exchange.publish_release(
-                    "candidates", (first_unit + machine.block) * 4 + machine.lane, word, epoch
-                )
+        for column in self._columns_of_warp():
+            best, best_token = self._best_of(column, self.columns.limit, self._groups)
+            with ch.if_(machine.lane < 2 * self.places // self.columns.limit):
+                # Value and token; with one column, twice.
+                word = ch.select(machine.lane % 2 == 0, prim.float_bits(best), best_token)
+                place = first_word + (machine.block * self.places + column) * 2 + machine.lane
+                self.exchange.publish_release("candidates", place, word, epoch)
         self.exchange.meet()
-        self._gather(words, first_unit, epoch)
+        self._gather(first_word // 4, epoch)
         machine.meet()
         self.timeline.stamp_here("ready")
-        with ch.if_(machine.warp == 0):
-            self._read_candidates(machine.gpu.blocks)
+        chosen = machine.region("chosen", ty.u32)
+        for column in self._columns_of_warp():
+            _, best_token = self._best_of(column, self.places, machine.gpu.blocks)
             with ch.if_(machine.lane == 0):
-                words[0] = self.best_token
+                chosen[column] = best_token
+        machine.meet()
+
+    @property
+    def _groups(self) -> int:
+        """Warps that have seen the same column."""
+        return max(1, self.machine.plan.math_warps // self.columns.limit)
+
+    def _columns_of_warp(self) -> Iterator[Any]:
+        """The columns whose candidates this warp compares."""
+        warps, limit = self.machine.plan.math_warps, self.columns.limit
+        for first in range(0, limit, warps):
+            column = self.machine.warp + first
+            with nullcontext() if first + warps <= limit else ch.if_(column < limit):
+                yield column
 
     @ch.inline
-    def _gather(self, words: ch.Expr, first_unit: ch.Expr, epoch: ch.Expr) -> None:
+    def _lay_down_warps(self, words: ch.Expr) -> None:
+        """Each warp's best of its columns, in shared memory: [slot, warp], which is [group, column]."""
         machine = self.machine
-        if machine.plan.sync == "flags":
-            machine.meet()  # warp 0 has read the warps' candidates before they are overwritten
-        with ch.for_(machine.thread, machine.gpu.blocks, machine.math_threads, unroll=1) as other:
-            unit = self.exchange.read4_acquire("candidates", first_unit + other, epoch)
-            words[other * 2] = unit.x
-            words[other * 2 + 1] = unit.y
+        for slot in range(self.matvec.slots):
+            self._best_of_warp(self.best[slot], self.best_token[slot])
+            with ch.if_(machine.lane == 0):
+                place = (slot * machine.plan.math_warps + machine.warp) * 2
+                words[place] = prim.float_bits(self.best[slot])
+                words[place + 1] = self.best_token[slot]
 
     @ch.inline
-    def _read_candidates(self, count: int) -> None:
-        """Warp 0: the best of `count` candidates in shared memory, on every lane."""
+    def _gather(self, first_unit: ch.Expr, epoch: ch.Expr) -> None:
+        """All blocks' candidates into shared memory, as they lie in the exchange."""
+        machine = self.machine
+        units = machine.region("candidates", ty.u32x4)
+        if machine.plan.sync == "flags":
+            machine.meet()  # the warps' candidates have been read before they are overwritten
+        count = machine.gpu.blocks * self.places // 2
+        with ch.for_(machine.thread, count, machine.math_threads, unroll=1) as other:
+            units[other] = self.exchange.read4_acquire("candidates", first_unit + other, epoch)
+
+    @ch.inline
+    def _best_of(self, column: ch.Expr, stride: int, count: int) -> tuple[Any, Any]:
+        """The best of a column's `count` candidates in shared memory, on every lane of the warp."""
         machine = self.machine
         candidates = machine.region("candidates", ty.u32x2)
-        self.best.set(-math.inf)
-        self.best_token.set(NOBODY)
+        best = ch.var(ty.f32, -math.inf)
+        best_token = ch.var(ty.u32, NOBODY)
         with ch.for_(machine.lane, count, 32, unroll=1) as other:
-            candidate = candidates[other]
-            self._take(prim.bits_float(candidate.x), candidate.y)
-        self._best_of_warp(self.best, self.best_token)
+            candidate = candidates[other * stride + column]
+            self._take(best, best_token, prim.bits_float(candidate.x), candidate.y)
+        self._best_of_warp(best, best_token)
+        return best, best_token
 
     @ch.inline
     def _best_of_warp(self, best: Any, best_token: Any) -> None:
@@ -146,10 +189,10 @@ class Sampler:
             mask = ty.u32(16) >> level
             other = prim.shuffle_xor_f32(best, mask)
             other_token = prim.shuffle_xor_u32(best_token, mask)
-            self._take(other, other_token)
+            self._take(best, best_token, other, other_token)
 
     @ch.inline
-    def _take(self, other: ch.Expr, other_token: ch.Expr) -> None:
-        with ch.if_((other > self.best) | ((other == self.best) & (other_token < self.best_token))):
-            self.best.set(other)
-            self.best_token.set(other_token)
+    def _take(self, best: Any, best_token: Any, other: ch.Expr, other_token: ch.Expr) -> None:
+        with ch.if_((other > best) | ((other == best) & (other_token < best_token))):
+            best.set(other)
+            best_token.set(other_token)

@@ -15,24 +15,49 @@ from cheetah import lang as ch
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
 from cheetah.plan.kv import ITEM_WORDS, KvPlanLayout
+from cheetah.plan.tables import TILE_WORDS
 
 WRITE_THROUGH = 0xFFFFFFFF
+"""The first partial row of an item that gives the final output itself."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tile:
+    """Columns [first_column, first_column + columns) and the keys that they read; device values, see `TileRecord`.
+
+    cached: how many of the tile's keys are in the cache in this step. The `new` ones after them are those of the step's
+    columns from new_column on.
+    """
+
+    first_column: Any
+    columns: Any
+    table: Any
+    offset: Any
+    cached: Any
+    new: Any
+    new_column: Any
 
 
 @dataclass(frozen=True, eq=False)
 class Item:
-    """Keys [begin, end) of one KV head, rounded outward, and where the state goes (a partial slot or WRITE_THROUGH)."""
+    """Keys [begin, end) of one KV head for the `rows` fused query rows of a tile; the range is rounded outward.
 
+    partial: the first of its rows of partial states, or WRITE_THROUGH.
+    """
+
+    tile: Tile
     head: Any
     begin: Any
     end: Any
-    slot: Any
+    partial: Any
+    rows: Any
 
 
 @dataclass(frozen=True, eq=False)
 class Merge:
-    """Row `row` of KV head `head`: the states in the slots `sources[begin:end]`, to be folded in this order."""
+    """Fused row `row` of a tile and KV head: the states of `sources[begin:end]`, to be folded in this order."""
 
+    tile: Tile
     head: Any
     row: Any
     begin: Any
@@ -40,11 +65,13 @@ class Merge:
 
 
 class Schedule:
-    """The plans of a launch, and the one of the present step in each role."""
+    """The plans of a launch, and the one of the present step in each role. `tiles` are the launch's tile records."""
 
-    def __init__(self, machine: Machine, plans: ch.Expr, plan_count: ch.Expr) -> None:
-        self.machine, self.plans, self.plan_count = machine, plans, plan_count
-        self.layout = KvPlanLayout(machine.gpu.blocks, machine.shape.kv_heads, machine.plan.batch)
+    def __init__(
+        self, machine: Machine, layout: KvPlanLayout, plans: ch.Expr, plan_count: ch.Expr, tiles: ch.Expr
+    ) -> None:
+        self.machine, self.layout, self.plans, self.plan_count = machine, layout, plans, plan_count
+        self.tile_records = tiles
         self._start()
 
     @ch.inline
@@ -64,37 +91,55 @@ class Schedule:
             with ch.if_(first_step <= step):
                 self.index[role.name].set(following)
 
-    def _word(self, role: ch.Role, section: str, index: ch.Value) -> Any:
+    def _place(self, role: ch.Role, section: str, index: ch.Value) -> ch.Expr:
         offset = ch.cast(ty.u32, index) + self.layout.offsets[section]
-        return prim.load_constant_u32(self.plans + (self.index[role.name] * self.layout.plan_words + offset))
+        return self.plans + (self.index[role.name] * self.layout.plan_words + offset)
+
+    def _word(self, role: ch.Role, section: str, index: ch.Value) -> Any:
+        return prim.load_constant_u32(self._place(role, section, index))
+
+    @ch.inline
+    def _tile(self, number: ch.Expr, step: ch.Value) -> Tile:
+        """A tile record, in two loads of 16 bytes."""
+        record = self.tile_records + number * TILE_WORDS
+        place = prim.load_constant_u32x4(record)
+        keys = prim.load_constant_u32x4(record + 4)
+        cached = keys.x + keys.y * ch.cast(ty.u32, step)
+        return Tile(place.x, place.y, place.z, place.w, cached, keys.z, keys.w)
 
     @contextmanager
     @ch.inline
-    def items(self, role: ch.Role) -> Iterator[Item]:
+    def items(self, role: ch.Role, step: ch.Value) -> Iterator[Item]:
         """The items of this block, in order."""
         first_item = self._word(role, "work_indptr", self.machine.block)
         last_item = self._word(role, "work_indptr", self.machine.block + 1)
-        with ch.for_(first_item, last_item, unroll=1) as item:
-            head = self._word(role, "items", item * ITEM_WORDS + 2)
-            begin = self._word(role, "items", item * ITEM_WORDS + 3)
-            end = self._word(role, "items", item * ITEM_WORDS + 4)
-            slot = self._word(role, "items", item * ITEM_WORDS + 5)
-            yield Item(head, begin, end, slot)
+        with ch.for_(first_item, last_item, unroll=1) as number:
+            record = self._place(role, "items", number * ITEM_WORDS)
+            what = prim.load_constant_u32x4(record)
+            rest = prim.load_constant_u32x4(record + 4)
+            yield Item(self._tile(what.y, step), what.z, what.w, rest.x, rest.y, rest.z)
 
     @contextmanager
     @ch.inline
     def merges(self, role: ch.Role) -> Iterator[Merge]:
-        """The merges of this block: one row of one split head each, dealt round to the blocks."""
-        group = self.machine.shape.group
-        merge_count = self._word(role, "header", 2)
-        with ch.for_(self.machine.block, merge_count * group, self.machine.gpu.blocks, unroll=1) as job:
-            merge = job // group
-            row = job % group
+        """The merges of this warp: one row of one split head each, dealt round to the blocks and then to their warps."""
+        machine = self.machine
+        header = prim.load_constant_u32x4(self._place(role, "header", 0))
+        merge_count = header.z
+        merge_rows = header.w
+        first_job = machine.warp * machine.gpu.blocks + machine.block
+        jobs = machine.gpu.blocks * machine.plan.math_warps
+        with ch.for_(first_job, merge_count * merge_rows, jobs, unroll=1) as job:
+            merge = job // merge_rows
+            row = job % merge_rows
+            number = self._word(role, "merges", merge * 2)
             head = self._word(role, "merges", merge * 2 + 1)
             first_source = self._word(role, "merge_indptr", merge)
             last_source = self._word(role, "merge_indptr", merge + 1)
-            yield Merge(head, row, first_source, last_source)
+            tile = self._tile(number, 0)
+            with ch.if_(row < tile.columns * machine.shape.group):
+                yield Merge(tile, head, row, first_source, last_source)
 
     def source(self, role: ch.Role, index: ch.Value) -> Any:
-        """The partial slot that is number `index` in the order of folding."""
+        """Number `index` in the order of folding: the partial row of the tile's first fused row."""
         return self._word(role, "merge_src", index)

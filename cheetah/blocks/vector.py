@@ -1,6 +1,7 @@
-"""The input of a matrix product: a vector brought into shared memory as bf16, in natural order, optionally normalised.
+"""The input of a matrix product: a vector of every token brought into shared memory as bf16, optionally normalised.
 
-A unit is 8 elements: 16 bytes of shared memory, four payload words of an exchange.
+A unit is 8 elements of one token: 16 bytes of shared memory, four payload words of an exchange. Vectors lie in fragment
+order (see `columns`), in shared memory as in the exchange, so a thread's units all belong to one token.
 """
 
 from __future__ import annotations
@@ -11,73 +12,78 @@ from dataclasses import dataclass
 from typing import Any
 
 from cheetah import lang as ch
+from cheetah.blocks.columns import UNIT, UNITS_PER_PAIR, Columns
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
 from cheetah.lang.primitives.exchange import UNITS
-from cheetah.plan import STRIP_ROWS
+from cheetah.plan import PAIR_COLUMNS
+from cheetah.plan.plan import COLUMNS
 
-UNIT = 8
 LINE_BYTES = 128
 Read = Callable[[Any, ch.Expr, int], None]
 """Puts units (u32x4) `unit`, `unit + math_threads`, ... into an array: (array of UNITS, unit, how many)."""
-Wait = Callable[[ch.Expr], None]
-"""Lets one lane of a warp wait for its unit before all lanes read: called by whole warps with each lane's first unit.
+Wait = Callable[[ch.Expr, ch.Value], None]
+"""Lets one lane of a warp wait for its unit before all lanes read: called by whole warps with each lane's first unit,
+and whether it is to come at all.
 
 While a vector is awaited, polling all of it crowds the memory: 32 times fewer polls are worth 3 % on 1B (H200)."""
 
 
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A part of a vector: `elements` of every token, a multiple of 32, of which the first `available` exist (the rest
+    is zero); in the exchange it begins at unit `first_unit`."""
+
+    elements: int
+    available: int
+    first_unit: ch.Value = 0
+
+
 @ch.inline
-def load_vector(machine: Machine, columns: int, available: int, read: Read, wait: Wait | None = None) -> None:
-    """Bring `columns` elements (a multiple of 32) into shared memory; those from `available` on are zero."""
+def load_vector(columns: Columns, part: Part, read: Read, wait: Wait | None = None) -> None:
+    """Bring a part of a vector into shared memory; ends with a barrier of the math warps."""
+    machine = columns.machine
     vector = machine.region("vector", ty.u32x4)
-    for batch in _batches(machine, available // UNIT):
-        first, data, count = batch.first, batch.data, batch.count
+    for batch in _batches(columns, part):
         batch.wait(wait)
-        read(data, first, count)
-        with _each(machine, first, count) as (number, unit):
-            vector[unit] = data[number]
-    _zero_rest(machine, vector, columns, available)
+        with columns.if_active(columns.of_thread()):
+            data = ch.array(ty.u32x4, UNITS, name="units")
+            read(data, batch.first + part.first_unit, batch.count)
+            with _each(machine, batch) as (number, unit):
+                vector[unit] = data[number]
     machine.meet()
 
 
 @ch.inline
 def load_normalised(
-    machine: Machine,
-    columns: int,
-    available: int,
-    true_columns: int,
+    columns: Columns,
+    part: Part,
+    true_elements: int,
     epsilon: float,
     norm: ch.Expr,
     read: Read,
     wait: Wait | None = None,
-) -> Any:
-    """RMSNorm: x * weight into shared memory; returns 1/rms, which the products are multiplied by afterwards.
+) -> None:
+    """RMSNorm: x * weight into shared memory, and every token's 1/rms into the region `scales`.
 
-    The mean of squares runs over `true_columns` elements; padding is zero. `norm` points to the bf16 weights. They are
-    loaded before the vector is waited for, and 1/rms stays off the path of the products.
+    The products are multiplied by 1/rms afterwards, which keeps it off their path. The mean of squares runs over
+    `true_elements`; padding is zero. `norm` points to the bf16 weights. They are loaded before the vector is waited
+    for. Ends with a barrier of the math warps for the vector; `scales` are seen after the next one.
     """
+    machine = columns.machine
     vector = machine.region("vector", ty.u32x4)
-    partial_sums = machine.region("partial_sums", ty.f32)
     squares = ch.var(ty.f32, 0.0)
-    for batch in _batches(machine, available // UNIT):
-        first, data, count = batch.first, batch.data, batch.count
+    for batch in _batches(columns, part):
         weights = ch.array(ty.u32x4, UNITS)
-        with _each(machine, first, count) as (number, unit):
-            weights[number] = prim.load_constant_u32x4(norm + unit * UNIT)
+        with _each(machine, batch) as (number, unit):
+            weights[number] = prim.load_constant_u32x4(norm + unit_of_token(unit, columns.limit) * UNIT)
         batch.wait(wait)
-        read(data, first, count)
-        with _each(machine, first, count) as (number, unit):
-            _normalise_unit(vector, unit, data[number], weights[number], squares)
-    _zero_rest(machine, vector, columns, available)
-    warp_squares = prim.warp_sum_f32(squares)
-    with ch.if_(machine.lane == 0):
-        partial_sums[machine.warp] = warp_squares
-    machine.meet()
-    total = ch.var(ty.f32, 0.0)
-    with ch.for_(machine.plan.math_warps, unroll=True) as other:
-        total += partial_sums[other]
-    scale = prim.rsqrt_f32(total * (1.0 / true_columns) + epsilon)
-    return scale
+        with columns.if_active(columns.of_thread()):
+            data = ch.array(ty.u32x4, UNITS, name="units")
+            read(data, batch.first + part.first_unit, batch.count)
+            with _each(machine, batch) as (number, unit):
+                _normalise_unit(vector, unit, data[number], weights[number], squares)
+    _write_scales(columns, squares, true_elements, epsilon)
 
 
 @ch.inline
@@ -89,26 +95,37 @@ def prefetch(machine: Machine, source: ch.Expr, size_bytes: int) -> None:
             prim.prefetch_l2(lines + offset)
 
 
+def unit_of_token(unit: ch.Expr, tokens: int) -> Any:
+    """Which unit of its token a unit of the vector is."""
+    pair = unit // (UNITS_PER_PAIR * tokens)
+    return unit if tokens == 1 else pair * UNITS_PER_PAIR + unit % UNITS_PER_PAIR
+
+
 @dataclass(frozen=True, eq=False)
 class _Batch:
-    """Units `first`, `first + math_threads`, ... of a thread: `count` of them, for the array `data`.
+    """Units `first`, `first + math_threads`, ... of a thread: `count` of them, for an array of UNITS.
 
     leads: the vector's first batch, and every thread has it, so that whole warps can wait together.
     """
 
+    columns: Columns
+    part: Part
     first: ch.Expr
-    data: Any
     count: int
     leads: bool
 
     def wait(self, wait: Wait | None) -> None:
         if self.leads and wait is not None:
-            wait(self.first)
+            # The first lane of a warp has column 0, or (with room for more than 8) one that may not be in use.
+            active = True if self.columns.limit <= COLUMNS else self.columns.of_thread() < self.columns.count
+            wait(self.first + self.part.first_unit, active)
 
 
-def _batches(machine: Machine, units: int) -> Iterator[_Batch]:
-    """The thread's units, at most UNITS at a time."""
-    threads = machine.math_threads
+def _batches(columns: Columns, part: Part) -> Iterator[_Batch]:
+    """The thread's units that exist, at most UNITS at a time; then the padding is cleared."""
+    machine, tokens = columns.machine, columns.limit
+    whole_pairs = part.available // PAIR_COLUMNS
+    units, threads = whole_pairs * UNITS_PER_PAIR * tokens, machine.math_threads
     each = units // threads  # of every thread; some have one more
     begin = 0
     while begin * threads < units:
@@ -116,23 +133,30 @@ def _batches(machine: Machine, units: int) -> Iterator[_Batch]:
         full = (begin + size) * threads <= units
         with nullcontext() if full else ch.if_(machine.thread + begin * threads < units):
             first = ch.const(ty.u32, machine.thread + begin * threads, name="first_unit")
-            yield _Batch(first, ch.array(ty.u32x4, UNITS, name="units"), size, full and begin == 0)
+            yield _Batch(columns, part, first, size, full and begin == 0)
         begin += size
+    if part.available % PAIR_COLUMNS:
+        yield from _last_pair(columns, part, units)
+
+
+def _last_pair(columns: Columns, part: Part, first_unit: int) -> Iterator[_Batch]:
+    """A tile pair of which only the first units exist: the others are zero."""
+    machine, tokens = columns.machine, columns.limit
+    vector = machine.region("vector", ty.u32x4)
+    existing = part.available % PAIR_COLUMNS // UNIT
+    with ch.for_(machine.thread, UNITS_PER_PAIR * tokens, machine.math_threads, unroll=1, name="rest") as rest:
+        first = ch.const(ty.u32, rest + first_unit, name="first_unit")
+        with ch.if_(rest % UNITS_PER_PAIR < existing):
+            yield _Batch(columns, part, first, 1, False)
+        with ch.else_():
+            vector[first] = prim.make_u32x4(0, 0, 0, 0)
 
 
 @contextmanager
-def _each(machine: Machine, first: ch.Expr, count: int) -> Iterator[tuple[ch.Expr, ch.Expr]]:
+def _each(machine: Machine, batch: _Batch) -> Iterator[tuple[ch.Expr, ch.Expr]]:
     """(number in the array, unit) of each of the batch."""
-    with ch.for_(count, unroll=True, name="number") as number:
-        yield number, first + number * machine.math_threads
-
-
-@ch.inline
-def _zero_rest(machine: Machine, vector: ch.Expr, columns: int, available: int) -> None:
-    """The padding between the vector and a multiple of 32 elements."""
-    if available < columns:
-        with ch.for_(machine.thread + available // UNIT, columns // UNIT, machine.math_threads, unroll=1) as unit:
-            vector[unit] = prim.make_u32x4(0, 0, 0, 0)
+    with ch.for_(batch.count, unroll=True, name="number") as number:
+        yield number, batch.first + number * machine.math_threads
 
 
 @ch.inline
@@ -147,6 +171,24 @@ def _normalise_unit(vector: ch.Expr, unit: ch.Expr, words: ch.Expr, weight: ch.E
     vector[unit] = prim.make_u32x4(*packed)
 
 
-def vector_words(rows: int, rows_per_strip: int = STRIP_ROWS) -> int:
-    """Payload words (two bf16 each) of the output of a matrix whose strips give `rows_per_strip` elements."""
-    return -(-rows // rows_per_strip) * rows_per_strip // 2
+@ch.inline
+def _write_scales(columns: Columns, squares: Any, true_elements: int, epsilon: float) -> None:
+    """1/rms of every token from the threads' sums of squares: within warps, then over the warps in order."""
+    machine, tokens = columns.machine, columns.limit
+    partial_sums = machine.region("partial_sums", ty.f32)
+    scales = machine.region("scales", ty.f32)
+    in_warp = min(tokens, COLUMNS)  # tokens of one warp's units
+    classes = tokens // in_warp  # so many neighbouring warps have the units of different tokens
+    sum_of_token = ch.var(ty.f32, squares)
+    for mask in (16, 8, 4, 2, 1):
+        if mask < UNITS_PER_PAIR or mask >= UNITS_PER_PAIR * in_warp:
+            sum_of_token += prim.shuffle_xor_f32(sum_of_token, mask)
+    with ch.if_((machine.lane % UNITS_PER_PAIR == 0) & (machine.lane < UNITS_PER_PAIR * in_warp)):
+        partial_sums[machine.warp * COLUMNS + machine.lane // UNITS_PER_PAIR] = sum_of_token
+    machine.meet()
+    with ch.if_(machine.thread < columns.count):
+        total = ch.var(ty.f32, 0.0)
+        with ch.for_(machine.plan.math_warps // classes, unroll=True) as other:
+            warp = other * classes + machine.thread // COLUMNS
+            total += partial_sums[warp * COLUMNS + machine.thread % COLUMNS]
+        scales[machine.thread] = prim.rsqrt_f32(total * (1.0 / true_elements) + epsilon)

@@ -13,7 +13,7 @@ from cheetah.cli.options import takes_plan
 from cheetah.errors import CheetahError
 
 if TYPE_CHECKING:
-    from cheetah.benchmark import DecodeBench, Measurement
+    from cheetah.benchmark import DecodeBench, Measurement, Work
 
 EPILOG = "Example: cheetah bench random:llama-3.1-8b --contexts 128,1024,6144 --json results.jsonl"
 CONTEXTS = "128,1024,6144"
@@ -27,7 +27,11 @@ def bench(
         str,
         typer.Argument(help=MODEL_HELP, show_default=False),
     ],
-    contexts: Annotated[str, typer.Option(metavar="A,B,...", help="Tokens in the cache before a launch.")] = CONTEXTS,
+    contexts: Annotated[
+        str, typer.Option(metavar="A,B+C,...", help="Tokens in the cache before a launch; B+C: of two sequences.")
+    ] = CONTEXTS,
+    shared: Annotated[int, typer.Option(min=0, help="So many of the cached tokens are the same pages in all.")] = 0,
+    per_step: Annotated[int, typer.Option(min=1, max=64, help="Tokens of a prompt that a step takes together.")] = 1,
     steps: Annotated[int, typer.Option(min=1, help="Decode steps of a launch.")] = 64,
     repetitions: Annotated[int, typer.Option(min=1, help="Timed launches at each context.")] = 5,
     warmup: Annotated[int, typer.Option(min=0, help="Launches before those.")] = 2,
@@ -46,28 +50,28 @@ def bench(
     ] = None,
     plan: dict[str, Any],
 ) -> None:
-    """Measure decode speed: batch 1, bf16, greedy sampling on the GPU, prompt processing not included.
+    """Measure decode speed: greedy sampling on the GPU, prompt processing not included (or it alone: --per-step).
 
     Beside it, in the same run, how fast the GPU reads memory: the ceiling, of which the share is told.
     """
     from cheetah.benchmark import open_bench
     from cheetah.runtime.device import open_device
 
-    depths = parsed_contexts(contexts)
+    works = parsed_works(contexts, plan.get("batch", 1), shared, per_step)
     if json_file not in (None, STDOUT):
         _append(str(json_file), "")  # refused before the work, not after it
     config, name, weights = measured_model(model, revision)
     with (
         open_device(device) as opened,
         open_bench(
-            *(config, name, weights, opened, depths, steps, gpu, ordinal_of(device)),
+            *(config, name, weights, opened, works, steps, gpu, ordinal_of(device)),
             **plan_for(config, opened, gpu, plan, tuned),
         ) as ready,
     ):
         circumstances = circumstances_of(name, weights, opened)
         measured = []
-        for depth in depths:
-            measured.append(ready.measure(depth, steps, repetitions, warmup))
+        for work in works:
+            measured.append(ready.measure(work, steps, repetitions, warmup))
             if json_file is not None:
                 _write_record(json_file, measured[-1], ready, circumstances)
         if json_file != STDOUT:
@@ -79,15 +83,36 @@ def register(app: typer.Typer) -> None:
     app.command(epilog=EPILOG)(bench)
 
 
-def parsed_contexts(text: str) -> list[int]:
-    """ "128,1024" -> [128, 1024]."""
+def parsed_works(text: str, batch: int = 1, shared: int = 0, per_step: int = 1) -> list[Work]:
+    """ "128,500+1000" -> `batch` sequences of 128 tokens, then two of 500 and 1000."""
+    from cheetah.benchmark import Work
+
+    works = []
+    for lengths in parsed_lengths(text):
+        contexts = tuple(lengths) if len(lengths) > 1 else tuple(lengths) * batch
+        if len(contexts) > 8:
+            raise CheetahError(f"--contexts {text}: {len(contexts)} sequences: at most 8 share a step")
+        works.append(Work(contexts, shared, per_step))
+    return works
+
+
+def parsed_lengths(text: str) -> list[list[int]]:
+    """ "128,500+1000" -> [[128], [500, 1000]]."""
     try:
-        depths = [int(part) for part in text.split(",")]
+        lengths = [[int(number) for number in part.split("+")] for part in text.split(",")]
     except ValueError:
-        depths = []
-    if not depths or min(depths) < 0:
+        lengths = []
+    if not lengths or min(min(part) for part in lengths) < 0:
         raise CheetahError(f"--contexts {text}: expected numbers of tokens, e.g. --contexts {CONTEXTS}")
-    return depths
+    return lengths
+
+
+def parsed_contexts(text: str) -> list[int]:
+    """ "128,1024" -> [128, 1024], for one sequence."""
+    lengths = parsed_lengths(text)
+    if any(len(part) > 1 for part in lengths):
+        raise CheetahError(f"--contexts {text}: one sequence is measured here: give numbers without +")
+    return [part[0] for part in lengths]
 
 
 def _write_record(target: str, measurement: Measurement, bench: DecodeBench, circumstances: dict[str, Any]) -> None:
@@ -113,7 +138,7 @@ def _print_table(circumstances: dict[str, Any], bench: DecodeBench, measured: Se
     from rich.table import Table
 
     title = [
-        f"{circumstances['model']}, batch 1, weights {circumstances['weights']}",
+        f"{circumstances['model']}, batch {_batches(measured)}, weights {circumstances['weights']}",
         f"kernel {bench.manifest.text_sha256[:16]}, commit {circumstances['commit']}",
         f"{circumstances['gpu']}, {circumstances['driver']}",
     ]
@@ -128,25 +153,29 @@ def _print_table(circumstances: dict[str, Any], bench: DecodeBench, measured: Se
         console.print(line)
 
 
+def _batches(measured: Sequence[Measurement]) -> str:
+    return ", ".join(map(str, sorted({len(measurement.work.contexts) for measurement in measured})))
+
+
 def _remarks(measured: Sequence[Measurement], bench: DecodeBench) -> list[str]:
     from cheetah.benchmark import EMULATED
 
     first = measured[0]
     lines = [
         f"median of {len(first.step_ms)} launches of {first.steps} steps by device events; host: with tokens read out",
-        "context: tokens in the cache before a launch; ceiling: GB/s before and after, in this run",
+        "context: tokens in the cache before a launch, of each sequence; tokens/s: of all; ceiling: GB/s before and after, in this run",
     ]
     for measurement in measured:
         if state := measurement.clocks:
             text = ", ".join(f"{name} {value:g}" for name, value in state.items())
-            lines.append(f"after context {measurement.context}: {text}")
+            lines.append(f"after context {measurement.work}: {text}")
     return [*lines, EMULATED] if bench.gpu.emulated else lines
 
 
 def _row(measurement: Measurement) -> tuple[str, ...]:
     ceilings, share = measurement.ceilings_gb_per_s, measurement.share
     return (
-        str(measurement.context),
+        str(measurement.work),
         f"{measurement.tokens_per_s:.1f}",
         f"{measurement.ms_per_step:.4f}",
         f"{min(measurement.step_ms):.4f}",

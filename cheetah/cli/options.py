@@ -23,6 +23,10 @@ PLAN_OPTIONS: Mapping[str, tuple[type, str]] = {
     "in_flight": (int, "Most stages that are being filled at a time."),
     "math_warps": (int, "Warps of a block that compute; one more copies."),
     "max_steps": (int, "Most decode steps of one launch."),
+    "batch": (int, "Most sequences that share a step, 1 to 8."),
+    "tokens": (int, "Most tokens that share a step: of several sequences, or of one prompt."),
+    "kv_chunk": (int, "Cut every head's keys after so many, so that no sequence's bits depend on the others."),
+    "kv_dtype": (str, "How keys and values are cached: bf16 or e4m3 (8 bits, with scales)."),
     "kv_chunk_min": (int, "Fewest keys of a head that a block takes when the cache is split."),
     "trace": (bool, "Time stamps of every block and phase in the kernel, as `cheetah trace` needs them."),
 }

@@ -5,10 +5,12 @@ Knows nothing of the language, the model's code or the runtime.
 
 from cheetah.plan.errors import PlanError
 from cheetah.plan.gpu import GPUS, Gpu, gpu_named
-from cheetah.plan.kv import KvPlan, KvPlanLayout, kv_plan, kv_plans_for_launch
+from cheetah.plan.kv import KvPlanLayout, kv_plan
+from cheetah.plan.launch import LaunchTile, decode_tiles, kv_plans_for_launch, launch_tiles, max_plans, most_tiles
 from cheetah.plan.layout import PAIR_BYTES, PAIR_COLUMNS, STRIP_ROWS, MatrixLayout
 from cheetah.plan.matrices import StepMatrices, step_matrices
 from cheetah.plan.plan import Plan, default_plan, kernel_regions, shared_map
+from cheetah.plan.scheduler import KvPlan, Scheduling, Tile
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.shared import Region, SharedMap, ring_regions, stages_that_fit
 from cheetah.plan.split import Split
@@ -22,20 +24,27 @@ __all__ = [
     "Gpu",
     "KvPlan",
     "KvPlanLayout",
+    "LaunchTile",
     "MatrixLayout",
     "ModelShape",
     "Plan",
     "PlanError",
     "Region",
+    "Scheduling",
     "SharedMap",
     "Split",
     "StepMatrices",
+    "Tile",
     "Workspace",
+    "decode_tiles",
     "default_plan",
     "gpu_named",
     "kernel_regions",
     "kv_plan",
     "kv_plans_for_launch",
+    "launch_tiles",
+    "max_plans",
+    "most_tiles",
     "ring_regions",
     "shared_map",
     "stages_that_fit",

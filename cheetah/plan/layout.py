@@ -26,6 +26,8 @@ class MatrixLayout:
     Memory order: for each round of the split, for each chunk of a strip, for each position in the round: that chunk. So
     the blocks read adjacent chunks side by side. All chunks of a strip but the last fill `stage_bytes`. Rows are padded
     to 16 and columns to 32 with zeros. `offset` is where the matrix (of layer 0) begins in the weights, in bytes.
+    `slices` says in how many parts (of whole chunks) the vector is brought that the matrix is multiplied with: the
+    chunks of a part are read for all strips of a block before those of the next part. Where they lie does not change.
     """
 
     name: str
@@ -35,10 +37,12 @@ class MatrixLayout:
     stage_bytes: int
     start: int = 0
     offset: int = 0
+    slices: int = 1
 
     def __post_init__(self) -> None:
         place = f"MatrixLayout({self.name!r})"
         require_positive(place, rows=self.rows, columns=self.columns, blocks=self.blocks, stage_bytes=self.stage_bytes)
+        require_positive(place, slices=self.slices)
         if self.stage_bytes % PAIR_BYTES:
             raise PlanError(
                 f"{place}: stage_bytes is {self.stage_bytes}: give a multiple of {PAIR_BYTES} (a tile pair)"
@@ -83,6 +87,16 @@ class MatrixLayout:
     def chunks(self) -> int:
         """Chunks of a strip."""
         return ceil_div(self.tile_pairs, self.pairs_per_chunk)
+
+    @property
+    def slice_chunks(self) -> int:
+        """Chunks of a strip in every slice but perhaps the last."""
+        return ceil_div(self.chunks, self.slices)
+
+    def slice_range(self, number: int) -> tuple[int, int]:
+        """The chunks [first, end) of slice `number`; empty where rounding left none."""
+        first = min(number * self.slice_chunks, self.chunks)
+        return first, min(first + self.slice_chunks, self.chunks)
 
     @property
     def strip_bytes(self) -> int:
@@ -148,6 +162,12 @@ class MatrixLayout:
     def block_bytes(self, block: int) -> int:
         """Bytes of the matrix that `block` reads."""
         return self.split.count(block) * self.strip_bytes
+
+
+def slice_columns(columns: int, stage_bytes: int, slices: int) -> int:
+    """Elements of the longest of `slices` parts of a vector of `columns`, each whole chunks but the last."""
+    chunk_columns = stage_bytes // PAIR_BYTES * PAIR_COLUMNS
+    return min(columns, ceil_div(ceil_div(columns, chunk_columns), slices) * chunk_columns)
 
 
 def _last_differs(index: Index, count: int, usual: int, last: int) -> Index:

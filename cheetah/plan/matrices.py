@@ -83,15 +83,15 @@ def step_matrices(shape: ModelShape, plan: Plan, gpu: Gpu) -> StepMatrices:
     """The layouts of a model's matrices under a plan. o and down share a start: a residual row's owner is one block."""
     plan.check(shape, gpu)
 
-    def layout(name: str, rows: int, columns: int, start: int) -> MatrixLayout:
-        return MatrixLayout(name, rows, columns, gpu.blocks, plan.stage_bytes, start)
+    def layout(name: str, rows: int, columns: int, start: int, slices: int = 1) -> MatrixLayout:
+        return MatrixLayout(name, rows, columns, gpu.blocks, plan.stage_bytes, start, slices=slices)
 
     gate_up_rows = ceil_div(shape.ffn, GATE_UP_ROWS) * STRIP_ROWS
     qkv, o, gate_up, down = _placed(
         layout("qkv", shape.qkv_rows, shape.hidden, plan.start_qkv),
         layout("o", shape.hidden, shape.query_rows, plan.start_residual),
         layout("gate_up", gate_up_rows, shape.hidden, plan.start_gate_up),
-        layout("down", shape.hidden, shape.ffn, plan.start_residual),
+        layout("down", shape.hidden, shape.ffn, plan.start_residual, plan.down_slices),
     )
     head = layout("head", shape.vocab, shape.hidden, plan.start_head)
     stride = down.offset + down.total_bytes

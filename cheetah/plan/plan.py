@@ -8,7 +8,7 @@ from typing import Any
 from cheetah.plan.errors import PlanError, require_positive
 from cheetah.plan.gpu import Gpu
 from cheetah.plan.index import ceil_div, round_up
-from cheetah.plan.layout import PAIR_BYTES, STRIP_ROWS
+from cheetah.plan.layout import PAIR_BYTES, STRIP_ROWS, slice_columns
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.shared import BULK_ALIGNMENT, Region, SharedMap, ring_regions, stages_that_fit
 
@@ -17,11 +17,17 @@ SYNCS = ("flags", "barrier")
 KV_TILE_TOKENS = 16
 """Keys of one mma tile: a KV stage holds whole tiles."""
 MAX_BATCH = 8
-"""Tokens that ride in the n = 8 dimension of one mma."""
+"""Sequences of a step at most."""
+COLUMNS = 8
+"""Tokens, or query rows, that ride in the n = 8 dimension of one mma."""
+STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64)
+"""How many tokens a step may take together."""
+KV_DTYPES = {"bf16": 2, "e4m3": 1}
+"""How keys and values are cached: the name and the bytes of an element."""
+MAX_SLICED_ROUNDS = 4
+"""Strips of a block whose sums are kept in registers while the parts of a sliced vector come by."""
 ATTENTION_SLICE_DIMS = 64
 """Dims of a head's output that the math warps fold at a time."""
-QUERY_COLUMNS = 8
-"""Query rows that ride in the n = 8 dimension of the attention products."""
 MAX_MATH_WARPS = 31
 """A block has at most 32 warps, and one of them copies."""
 TRANSACTION_LIMIT_BYTES = 2**20
@@ -39,7 +45,11 @@ class Plan:
     `in_flight` chunks are requested at most at a time (48 to 64 KB an SM measured best; more delays the exchanges).
     The starts rotate who owns a matrix's first strip; o and down share one, so a residual row stays with its block.
     `trace` adds time stamps of every block and phase to the kernel (buffer `timeline`); off, none of it is there.
-    `kv_align` and `kv_chunk_min` are A and M of the load-balanced KV scheduler (FlashInfer, Algorithm 1).
+    `batch` sequences share a step at most, and `tokens` tokens, which are the columns of every product (a prompt has
+    several). `down_slices`: the input of the down projection is brought to shared memory in so many parts.
+    `kv_align` and `kv_chunk_min` are A and M of the load-balanced KV scheduler (FlashInfer, Algorithm 1); `kv_chunk` is
+    its F: items of that many keys, so that bits do not depend on the other sequences (0: by rule).
+    `kv_dtype` is how keys and values are cached.
     """
 
     math_warps: int
@@ -50,9 +60,13 @@ class Plan:
     page_size: int = 16
     max_context: int = 8192
     batch: int = 1
+    tokens: int = 1
+    down_slices: int = 1
     max_steps: int = 64
     kv_align: int = 16
     kv_chunk_min: int = 64
+    kv_chunk: int = 0
+    kv_dtype: str = "bf16"
     start_qkv: int = 0
     start_residual: int = 0
     start_gate_up: int = 0
@@ -60,7 +74,9 @@ class Plan:
     trace: bool = False
 
     def __post_init__(self) -> None:
-        starts = ("sync", "trace", "start_qkv", "start_residual", "start_gate_up", "start_head")
+        starts = (
+            *("sync", "trace", "kv_chunk", "kv_dtype", "start_qkv", "start_residual", "start_gate_up", "start_head"),
+        )
         require_positive("Plan", **{name: value for name, value in vars(self).items() if name not in starts})
         self._check_choices()
         self._check_ring()
@@ -70,8 +86,21 @@ class Plan:
             raise PlanError(f"Plan: sync is {self.sync!r}: choose one of {', '.join(SYNCS)}")
         if self.batch > MAX_BATCH:
             raise PlanError(f"Plan: batch is {self.batch}: at most {MAX_BATCH} sequences share one step")
+        if self.tokens not in STEP_TOKENS:
+            raise PlanError(f"Plan: tokens is {self.tokens}: a step takes {', '.join(map(str, STEP_TOKENS))} together")
+        if self.tokens < self.batch:
+            raise PlanError(f"Plan: tokens is {self.tokens} with batch {self.batch}: each sequence has one at least")
+        if self.kv_dtype not in KV_DTYPES:
+            raise PlanError(f"Plan: kv_dtype is {self.kv_dtype!r}: choose one of {', '.join(KV_DTYPES)}")
+        if self.kv_chunk < 0 or self.kv_chunk % self.kv_align:
+            raise PlanError(f"Plan: kv_chunk {self.kv_chunk} is no multiple of kv_align {self.kv_align}, nor 0")
         if self.math_warps > MAX_MATH_WARPS:
             raise PlanError(f"Plan: math_warps is {self.math_warps}: a block has 32 warps and one copies: at most 31")
+        if max(self.tokens, self.math_warps) % min(self.tokens, self.math_warps) or self.math_warps * 8 % self.tokens:
+            raise PlanError(
+                f"Plan: tokens is {self.tokens} with {self.math_warps} math warps: the warps share the tokens evenly, at "
+                f"most 8 a warp: use a number of warps that divides or is divided by it"
+            )
         if self.math_warps % 2:
             raise PlanError(f"Plan: math_warps is {self.math_warps}: two halves add up a strip: use an even number")
         if self.kv_chunk_min % self.kv_align:
@@ -125,13 +154,31 @@ class Plan:
         """Pages of the pool, for every sequence of the batch at full context."""
         return self.batch * self.pages_per_sequence
 
+    @property
+    def kv_element_bytes(self) -> int:
+        return KV_DTYPES[self.kv_dtype]
+
     def kv_stage_tokens(self, head_dim: int) -> int:
-        """Tokens of one KV head in a stage: the first half of the stage is their K, the second their V (bf16)."""
-        return self.stage_bytes // (2 * 2 * head_dim)
+        """Tokens of one KV head in a stage: the first half of the stage is their K, the second their V."""
+        return self.stage_bytes // (2 * self.kv_element_bytes * head_dim)
+
+    @property
+    def tile_rows(self) -> int:
+        """Most query rows of a tile of attention: every math warp takes 8 columns of the products."""
+        return COLUMNS * self.math_warps
+
+    def tile_columns(self, group: int) -> int:
+        """Most tokens of a tile of attention, each with `group` query rows; at least 1."""
+        return max(1, min(self.tokens, self.tile_rows // group))
+
+    @property
+    def launch_tokens(self) -> int:
+        """Most tokens of one sequence in a launch."""
+        return self.max_steps * self.tokens
 
     def check(self, shape: ModelShape, gpu: Gpu) -> None:
         """PlanError unless this plan can serve that model on that machine."""
-        unit = KV_TILE_TOKENS * 2 * 2 * shape.head_dim
+        unit = KV_TILE_TOKENS * 2 * self.kv_element_bytes * shape.head_dim
         if self.stage_bytes % unit:
             raise PlanError(
                 f"Plan: stage_bytes is {self.stage_bytes} with head_dim {shape.head_dim}: K and V of {KV_TILE_TOKENS} "
@@ -165,30 +212,66 @@ Reserve = Callable[[ModelShape, Plan, Gpu], Sequence[Region]]
 def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...]:
     """What a block keeps in shared memory beside the ring. The attention scratch lies over the matvec input.
 
-    scratch: the input of a product (bf16), or 64 dims of every math warp's attention output (f32), or a partial state a
-    warp. reductions: two buffers of the warps' row sums. residual: the block's rows (f32). partial_sums: of squares.
-    rope: cos and sin of the position. queries: those of a KV head, then the newest key and value (bf16). statistics:
-    (highest, weight sum) of each state and query column. candidates: of every warp or block. step_done: two mbarriers.
+    scratch: the input of a product (bf16), or what attention needs. reductions: two buffers of the warps' row sums.
+    residual: the block's rows (f32). partial_sums: of squares; scales: 1/rms of every token. rope: cos and sin of every
+    token's position. statistics: (highest, weight sum) of each warp's state and query column. candidates: of every
+    warp or block. columns: what the step's tokens are. chosen: what was sampled. step_done: two mbarriers. next_token: of
+    every column, then whether the launch ends.
     """
-    vector_bytes = plan.batch * shape.widest_vector * 2
-    fold_bytes = plan.math_warps * shape.group * ATTENTION_SLICE_DIMS * 4
-    merge_bytes = plan.math_warps * shape.head_dim * 4
-    attention_bytes = max(fold_bytes, merge_bytes)
+    vector_bytes = plan.tokens * vector_columns(shape, plan) * 2
+    attention = attention_regions(shape, plan)
     residual_rows = ceil_div(ceil_div(shape.hidden, STRIP_ROWS), gpu.blocks) * STRIP_ROWS
     return (
-        Region("scratch", max(vector_bytes, attention_bytes), BULK_ALIGNMENT),
+        Region("scratch", max(vector_bytes, sum(region.nbytes for region in attention)), BULK_ALIGNMENT),
         Region("vector", vector_bytes, BULK_ALIGNMENT, over="scratch"),
-        Region("attention", attention_bytes, BULK_ALIGNMENT, over="scratch"),
-        Region("reductions", 2 * plan.math_warps * STRIP_ROWS * plan.batch * 4, BULK_ALIGNMENT),
-        Region("residual", residual_rows * plan.batch * 4),
-        Region("partial_sums", plan.math_warps * 4),
-        Region("rope", shape.head_dim * 4),
-        Region("queries", (shape.group + 2) * shape.head_dim * 2),
-        Region("statistics", (plan.math_warps + 1) * QUERY_COLUMNS * 8),
-        Region("candidates", max(plan.math_warps, gpu.blocks) * 8),
+        *attention,
+        Region("reductions", 2 * plan.math_warps * STRIP_ROWS * plan.tokens * 4, BULK_ALIGNMENT),
+        Region("residual", residual_rows * plan.tokens * 4),
+        Region("partial_sums", plan.math_warps * COLUMNS * 4),
+        Region("scales", plan.tokens * 4),
+        Region("rope", plan.tokens * shape.head_dim * 4),
+        Region("statistics", plan.math_warps * COLUMNS * 8),
+        Region("candidates", max(plan.math_warps, gpu.blocks) * max(plan.tokens, 2) * 8),
+        Region("columns", plan.tokens * 8 * 4),
+        Region("chosen", plan.tokens * 4),
         Region("step_done", 16),
-        Region("next_token", 8),
+        Region("next_token", (plan.tokens + 1) * 4),
     )
+
+
+def attention_regions(shape: ModelShape, plan: Plan, over: str | None = "scratch") -> tuple[Region, ...]:
+    """What attention needs while it works on an item, one after the other.
+
+    attention: 64 dims of every math warp's output (f32) [warps, 8 columns, 64]. queries: of a tile (bf16), rows rounded
+    up to 8. newest: the newest keys of a KV head, rounded up to 16, then as many values (bf16).
+    """
+    query_rows = round_up(plan.tile_columns(shape.group) * shape.group, COLUMNS)
+    sizes = {
+        "attention": plan.math_warps * COLUMNS * ATTENTION_SLICE_DIMS * 4,
+        "queries": query_rows * shape.head_dim * 2,
+        "newest": 2 * round_up(plan.tokens, KV_TILE_TOKENS) * shape.head_dim * 2,
+    }
+    regions, skip = [], 0
+    for name, nbytes in sizes.items():
+        regions.append(Region(name, nbytes, BULK_ALIGNMENT, over=over, skip=skip if over else 0))
+        skip += nbytes
+    return tuple(regions)
+
+
+def vector_columns(shape: ModelShape, plan: Plan) -> int:
+    """The longest part of a vector that is in shared memory at once, in elements of a token."""
+    parts = (
+        shape.padded_hidden,
+        shape.padded_query_rows,
+        slice_columns(shape.padded_ffn, plan.stage_bytes, plan.down_slices),
+    )
+    return max(parts)
+
+
+def default_down_slices(shape: ModelShape, tokens: int) -> int:
+    """One for a single token; more where several tokens would need more room than the other vectors do."""
+    widest = max(shape.padded_hidden, shape.padded_query_rows)
+    return 1 if tokens == 1 else ceil_div(shape.padded_ffn, widest)
 
 
 def shared_map(shape: ModelShape, plan: Plan, gpu: Gpu, reserve: Reserve = kernel_regions) -> SharedMap:
@@ -217,7 +300,9 @@ def default_plan(
     shape = ModelShape(hidden, ffn, vocab, heads, kv_heads, head_dim, layers)
     given = {name: value for name, value in overrides.items() if value is not None}
     chosen: dict[str, Any] = {**_machine_defaults(gpu), **default_starts(shape, gpu), **given}
-    require_positive("Plan", math_warps=chosen["math_warps"])
+    require_positive("Plan", math_warps=chosen["math_warps"], batch=chosen.get("batch", 1))
+    chosen.setdefault("tokens", next((size for size in STEP_TOKENS if size >= chosen.get("batch", 1)), MAX_BATCH))
+    chosen.setdefault("down_slices", default_down_slices(shape, chosen["tokens"]))
     chosen.setdefault("stage_bytes", _default_stage_bytes(gpu, head_dim, chosen["math_warps"]))
     draft = Plan.from_dict({**chosen, "stages": 2, "in_flight": 1})
     draft.check(shape, gpu)

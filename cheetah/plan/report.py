@@ -153,7 +153,8 @@ class Report:
         """K and V read by each block, from the schedule of this context clipped to the keys there are."""
         shape, plan = self.shape, self.plan
         lengths = [self.context] * plan.batch
-        schedule = kv_plan(lengths, shape.kv_heads, self.gpu.blocks, shape.group, plan.kv_align, plan.kv_chunk_min)
+        sizes = (shape.kv_heads, self.gpu.blocks, shape.group, plan.kv_align, plan.kv_chunk_min)
+        schedule = kv_plan(lengths, *sizes, chunk=plan.kv_chunk)
         token_bytes = 2 * 2 * shape.head_dim
         shares = []
         for block in range(self.gpu.blocks):

@@ -21,14 +21,15 @@ BARRIER_BYTES_PER_STAGE = 16
 class Region:
     """`nbytes` of shared memory under a name, aligned to `alignment` (a power of two).
 
-    `over` names an earlier region whose bytes this one uses again, from its first byte on: for things that are never
-    alive together. It must fit inside and costs nothing.
+    `over` names an earlier region whose bytes this one uses again, from byte `skip` on: for things that are never alive
+    together. It must fit inside and costs nothing.
     """
 
     name: str
     nbytes: int
     alignment: int = 16
     over: str | None = None
+    skip: int = 0
 
     def __post_init__(self) -> None:
         require_positive(f"shared region {self.name!r}", nbytes=self.nbytes, alignment=self.alignment)
@@ -55,7 +56,7 @@ class SharedMap:
         end = 0
         for region in self.regions:
             if region.over is not None:
-                offsets[region.name] = offsets[region.over]
+                offsets[region.name] = offsets[region.over] + region.skip
                 continue
             offsets[region.name] = round_up(end, region.alignment)
             end = offsets[region.name] + region.nbytes
@@ -106,9 +107,10 @@ class SharedMap:
         base = seen.get(region.over or "")
         if base is None:
             raise PlanError(f"shared region {region.name!r} lies over {region.over!r}, which is not an earlier region")
-        if region.nbytes > base.nbytes or base.alignment % region.alignment:
+        if region.skip + region.nbytes > base.nbytes or base.alignment % region.alignment or region.skip % region.alignment:
             raise PlanError(
-                f"shared region {region.name!r} ({region.nbytes} bytes, alignment {region.alignment}) does not fit "
+                f"shared region {region.name!r} ({region.nbytes} bytes from byte {region.skip}, "
+                f"alignment {region.alignment}) does not fit "
                 f"over {base.name!r} ({base.nbytes} bytes, alignment {base.alignment}): make {base.name!r} large enough"
             )
 

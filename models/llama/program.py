@@ -13,12 +13,13 @@ from cheetah import lang as ch
 from cheetah.blocks.exchange import BarrierExchange, FlaggedExchange
 from cheetah.blocks.machine import emit_roles, start_machine
 from cheetah.blocks.rows import HALF, add_residual, swiglu
-from cheetah.blocks.vector import load_vector, prefetch, vector_words
+from cheetah.blocks.vector import prefetch
 from cheetah.lang import ty
 from cheetah.models.llama.config import LlamaConfig
 from cheetah.models.llama.step import LAYER_PHASES, StepParts, exchange_sizes
 from cheetah.models.llama.weights import model_shape
 from cheetah.plan import Gpu, Plan, shared_map
+from cheetah.plan.index import ceil_div
 
 __all__ = ["KERNEL_NAME", "LAYER_PHASES", "PARAMETERS", "Step", "build_kernel", "kernel_parameters", "workspace_bytes"]
 
@@ -32,20 +33,21 @@ PARAMETERS: dict[str, ty.Type] = {
     "kv": ty.ptr_mut(ty.bf16),
     "page_table": ty.ptr(ty.i32),
     "kv_plans": ty.ptr(ty.i32),
+    "tiles": ty.ptr(ty.i32),
+    "sequences": ty.ptr(ty.i32),
+    "columns": ty.ptr(ty.i32),
     "exchange": ty.ptr_mut(ty.u8),
     "tokens": ty.ptr_mut(ty.i32),
     "stop_ids": ty.ptr(ty.i32),
     "logits": ty.ptr_mut(ty.f32),
     "progress": ty.ptr_mut(ty.u32),
     "status": ty.ptr_mut(ty.i32),
-    "length": ty.u32,
-    "given": ty.u32,
     "steps": ty.u32,
+    "head_from": ty.u32,
+    "column_count": ty.u32,
+    "sequence_count": ty.u32,
     "plan_count": ty.u32,
-    "stop_count": ty.u32,
     "epoch": ty.u32,
-    "temperature": ty.f32,
-    "seed": ty.u64,
 }
 
 
@@ -62,7 +64,7 @@ def workspace_bytes(config: LlamaConfig, gpu: Gpu, plan: Plan) -> int:
 
 
 def build_kernel(config: LlamaConfig, gpu: Gpu, plan: Plan) -> ch.Kernel:
-    """The kernel of `plan.max_steps` or fewer decode steps of one sequence. Shapes of the parameters: see the
+    """The kernel of `plan.max_steps` or fewer decode steps of `plan.batch` or fewer sequences. Shapes of the parameters: see the
     manifest."""
     shape = model_shape(config)
 
@@ -97,32 +99,28 @@ class Step(StepParts):
 
     @ch.inline
     def _qkv(self, step: Any, layer: Any) -> None:
-        """Input norm, q, k and v projections, RoPE; the new key and value go to the cache and, with q, to the
+        """Input norm, q, k and v projections, RoPE; the new keys and values go to the cache and, with q, to the
         exchange."""
         matrix = self.matrices.qkv
         with self.machine.copy:
             ch.comment("qkv")
             self.matvec.copy(matrix, self.layer_offset)
         with self.machine.math:
-            ch.comment("qkv: input norm, q, k and v of this token, rotary embedding")
+            ch.comment("qkv: input norm, q, k and v of these tokens, rotary embedding")
             self._note(step, layer, "qkv")
             prefetch(self.machine, self._norm(layer * 2 + 1), self.shape.padded_hidden * 2)
-            scale = ch.var(ty.f32, 0.0)
-            with ch.if_(matrix.position(self.machine.block) < matrix.strips):
-                with ch.if_(layer == 0):
-                    scale.set(self._load_norm(self.launch.norms, self._read_embedding))
-                with ch.else_():
-                    scale.set(
-                        self._load_norm(
-                            self._norm(layer * 2),
-                            self._reader("hidden", self.layer_epoch - 1),
-                            self._waiter("hidden", self.layer_epoch - 1),
-                        )
-                    )
-            self._stamp(layer, "qkv", "ready")
-            self.matvec.multiply(matrix, lambda rows: self._finish_qkv(rows, layer, scale))
+            self.matvec.multiply(matrix, lambda _: self._load_hidden(layer), lambda rows: self._finish_qkv(rows, layer))
             self._stamp(layer, "qkv", "done")
             self.exchange.meet()
+
+    @ch.inline
+    def _load_hidden(self, layer: Any) -> None:
+        with ch.if_(layer == 0):
+            self._load_norm(self.launch.norms, self._read_embedding)
+        with ch.else_():
+            epoch = self.layer_epoch - 1
+            self._load_norm(self._norm(layer * 2), self._reader("hidden", epoch), self._waiter("hidden", epoch))
+        self._stamp(layer, "qkv", "ready")
 
     @ch.inline
     def _attention(self, step: Any, layer: Any) -> None:
@@ -131,13 +129,11 @@ class Step(StepParts):
             ch.comment("keys and values of earlier tokens")
             with ch.if_(layer == 0):
                 self._wait_for_step(step)
-            with self.schedule.items(self.machine.copy) as item:
-                end = ch.minimum(item.end, self.launch.length + step)
-                self.cache.copy_tokens(self.ring, layer, item.head, item.begin, end)
+            self.attention.copy(layer, step)
         with self.machine.math:
             ch.comment("attention")
             self._note(step, layer, "attention")
-            self.attention.attend(self.position, self.layer_epoch)
+            self.attention.attend(step, self.layer_epoch)
             self._stamp(layer, "attention", "attended")
             self.exchange.meet()
             ch.comment("merge of partial states")
@@ -148,14 +144,18 @@ class Step(StepParts):
     @ch.inline
     def _o(self, step: Any, layer: Any) -> None:
         """Output projection and residual."""
-        self._project_onto_residual(
-            step, layer, "o", self.matrices.o, "attention", "middle", self.shape.query_rows // 2
-        )
+        self._project_onto_residual(step, layer, "o", self.matrices.o, "attention", "middle", self.shape.query_rows)
 
     @ch.inline
     def _gate_up(self, step: Any, layer: Any) -> None:
         """Norm, gate and up projections, SwiGLU."""
         matrix = self.matrices.gate_up
+
+        def load(_: int) -> None:
+            read, wait = self._reader("middle", self.layer_epoch), self._waiter("middle", self.layer_epoch)
+            self._load_norm(self._norm(layer * 2 + 1), read, wait)
+            self._stamp(layer, "gate_up", "ready")
+
         with self.machine.copy:
             ch.comment("gate_up")
             self.matvec.copy(matrix, self.layer_offset)
@@ -163,26 +163,29 @@ class Step(StepParts):
             ch.comment("gate_up: norm, gate and up, SwiGLU")
             self._note(step, layer, "gate_up")
             prefetch(self.machine, self._norm(layer * 2 + 2), self.shape.padded_hidden * 2)
-            scale = ch.var(ty.f32, 0.0)
-            with ch.if_(matrix.position(self.machine.block) < matrix.strips):
-                read, wait = self._reader("middle", self.layer_epoch), self._waiter("middle", self.layer_epoch)
-                scale.set(self._load_norm(self._norm(layer * 2 + 1), read, wait))
-            self._stamp(layer, "gate_up", "ready")
-            self.matvec.multiply(matrix, lambda rows: swiglu(self.exchange, "gated", rows, scale, self.layer_epoch))
+            self.matvec.multiply(
+                matrix, load, lambda rows: swiglu(self.machine, self.exchange, "gated", rows, self.layer_epoch)
+            )
             self._stamp(layer, "gate_up", "done")
             self.exchange.meet()
 
     @ch.inline
     def _down(self, step: Any, layer: Any) -> None:
-        """Down projection and residual: the hidden vector of the next layer."""
-        self._project_onto_residual(
-            step, layer, "down", self.matrices.down, "gated", "hidden", vector_words(self.shape.ffn, HALF)
-        )
+        """Down projection and residual: the hidden vectors of the next layer."""
+        available = ceil_div(self.shape.ffn, HALF) * HALF
+        self._project_onto_residual(step, layer, "down", self.matrices.down, "gated", "hidden", available)
 
     @ch.inline
     def _head(self, step: Any) -> None:
-        """Final norm, logits, each block's best candidate; left out for prompt tokens whose logits nobody wants."""
+        """Final norm, logits, each block's best candidates; left out for prompt tokens whose logits nobody wants."""
         matrix = self.matrices.head
+
+        def load(_: int) -> None:
+            last = self.step_epoch + (self.shape.layers - 1)
+            norm = self._norm(ty.u32(2 * self.shape.layers))
+            self._load_norm(norm, self._reader("hidden", last), self._waiter("hidden", last))
+            self.timeline.stamp(self.phases - 2, "ready")
+
         with self.machine.copy:
             ch.comment("head")
             with ch.if_(self._needs_head(step)):
@@ -192,18 +195,7 @@ class Step(StepParts):
             self._note_phase(step, self.phases - 2)
             self.sampler.start()
             with ch.if_(self._needs_head(step)):
-                scale = ch.var(ty.f32, 0.0)
-                with ch.if_(matrix.position(self.machine.block) < matrix.strips):
-                    last = self.step_epoch + (self.shape.layers - 1)
-                    scale.set(
-                        self._load_norm(
-                            self._norm(ty.u32(2 * self.shape.layers)),
-                            self._reader("hidden", last),
-                            self._waiter("hidden", last),
-                        )
-                    )
-                self.timeline.stamp(self.phases - 2, "ready")
-                self.matvec.multiply(matrix, lambda rows: self._finish_head(rows, step, scale))
+                self.matvec.multiply(matrix, load, lambda rows: self._finish_head(rows, step))
                 self.timeline.stamp(self.phases - 2, "done")
             self._note_phase(step, self.phases - 1)
             self.sampler.choose(self.step_epoch + self.shape.layers, step)
@@ -211,20 +203,17 @@ class Step(StepParts):
 
     @ch.inline
     def _project_onto_residual(
-        self, step: Any, layer: Any, name: str, matrix: Any, source: str, target: str, words: int
+        self, step: Any, layer: Any, name: str, matrix: Any, source: str, target: str, available: int
     ) -> None:
+        load = self._slice_loader(matrix, source, available, lambda: self._stamp(layer, name, "ready"))
         with self.machine.copy:
             ch.comment(name)
             self.matvec.copy(matrix, self.layer_offset)
         with self.machine.math:
             ch.comment(f"{name}: projection onto the residual")
             self._note(step, layer, name)
-            with ch.if_(matrix.position(self.machine.block) < matrix.strips):
-                read, wait = self._reader(source, self.layer_epoch), self._waiter(source, self.layer_epoch)
-                load_vector(self.machine, matrix.padded_columns, words * 2, read, wait)
-            self._stamp(layer, name, "ready")
             self.matvec.multiply(
-                matrix, lambda rows: add_residual(self.machine, self.exchange, target, rows, self.layer_epoch)
+                matrix, load, lambda rows: add_residual(self.machine, self.exchange, target, rows, self.layer_epoch)
             )
             self._stamp(layer, name, "done")
             self.exchange.meet()

@@ -177,6 +177,9 @@ class CudaDriver:
     def copy_to_host(self, target: NDArray[np.uint8], address: int, stream: Any) -> None:
         self._call("cuMemcpyDtoHAsync", target.ctypes.data, address, target.nbytes, stream)
 
+    def copy_on_device(self, target: int, source: int, nbytes: int, stream: Any) -> None:
+        self._call("cuMemcpyDtoDAsync", target, source, nbytes, stream)
+
     def load(self, image: bytes, kernel: str, shared_bytes: int) -> Any:
         module = self._call("cuModuleLoadData", image)
         self._modules.append(module)

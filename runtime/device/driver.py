@@ -71,6 +71,9 @@ class Driver(Protocol):
     def copy_to_host(self, target: NDArray[np.uint8], address: int, stream: Stream) -> None:
         """Copy to pinned memory, in the stream's order."""
 
+    def copy_on_device(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
+        """Copy at least one byte between two addresses, in the stream's order."""
+
     def load(self, image: bytes, kernel: str, shared_bytes: int) -> Function:
         """The kernel of a cubin, allowed so many bytes of dynamic shared memory."""
 

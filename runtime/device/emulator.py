@@ -31,6 +31,7 @@ from cheetah.runtime.device.interface import (
     ProgressSource,
     Say,
     as_bytes,
+    check_copy,
     check_range,
     check_size_and_fill,
 )
@@ -88,6 +89,11 @@ class EmulatorBuffer:
     def fill(self, byte: int) -> None:
         check_size_and_fill(self.nbytes, byte)
         self.array[:] = byte
+
+    def copy(self, source_offset: int, target_offset: int, nbytes: int) -> None:
+        check_copy(source_offset, target_offset, nbytes, self.nbytes)
+        source = self.array[source_offset : source_offset + nbytes]
+        self.array[target_offset : target_offset + nbytes] = source
 
     def free(self) -> None:
         self._array = None

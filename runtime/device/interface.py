@@ -74,6 +74,12 @@ class Buffer(Protocol):
     def fill(self, byte: int) -> None:
         """Set every byte, after the launches so far. 0xFF makes NaN in bf16 and f32."""
 
+    def copy(self, source_offset: int, target_offset: int, nbytes: int) -> None:
+        """Copy `nbytes` bytes from one place in it to another, after the launches so far and before the next.
+
+        ArgumentError if a range is outside the buffer or the two overlap. A GPU may be still at it on return.
+        """
+
     def free(self) -> None:
         """Give the memory back; a second call does nothing."""
 
@@ -156,6 +162,17 @@ def check_range(what: str, offset: int, nbytes: int, available: int) -> None:
     """ArgumentError unless bytes [offset, offset + nbytes) lie in a buffer of `available` bytes."""
     if offset < 0 or offset + nbytes > available:
         raise ArgumentError(f"{what} of bytes {offset} to {offset + nbytes} is outside a buffer of {available} bytes")
+
+
+def check_copy(source_offset: int, target_offset: int, nbytes: int, available: int) -> None:
+    """ArgumentError unless both ranges of a copy within a buffer of `available` bytes lie in it, and are apart."""
+    if nbytes < 0:
+        raise ArgumentError(f"cannot copy {nbytes} bytes")
+    check_range("copy", source_offset, nbytes, available)
+    check_range("copy to the place", target_offset, nbytes, available)
+    if abs(source_offset - target_offset) < nbytes:
+        ranges = f"{source_offset} to {source_offset + nbytes} over {target_offset} to {target_offset + nbytes}"
+        raise ArgumentError(f"copy of bytes {ranges}: the two overlap, copy in pieces")
 
 
 def check_size_and_fill(nbytes: int, fill: int | None) -> None:

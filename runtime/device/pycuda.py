@@ -149,6 +149,9 @@ class PyCudaDriver:
     def copy_to_host(self, target: NDArray[np.uint8], address: int, stream: Any) -> None:
         self._call("cuMemcpyDtoHAsync", lambda: self._api.memcpy_dtoh_async(target, address, stream))
 
+    def copy_on_device(self, target: int, source: int, nbytes: int, stream: Any) -> None:
+        self._call("cuMemcpyDtoDAsync", lambda: self._api.memcpy_dtod_async(target, source, nbytes, stream))
+
     def load(self, image: bytes, kernel: str, shared_bytes: int) -> Any:
         module = self._call("cuModuleLoadDataEx", lambda: self._api.module_from_buffer(image))
         self._modules.append(module)

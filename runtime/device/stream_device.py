@@ -28,6 +28,7 @@ from cheetah.runtime.device.interface import (
     ProgressSource,
     Say,
     as_bytes,
+    check_copy,
     check_range,
     check_size_and_fill,
 )
@@ -87,6 +88,10 @@ class StreamBuffer:
     def fill(self, byte: int) -> None:
         check_size_and_fill(self.nbytes, byte)
         self.device.fill(self.address, byte, self.nbytes)
+
+    def copy(self, source_offset: int, target_offset: int, nbytes: int) -> None:
+        check_copy(source_offset, target_offset, nbytes, self.nbytes)
+        self.device.copy(self.address + target_offset, self.address + source_offset, nbytes)
 
     def free(self) -> None:
         self._release()
@@ -203,6 +208,12 @@ class StreamDevice:
         """Set bytes; for buffers."""
         with self._in_use():
             self._driver.fill(address, byte, nbytes, self._stream)
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Copy on the device, between addresses; for buffers."""
+        if nbytes:
+            with self._in_use():
+                self._driver.copy_on_device(target, source, nbytes, self._stream)
 
     def launch(self, kernel: Any, arguments: Mapping[str, Argument]) -> None:
         if not isinstance(kernel, StreamKernel):

@@ -31,7 +31,9 @@ def plan_of(shape: ModelShape, blocks: int, **fields: Any) -> Plan:
 class SmallKernel:
     """`body(machine, ring, parameters)` emits the copy role and the math role; the ring is ready in both."""
 
-    def __init__(self, shape: ModelShape, blocks: int, plan: Plan, parameters: ch.Params, body: Body) -> None:
+    def __init__(
+        self, shape: ModelShape, blocks: int, plan: Plan, parameters: ch.Params, body: Body, sanitize: bool = False
+    ) -> None:
         self.shape, self.blocks, self.plan, self.parameters = shape, blocks, plan, parameters
         gpu = gpu_of(blocks)
         shared = shared_map(shape, plan, gpu)
@@ -46,7 +48,7 @@ class SmallKernel:
         kernel = ch.kernel(parameters, name="small", max_threads=plan.threads)(small)
         self.text = ch.render_file(kernel)
         types = [(name, str(type_)) for name, type_ in parameters.items()]
-        self.program = compile_program(self.text, "small", types)
+        self.program = compile_program(self.text, "small", types, sanitize=sanitize)
 
     def launch(self, arguments: Mapping[str, Any], scheduler: str = "round_robin", seed: int = 0) -> None:
         """One launch; arrays by parameter name are read and written in place."""

@@ -1,4 +1,4 @@
-"""The matrix-vector product alone: odd sizes, numbers of blocks and of warps, against float64."""
+"""The product of a matrix and the vectors of several tokens alone: odd sizes, numbers of blocks, warps and tokens, slices."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from cheetah import lang as ch
+from cheetah.blocks.columns import Columns, fragment_word
 from cheetah.blocks.matvec import Matvec
-from cheetah.blocks.vector import load_vector
+from cheetah.blocks.vector import Part, load_vector
 from cheetah.emulator import allocate, explore
 from cheetah.generate import generate_kernel
 from cheetah.lang import UnusedStageError, prim, ty
@@ -22,7 +23,7 @@ from tests.tolerances import MATVEC
 
 pytestmark = pytest.mark.compiler
 
-PARAMETERS = ch.Params(weights=ty.ptr(ty.u8), x=ty.ptr(ty.bf16), y=ty.ptr_mut(ty.f32))
+PARAMETERS = ch.Params(weights=ty.ptr(ty.u8), x=ty.ptr(ty.u32), y=ty.ptr_mut(ty.f32), column_count=ty.u32)
 
 # rows, columns, blocks, then fields of the plan
 CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
@@ -38,55 +39,89 @@ CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "six warps": (33, 700, 3, {"math_warps": 6, "stage_bytes": 12288}),
     "large stages": (33, 1400, 3, {"math_warps": 4, "stage_bytes": 16384}),
     "rotated": (70, 90, 4, {"start_residual": 3}),
+    "two tokens": (50, 200, 3, {"tokens": 2}),
+    "four tokens, four warps": (50, 200, 3, {"tokens": 4, "math_warps": 4}),
+    "eight tokens, two warps": (50, 200, 3, {"tokens": 8}),
+    "eight tokens, eight warps": (50, 700, 3, {"tokens": 8, "math_warps": 8}),
+    "sixteen tokens": (33, 100, 3, {"tokens": 16}),
+    "64 tokens, eight warps": (33, 100, 2, {"tokens": 64, "math_warps": 8}),
+    "two slices": (50, 1000, 3, {"tokens": 4, "down_slices": 2}),
+    "uneven slices, a last round that some have": (70, 1250, 3, {"tokens": 8, "down_slices": 3}),
+    "slices for one token": (33, 700, 2, {"down_slices": 4}),
 }
 
 
-def product(rows: int, columns: int, blocks: int, fields: dict[str, Any]) -> tuple[SmallKernel, MatrixLayout]:
-    """y = W x for W [rows, columns]: x is loaded as it is, each row of y is stored by the block that owns it."""
-    shape = ModelShape(max(rows, 16), columns, 16, 1, 1, 64, 1)
-    plan = plan_of(shape, blocks, **fields)
-    layout = MatrixLayout("w", rows, columns, blocks, plan.stage_bytes, plan.start_residual)
-    padded = layout.padded_columns
+def product(rows: int, elements: int, blocks: int, fields: dict[str, Any]) -> tuple[SmallKernel, MatrixLayout]:
+    """y = W x for W [rows, elements] and several x: each row of y is stored by the block that owns it."""
+    shape = ModelShape(max(rows, 16), elements, 16, 1, 1, 64, 1)
+    plan = plan_of(shape, blocks, **{"down_slices": 1, **fields})
+    start, slices = plan.start_residual, plan.down_slices
+    layout = MatrixLayout("w", rows, elements, blocks, plan.stage_bytes, start, slices=slices)
+    padded, tokens = layout.padded_columns, plan.tokens
+    chunk_elements = layout.pairs_per_chunk * 32
 
     def body(machine: Any, ring: Any, given: dict[str, Any]) -> None:
-        matvec = Matvec(machine, ring, given["weights"])
+        columns = Columns(machine, given["column_count"], given["x"], given["x"])
+        matvec = Matvec(columns, ring, given["weights"])
 
         def read(data: Any, unit: Any, count: int) -> None:
             for number in range(count):
-                data[number] = prim.load_constant_u32x4(given["x"] + (unit + number * machine.math_threads) * 8)
+                data[number] = prim.load_constant_u32x4(given["x"] + (unit + number * machine.math_threads) * 4)
+
+        def load(number: int) -> None:
+            first, end = (chunk * chunk_elements for chunk in layout.slice_range(number))
+            end = min(end, padded)
+            load_vector(columns, Part(end - first, end - first, first // 8 * tokens), read)
 
         def store(done: Any) -> None:
             row = done.strip * 16 + done.row
             with ch.if_((done.lane < 16) & (row < rows)):
-                given["y"][row] = done.sum
+                given["y"][done.column * rows + row] = done.sum
 
         with machine.copy:
             matvec.copy(layout, ty.u64(0))
         with machine.math:
-            load_vector(machine, padded, padded, read)
-            matvec.multiply(layout, store)
+            matvec.multiply(layout, load, store)
 
     return SmallKernel(shape, blocks, plan, PARAMETERS, body), layout
+
+
+def in_fragment_order(x: np.ndarray) -> np.ndarray:
+    """bf16 bits [tokens, elements] as the exchange holds them (u32)."""
+    tokens, elements = x.shape
+    words = np.zeros(x.size // 2, np.uint32)
+    element, token = np.meshgrid(np.arange(0, elements, 2), np.arange(tokens))
+    pairs = x[:, 0::2].astype(np.uint32) | x[:, 1::2].astype(np.uint32) << 16
+    words[fragment_word(element, token, tokens)] = pairs
+    return words
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_product_against_float64(case: str) -> None:
     kernel, layout = product(*CASES[case])
     draw = np.random.default_rng(1)
+    tokens = kernel.plan.tokens
     matrix = as_bf16(draw.standard_normal((layout.rows, layout.columns)))
-    x = np.zeros(layout.padded_columns, np.uint16)
-    x[: layout.columns] = as_bf16(draw.standard_normal(layout.columns))
+    x = np.zeros((tokens, layout.padded_columns), np.uint16)
+    x[:, : layout.columns] = as_bf16(draw.standard_normal((tokens, layout.columns)))
     weights = filled(pack_matrix(layout, matrix))
-    wanted = widen(matrix).astype(np.float64) @ widen(x[: layout.columns]).astype(np.float64)
+    wanted = widen(x[:, : layout.columns]).astype(np.float64) @ widen(matrix).astype(np.float64).T
 
-    def run(scheduler: str, seed: int) -> np.ndarray:
-        y = allocate(layout.rows, np.float32)
-        kernel.launch({"weights": weights, "x": filled(x), "y": y}, scheduler, seed)
+    def run(scheduler: str, seed: int, used: int = tokens) -> np.ndarray:
+        y = allocate((tokens, layout.rows), np.float32)
+        given = in_fragment_order(x)
+        arguments = {"weights": weights, "x": filled(given), "y": y, "column_count": used}
+        kernel.launch(arguments, scheduler, seed)
         return y
 
-    assert relative_error(run("round_robin", 0)[None], wanted[None]) < MATVEC
+    everything = run("round_robin", 0)
+    assert relative_error(everything, wanted) < MATVEC
     report = explore(run, range(3))
     assert report.ok, str(report)
+    if tokens > 1:  # a kernel serves fewer tokens with the same bits, and leaves the rest alone
+        fewer = run("random", 1, tokens - 1)
+        np.testing.assert_array_equal(fewer[:-1], everything[:-1])
+        assert np.isnan(fewer[-1]).all()
 
 
 def test_an_odd_number_of_math_warps_is_refused() -> None:
@@ -95,6 +130,6 @@ def test_an_odd_number_of_math_warps_is_refused() -> None:
 
 
 def test_a_matrix_that_is_fetched_and_never_used_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Matvec, "multiply", lambda self, layout, finish: None)
+    monkeypatch.setattr(Matvec, "multiply", lambda self, layout, load, finish: None)
     with pytest.raises(UnusedStageError, match="the stages of `qkv` are filled but never used"):
         generate_kernel(model(), emulated_gpu(2))

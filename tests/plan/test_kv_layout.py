@@ -1,11 +1,13 @@
-"""The device form of a KV plan, and the attention workspace."""
+"""The device form of a KV plan: where its words lie, what it has room for, and what it refuses."""
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from cheetah.plan import KvPlanLayout, PlanError, Workspace, kv_plan, kv_plans_for_launch, workspace_bytes
+from cheetah.plan import GPUS, KvPlanLayout, PlanError, decode_tiles, default_plan, kv_plan, kv_plans_for_launch
+from cheetah.plan.kv import Scheduling, Tile, schedule
+
+from .schedules import ARRAYS, random_case
+from .shapes import LLAMA_8B
 
 
 def read(layout, words, name, shape):
@@ -14,8 +16,9 @@ def read(layout, words, name, shape):
 
 
 def test_sections_have_the_offsets_of_the_format():
-    layout = KvPlanLayout(blocks=132, kv_heads=8, batch=1)
-    assert (layout.max_items, layout.max_merges, layout.max_partials) == (272, 8, 264)
+    layout = KvPlanLayout(blocks=132, kv_heads=8, tiles=1, tile_rows=4)
+    assert (layout.max_items, layout.max_merges, layout.max_partials, layout.max_sources) == (272, 8, 264, 264)
+    assert layout.max_partial_rows == 4 * 264
     assert layout.offsets == {
         "header": 0,
         "work_indptr": 64,  # 133 words in 192
@@ -27,60 +30,102 @@ def test_sections_have_the_offsets_of_the_format():
     assert layout.plan_words == 2880
 
 
-@settings(max_examples=200, deadline=None)
-@given(
-    lengths=st.lists(st.integers(0, 20000), min_size=1, max_size=8),
-    kv_heads=st.sampled_from([1, 2, 8]),
-    blocks=st.sampled_from([1, 4, 132]),
-    first_step=st.integers(0, 63),
-)
-def test_an_encoded_plan_reads_back(lengths, kv_heads, blocks, first_step):
-    plan = kv_plan(lengths, kv_heads, blocks, 4)
-    layout = KvPlanLayout(blocks, kv_heads, len(lengths))
-    words = layout.encode(plan, first_step)
-    assert words.dtype == np.int32 and words.shape == (layout.plan_words,) and layout.plan_words % 64 == 0
-    assert words[:64].tolist() == [first_step, plan.item_count, plan.merge_count] + [0] * 61
-    assert np.array_equal(read(layout, words, "work_indptr", (blocks + 1,)), plan.work_indptr)
-    assert np.array_equal(read(layout, words, "items", (plan.item_count, 8)), plan.items)
-    assert np.array_equal(read(layout, words, "merge_indptr", (plan.merge_count + 1,)), plan.merge_indptr)
-    assert np.array_equal(read(layout, words, "merges", (plan.merge_count, 2)), plan.merges)
-    assert np.array_equal(read(layout, words, "merge_src", (plan.partials,)), plan.merge_src)
+def test_an_encoded_plan_reads_back():
+    draw = np.random.default_rng(1)
+    for first_step in range(200):
+        case = random_case(draw)
+        plan, layout = schedule(case.tiles, case.scheduling), case.layout
+        words = layout.encode(plan, first_step)
+        assert words.dtype == np.int32 and words.shape == (layout.plan_words,) and layout.plan_words % 64 == 0
+        header = [first_step, plan.item_count, plan.merge_count, plan.merge_rows]
+        assert words[:64].tolist() == header + [0] * 60
+        used = 64
+        for name in ARRAYS:
+            values = getattr(plan, name)
+            assert np.array_equal(read(layout, words, name, values.shape), values), name
+            used += layout.sizes[name]
+        assert used <= layout.plan_words
 
 
 def test_a_launch_is_encoded_row_by_row():
-    layout = KvPlanLayout(blocks=4, kv_heads=2)
-    plans = kv_plans_for_launch(30, 20, kv_heads=2, blocks=4, group=4)
+    layout = KvPlanLayout(blocks=4, kv_heads=2, tiles=1, tile_rows=4)
+    plans = kv_plans_for_launch(decode_tiles([30], 4), 20, kv_heads=2, blocks=4)
     words = layout.encode_launch(plans)
     assert words.shape == (3, layout.plan_words) and words[:, 0].tolist() == [0, 2, 18]
     assert np.array_equal(words[1], layout.encode(plans[1][1], 2))
 
 
-def test_plans_that_do_not_fit_are_refused():
-    with pytest.raises(PlanError, match="the plan is for 8 blocks and this layout for 4"):
-        KvPlanLayout(blocks=4, kv_heads=2).encode(kv_plan([10], 2, 8, 4), 0)
-    with pytest.raises(PlanError, match="16 items and the layout room for 10"):
-        KvPlanLayout(blocks=4, kv_heads=2).encode(kv_plan([10] * 8, 2, 4, 4), 0)
-    with pytest.raises(PlanError, match="use a larger batch or no fixed chunk length"):
-        KvPlanLayout(blocks=4, kv_heads=2).encode(kv_plan([1000], 2, 4, 4, chunk=16), 0)
+def test_a_fixed_chunk_needs_room_for_the_longest_tiles():
+    layout = KvPlanLayout(blocks=4, kv_heads=2, tiles=3, tile_rows=5, chunk=64, max_keys=1000)
+    assert (layout.max_items, layout.max_merges, layout.max_partials, layout.max_sources) == (96, 6, 96, 96)
+    assert layout.max_partial_rows == 96 * 5
+    fewer = KvPlanLayout(blocks=4, kv_heads=2, tiles=3, tile_rows=5, chunk=64, max_keys=1000, level_rows=7)
+    assert fewer.max_partial_rows == 2 * 16 * 7
+    plan = kv_plan([1000] * 3, 2, 4, 5, chunk=64)
+    layout.check(plan)
+    assert (plan.item_count, plan.partial_rows) == (96, 480), "the limits are reached"
 
 
-def test_workspace_is_the_published_example():
-    assert workspace_bytes(blocks=132, kv_heads=8, rows=4, head_dim=128, batch=8) == 558_592
+def test_several_levels_have_room_for_every_tile_to_be_partial():
+    layout = KvPlanLayout(blocks=132, kv_heads=8, tiles=9, tile_rows=32, levels=2, level_rows=32)
+    assert (layout.max_items, layout.max_partials, layout.max_merges) == (336, 336, 72)
+    assert layout.max_partial_rows == 264 * 32 + 8 * (32 + 32)
+    assert layout.max_sources == 2 * 72 + 9 * 132, "a prefix's states count once for every tile under it"
+    plain = KvPlanLayout(blocks=132, kv_heads=8, tiles=9, tile_rows=32, levels=2)
+    assert plain.max_partial_rows == 264 * 32 + 8 * 9 * 32
 
 
-def test_workspace_sections_are_aligned_and_apart():
-    workspace = Workspace(blocks=4, kv_heads=2, rows=3, head_dim=64, batch=2)
-    end = 0
-    for name, offset in workspace.offsets.items():
-        assert offset % 256 == 0 and 0 <= offset - end < 256
-        end = offset + workspace.sizes[name]
-    assert 0 <= workspace.nbytes - end < 256
+def test_a_long_prefix_has_more_sources_than_partial_states():
+    """Eight tiles under a prefix that every block works on: the case that `max_sources` is for."""
+    tiles = [Tile(0, 0, 32, 0, 16384), *(Tile(1, 1 + b, 4, 16384, 16385, 4 * b) for b in range(8))]
+    plan = schedule(tiles, Scheduling(kv_heads=8, blocks=132))
+    layout = KvPlanLayout(blocks=132, kv_heads=8, tiles=9, tile_rows=32, levels=2, level_rows=32)
+    layout.check(plan)
+    assert plan.source_count > layout.max_partials > plan.partials
 
 
-def test_a_smaller_or_misaligned_workspace_is_refused():
-    workspace = Workspace(blocks=132, kv_heads=8, rows=4, head_dim=128, batch=8)
-    workspace.check(558_592, 0x7000)
-    with pytest.raises(PlanError, match="558591 bytes given, 558592 needed"):
-        workspace.check(558_591)
-    with pytest.raises(PlanError, match="0x7010 is no multiple of 256"):
-        workspace.check(558_592, 0x7010)
+def test_a_step_of_a_kernel_has_one_layout():
+    def layout_of(**choices):
+        plan = default_plan(GPUS["h200"], **vars(LLAMA_8B), **choices)
+        return plan, KvPlanLayout.for_step(plan, LLAMA_8B.group, LLAMA_8B.kv_heads, 132)
+
+    plan, one = layout_of()
+    assert (one.tiles, one.tile_rows, one.levels, one.chunk) == (1, 4, 1, 0)
+    plan, eight = layout_of(batch=8, tokens=8)
+    assert (eight.tiles, eight.tile_rows, eight.levels, eight.level_rows) == (16, 32, 2, 32)
+    plan, prompt = layout_of(batch=2, tokens=16, kv_chunk=256)
+    assert (prompt.tiles, prompt.tile_rows, prompt.levels, prompt.chunk) == (2, 4 * plan.tile_columns(4), 1, 256)
+    assert prompt.max_keys == plan.max_context + 16
+
+
+@pytest.mark.parametrize(
+    ("layout", "plan", "message"),
+    [
+        ({}, kv_plan([10], 2, 8, 4), "the plan is for 8 blocks and this layout for 4"),
+        ({}, kv_plan([10], 2, 4, 5), r"5 rows in a tile and the layout room for 4 \(1 tiles of 4 rows, 2 KV heads"),
+        ({}, kv_plan([10] * 8, 2, 4, 4), "16 items and the layout room for 10"),
+        ({}, kv_plan([1000], 2, 4, 4, chunk=16), r"126 items and the layout room for 10 .*chunks by rule"),
+        ({"tiles": 9}, kv_plan([30], 2, 4, 4, chunk=16), None),
+        ({"tiles": 60}, kv_plan([1000], 2, 4, 4, chunk=16), "126 sources and the layout room for 8"),
+        ({"chunk": 16, "max_keys": 100}, kv_plan([113], 2, 4, 4, chunk=16), r"16 items .* for 14 .*at most 100 keys"),
+        (
+            {"tiles": 8, "level_rows": 20, "chunk": 16, "max_keys": 32},
+            kv_plan([32] * 6, 2, 4, 4, chunk=16),
+            "partial rows",
+        ),
+    ],
+)
+def test_plans_that_do_not_fit_are_refused(layout, plan, message):
+    made = KvPlanLayout(**{"blocks": 4, "kv_heads": 2, "tiles": 1, "tile_rows": 4, **layout})
+    if message is None:
+        made.encode(plan, 0)
+    else:
+        with pytest.raises(PlanError, match=message):
+            made.encode(plan, 0)
+
+
+def test_impossible_layouts_are_refused():
+    with pytest.raises(PlanError, match="tile_rows is 0"):
+        KvPlanLayout(4, 2, 1, 0)
+    with pytest.raises(PlanError, match="chunks of 64 keys and max_keys is 0: give the most keys of a tile"):
+        KvPlanLayout(4, 2, 1, 4, chunk=64)

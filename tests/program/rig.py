@@ -22,7 +22,7 @@ from cheetah.plan import GPUS, Gpu, Plan
 from cheetah.runtime.assemble import allocate_buffers, upload_weights
 from cheetah.runtime.device.emulator import EmulatorDevice, EmulatorKernel
 from cheetah.runtime.kv_cache import CachedSequence, PagePool
-from cheetah.runtime.launcher import Epochs, Launcher, Sampling
+from cheetah.runtime.launcher import Epochs, Launcher, Part, Sampling
 
 CONSTANT = ("weights", "norms", "embedding", "rope")
 F32 = NDArray[np.float32]
@@ -138,17 +138,31 @@ class Session:
         self.buffers: dict[str, Any] = {}
         allocate_buffers(self.device, rig.manifest, self.buffers)
         self.buffers.update({name: rig.constants[name] for name in CONSTANT})
-        pool = PagePool(rig.plan.kv_pages, page_order)
-        sequence = CachedSequence(pool, rig.plan.page_size, rig.plan.max_context)
-        self.launcher = Launcher(self.device, rig.kernel, rig.manifest, rig.config, self.buffers, sequence)
+        self.pool = PagePool(rig.plan.kv_pages, page_order)
+        self.launcher = Launcher(self.device, rig.kernel, rig.manifest, rig.config, self.buffers, self.sequence())
         self.launcher._epochs = Epochs(rig.config.layers + 1, first_epoch)
         self.launch_steps = launch_steps or self.launcher.max_steps
-        self.logits = self.device.allocate(self.launcher.max_steps * rig.config.vocab_size * 4, 0xFF)
+        rows = self.launcher.max_steps * rig.plan.tokens
+        self.logits = self.device.allocate(rows * rig.config.vocab_size * 4, 0xFF)
 
-    def score(self, ids: Sequence[int]) -> F32:
-        """float32 [len(ids), vocab]: the logits after each id."""
-        most = self.launch_steps
-        return np.concatenate([self.launcher.score(ids[i : i + most], self.logits) for i in range(0, len(ids), most)])
+    def sequence(self) -> CachedSequence:
+        """An empty sequence over the session's pool."""
+        return CachedSequence(self.pool, self.rig.plan.page_size, self.rig.plan.max_context)
+
+    def score(self, ids: Sequence[int], per_step: int = 1) -> F32:
+        """float32 [len(ids), vocab]: the logits after each id, `per_step` of them a step."""
+        most = self.launch_steps * per_step
+        parts = [ids[i : i + most] for i in range(0, len(ids), most)]
+        return np.concatenate([self.launcher.score(part, self.logits, per_step) for part in parts])
+
+    def score_together(self, ids: Sequence[Sequence[int]], caches: Sequence[CachedSequence]) -> list[F32]:
+        """The logits after each id of several sequences, one token of each a step; all have equally many ids."""
+        steps = len(ids[0])
+        parts = [Part(cache, tokens, steps) for cache, tokens in zip(caches, ids, strict=True)]
+        self.launcher.launch_together(parts, self.logits)
+        found = self.logits.download(np.float32, (steps, self.rig.plan.tokens, self.config.vocab_size))
+        order = [part for part, _ in self.launcher.columns]
+        return [found[:, order.index(number)].copy() for number in range(len(ids))]
 
     def generate(
         self,

@@ -1,8 +1,9 @@
 """A device whose launches do what the Llama kernel's parameters say, in float32 numpy by `models.llama.reference`.
 
 It reads nothing but the buffers and scalars of the launch: packed weights, norms, embedding, rope table, KV pages by
-the page table, KV plans, tokens, stop ids, epoch. So the whole runtime is tested end to end without the kernel, and
-what the kernel may rely on is checked here: plans that cover every key, epochs that never repeat, pages in range.
+the page table, KV plans, tiles, sequences, columns, tokens, stop ids, epoch. So the whole runtime is tested end to end
+without the kernel, and what the kernel may rely on is checked here: plans that cover every key once, tiles that read
+the sequence's own pages, pages that nobody else reads where one writes, epochs that never repeat.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from cheetah.models.llama.weights import (
 )
 from cheetah.plan import GPUS, Gpu, Plan, default_plan, gpu_named, step_matrices
 from cheetah.plan.kv import KvPlanLayout, max_plans
+from cheetah.plan.tables import COLUMN_WORDS, MAX_STOP_IDS, SEQUENCE_WORDS, TILE_WORDS, SequenceRecord, TileRecord
 from cheetah.runtime.device.arguments import check_arguments
 from cheetah.runtime.device.interface import DeviceInfo, LaunchTimeout
 
@@ -63,7 +65,7 @@ def generate_kernel(config: LlamaConfig, gpu_name: str, **overrides: Any) -> Gen
         config=config.to_dict(),
         plan=plan.to_dict(),
         launch=Launch(gpu.blocks, plan.threads, 1024),
-        parameters=_parameters(config),
+        parameters=_parameters(config, plan),
         matrices=matrices.describe(),
         layer_stride=matrices.layer_stride,
         weight_bytes=matrices.weight_bytes,
@@ -74,19 +76,21 @@ def generate_kernel(config: LlamaConfig, gpu_name: str, **overrides: Any) -> Gen
     return Generated(TEXT, manifest)
 
 
-def _parameters(config: LlamaConfig) -> tuple[Parameter, ...]:
+def _parameters(config: LlamaConfig, plan: Plan) -> tuple[Parameter, ...]:
     pointers = [
         ("weights", "const uint8_t*", "u8", None), ("norms", "const bf16*", "bf16", None),
         ("embedding", "const bf16*", "bf16", None), ("rope", "const float*", "f32", None),
         ("kv", "bf16*", "bf16", None),
         ("page_table", "const int32_t*", "i32", None), ("kv_plans", "const int32_t*", "i32", None),
+        ("tiles", "const int32_t*", "i32", None), ("sequences", "const int32_t*", "i32", None),
+        ("columns", "const int32_t*", "i32", None),
         ("exchange", "uint8_t*", "u8", None), ("tokens", "int32_t*", "i32", None),
-        ("stop_ids", "const int32_t*", "i32", ("stop_count",)),
-        ("logits", "float*", "f32", ("steps", config.vocab_size)),
+        ("stop_ids", "const int32_t*", "i32", (MAX_STOP_IDS,)),
+        ("logits", "float*", "f32", ("steps", plan.tokens, config.vocab_size)),
         ("progress", "uint32_t*", "u32", None), ("status", "int32_t*", "i32", (8,)),
     ]  # fmt: skip
-    scalars = [(name, "uint32_t", "u32") for name in ("length", "given", "steps", "plan_count", "stop_count", "epoch")]
-    scalars += [("temperature", "float", "f32"), ("seed", "uint64_t", "u64")]
+    names = ("steps", "head_from", "column_count", "sequence_count", "plan_count", "epoch")
+    scalars = [(name, "uint32_t", "u32") for name in names]
     return (
         *(
             Parameter(name, ctype, "pointer", dtype, not ctype.startswith("const"), shape, "", name == "logits")
@@ -98,7 +102,8 @@ def _parameters(config: LlamaConfig) -> tuple[Parameter, ...]:
 
 def _buffers(config: LlamaConfig, plan: Plan, gpu: Gpu) -> tuple[BufferSpec, ...]:
     weights = buffer_bytes(config, step_matrices(model_shape(config), plan, gpu))
-    words = KvPlanLayout(gpu.blocks, config.kv_heads, plan.batch).plan_words
+    layout = KvPlanLayout.for_step(plan, config.group, config.kv_heads, gpu.blocks)
+    plans = max_plans(plan.max_steps, plan.kv_align, layout.tiles, plan.tokens)
     kv_shape = (config.layers, plan.kv_pages, 2, config.kv_heads, plan.page_size, config.head_dim)
     shapes: list[tuple[str, str, tuple[int, ...], str]] = [
         ("weights", "u8", (weights["weights"],), "host"),
@@ -106,10 +111,14 @@ def _buffers(config: LlamaConfig, plan: Plan, gpu: Gpu) -> tuple[BufferSpec, ...
         ("embedding", "bf16", (config.vocab_size, config.padded_hidden), "host"),
         ("rope", "f32", (plan.max_context, config.head_dim // 2, 2), "host"),
         ("kv", "bf16", kv_shape, "poison"),
-        ("page_table", "i32", (plan.pages_per_sequence,), "host"),
-        ("kv_plans", "i32", (max_plans(plan.max_steps, plan.kv_align), words), "host"),
+        ("page_table", "i32", (plan.batch, plan.pages_per_sequence), "poison"),
+        ("kv_plans", "i32", (plans, layout.plan_words), "poison"),
+        ("tiles", "i32", (layout.tiles, TILE_WORDS), "poison"),
+        ("sequences", "i32", (plan.batch, SEQUENCE_WORDS), "poison"),
+        ("columns", "i32", (plan.tokens, COLUMN_WORDS), "poison"),
         ("exchange", "u8", (EXCHANGE_BYTES,), "zero"),
-        ("tokens", "i32", (plan.max_steps + 1,), "poison"),
+        ("tokens", "i32", (plan.batch, plan.launch_tokens + 1), "poison"),
+        ("stop_ids", "i32", (MAX_STOP_IDS,), "poison"),
         ("progress", "u32", (gpu.blocks,), "poison"),
         ("status", "i32", (8,), "poison"),
     ]
@@ -145,6 +154,9 @@ class FakeBuffer:
     def fill(self, byte: int) -> None:
         self._live()[:] = byte
 
+    def copy(self, source_offset: int, target_offset: int, nbytes: int) -> None:
+        self.view(np.uint8, nbytes, target_offset)[:] = self.download(np.uint8, nbytes, source_offset)
+
     def free(self) -> None:
         self.data = None
 
@@ -160,7 +172,8 @@ class FakeKernel:
 
 
 class FakeDevice:
-    """Pretends to be `gpu`. `launches` keeps the scalars of every launch; `hang` makes synchronize time out."""
+    """Pretends to be `gpu`. `launches` keeps the scalars of every launch, with the records of its `sequences` and
+    `tiles`; `hang` makes synchronize time out."""
 
     name = "fake"
 
@@ -191,7 +204,8 @@ class FakeDevice:
         self.launches.append({name: value for name, value in arguments.items() if not isinstance(value, FakeBuffer)})
         if self._model is None:
             self._model = model_in_buffers(kernel.manifest, arguments)
-        run_kernel(kernel.manifest, self._model, arguments)
+        tables = run_kernel(kernel.manifest, self._model, arguments)
+        self.launches[-1] |= {"sequences": tables.sequences, "tiles": tables.tiles}
 
     def synchronize(self, timeout_s: float | None = None, progress: object = None) -> None:
         if self.hang:
@@ -248,30 +262,101 @@ def _split(config: LlamaConfig, matrix: str, layer: int, rows: NDArray[np.uint16
     return dict(zip(names, np.split(natural, np.cumsum(counts)[:-1]), strict=True))
 
 
-def run_kernel(manifest: Manifest, model: Reference, arguments: Mapping[str, Any]) -> None:
+@dataclass
+class Tables:
+    """A launch's tables, read back and checked against each other."""
+
+    plan: Plan
+    arguments: Mapping[str, Any]
+    sequences: list[SequenceRecord]
+    tiles: list[TileRecord]
+    pages: NDArray[np.int32]  # [sequences, pages_per_sequence]
+    tokens: NDArray[np.int32]  # [sequences, launch_tokens + 1]
+
+    @classmethod
+    def read(cls, plan: Plan, arguments: Mapping[str, Any]) -> Tables:
+        count, columns = int(arguments["sequence_count"]), int(arguments["column_count"])
+        assert 1 <= count <= plan.batch and count <= columns <= plan.tokens
+        words = arguments["sequences"].view(np.int32, (count, SEQUENCE_WORDS))
+        sequences = [SequenceRecord(*map(int, row[: len(dataclasses.fields(SequenceRecord))])) for row in words]
+        expected = [(b, i) for b, sequence in enumerate(sequences) for i in range(sequence.per_step)]
+        assert arguments["columns"].view(np.int32, (columns, COLUMN_WORDS))[:, :2].tolist() == [*map(list, expected)]
+        firsts = np.cumsum([0, *(sequence.per_step for sequence in sequences)])
+        assert [sequence.first_column for sequence in sequences] == firsts[:-1].tolist()
+        pages = arguments["page_table"].view(np.int32, (count, plan.pages_per_sequence))
+        tokens = arguments["tokens"].view(np.int32, (count, plan.launch_tokens + 1))
+        return cls(plan, arguments, sequences, cls._tiles(plan, arguments, columns), pages, tokens)
+
+    @staticmethod
+    def _tiles(plan: Plan, arguments: Mapping[str, Any], columns: int) -> list[TileRecord]:
+        """Those in use: each column has one tile with new keys, and the tiles without come first."""
+        tiles, own = [], 0
+        for row in arguments["tiles"].view(np.int32, (arguments["tiles"].nbytes // 4 // TILE_WORDS, TILE_WORDS)):
+            tiles.append(TileRecord(*map(int, row)))
+            own += tiles[-1].columns if tiles[-1].new else 0
+            if own == columns:
+                return tiles
+        raise AssertionError(f"the tiles have {own} of {columns} columns")
+
+    def stops(self, sequence: SequenceRecord) -> set[int]:
+        stop_ids = self.arguments["stop_ids"].view(np.int32, (MAX_STOP_IDS,))
+        return set(stop_ids[sequence.stop_first :][: sequence.stop_count].tolist())
+
+
+def run_kernel(manifest: Manifest, model: Reference, arguments: Mapping[str, Any]) -> Tables:
     """One launch, step by step, as the manifest's parameters say."""
     config, plan = model.config, Plan.from_dict(manifest.plan)
-    length, given, steps = (int(arguments[name]) for name in ("length", "given", "steps"))
-    assert 1 <= given <= steps + 1 <= plan.max_steps + 1
+    steps = int(arguments["steps"])
+    tables = Tables.read(plan, arguments)
+    _check_sequences(tables, steps)
     _use_epochs(arguments, steps * (config.layers + 1))
-    tokens = arguments["tokens"].view(np.int32, (plan.max_steps + 1,))
-    stops = set(arguments["stop_ids"].view(np.int32, (int(arguments["stop_count"]),)).tolist())
-    status = arguments["status"].view(np.int32, (8,))
     model.table = arguments["rope"].view(np.float32, (plan.max_context, config.head_dim // 2, 2))
+    stopped: set[int] = set()
     done = 0
-    for step in range(steps):
-        _check_plan(manifest, config, arguments, step, length + step + 1)
-        logits = _cached_step(config, plan, model, arguments, length + step, int(tokens[step]))
-        done = step + 1
-        if arguments["logits"] is not None:
-            arguments["logits"].view(np.float32, (steps, config.vocab_size))[step] = logits
-        if step + 1 >= given:
-            position = length + step + 1
-            tokens[step + 1] = sample(logits, float(arguments["temperature"]), int(arguments["seed"]), position)
-            if int(tokens[step + 1]) in stops:
-                break
-    status[0] = done
+    while done < steps and len(stopped) < len(tables.sequences):
+        _check_plan(manifest, config, tables, done)
+        for number in range(len(tables.sequences)):
+            if _sequence_step(tables, model, number, done):
+                stopped.add(number)
+        done += 1
+    arguments["status"].view(np.int32, (8,))[0] = done
     arguments["progress"].view(np.uint32, (manifest.launch.blocks,))[:] = done * len(PHASES)
+    return tables
+
+
+def _sequence_step(tables: Tables, model: Reference, number: int, step: int) -> bool:
+    """The tokens of one sequence in one step; whether it has sampled a stop id or has no more."""
+    sequence, tokens, plan = tables.sequences[number], tables.tokens[number], tables.plan
+    vocab, logits_buffer = model.config.vocab_size, tables.arguments["logits"]
+    temperature = float(np.uint32(sequence.temperature & 0xFFFFFFFF).view(np.float32))
+    seed = (sequence.seed_low & 0xFFFFFFFF) | (sequence.seed_high & 0xFFFFFFFF) << 32
+    has_stopped = False
+    for column in range(sequence.per_step):
+        k = step * sequence.per_step + column
+        if k >= sequence.total:
+            return True
+        position = sequence.length + k
+        logits = _cached_step(model.config, plan, model, tables, number, position, int(tokens[k]))
+        if logits_buffer is not None:
+            rows = logits_buffer.view(np.float32, (int(tables.arguments["steps"]), plan.tokens, vocab))
+            rows[step, sequence.first_column + column] = logits
+        if k + 1 >= sequence.given:
+            assert step >= int(tables.arguments["head_from"]) or logits_buffer is not None, "a sample without its head"
+            tokens[k + 1] = sample(logits, temperature, seed, position + 1)
+            has_stopped |= int(tokens[k + 1]) in tables.stops(sequence)
+    return has_stopped or (step + 1) * sequence.per_step >= sequence.total
+
+
+def _check_sequences(tables: Tables, steps: int) -> None:
+    """Each has tokens in every step, and writes to pages that no other sequence of the launch has."""
+    page_size = tables.plan.page_size
+    for number, (sequence, pages) in enumerate(zip(tables.sequences, tables.pages, strict=True)):
+        per_step, total = sequence.per_step, sequence.total
+        assert (steps - 1) * per_step < total <= steps * per_step, "a sequence without a token in every step"
+        assert 1 <= sequence.given <= total + 1 and (per_step == 1 or sequence.given >= total)
+        written = pages[sequence.length // page_size : -(-(sequence.length + total) // page_size)]
+        others = np.delete(tables.pages, number, axis=0)
+        assert (written >= 0).all() and not np.isin(written, others).any(), "a page that others read is written"
 
 
 def _use_epochs(arguments: Mapping[str, Any], count: int) -> None:
@@ -283,33 +368,52 @@ def _use_epochs(arguments: Mapping[str, Any], count: int) -> None:
     used[0] = first + count - 1
 
 
-def _check_plan(manifest: Manifest, config: LlamaConfig, arguments: Mapping[str, Any], step: int, keys: int) -> None:
-    """The plan of this step covers each key of each head exactly once, and no block of keys beyond them."""
-    layout = KvPlanLayout(manifest.launch.blocks, config.kv_heads, 1)
-    plans = arguments["kv_plans"].view(np.int32, (int(arguments["plan_count"]), layout.plan_words))
+def _check_plan(manifest: Manifest, config: LlamaConfig, tables: Tables, step: int) -> None:
+    """The plan of this step covers each key of each column's sequence and head exactly once, over all levels, and reads
+    the keys of a shared prefix from the very pages of all who share it."""
+    layout = KvPlanLayout.for_step(tables.plan, config.group, config.kv_heads, manifest.launch.blocks)
+    plans = tables.arguments["kv_plans"].view(np.int32, (int(tables.arguments["plan_count"]), layout.plan_words))
     assert plans[0, 0] == 0 and (np.diff(plans[:, 0]) > 0).all()
     words = plans[np.flatnonzero(plans[:, 0] <= step)[-1]]
-    items = words[layout.offsets["items"] :][: int(words[1]) * 8].reshape(-1, 8)
-    align = int(manifest.plan["kv_align"])
-    covered = np.zeros((config.kv_heads, int(items[:, 4].max()) + keys), int)
-    for _, _, head, begin, end, *_ in items.tolist():
-        covered[head, begin:end] += 1
-    rounded = -(-keys // align) * align
-    exactly = (covered[:, :rounded] == 1).all() and not covered[:, rounded:].any()
-    assert exactly, f"step {step}: the plan does not cover {keys} keys once"
+    items = words[layout.offsets["items"] :][: int(words[1]) * 8].reshape(-1, 8).tolist()
+    align, columns = tables.plan.kv_align, sum(sequence.per_step for sequence in tables.sequences)
+    keys = tables.plan.max_context + tables.plan.tokens + align
+    covered = np.zeros((columns, config.kv_heads, keys), int)
+    for _, number, head, begin, end, *_ in items:
+        tile = tables.tiles[number]
+        covered[tile.first_column : tile.first_column + tile.columns, head, begin:end] += 1
+        _check_tile_pages(tables, tile, begin, min(end, tile.length + step * tile.stride))
+    for sequence in tables.sequences:
+        rounded = -(-(sequence.length + (step + 1) * sequence.per_step) // align) * align
+        own = covered[sequence.first_column : sequence.first_column + sequence.per_step]
+        # A tile of some of a sequence's columns may end at the last of them.
+        least = -(-(sequence.length + step * sequence.per_step + 1) // align) * align
+        exactly = (own[:, :, :least] == 1).all() and (own <= 1).all() and not own[:, :, rounded:].any()
+        assert exactly, f"step {step}: the plan does not cover {rounded} keys once"
+
+
+def _check_tile_pages(tables: Tables, tile: TileRecord, begin: int, end: int) -> None:
+    """Keys [begin, end) of a tile are those of every sequence whose columns it has."""
+    page_size, each = tables.plan.page_size, tables.plan.pages_per_sequence
+    places = slice(begin // page_size, -(-max(begin, end) // page_size))
+    read = tables.pages.reshape(-1)[tile.table : tile.table + each][places]
+    for sequence, pages in zip(tables.sequences, tables.pages, strict=True):
+        if sequence.first_column < tile.first_column + tile.columns:
+            if sequence.first_column + sequence.per_step > tile.first_column:
+                np.testing.assert_array_equal(pages[places], read)
 
 
 def _cached_step(
-    config: LlamaConfig, plan: Plan, model: Reference, arguments: Mapping[str, Any], position: int, token: int
+    config: LlamaConfig, plan: Plan, model: Reference, tables: Tables, number: int, position: int, token: int
 ) -> NDArray[np.float32]:
-    """One step over the paged cache; only pages and slots that hold tokens are read."""
+    """One token over the paged cache; only pages and slots that hold tokens are read."""
     shape = (config.layers, plan.kv_pages, 2, config.kv_heads, plan.page_size, config.head_dim)
-    pool = arguments["kv"].view(ml_dtypes.bfloat16, shape)
-    table = arguments["page_table"].view(np.int32, (plan.pages_per_sequence,))
+    pool = tables.arguments["kv"].view(ml_dtypes.bfloat16, shape)
     where = np.arange(position + 1)
-    pages, slots = table[where // plan.page_size], where % plan.page_size
+    pages, slots = tables.pages[number][where // plan.page_size], where % plan.page_size
     assert ((pages >= 0) & (pages < plan.kv_pages)).all(), "page outside the pool"
     cached = pool[:, pages, :, :, slots].astype(np.float32)  # [tokens, layers, 2, heads, head_dim]
+    assert np.isfinite(cached[:-1]).all(), "a slot that holds no token is read"
     model.length = position
     model.keys, model.values = (np.ascontiguousarray(cached[:, :, part].transpose(1, 2, 0, 3)) for part in (0, 1))
     logits = model.step(token)

@@ -107,7 +107,8 @@ def test_no_head_runs_inside_a_long_prompt() -> None:
     device = FakeDevice()
     one = Decoder(assembled(device).launcher, 4)
     tokens_of(one.complete(Request(PROMPT, 1, Sampling())))
-    assert [(launch["given"], launch["steps"]) for launch in device.launches] == [(5, 4), (5, 4), (3, 3)]
+    found = [(launch["sequences"][0].given, launch["steps"], launch["head_from"]) for launch in device.launches]
+    assert found == [(5, 4, 4), (5, 4, 4), (3, 3, 2)]
 
 
 def test_the_context_is_refused_before_anything_runs_and_can_be_filled() -> None:
@@ -117,7 +118,7 @@ def test_the_context_is_refused_before_anything_runs_and_can_be_filled() -> None
         one.complete(Request(PROMPT, 31, Sampling()))
     assert device.launches == []
     assert tokens_of(one.complete(Request(PROMPT, 30, Sampling()))) == expected(PROMPT, 30)
-    assert one.launcher.cache.length == 40
+    assert one.launcher.cache.pool.free_pages == one.launcher.cache.pool.pages
 
 
 def test_the_models_own_limit_is_named() -> None:

@@ -104,6 +104,18 @@ def test_the_threads_context_is_put_back_after_every_call() -> None:
     assert [call for call, _ in api.calls if "Ctx" in call][1:] == ["cuCtxPushCurrent", "cuCtxPopCurrent"]
 
 
+def test_a_copy_on_the_device_names_its_target_first() -> None:
+    api = FakeApi()
+    CudaDriver(api, 0).copy_on_device(256, 512, 16, "stream")
+    assert api.calls[-1] == ("cuMemcpyDtoDAsync", (256, 512, 16, "stream"))
+    fake, seen = FakePyCuda(), list[tuple[Any, ...]]()
+    fake.memcpy_dtod_async = lambda *arguments: seen.append(arguments)
+    driver = PyCudaDriver(fake, 0)
+    driver.copy_on_device(256, 512, 16, "stream")
+    assert seen == [(256, 512, 16, "stream")]
+    driver.close()
+
+
 def test_only_a_cooperative_launch_is_one() -> None:
     api = FakeApi()
     CudaDriver(api, 0).launch("function", Launch(4, 64, 0, cooperative=False), [], "stream")
@@ -153,6 +165,7 @@ def test_the_real_bindings_accept_every_call_that_we_make() -> None:
         lambda: driver.fill(256, 1, 16, stream),
         lambda: driver.copy_to_device(256, memory, stream),
         lambda: driver.copy_to_host(memory, 256, stream),
+        lambda: driver.copy_on_device(256, 512, 16, stream),
         lambda: driver.load(b"cubin", "kernel", 1000),
         lambda: driver._call("cuModuleGetFunction", module, b"kernel"),
         lambda: driver._call("cuFuncSetAttribute", function, shared, 1000),

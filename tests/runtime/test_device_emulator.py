@@ -112,6 +112,21 @@ def test_buffers_are_aligned_checked_and_freed() -> None:
         buffer.fill(0)
 
 
+def test_a_buffer_is_copied_within() -> None:
+    buffer = open_device("emulator").allocate(100)
+    buffer.upload(np.arange(100, dtype=np.uint8))
+    buffer.copy(2, 50, 48)
+    buffer.copy(99, 0, 1)
+    buffer.copy(7, 7, 0)
+    assert buffer.download(np.uint8, 100).tolist() == [99, *range(1, 50), *range(2, 50), 98, 99]
+    for source, target, nbytes in ((0, 60, 41), (60, 0, 41), (0, -1, 1), (0, 3, 4), (0, 50, -1)):
+        with pytest.raises(ArgumentError, match="outside a buffer of 100 bytes|overlap|cannot copy -1 bytes"):
+            buffer.copy(source, target, nbytes)
+    buffer.free()
+    with pytest.raises(ArgumentError, match="has been freed"):
+        buffer.copy(0, 50, 1)
+
+
 def test_the_text_must_be_that_of_the_manifest() -> None:
     with pytest.raises(CheetahError, match="regenerate both with: cheetah generate demo"):
         open_device("emulator").load(TEXT + " ", manifest())

@@ -138,6 +138,22 @@ def test_copies_fills_and_memory(device: Device) -> None:
     assert device.describe().free_bytes > before - (8 << 20)
 
 
+def test_a_buffer_is_copied_within_after_the_launch_before(device: Device) -> None:
+    blocks = device.describe().blocks
+    manifest = exchange_manifest(blocks)
+    kernel = device.load(EXCHANGE, manifest)
+    buffers = {parameter.name: device.allocate(4 * blocks * THREADS, 0xFF) for parameter in manifest.parameters[:5]}
+    buffers["x"].upload(np.arange(blocks * THREADS, dtype=np.float32))
+    buffers["arrived"].fill(0)
+    device.launch(kernel, {**buffers, "missing": 0, "factor": 1.0, "seed": 0})
+    buffers["sums"].copy(0, 4 * blocks, 4 * blocks)
+    buffers["arrived"].fill(0)
+    device.launch(kernel, {**buffers, "missing": 0, "factor": 2.0, "seed": 0})
+    device.synchronize(20.0)
+    second, first = buffers["sums"].download(np.float32, (2, blocks))
+    assert np.array_equal(first * 2, second) and first.all()
+
+
 def test_too_much_memory_is_refused_with_numbers(device: Device) -> None:
     with pytest.raises(DeviceError, match=r"cannot allocate 10240.00 GiB on NVIDIA .* are free \(cuMemAlloc"):
         device.allocate(10 << 40)

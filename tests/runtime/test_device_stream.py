@@ -150,6 +150,14 @@ class FakeDriver:
 
         stream.work.append(copy)
 
+    def copy_on_device(self, target: int, source: int, nbytes: int, stream: FakeStream) -> None:
+        assert nbytes > 0
+
+        def copy() -> None:
+            self.memory[target : target + nbytes] = self.memory[source : source + nbytes]
+
+        stream.work.append(copy)
+
     def load(self, image: bytes, kernel: str, shared_bytes: int) -> str:
         return kernel
 
@@ -230,6 +238,58 @@ def test_uploads_fills_and_launches_happen_in_order() -> None:
         device.launch(kernel, {"progress": buffer, "n": 0})
     device.synchronize()
     assert seen == [1, 2, 3]
+
+
+def test_copies_on_the_device_happen_in_order_with_launches() -> None:
+    device, driver = opened()
+    seen: list[list[int]] = []
+
+    def kernel(stream: FakeStream, values: list[Any]) -> None:
+        first = driver.memory[values[0].address :]
+        seen.append(first[:16:4].tolist())
+        first[:4] += 1
+
+    driver.kernel = kernel
+    loaded = device.load(TEXT, manifest())
+    buffer = device.allocate(16)
+    buffer.upload(np.repeat(np.array([1, 20, 30, 40], np.uint8), 4))
+    for target in (4, 8, 12):
+        device.launch(loaded, {"progress": buffer, "n": 0})
+        buffer.copy(0, target, 4)
+    assert seen == [], "a copy waited for the launch before it"
+    device.launch(loaded, {"progress": buffer, "n": 0})
+    device.synchronize()
+    assert seen == [[1, 20, 30, 40], [2, 2, 30, 40], [3, 2, 3, 40], [4, 2, 3, 4]]
+
+
+def test_a_copy_on_the_device_is_checked() -> None:
+    device, driver = opened()
+    buffer = device.allocate(16, fill=7)
+    for source, target, nbytes, message in (
+        (0, 8, 9, "copy to the place of bytes 8 to 17 is outside a buffer of 16 bytes"),
+        (12, 0, 8, "copy of bytes 12 to 20 is outside a buffer of 16 bytes"),
+        (-4, 8, 4, "copy of bytes -4 to 0 is outside"),
+        (0, 8, -1, "cannot copy -1 bytes"),
+        (0, 4, 8, "copy of bytes 0 to 8 over 4 to 12: the two overlap, copy in pieces"),
+        (5, 5, 1, "the two overlap"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            buffer.copy(source, target, nbytes)
+    buffer.copy(0, 8, 8)
+    buffer.copy(3, 3, 0)
+    buffer.free()
+    with pytest.raises(ArgumentError, match="has been freed"):
+        buffer.copy(0, 8, 8)
+
+
+def test_a_fault_refuses_copies_on_the_device() -> None:
+    device, driver = opened()
+    buffer = device.allocate(16)
+    driver.fault = DriverError("cuEventQuery", "CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered")
+    with pytest.raises(DeviceError):
+        device.synchronize()
+    with pytest.raises(DeviceError, match="cannot be used any more: cuEventQuery failed"):
+        buffer.copy(0, 8, 8)
 
 
 def test_ranges_and_fills_are_checked() -> None:

@@ -62,8 +62,21 @@ def test_buffers_of_a_manifest_give_the_same_table():
     names = {"weights": "weights", "embedding": "embedding", "norms": "norms", "rope": "rotary table"}
     sizes = {name: wanted.bytes_of(label) for name, label in names.items()}
     sizes |= {"kv": wanted.bytes_of("keys and values"), "exchange": 100, "status": 200}
-    buffers = [Buffer(name, "u8", (size,), size, "zero") for name, size in sizes.items()]
+    buffers = [Buffer(name, "bf16", (size // 2,), size, "zero") for name, size in sizes.items()]
     assert memory_of_buffers(config, buffers) == wanted
+
+
+def test_a_cache_of_8_bit_elements_holds_twice_the_tokens():
+    config = PRESETS["llama-3.2-1b"]
+    nbytes = 64 * config.kv_bytes_per_token
+    found = [memory_of_buffers(config, [Buffer("kv", dtype, (1,), nbytes, "zero")]) for dtype in ("bf16", "u8")]
+    assert [estimate.kv_tokens for estimate in found] == [64, 128]
+
+
+def test_advice_is_for_each_sequence_of_a_batch():
+    estimate = memory_estimate(PRESETS["llama-3.2-1b"], max_context=8192, batch=4)
+    with pytest.raises(MemoryShortage, match="use max_context=6144 or less, or a batch below 4"):
+        estimate.check(estimate.total_bytes - estimate.bytes_of("keys and values") // 4, "gpu")
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,13 @@ CHEETAH_PRIMITIVE void wait_flagged_units(uint4 (&data)[8], const uint64_t* word
     data[i] = cheetah_emulator::wait_flagged4<__ATOMIC_RELAXED>(words + i * stride, epoch, place, "wait_flagged_units");
 }
 
+CHEETAH_PRIMITIVE void wait_flagged_places(uint4 (&data)[8], const uint64_t* words, const uint32_t (&offsets)[8],
+                                           uint32_t count, uint32_t epoch, CHEETAH_PLACE) {
+  for (uint32_t i = 0; i < count && i < 8; i++)
+    data[i] =
+        cheetah_emulator::wait_flagged4<__ATOMIC_RELAXED>(words + offsets[i], epoch, place, "wait_flagged_places");
+}
+
 CHEETAH_PRIMITIVE uint4 wait_flagged4_acquire(const uint64_t* p, uint32_t epoch, CHEETAH_PLACE) {
   return cheetah_emulator::wait_flagged4<__ATOMIC_ACQUIRE>(p, epoch, place, "wait_flagged4_acquire");
 }
@@ -288,6 +295,38 @@ CHEETAH_PRIMITIVE float bf16x2_low(uint32_t value) { return bits_float(value << 
 
 CHEETAH_PRIMITIVE float bf16x2_high(uint32_t value) { return bits_float(value & 0xFFFF0000u); }
 
+namespace cheetah_emulator {
+
+// Sign, four bits of exponent (bias 7), three of mantissa; the code with all bits set, NaN, gives 480 as on the GPU.
+__forceinline__ uint32_t bf16_of_e4m3(uint32_t code) {
+  const int exponent = code >> 3 & 15, mantissa = code & 7;
+  const float size = exponent ? std::ldexp(8.0f + mantissa, exponent - 10) : std::ldexp(float(mantissa), -9);
+  return float_bits(code & 128 ? -size : size) >> 16;
+}
+
+// Nearest even, saturating; NaN stays NaN (0x7F).
+__forceinline__ uint32_t e4m3_of_f32(float value) {
+  const uint32_t bits = float_bits(value), sign = bits >> 24 & 128;
+  if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return 0x7F;
+  const float size = bits_float(bits & 0x7FFFFFFFu);
+  if (size >= 448.0f) return sign | 0x7E;
+  if (size < 0x1p-6f) return sign | uint32_t(std::nearbyint(size * 512.0f));  // 8 of these is the first normal number
+  const uint32_t code = ((float_bits(size) + 0x7FFFFu + (float_bits(size) >> 20 & 1)) >> 20) - ((127 - 7) << 3);
+  return sign | (code > 0x7E ? 0x7E : code);
+}
+
+}  // namespace cheetah_emulator
+
+CHEETAH_PRIMITIVE uint2 e4m3x4_to_bf16(uint32_t codes) {
+  return {cheetah_emulator::bf16_of_e4m3(codes & 255) | cheetah_emulator::bf16_of_e4m3(codes >> 8 & 255) << 16,
+          cheetah_emulator::bf16_of_e4m3(codes >> 16 & 255) | cheetah_emulator::bf16_of_e4m3(codes >> 24) << 16};
+}
+
+CHEETAH_PRIMITIVE uint32_t e4m3x2_from_f32(float low, float high) {
+  return cheetah_emulator::e4m3_of_f32(low) | cheetah_emulator::e4m3_of_f32(high) << 8;
+}
+
+CHEETAH_PRIMITIVE float tanh_f32(float value) { return std::tanh(value); }
 CHEETAH_PRIMITIVE float exp2_f32(float value) { return std::exp2(value); }
 CHEETAH_PRIMITIVE float exp_f32(float value) { return std::exp(value); }
 CHEETAH_PRIMITIVE float log_f32(float value) { return std::log(value); }

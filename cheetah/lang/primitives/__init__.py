@@ -41,6 +41,7 @@ from cheetah.lang.primitives.exchange import (
     wait_at_least_u64,
     wait_flagged4,
     wait_flagged4_acquire,
+    wait_flagged_places,
     wait_flagged_units,
 )
 from cheetah.lang.primitives.numbers import (
@@ -50,6 +51,8 @@ from cheetah.lang.primitives.numbers import (
     bits_float,
     byte_permute,
     divide_f32,
+    e4m3x2_from_f32,
+    e4m3x4_to_bf16,
     exp2_f32,
     exp_f32,
     f32_to_bf16,
@@ -60,6 +63,7 @@ from cheetah.lang.primitives.numbers import (
     multiply_high_u32,
     pack_bf16x2,
     rsqrt_f32,
+    tanh_f32,
 )
 from cheetah.lang.primitives.tensor import make_u32x4, matrix_transpose_b16, mma_bf16
 
@@ -76,6 +80,8 @@ __all__ = [
     "bulk_copy_unchecked",
     "byte_permute",
     "divide_f32",
+    "e4m3x2_from_f32",
+    "e4m3x4_to_bf16",
     "exp2_f32",
     "exp_f32",
     "f32_to_bf16",
@@ -110,9 +116,11 @@ __all__ = [
     "shuffle_xor_f32",
     "shuffle_xor_u32",
     "store_relaxed_u32",
+    "tanh_f32",
     "wait_at_least_u64",
     "wait_flagged4",
     "wait_flagged4_acquire",
+    "wait_flagged_places",
     "wait_flagged_units",
     "warp_barrier",
     "warp_max_f32",

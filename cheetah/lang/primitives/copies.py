@@ -148,6 +148,8 @@ def _moved(base: Expr, index: Expr, sign: int) -> int | None:
     if before is None or not isinstance(index, Literal) or not isinstance(base.type, ty.Pointer):
         return None
     return before + sign * int(index.value) * max(1, base.type.element.bytes)
+
+
 prefetch_l2 = declare(
     "prefetch_l2",
     ty.void,

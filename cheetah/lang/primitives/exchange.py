@@ -82,6 +82,41 @@ wait_flagged_units = declare(
     count=ty.u32,
     epoch=ty.u32,
 )
+wait_flagged_places = declare(
+    "wait_flagged_places",
+    ty.void,
+    """
+    uint64_t word[8][4];
+    bool missing;
+    do {
+      missing = false;
+      #pragma unroll
+      for (uint32_t i = 0; i < 8; ++i) {
+        if (i < count) {
+          const uint64_t* place = words + offsets[i];
+          asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+            : "=l"(word[i][0]), "=l"(word[i][1]) : "l"(place) : "memory");
+          asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+            : "=l"(word[i][2]), "=l"(word[i][3]) : "l"(place + 2) : "memory");
+        }
+      }
+      #pragma unroll
+      for (uint32_t i = 0; i < 8; ++i) {
+        if (i < count) {
+          #pragma unroll
+          for (uint32_t j = 0; j < 4; ++j) missing |= (uint32_t)(word[i][j] >> 32) != epoch;
+          data[i] = make_uint4((uint32_t)word[i][0], (uint32_t)word[i][1], (uint32_t)word[i][2], (uint32_t)word[i][3]);
+        }
+      }
+    } while (missing);
+    """,
+    "the data of `count` (at most 8) units of four words, at word offsets of their own, once all carry the epoch",
+    data=ty.array(ty.u32x4, UNITS),
+    words=_WORDS,
+    offsets=ty.array(ty.u32, UNITS),
+    count=ty.u32,
+    epoch=ty.u32,
+)
 wait_flagged4_acquire = declare(
     "wait_flagged4_acquire",
     ty.u32x4,

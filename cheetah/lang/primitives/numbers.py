@@ -50,6 +50,37 @@ bf16x2_high = declare(
     pure=True,
     pair=ty.u32,
 )
+e4m3x4_to_bf16 = declare(
+    "e4m3x4_to_bf16",
+    ty.u32x2,
+    """
+    // A code's exponent and mantissa, put at the low end of a bf16's, stand for its value times 2^-120, also where it
+    // is subnormal; the product is exact.
+    uint32_t low = __byte_perm(codes, 0, 0x1404), high = __byte_perm(codes, 0, 0x3424);
+    low = (low & 0x80008000u) | ((low >> 4) & 0x07f007f0u);
+    high = (high & 0x80008000u) | ((high >> 4) & 0x07f007f0u);
+    uint2 result;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result.x) : "r"(low), "r"(0x7b807b80u));
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result.y) : "r"(high), "r"(0x7b807b80u));
+    return result;
+    """,
+    "four e4m3 codes, the first in the lowest byte, as bf16 pairs: exact (the NaN code gives 480)",
+    pure=True,
+    codes=ty.u32,
+)
+e4m3x2_from_f32 = declare(
+    "e4m3x2_from_f32",
+    ty.u32,
+    """
+    uint16_t result;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(result) : "f"(high), "f"(low));
+    return result;
+    """,
+    "two floats rounded to nearest even e4m3 codes, saturating at 448; `low` in the low byte",
+    pure=True,
+    low=ty.f32,
+    high=ty.f32,
+)
 byte_permute = declare(
     "byte_permute",
     ty.u32,
@@ -85,6 +116,7 @@ exp_f32 = declare("exp_f32", ty.f32, "return __expf(value);", "e^value (fast)", 
 log_f32 = declare("log_f32", ty.f32, "return logf(value);", "natural logarithm, accurate", pure=True, value=ty.f32)
 rsqrt_f32 = declare("rsqrt_f32", ty.f32, "return rsqrtf(value);", "1/sqrt(value)", pure=True, value=ty.f32)
 divide_f32 = declare("divide_f32", ty.f32, "return __fdividef(a, b);", "a/b (fast)", pure=True, a=ty.f32, b=ty.f32)
+tanh_f32 = declare("tanh_f32", ty.f32, "return tanhf(value);", "hyperbolic tangent", pure=True, value=ty.f32)
 maximum_f32 = declare(
     "maximum_f32",
     ty.f32,

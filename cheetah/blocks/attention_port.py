@@ -1,0 +1,64 @@
+"""How the attention core is joined to a kernel: where queries and new keys come from, where the output goes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from cheetah import lang as ch
+from cheetah.lang.errors import LangError
+
+
+class AttentionPort(ABC):
+    """What the core asks of the kernel around it. Columns are those of the step; a unit is 8 elements (u32x4 of bf16).
+
+    The methods emit code in the math role and may wait. What a plan or a variant does not need is never called.
+    """
+
+    has_newest = True
+    """Whether keys of this step come from `newest_unit`; False: all keys are in the cache."""
+
+    @abstractmethod
+    def query_unit(self, column: ch.Expr, head: ch.Expr, unit: ch.Expr, epoch: ch.Expr) -> Any:
+        """Elements 8*unit to 8*unit + 7 of a query."""
+
+    @abstractmethod
+    def newest_unit(self, column: ch.Expr, kv_head: ch.Expr, value: Any, unit: ch.Expr, epoch: ch.Expr) -> Any:
+        """The same of the key or (where the condition `value` holds) the value of a new token: as the cache will have
+        it, e4m3 codes as the bf16 numbers that they stand for."""
+
+    @abstractmethod
+    def position(self, column: ch.Expr) -> Any:
+        """The absolute position of the column's query (u32)."""
+
+    @abstractmethod
+    def publish(
+        self,
+        column: ch.Expr,
+        head: ch.Expr,
+        dim_pair: ch.Expr,
+        low: ch.Expr,
+        high: ch.Expr,
+        lse: ch.Expr,
+        epoch: ch.Expr,
+    ) -> None:
+        """The final output of dims 2*dim_pair and the next (f32), and the natural LSE of its row."""
+
+    def request(self, column: ch.Expr) -> Any:
+        """The request that a column belongs to (u32); for variants only, like the next two."""
+        raise self._missing("request")
+
+    def query(self, column: ch.Expr) -> Any:
+        """The column's number among the queries of its request (u32)."""
+        raise self._missing("query")
+
+    def keys(self, column: ch.Expr) -> Any:
+        """How many keys the column's request has, the new ones included (u32)."""
+        raise self._missing("keys")
+
+    def scale(self, kv_head: ch.Expr, value: bool) -> Any:
+        """What codes of a KV head's keys or values are multiplied by (f32); for e4m3 only."""
+        raise self._missing("scale")
+
+    def _missing(self, name: str) -> LangError:
+        return LangError(f"attention: {type(self).__name__} has no `{name}`, which this variant or KV type asks for.")

@@ -1,0 +1,101 @@
+"""The tokens of a step: the columns of every product, and how they lie in the vectors that blocks exchange.
+
+A kernel has room for `plan.tokens` columns, a launch uses the first `count` of them. Columns are independent of each
+other in every product, so those that are not used may hold anything: nobody loads, finishes or publishes them.
+
+In memory a vector lies in *fragment order*: for each 32 elements (the columns of a tile pair), for each token: its four
+units of 8. So lane 4n + t of a warp finds the operand of token n in one 16-byte load, and a vector is copied from the
+exchange to shared memory as it is. With one token that is the natural order.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from cheetah import lang as ch
+from cheetah.blocks.machine import Machine
+from cheetah.lang import prim, ty
+from cheetah.plan import PAIR_COLUMNS
+from cheetah.plan.plan import COLUMNS
+from cheetah.plan.tables import COLUMN_WORDS, SEQUENCE_WORDS, ColumnRecord, SequenceRecord, word
+
+UNIT = 8
+UNITS_PER_PAIR = PAIR_COLUMNS // UNIT
+POSITION, NUMBER, TOTAL, TEMPERATURE, SEED_LOW, SEED_HIGH, SEQUENCE, STOPPED = range(8)
+"""Words of a column in the region `columns`: what finishing warps need to know of it in this step."""
+STATE_WORDS = 8
+
+
+def fragment_word(element: Any, column: Any, tokens: int) -> Any:
+    """Payload word of a vector in fragment order that holds elements `element` (even) and the next of a token."""
+    unit = (element // PAIR_COLUMNS * tokens + column) * UNITS_PER_PAIR + element // UNIT % UNITS_PER_PAIR
+    return unit * (UNIT // 2) + element % UNIT // 2
+
+
+def vector_words(elements: int, tokens: int) -> int:
+    """Payload words (two bf16 each) of a vector of so many elements a token, padded to whole tile pairs."""
+    return -(-elements // PAIR_COLUMNS) * (PAIR_COLUMNS // 2) * tokens
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """The columns of a launch; the records are the launch's tables."""
+
+    machine: Machine
+    count: ch.Expr
+    columns: ch.Expr
+    sequences: ch.Expr
+
+    @property
+    def limit(self) -> int:
+        """Columns that the kernel has room for."""
+        return self.machine.plan.tokens
+
+    @property
+    def tiles(self) -> int:
+        """Groups of 8 columns, each an accumulator of the products."""
+        return -(-self.limit // COLUMNS)
+
+    def of_thread(self) -> Any:
+        """The column that a math thread loads: every unit that it takes of a vector belongs to it."""
+        return self.machine.thread // UNITS_PER_PAIR % self.limit
+
+    def if_active(self, column: ch.Expr) -> AbstractContextManager[Any]:
+        """Do what follows for a column in use; with room for one column only, it is."""
+        return nullcontext() if self.limit == 1 else ch.if_(column < self.count)
+
+    # -- what is known of a column ---------------------------------------------------------------------------------
+
+    def state(self, column: ch.Value, what: int) -> Any:
+        """A word of what the block knows of a column in this step (u32)."""
+        return self.machine.region("columns", ty.u32)[ch.cast(ty.u32, column) * STATE_WORDS + what]
+
+    def record(self, column: ch.Expr, name: str) -> Any:
+        """A field of a column's record (u32)."""
+        return prim.load_constant_u32(self.columns + (column * COLUMN_WORDS + word(ColumnRecord, name)))
+
+    def sequence(self, sequence: ch.Expr, name: str) -> Any:
+        """A field of a sequence's record (u32)."""
+        return prim.load_constant_u32(self.sequences + (sequence * SEQUENCE_WORDS + word(SequenceRecord, name)))
+
+    @ch.inline
+    def begin_step(self, step: ch.Expr) -> None:
+        """Write down every column's place in this step. A barrier of the math warps must follow."""
+        machine = self.machine
+        state = machine.region("columns", ty.u32)
+        with ch.if_(machine.thread < self.count):
+            column = machine.thread
+            sequence = ch.const(ty.u32, self.record(column, "sequence"), name="sequence")
+            number = step * self.sequence(sequence, "per_step") + self.record(column, "number")
+            words = state + column * STATE_WORDS
+            # Columns without a token left compute something: within the tables, please.
+            position = ch.minimum(self.sequence(sequence, "length") + number, machine.plan.max_context - 1)
+            words[POSITION] = position
+            words[NUMBER] = number
+            words[TOTAL] = self.sequence(sequence, "total")
+            words[TEMPERATURE] = self.sequence(sequence, "temperature")
+            words[SEED_LOW] = self.sequence(sequence, "seed_low")
+            words[SEED_HIGH] = self.sequence(sequence, "seed_high")
+            words[SEQUENCE] = sequence

@@ -1,0 +1,93 @@
+"""The tables that tell a launch which tokens it works on: words of int32 records, for the host and the kernel alike.
+
+A step takes up to `plan.tokens` tokens through the model together: they are the *columns* of every product. A sequence
+has `per_step` neighbouring columns in every step of a launch: one when it decodes, several when a prompt is read.
+Column c of the sequence whose first column is f is its token number `step * per_step + c - f` of the launch, at position
+`length` + that number. What a sequence does not have any more (numbers from `total` on, or after a stop id) is computed
+like the rest, with nobody looking; its keys and values from `total` on are not cached.
+
+A *tile* of attention is a range of columns that read one range of keys: their own sequence's, or a prefix that several
+sequences share. Key j of a tile has the absolute position `offset` + j and lies in page `page_table[table + j //
+page_size]`; `length + step * stride` keys are cached. The `new` tokens of this step that follow them come from the
+exchange, of the columns from `new_column` on; none do for a shared prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+SEQUENCE_WORDS = 16
+COLUMN_WORDS = 4
+TILE_WORDS = 8
+MAX_STOP_IDS = 64
+"""Stop ids that a launch can check on the device, of all its sequences; the host checks the rest."""
+
+
+@dataclass(frozen=True)
+class SequenceRecord:
+    """One sequence of a launch; the kernel's buffer `sequences` has one record a sequence, [batch, 16] int32.
+
+    length: tokens cached before the launch. per_step: columns that it has. given: how many of its row of `tokens` are
+    inputs; total: how many tokens it has in the launch, at most steps * per_step (given, if per_step is above 1).
+    first_column: the first of its columns. temperature: float32 bits. seed_low, seed_high: halves of a 64-bit seed.
+    stop_first, stop_count: its part of `stop_ids`.
+    """
+
+    length: int
+    per_step: int
+    given: int
+    total: int
+    first_column: int
+    temperature: int = 0
+    seed_low: int = 0
+    seed_high: int = 0
+    stop_first: int = 0
+    stop_count: int = 0
+
+
+@dataclass(frozen=True)
+class ColumnRecord:
+    """One column of a launch: its sequence, and its number among the sequence's columns; [tokens, 4] int32."""
+
+    sequence: int
+    number: int
+
+
+@dataclass(frozen=True)
+class TileRecord:
+    """One tile of attention; see the module. [tiles, 8] int32."""
+
+    first_column: int
+    columns: int
+    table: int
+    offset: int
+    length: int
+    stride: int
+    new: int
+    new_column: int
+
+
+Record = SequenceRecord | ColumnRecord | TileRecord
+RECORD_WORDS: dict[type, int] = {
+    SequenceRecord: SEQUENCE_WORDS,
+    ColumnRecord: COLUMN_WORDS,
+    TileRecord: TILE_WORDS,
+}
+
+
+def word(kind: type[Record], name: str) -> int:
+    """Which word of a record a field is."""
+    return [field.name for field in fields(kind)].index(name)
+
+
+def encode(records: Sequence[Record], kind: type[Record]) -> npt.NDArray[np.int32]:
+    """int32 [len(records), words of the kind]; unused words are 0. Values may use all 32 bits, signed or not."""
+    words = np.zeros((len(records), RECORD_WORDS[kind]), np.uint32)
+    for number, record in enumerate(records):
+        values = [getattr(record, field.name) & 0xFFFFFFFF for field in fields(kind)]
+        words[number, : len(values)] = values
+    return words.view(np.int32)
