@@ -13,7 +13,9 @@ DEV_READY := $(VENV)/.ready-dev
 
 PROMPT ?= One morning,
 KERNELS ?= kernels_generated
-KERNEL_CONFIGS := demo llama-3.2-1b llama-3.1-8b llama-3.1-70b
+# MODEL:BATCH of each kernel in kernels_generated/.
+KERNEL_CONFIGS := demo:1 demo:8 llama-3.2-1b:1 llama-3.2-1b:8 llama-3.1-8b:1 llama-3.1-8b:2 llama-3.1-8b:4 \
+	llama-3.1-8b:8 llama-3.1-70b:1
 
 # The first of these that starts and is new enough; PYTHON=... chooses another.
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -41,7 +43,8 @@ types: $(DEV_READY)
 kernels: $(RUN_READY)
 	@mkdir -p "$(KERNELS)"
 	for config in $(KERNEL_CONFIGS); do \
-		$(BIN)/cheetah generate $$config --gpu h200 --no-tuned --no-compile -o "$(KERNELS)" || exit 1; done
+		$(BIN)/cheetah generate $${config%:*} --batch $${config#*:} --gpu h200 --no-tuned --no-compile \
+			-o "$(KERNELS)" || exit 1; done
 
 kernels-current: $(RUN_READY)
 	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && \

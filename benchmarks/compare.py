@@ -241,7 +241,7 @@ def table(records: Sequence[Record]) -> str:
     """Median over the rounds, and from the slowest to the fastest; models and contexts together."""
     groups: dict[tuple[str, int, str], list[Record]] = {}
     for record in records:
-        groups.setdefault((record["model"], record["context"], record["system"]), []).append(record)
+        groups.setdefault((record["model"], record["context"], system_of(record)), []).append(record)
     heading = ("system", "model", "context", "tok/s", "of each round", "ms/step", "share")
     models = list(dict.fromkeys(record["model"] for record in records))
     ordered = sorted(groups.items(), key=lambda item: (models.index(item[0][0]), item[0][1]))
@@ -265,7 +265,13 @@ def row_of(model: str, context: int, system: str, group: Sequence[Record]) -> tu
 
 
 def line_of(record: Record) -> str:
-    return "  ".join(row_of(record["model"], record["context"], record["system"], [record]))
+    return "  ".join(row_of(record["model"], record["context"], system_of(record), [record]))
+
+
+def system_of(record: Record) -> str:
+    """The system, and how many sequences and tokens of each it had in a step if that is not one."""
+    sizes = {"batch": record.get("batch", 1), "tokens a step": record.get("per_step", 1)}
+    return ", ".join([record["system"], *(f"{name} {size}" for name, size in sizes.items() if size > 1)])
 
 
 def environment() -> dict[str, str]:

@@ -2,8 +2,9 @@
 
     python benchmarks/plot.py benchmarks/results/*.jsonl -o speeds.png
 
-A column for each GPU, model, kind of weights and batch; a line for each system. Whiskers go from the slowest to the
-fastest sample. Of several records of one line and context, the last one counts.
+A column for each GPU, model, kind of weights, batch, and what else a step does (tokens that sequences share, tokens of
+a prompt, contexts that differ: those stand at the first one's); a line for each system. Whiskers go from the slowest to
+the fastest sample. Of several records of one line and context, the last one counts.
 """
 
 from __future__ import annotations
@@ -75,7 +76,12 @@ def field_of(record: Record, name: str) -> Any:
 
 def _title(record: Record) -> str:
     weights = str(record.get("weights", "")).removesuffix(" random")  # random numbers are read as fast as others
-    return f"{record['model']} {weights}, batch {record.get('batch', 1)}\n{record.get('gpu', '')}".strip()
+    parts = [f"{record['model']} {weights}, batch {record.get('batch', 1)}"]
+    contexts = record.get("contexts", [])
+    parts += ["contexts " + "+".join(map(str, contexts))] if len(set(contexts)) > 1 else []
+    parts += [f"{record['shared']} tokens shared"] if record.get("shared") else []
+    parts += [f"{record['per_step']} tokens a step"] if record.get("per_step", 1) > 1 else []
+    return f"{', '.join(parts)}\n{record.get('gpu', '')}".strip()
 
 
 def draw(columns: Mapping[str, Lines]) -> Figure:
@@ -104,11 +110,17 @@ def draw(columns: Mapping[str, Lines]) -> Figure:
 
 def _draw_speed(axes: Axes, label: str, records: Sequence[Record], colour: str) -> None:
     speeds = [record["tokens_per_s"] for record in records]
-    samples = [[1e3 / one for one in record.get("ms_per_step_samples", [record["ms_per_step"]])] for record in records]
+    samples = [[record["tokens_per_s"] * record["ms_per_step"] / one for one in _samples(record)] for record in records]
     below = [max(0.0, speed - min(some)) for speed, some in zip(speeds, samples, strict=True)]
     above = [max(0.0, max(some) - speed) for speed, some in zip(speeds, samples, strict=True)]
     contexts = [record["context"] for record in records]
     axes.errorbar(contexts, speeds, yerr=[below, above], label=label, color=colour, marker="o", ms=4, capsize=3)
+
+
+def _samples(record: Record) -> Sequence[float]:
+    """Milliseconds a step."""
+    samples: Sequence[float] = record.get("ms_per_step_samples", [record["ms_per_step"]])
+    return samples
 
 
 def _draw_share(axes: Axes, label: str, records: Sequence[Record], colour: str) -> None:

@@ -1,6 +1,7 @@
 """The rows of the README's table of speeds, from records: python benchmarks/table.py benchmarks/results/*.jsonl
 
-Of several records of one model and context, the last one counts. GB = 1e9 bytes.
+Of several records of one model and one work (contexts, shared tokens, tokens a step), the last one counts. tokens/s are
+of all sequences together. GB = 1e9 bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,19 @@ def speed_row(record: Mapping[str, Any]) -> str:
         f"{record['ceiling_gb_per_s']:.0f}",
         f"{100 * record['share']:.1f} %",
     )
-    return "| " + " | ".join((record["model"], str(record["context"]), *figures)) + " |"
+    return "| " + " | ".join((record["model"], work_of(record), *figures)) + " |"
+
+
+def work_of(record: Mapping[str, Any]) -> str:
+    """What was in the cache: "128" of one sequence, "8 x 128, 64 shared" of eight, "128+500"; also of old records."""
+    contexts = record.get("contexts") or [record["context"]] * record.get("batch", 1)
+    text = "+".join(map(str, contexts))
+    if len(contexts) > 1 and len(set(contexts)) == 1:
+        text = f"{len(contexts)} x {contexts[0]}"
+    text += f", {record['shared']} shared" if record.get("shared") else ""
+    text += f", {record['per_step']} a step" if record.get("per_step", 1) > 1 else ""
+    kv_dtype = (record.get("plan") or {}).get("kv_dtype", "bf16")
+    return text if kv_dtype == "bf16" else f"{text}, {kv_dtype}"
 
 
 def read_records(paths: Iterable[Path]) -> list[dict[str, Any]]:
@@ -32,8 +45,8 @@ def read_records(paths: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def speed_rows(records: Iterable[Mapping[str, Any]]) -> list[str]:
-    """A row for each model and context, in the order in which they were first measured."""
-    last = {(record["model"], record["context"]): record for record in records}
+    """A row for each model and work, in the order in which they were first measured."""
+    last = {(record["model"], work_of(record)): record for record in records}
     return [speed_row(record) for record in last.values()]
 
 

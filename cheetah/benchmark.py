@@ -1,8 +1,9 @@
 """Decode speed at given depths of the cache, beside the read ceiling measured in the same run.
 
-A launch makes `steps` steps of one or several sequences, each after the tokens that it has cached. Its time is taken by device events, and by the host's clock
-around the whole launch with the tokens read out; warm-up is not counted. Cached keys and values are random numbers:
-speed does not depend on them. How it is shown is the command line's business. GB = 1e9 bytes.
+A launch makes `steps` steps of one or several sequences, each after the tokens that it has cached. Its time is taken by
+device events, and by the host's clock around the whole launch with the tokens read out; warm-up is not counted. Cached
+keys and values are random numbers: speed does not depend on them. How it is shown is the command line's business.
+GB = 1e9 bytes.
 """
 
 from __future__ import annotations
@@ -48,7 +49,6 @@ CEILING_ROUNDS = 900  # chunks of 64 KB for each block: 7.8 GB on 132 blocks
 CEILING_CHAIN = 8  # launches that are timed together, as decode steps are: a launch's beginning and end cost 1 to 2 %
 CEILING_SAMPLES, CEILING_WARMUP = 7, 2
 DEFAULT_CONTEXT, DEFAULT_STEPS = 8192, 64  # of the plan
-WHOLE_PAGES = 16
 EMULATED = "emulated: not a speed"
 
 
@@ -84,8 +84,9 @@ class Measurement:
     """One work. Every list has an entry for each repetition.
 
     step_ms: by device events, a launch's time over its steps. host_step_ms: the same by the host's clock, preparing the
-    launch and reading its tokens out included. bytes_per_step: weights, and K and V of the tokens cached before. ceilings_gb_per_s: before and after; None on the emulator.
-    clocks: what nvidia-smi said right after, empty where there is none.
+    launch and reading its tokens out included. bytes_per_step: weights, and K and V of the tokens cached before, shared
+    ones once. ceilings_gb_per_s: before and after; None on the emulator. clocks: what nvidia-smi said right after,
+    empty where there is none.
     """
 
     work: Work
@@ -162,6 +163,8 @@ class DecodeBench:
         room = room_for([as_work(work) for work in works], config, steps)
         self.generated = generate_named(config, name, self.gpu.name, {**room, **plan})
         self.manifest = self.generated.manifest
+        for work in works:
+            check_room(as_work(work), steps, self.plan)
         memory_of_buffers(config, self.manifest.buffers).check(info.free_bytes, info.name)
         self._timed = TimedLaunches(device)
         self._buffers: dict[str, Buffer] = {}
@@ -178,11 +181,16 @@ class DecodeBench:
             fill_random(self.config, self._buffers, int(self.manifest.plan["max_context"]))
         else:
             upload_weights(weights, self.manifest, self._buffers, lambda written: None)
-        fill_with(self._buffers["kv"], random_bits(1.0))
+        fill_with(self._buffers["kv"], random_cache(self.plan))
         timeout_s = None if self.gpu.emulated else GPU_TIMEOUT_S
-        cache = new_cache(self.config, Plan.from_dict(self.manifest.plan))
+        cache = new_cache(self.config, self.plan)
         device = cast("Device", self._timed)
         self._launcher = Launcher(device, kernel, self.manifest, self.config, self._buffers, cache, timeout_s)
+
+    @property
+    def plan(self) -> Plan:
+        """The kernel's."""
+        return Plan.from_dict(self.manifest.plan)
 
     @cached_property
     def _ceiling(self) -> ReadCeiling | None:
@@ -211,15 +219,15 @@ class DecodeBench:
             clocks=state,
         )
 
-    def trace(self, context: int, steps: int, repetitions: int, warmup: int) -> Traced:
+    def trace(self, work: Work | int, steps: int, repetitions: int, warmup: int) -> Traced:
         """Time stamps of `repetitions` launches after `warmup` others; the plan has `trace`."""
         spec, buffer = self.manifest.buffer("timeline"), self._buffers["timeline"]
         launches, stamps = [], []
         for _ in range(warmup + repetitions):
             buffer.fill(0)
-            launches.append(self._launch(Work((context,)), steps))
+            launches.append(self._launch(as_work(work), steps))
             stamps.append(buffer.download(np.uint64, spec.shape))
-        _check_same(Work((context,)), launches)
+        _check_same(as_work(work), launches)
         milliseconds = tuple(milliseconds / steps for milliseconds, _, _ in launches[warmup:])
         return Traced(np.stack(stamps[warmup:]), milliseconds)
 
@@ -231,7 +239,7 @@ class DecodeBench:
             for cache in self._caches(work)
         ]  # fmt: skip
         results = self._launcher.launch_together(parts)
-        for part in parts:
+        for part in reversed(parts):  # so that every launch finds the same pages, and the same random keys in them
             part.cache.clear()
         return self._timed.elapsed_ms(), results[0].seconds, tuple(result.token_ids for result in results)
 
@@ -328,8 +336,6 @@ def room_for(works: Sequence[Work], config: LlamaConfig, steps: int) -> dict[str
         check_depths(config, work.contexts, steps * work.per_step)
         if work.shared > min(work.contexts):
             raise CheetahError(f"context {work}: more tokens are shared than the shortest sequence has")
-        if work.shared % WHOLE_PAGES:
-            raise CheetahError(f"context {work}: whole pages are shared: use a multiple of {WHOLE_PAGES}")
     most = max(max(work.contexts) + steps * work.per_step for work in works)
     batch = max(len(work.contexts) for work in works)
     columns = max(work.tokens_per_step for work in works)
@@ -337,6 +343,20 @@ def room_for(works: Sequence[Work], config: LlamaConfig, steps: int) -> dict[str
     if columns > room["batch"]:
         room["tokens"] = next((size for size in STEP_TOKENS if size >= columns), columns)
     return room
+
+
+def check_room(work: Work, steps: int, plan: Plan) -> None:
+    """CheetahError where fields of the plan that were given leave no room for a work."""
+    if len(work.contexts) > plan.batch:
+        raise CheetahError(f"context {work}: {len(work.contexts)} sequences, and batch is {plan.batch}: leave it out")
+    if work.tokens_per_step > plan.tokens:
+        raise CheetahError(f"context {work}: {work.tokens_per_step} tokens a step, and tokens is {plan.tokens}")
+    if work.shared % plan.page_size:
+        raise CheetahError(f"context {work}: whole pages are shared: use a multiple of {plan.page_size}")
+    if steps > plan.max_steps:
+        raise CheetahError(f"context {work}: {steps} steps, and max_steps is {plan.max_steps}: use fewer --steps")
+    if max(work.contexts) + steps * work.per_step > plan.max_context:
+        raise CheetahError(f"context {work} and {steps} steps: max_context is {plan.max_context}: leave it out")
 
 
 def check_depths(config: LlamaConfig, contexts: Sequence[int], steps: int) -> None:
@@ -366,6 +386,14 @@ def random_bits(scale: float) -> NDArray[np.uint16]:
     """Normal numbers times `scale` as bf16 bits, the same every time."""
     numbers = np.random.default_rng(0).standard_normal(TILE_ELEMENTS, dtype=np.float32)
     return np.asarray((numbers * np.float32(scale)).astype(ml_dtypes.bfloat16).view(np.uint16))
+
+
+def random_cache(plan: Plan) -> NDArray[np.uint16]:
+    """Random keys and values as the plan caches them, in words of 2 bytes; none of them is a NaN."""
+    if plan.kv_dtype == "bf16":
+        return random_bits(1.0)
+    codes = np.random.default_rng(0).integers(0, 256, 2 * TILE_ELEMENTS, np.uint8)
+    return (codes & 0xBF).view(np.uint16)  # the exponent's first bit is 0: numbers below 2
 
 
 def fill_with(buffer: Buffer, tile: NDArray[np.uint16]) -> None:

@@ -21,7 +21,7 @@ from cheetah.errors import CheetahError
 from cheetah.models.llama.config import LlamaConfig
 from cheetah.plan import Gpu, Plan
 from cheetah.regenerate import generate_named
-from cheetah.runtime.assemble import FILL_BYTES, GPU_TIMEOUT_S, STOP_IDS, free_all, new_cache
+from cheetah.runtime.assemble import FILL_BYTES, GPU_TIMEOUT_S, free_all, new_cache
 from cheetah.runtime.compile import compile_cubin
 from cheetah.runtime.launcher import Launcher, Sampling
 from cheetah.runtime.memory import memory_of_buffers
@@ -145,7 +145,6 @@ class Variants:
         for buffer in manifest.buffers:
             if buffer.name not in SHARED:
                 own[buffer.name] = self._device.allocate(buffer.bytes, FILL_BYTES[buffer.fill])
-        own["stop_ids"] = self._device.allocate(STOP_IDS * 4, 0)
         timeout_s = None if self.gpu.emulated else GPU_TIMEOUT_S
         buffers, timed = {**self._shared, **own}, cast("Device", self._timed)
         cache = new_cache(self.config, plan)

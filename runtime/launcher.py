@@ -316,6 +316,7 @@ class _Plans:
             "align": plan.kv_align,
             "minimum": plan.kv_chunk_min,
             "chunk": plan.kv_chunk,
+            "item_cost": plan.kv_item_cost,
         }
         self._geometry: Geometry | None = None
         most = max_plans(plan.max_steps, plan.kv_align, self._layout.tiles, plan.tokens)

@@ -37,21 +37,21 @@ SMALLEST_TEMPERATURE = 1e-6
 class SamplingParams:
     """One request's sampling and stopping.
 
-    n: completions of the prompt, which is read once for all. Completion i draws with `seed_of(seed, i)`, the first with
-    the seed itself; greedy ones are all the same.
     temperature: 0 is greedy (the highest logit, lowest id on ties); None takes the checkpoint's, else 0.
     max_tokens: most tokens to make; None goes on until a stop or until the context is full.
     seed: 0 .. 2**64-1; None takes the LLM's. Matters for temperature > 0 only.
+    n: completions of the prompt, which is read once for all. Completion i draws with `seed_of(seed, i)`, the first with
+    the seed itself; greedy ones are all the same.
     stop: text (one or several) that ends the completion; cut off unless `include_stop_str_in_output`.
     stop_token_ids: ids that end the completion, besides the checkpoint's end-of-text ids.
     ignore_eos: the checkpoint's end-of-text ids do not end it (for benchmarks); stop and stop_token_ids still do.
     min_tokens: nothing ends the completion before it has this many tokens (end tokens are not forbidden, only passed).
     """
 
-    n: int = 1
     temperature: float | None = None
     max_tokens: int | None = None
     seed: int | None = None
+    n: int = 1
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False

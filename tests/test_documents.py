@@ -195,3 +195,26 @@ def test_a_record_makes_a_row() -> None:
     record = {"system": "cheetah", "model": "m", "context": 128, "tokens_per_s": 281.44, "ms_per_step": 3.5532}
     record |= {"gb_per_s": 4229.0, "ceiling_gb_per_s": 4719.6, "share": 0.89606}
     assert table_module().speed_rows([record]) == ["| m | 128 | 281 | 3.553 | 4229 | 4720 | 89.6 % |"]
+
+
+def test_a_row_says_what_was_cached_and_the_last_record_of_a_work_counts() -> None:
+    record = {"system": "cheetah", "model": "m", "context": 128, "tokens_per_s": 800.0, "ms_per_step": 10.0}
+    record |= {"gb_per_s": 1000.0, "ceiling_gb_per_s": 4000.0, "share": 0.25}
+    works = [
+        {"batch": 8},  # as records said it before they had `contexts`
+        {"batch": 8, "contexts": [128] * 8, "shared": 0, "per_step": 1, "tokens_per_s": 801.0},
+        {"batch": 8, "contexts": [128] * 8, "shared": 64, "per_step": 1},
+        {"batch": 2, "contexts": [128, 500], "shared": 0, "per_step": 1},
+        {"batch": 1, "contexts": [128], "shared": 0, "per_step": 32},
+        {"plan": {"kv_dtype": "e4m3"}},
+        {"plan": {"kv_dtype": "bf16"}},
+    ]
+    rows = table_module().speed_rows([{**record, **work} for work in works])
+    assert [row.split("|")[2:4] for row in rows] == [
+        [" 8 x 128 ", " 801 "],
+        [" 8 x 128, 64 shared ", " 800 "],
+        [" 128+500 ", " 800 "],
+        [" 128, 32 a step ", " 800 "],
+        [" 128, e4m3 ", " 800 "],
+        [" 128 ", " 800 "],
+    ]

@@ -17,6 +17,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cheetah.plan": set(),
     "cheetah.manifest": set(),
     "cheetah.blocks": {"cheetah.lang", "cheetah.plan"},
+    "cheetah.attention_reference": set(),
     "cheetah.emulator": {"cheetah.lang", "cheetah.manifest"},
     LLAMA: {"cheetah.plan"},  # config, weights and what they are made of: numbers and arrays only
     f"{LLAMA}.reference": {LLAMA},

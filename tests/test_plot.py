@@ -54,6 +54,26 @@ def test_random_weights_share_a_column_with_others_and_other_models_do_not() -> 
     ]
 
 
+def test_what_a_step_does_besides_has_a_column_of_its_own() -> None:
+    eight = {"batch": 8, "contexts": [128] * 8, "shared": 0, "per_step": 1}
+    records = [record(128, 10.0, **eight), record(128, 10.0, **{**eight, "shared": 64})]
+    records += [record(128, 10.0, per_step=32), record(128, 10.0, batch=2, contexts=[128, 500])]
+    assert [title.partition("\n")[0] for title in columns_of(records)] == [
+        "llama-3.1-8b bf16, batch 1, 32 tokens a step",
+        "llama-3.1-8b bf16, batch 2, contexts 128+500",
+        "llama-3.1-8b bf16, batch 8",
+        "llama-3.1-8b bf16, batch 8, 64 tokens shared",
+    ]
+
+
+def test_samples_of_a_batch_count_the_tokens_of_all_sequences() -> None:
+    pytest.importorskip("matplotlib")
+    eight = record(128, 800.0, batch=8, ms_per_step=10.0, ms_per_step_samples=[8.0, 10.0, 16.0])
+    bars = draw(columns_of([eight])).axes[0].containers[0]
+    slowest, fastest = bars.lines[2][0].get_segments()[0]
+    assert (slowest[1], fastest[1]) == (pytest.approx(500.0), pytest.approx(1000.0))
+
+
 def test_lines_by_a_field_of_the_plan() -> None:
     records = [record(1, 10.0), record(1, 9.0, plan={"sync": "barrier"}), record(1, 8.0, "gpt-fast", plan=None)]
     (lines,) = columns_of(records, ["system", "plan.sync"]).values()

@@ -16,7 +16,7 @@ ATTENTION_OUTPUT = 6e-3
 """One head's attention output with softmax weights and output in bf16 (simulated maximum on normal data 2.9e-3)."""
 
 ATTENTION_WEIGHTS = 4e-3
-"""The same with output in float32 (simulated maximum 2.0e-3)."""
+"""The same with the output in float32 (simulated maximum 2.0e-3)."""
 
 ATTENTION_LSE = 1e-5
 """A row's log-sum-exp: the absolute error over max(1, |LSE|) (simulated maximum 3e-7)."""

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.baselines.chain import Chain, Run, System, run
 from benchmarks.baselines.weights import random_weights, step_bytes
-from cheetah.benchmark import Measurement, ReadCeiling
+from cheetah.benchmark import Measurement, ReadCeiling, Work
 from cheetah.circumstances import clocks, commit
 from cheetah.models.llama.config import LlamaConfig
 from cheetah.runtime.assemble import choose_gpu
@@ -97,7 +97,7 @@ class Session:
         after = self._ceiling.gb_per_s()
         timed = runs[warmup:]
         measurement = Measurement(
-            context=context,
+            work=Work((context,)),
             steps=steps,
             step_ms=tuple(one.ms / steps for one in timed),
             host_step_ms=tuple(one.host_ms / steps for one in timed),
@@ -110,7 +110,8 @@ class Session:
     def _record(self, measurement: Measurement, runs: Sequence[Run]) -> dict[str, Any]:
         on_gpu = self._device == "cuda"
         same = len({one.tokens for one in runs}) == 1
-        settings = {**self._settings[measurement.context], "same_tokens": same, **graph_counters()}
+        (context,) = measurement.work.contexts
+        settings = {**self._settings[context], "same_tokens": same, **graph_counters()}
         return {
             "commit": commit(),
             "gpu": torch.cuda.get_device_name() if on_gpu else "none",
@@ -121,7 +122,10 @@ class Session:
             "clocks": measurement.clocks,
             "system": self.system.name,
             "batch": 1,
-            "context": measurement.context,
+            "context": context,
+            "contexts": [context],
+            "shared": 0,
+            "per_step": 1,
             "kernel": None,
             **({} if on_gpu else {"note": NOT_A_SPEED}),
             "tokens_per_s": rounded(measurement.tokens_per_s),

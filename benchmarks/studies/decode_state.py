@@ -14,7 +14,8 @@ from cheetah.manifest import Manifest
 from cheetah.models.llama.config import LlamaConfig
 from cheetah.models.llama.weights import model_shape
 from cheetah.plan import Gpu, Plan, step_matrices
-from cheetah.plan.kv import KvPlanLayout, kv_plans_for_launch
+from cheetah.plan.kv import KvPlanLayout, kv_plans_for_launch, launch_tiles
+from cheetah.plan.tables import ColumnRecord, SequenceRecord, TileRecord, encode
 from cheetah.runtime.assemble import allocate_buffers, free_all
 
 if TYPE_CHECKING:
@@ -45,28 +46,45 @@ class DecodeState:
         return self.buffers[name]
 
     def arguments(self, context: int, steps: int) -> dict[str, Any]:
-        """Of a launch of `steps` steps after `context` tokens, without logits; exchange and epoch are for the first
-        launch. The token that begins is always the same."""
-        plans = self._encoded_plans(context, steps)
-        self.buffers["kv_plans"].upload(plans)
-        self.buffers["tokens"].upload(np.array([FIRST_TOKEN], np.int32))
-        scalars = {"length": context, "given": 1, "steps": steps, "plan_count": len(plans), "stop_count": 0}
+        """Of a launch of `steps` steps of one sequence after `context` tokens, without logits; exchange and epoch are
+        for the first launch. The token that begins is always the same."""
+        sequence = SequenceRecord(length=context, per_step=1, given=1, total=steps, first_column=0)
+        tiles, plans = self._encoded_plans(context, steps)
+        tables = {
+            "sequences": encode([sequence], SequenceRecord),
+            "columns": encode([ColumnRecord(sequence=0, number=0)], ColumnRecord),
+            "tiles": tiles,
+            "kv_plans": plans,
+            "tokens": np.array([FIRST_TOKEN], np.int32),
+        }
+        for name, words in tables.items():
+            self.buffers[name].upload(words)
+        scalars = {"steps": steps, "head_from": 0, "column_count": 1, "sequence_count": 1, "plan_count": len(plans)}
         names = [parameter.name for parameter in self.manifest.parameters]
         pointers = {name: self.buffers.get(name) for name in names}  # None: no logits
-        return {**pointers, **scalars, "epoch": 1, "temperature": 0.0, "seed": 0}
+        return {**pointers, **scalars, "epoch": 1}
 
-    def _encoded_plans(self, context: int, steps: int) -> Any:
+    def _encoded_plans(self, context: int, steps: int) -> tuple[Any, Any]:
+        """The words of the tiles, and of the KV plans."""
         plan, config, blocks = self.plan, self.config, self.manifest.launch.blocks
+        records, tiles = launch_tiles(
+            [(context, 1, 0)],
+            config.group,
+            plan.tile_columns(config.group),
+            plan.pages_per_sequence,
+            align=plan.kv_align,
+        )
         plans = kv_plans_for_launch(
-            context,
+            tiles,
             steps,
             kv_heads=config.kv_heads,
             blocks=blocks,
-            group=config.group,
             align=plan.kv_align,
             minimum=plan.kv_chunk_min,
+            chunk=plan.kv_chunk,
         )
-        return KvPlanLayout(blocks, config.kv_heads, plan.batch).encode_launch(plans)
+        layout = KvPlanLayout.for_step(plan, config.group, config.kv_heads, blocks)
+        return encode(records, TileRecord), layout.encode_launch(plans)
 
     def bytes_of(self, gpu: Gpu, names: tuple[str, ...], layers: int) -> int:
         """Bytes of these matrices of `layers` layers."""
@@ -82,7 +100,7 @@ def decode_state(device: Device, config: LlamaConfig, manifest: Manifest) -> Ite
         allocate_buffers(device, manifest, buffers)
         fill_random(config, buffers, int(manifest.plan["max_context"]))
         fill_with(buffers["kv"], random_bits(1.0))
-        buffers["page_table"].upload(np.arange(manifest.buffer("page_table").shape[0], dtype=np.int32))
+        buffers["page_table"].upload(np.arange(manifest.buffer("page_table").shape[-1], dtype=np.int32))
         yield DecodeState(device, config, manifest, buffers)
     finally:
         free_all(buffers)

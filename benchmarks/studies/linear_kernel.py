@@ -12,11 +12,12 @@ from typing import Any
 
 from benchmarks.studies.kernels import Text, finish_kernel
 from cheetah import lang as ch
+from cheetah.blocks.columns import UNIT, Columns
 from cheetah.blocks.exchange import make_exchange
 from cheetah.blocks.machine import Machine, emit_roles, start_machine
 from cheetah.blocks.matvec import Matvec, Rows
 from cheetah.blocks.ring import Ring
-from cheetah.blocks.vector import UNIT, load_vector
+from cheetah.blocks.vector import Part, load_vector
 from cheetah.lang import prim, ty
 from cheetah.plan import STRIP_ROWS, Gpu, MatrixLayout, ModelShape, default_plan, shared_map
 
@@ -95,7 +96,9 @@ class DeepLinear:
     def __init__(self, machine: Machine, layout: MatrixLayout, variant: Variant, launch: SimpleNamespace) -> None:
         self.machine, self.layout, self.variant, self.launch = machine, layout, variant, launch
         self.ring = Ring(machine)
-        self.matvec = Matvec(machine, self.ring, launch.weights)
+        # One column, of which no record is asked.
+        self.columns = Columns(machine, ty.u32(1), launch.weights, launch.weights)
+        self.matvec = Matvec(self.columns, self.ring, launch.weights)
         # Layers take turns with two halves. Who publishes a layer's rows has all rows of the layer before, so all
         # blocks have read the half that is written now.
         sizes = {"vector": layout.padded_columns}
@@ -182,12 +185,13 @@ class DeepLinear:
             with ch.if_((rows.lane < STRIP_ROWS) & (rows.lane % 2 == 0)):
                 publish(rows, pair)
 
-        with ch.if_(self._owns_rows()):
-            load_vector(machine, layout.padded_columns, layout.padded_columns, read)
+        def load(_: int) -> None:
+            load_vector(self.columns, Part(layout.padded_columns, layout.padded_columns), read)
             if layer is not None and not self.variant.overlap:
                 with ch.if_((machine.thread == 0) & (layer > 0)):
                     prim.mbarrier_arrive(self.input_there)
-        self.matvec.multiply(layout, finish)
+
+        self.matvec.multiply(layout, load, finish)
 
     def _owns_rows(self) -> Any:
         return self.layout.position(self.machine.block) < self.layout.strips

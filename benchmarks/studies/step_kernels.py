@@ -22,13 +22,14 @@ from cheetah.blocks.sampling import Sampler
 from cheetah.lang import prim, ty
 from cheetah.models.llama.config import LlamaConfig
 from cheetah.models.llama.program import PARAMETERS, Step
-from cheetah.models.llama.step import exchange_sizes
+from cheetah.models.llama.step import StepPort, exchange_sizes
 from cheetah.models.llama.weights import model_shape
 from cheetah.plan import STRIP_ROWS, Gpu, Plan, shared_map, step_matrices
 
 MODEL = ("qkv", "attention", "merge", "o", "gate_up", "down")
 STACKS = {"attention": MODEL[:4], "glu": MODEL[4:]}
 """The phases of a stack's layer, as unfused kernels."""
+NEED_POSITIONS = ("qkv", "attention", "head")
 FUSED_PARAMETERS = ch.Params(**PARAMETERS, epochs=ty.ptr_mut(ty.u32), layers=ty.u32)
 PHASE_PARAMETERS = ch.Params(**PARAMETERS, residual=ty.ptr_mut(ty.f32), layer=ty.u32)
 
@@ -108,13 +109,21 @@ class Piece(Step):
     @ch.inline
     def _o(self, step: Any, layer: Any) -> None:
         target = "middle" if self.stack is None else "hidden"
-        words = self.shape.query_rows // 2
-        self._project_onto_residual(step, layer, "o", self.matrices.o, "attention", target, words)
+        self._project_onto_residual(step, layer, "o", self.matrices.o, "attention", target, self.shape.query_rows)
 
     def _reader(self, name: str, epoch: Any) -> Any:
         if name == "middle" and self.stack is not None:
             return self._read_previous_hidden
         return super()._reader(name, epoch)
+
+    def _waiter(self, name: str, epoch: Any) -> Any:
+        if name == "middle" and self.stack is not None:
+            return self._wait_for_previous_hidden
+        return super()._waiter(name, epoch)
+
+    def _wait_for_previous_hidden(self, unit: Any, when: Any) -> None:
+        later = self.layer > 0  # the first layer reads the embedding
+        self.exchange.wait_for_one("hidden", unit, self.layer_epoch - 1, later if when is True else later & when)
 
     def _read_previous_hidden(self, data: Any, unit: Any, count: int) -> None:
         with ch.if_(self.layer == 0):
@@ -165,8 +174,10 @@ class OnePhase(Piece):
         super().__init__(config, machine, launch, stack)
         self.phase = phase
         sizes = exchange_sizes(self.shape, machine.gpu, machine.plan)
-        self.exchange = self.attention.exchange = KernelBoundary(machine, launch.exchange, sizes)
-        self.sampler = SamplerInTwoKernels(machine, self.exchange, self.shape.vocab)
+        self.exchange = KernelBoundary(machine, launch.exchange, sizes)
+        self.attention.exchange = self.exchange
+        self.attention.port = StepPort(machine, self.exchange, self.columns)
+        self.sampler = SamplerInTwoKernels(self.matvec, self.exchange, self.shape.vocab)
 
     @ch.inline
     def emit(self) -> None:
@@ -195,13 +206,14 @@ class OnePhase(Piece):
     @ch.inline
     def _begin_phase(self, layer: Any) -> None:
         """What the fused kernel does once a step, as far as this phase needs it."""
-        machine, launch, head_dim = self.machine, self.launch, self.shape.head_dim
+        machine = self.machine
         with machine.math:
-            self.position, self.step_epoch = launch.length, ty.u32(0)
+            self.step_epoch = ty.u32(0)
+            if self.phase in NEED_POSITIONS:
+                self.columns.begin_step(self.step)
+                machine.meet()
             if self.phase == "qkv":
-                angles = machine.region("rope", ty.f32)
-                with ch.for_(machine.thread, head_dim, machine.math_threads, unroll=1) as number:
-                    angles[number] = launch.rope[ty.u64(self.position) * head_dim + ty.u64(number)]
+                self._load_angles()
             if self.phase == ("down" if self.stack == "glu" else "o"):
                 with ch.if_(layer == 0):
                     self._start_residual()
@@ -210,7 +222,7 @@ class OnePhase(Piece):
             elif self.phase in ("o", "down"):
                 self._load_residual()
 
-    def _embedded(self) -> Any:
+    def _embedded(self, column: Any) -> Any:
         return self.launch.embedding + ty.u64(self.launch.tokens[0]) * self.shape.padded_hidden
 
     @ch.inline
@@ -237,11 +249,9 @@ class OnePhase(Piece):
     def _attention(self, step: Any, layer: Any) -> None:
         """The block's items: outputs of whole heads, partial states of split ones."""
         with self.machine.copy:
-            with self.schedule.items(self.machine.copy) as item:
-                end = ch.minimum(item.end, self.launch.length)
-                self.cache.copy_tokens(self.ring, layer, item.head, item.begin, end)
+            self.attention.copy(layer, step)
         with self.machine.math:
-            self.attention.attend(self.position, self.layer_epoch)
+            self.attention.attend(step, self.layer_epoch)
 
     @ch.inline
     def _merge(self, step: Any, layer: Any) -> None:
@@ -252,11 +262,10 @@ class OnePhase(Piece):
     def _sampling(self, step: Any) -> None:
         """One block takes the best of all blocks' candidates."""
         with self.machine.math:
-            self.sampler.start()
             self.sampler.choose_of_blocks()
             with ch.if_(self.machine.thread == 0):
-                token = ch.minimum(self.sampler.best_token, self.shape.vocab - 1)
-                self.launch.tokens[1] = ty.i32(token)
+                chosen = self.machine.region("chosen", ty.u32)[0]
+                self.launch.tokens[1] = ty.i32(ch.minimum(chosen, self.shape.vocab - 1))
                 self.launch.status[0] = 1
 
 
@@ -266,23 +275,23 @@ class SamplerInTwoKernels(Sampler):
     @ch.inline
     def choose(self, epoch: Any, step: Any) -> None:
         machine = self.machine
-        self._best_of_warp(self.best, self.best_token)
-        words = ch.reinterpret(ty.ptr_mut(ty.u32), machine.region("candidates", ty.u32x2))
-        with ch.if_(machine.lane == 0):
-            words[machine.warp * 2] = prim.float_bits(self.best)
-            words[machine.warp * 2 + 1] = self.best_token
+        self._lay_down_warps(machine.region("candidates", ty.u32))
         machine.meet()
-        with ch.if_(machine.warp == 0):
-            self._read_candidates(machine.plan.math_warps)
-            with ch.if_(machine.lane < 4):
-                word = ch.select(machine.lane == 0, prim.float_bits(self.best), self.best_token)
-                self.exchange.publish("candidates", machine.block * 4 + machine.lane, word, epoch)
+        for column in self._columns_of_warp():
+            best, best_token = self._best_of(column, self.columns.limit, self._groups)
+            with ch.if_(machine.lane < 2):
+                word = ch.select(machine.lane == 0, prim.float_bits(best), best_token)
+                place = (machine.block * self.places + column) * 2 + machine.lane
+                self.exchange.publish("candidates", place, word, epoch)
 
     @ch.inline
     def choose_of_blocks(self) -> None:
-        """Leaves it in `best_token` of warp 0."""
-        words = ch.reinterpret(ty.ptr_mut(ty.u32), self.machine.region("candidates", ty.u32x2))
-        self._gather(words, ty.u32(0), ty.u32(0))
-        self.machine.meet()
-        with ch.if_(self.machine.warp == 0):
-            self._read_candidates(self.machine.gpu.blocks)
+        """Leaves it in the region `chosen`; ends with a barrier of the math warps."""
+        machine = self.machine
+        self._gather(ty.u32(0), ty.u32(0))
+        machine.meet()
+        for column in self._columns_of_warp():
+            _, best_token = self._best_of(column, self.places, machine.gpu.blocks)
+            with ch.if_(machine.lane == 0):
+                machine.region("chosen", ty.u32)[column] = best_token
+        machine.meet()

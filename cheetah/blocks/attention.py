@@ -4,11 +4,12 @@ An attention state over a set of keys is (O, LSE): the softmax-weighted mean of 
 of exponentials (FlashInfer, 2.2). Logits are kept in base 2 inside the kernel (times log2 e) and stored as natural
 LSE. Without softmax the state is O, the sum of weighted values, and states are added.
 
-An item is a range of keys of one KV head for a tile of fused query rows: row i * group + (h mod group) is query i of the
-tile and head h. 8 rows ride in the n = 8 dimension of the products, so the math warps share out the tile's groups of 8
-rows (*column tiles*), and those with the same rows (a *key group* each) take tiles of 16 keys in turn, each with a state
-of its own. The newest keys, which come from the exchange and not from the cache, are further such tiles. The block folds
-the states of the key groups in ascending order and publishes the output, or a partial state where the keys were split.
+An item is a range of keys of one KV head for a tile of fused query rows: row i * group + (h mod group) is query i of
+the tile and head h. 8 rows ride in the n = 8 dimension of the products, so the math warps share out the tile's groups
+of 8 rows (*column tiles*), and those with the same rows (a *key group* each) take tiles of 16 keys in turn, each with a
+state of its own. The newest keys, which come from the exchange and not from the cache, are further such tiles. The
+block folds the states of the key groups in ascending order and publishes the output, or a partial state where the keys
+were split.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class Share:
 class Attention:
     """The attention core of a kernel: `copy` in the copy role, `attend` and then `merge` in the math role.
 
-    parameters: an object with the variant's own kernel parameters as attributes.
+    parameters: an object with the variant's own kernel parameters as attributes. tile_columns: the most columns of a
+    tile, if fewer than the plan allows.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Attention:
         timeline: Timeline = NO_TIMELINE,
         variant: Variant = CAUSAL,
         parameters: Any = None,
+        tile_columns: int | None = None,
     ) -> None:
         self.machine, self.ring, self.exchange, self.schedule = machine, ring, exchange, schedule
         self.cache, self.port, self.timeline, self.variant = cache, port, timeline, variant
@@ -97,7 +100,7 @@ class Attention:
             shape.head_dim,
             plan.math_warps,
             plan.kv_stage_tokens(shape.head_dim),
-            max(shape.group, plan.tile_columns(shape.group) * shape.group),
+            (tile_columns or plan.tile_columns(shape.group)) * shape.group,
             plan.kv_dtype == "e4m3",
         )
         self.product = TileProduct(machine, self.sizes, variant, parameters)
@@ -124,25 +127,32 @@ class Attention:
             share = self._share(item)
             queries = self._queries(item, share.column_tile)
             state = self.product.new_state()
-            next_tile = ch.var(ty.u32, share.key_group)
-            self._attend_cached(item.begin, cached_end, next_tile, share.key_groups, queries, state)
-            if self.port.has_newest:
-                self._attend_newest(newest_begin, newest, next_tile, share.key_groups, queries, state)
+            self._attend_keys(item.begin, cached_end, newest_begin, newest, share, queries, state)
             self._fold(item, share, state, epoch)
+
+    @property
+    def most_key_groups(self) -> int:
+        """So few that the next tile of a warp lies in a stage whose last pass has surely landed (see `ring`)."""
+        plan = self.machine.plan
+        return max(1, (plan.stages - plan.in_flight) * (self.sizes.stage_tokens // TILE_KEYS))
 
     @ch.inline
     def _share(self, item: Item) -> Share:
         """Deal the item out to the warps. A warp beyond the last key group has no tile of keys."""
         machine, sizes = self.machine, self.sizes
         if sizes.max_rows <= COLUMNS:
-            return Share(ty.u32(1), ty.u32(sizes.warps), ty.u32(0), machine.warp)
+            groups = min(sizes.warps, self.most_key_groups)
+            key_group = machine.warp
+            if groups < sizes.warps:
+                key_group = ch.select(machine.warp < groups, machine.warp, ty.u32(NEVER))
+            return Share(ty.u32(1), ty.u32(groups), ty.u32(0), key_group)
         column_tiles = ch.var(ty.u32, 1)
         size = 1
         while size * COLUMNS < sizes.max_rows:
             with ch.if_(item.rows > size * COLUMNS):
                 column_tiles.set(min(2 * size, sizes.warps))
             size *= 2
-        key_groups = sizes.warps // column_tiles
+        key_groups = ch.minimum(sizes.warps // column_tiles, self.most_key_groups)
         warp_group = machine.warp // column_tiles
         column_tile = machine.warp % column_tiles
         key_group = ch.select(warp_group < key_groups, warp_group, ty.u32(NEVER))
@@ -193,17 +203,28 @@ class Attention:
     def _load_newest_unit(
         self, item: Item, newest_begin: ch.Expr, number: ch.Expr, newest_units: ch.Expr, epoch: ch.Expr
     ) -> None:
-        """Unit `number` of the newest keys, then of the newest values."""
+        """Unit `number` of the newest keys, then of the newest values: as rows of a stage have them, bf16 or codes."""
         sizes = self.sizes
-        keys, values = self._newest_rows(ty.u32x4)
         is_value = number >= newest_units
         unit = ch.select(is_value, number - newest_units, number)
         column = item.tile.new_column + (newest_begin - item.tile.cached) + unit // sizes.head_units
         words = self.port.newest_unit(column, item.head, is_value, unit % sizes.head_units, epoch)
-        with ch.if_(is_value):
-            values[unit] = words
-        with ch.else_():
-            keys[unit] = words
+        if not sizes.codes:
+            keys, values = self._newest_rows(ty.u32x4)
+            with ch.if_(is_value):
+                values[unit] = words
+            with ch.else_():
+                keys[unit] = words
+            return
+        keys, values = self._newest_rows(ty.u32)
+        place = ch.select(is_value, values, keys) + unit * 2
+        place[0] = self._codes(words.x) | (self._codes(words.y) << 16)
+        place[1] = self._codes(words.z) | (self._codes(words.w) << 16)
+
+    @staticmethod
+    def _codes(pair: ch.Expr) -> Any:
+        """Two e4m3 codes of a bf16 pair; exact, since the numbers come from codes."""
+        return prim.e4m3x2_from_f32(prim.bf16x2_low(pair), prim.bf16x2_high(pair))
 
     def _newest_rows(self, element: ty.Type) -> tuple[Any, Any]:
         """Pointers to the newest keys and to the newest values."""
@@ -213,16 +234,18 @@ class Attention:
 
     @ch.inline
     def _queries(self, item: Item, column_tile: ch.Expr) -> Queries:
-        """What this warp needs of its 8 rows in registers: the operand of the products, and what its columns see.
+        """What this warp needs of its 8 rows: the operand of the products, read when needed, and what its columns see.
 
         Rows beyond the item's are whatever lies there: they have columns of their own, which see no key.
         """
         machine, sizes = self.machine, self.sizes
         shared = machine.region("queries", ty.u32x4)
-        units = ch.array(ty.u32x4, sizes.parts)
         row = ch.minimum(column_tile * COLUMNS + machine.lane // 4, fused_rows(sizes) - 1)
-        with ch.for_(sizes.parts, unroll=True) as part:
-            units[part] = shared[row * sizes.head_units + sizes.key_unit(part, machine.lane % 4)]
+        query = shared + row * sizes.head_units
+
+        def unit(part: int) -> Any:
+            return query[sizes.key_unit(part, machine.lane % 4)]
+
         limits = ch.array(ty.u32, 2)
         contexts = []
         for number in range(2):
@@ -231,7 +254,7 @@ class Attention:
             limits[number] = ch.select(fused < item.rows, self._limit(item, present), ty.u32(0))
             contexts.append(self._row_context(item.tile, item.head, present, self.variant.needs_query_context))
         scale = self._codes_scale(item.head, value=False)
-        return Queries(units, limits, scale, tuple(contexts), self._token_context(item), item.tile.offset)
+        return Queries(unit, limits, scale, tuple(contexts), self._token_context(item), item.tile.offset)
 
     @ch.inline
     def _limit(self, item: Item, row: ch.Expr) -> Any:
@@ -285,44 +308,68 @@ class Attention:
     # -- keys and values ----------------------------------------------------------------------------------------------
 
     @ch.inline
-    def _attend_cached(
-        self, begin: ch.Expr, end: ch.Expr, next_tile: Any, key_groups: ch.Expr, queries: Queries, state: WarpState
-    ) -> None:
-        """Walk the stages of the item; `next_tile` is this warp's next tile of 16 keys, counted from the stage's first.
-
-        A warp that has no tile in a stage gives it back at once, so several stages are worked on at a time.
-        """
-        machine, sizes = self.machine, self.sizes
-        self.ring.uses(CACHED_KEYS)
-        with ch.for_(begin, end, sizes.stage_tokens, unroll=1) as first:
-            count = ch.minimum(end - first, sizes.stage_tokens)
-            with self.ring.use() as stage:
-                self.timeline.stamp_first("first_chunk")
-                rows = Rows(stage, stage + machine.plan.stage_bytes // 2, sizes.codes)
-                with ch.while_(next_tile * TILE_KEYS < count):
-                    row = next_tile * TILE_KEYS
-                    self.product.attend(rows, row, count - row, first + row, queries, state)
-                    next_tile += key_groups
-                next_tile -= (count + (TILE_KEYS - 1)) // TILE_KEYS
-                self.timeline.stamp_here("last_chunk")
-
-    @ch.inline
-    def _attend_newest(
+    def _attend_keys(
         self,
         begin: ch.Expr,
-        count: ch.Expr,
-        next_tile: Any,
-        key_groups: ch.Expr,
+        end: ch.Expr,
+        newest_begin: ch.Expr,
+        newest: ch.Expr,
+        share: Share,
         queries: Queries,
         state: WarpState,
     ) -> None:
-        """The tiles of the newest keys follow those of the cache; the first is key `begin`."""
-        keys, values = self._newest_rows(ty.u8)
-        rows = Rows(keys, values, codes=False)
-        with ch.while_(next_tile * TILE_KEYS < count):
-            row = next_tile * TILE_KEYS
-            self.product.attend(rows, row, count - row, begin + row, queries, state)
-            next_tile += key_groups
+        """This warp's tiles of 16 keys: of the cached ones [begin, end), then of the newest, as if they were in one more
+        stage: so the code of a tile stands in the kernel once.
+
+        A warp waits only for stages in which it has a tile.
+        """
+        machine, sizes, port = self.machine, self.sizes, self.port
+        self.ring.uses(CACHED_KEYS)
+        stage_tiles = sizes.stage_tokens // TILE_KEYS
+        cached = ch.select(begin < end, end - begin, ty.u32(0))
+        tiles = (cached + (TILE_KEYS - 1)) // TILE_KEYS
+        all_tiles = tiles + (newest + (TILE_KEYS - 1)) // TILE_KEYS if port.has_newest else tiles
+        tile = ch.var(ty.u32, share.key_group)
+        with ch.while_(tile < all_tiles):
+            stage = tile // stage_tiles
+            first_tile = ch.var(ty.u32, stage * stage_tiles)
+            last_tile = ch.var(ty.u32, ch.minimum(first_tile + stage_tiles, tiles))
+            first_key = ch.var(ty.u32, begin + stage * sizes.stage_tokens)
+            count = ch.var(ty.u32, ch.minimum(end - first_key, sizes.stage_tokens))
+            is_cached = tile < tiles
+            arrivals = self._arrivals(share, first_tile, last_tile)
+            with self.ring.use_ahead(stage, arrivals, is_cached) as chunk:
+                keys = ch.var(ty.ptr_mut(ty.u8), chunk)
+                values = ch.var(ty.ptr_mut(ty.u8), chunk + machine.plan.stage_bytes // 2)
+                self.timeline.stamp_first("first_chunk")
+                if port.has_newest:
+                    with ch.if_(tile >= tiles):
+                        newest_keys, newest_values = self._newest_rows(ty.u8)
+                        first_tile.set(tiles)
+                        last_tile.set(all_tiles)
+                        first_key.set(newest_begin)
+                        count.set(newest)
+                        keys.set(newest_keys)
+                        values.set(newest_values)
+                rows = Rows(keys, values, sizes.codes)
+                with ch.while_(tile < last_tile):
+                    row = (tile - first_tile) * TILE_KEYS
+                    self.product.attend(rows, row, count - row, first_key + row, queries, state)
+                    tile += share.key_groups
+                self.timeline.stamp_here("last_chunk")
+        self.ring.skip((cached + (sizes.stage_tokens - 1)) // sizes.stage_tokens)
+
+    @ch.inline
+    def _arrivals(self, share: Share, first_tile: ch.Expr, last_tile: ch.Expr) -> Any:
+        """For how many warps this one gives back a stage with these tiles: those with a tile in it share out all."""
+        warps = self.sizes.warps
+        groups = ch.minimum(last_tile - first_tile, share.key_groups)
+        members = groups * share.column_tiles
+        # The stage's first tile belongs to key group first_tile % key_groups, the next one to the next.
+        number = (share.key_group + share.key_groups - first_tile % share.key_groups) % share.key_groups
+        rank = number * share.column_tiles + share.column_tile
+        arrivals = warps // members + ch.select(rank < warps % members, ty.u32(1), ty.u32(0))
+        return arrivals
 
     # -- folding the warps' states ------------------------------------------------------------------------------------
 
@@ -385,22 +432,23 @@ class Attention:
         machine, sizes = self.machine, self.sizes
         pairs = SLICE_DIMS // 2
         laid_down = sizes.warps * COLUMNS
+        unroll = True if sizes.max_rows <= COLUMNS else 2  # of a stride that is known, or not
         scratch = machine.region("attention", ty.f32x2)
         statistics = machine.region("statistics", ty.f32x2)
         low = ch.var(ty.f32, 0.0)
         high = ch.var(ty.f32, 0.0)
         if not self.variant.softmax:
-            with ch.for_(first, laid_down, stride) as other:
+            with ch.for_(first, laid_down, stride, unroll=unroll) as other:
                 part = scratch[other * pairs + pair]
                 low += part.x
                 high += part.y
             return low, high, ty.f32(0.0)
         highest = ch.var(ty.f32, -math.inf)
-        with ch.for_(first, laid_down, stride) as other:
+        with ch.for_(first, laid_down, stride, unroll=unroll) as other:
             highest.set(prim.maximum_f32(highest, statistics[other].x))
         base = ch.select(highest == -math.inf, ty.f32(0.0), highest)
         weight_sum = ch.var(ty.f32, 0.0)
-        with ch.for_(first, laid_down, stride) as other:
+        with ch.for_(first, laid_down, stride, unroll=unroll) as other:
             numbers = statistics[other]
             weight = prim.exp2_f32(numbers.x - base)
             part = scratch[other * pairs + pair]
@@ -487,7 +535,8 @@ class Attention:
 
     @ch.inline
     def _read_states(self, merge: Merge, first: ch.Expr, count: ch.Expr, lane_unit: ch.Expr, epoch: ch.Expr) -> Any:
-        """Element 0: the LSE of the state that has the lane's number. Element n + 1: the lane's 4 dims of state n."""
+        """Element 0: the LSE of the state that has the lane's number. Element n + 1: the lane's 4 dims of state n; where
+        there are fewer, the last one stands for the missing: a number that is known keeps registers free."""
         machine, sizes = self.machine, self.sizes
         states = ch.array(ty.u32x4, UNITS)
         places = ch.array(ty.u32, UNITS)
@@ -497,7 +546,7 @@ class Attention:
         with ch.for_(MERGED_TOGETHER, unroll=True) as number:
             source = self.schedule.source(machine.math, first + ch.minimum(number, count - 1))
             places[number + 1] = ((source + merge.row) * row_units + lane_unit) * 4
-        self.exchange.read_places("partials", states, places, count + 1, epoch)
+        self.exchange.read_places("partials", states, places, MERGED_TOGETHER + 1, epoch)
         return states
 
     @ch.inline

@@ -95,13 +95,13 @@ class Rows:
 class Queries:
     """What a warp knows of its 8 query rows in an item.
 
-    units: of the lane's query row, u32x4 [parts]. limits: of the lane's two columns, the first key that is not seen.
+    unit: reads a unit (u32x4) of the lane's query row, by part. limits: of the lane's two columns, the first key that is not seen.
     scale: what a raw dot product of stored numbers is multiplied by to be one of true numbers (None: 1).
     contexts: of the two columns, for the functions of a variant that look at logits. tokens: for those that look at
     keys and values. offset: absolute position of key 0.
     """
 
-    units: Any
+    unit: Callable[[int], Any]
     limits: Any
     scale: Any
     contexts: tuple[Mapping[str, Callable[[], Any]], ...]
@@ -155,74 +155,83 @@ class TileProduct:
     @ch.inline
     def _products(self, rows: Rows, first_row: ch.Expr, valid: ch.Expr, key: ch.Expr, queries: Queries) -> Any:
         """Raw dot products of the tile: f32 [4], of key r and queries 2t, 2t + 1, then of key r + 8."""
-        sizes = self.sizes
-        row = first_row + self.machine.lane // 4
-        low = self._key_words(rows, row)
-        high = self._key_words(rows, row + 8)
         if self.variant.key_transform is not None:
-            number = self.machine.lane // 4
-            self._transform_keys(low, key + ch.minimum(number, valid - 1), queries)
-            self._transform_keys(high, key + ch.minimum(number + 8, valid - 1), queries)
+            return self._transformed_products(rows, first_row, valid, key, queries)
+        row = first_row + self.machine.lane // 4
         # Two chains of sums, because each product waits for the one before it.
-        logits = ch.array(ty.f32, 4, zero=True)
-        others = ch.array(ty.f32, 4, zero=True)
-        with ch.for_(sizes.parts, unroll=True) as part:
-            query = queries.units[part]
-            early = prim.make_u32x4(low[part][0], high[part][0], low[part][1], high[part][1])
-            late = prim.make_u32x4(low[part][2], high[part][2], low[part][3], high[part][3])
-            prim.mma_bf16(logits, early, query.x, query.y)
-            prim.mma_bf16(others, late, query.z, query.w)
+        sums = ch.array(ty.f32, 2, 4, zero=True)
+        for both in range(max(1, self.sizes.parts // 2)):
+            low = self._key_words(rows, row, both)
+            high = self._key_words(rows, row + 8, both)
+            for part in range(min(2, self.sizes.parts)):
+                self._multiply_part(low[part], high[part], queries.unit(both * 2 + part), sums)
+        return self._added(sums)
+
+    @ch.inline
+    def _transformed_products(
+        self, rows: Rows, first_row: ch.Expr, valid: ch.Expr, key: ch.Expr, queries: Queries
+    ) -> Any:
+        """The same with key_transform, which needs all units of a key together."""
+        parts, number = self.sizes.parts, self.machine.lane // 4
+        keys = []
+        for half in range(2):
+            words = ch.array(ty.u32, parts, 4)
+            for both in range(max(1, parts // 2)):
+                read = self._key_words(rows, first_row + number + 8 * half, both)
+                for part in range(min(2, parts)):
+                    for word in range(4):
+                        words[both * 2 + part][word] = read[part][word]
+            self._transform_keys(words, key + ch.minimum(number + 8 * half, valid - 1), queries)
+            keys.append(words)
+        sums = ch.array(ty.f32, 2, 4, zero=True)
+        for part in range(parts):
+            self._multiply_part(keys[0][part], keys[1][part], queries.unit(part), sums)
+        return self._added(sums)
+
+    @ch.inline
+    def _multiply_part(self, low: Any, high: Any, query: ch.Expr, sums: Any) -> None:
+        early = prim.make_u32x4(low[0], high[0], low[1], high[1])
+        late = prim.make_u32x4(low[2], high[2], low[3], high[3])
+        prim.mma_bf16(sums[0], early, query.x, query.y)
+        prim.mma_bf16(sums[1], late, query.z, query.w)
+
+    @ch.inline
+    def _added(self, sums: Any) -> Any:
+        logits = ch.array(ty.f32, 4)
         with ch.for_(4, unroll=True) as element:
-            logits[element] = logits[element] + others[element]
+            logits[element] = sums[0][element] + sums[1][element]
         return logits
 
     @ch.inline
-    def _key_words(self, rows: Rows, row: ch.Expr) -> Any:
-        """This lane's units of a key: bf16 pairs, u32 [parts][4]."""
-        sizes = self.sizes
-        words = ch.array(ty.u32, sizes.parts, 4)
-        if not rows.codes and sizes.is_wide:
-            self._read_plain(rows, row, words)
-        elif not rows.codes:
-            self._read_crossed(rows, row, words)
-        elif sizes.is_wide:
-            self._read_wide_codes(rows, row, words)
+    def _key_words(self, rows: Rows, row: ch.Expr, both: int) -> Any:
+        """This lane's units 2*both and 2*both + 1 of a key: bf16 pairs, u32 [2][4]."""
+        words = ch.array(ty.u32, min(2, self.sizes.parts), 4)
+        if not rows.codes:
+            self._read_crossed(rows, row, both, words)
+        elif self.sizes.is_wide:
+            self._read_wide_codes(rows, row, both, words)
         else:
             self._read_codes(rows, row, words)
         return words
 
     @ch.inline
-    def _read_crossed(self, rows: Rows, row: ch.Expr, words: Any) -> None:
-        """Lanes of odd rows read parts 2m and 2m + 1 in the opposite order: no bank conflicts."""
+    def _read_crossed(self, rows: Rows, row: ch.Expr, both: int, words: Any) -> None:
+        """Lanes of odd rows read the two units in the opposite order: no bank conflicts."""
         keys = ch.reinterpret(ty.ptr(ty.u32x4), rows.keys) + row * self.sizes.head_units
         is_odd = self.machine.lane // 4 % 2
-        with ch.for_(self.sizes.parts // 2, unroll=True) as both:
-            first = keys[(both * 2 + is_odd) * 4 + self.machine.lane % 4]
-            second = keys[(both * 2 + (1 - is_odd)) * 4 + self.machine.lane % 4]
-            for word, member in enumerate("xyzw"):
-                words[both * 2][word] = ch.select(is_odd == 0, getattr(first, member), getattr(second, member))
-                words[both * 2 + 1][word] = ch.select(is_odd == 0, getattr(second, member), getattr(first, member))
+        first = keys[(both * 2 + is_odd) * 4 + self.machine.lane % 4]
+        second = keys[(both * 2 + (1 - is_odd)) * 4 + self.machine.lane % 4]
+        for word, member in enumerate("xyzw"):
+            words[0][word] = ch.select(is_odd == 0, getattr(first, member), getattr(second, member))
+            words[1][word] = ch.select(is_odd == 0, getattr(second, member), getattr(first, member))
 
     @ch.inline
-    def _read_plain(self, rows: Rows, row: ch.Expr, words: Any) -> None:
-        """bf16 rows beside cached codes."""
-        keys = ch.reinterpret(ty.ptr(ty.u32x4), rows.keys) + row * self.sizes.head_units
-        with ch.for_(self.sizes.parts, unroll=True) as part:
-            read = keys[self.sizes.key_unit(part, self.machine.lane % 4)]
-            for word, member in enumerate("xyzw"):
-                words[part][word] = getattr(read, member)
-
-    @ch.inline
-    def _read_wide_codes(self, rows: Rows, row: ch.Expr, words: Any) -> None:
-        """16 codes at a time, crossed like bf16 units."""
+    def _read_wide_codes(self, rows: Rows, row: ch.Expr, both: int, words: Any) -> None:
+        """16 codes at a time."""
         keys = ch.reinterpret(ty.ptr(ty.u32x4), rows.keys) + row * (self.sizes.head_dim // 16)
-        is_odd = self.machine.lane // 4 % 2
-        first = keys[is_odd * 4 + self.machine.lane % 4]
-        second = keys[(1 - is_odd) * 4 + self.machine.lane % 4]
-        for number, (a, b) in enumerate(((first, second), (second, first))):
-            for quarter, member in enumerate("xyzw"):
-                codes = ch.select(is_odd == 0, getattr(a, member), getattr(b, member))
-                self._widen(codes, words[number * 2 + quarter // 2], quarter % 2 * 2)
+        read = keys[both * 4 + self.machine.lane % 4]
+        for quarter, member in enumerate("xyzw"):
+            self._widen(getattr(read, member), words[quarter // 2], quarter % 2 * 2)
 
     @ch.inline
     def _read_codes(self, rows: Rows, row: ch.Expr, words: Any) -> None:
@@ -336,8 +345,8 @@ class TileProduct:
     ) -> None:
         """output (dims x queries) += values^T * weights.
 
-        Lane (r, t) reads 8 dims a slice of keys 2t, 2t + 1, 2t + 8 and 2t + 9: row r of tile i of a slice is number i of
-        them, row r + 8 number i + 4. One dim of two neighbouring keys is a register of the operand. Keys that do not
+        Lane (r, t) reads 8 dims a slice of keys 2t, 2t + 1, 2t + 8 and 2t + 9: row r of tile i of a slice is number i
+        of them, row r + 8 number i + 4. One dim of two neighbouring keys is a register of the operand. Keys that do not
         exist have weight 0; their rows are stale, and 0 * NaN is NaN: the last row that exists is read instead.
         """
         words = ch.array(ty.u32, self.sizes.slices, 4, 4)

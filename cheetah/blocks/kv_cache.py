@@ -9,9 +9,14 @@ from cheetah import lang as ch
 from cheetah.blocks.machine import Machine
 from cheetah.blocks.ring import Ring
 from cheetah.lang import prim, ty
+from cheetah.plan.plan import KV_TILE_TOKENS
 
 CACHED_KEYS = "keys and values"
 """What the ring's stages hold for attention."""
+
+
+MOST_COPIES = 8
+"""Pages of a stage whose copies are written out one by one in the kernel."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,26 +78,66 @@ class KvCache:
     ) -> None:
         """In the copy role: bring keys [begin, end) of a head, a stage at a time: keys in its first half, then values.
 
-        A copy never crosses a page, and stops at the last token: what lies behind it in the stage is stale. The page of
-        the next copy is looked up before the wait for its stage, so that the look-up's trip costs nothing.
+        A copy never crosses a page, and stops at the last token: what lies behind it in the stage is stale. Pages are
+        looked up before the wait for a stage, so that the look-up's trip costs nothing.
         """
-        machine, token_bytes, page_size = self.machine, self.token_bytes, self.machine.plan.page_size
         ring.fills(CACHED_KEYS)
-        stage_tokens = machine.plan.kv_stage_tokens(machine.shape.head_dim)
+        if KV_TILE_TOKENS % self.machine.plan.page_size == 0 and self._stage_tokens <= MOST_COPIES * self._page_size:
+            self._copy_whole_pages(ring, layer, head, table, begin, end)
+        else:
+            self._copy_runs(ring, layer, head, table, begin, end)
+
+    @property
+    def _page_size(self) -> int:
+        return self.machine.plan.page_size
+
+    @property
+    def _stage_tokens(self) -> int:
+        return self.machine.plan.kv_stage_tokens(self.machine.shape.head_dim)
+
+    @ch.inline
+    def _copy_whole_pages(
+        self, ring: Ring, layer: ch.Value, head: ch.Expr, table: ch.Expr, begin: ch.Expr, end: ch.Expr
+    ) -> None:
+        """Ranges begin at tiles of 16 keys, and so at pages: a stage's copies are known beforehand, and overlap."""
+        size, copies = self._page_size, self._stage_tokens // self._page_size
+        with ch.for_(begin, end, self._stage_tokens, unroll=1) as first:
+            count = ch.minimum(end - first, self._stage_tokens)
+            pages = ch.array(ty.u32, copies)
+            with ch.for_(copies, unroll=True) as number:
+                token = ch.minimum(first + number * size, end - 1)
+                pages[number] = prim.load_constant_u32(self.page_table + (table + token // size))
+            with ring.fill(count * (2 * self.token_bytes)) as (stage, barrier):
+                with ch.for_(copies, unroll=True) as number:
+                    with ch.if_(number * size < count):
+                        run = ch.minimum(count - number * size, size)
+                        key = self._key_in_page(layer, head, pages[number], ty.u32(0))
+                        self._copy(stage, barrier, key, number * size, run)
+
+    @ch.inline
+    def _copy_runs(
+        self, ring: Ring, layer: ch.Value, head: ch.Expr, table: ch.Expr, begin: ch.Expr, end: ch.Expr
+    ) -> None:
+        """Any range and page size. The next copy's page is looked up while this one's is used."""
+        size = self._page_size
         with ch.if_(begin < end):
-            page = ch.var(ty.u32, prim.load_constant_u32(self.page_table + (table + begin // page_size)))
-            with ch.for_(begin, end, stage_tokens, unroll=1) as first:
-                count = ch.minimum(end - first, stage_tokens)
-                with ring.fill(count * (2 * token_bytes)) as (stage, barrier):
+            page = ch.var(ty.u32, prim.load_constant_u32(self.page_table + (table + begin // size)))
+            with ch.for_(begin, end, self._stage_tokens, unroll=1) as first:
+                count = ch.minimum(end - first, self._stage_tokens)
+                with ring.fill(count * (2 * self.token_bytes)) as (stage, barrier):
                     done = ch.var(ty.u32, 0)
                     with ch.while_(done < count):
                         token = first + done
-                        slot = token % page_size
-                        run = ch.minimum(page_size - slot, count - done)
-                        key = self._key_in_page(layer, head, page, slot)
+                        run = ch.minimum(size - token % size, count - done)
+                        key = self._key_in_page(layer, head, page, token % size)
                         following = ch.minimum(token + run, end - 1)
-                        page.set(prim.load_constant_u32(self.page_table + (table + following // page_size)))
-                        prim.bulk_copy(stage + done * token_bytes, key, run * token_bytes, barrier)
-                        values = stage + (done * token_bytes + machine.plan.stage_bytes // 2)
-                        prim.bulk_copy(values, self.value(key), run * token_bytes, barrier)
+                        page.set(prim.load_constant_u32(self.page_table + (table + following // size)))
+                        self._copy(stage, barrier, key, done, run)
                         done += run
+
+    @ch.inline
+    def _copy(self, stage: ch.Expr, barrier: ch.Expr, key: ch.Expr, done: ch.Expr, run: ch.Expr) -> None:
+        """`run` neighbouring tokens, the keys and then the values, to place `done` of the stage's halves."""
+        keys = stage + done * self.token_bytes
+        prim.bulk_copy(keys, key, run * self.token_bytes, barrier)
+        prim.bulk_copy(keys + self.machine.plan.stage_bytes // 2, self.value(key), run * self.token_bytes, barrier)

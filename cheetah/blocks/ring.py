@@ -7,7 +7,8 @@ in the same order. Two mbarriers a stage keep them apart:
   it sees the copied data, because completion of the copy releases and the wait acquires.
 * empty[s]: one arrival a math warp, made after the warp's last read of the stage (`warp_barrier` orders the
   other lanes' reads before it). The copy lane waits for it before it announces the next bytes, so a stage is never
-  overwritten early.
+  overwritten early. In attention the warps share stages out: who works on one arrives for the others too, and nobody
+  else touches it. A warp that waits for a stage of its own cannot be a lap behind, since its arrival is needed.
 
 At most `plan.in_flight` chunks are requested and not yet landed: more requests would delay the exchanges (8B on an
 H200, 16 KB chunks, 3 / 4 / 5 / 6 in flight: 3.68 / 3.63 / 3.71 / 3.72 ms a step). Landed chunks pile up until they are
@@ -111,3 +112,29 @@ class Ring:
         with ch.if_(self.machine.lane == 0):
             prim.mbarrier_arrive(self.empty + self.using.stage)
         self.using.advance()
+
+    @contextmanager
+    @ch.inline
+    def use_ahead(self, ahead: ch.Expr, arrivals: ch.Expr, when: ch.Expr) -> Iterator[ch.Expr]:
+        """In the math role, where the warps share stages out: the stage `ahead` of the cursor, full. After the body this
+        warp arrives for `arrivals` warps; those that work on a stage make up for all others, which do not touch it.
+        A parity tells two neighbouring passes apart only: a warp must not look at a stage before the pass that precedes
+        has landed. It has, if the stage is at most `stages - in_flight` behind one that is known to have landed, because
+        the copy lane waited for the chunk `in_flight` places before that one. `skip` moves the cursor. Unless `when` holds no stage is taken, and the body finds something else to work on.
+        """
+        place = self.using.stage + ahead
+        stage = ch.const(ty.u32, place % self.stages, name="stage")
+        with ch.if_(when):
+            prim.mbarrier_wait(self.full + stage, (self.using.parity + place // self.stages) % 2)
+        chunk = self.memory + stage * self.stage_bytes
+        yield chunk
+        prim.warp_barrier()  # orders every lane's reads of the stage before the arrival
+        with ch.if_((self.machine.lane == 0) & when):
+            prim.mbarrier_arrive_many(self.empty + stage, arrivals)
+
+    @ch.inline
+    def skip(self, stages: ch.Expr) -> None:
+        """In the math role: move the cursor over stages that were used by `use_ahead`."""
+        place = self.using.stage + stages
+        self.using.parity.set((self.using.parity + place // self.stages) % 2)
+        self.using.stage.set(place % self.stages)

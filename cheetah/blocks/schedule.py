@@ -122,7 +122,7 @@ class Schedule:
     @contextmanager
     @ch.inline
     def merges(self, role: ch.Role) -> Iterator[Merge]:
-        """The merges of this warp: one row of one split head each, dealt round to the blocks and then to their warps."""
+        """The merges of this warp: a row of a split head each, dealt round to the blocks, then to their warps."""
         machine = self.machine
         header = prim.load_constant_u32x4(self._place(role, "header", 0))
         merge_count = header.z

@@ -30,9 +30,9 @@ class At:
     """Where a function of a variant is called. Device values are u32 unless said.
 
     request: b. query: i. key: j, the absolute position. head, kv_head. position: of the query, p. keys: l_kv of the
-    request, its new tokens included. dim: u32, or an int where it is static. For a key or a value, request, position and
-    keys are those of the last column of the tile that reads it: only for a request with one query, and no shared prefix,
-    do they mean just one thing. parameters.NAME: the variant's own kernel parameters.
+    request, its new tokens included. dim. For a key or a value, request, position and keys are those of the last column
+    of the tile that reads it: only for a request with one query, and no shared prefix, do they mean just one thing.
+    parameters.NAME: the variant's own kernel parameters.
     Static: head_dim, heads, kv_heads (ints), scale (float: 1 / sqrt(head_dim)).
     """
 
@@ -67,7 +67,7 @@ class Variant:
 
     query_transform(pair, at), key_transform(pair, at) -> pair: of the pair's elements, f32; rounded to bf16 after it.
     value_transform(value, at) -> value: one element, f32; rounded to bf16 after it.
-    logits_transform(x, at) -> the logit, from the raw dot product x (f32; codes already times k_scale). Unset: x * scale.
+    logits_transform(x, at) -> the logit, from the raw dot product x (f32; of codes, times k_scale). Unset: x * scale.
     logits_mask(at) -> boolean, true keeps; masked logits are -inf, or weights 0 without softmax.
     output_transform(output, lse, at) -> (output, lse): one element of the final output and the natural LSE of its row
     (-inf where no key was kept), once, after the last merge. Called for every element: its LSE must not depend on it.

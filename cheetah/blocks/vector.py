@@ -20,6 +20,8 @@ from cheetah.plan import PAIR_COLUMNS
 from cheetah.plan.plan import COLUMNS
 
 LINE_BYTES = 128
+NORMALISED_UNITS = 6
+"""Units that are normalised together where there are several tokens: with 8, registers spill."""
 Read = Callable[[Any, ch.Expr, int], None]
 """Puts units (u32x4) `unit`, `unit + math_threads`, ... into an array: (array of UNITS, unit, how many)."""
 Wait = Callable[[ch.Expr, ch.Value], None]
@@ -73,7 +75,8 @@ def load_normalised(
     machine = columns.machine
     vector = machine.region("vector", ty.u32x4)
     squares = ch.var(ty.f32, 0.0)
-    for batch in _batches(columns, part):
+    most = UNITS if columns.limit == 1 else NORMALISED_UNITS
+    for batch in _batches(columns, part, most):
         weights = ch.array(ty.u32x4, UNITS)
         with _each(machine, batch) as (number, unit):
             weights[number] = prim.load_constant_u32x4(norm + unit_of_token(unit, columns.limit) * UNIT)
@@ -121,15 +124,15 @@ class _Batch:
             wait(self.first + self.part.first_unit, active)
 
 
-def _batches(columns: Columns, part: Part) -> Iterator[_Batch]:
-    """The thread's units that exist, at most UNITS at a time; then the padding is cleared."""
+def _batches(columns: Columns, part: Part, most: int = UNITS) -> Iterator[_Batch]:
+    """The thread's units that exist, at most `most` at a time; then the padding is cleared."""
     machine, tokens = columns.machine, columns.limit
     whole_pairs = part.available // PAIR_COLUMNS
     units, threads = whole_pairs * UNITS_PER_PAIR * tokens, machine.math_threads
     each = units // threads  # of every thread; some have one more
     begin = 0
     while begin * threads < units:
-        size = max(1, min(UNITS, each - begin))
+        size = max(1, min(most, each - begin))
         full = (begin + size) * threads <= units
         with nullcontext() if full else ch.if_(machine.thread + begin * threads < units):
             first = ch.const(ty.u32, machine.thread + begin * threads, name="first_unit")

@@ -163,7 +163,8 @@ def _remarks(measured: Sequence[Measurement], bench: DecodeBench) -> list[str]:
     first = measured[0]
     lines = [
         f"median of {len(first.step_ms)} launches of {first.steps} steps by device events; host: with tokens read out",
-        "context: tokens in the cache before a launch, of each sequence; tokens/s: of all; ceiling: GB/s before and after, in this run",
+        "context: tokens in the cache before a launch, of each sequence; tokens/s: of all together",
+        "ceiling: GB/s before and after, in this run",
     ]
     for measurement in measured:
         if state := measurement.clocks:

@@ -41,8 +41,9 @@ def check(
 ) -> None:
     """Look for schedules under which a model's kernel goes wrong, in the emulator. Needs g++ and no GPU.
 
-    A few launches (prompt, sampling, going on, an early stop, a split cache) run under each scheduler with each seed,
-    and must give the same bits, agree with float32, and access nothing unordered. Exit code 1 if something is found.
+    A few launches (prompt, sampling, going on, an early stop, a split cache; with --batch and --tokens several tokens
+    a step) run under each scheduler with each seed, and must give the same bits, agree with float32, and access nothing
+    unordered. Exit code 1 if something is found.
 
     The demo model is checked as it is; of any other, a smaller one of the same kind with random weights.
     """

@@ -20,6 +20,7 @@ EPILOG = 'Example: cheetah run demo "One morning," --device emulator --max-token
 DEFAULT_TOKENS = 128
 STDIN = "-"
 RANDOM = "random:"
+MOST_TOGETHER = 8
 
 
 def run(
@@ -40,6 +41,13 @@ def run(
         float | None, typer.Option(help="0 is greedy; by default the checkpoint's, else 0.", show_default=False)
     ] = None,
     seed: Annotated[int, typer.Option(help="Of sampling at a temperature above 0.")] = 0,
+    completions: Annotated[
+        int, typer.Option("--completions", "-n", min=1, help="How many to make, each with a seed of its own.")
+    ] = 1,
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many to make together, 1 to 8; by default all, at most 8.", show_default=False),
+    ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="A text that ends the completion; repeatable.", show_default=False)
     ] = None,
@@ -49,6 +57,12 @@ def run(
     ] = None,
     sync: Annotated[
         str | None, typer.Option(help="flags or barrier; by default the plan's.", show_default=False)
+    ] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="How the cache is kept: bf16 (the default) or e4m3.", show_default=False)
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of the prompt that a step reads; by default 8.", show_default=False)
     ] = None,
     tuned: Annotated[bool, typer.Option(help="Use what `cheetah tune` has stored for this shape and GPU.")] = True,
     revision: Annotated[
@@ -61,13 +75,21 @@ def run(
     text = _prompt_text(prompt, ids, chat)
     token_ids = None if ids is None else _parsed_ids(ids)
     params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop or (), ignore_eos=ignore_eos
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        n=completions,
+        stop=stop or (),
+        ignore_eos=ignore_eos,
     )
     if token_ids is None:
         _refuse_text_without_tokenizer(model)
     options: dict[str, Any] = {"device": device, "gpu": gpu, "max_context": max_context, "sync": sync, "tuned": tuned}
+    options |= {"kv_dtype": kv_dtype, "prompt_tokens": prompt_tokens}
+    if batch or completions > 1:
+        options["batch"] = batch or min(completions, MOST_TOGETHER)
     with LLM(model, revision=revision, generate_kernel=_generator(model), **options) as llm:
-        _write(llm, _pieces(llm, text, token_ids, chat, params))
+        _write(llm, _one_after_another(_pieces(llm, text, token_ids, chat, params)), completions)
 
 
 def register(app: typer.Typer) -> None:
@@ -120,26 +142,48 @@ def _pieces(llm: LLM, text: str, ids: list[int] | None, chat: bool, params: Samp
     return llm.stream(text, params)
 
 
-def _write(llm: LLM, pieces: Iterator[StreamPiece]) -> None:
-    """Text as it comes, or ids where there is no tokenizer; a line end, then the timings on stderr."""
+def _one_after_another(pieces: Iterator[StreamPiece]) -> Iterator[StreamPiece]:
+    """The pieces of several completions sorted by completion: the first as it comes, the others held back meanwhile."""
+    held: dict[int, list[StreamPiece]] = {}
+    current = 0
     for piece in pieces:
+        held.setdefault(piece.index, []).append(piece)
+        while ready := held.pop(current, []):
+            yield from ready
+            current += ready[-1].finished
+
+
+def _write(llm: LLM, pieces: Iterator[StreamPiece], completions: int) -> None:
+    """Text as it comes, or ids where there is no tokenizer; a line end, then the timings on stderr. Of several, each
+    has a heading."""
+    is_new = completions > 1
+    for piece in pieces:
+        if is_new:
+            sys.stdout.write(f"--- completion {piece.index + 1} of {completions}\n")
+        is_new = completions > 1 and piece.finished
         shown = piece.text if piece.text is not None else "".join(f"{token} " for token in piece.token_ids)
         sys.stdout.write(shown)
         sys.stdout.flush()
         if piece.finished:
             sys.stdout.write("\n")
             sys.stdout.flush()
-            typer.echo(_timings(llm, piece), err=True)
+            typer.echo(_timings(llm, piece, completions), err=True)
 
 
-def _timings(llm: LLM, piece: StreamPiece) -> str:
+def _timings(llm: LLM, piece: StreamPiece, completions: int) -> str:
     timings = piece.timings
     assert timings is not None
-    prompt = f"{timings.prompt_tokens} prompt tokens in {timings.prefill_s:.3f} s"
+    cached = f" ({timings.cached_tokens} of them cached)" if timings.cached_tokens else ""
+    prompt = f"{timings.prompt_tokens} prompt tokens{cached} in {timings.prefill_s:.3f} s"
     made = f"{timings.completion_tokens} tokens ({piece.finish_reason})"
     if timings.completion_tokens < 2:
         return f"{prompt}; {made}"
     context = timings.prompt_tokens + timings.completion_tokens
-    rate = f"decode {timings.decode_tokens_per_s:.1f} tokens/s (batch 1, context up to {context}, bf16)"
+    together = min(completions, int(llm.manifest.plan["batch"]))
+    dtype = str(llm.manifest.plan["kv_dtype"])
+    cache = "" if dtype == "bf16" else f", {dtype} cache"
+    each = " each" if together > 1 else ""
+    rate = f"decode {timings.decode_tokens_per_s:.1f} tokens/s{each}"
+    rate += f" (batch {together}, context up to {context}, bf16{cache})"
     emulated = "; emulated: not a speed" if llm.manifest.gpu.get("emulated") else ""
     return f"{prompt}; {made} in {timings.decode_s:.3f} s, {rate}{emulated}"

@@ -40,7 +40,7 @@ def trace(
         typer.Option("-o", "--output", metavar="FILE", help="Chrome trace events (JSON) of one step, for Perfetto."),
     ] = None,
     layers: Annotated[str, typer.Option(metavar="A:B", help="Only layers A to B-1 in the file.")] = ":",
-    context: Annotated[int, typer.Option(min=0, help="Tokens in the cache before a launch.")] = 128,
+    context: Annotated[int, typer.Option(min=0, help="Tokens in the cache before a launch, of each sequence.")] = 128,
     steps: Annotated[int, typer.Option(min=1, help="Decode steps of a launch, the last of which is looked at.")] = 8,
     repetitions: Annotated[int, typer.Option(min=1, help="Launches that are looked at.")] = 5,
     warmup: Annotated[int, typer.Option(min=0, help="Launches before those.")] = 2,
@@ -62,7 +62,7 @@ def trace(
     """
     from rich.console import Console
 
-    from cheetah.benchmark import open_bench
+    from cheetah.benchmark import Work, open_bench
     from cheetah.runtime.device import open_device
     from cheetah.timeline import spans_of, summarise
     from cheetah.trace_events import LayerRange
@@ -72,16 +72,18 @@ def trace(
         _require_writable(output)
     config, name, weights = measured_model(model, revision)
     chosen.check(config.layers)
+    work = Work((context,) * int(plan.get("batch", 1)))
     with (
         open_device(device) as opened,
         open_bench(
-            *(config, name, weights, opened, [context], steps, gpu, ordinal_of(device)),
+            *(config, name, weights, opened, [work], steps, gpu, ordinal_of(device)),
             **plan_for(config, opened, gpu, {**plan, "trace": True}, tuned),
         ) as ready,
     ):
-        traced = ready.trace(context, steps, repetitions, warmup)
+        traced = ready.trace(work, steps, repetitions, warmup)
         spans = spans_of(traced.stamps, ready.manifest.phases)
-        about = {**circumstances_of(name, weights, opened), "context": context, **_kernel_of(ready)}
+        about = {**circumstances_of(name, weights, opened), "batch": len(work.contexts), "context": context}
+        about |= _kernel_of(ready)
         console = Console(width=WIDTH, soft_wrap=True, highlight=False, markup=False)
         console.print(_table(about, summarise(spans)))
         for line in _remarks(ready, traced, spans, steps):
@@ -112,7 +114,7 @@ def _write(path: Path, spans: Spans, layers: Any, about: dict[str, Any]) -> str:
     from cheetah.trace_events import write_trace
 
     launch = int(spans.step.argsort()[len(spans.step) // 2])
-    title = f"{about['model']}, context {about['context']}, {about['gpu']}"
+    title = f"{about['model']}, batch {about['batch']}, context {about['context']}, {about['gpu']}"
     slices = write_trace(path, spans, launch, layers, title, about)
     return f"wrote {path} ({slices} slices): open it at ui.perfetto.dev or in chrome://tracing"
 
@@ -121,7 +123,7 @@ def _table(about: dict[str, Any], summary: Summary) -> Table:
     from rich.table import Table
 
     title = (
-        f"{about['model']}, batch 1, weights {about['weights']}, context {about['context']}",
+        f"{about['model']}, batch {about['batch']}, weights {about['weights']}, context {about['context']}",
         f"traced kernel {about['kernel']}, commit {about['commit']}",
         f"{about['gpu']}, {about['driver']}",
     )

@@ -63,13 +63,14 @@ def kv_plans_for_launch(
     align: int = 16,
     minimum: int = 64,
     chunk: int | None = None,
+    item_cost: int = 0,
 ) -> list[tuple[int, KvPlan]]:
     """(first step, plan) for a launch of `steps` steps; tile i of the plans is `tiles[i]`, which ascend by level.
 
     A plan is valid until a rounded begin or end changes. The other arguments are those of `kv_plan`.
     """
     require_positive("KV plans of a launch", steps=steps)
-    scheduling = Scheduling(kv_heads, blocks, align, minimum, chunk=chunk or 0)
+    scheduling = Scheduling(kv_heads, blocks, align, minimum, chunk=chunk or 0, item_cost=item_cost)
     return [
         (
             step,

@@ -48,7 +48,8 @@ class Plan:
     `batch` sequences share a step at most, and `tokens` tokens, which are the columns of every product (a prompt has
     several). `down_slices`: the input of the down projection is brought to shared memory in so many parts.
     `kv_align` and `kv_chunk_min` are A and M of the load-balanced KV scheduler (FlashInfer, Algorithm 1); `kv_chunk` is
-    its F: items of that many keys, so that bits do not depend on the other sequences (0: by rule).
+    its F: items of that many keys, so that bits do not depend on the other sequences (0: by rule). `kv_item_cost`: what
+    an item costs a block beside its keys, in keys.
     `kv_dtype` is how keys and values are cached.
     """
 
@@ -66,6 +67,7 @@ class Plan:
     kv_align: int = 16
     kv_chunk_min: int = 64
     kv_chunk: int = 0
+    kv_item_cost: int = 0
     kv_dtype: str = "bf16"
     start_qkv: int = 0
     start_residual: int = 0
@@ -75,7 +77,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         starts = (
-            *("sync", "trace", "kv_chunk", "kv_dtype", "start_qkv", "start_residual", "start_gate_up", "start_head"),
+            *("sync", "trace", "kv_chunk", "kv_item_cost", "kv_dtype", "start_qkv", "start_residual", "start_gate_up", "start_head"),
         )
         require_positive("Plan", **{name: value for name, value in vars(self).items() if name not in starts})
         self._check_choices()
@@ -92,14 +94,16 @@ class Plan:
             raise PlanError(f"Plan: tokens is {self.tokens} with batch {self.batch}: each sequence has one at least")
         if self.kv_dtype not in KV_DTYPES:
             raise PlanError(f"Plan: kv_dtype is {self.kv_dtype!r}: choose one of {', '.join(KV_DTYPES)}")
+        if self.kv_item_cost < 0:
+            raise PlanError(f"Plan: kv_item_cost is {self.kv_item_cost}: give a number of keys, 0 or more")
         if self.kv_chunk < 0 or self.kv_chunk % self.kv_align:
             raise PlanError(f"Plan: kv_chunk {self.kv_chunk} is no multiple of kv_align {self.kv_align}, nor 0")
         if self.math_warps > MAX_MATH_WARPS:
             raise PlanError(f"Plan: math_warps is {self.math_warps}: a block has 32 warps and one copies: at most 31")
         if max(self.tokens, self.math_warps) % min(self.tokens, self.math_warps) or self.math_warps * 8 % self.tokens:
             raise PlanError(
-                f"Plan: tokens is {self.tokens} with {self.math_warps} math warps: the warps share the tokens evenly, at "
-                f"most 8 a warp: use a number of warps that divides or is divided by it"
+                f"Plan: tokens is {self.tokens} with {self.math_warps} math warps: the warps share the tokens evenly, "
+                f"at most 8 a warp: use a number of warps that divides or is divided by it"
             )
         if self.math_warps % 2:
             raise PlanError(f"Plan: math_warps is {self.math_warps}: two halves add up a strip: use an even number")
@@ -215,8 +219,8 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
     scratch: the input of a product (bf16), or what attention needs. reductions: two buffers of the warps' row sums.
     residual: the block's rows (f32). partial_sums: of squares; scales: 1/rms of every token. rope: cos and sin of every
     token's position. statistics: (highest, weight sum) of each warp's state and query column. candidates: of every
-    warp or block. columns: what the step's tokens are. chosen: what was sampled. step_done: two mbarriers. next_token: of
-    every column, then whether the launch ends.
+    warp or block. columns: what the step's tokens are. chosen: what was sampled. step_done: two mbarriers. next_token:
+    of every column, then whether the launch ends.
     """
     vector_bytes = plan.tokens * vector_columns(shape, plan) * 2
     attention = attention_regions(shape, plan)
@@ -317,7 +321,9 @@ def _machine_defaults(gpu: Gpu) -> dict[str, Any]:
     """Eight math warps: 16 have too few registers and spill. 256 keys an item: so a context of up to 256 keys needs no
     merge of states, which is worth 1 to 2 % there; at 512 keys it costs as much, beyond that little either way (H200,
     benchmarks/LOG.md). The emulator is small, so that little work is split too."""
-    return {"math_warps": 4, "kv_chunk_min": 64} if gpu.emulated else {"math_warps": 8, "kv_chunk_min": 256}
+    if gpu.emulated:
+        return {"math_warps": 4, "kv_chunk_min": 64}
+    return {"math_warps": 8, "kv_chunk_min": 256, "kv_item_cost": 128}
 
 
 def default_starts(shape: ModelShape, gpu: Gpu) -> dict[str, int]:

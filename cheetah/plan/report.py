@@ -116,7 +116,8 @@ class Report:
 
     @property
     def step_bytes(self) -> StepBytes:
-        return step_bytes(self.shape, self.matrices.weight_bytes, self.context, self.plan.batch)
+        plan = self.plan
+        return step_bytes(self.shape, self.matrices.weight_bytes, self.context, plan.batch, plan.kv_element_bytes)
 
     @property
     def ceiling_ms(self) -> float:
@@ -130,16 +131,24 @@ class Report:
 
     def summary(self) -> tuple[tuple[str, str], ...]:
         """(what, value) rows, with units."""
-        nbytes = self.step_bytes
+        nbytes, plan = self.step_bytes, self.plan
         return (
             ("machine", f"{self.gpu.name}: {self.gpu.blocks} blocks, {self.gpu.read_gb_per_s:g} GB/s"),
             ("read rate", self.gpu.rate_source),
-            ("context", f"{self.context} tokens, batch {self.plan.batch}"),
-            ("ring", f"{self.plan.stages} stages of {self.plan.stage_bytes} bytes, {self.plan.in_flight} in flight"),
-            ("math warps", str(self.plan.math_warps)),
-            ("exchanges a step", f"{self.exchanges_per_step} ({self.plan.sync})"),
+            ("context", f"{self.context} tokens, batch {plan.batch}"),
+            (
+                "columns",
+                f"{plan.tokens} tokens a step at most; attention tiles of {plan.tile_columns(self.shape.group)}",
+            ),
+            (
+                "slices of down",
+                f"its input in {plan.down_slices} parts" if plan.down_slices > 1 else "its input whole",
+            ),
+            ("ring", f"{plan.stages} stages of {plan.stage_bytes} bytes, {plan.in_flight} in flight"),
+            ("math warps", str(plan.math_warps)),
+            ("exchanges a step", f"{self.exchanges_per_step} ({plan.sync})"),
             ("weights a step", f"{nbytes.weights / 1e9:.3f} GB"),
-            ("KV a step", f"{nbytes.kv / 1e9:.3f} GB"),
+            ("KV a step", f"{nbytes.kv / 1e9:.3f} GB ({plan.kv_dtype})"),
             ("bytes a step", f"{nbytes.gigabytes:.3f} GB"),
             ("step at the ceiling", f"{self.ceiling_ms:.3f} ms"),
             ("tokens/s at the ceiling", f"{self.ceiling_tokens_per_s:.0f}"),
@@ -155,7 +164,7 @@ class Report:
         lengths = [self.context] * plan.batch
         sizes = (shape.kv_heads, self.gpu.blocks, shape.group, plan.kv_align, plan.kv_chunk_min)
         schedule = kv_plan(lengths, *sizes, chunk=plan.kv_chunk)
-        token_bytes = 2 * 2 * shape.head_dim
+        token_bytes = 2 * plan.kv_element_bytes * shape.head_dim
         shares = []
         for block in range(self.gpu.blocks):
             queue = schedule.queue(block)
@@ -164,11 +173,13 @@ class Report:
         return PhaseShare("attention", tuple(shares), shape.layers)
 
 
-def step_bytes(shape: ModelShape, weight_bytes: int, context: int, batch: int = 1) -> StepBytes:
+def step_bytes(
+    shape: ModelShape, weight_bytes: int, context: int, batch: int = 1, kv_element_bytes: int = 2
+) -> StepBytes:
     """Bytes a step must read: bf16 weights, K and V of `context` tokens a sequence, norms, embedding and rope rows."""
     return StepBytes(
         weights=weight_bytes,
-        kv=2 * 2 * shape.layers * shape.kv_heads * shape.head_dim * context * batch,
+        kv=2 * kv_element_bytes * shape.layers * shape.kv_heads * shape.head_dim * context * batch,
         norms=2 * (2 * shape.layers + 1) * shape.padded_hidden,
         embedding=2 * shape.padded_hidden * batch,
         rope=4 * shape.head_dim * batch,

@@ -107,11 +107,12 @@ class SharedMap:
         base = seen.get(region.over or "")
         if base is None:
             raise PlanError(f"shared region {region.name!r} lies over {region.over!r}, which is not an earlier region")
-        if region.skip + region.nbytes > base.nbytes or base.alignment % region.alignment or region.skip % region.alignment:
+        misplaced = base.alignment % region.alignment or region.skip % region.alignment
+        if region.skip < 0 or region.skip + region.nbytes > base.nbytes or misplaced:
             raise PlanError(
-                f"shared region {region.name!r} ({region.nbytes} bytes from byte {region.skip}, "
-                f"alignment {region.alignment}) does not fit "
-                f"over {base.name!r} ({base.nbytes} bytes, alignment {base.alignment}): make {base.name!r} large enough"
+                f"shared region {region.name!r} ({region.nbytes} bytes from byte {region.skip} on, alignment "
+                f"{region.alignment}) does not fit over {base.name!r} ({base.nbytes} bytes, alignment "
+                f"{base.alignment}): make {base.name!r} large enough"
             )
 
     def _overrun(self) -> str:
@@ -119,7 +120,8 @@ class SharedMap:
             f"{_kilobytes(region.nbytes)} of {region.name}" for region in self.regions if not region.over
         )
         budget = _kilobytes(self.budget_bytes or 0)
-        return f"{parts} = {_kilobytes(self.total_bytes)}; a block has {budget}: use fewer or smaller stages"
+        total = _kilobytes(self.total_bytes)
+        return f"{parts} = {total}; a block has {budget}: use fewer or smaller stages, or fewer tokens"
 
 
 def ring_regions(stages: int, stage_bytes: int) -> tuple[Region, Region]:

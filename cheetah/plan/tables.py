@@ -2,9 +2,9 @@
 
 A step takes up to `plan.tokens` tokens through the model together: they are the *columns* of every product. A sequence
 has `per_step` neighbouring columns in every step of a launch: one when it decodes, several when a prompt is read.
-Column c of the sequence whose first column is f is its token number `step * per_step + c - f` of the launch, at position
-`length` + that number. What a sequence does not have any more (numbers from `total` on, or after a stop id) is computed
-like the rest, with nobody looking; its keys and values from `total` on are not cached.
+Column c of the sequence whose first column is f is its token number `step * per_step + c - f` of the launch, at
+position `length` + that number. What a sequence does not have any more (numbers from `total` on, or after a stop id) is
+computed like the rest, with nobody looking; its keys and values from `total` on are not cached.
 
 A *tile* of attention is a range of columns that read one range of keys: their own sequence's, or a prefix that several
 sequences share. Key j of a tile has the absolute position `offset` + j and lies in page `page_table[table + j //

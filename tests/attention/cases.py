@@ -24,7 +24,10 @@ KV_TYPES = {"bf16": ml_dtypes.bfloat16, "e4m3": ml_dtypes.float8_e4m3fn}
 
 @dataclass(frozen=True)
 class Core:
-    """Static choices: one kernel each."""
+    """Static choices: one kernel each. batch, queries, levels and max_keys are the most that a call may have.
+
+    shortest_chunk: the smallest F for which there is room (0: for plans by rule).
+    """
 
     kv_heads: int = 2
     group: int = 2
@@ -34,7 +37,10 @@ class Core:
     kv_dtype: str = "bf16"
     variant: Variant = field(default=CAUSAL, hash=False)
     max_keys: int = 512
-    max_batch: int = 4
+    batch: int = 4
+    queries: int = 8
+    levels: int = 2
+    shortest_chunk: int = 0
 
     @property
     def heads(self) -> int:
@@ -58,7 +64,8 @@ class Case:
     All are float32 that bf16 holds exactly; for an e4m3 cache keys and values are what the codes say, without scales.
     meaning: the reference's variant. parameters: the kernel's, by name. page_seed: which pages the keys lie in (None:
     in order). leftover: the byte that fills all unused slots and pages. chunk: F. costs: alpha and beta. deal: a seed
-    with which items are dealt to blocks at random instead of by cost. empty_level: a first level that has no keys.
+    with which items are dealt to blocks at random instead of by cost. fold: a seed with which the states of a merge are
+    put in another order. empty_level: a first level that has no keys.
     """
 
     core: Core
@@ -75,6 +82,7 @@ class Case:
     chunk: int | None = None
     costs: tuple[int, int] = (1, 1)
     deal: int | None = None
+    fold: int | None = None
     empty_level: bool = False
 
     @property
@@ -111,12 +119,14 @@ class Case:
         """The request alone; not for masks, whose bits are counted by request."""
         one = slice(request, request + 1)
         prefixes = [replace(prefix, first=0, count=1) for prefix in self.prefixes if prefix is self.prefix_of(request)]
-        numbers = dict(queries=self.queries[one], keys=self.keys[one], values=self.values[one])
+        numbers: dict[str, Any] = dict(queries=self.queries[one], keys=self.keys[one], values=self.values[one])
         return replace(self, **numbers, prefixes=tuple(prefixes))
 
     def reordered(self, order: Sequence[int]) -> Case:
         """The requests in another order; without prefixes."""
-        numbers = {name: tuple(getattr(self, name)[b] for b in order) for name in ("queries", "keys", "values")}
+        numbers: dict[str, Any] = {
+            name: tuple(getattr(self, name)[b] for b in order) for name in ("queries", "keys", "values")
+        }
         return replace(self, **numbers)
 
     def with_values(self, change: Callable[[Array], Array]) -> Case:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -49,7 +50,9 @@ def request(queries: int = 2, keys: int = 11, heads: int = 4, kv_heads: int = 2)
     return drawn(queries, heads, HEAD_DIM), drawn(*cached, seed=1), drawn(*cached, seed=2)
 
 
-def naive(q: np.ndarray, k: np.ndarray, v: np.ndarray, logit=None, keep=None, weight=None):
+def naive(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, logit: Any = None, keep: Any = None, weight: Any = None
+) -> tuple[np.ndarray, np.ndarray]:
     """(O, LSE) by loops over plain numbers: logit(x, h, j, p), keep(i, j, p), weight(logit) instead of softmax."""
     rows, heads, head_dim = q.shape
     keys = k.shape[1]
@@ -355,5 +358,5 @@ def test_float32_is_computed_in_float32() -> None:
     for variant in (None, sliding_window(3), soft_cap(30), sigmoid(), learned_sink(drawn(4)), alibi(alibi_slopes(4))):
         state = attend(q, [(k, v)], variant)
         assert state.output.dtype == np.float32
-        precise = attend(*(part.astype(np.float64) for part in (q,)), [(k.astype(float), v.astype(float))], variant)
+        precise = attend(q.astype(float), [(k.astype(float), v.astype(float))], variant)
         np.testing.assert_allclose(state.output, precise.output, rtol=1e-4, atol=1e-6)

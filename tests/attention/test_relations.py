@@ -46,9 +46,9 @@ from tests.tolerances import ATTENTION_OUTPUT
 
 pytestmark = pytest.mark.usefixtures("target")
 
-MAIN = Core()
+MAIN = Core(shortest_chunk=16)
 PAGED = [replace(MAIN, page_size=page_size) for page_size in (1, 5, 64, 256)]
-UNGROUPED = Core(kv_heads=4, group=1, blocks=1)
+UNGROUPED = Core(kv_heads=4, group=1, blocks=1, levels=1, shortest_chunk=16)
 WIDE = Core(kv_heads=1, group=4, head_dim=128, blocks=16)
 CODES = Core(kv_heads=1, group=8, page_size=5, blocks=16, kv_dtype="e4m3")
 PLAIN = {"main": MAIN, "pages of 1": PAGED[0], "ungrouped": UNGROUPED, "wide": WIDE, "codes": CODES}
@@ -241,6 +241,14 @@ def test_any_split(core: Core) -> None:
     case = random_case(core, (120, 199))
     for chunk in (16, 32, 48, 64, 112, 208):
         assert_meaning(replace(case, chunk=chunk))
+
+
+@pytest.mark.parametrize("core", [MAIN, CODES])
+def test_partial_states_in_any_order(core: Core) -> None:
+    case = random_case(core, (199, 97), 2, chunk=16)
+    plain = attend(case)
+    for seed in range(3):
+        assert_close(attend(replace(case, fold=seed)), plain, seed, factor=2)
 
 
 def test_two_levels_and_one() -> None:

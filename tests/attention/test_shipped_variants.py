@@ -111,7 +111,7 @@ class Inputs:
         self.rope = rope_rows(SINKS + RECENT, HEAD_DIM).astype(np.float32)
 
     def at(self, number: int) -> reference.Where:
-        place = dict(zip(PLACES, self.places[number].astype(np.int64).tolist(), strict=True))
+        place: dict[str, Any] = dict(zip(PLACES, self.places[number].astype(np.int64).tolist(), strict=True))
         arrays = {name: np.array([[place.pop(name)]]) for name in ("query", "position", "key")}
         place.pop("dim")
         return reference.Where(**place, head_dim=HEAD_DIM, **arrays)
@@ -153,7 +153,7 @@ REFERENCES = {
 def test_logits(name: str) -> None:
     transform = REFERENCES[name].logits_transform
     assert transform is not None
-    expected = of_reference(lambda x, y, at: transform(x, at))
+    expected = of_reference(lambda x, y, at: transform(np.array(x), at))
     found = results()[f"{name}.logit"][0]
     finite = expected > 1e-30  # the fast division gives 0 for what nobody can tell from it
     np.testing.assert_allclose(
@@ -242,3 +242,16 @@ def test_equal_arguments_give_the_same_object() -> None:
 def test_senseless_arguments_are_refused(make: Callable[[], Variant]) -> None:
     with pytest.raises(ValueError, match="give"):
         make()
+
+
+def test_variants_together() -> None:
+    both = shipped.combined(shipped.sliding_window(127), shipped.learned_sink())
+    assert (both.name, both.window, both.causal, both.softmax) == ("sliding_window_learned_sink", 127, True, True)
+    assert both.logits_mask is shipped.sliding_window(127).logits_mask and set(both.parameters) == {"sinks"}
+    assert not shipped.combined(shipped.custom_mask(), shipped.alibi()).causal
+    assert not shipped.combined(shipped.sigmoid(), shipped.sliding_window(3)).softmax
+
+
+def test_variants_that_collide_are_refused() -> None:
+    with pytest.raises(ValueError, match="logits_transform set twice"):
+        shipped.combined(shipped.alibi(), shipped.soft_cap(30.0))

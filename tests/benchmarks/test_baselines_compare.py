@@ -84,6 +84,14 @@ def test_the_table_has_medians_and_keeps_models_and_contexts_together(tmp_path: 
     assert lines[1].split() == ["a", "m", "5", "200.0", "100.0", "200.0", "300.0", "5.0000", "50.0%"]
 
 
+def test_a_batch_is_told_beside_systems_that_have_one_sequence() -> None:
+    figures = {"model": "m", "context": 5, "tokens_per_s": 1.0, "ms_per_step": 1.0, "share": None}
+    records = [{"system": "a", **figures}, {"system": "b", "batch": 8, "per_step": 1, **figures}]
+    records.append({"system": "b", "batch": 1, "per_step": 16, **figures})
+    systems = [line.split("  ")[0] for line in compare.table(records).splitlines()]
+    assert systems == ["system", "a", "b, batch 8", "b, tokens a step 16"]
+
+
 def test_an_unknown_system_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         compare.parser().parse_args(["--systems", "cheetah,vlm"])

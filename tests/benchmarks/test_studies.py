@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,14 @@ def test_stacks_agree_with_float32_and_with_each_other(scheduler: str) -> None:
     records = tiny(stacks.run, scheduler)
     assert {record["case"]["stack"] for record in records} == {"attention", "glu"}
     assert all(0 < record["relative_error"] < ROUNDING for record in records)
+
+
+@pytest.mark.compiler
+def test_a_vector_that_every_thread_reads_is_waited_for_where_it_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole warps wait before they poll: in a stack, for the layer before."""
+    monkeypatch.setattr(stacks, "TINY", replace(stacks.TINY, hidden_size=1024, vocab_size=16))
+    monkeypatch.setattr(stacks, "TINY_CONTEXTS", (5,))
+    assert all(0 < record["relative_error"] < ROUNDING for record in tiny(stacks.run))
 
 
 @pytest.mark.compiler

@@ -208,7 +208,7 @@ class Inputs:
 
     @property
     def length(self) -> int:
-        return self.keys.shape[1]
+        return int(self.keys.shape[1])
 
     @property
     def columns(self) -> int:
@@ -239,7 +239,8 @@ def exact(stored: NDArray[Any], scale: NDArray[np.float32]) -> F64:
     """Stored keys or values [kv_heads, n, D] as numbers."""
     if stored.dtype == np.uint16:
         return widen(stored).astype(np.float64)
-    return stored.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale[:, None, None]
+    numbers: F64 = stored.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale[:, None, None]
+    return numbers
 
 
 def random_inputs(core: Core, length: int, seed: int = 0, scale: float = 1.0, columns: int = 1) -> Inputs:

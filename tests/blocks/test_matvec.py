@@ -1,4 +1,4 @@
-"""The product of a matrix and the vectors of several tokens alone: odd sizes, numbers of blocks, warps and tokens, slices."""
+"""A matrix times the vectors of several tokens, alone: odd sizes, numbers of blocks, warps, tokens; slices."""
 
 from __future__ import annotations
 
@@ -122,6 +122,22 @@ def test_product_against_float64(case: str) -> None:
         fewer = run("random", 1, tokens - 1)
         np.testing.assert_array_equal(fewer[:-1], everything[:-1])
         assert np.isnan(fewer[-1]).all()
+
+
+def test_slices_change_no_bit() -> None:
+    """Chunks are added in the same order, whatever is multiplied between them."""
+    outputs = []
+    for slices in (1, 2, 5):
+        kernel, layout = product(70, 1250, 3, {"tokens": 4, "down_slices": slices})
+        draw = np.random.default_rng(2)
+        weights = filled(pack_matrix(layout, as_bf16(draw.standard_normal((layout.rows, layout.columns)))))
+        x = as_bf16(draw.standard_normal((4, layout.padded_columns)))
+        y = allocate((4, layout.rows), np.float32)
+        arguments = {"weights": weights, "x": filled(in_fragment_order(x)), "y": y, "column_count": 4}
+        kernel.launch(arguments, "random", slices)
+        outputs.append(y)
+    np.testing.assert_array_equal(outputs[1], outputs[0])
+    np.testing.assert_array_equal(outputs[2], outputs[0])
 
 
 def test_an_odd_number_of_math_warps_is_refused() -> None:

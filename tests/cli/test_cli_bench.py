@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from commands import cheetah, refused
 
-from cheetah.benchmark import DecodeBench, Measurement, ReadCeiling, fill_with, random_bits, record, room_needed
+from cheetah.benchmark import (
+    DecodeBench,
+    Measurement,
+    ReadCeiling,
+    Work,
+    fill_with,
+    random_bits,
+    random_cache,
+    record,
+    room_for,
+    room_needed,
+)
+from cheetah.cli.bench import parsed_works
 from cheetah.errors import CheetahError
+from cheetah.generate import choose_plan
 from cheetah.models.llama.config import preset
 from cheetah.plan import gpu_named
 from cheetah.regenerate import generate_named
@@ -23,7 +38,8 @@ pytestmark = pytest.mark.compiler
 QUICK = ("--device", "emulator", "--steps", "3", "--repetitions", "2", "--warmup", "1")
 FIELDS = (
     "commit gpu driver clocks model weights batch context kernel system tokens_per_s ms_per_step bytes_per_step "
-    "gb_per_s ceiling_gb_per_s share repetitions steps plan ms_per_step_samples host_tokens_per_s"
+    "gb_per_s ceiling_gb_per_s share repetitions steps plan ms_per_step_samples host_tokens_per_s contexts shared "
+    "per_step"
 ).split()
 
 
@@ -36,6 +52,7 @@ def records() -> list[dict[str, Any]]:
 
 def test_a_record_has_every_field(records: list[dict[str, Any]]) -> None:
     assert [line["context"] for line in records] == [5, 200]
+    assert [(line["contexts"], line["shared"], line["per_step"]) for line in records] == [([5], 0, 1), ([200], 0, 1)]
     for line in records:
         assert set(FIELDS) <= set(line)
         assert (line["model"], line["weights"], line["batch"], line["system"]) == ("demo", "bf16 random", 1, "cheetah")
@@ -52,6 +69,54 @@ def test_a_record_adds_up(records: list[dict[str, Any]]) -> None:
         assert line["bytes_per_step"] == generated.manifest.weight_bytes + kv
         assert line["gb_per_s"] == pytest.approx(line["bytes_per_step"] / line["ms_per_step"] / 1e6, rel=1e-5)
         assert line["kernel"] == generated.manifest.text_sha256[:16]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "contexts", "shared", "per_step", "cached", "room"),
+    [
+        (("--contexts", "5", "--batch", "3"), [5, 5, 5], 0, 1, 15, (3, 4)),
+        (("--contexts", "20+9"), [20, 9], 0, 1, 29, (2, 2)),
+        (("--contexts", "40+50", "--shared", "32"), [40, 50], 32, 1, 58, (2, 2)),
+        (("--contexts", "4", "--per-step", "6"), [4], 0, 6, 4, (1, 8)),
+    ],
+)
+def test_a_record_of_several_tokens_a_step(
+    arguments: tuple[str, ...], contexts: list[int], shared: int, per_step: int, cached: int, room: tuple[int, int]
+) -> None:
+    result = cheetah("bench", "random:demo", *arguments, "--json", "-", *QUICK)
+    assert result.exit_code == 0, result.output
+    line = json.loads(result.stdout)
+    assert (line["contexts"], line["shared"], line["per_step"]) == (contexts, shared, per_step)
+    assert (line["batch"], line["context"]) == (len(contexts), contexts[0])
+    assert (line["plan"]["batch"], line["plan"]["tokens"]) == room
+    tokens = len(contexts) * per_step
+    assert line["tokens_per_s"] == pytest.approx(1000 * tokens / line["ms_per_step"], rel=1e-5)
+    config = preset("demo")
+    weights = generate_named(config, "demo", "emulator", {}).manifest.weight_bytes
+    assert line["bytes_per_step"] == weights + cached * config.kv_bytes_per_token
+
+
+def test_works_are_read_and_told() -> None:
+    works = parsed_works("128,500+1000", batch=2, shared=64)
+    assert works == [Work((128, 128), 64), Work((500, 1000), 64)]
+    assert [str(work) for work in works] == ["128, 64 shared", "500+1000, 64 shared"]
+    assert str(Work((7,), per_step=3)) == "7, 3 a step"
+    assert Work((128,), 64).cached_tokens == 128 and works[0].cached_tokens == 64 + 2 * 64
+
+
+def test_room_is_made_for_all_works_together() -> None:
+    config = preset("llama-3.1-8b")
+    assert room_for([Work((128,))], config, 64) == {"max_context": 8192, "max_steps": 64, "batch": 1}
+    room = room_for([Work((128,) * 3), Work((9000,), per_step=10)], config, 64)
+    assert room == {"max_context": 9640, "max_steps": 64, "batch": 4, "tokens": 16}
+
+
+def test_a_cache_of_codes_has_no_nan() -> None:
+    plan = choose_plan(preset("demo"), gpu_named("emulator"))
+    codes = random_cache(replace(plan, kv_dtype="e4m3")).view(np.uint8)
+    assert not np.isnan(codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)).any()
+    assert len(set(codes.tolist())) == 128
+    np.testing.assert_array_equal(random_cache(plan), random_bits(1.0))
 
 
 def test_the_emulator_gives_no_speed(records: list[dict[str, Any]]) -> None:
@@ -76,6 +141,16 @@ def test_table(tmp_path: Path) -> None:
     [
         (("random:demo", "--contexts", "a,b"), "--contexts a,b: expected numbers of tokens"),
         (("random:demo", "--contexts", "510"), "context 510 and 3 steps: the model has positions for 512 tokens"),
+        (("random:demo", "--contexts", "5+x"), "--contexts 5+x: expected numbers of tokens"),
+        (("random:demo", "--contexts", "1+" * 8 + "1"), "9 sequences: at most 8 share a step"),
+        (("random:demo", "--contexts", "5", "--batch", "9"), "9 sequences: at most 8 share a step"),
+        (("random:demo", "--contexts", "1+2+3", "--batch", "2"), "context 1+2+3: 3 sequences, and batch is 2"),
+        (("random:demo", "--contexts", "5", "--per-step", "4", "--tokens", "2"), "4 tokens a step, and tokens is 2"),
+        (("random:demo", "--contexts", "8+20", "--shared", "16"), "more tokens are shared than the shortest sequence"),
+        (("random:demo", "--contexts", "20+20", "--shared", "5"), "whole pages are shared: use a multiple of 16"),
+        (("random:demo", "--contexts", "5", "--max-steps", "2"), "3 steps, and max_steps is 2: use fewer --steps"),
+        (("random:demo", "--contexts", "9", "--max-context", "11"), "context 9 and 3 steps: max_context is 11"),
+        (("random:demo", "--contexts", "500", "--per-step", "5"), "context 500 and 15 steps: the model has positions"),
         (("llama-3.1-8b",), "a preset has no weights: use random:llama-3.1-8b"),
         (
             ("random:demo", "--contexts", "5", "--json", "/nowhere/x.jsonl"),
@@ -94,13 +169,13 @@ def test_memory_is_refused_before_anything_is_allocated(monkeypatch: pytest.Monk
 
 def test_a_kernel_that_makes_other_tokens_each_time_has_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     counter = iter(range(100))
-    plain = Launcher.launch
+    plain = Launcher.launch_together
 
-    def launch(*arguments: Any) -> LaunchResult:
-        result = plain(*arguments)
-        return LaunchResult((*result.token_ids[:-1], next(counter)), result.steps, result.seconds)
+    def launch(*arguments: Any) -> list[LaunchResult]:
+        first, *others = plain(*arguments)
+        return [LaunchResult((*first.token_ids[:-1], next(counter)), first.steps, first.seconds), *others]
 
-    monkeypatch.setattr(Launcher, "launch", launch)
+    monkeypatch.setattr(Launcher, "launch_together", launch)
     with open_device("emulator", say=lambda line: None) as device:
         bench = DecodeBench(preset("demo"), "demo", None, device, [5], 3)
         with pytest.raises(CheetahError, match="its speed is worth nothing"):
@@ -130,10 +205,13 @@ def test_the_ceiling_counts_every_byte_of_its_launches(monkeypatch: pytest.Monke
 
 
 def test_a_share_is_of_the_mean_of_both_ceilings() -> None:
-    measurement = Measurement(100, 64, (2.0, 1.0, 4.0), (3.0, 2.0, 5.0), 8_000_000_000, (4900.0, 5100.0), {})
+    work = Work((100,))
+    measurement = Measurement(work, 64, (2.0, 1.0, 4.0), (3.0, 2.0, 5.0), 8_000_000_000, (4900.0, 5100.0), {})
     assert (measurement.ms_per_step, measurement.tokens_per_s, measurement.gb_per_s) == (2.0, 500.0, 4000.0)
     assert (measurement.ceiling_gb_per_s, measurement.share) == (5000.0, 0.8)
     assert measurement.host_tokens_per_s == pytest.approx(1000 / 3)
+    together = replace(measurement, work=Work((100, 200)))
+    assert (together.tokens_per_s, together.host_tokens_per_s) == (1000.0, pytest.approx(2000 / 3))
 
 
 def test_more_room_is_made_only_where_it_is_needed() -> None:

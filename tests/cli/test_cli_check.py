@@ -51,7 +51,7 @@ def test_wrong_arithmetic_disagrees_with_float32() -> None:
 
 
 def test_a_wait_for_what_never_comes_is_a_deadlock() -> None:
-    verdict = checked(changed(generated(), r"layer_epoch - 1\)", "layer_epoch + 1)"), seeds=1)
+    verdict = checked(changed(generated(), r"layer_epoch - 1;", "layer_epoch + 1;"), seeds=1)
     assert not verdict.ok and verdict.agreement is None
     assert {failure.kind for failure in verdict.exploration.failures} == {"Deadlock"}
 

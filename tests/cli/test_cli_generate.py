@@ -8,10 +8,8 @@ import huggingface_hub
 import pytest
 from commands import cheetah, refused
 
-from cheetah.generate import generate_kernel
 from cheetah.manifest import Manifest
 from cheetah.models.llama.config import DEMO_FOLDER, preset
-from cheetah.plan import PlanError
 from cheetah.runtime.compile import CompileError
 from cheetah.runtime.cubin import Cubin, ResourceReport
 
@@ -174,6 +172,26 @@ def test_what_to_install_is_printed_as_it_is_to_be_typed(tmp_path: Path, monkeyp
     assert "no cubin: no nvrtc: pip install 'cheetah-megakernel[cuda]'; with a CUDA toolkit: --compiler nvcc" in text
 
 
-def test_a_batch_is_refused_and_not_left_undone() -> None:
-    with pytest.raises(PlanError, match="batch is 2: kernels decode one sequence at a time"):
-        generate_kernel(preset("demo"), "emulator", batch=2)
+def test_a_batch_is_in_the_file_name_and_the_command_and_the_tokens_follow_by_rule(tmp_path: Path) -> None:
+    text = cheetah("generate", "demo", "-o", tmp_path, "--batch", "3", "--tokens", "4", "--no-compile").stdout
+    manifest = Manifest.read(tmp_path / "demo-h200-batch-3.json")
+    assert manifest.command == "cheetah generate demo --batch 3"
+    assert (manifest.plan["batch"], manifest.plan["tokens"]) == (3, 4)
+    assert [line.split()[1] for line in text.splitlines() if line.startswith(("batch ", "tokens "))] == ["3", "4"]
+    shapes = {buffer.name: buffer.shape for buffer in manifest.buffers}
+    assert (shapes["sequences"][0], shapes["columns"][0], shapes["tokens"]) == (3, 4, (3, 4 * 64 + 1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--batch", "9"), "batch is 9: at most 8 sequences share one step"),
+        (("--batch", "4", "--tokens", "2"), "tokens is 2 with batch 4: each sequence has one at least"),
+        (("--tokens", "3"), "tokens is 3: a step takes 1, 2, 4, 8, 16, 32, 64 together"),
+        (("--kv-chunk", "100"), "kv_chunk 100 is no multiple of kv_align 16"),
+        (("--kv-dtype", "int4"), "kv_dtype is 'int4': choose one of bf16, e4m3"),
+    ],
+)
+def test_a_step_that_cannot_be_is_refused(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    assert words in refused("generate", "demo", "-o", tmp_path, *arguments)
+    assert not list(tmp_path.iterdir())

@@ -35,6 +35,12 @@ def test_prints_the_report() -> None:
     assert f"{report.shared.total_bytes}" in text and "6144 tokens" in text
 
 
+def test_a_batch_has_columns_and_slices() -> None:
+    text = cheetah("inspect", "llama-3.1-8b", "--batch", "8").stdout
+    assert "1024 tokens, batch 8" in text and "8 tokens a step at most" in text and "its input in 4 parts" in text
+    assert "newest (over scratch)" in text
+
+
 def test_draws_the_shares(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     cheetah("inspect", "demo", "--plot", tmp_path / "shares.png")

@@ -1,11 +1,13 @@
 """`cheetah run` with the demo model in the emulator."""
 
 import re
+from collections.abc import Iterator
 
 import pytest
 from commands import cheetah, refused
 
-from cheetah.runtime import LLM, SamplingParams
+from cheetah.cli.run import _one_after_another
+from cheetah.runtime import LLM, SamplingParams, StreamPiece
 
 pytestmark = pytest.mark.compiler
 PROMPT = "One morning,"
@@ -80,6 +82,27 @@ def test_the_kernel_is_the_one_that_generate_writes(monkeypatch: pytest.MonkeyPa
     assert cheetah("run", "demo", "--ids", "1", "--sync", "barrier", *EMULATOR).exit_code == 0
     options = "--gpu emulator --max-context 96 --sync barrier"
     assert seen[0].command == f"cheetah generate demo {options}"
+
+
+def test_several_completions_are_written_one_after_another() -> None:
+    options = ("--max-tokens", "6", "--temperature", "1.2", "--seed", "5", *EMULATOR)
+    result = cheetah("run", "demo", PROMPT, "-n", "2", *options)
+    first, second = re.findall(r"--- completion \d of 2\n(.*?)\n(?=---|\Z)", result.stdout, re.DOTALL)
+    assert first + "\n" == cheetah("run", "demo", PROMPT, *options).stdout and first != second
+    assert result.stderr.count("tokens/s each (batch 2") == 2
+
+
+def test_pieces_of_several_completions_are_sorted_and_the_first_is_not_held_back() -> None:
+    taken: list[StreamPiece] = []
+
+    def source() -> Iterator[StreamPiece]:
+        for piece, index in (("a", 0), ("p", 1), ("b", 0), ("Q", 1), ("X", 2), ("C", 0)):
+            taken.append(StreamPiece(piece, (), piece.isupper(), index=index))
+            yield taken[-1]
+
+    sorted_pieces = _one_after_another(source())
+    assert [next(sorted_pieces).text, next(sorted_pieces).text, len(taken)] == ["a", "b", 3]
+    assert "".join(piece.text or "" for piece in sorted_pieces) == "CpQX"
 
 
 def test_help_says_what_is_by_default() -> None:

@@ -41,6 +41,16 @@ def test_table_and_file(tmp_path: Path) -> None:
 def test_without_a_file_and_of_a_plan(tmp_path: Path) -> None:
     result = cheetah("trace", "random:demo", "--sync", "barrier", *QUICK)
     assert result.exit_code == 0 and "wrote" not in result.stdout
+    assert result.stdout.startswith("demo, batch 1, weights bf16 random, context 40")
+
+
+@pytest.mark.compiler
+def test_a_batch_has_that_many_sequences(tmp_path: Path) -> None:
+    target = tmp_path / "trace.json"
+    result = cheetah("trace", "random:demo", "--batch", "2", "-o", target, *QUICK)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("demo, batch 2, weights bf16 random, context 40")
+    assert json.loads(target.read_text())["otherData"]["batch"] == 2
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,34 @@
 """The kernels of the presets, compiled for sm_90a, keep everything in registers."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cheetah.manifest import Manifest
 from cheetah.models.llama.config import preset
 from cheetah.regenerate import DEFAULT_GPU, generate_named
 from cheetah.runtime.compile import CompileError, compile_cubin, find_compiler
 
-MODELS = ("demo", "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "llama-3.1-70b")
+ROOT = Path(__file__).parents[2]
 REGISTERS = 65536  # of an SM
+
+# Beside those in kernels_generated/: another preset, the grid barrier, and a step that reads 8 tokens of a prompt.
+OTHERS: list[tuple[str, dict[str, Any]]] = [
+    ("llama-3.2-3b", {}),
+    ("llama-3.2-1b", {"sync": "barrier"}),
+    ("llama-3.1-8b", {"sync": "barrier"}),
+    ("llama-3.1-8b", {"sync": "barrier", "batch": 8}),
+    ("llama-3.1-8b", {"tokens": 8}),
+]
+
+
+def committed() -> list[tuple[str, int]]:
+    """(model, batch) of the kernels that `make kernels` writes."""
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    (configs,) = re.findall(r"^KERNEL_CONFIGS := (.*)$", makefile, re.MULTILINE)
+    return [(model, int(batch)) for model, _, batch in (config.partition(":") for config in configs.split())]
 
 
 def has_nvrtc() -> bool:
@@ -21,12 +40,15 @@ def has_nvrtc() -> bool:
 
 @pytest.mark.compiler
 @pytest.mark.skipif(not has_nvrtc(), reason="needs NVRTC")
-@pytest.mark.parametrize(
-    ("model", "sync"),
-    [*((model, "flags") for model in MODELS), ("llama-3.2-1b", "barrier"), ("llama-3.1-8b", "barrier")],
-)
-def test_compiles_without_local_memory(tmp_path: Path, model: str, sync: str) -> None:
-    generated = generate_named(preset(model), model, DEFAULT_GPU, {"sync": sync})
+@pytest.mark.parametrize(("model", "options"), [*((model, {"batch": batch}) for model, batch in committed()), *OTHERS])
+def test_compiles_without_local_memory(tmp_path: Path, model: str, options: dict[str, Any]) -> None:
+    generated = generate_named(preset(model), model, DEFAULT_GPU, options)
     cubin = compile_cubin(generated.text, generated.manifest.kernel, cache=tmp_path)
     assert not cubin.resources.uses_local_memory, str(cubin.resources)
     assert cubin.resources.registers * generated.manifest.launch.threads <= REGISTERS
+
+
+def test_the_folder_has_the_kernels_of_the_makefile_and_no_others() -> None:
+    manifests = [Manifest.read(path) for path in sorted((ROOT / "kernels_generated").glob("*.json"))]
+    found = [(manifest.command.split()[2], int(manifest.plan["batch"])) for manifest in manifests]
+    assert sorted(found) == sorted(committed())

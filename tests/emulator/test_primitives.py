@@ -157,6 +157,36 @@ def test_bf16_conversions(draw: np.random.Generator) -> None:
     np.testing.assert_array_equal(out[:2], [0x7FFF, 0x7FFF])
 
 
+def test_e4m3_codes_as_bf16() -> None:
+    """All codes, exactly; the two that mean NaN give 480."""
+    body = "const uint2 pair = e4m3x4_to_bf16(codes[threadIdx.x]); out[threadIdx.x] = pair;"
+    codes, out = np.arange(256, dtype=np.uint8), np.zeros(256, np.uint16)
+    program(body, "const uint32_t* codes, uint2* out").launch(1, 64, 0, [codes, out])
+    expected = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    expected[[0x7F, 0xFF]] = 480, -480
+    np.testing.assert_array_equal(out, bf16_words(expected))
+
+
+def test_e4m3_codes_of_floats(draw: np.random.Generator) -> None:
+    """Nearest even, saturating at 448: numbers of every size, halfway cases, infinities, NaN."""
+    body = "out[threadIdx.x] = (uint16_t)e4m3x2_from_f32(x[2 * threadIdx.x], x[2 * threadIdx.x + 1]);"
+    codes = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    halfway = (codes[1:] + codes[:-1]) / 2
+    near = np.concatenate([np.nextafter(halfway, np.float32(0)), halfway, np.nextafter(halfway, np.float32(1e9))])
+    wild = draw.standard_normal(1000).astype(np.float32) * np.exp(draw.uniform(-12, 8, 1000)).astype(np.float32)
+    x = np.concatenate([codes, near, wild, [448, 464, 465, 1e30, np.inf, 0, 1e-30, 2**-10]]).astype(np.float32)
+    x = np.concatenate([x, -x])
+    x = x[: len(x) // 4 * 4]
+    for first in range(0, len(x), 1024):
+        part = np.ascontiguousarray(x[first : first + 1024])
+        out = np.zeros(len(part), np.uint8)
+        program(body, "const float* x, uint16_t* out").launch(1, len(part) // 2, 0, [part, out])
+        np.testing.assert_array_equal(out, part.clip(-448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
+    out = np.zeros(2, np.uint8)
+    program(body, "const float* x, uint16_t* out").launch(1, 1, 0, [np.full(2, np.nan, np.float32), out])
+    np.testing.assert_array_equal(out, [0x7F, 0x7F])
+
+
 def test_arithmetic(draw: np.random.Generator) -> None:
     body = """
       const float v = x[threadIdx.x];
@@ -164,16 +194,17 @@ def test_arithmetic(draw: np.random.Generator) -> None:
       row[0] = exp2_f32(v); row[64] = exp_f32(v); row[128] = log_f32(v); row[192] = rsqrt_f32(v);
       row[256] = divide_f32(v, 3.0f); row[320] = bits_float(multiply_high_u32(float_bits(v), 0x80000000u));
       row[384] = maximum_f32(maximum_f32(v, bits_float(0x7FC00000u)), 2.0f);
-      row[448] = bits_float(make_u32x4(1, 2, float_bits(v), 4).z);
+      row[448] = bits_float(make_u32x4(1, 2, float_bits(v), 4).z); row[512] = tanh_f32(v);
     """
     x = draw.uniform(0.1, 5, 64).astype(np.float32)
-    out = np.zeros((8, 64), np.float32)
+    out = np.zeros((9, 64), np.float32)
     program(body, "const float* x, float* out").launch(1, 64, 0, [x, out])
     exact = x.astype(np.float64)
     expected = [np.exp2(exact), np.exp(exact), np.log(exact), exact**-0.5, exact / 3]
     np.testing.assert_allclose(out[:5], expected, rtol=1e-6, atol=1e-7)
     np.testing.assert_array_equal(out[5].view(np.uint32), x.view(np.uint32) >> 1)
-    np.testing.assert_array_equal(out[6:], [np.maximum(x, np.float32(2)), x])
+    np.testing.assert_array_equal(out[6:8], [np.maximum(x, np.float32(2)), x])
+    np.testing.assert_allclose(out[8], np.tanh(exact), rtol=1e-6)
 
 
 def test_constant_loads() -> None:
@@ -288,6 +319,23 @@ def test_flagged_words_cross_blocks(publish: str, wait: str, scheduler: str) -> 
         words, sums = allocate((2, 2, 128), np.uint64, fill=0), np.zeros((2, 128), np.uint32)
         kernel.launch(2, 128, 0, [words, sums], scheduler=scheduler, seed=seed)
         np.testing.assert_array_equal(sums, expected)
+
+
+def test_units_from_places_of_their_own() -> None:
+    body = """
+      publish_flagged(words + threadIdx.x, 7 * threadIdx.x, 3);
+      uint4 data[8] = {};
+      uint32_t offsets[8];
+      for (uint32_t i = 0; i < 8; i++) offsets[i] = (threadIdx.x * 5 + i * 3) % 16 * 4;
+      wait_flagged_places(data, words, offsets, threadIdx.x % 9, 3);
+      for (uint32_t i = 0; i < 8; i++) out[threadIdx.x * 8 + i] = data[i];
+    """
+    words, out = allocate(64, np.uint64, fill=0), np.zeros((64, 8, 4), np.uint32)
+    program(body, "uint64_t* words, uint4* out").launch(1, 64, 0, [words, out], scheduler="random", seed=2)
+    thread, unit = np.arange(64)[:, None], np.arange(8)[None]
+    first = (thread * 5 + unit * 3) % 16 * 4
+    expected = np.where((unit < thread % 9)[..., None], 7 * (first[..., None] + np.arange(4)), 0)
+    np.testing.assert_array_equal(out, expected)
 
 
 def test_counters_and_relaxed_stores() -> None:

@@ -1,10 +1,12 @@
 """Addresses of the chunks cover a matrix exactly, in memory order, for ints and device expressions alike."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from cheetah.plan import MatrixLayout, PlanError
+from cheetah.plan.layout import slice_columns
 
 from .expressions import Symbol, evaluate
 
@@ -70,6 +72,26 @@ def test_strip_address_is_the_address_of_its_round_and_position():
     assert layout.strip_address(6, 1) == layout.address(1, 1, 2, 3)
 
 
+def test_slices_part_the_chunks_of_a_strip_and_move_nothing():
+    for layout in SMALL:
+        for slices in (1, 2, 3, layout.chunks, layout.chunks + 1):
+            sliced = replace(layout, slices=slices)
+            chunks = [chunk for number in range(slices) for chunk in range(*sliced.slice_range(number))]
+            assert chunks == list(range(layout.chunks)), sliced
+            lengths = [end - first for first, end in map(sliced.slice_range, range(slices))]
+            assert max(lengths) == sliced.slice_chunks and lengths == sorted(lengths, reverse=True)
+            assert sliced.total_bytes == layout.total_bytes
+            assert sliced.strip_address(0, layout.position(0)) == layout.strip_address(0, layout.position(0))
+
+
+def test_the_longest_slice_is_what_must_be_in_memory_at_once():
+    for layout in SMALL:
+        for slices in (1, 2, 3, 8):
+            sliced = replace(layout, slices=slices)
+            pairs = [sum(map(sliced.chunk_pairs, range(*sliced.slice_range(number)))) for number in range(slices)]
+            assert slice_columns(layout.padded_columns, layout.stage_bytes, slices) == 32 * max(pairs), sliced
+
+
 def test_device_expressions_give_the_same_addresses():
     round, chunk, position, block = map(Symbol, ("round", "chunk", "position", "block"))
     for layout in SMALL:
@@ -96,6 +118,7 @@ def test_padding_reaches_whole_strips_and_tile_pairs():
         ({"columns": -1}, "columns is -1"),
         ({"stage_bytes": 1000}, "stage_bytes is 1000: give a multiple of 1024"),
         ({"start": 4}, "start is 4 with 4 blocks: give 0 to 3"),
+        ({"slices": 0}, r"MatrixLayout\('w'\): slices is 0"),
         ({"offset": 512}, "offset is 512: give a multiple of 1024"),
     ],
 )

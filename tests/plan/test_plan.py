@@ -90,6 +90,19 @@ def test_overrides_win_and_none_means_by_rule():
         ({"in_flight": 0}, "in_flight is 0"),
         ({"sync": "hope"}, "sync is 'hope': choose one of flags, barrier"),
         ({"batch": 9}, "batch is 9: at most 8"),
+        ({"tokens": 3}, "tokens is 3: a step takes 1, 2, 4, 8, 16, 32, 64 together"),
+        ({"tokens": 128}, "tokens is 128: a step takes"),
+        ({"tokens": 0}, "tokens is 0"),
+        ({"tokens": 2, "batch": 4}, "tokens is 2 with batch 4: each sequence has one at least"),
+        ({"tokens": 4, "math_warps": 6, "stage_bytes": 24576}, "tokens is 4 with 6 math warps: .* share the tokens"),
+        ({"tokens": 32, "math_warps": 2, "stage_bytes": 8192}, "tokens is 32 with 2 math warps: .* at most 8 a warp"),
+        ({"tokens": 64}, "512 KB of scratch .* or fewer tokens"),
+        ({"down_slices": 0}, "down_slices is 0"),
+        ({"tokens": 8, "down_slices": 1}, "224 KB of scratch"),
+        ({"kv_dtype": "fp8"}, "kv_dtype is 'fp8': choose one of bf16, e4m3"),
+        ({"kv_dtype": "e4m3", "stage_bytes": 2048, "math_warps": 2}, "head_dim 128: .* use a multiple of 4096"),
+        ({"kv_chunk": 100}, "kv_chunk 100 is no multiple of kv_align 16, nor 0"),
+        ({"kv_chunk": -16}, "kv_chunk -16 is no multiple"),
         ({"page_size": 0}, "page_size is 0"),
         ({"max_context": 1.5}, "max_context is 1.5"),
         ({"kv_chunk_min": 40}, "kv_chunk_min 40 is no multiple of kv_align 16"),
@@ -102,6 +115,55 @@ def test_overrides_win_and_none_means_by_rule():
 def test_impossible_choices_are_refused(overrides, message):
     with pytest.raises(PlanError, match=message):
         plan_for(LLAMA_8B, **overrides)
+
+
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8)])
+def test_a_step_has_a_column_for_every_sequence(batch, tokens):
+    plan = plan_for(LLAMA_8B, batch=batch)
+    assert (plan.batch, plan.tokens) == (batch, tokens)
+    assert plan.launch_tokens == 64 * tokens
+
+
+@pytest.mark.parametrize("gpu", ["h200", "h100", "emulator"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_products_inputs_fit_with_eight_columns(shape, gpu):
+    plan = plan_for(shape, gpu, batch=8)
+    shared = shared_map(shape, plan, GPUS[gpu])
+    vector = next(region for region in shared.regions if region.name == "vector")
+    parts = [shape.padded_hidden, shape.padded_query_rows, -(-shape.padded_ffn // plan.down_slices)]
+    assert vector.nbytes >= 8 * 2 * max(parts)
+    assert plan.stages > plan.in_flight
+    assert step_matrices(shape, plan, GPUS[gpu]).down.slices == plan.down_slices
+
+
+def test_a_vector_of_one_token_is_brought_whole_and_of_several_in_parts_no_longer_than_the_others():
+    assert [plan_for(LLAMA_8B, tokens=tokens).down_slices for tokens in (1, 2, 8)] == [1, 4, 4]
+    assert plan_for(LLAMA_8B, tokens=4, down_slices=2).down_slices == 2
+    slices = [layout.slices for layout in step_matrices(LLAMA_8B, plan_for(LLAMA_8B, tokens=8), GPUS["h200"])]
+    assert slices == [1, 1, 1, 4, 1]
+
+
+def test_what_attention_keeps_while_it_works_lies_one_after_the_other_over_the_vector():
+    shared = shared_map(LLAMA_8B, plan_for(LLAMA_8B, batch=8), GPUS["h200"])
+    sizes = {region.name: region.nbytes for region in shared.regions}
+    assert sizes["attention"] == 8 * 8 * 64 * 4  # warps, columns, dims at a time, f32
+    assert sizes["queries"] == 8 * 4 * 128 * 2  # columns, heads of a group, dims, bf16
+    assert sizes["newest"] == 2 * 16 * 128 * 2  # keys and values, columns rounded up to 16
+    assert shared.offset("attention") == shared.offset("scratch") == shared.offset("vector")
+    assert shared.offset("queries") == shared.offset("attention") + sizes["attention"]
+    assert shared.offset("newest") == shared.offset("queries") + sizes["queries"]
+
+
+def test_a_tile_of_attention_has_the_rows_that_the_warps_can_take():
+    assert plan_for(LLAMA_8B, tokens=16).tile_columns(4) == 16  # 64 rows for 8 warps of 8
+    assert plan_for(LLAMA_8B, tokens=16).tile_columns(8) == 8
+    assert plan_for(LLAMA_8B, tokens=2).tile_columns(4) == 2
+    assert plan_for(LLAMA_8B).tile_columns(128) == 1
+
+
+def test_codes_of_eight_bits_have_twice_the_tokens_in_a_stage():
+    plan = plan_for(LLAMA_8B, kv_dtype="e4m3")
+    assert plan.kv_stage_tokens(128) == 2 * plan_for(LLAMA_8B).kv_stage_tokens(128) == 64
 
 
 def test_plan_survives_a_dictionary():

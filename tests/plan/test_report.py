@@ -67,6 +67,20 @@ def test_attention_shares_are_the_schedule_s():
     assert attention.largest_bytes == max(schedule.tokens(block) for block in range(132)) * 128 * 4
 
 
+def test_keys_are_dealt_out_in_items_of_the_fixed_size_if_there_is_one():
+    fixed = report_of(LLAMA_8B, context=1000, batch=2, kv_chunk=512).phases[1]
+    assert fixed.total_bytes == 2 * 1000 * 8 * 128 * 4
+    assert fixed.largest_bytes == 512 * 128 * 4  # 2 x 8 heads of 512 and 488 keys on 132 blocks
+    assert sorted(set(fixed.block_bytes)) == [0, 488 * 128 * 4, 512 * 128 * 4]
+
+
+def test_a_cache_of_eight_bits_is_half_as_many_bytes():
+    bf16, e4m3 = (report_of(LLAMA_8B, context=1000, kv_dtype=name) for name in ("bf16", "e4m3"))
+    assert e4m3.step_bytes.kv * 2 == bf16.step_bytes.kv == bf16.phases[1].step_bytes
+    assert e4m3.phases[1].step_bytes == e4m3.step_bytes.kv
+    assert dict(e4m3.summary())["KV a step"] == "0.066 GB (e4m3)"
+
+
 def test_exchanges_are_six_a_layer_and_one():
     assert report_of(LLAMA_8B).exchanges_per_step == 193
     assert report_of(TINY, "emulator").exchanges_per_step == 25
@@ -76,6 +90,19 @@ def test_summary_names_machine_bytes_and_rate():
     rows = dict(report_of(LLAMA_8B).summary())
     assert rows["bytes a step"] == "15.010 GB" and rows["tokens/s at the ceiling"] == "314"
     assert rows["machine"] == "h200: 132 blocks, 4720 GB/s"
+    assert rows["columns"] == "1 tokens a step at most; attention tiles of 1"
+    assert rows["slices of down"] == "its input whole"
+
+
+def test_summary_names_columns_and_slices():
+    report = report_of(LLAMA_8B, batch=3)
+    rows = dict(report.summary())
+    assert rows["context"] == "1 tokens, batch 3"
+    assert rows["columns"] == "4 tokens a step at most; attention tiles of 4"
+    assert rows["slices of down"] == "its input in 4 parts"
+    assert report.ceiling_tokens_per_s == pytest.approx(3e3 / report.ceiling_ms)
+    assert dict(report_of(LLAMA_8B, tokens=16).summary())["columns"].endswith("attention tiles of 16")
+    assert dict(report_of(LLAMA_8B, tokens=16, math_warps=4).summary())["columns"].endswith("attention tiles of 8")
 
 
 def test_contexts_beyond_the_plan_are_refused():

@@ -12,6 +12,12 @@ def test_regions_lie_in_order_aligned_and_apart():
     assert layout.offset("c") == 136
 
 
+def test_regions_over_another_may_lie_one_after_the_other():
+    layout = SharedMap((Region("base", 64, 32), Region("a", 32, over="base"), Region("b", 32, over="base", skip=32)))
+    assert layout.offsets == {"base": 0, "a": 0, "b": 32}
+    assert layout.total_bytes == 64
+
+
 def test_a_region_over_another_costs_nothing():
     layout = SharedMap((Region("base", 64, 32), Region("first", 64, over="base"), Region("next", 4, 4)))
     assert layout.offsets == {"base": 0, "first": 0, "next": 64}
@@ -23,7 +29,13 @@ def test_a_region_over_another_costs_nothing():
     [
         ([Region("a", 4), Region("a", 4)], "two regions are called 'a'"),
         ([Region("b", 4, over="a")], "'b' lies over 'a', which is not an earlier region"),
-        ([Region("a", 8), Region("b", 12, over="a")], r"'b' \(12 bytes, .*does not fit over 'a' \(8 bytes"),
+        (
+            [Region("a", 8), Region("b", 12, over="a")],
+            r"'b' \(12 bytes from byte 0 on.*does not fit over 'a' \(8 bytes",
+        ),
+        ([Region("a", 32), Region("b", 32, over="a", skip=16)], r"'b' \(32 bytes from byte 16 on.*over 'a' \(32 bytes"),
+        ([Region("a", 32), Region("b", 8, over="a", skip=8)], "'b' .8 bytes from byte 8 on, alignment 16"),
+        ([Region("a", 32), Region("b", 8, 8, over="a", skip=-8)], "'b' .8 bytes from byte -8 on"),
         ([Region("a", 8, 8), Region("b", 8, 16, over="a")], "alignment 16"),
     ],
 )
@@ -47,7 +59,8 @@ def test_the_budget_is_kept_and_the_error_shows_sum_fix_and_table():
     with pytest.raises(PlanError) as error:
         SharedMap(regions, 227 * 1024)
     assert str(error.value).splitlines() == [
-        "shared memory: 192 KB of ring + 40 KB of vectors = 232 KB; a block has 227 KB: use fewer or smaller stages",
+        "shared memory: 192 KB of ring + 40 KB of vectors = 232 KB; a block has 227 KB: use fewer or smaller stages, "
+        "or fewer tokens",
         "  offset    bytes  region",
         "       0   196608  ring",
         "  196608    40960  vectors",

@@ -12,7 +12,7 @@ from tiny_models import tiny_config, tiny_weights
 from cheetah.errors import CheetahError
 from cheetah.manifest import Manifest
 from cheetah.models.llama.config import LlamaConfig
-from cheetah.runtime.assemble import assemble, choose_gpu
+from cheetah.runtime.assemble import SHARED, assemble, choose_gpu
 from cheetah.runtime.device.interface import DeviceError, DeviceInfo
 
 
@@ -94,6 +94,34 @@ def test_a_kernel_whose_plans_do_not_fit_is_refused() -> None:
 
     with pytest.raises(CheetahError, match="buffer kv_plans is"):
         assembled(FakeDevice(), small)
+
+
+def test_a_second_kernel_shares_the_model_and_the_cache_and_nothing_else() -> None:
+    device = FakeDevice()
+    made = assemble(tiny_weights(), device=device, generate_kernel=generate_kernel, quiet=True, prompt_tokens=8)
+    assert made.prompts is not None and (made.launcher.tokens, made.prompts.tokens) == (1, 8)
+    mine, others = made.launcher._buffers, made.prompts._buffers
+    assert {name for name in mine if mine[name] is others.get(name)} == {*SHARED} - {"kv_scales"}
+    needed = sum(buffer.nbytes for buffer in device.buffers) + 64 * tiny_config().vocab_size * 4
+    assert made.memory.total_bytes == needed, "memory is told with both kernels' buffers"
+    made.close()
+    assert all(buffer.data is None for buffer in device.buffers)
+
+
+def test_no_second_kernel_where_steps_take_as_many_tokens_or_on_the_emulator() -> None:
+    for options in ({"overrides": {"batch": 8}, "prompt_tokens": 8}, {}, {"prompt_tokens": 1}):
+        made = assemble(tiny_weights(), device=FakeDevice(), generate_kernel=generate_kernel, quiet=True, **options)
+        assert made.prompts is None
+
+
+def test_a_second_kernel_that_packs_otherwise_is_refused() -> None:
+    def other(config: LlamaConfig, gpu: str, **overrides: Any) -> Generated:
+        return generate_kernel(config, gpu, **({**overrides, "start_qkv": 1} if "tokens" in overrides else overrides))
+
+    device = FakeDevice()
+    with pytest.raises(CheetahError, match="lays out weights otherwise than the kernel that decodes"):
+        assemble(tiny_weights(), device=device, generate_kernel=other, quiet=True, prompt_tokens=8)
+    assert device.buffers == []
 
 
 def test_the_fakes_manifest_survives_json() -> None:

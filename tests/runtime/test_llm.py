@@ -16,6 +16,7 @@ from tiny_tokenizers import byte_fallback, byte_level
 from cheetah.errors import CheetahError
 from cheetah.models.llama.reference import Reference, round_to_bf16
 from cheetah.runtime import LLM, RequestOutput, SamplingParams, StreamPiece
+from cheetah.runtime.sampling import seed_of
 
 CHAT = (
     "{{ bos_token }}{% for m in messages %}<|turn|>{{ m.content }}{% endfor %}"
@@ -258,6 +259,145 @@ def test_an_overtaken_stream_says_so(folder: Path) -> None:
         overtake()
         with pytest.raises(CheetahError, match="another request began"):
             next(stream)
+
+
+@pytest.fixture(scope="module")
+def batch_llm(folder: Path) -> LLM:
+    return opened(folder, batch=4)
+
+
+def test_a_list_runs_together_and_comes_back_in_order(folder: Path, llm: LLM) -> None:
+    prompts: list[Any] = ["hello", [1, 2, 3], "the quick brown fox jumped", [7], "x", [5] * 40]
+    params = SamplingParams(max_tokens=15, temperature=1.1, seed=3)
+    device = FakeDevice()
+    together = opened(folder, device, batch=4).generate(prompts, params)
+    assert max(len(launch["sequences"]) for launch in device.launches) == 4
+    for output, prompt in zip(together, prompts, strict=True):
+        one = llm.generate(prompt, params)
+        assert (output.text, output.token_ids, output.prompt) == (one.text, one.token_ids, one.prompt)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 8])
+def test_several_completions_draw_with_seeds_of_their_own(folder: Path, llm: LLM, batch: int) -> None:
+    params = SamplingParams(n=4, max_tokens=12, temperature=1.4, seed=11)
+    output = opened(folder, batch=batch).generate("hello there", params)
+    assert [one.index for one in output.outputs] == [0, 1, 2, 3]
+    for one in output.outputs:
+        seed = seed_of(11, one.index)
+        alone = llm.generate("hello there", SamplingParams(max_tokens=12, temperature=1.4, seed=seed))
+        assert (one.text, one.token_ids, one.finish_reason) == (alone.text, alone.token_ids, "length")
+    assert len({one.token_ids for one in output.outputs}) == 4
+    assert (output.text, output.token_ids) == (output.outputs[0].text, output.outputs[0].token_ids)
+
+
+def test_several_greedy_completions_are_the_same(batch_llm: LLM) -> None:
+    output = batch_llm.generate([1, 2, 3], SamplingParams(n=3, max_tokens=9))
+    assert {one.token_ids for one in output.outputs} == {tuple(reference_ids((1, 2, 3), 9))}
+
+
+def test_a_list_of_prompts_with_several_completions_each(batch_llm: LLM) -> None:
+    params = SamplingParams(n=3, max_tokens=6, temperature=1.4)
+    outputs = batch_llm.generate([[1, 2], [3]], params)
+    assert [one.token_ids for output in outputs for one in output.outputs] == [
+        tuple(reference_ids(prompt, 6, temperature=1.4, seed=seed_of(0, i)))
+        for prompt in ((1, 2), (3,))
+        for i in range(3)
+    ]
+
+
+def test_a_stream_of_several_completions_gives_their_pieces_in_turns(folder: Path) -> None:
+    llm = opened(folder, batch=3, launch_steps=2)
+    params = SamplingParams(n=3, max_tokens=9, temperature=1.4)
+    pieces = list(llm.stream("hello", params))
+    assert {piece.index for piece in pieces[:3]} == {0, 1, 2}
+    for one in llm.generate("hello", params).outputs:
+        own = [piece for piece in pieces if piece.index == one.index]
+        assert joined(own) == (one.text, one.token_ids) and [piece.finished for piece in own].count(True) == 1
+
+
+def test_stop_strings_end_completions_of_a_list_as_they_come(folder: Path, llm: LLM) -> None:
+    plain = llm.generate("hello", SamplingParams(max_tokens=40))
+    assert plain.text is not None
+    device = FakeDevice()
+    params = SamplingParams(max_tokens=40, stop=plain.text[10:13])
+    outputs = opened(folder, device, batch=2, launch_steps=4).generate(["hello", "hello"], params)
+    assert [output.text for output in outputs] == [llm.generate("hello", params).text] * 2
+    assert sum(launch["steps"] for launch in device.launches[2:]) < 39, "nobody noticed the stop string"
+
+
+def test_streams_of_one_model_go_on_side_by_side(folder: Path, llm: LLM) -> None:
+    other = opened(folder, batch=2, launch_steps=3)
+    params = [SamplingParams(max_tokens=10, temperature=1.0, seed=seed) for seed in (1, 2)]
+    streams = [other.stream("hello", one) for one in params]
+    pieces = [[next(stream)] for stream in streams]
+    for mine, stream in zip(pieces, streams, strict=True):
+        mine += stream
+    for mine, one in zip(pieces, params, strict=True):
+        whole = llm.generate("hello", one)
+        assert joined(mine) == (whole.text, whole.token_ids)
+
+
+def test_an_abandoned_stream_frees_its_pages(folder: Path) -> None:
+    llm = opened(folder, batch=2, launch_steps=1, prefix_cache=False)
+    pool = llm._decoder.launcher.cache.pool
+    stream = llm.stream([1] * 40, SamplingParams(max_tokens=30))
+    next(stream)
+    assert pool.free_pages < pool.pages
+    del stream
+    assert pool.free_pages == pool.pages
+
+
+def test_an_abandoned_stream_of_several_leaves_nobody_in_line(folder: Path) -> None:
+    llm = opened(folder, batch=2, launch_steps=1, prefix_cache=False)
+    stream = llm.stream([1] * 40, SamplingParams(max_tokens=30, n=5))
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    decoder = llm._decoder
+    assert not decoder._waiting and not decoder._running
+    assert decoder.launcher.cache.pool.free_pages == decoder.launcher.cache.pool.pages
+
+
+def test_a_prompt_that_is_known_is_not_read_again(folder: Path, llm: LLM) -> None:
+    device = FakeDevice()
+    other = opened(folder, device)
+    ids = list(range(50))
+    first = other.generate(ids, SamplingParams(max_tokens=20))
+    assert first.timings.cached_tokens == 0
+    longer = [*ids, *first.token_ids, 9]
+    again = other.generate(longer, SamplingParams(max_tokens=5))
+    assert (
+        again.timings.cached_tokens == 64
+        and again.token_ids == llm.generate(longer, SamplingParams(max_tokens=5)).token_ids
+    )
+    assert other.prefix_cache is not None and other.prefix_cache.hits == 1
+    without = opened(folder, prefix_cache=False)
+    for _ in range(2):
+        assert without.generate(ids, SamplingParams(max_tokens=1)).timings.cached_tokens == 0
+
+
+@pytest.mark.parametrize("batch", [0, 9, True, "2"])
+def test_a_batch_that_no_kernel_has_is_refused(folder: Path, batch: Any) -> None:
+    with pytest.raises(CheetahError, match=f"batch={batch!r}: expected an integer from 1 to 8"):
+        opened(folder, batch=batch)
+
+
+def test_options_of_the_cache_reach_the_plan(folder: Path) -> None:
+    llm = opened(folder, batch=3, kv_chunk=32)
+    assert (llm.manifest.plan["batch"], llm.manifest.plan["kv_chunk"]) == (3, 32)
+    assert llm.memory.kv_tokens == 3 * 208
+    assert llm.generate([1], SamplingParams(max_tokens=3)).token_ids == tuple(reference_ids((1,), 3))
+
+
+def test_a_second_kernel_reads_prompts_where_steps_take_fewer_tokens(folder: Path, llm: LLM) -> None:
+    device = FakeDevice()
+    other = opened(folder, device, batch=2, prompt_tokens=8)
+    ids = list(range(50))
+    assert other.generate(ids, SamplingParams(max_tokens=5)).token_ids == tuple(reference_ids(tuple(ids), 5))
+    assert [launch["column_count"] for launch in device.launches][:2] == [8, 1]
+    assert other.manifest.plan["tokens"] == 2 and device.launches[0]["steps"] == 7
+    np.testing.assert_array_equal(other.score(ids), llm.score(ids))
+    other.close()
+    assert all(buffer.data is None for buffer in device.buffers)
 
 
 def test_closing_frees_everything_and_ends_use(folder: Path) -> None:

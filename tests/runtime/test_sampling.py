@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cheetah.errors import CheetahError
-from cheetah.runtime.sampling import SamplingDefaults, SamplingParams, as_token_ids, stop_ids
+from cheetah.runtime.sampling import SamplingDefaults, SamplingParams, as_token_ids, seed_of, stop_ids
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,8 @@ from cheetah.runtime.sampling import SamplingDefaults, SamplingParams, as_token_
         ({"temperature": 1e-9}, "write 0 for greedy"),
         ({"max_tokens": 0}, "max_tokens=0: expected an integer >= 1"),
         ({"max_tokens": 1.5}, "max_tokens=1.5"),
+        ({"n": 0}, "n=0: expected an integer >= 1"),
+        ({"n": True}, "n=True"),
         ({"seed": -1}, "seed=-1"),
         ({"seed": 2**64}, "from 0 to 2"),
         ({"stop": [""]}, "at least one character"),
@@ -120,3 +122,9 @@ def test_ids_outside_the_vocabulary_are_refused_with_their_place() -> None:
         as_token_ids([-1], 32)
     with pytest.raises(CheetahError, match="has no tokens"):
         as_token_ids([], 32)
+
+
+def test_seeds_of_completions_are_their_own_and_do_not_change() -> None:
+    assert [seed_of(0, i) for i in range(3)] == [0, 0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]  # SplitMix64's, seed 0
+    found = {seed_of(seed, i) for seed in (0, 1, 2, 2**64 - 1) for i in range(100)}
+    assert len(found) == 400 and all(0 <= seed < 2**64 for seed in found)

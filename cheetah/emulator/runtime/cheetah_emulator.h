@@ -153,6 +153,11 @@ CHEETAH_PRIMITIVE void mbarrier_arrive(uint64_t* barrier, CHEETAH_PLACE) {
   cheetah_emulator::mbarrier_arrive(barrier, 0, place, "mbarrier_arrive");
 }
 
+CHEETAH_PRIMITIVE void mbarrier_arrive_many(uint64_t* barrier, uint32_t arrivals, CHEETAH_PLACE) {
+  for (uint32_t arrival = 0; arrival < arrivals; ++arrival)
+    cheetah_emulator::mbarrier_arrive(barrier, 0, place, "mbarrier_arrive_many");
+}
+
 CHEETAH_PRIMITIVE void mbarrier_arrive_expect_tx(uint64_t* barrier, uint32_t bytes, CHEETAH_PLACE) {
   cheetah_emulator::mbarrier_arrive(barrier, bytes, place, "mbarrier_arrive_expect_tx");
 }

@@ -43,6 +43,18 @@ mbarrier_arrive = declare(
     requires=("shared_address",),
     barrier=_BARRIER,
 )
+mbarrier_arrive_many = declare(
+    "mbarrier_arrive_many",
+    ty.void,
+    """
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;"
+      :: "r"(shared_address(barrier)), "r"(arrivals) : "memory");
+    """,
+    "`arrivals` arrivals at once (release)",
+    requires=("shared_address",),
+    barrier=_BARRIER,
+    arrivals=ty.u32,
+)
 mbarrier_arrive_expect_tx = declare(
     "mbarrier_arrive_expect_tx",
     ty.void,
