@@ -380,6 +380,8 @@ def fill_random(config: LlamaConfig, buffers: dict[str, Buffer], max_context: in
         fill_with(buffers[name], tile)
     fill_with(buffers["norms"], np.ones(config.padded_hidden, ml_dtypes.bfloat16).view(np.uint16))
     buffers["rope"].upload(rope_table(config, max_context))
+    if "kv_scales" in buffers:
+        buffers["kv_scales"].upload(np.ones(buffers["kv_scales"].nbytes // 4, np.float32))
 
 
 def random_bits(scale: float) -> NDArray[np.uint16]:

@@ -34,6 +34,7 @@ ROLES = {
     "embedding": "one row a token id",
     "rope": "cos and sin of every position",
     "kv": "paged key/value pool (HND)",
+    "kv_scales": "what e4m3 codes of each layer's keys, then values, are multiplied by",
     "page_table": "every sequence's pages, in order",
     "kv_plans": "attention schedules of the launch",
     "tiles": "which columns read which keys: see cheetah.plan.tables",
@@ -136,7 +137,7 @@ def _manifest(config: LlamaConfig, gpu: Gpu, plan: Plan, text: str, command: str
             if name in shapes and name != "logits"
         ),
         phases=phase_names(config),
-        step_bytes={"weights": matrices.weight_bytes, "kv_per_token": config.kv_bytes_per_token},
+        step_bytes={"weights": matrices.weight_bytes, "kv_per_token": config.kv_bytes_per_token * plan.kv_element_bytes // 2},
     )
 
 
@@ -157,6 +158,7 @@ def buffer_shapes(config: LlamaConfig, gpu: Gpu, plan: Plan) -> dict[str, tuple[
         "embedding": (shape.vocab, shape.padded_hidden),
         "rope": (plan.max_context, shape.head_dim // 2, 2),
         "kv": (shape.layers, plan.kv_pages, 2, shape.kv_heads, plan.page_size, shape.head_dim),
+        "kv_scales": (shape.layers, 2, shape.kv_heads),
         "page_table": (plan.batch, plan.pages_per_sequence),
         "kv_plans": (plans, layout.plan_words),
         "tiles": (layout.tiles, TILE_WORDS),

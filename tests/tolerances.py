@@ -8,6 +8,9 @@ LOGITS = 0.05
 """Logits of a position, random or trained weights, against float32 (seen: up to 0.034; rounding the reference to bf16
 where products begin gives 0.03 by itself)."""
 
+EIGHT_BIT_LOGITS = 0.35
+"""The same with keys and values of 8 bits (3 of them mantissa): half a step is 6 % of a number (seen: up to 0.27)."""
+
 SMALL_MARGIN = 0.25
 """A greedy step whose two highest logits are nearer than this may go the other way; in units of logits, of which the
 largest error seen is 0.1."""

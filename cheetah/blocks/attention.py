@@ -50,7 +50,7 @@ __all__ = ["LSE_WORDS", "Attention", "AttentionPort", "AttentionShape", "partial
 
 LSE_WORDS = 4
 """A partial state's LSE is stored four times, so that it is one unit of an exchange."""
-MERGED_TOGETHER = UNITS - 1
+MERGED_TOGETHER = 5
 """Partial states that a warp waits for together; one more unit is for their LSEs."""
 NEVER = 1 << 27
 """A tile number that no range of keys has."""
@@ -432,7 +432,7 @@ class Attention:
         machine, sizes = self.machine, self.sizes
         pairs = SLICE_DIMS // 2
         laid_down = sizes.warps * COLUMNS
-        unroll = True if sizes.max_rows <= COLUMNS else 2  # of a stride that is known, or not
+        unroll = True if sizes.max_rows <= COLUMNS else 1  # of a stride that is known, or not
         scratch = machine.region("attention", ty.f32x2)
         statistics = machine.region("statistics", ty.f32x2)
         low = ch.var(ty.f32, 0.0)

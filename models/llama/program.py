@@ -53,8 +53,12 @@ PARAMETERS: dict[str, ty.Type] = {
 
 def kernel_parameters(plan: Plan) -> ch.Params:
     """The kernel's signature."""
-    traced: dict[str, ty.Type] = {"timeline": ty.ptr_mut(ty.u64)} if plan.trace else {}
-    return ch.Params(**PARAMETERS, **traced)
+    parameters = dict(PARAMETERS)
+    if plan.kv_dtype == "e4m3":
+        parameters |= {"kv": ty.ptr_mut(ty.u8), "kv_scales": ty.ptr(ty.f32)}
+    if plan.trace:
+        parameters["timeline"] = ty.ptr_mut(ty.u64)
+    return ch.Params(**parameters)
 
 
 def workspace_bytes(config: LlamaConfig, gpu: Gpu, plan: Plan) -> int:
@@ -133,6 +137,7 @@ class Step(StepParts):
         with self.machine.math:
             ch.comment("attention")
             self._note(step, layer, "attention")
+            self.port.layer = layer
             self.attention.attend(step, self.layer_epoch)
             self._stamp(layer, "attention", "attended")
             self.exchange.meet()

@@ -64,9 +64,10 @@ def exchange_sizes(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:
 class StepPort(AttentionPort):
     """Attention inside the step: queries and new keys come from the exchange, its output goes there."""
 
-    def __init__(self, machine: Machine, exchange: Exchange, columns: Columns) -> None:
-        self.machine, self.exchange, self.columns = machine, exchange, columns
+    def __init__(self, machine: Machine, exchange: Exchange, columns: Columns, scales: Any) -> None:
+        self.machine, self.exchange, self.columns, self.scales = machine, exchange, columns, scales
         self.shape = machine.shape
+        self.layer: Any = None  # of the layer whose attention is being emitted
         self.head_units = self.shape.head_dim // UNIT
 
     def query_unit(self, column: ch.Expr, head: ch.Expr, unit: ch.Expr, epoch: ch.Expr) -> Any:
@@ -82,6 +83,13 @@ class StepPort(AttentionPort):
 
     def position(self, column: ch.Expr) -> Any:
         return self.columns.state(column, POSITION)
+
+    def scale(self, kv_head: ch.Expr, value: bool) -> Any:
+        return self.scale_of(self.layer, kv_head + (self.shape.kv_heads if value else 0))
+
+    def scale_of(self, layer: ch.Expr, kv_row: ch.Expr) -> Any:
+        """The scale of a KV head's codes; kv_row counts key heads, then value heads."""
+        return self.scales[layer * (2 * self.shape.kv_heads) + kv_row]
 
     def publish(
         self,
@@ -115,8 +123,10 @@ class StepParts:
         self.schedule = Schedule(
             machine, kv_layout(self.shape, machine.gpu, machine.plan), launch.kv_plans, launch.plan_count, launch.tiles
         )
-        port = StepPort(machine, self.exchange, self.columns)
-        self.attention = Attention(machine, self.ring, self.exchange, self.schedule, self.cache, port, self.timeline)
+        self.port = StepPort(machine, self.exchange, self.columns, getattr(launch, "kv_scales", None))
+        self.attention = Attention(
+            machine, self.ring, self.exchange, self.schedule, self.cache, self.port, self.timeline
+        )
         self.sampler = Sampler(self.matvec, self.exchange, self.shape.vocab, self.timeline)
 
     # -- setting up and stepping ----------------------------------------------------------------------------------
@@ -339,12 +349,20 @@ class StepParts:
             value.set(rotated)
             dim.set(rotated_dim)
         neighbour = prim.shuffle_xor_f32(value, 1)
-        pair = prim.pack_bf16x2(value, neighbour)
+        pair = ch.var(ty.u32, prim.pack_bf16x2(value, neighbour))
         with ch.if_((rows.lane < STRIP_ROWS) & (rows.lane % 2 == 0)):
             place = (rows.column * shape.qkv_rows + head * shape.head_dim + dim) // 2
+            if self.machine.plan.kv_dtype == "e4m3":
+                with ch.if_(head >= shape.heads):
+                    # Quantised before anybody uses them, so that later reads of the cache agree.
+                    scale = self.port.scale_of(layer, head - shape.heads)
+                    codes = prim.e4m3x2_from_f32(prim.divide_f32(value, scale), prim.divide_f32(neighbour, scale))
+                    pair.set(prim.e4m3x4_to_bf16(codes).x)
+                    self._append_to_cache(layer, head - shape.heads, dim, ty.u16(codes), rows.column)
+            else:
+                with ch.if_(head >= shape.heads):
+                    self._append_to_cache(layer, head - shape.heads, dim, pair, rows.column)
             self.exchange.publish("qkv", place, pair, self.layer_epoch)
-            with ch.if_(head >= shape.heads):
-                self._append_to_cache(layer, head - shape.heads, dim, pair, rows.column)
 
     @ch.inline
     def _append_to_cache(self, layer: Any, kv_row: Any, dim: Any, pair: Any, column: Any) -> None:
@@ -354,7 +372,7 @@ class StepParts:
             table = columns.state(column, SEQUENCE) * self.machine.plan.pages_per_sequence
             key = self.cache.key(layer, kv_row % kv_heads, table, columns.state(column, POSITION))
             place = ch.select(kv_row < kv_heads, key, self.cache.value(key))
-            ch.reinterpret(ty.ptr_mut(ty.u32), place + dim)[0] = pair
+            ch.reinterpret(ty.ptr_mut(pair.type), place + dim)[0] = pair
             prim.fence_proxy_async()  # a later step reads this with the copy engine
 
     @ch.inline

@@ -24,7 +24,7 @@ from cheetah.runtime.device.emulator import EmulatorDevice, EmulatorKernel
 from cheetah.runtime.kv_cache import CachedSequence, PagePool
 from cheetah.runtime.launcher import Epochs, Launcher, Part, Sampling
 
-CONSTANT = ("weights", "norms", "embedding", "rope")
+CONSTANT = ("weights", "norms", "embedding", "rope", "kv_scales")
 F32 = NDArray[np.float32]
 
 
@@ -137,7 +137,7 @@ class Session:
         self.device = EmulatorDevice(scheduler=scheduler, seed=seed)
         self.buffers: dict[str, Any] = {}
         allocate_buffers(self.device, rig.manifest, self.buffers)
-        self.buffers.update({name: rig.constants[name] for name in CONSTANT})
+        self.buffers.update({name: rig.constants[name] for name in CONSTANT if name in rig.constants})
         self.pool = PagePool(rig.plan.kv_pages, page_order)
         self.launcher = Launcher(self.device, rig.kernel, rig.manifest, rig.config, self.buffers, self.sequence())
         self.launcher._epochs = Epochs(rig.config.layers + 1, first_epoch)

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from cheetah.emulator import SCHEDULERS
+from cheetah.models.llama.reference import widen
 from cheetah.runtime.launcher import Part, Sampling
 from tests.program.rig import (
     F32,
@@ -22,7 +24,7 @@ from tests.program.rig import (
     relative_error,
     token_ids,
 )
-from tests.tolerances import LOGITS
+from tests.tolerances import EIGHT_BIT_LOGITS, LOGITS
 
 pytestmark = pytest.mark.compiler
 
@@ -167,3 +169,26 @@ def test_a_shared_prefix_is_read_once_and_changes_little() -> None:
     for number, tail in enumerate(tails):
         wanted = float32_logits(rig.weights, [*prefix, *tail])[-4:]
         assert relative_error(apart[number], wanted) < LOGITS and relative_error(together[number], wanted) < LOGITS
+
+
+@pytest.mark.parametrize("scales", [1.0, 0.03])
+def test_eight_bit_keys_and_values(scales: float) -> None:
+    """Codes in the cache are those of the keys and values of bf16, and what comes out is near."""
+    config, blocks, plan = SHAPES["three of four"]
+    plain = rig_of("three of four")
+    coded = Rig(random_weights(config), blocks=blocks, kv_chunk_min=16, stages=5, max_steps=128, kv_dtype="e4m3", **plan)
+    factors = np.full(coded.manifest.buffer("kv_scales").shape, scales, np.float32)
+    coded.constants["kv_scales"].upload(factors)
+    ids = token_ids(40, config.vocab_size, 5)
+    sessions = plain.session(), coded.session()
+    logits = [session.score(ids, 4) for session in sessions]
+    wanted = float32_logits(plain.weights, ids)
+    assert relative_error(logits[0], wanted) < relative_error(logits[1], wanted) < EIGHT_BIT_LOGITS
+    page = sessions[0].launcher.cache.pages[0]
+    # The first layer's keys and values do not depend on the attention before them.
+    exact = widen(sessions[0].buffers["kv"].download(np.uint16, plain.manifest.buffer("kv").shape)[0, page])
+    codes = sessions[1].buffers["kv"].download(np.uint8, coded.manifest.buffer("kv").shape)[0, page]
+    stored = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    expected = np.clip(exact / np.float32(scales), -448, 448)
+    # Half a step of 3 mantissa bits, or of the smallest numbers; the keys were rounded to bf16 on one side only.
+    assert np.all(np.abs(stored - expected) <= np.maximum(np.abs(expected) * (2**-4 + 2**-8), 2**-10 + 2**-12))
