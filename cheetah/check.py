@@ -167,9 +167,9 @@ class Transcript:
     """What one run of the course gave. `ids` is the sequence from an empty cache: the prompt, then what was sampled.
 
     late_logits: f32 [TEACHER_TOKENS, vocab] after the cache that the reference filled. logits: f32 [len(ids), vocab].
-    together: (ids, f32 [some last ids, vocab]) of sequences that shared steps, and of a prompt read several tokens a step.
-    launches: the ids that each launch sampled. pool, exchange: the KV pool and the exchanged vectors at the end: f32
-    states show what bf16 and the choice of a token hide.
+    together: (ids, f32 [some last ids, vocab]) of sequences that shared steps, and of a prompt read several tokens a
+    step. launches: the ids that each launch sampled. pool, exchange: the KV pool and the exchanged vectors at the end:
+    f32 states show what bf16 and the choice of a token hide.
     """
 
     ids: tuple[int, ...]
@@ -193,11 +193,10 @@ class Course:
 
     1. A cache filled by the reference to just below the length at which a head's keys are split over blocks: some given
        tokens with logits, across that length, then some more that are sampled.
-    2. An empty cache: a prompt and three sampled tokens in one launch.
-    3. A launch that goes on at a temperature; the same again from the same place with a stop id, which ends it early.
-    4. A launch that goes on from there.
-    5. The logits of that whole sequence in one launch from an empty cache.
-    6. If the kernel takes several sequences: as many as it takes, of different lengths, with logits. If it takes several
+    2. An empty cache: a prompt and three sampled tokens in one launch. 3. A launch that goes on at a temperature; the
+    same again from the same place with a stop id, which ends it early. 4. A launch that goes on from there. 5. The
+    logits of that whole sequence in one launch from an empty cache. 6. If the kernel takes several sequences: as many
+    as it takes, of different lengths, with logits. If it takes several
        tokens of a sequence: that whole sequence again, so many tokens a step.
     """
 

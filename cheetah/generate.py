@@ -137,7 +137,10 @@ def _manifest(config: LlamaConfig, gpu: Gpu, plan: Plan, text: str, command: str
             if name in shapes and name != "logits"
         ),
         phases=phase_names(config),
-        step_bytes={"weights": matrices.weight_bytes, "kv_per_token": config.kv_bytes_per_token * plan.kv_element_bytes // 2},
+        step_bytes={
+            "weights": matrices.weight_bytes,
+            "kv_per_token": config.kv_bytes_per_token * plan.kv_element_bytes // 2,
+        },
     )
 
 

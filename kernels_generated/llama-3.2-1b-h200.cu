@@ -3,26 +3,30 @@
 //
 // model: hidden 2048, ffn 8192, vocab 128256, heads 32, kv_heads 8, head_dim 64, layers 16
 // machine: h200, 132 blocks of 288 threads: 8 math warps, one copies
-// plan: math_warps 8, stage_bytes 16384, stages 12, in_flight 3, sync flags, page_size 16, max_context 8192, batch 1, max_steps 64, kv_align 16, kv_chunk_min 256, start_qkv 4, start_residual 0, start_gate_up 4, start_head 4, trace False
+// plan: math_warps 8, stage_bytes 16384, stages 12, in_flight 3, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 2, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 4, start_residual 0, start_gate_up 4, start_head 4, trace False
 // weights read a step: 2471493632 bytes, in 121634816 a layer
 // shared memory:
 //     offset    bytes  region
 //          0   196608  ring
 //     196608      192  ring_barriers
-//     196864    16384  scratch
-//     196864    16384  vector  (over scratch)
-//     196864     8192  attention  (over scratch)
-//     213248     1024  reductions
-//     214272       64  residual
-//     214336       32  partial_sums
-//     214368      256  rope
-//     214624      768  queries
-//     215392      576  statistics
-//     215968     1056  candidates
-//     217024       16  step_done
-//     217040        8  next_token
-//              217048  total
-//              232448  a block has, 15400 free
+//     196864    21504  scratch
+//     196864     8192  vector  (over scratch)
+//     196864    16384  attention  (over scratch)
+//     213248     1024  queries  (over scratch)
+//     214272     4096  newest  (over scratch)
+//     218368     1024  reductions
+//     219392       64  residual
+//     219456      256  partial_sums
+//     219712        4  scales
+//     219728      256  rope
+//     219984      512  statistics
+//     220496     2112  candidates
+//     222608       32  columns
+//     222640        4  chosen
+//     222656       16  step_done
+//     222672        8  next_token
+//              222680  total
+//              232448  a block has, 9768 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -60,10 +64,8 @@ __device__ __forceinline__ uint32_t shuffle_xor_u32(uint32_t value, uint32_t mas
   return __shfl_xor_sync(0xffffffffu, value, mask);
 }
 
-__device__ __forceinline__ float warp_sum_f32(float value) {
-  #pragma unroll
-  for (int mask = 16; mask > 0; mask >>= 1) value = value + __shfl_xor_sync(0xffffffffu, value, mask);
-  return value;
+__device__ __forceinline__ uint32_t shuffle_u32(uint32_t value, uint32_t lane) {
+  return __shfl_sync(0xffffffffu, value, lane);
 }
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
@@ -81,6 +83,11 @@ __device__ __forceinline__ void mbarrier_fence_init() {
 
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive_many(uint64_t* barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;"
+    :: "r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier, uint32_t bytes) {
@@ -143,6 +150,32 @@ __device__ __forceinline__ void wait_flagged_units(uint4 (&data)[8], const uint6
     for (uint32_t i = 0; i < 8; ++i) {
       if (i < count) {
         const uint64_t* place = words + i * stride;
+        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+          : "=l"(word[i][0]), "=l"(word[i][1]) : "l"(place) : "memory");
+        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+          : "=l"(word[i][2]), "=l"(word[i][3]) : "l"(place + 2) : "memory");
+      }
+    }
+    #pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) {
+      if (i < count) {
+        #pragma unroll
+        for (uint32_t j = 0; j < 4; ++j) missing |= (uint32_t)(word[i][j] >> 32) != epoch;
+        data[i] = make_uint4((uint32_t)word[i][0], (uint32_t)word[i][1], (uint32_t)word[i][2], (uint32_t)word[i][3]);
+      }
+    }
+  } while (missing);
+}
+
+__device__ __forceinline__ void wait_flagged_places(uint4 (&data)[8], const uint64_t* words, uint32_t (&offsets)[8], uint32_t count, uint32_t epoch) {
+  uint64_t word[8][4];
+  bool missing;
+  do {
+    missing = false;
+    #pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) {
+      if (i < count) {
+        const uint64_t* place = words + offsets[i];
         asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
           : "=l"(word[i][0]), "=l"(word[i][1]) : "l"(place) : "memory");
         asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
@@ -264,7 +297,7 @@ __device__ __forceinline__ uint4 make_u32x4(uint32_t x, uint32_t y, uint32_t z, 
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* weights, const bf16* norms, const bf16* embedding, const float* rope, bf16* kv, const int32_t* page_table, const int32_t* kv_plans, uint8_t* exchange, int32_t* tokens, const int32_t* stop_ids, float* logits, uint32_t* progress, int32_t* status, uint32_t length, uint32_t given, uint32_t steps, uint32_t plan_count, uint32_t stop_count, uint32_t epoch, float temperature, uint64_t seed) {
+extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* weights, const bf16* norms, const bf16* embedding, const float* rope, bf16* kv, const int32_t* page_table, const int32_t* kv_plans, const int32_t* tiles, const int32_t* sequences, const int32_t* columns, uint8_t* exchange, int32_t* tokens, const int32_t* stop_ids, float* logits, uint32_t* progress, int32_t* status, uint32_t steps, uint32_t head_from, uint32_t column_count, uint32_t sequence_count, uint32_t plan_count, uint32_t epoch) {
   uint8_t* arena = shared_arena();
   uint32_t block = blockIdx.x;
   uint32_t thread = threadIdx.x;
@@ -273,8 +306,8 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
   uint64_t* exchange_words = (uint64_t*)(exchange);
   uint64_t* full = (uint64_t*)(arena + 196608);
   uint64_t* empty = full + 12;
-  uint64_t* step_done = (uint64_t*)(arena + 217024);
-  uint32_t* next_token = (uint32_t*)(arena + 217040);
+  uint64_t* step_done = (uint64_t*)(arena + 222656);
+  uint32_t* next_token = (uint32_t*)(arena + 222672);
   if (thread == 0) {
     for (uint32_t stage = 0; stage < 12; ++stage) {
       mbarrier_init(full + stage, 1);
@@ -283,7 +316,20 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
     mbarrier_init(step_done, 1);
     mbarrier_init(step_done + 1, 1);
     mbarrier_fence_init();
-    next_token[0] = (uint32_t)(tokens[0]);
+  }
+  if (thread < column_count) {
+    uint32_t value = load_constant_u32(columns + thread * 4);
+    uint32_t sequence = value;
+    uint32_t value_2 = load_constant_u32(columns + (thread * 4 + 1));
+    uint32_t number = value_2;
+    uint32_t token = 0;
+    uint32_t value_3 = load_constant_u32(sequences + (sequence * 16 + 2));
+    if (number < value_3) {
+      uint32_t place = sequence * 65 + number;
+      token = (uint32_t)(tokens[place]) < 128255 ? (uint32_t)(tokens[place]) : 128255;
+    }
+    next_token[thread] = token;
+    ((uint32_t*)(arena + 222608))[thread * 8 + 7] = 0;
   }
   block_barrier();
   if (warp == 8) {
@@ -348,15 +394,25 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
           uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 2880 + (block + 64)));
           uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 2880 + (block + 1 + 64)));
           #pragma unroll 1
-          for (uint32_t item = first_item; item < last_item; ++item) {
-            uint32_t head = load_constant_u32(kv_plans + (plan_index * 2880 + (item * 8 + 2 + 256)));
-            uint32_t begin = load_constant_u32(kv_plans + (plan_index * 2880 + (item * 8 + 3 + 256)));
-            uint32_t end = load_constant_u32(kv_plans + (plan_index * 2880 + (item * 8 + 4 + 256)));
-            uint32_t slot = load_constant_u32(kv_plans + (plan_index * 2880 + (item * 8 + 5 + 256)));
-            uint32_t end_2 = end < length + step ? end : length + step;
+          for (uint32_t number = first_item; number < last_item; ++number) {
+            const int32_t* record = kv_plans + (plan_index * 2880 + (number * 8 + 256));
+            uint4 what = load_constant_u32x4(record);
+            uint4 rest = load_constant_u32x4(record + 4);
+            const int32_t* record_2 = tiles + what.y * 8;
+            uint4 place = load_constant_u32x4(record_2);
+            uint4 keys = load_constant_u32x4(record_2 + 4);
+            uint32_t cached = keys.x + keys.y * step;
+            uint32_t end = rest.x < cached ? rest.x : cached;
             #pragma unroll 1
-            for (uint32_t first = begin; first < end_2; first += 64) {
-              uint32_t count = end_2 - first < 64 ? end_2 - first : 64;
+            for (uint32_t first = what.w; first < end; first += 64) {
+              uint32_t count = end - first < 64 ? end - first : 64;
+              uint32_t pages[4];
+              #pragma unroll
+              for (uint32_t number_2 = 0; number_2 < 4; ++number_2) {
+                uint32_t token = first + number_2 * 16 < end - 1 ? first + number_2 * 16 : end - 1;
+                uint32_t value = load_constant_u32(page_table + (place.z + token / 16));
+                pages[number_2] = value;
+              }
               mbarrier_wait(empty + fill_stage, fill_parity);
               mbarrier_wait(full + landed_stage, landed_parity);
               landed_stage = landed_stage + 1;
@@ -367,17 +423,16 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
               uint64_t* barrier = full + fill_stage;
               uint8_t* destination = arena + fill_stage * 16384;
               mbarrier_arrive_expect_tx(barrier, count * 256);
-              uint32_t done = 0;
-              while (done < count) {
-                uint32_t token = first + done;
-                uint32_t run = 16 - token % 16 < count - done ? 16 - token % 16 : count - done;
-                uint32_t page = load_constant_u32(page_table + token / 16);
-                uint64_t offset = (uint64_t)(layer) * 8388608 + (uint64_t)(page) * 16384;
-                bf16* key = kv + (offset + (uint64_t)(head * 1024 + token % 16 * 64));
-                bulk_copy(destination + done * 128, key, run * 128, barrier);
-                uint8_t* values = destination + (done * 128 + 8192);
-                bulk_copy(values, key + 8192, run * 128, barrier);
-                done = done + run;
+              #pragma unroll
+              for (uint32_t number_2 = 0; number_2 < 4; ++number_2) {
+                if (number_2 * 16 < count) {
+                  uint32_t run = count - number_2 * 16 < 16 ? count - number_2 * 16 : 16;
+                  uint64_t offset = (uint64_t)(layer) * 8388608 + (uint64_t)(pages[number_2]) * 16384;
+                  bf16* key = kv + (offset + (uint64_t)(what.z * 1024));
+                  uint8_t* keys_2 = destination + number_2 * 16 * 128;
+                  bulk_copy(keys_2, key, run * 128, barrier);
+                  bulk_copy(keys_2 + 8192, key + 8192, run * 128, barrier);
+                }
               }
               fill_stage = fill_stage + 1;
               if (fill_stage == 12) {
@@ -450,33 +505,38 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
           uint64_t first_byte_3 = layer_offset + 88080384;
           const uint8_t* matrix_4 = weights + first_byte_3;
           #pragma unroll 1
-          for (uint32_t strip = position_4; strip < 128; strip += 132) {
-            uint32_t round = strip / 132;
-            uint64_t round_bytes = (uint64_t)(round) * 34603008;
+          for (uint32_t slice = 0; slice < 2; ++slice) {
+            uint32_t first = slice * 8;
+            uint32_t end = first + 8 < 16 ? first + 8 : 16;
             #pragma unroll 1
-            for (uint32_t chunk = 0; chunk < 16; ++chunk) {
-              const uint8_t* source = matrix_4 + (round_bytes + (uint64_t)(128 * chunk * 16384 + position_4 * 16384));
-              mbarrier_wait(empty + fill_stage, fill_parity);
-              mbarrier_wait(full + landed_stage, landed_parity);
-              landed_stage = landed_stage + 1;
-              if (landed_stage == 12) {
-                landed_stage = 0;
-                landed_parity = landed_parity ^ 1;
-              }
-              uint64_t* barrier = full + fill_stage;
-              uint8_t* destination = arena + fill_stage * 16384;
-              mbarrier_arrive_expect_tx(barrier, 16384);
-              bulk_copy(destination, source, 16384, barrier);
-              fill_stage = fill_stage + 1;
-              if (fill_stage == 12) {
-                fill_stage = 0;
-                fill_parity = fill_parity ^ 1;
+            for (uint32_t strip = position_4; strip < 128; strip += 132) {
+              uint32_t round = strip / 132;
+              uint64_t round_bytes = (uint64_t)(round) * 34603008;
+              #pragma unroll 1
+              for (uint32_t chunk = first; chunk < end; ++chunk) {
+                const uint8_t* source = matrix_4 + (round_bytes + (uint64_t)(128 * chunk * 16384 + position_4 * 16384));
+                mbarrier_wait(empty + fill_stage, fill_parity);
+                mbarrier_wait(full + landed_stage, landed_parity);
+                landed_stage = landed_stage + 1;
+                if (landed_stage == 12) {
+                  landed_stage = 0;
+                  landed_parity = landed_parity ^ 1;
+                }
+                uint64_t* barrier = full + fill_stage;
+                uint8_t* destination = arena + fill_stage * 16384;
+                mbarrier_arrive_expect_tx(barrier, 16384);
+                bulk_copy(destination, source, 16384, barrier);
+                fill_stage = fill_stage + 1;
+                if (fill_stage == 12) {
+                  fill_stage = 0;
+                  fill_parity = fill_parity ^ 1;
+                }
               }
             }
           }
         }
         // head
-        if (step + 1 >= given || logits != nullptr) {
+        if (step >= head_from || logits != nullptr) {
           uint32_t position = (block + 4) % 132;
           const uint8_t* matrix = weights + 1946157056;
           #pragma unroll 1
@@ -523,27 +583,51 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
           plan_index = following;
         }
       }
-      uint32_t position = length + step;
       uint32_t step_epoch = epoch + step * 17;
-      float* angles = (float*)(arena + 214368);
-      #pragma unroll 1
-      for (uint32_t number = thread; number < 64; number += 256) {
-        angles[number] = rope[(uint64_t)(position) * 64 + (uint64_t)(number)];
+      uint32_t* state = (uint32_t*)(arena + 222608);
+      if (thread < column_count) {
+        uint32_t value = load_constant_u32(columns + thread * 4);
+        uint32_t sequence = value;
+        uint32_t value_2 = load_constant_u32(sequences + (sequence * 16 + 1));
+        uint32_t value_3 = load_constant_u32(columns + (thread * 4 + 1));
+        uint32_t number = step * value_2 + value_3;
+        uint32_t* words = state + thread * 8;
+        uint32_t value_4 = load_constant_u32(sequences + sequence * 16);
+        uint32_t position = value_4 + number < 8191 ? value_4 + number : 8191;
+        words[0] = position;
+        words[1] = number;
+        uint32_t value_5 = load_constant_u32(sequences + (sequence * 16 + 3));
+        words[2] = value_5;
+        uint32_t value_6 = load_constant_u32(sequences + (sequence * 16 + 5));
+        words[3] = value_6;
+        uint32_t value_7 = load_constant_u32(sequences + (sequence * 16 + 6));
+        words[4] = value_7;
+        uint32_t value_8 = load_constant_u32(sequences + (sequence * 16 + 7));
+        words[5] = value_8;
+        words[6] = sequence;
       }
-      float* residual = (float*)(arena + 214272);
-      const bf16* embedded = embedding + (uint64_t)(next_token[0]) * 2048;
+      named_barrier(1, 256);
+      float* angles = (float*)(arena + 219728);
+      #pragma unroll 1
+      for (uint32_t number = thread; number < column_count * 64; number += 256) {
+        uint32_t position = ((uint32_t*)(arena + 222608))[number / 64 * 8];
+        angles[number] = rope[(uint64_t)(position) * 64 + (uint64_t)(number % 64)];
+      }
+      float* residual = (float*)(arena + 219392);
       #pragma unroll 1
       for (uint32_t place = thread; place < 16; place += 256) {
-        uint32_t row = (place / 16 * 132 + block % 132) * 16 + place % 16;
-        if (row < 2048) {
-          residual[place] = bf16_to_f32(embedded[row]);
+        uint32_t strip = place / 16 * 132 + block % 132;
+        uint32_t row = strip * 16 + place % 16;
+        if (row < 2048 && 0 < column_count) {
+          residual[place] = bf16_to_f32((embedding + (uint64_t)(next_token[0]) * 2048)[row]);
         } else {
           residual[place] = 0.0f;
         }
       }
+      named_barrier(1, 256);
       for (uint32_t layer = 0; layer < 16; ++layer) {
         uint32_t layer_epoch = step_epoch + layer;
-        // qkv: input norm, q, k and v of this token, rotary embedding
+        // qkv: input norm, q, k and v of these tokens, rotary embedding
         if (thread == 0) {
           store_relaxed_u32(progress + block, step * 82 + layer * 5);
         }
@@ -554,23 +638,23 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
             prefetch_l2(lines + offset);
           }
         }
-        float scale = 0.0f;
-        if ((block + 4) % 132 < 192) {
+        uint32_t position = (block + 4) % 132;
+        if (position < 192) {
           if (layer == 0) {
             uint4* vector = (uint4*)(arena + 196864);
-            float* partial_sums = (float*)(arena + 214336);
             float squares = 0.0f;
             uint32_t first_unit = thread;
-            uint4 units[8];
             uint4 weights_2[8];
             #pragma unroll
             for (uint32_t number = 0; number < 1; ++number) {
               uint4 value = load_constant_u32x4(norms + (first_unit + number * 256) * 8);
               weights_2[number] = value;
             }
+            uint4 units[8];
+            const bf16* embedded = embedding + (uint64_t)(next_token[0]) * 2048;
             #pragma unroll
             for (uint32_t number = 0; number < 1; ++number) {
-              uint4 value = load_constant_u32x4(embedding + (uint64_t)(next_token[0]) * 2048 + (first_unit + number * 256) * 8);
+              uint4 value = load_constant_u32x4(embedded + (first_unit + number * 256) * 8);
               units[number] = value;
             }
             #pragma unroll
@@ -593,24 +677,37 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
               uint32_t weights_6 = weights_2[number].w;
               vector[first_unit + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_3), high * bf16x2_high(weights_3)), pack_bf16x2(low_2 * bf16x2_low(weights_4), high_2 * bf16x2_high(weights_4)), pack_bf16x2(low_3 * bf16x2_low(weights_5), high_3 * bf16x2_high(weights_5)), pack_bf16x2(low_4 * bf16x2_low(weights_6), high_4 * bf16x2_high(weights_6)));
             }
-            float warp_squares = warp_sum_f32(squares);
-            if (lane == 0) {
-              partial_sums[warp] = warp_squares;
+            float* partial_sums = (float*)(arena + 219456);
+            float* scales = (float*)(arena + 219712);
+            float sum_of_token = squares;
+            float value = shuffle_xor_f32(sum_of_token, 16);
+            sum_of_token = sum_of_token + value;
+            float value_2 = shuffle_xor_f32(sum_of_token, 8);
+            sum_of_token = sum_of_token + value_2;
+            float value_3 = shuffle_xor_f32(sum_of_token, 4);
+            sum_of_token = sum_of_token + value_3;
+            float value_4 = shuffle_xor_f32(sum_of_token, 2);
+            sum_of_token = sum_of_token + value_4;
+            float value_5 = shuffle_xor_f32(sum_of_token, 1);
+            sum_of_token = sum_of_token + value_5;
+            if (lane % 4 == 0 && lane < 4) {
+              partial_sums[warp * 8 + lane / 4] = sum_of_token;
             }
             named_barrier(1, 256);
-            float total = 0.0f;
-            #pragma unroll
-            for (uint32_t other = 0; other < 8; ++other) {
-              total = total + partial_sums[other];
+            if (thread < column_count) {
+              float total = 0.0f;
+              #pragma unroll
+              for (uint32_t other = 0; other < 8; ++other) {
+                uint32_t warp_2 = other + thread / 8;
+                total = total + partial_sums[warp_2 * 8 + thread % 8];
+              }
+              scales[thread] = rsqrt_f32(total * 0.00048828125f + 1e-05f);
             }
-            float scale_2 = rsqrt_f32(total * 0.00048828125f + 1e-05f);
-            scale = scale_2;
           } else {
+            uint32_t epoch_2 = layer_epoch - 1;
             uint4* vector = (uint4*)(arena + 196864);
-            float* partial_sums = (float*)(arena + 214336);
             float squares = 0.0f;
             uint32_t first_unit = thread;
-            uint4 units[8];
             uint4 weights_2[8];
             #pragma unroll
             for (uint32_t number = 0; number < 1; ++number) {
@@ -618,10 +715,11 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
               weights_2[number] = value;
             }
             if (lane == 0) {
-              uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 32), layer_epoch - 1);
+              uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 32), epoch_2);
             }
             warp_barrier();
-            wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 1, layer_epoch - 1);
+            uint4 units[8];
+            wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 1, epoch_2);
             #pragma unroll
             for (uint32_t number = 0; number < 1; ++number) {
               float low = bf16x2_low(units[number].x);
@@ -642,98 +740,121 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
               uint32_t weights_6 = weights_2[number].w;
               vector[first_unit + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_3), high * bf16x2_high(weights_3)), pack_bf16x2(low_2 * bf16x2_low(weights_4), high_2 * bf16x2_high(weights_4)), pack_bf16x2(low_3 * bf16x2_low(weights_5), high_3 * bf16x2_high(weights_5)), pack_bf16x2(low_4 * bf16x2_low(weights_6), high_4 * bf16x2_high(weights_6)));
             }
-            float warp_squares = warp_sum_f32(squares);
-            if (lane == 0) {
-              partial_sums[warp] = warp_squares;
+            float* partial_sums = (float*)(arena + 219456);
+            float* scales = (float*)(arena + 219712);
+            float sum_of_token = squares;
+            float value = shuffle_xor_f32(sum_of_token, 16);
+            sum_of_token = sum_of_token + value;
+            float value_2 = shuffle_xor_f32(sum_of_token, 8);
+            sum_of_token = sum_of_token + value_2;
+            float value_3 = shuffle_xor_f32(sum_of_token, 4);
+            sum_of_token = sum_of_token + value_3;
+            float value_4 = shuffle_xor_f32(sum_of_token, 2);
+            sum_of_token = sum_of_token + value_4;
+            float value_5 = shuffle_xor_f32(sum_of_token, 1);
+            sum_of_token = sum_of_token + value_5;
+            if (lane % 4 == 0 && lane < 4) {
+              partial_sums[warp * 8 + lane / 4] = sum_of_token;
             }
             named_barrier(1, 256);
-            float total = 0.0f;
-            #pragma unroll
-            for (uint32_t other = 0; other < 8; ++other) {
-              total = total + partial_sums[other];
-            }
-            float scale_2 = rsqrt_f32(total * 0.00048828125f + 1e-05f);
-            scale = scale_2;
-          }
-        }
-        uint32_t position_2 = (block + 4) % 132;
-        #pragma unroll 1
-        for (uint32_t strip = position_2; strip < 192; strip += 132) {
-          float sums[4] = {};
-          #pragma unroll 2
-          for (uint32_t chunk = 0; chunk < 4; ++chunk) {
-            mbarrier_wait(full + use_stage, use_parity);
-            uint8_t* chunk_2 = arena + use_stage * 16384;
-            uint4* vector = (uint4*)(arena + 196864);
-            const uint4* fragments = (const uint4*)(chunk_2);
-            #pragma unroll
-            for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
-              uint32_t pair = turn_2 * 8 + warp;
-              uint4 first = fragments[pair * 64 + lane];
-              uint4 second = fragments[pair * 64 + 32 + lane];
-              uint4 values = vector[(chunk * 16 + pair) * 4 + lane % 4];
-              mma_bf16(sums, first, values.x, values.y);
-              mma_bf16(sums, second, values.z, values.w);
-            }
-            warp_barrier();
-            if (lane == 0) {
-              mbarrier_arrive(empty + use_stage);
-            }
-            use_stage = use_stage + 1;
-            if (use_stage == 12) {
-              use_stage = 0;
-              use_parity = use_parity ^ 1;
+            if (thread < column_count) {
+              float total = 0.0f;
+              #pragma unroll
+              for (uint32_t other = 0; other < 8; ++other) {
+                uint32_t warp_2 = other + thread / 8;
+                total = total + partial_sums[warp_2 * 8 + thread % 8];
+              }
+              scales[thread] = rsqrt_f32(total * 0.00048828125f + 1e-05f);
             }
           }
-          float* reductions = (float*)(arena + 213248) + turn * 128;
-          if (lane % 4 == 0) {
-            reductions[warp * 16 + lane / 4] = sums[0];
-            reductions[warp * 16 + lane / 4 + 8] = sums[2];
-          }
-          named_barrier(1, 256);
-          if (warp == finisher) {
-            uint32_t row = lane % 16;
-            uint32_t half = lane / 16;
-            float half_sum = 0.0f;
-            #pragma unroll
-            for (uint32_t other = 0; other < 4; ++other) {
-              half_sum = half_sum + reductions[(half * 4 + other) * 16 + row];
-            }
-            float value = shuffle_xor_f32(half_sum, 16);
-            float row_sum = half_sum + value;
-            uint32_t head = strip / 4;
-            uint32_t strip_of_head = strip % 4;
-            float value_2 = row_sum * scale;
-            uint32_t dim = strip_of_head * 16 + row;
-            if (head < 40) {
-              float2* angles_2 = (float2*)(arena + 214368);
-              uint32_t frequency = strip_of_head * 8 + row % 8;
-              float2 angle = angles_2[frequency];
-              float partner = shuffle_xor_f32(value_2, 8);
-              bool is_second = row >= 8;
-              float rotated = value_2 * angle.x + (is_second ? partner : -partner) * angle.y;
-              uint32_t dim_2 = frequency + (is_second ? 32u : 0u);
-              value_2 = rotated;
-              dim = dim_2;
-            }
-            float neighbour = shuffle_xor_f32(value_2, 1);
-            uint32_t pair = pack_bf16x2(value_2, neighbour);
-            if (lane < 16 && lane % 2 == 0) {
-              publish_flagged(exchange_words + ((head * 64 + dim) / 2 + 1056), pair, layer_epoch);
-              if (head >= 32) {
-                uint32_t page = load_constant_u32(page_table + position / 16);
-                uint64_t offset = (uint64_t)(layer) * 8388608 + (uint64_t)(page) * 16384;
-                bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 1024 + position % 16 * 64));
-                bf16* place = head - 32 < 8 ? key : key + 8192;
-                ((uint32_t*)(place + dim))[0] = pair;
-                fence_proxy_async();
+          #pragma unroll 1
+          for (uint32_t strip = position; strip < 192; strip += 132) {
+            float sums[1][4] = {};
+            #pragma unroll 2
+            for (uint32_t chunk = 0; chunk < 4; ++chunk) {
+              mbarrier_wait(full + use_stage, use_parity);
+              uint8_t* chunk_2 = arena + use_stage * 16384;
+              uint4* vector = (uint4*)(arena + 196864);
+              const uint4* fragments = (const uint4*)(chunk_2);
+              #pragma unroll
+              for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
+                uint32_t pair = turn_2 * 8 + warp;
+                uint4 first = fragments[pair * 64 + lane];
+                uint4 second = fragments[pair * 64 + 32 + lane];
+                uint4* units = vector + (chunk * 16 + pair) * 4;
+                uint4 values = units[lane % 4];
+                mma_bf16(sums[0], first, values.x, values.y);
+                mma_bf16(sums[0], second, values.z, values.w);
+              }
+              warp_barrier();
+              if (lane == 0) {
+                mbarrier_arrive(empty + use_stage);
+              }
+              use_stage = use_stage + 1;
+              if (use_stage == 12) {
+                use_stage = 0;
+                use_parity = use_parity ^ 1;
               }
             }
-          }
-          turn = turn ^ 1;
-          finisher = finisher + 1;
-          if (finisher == 8) {
-            finisher = 0;
+            float* reductions = (float*)(arena + 218368) + turn * 128;
+            uint32_t row = warp * 16 + lane / 4;
+            uint32_t first = lane % 4 * 2;
+            if (first < 1) {
+              uint32_t place = row + first;
+              reductions[place] = sums[0][0];
+              reductions[place + 8] = sums[0][2];
+            }
+            named_barrier(1, 256);
+            if (warp == finisher) {
+              uint32_t column = 0;
+              uint32_t row_2 = lane % 16;
+              uint32_t half = lane / 16;
+              float half_sum = 0.0f;
+              #pragma unroll
+              for (uint32_t other = 0; other < 4; ++other) {
+                uint32_t place = (half * 4 + other) * 16 + row_2;
+                half_sum = half_sum + reductions[place + column];
+              }
+              float value = shuffle_xor_f32(half_sum, 16);
+              float row_sum = half_sum + value;
+              uint32_t head = strip / 4;
+              uint32_t strip_of_head = strip % 4;
+              float value_2 = row_sum * ((float*)(arena + 219712))[column];
+              uint32_t dim = strip_of_head * 16 + row_2;
+              if (head < 40) {
+                float2* angles_2 = (float2*)(arena + 219728) + column * 32;
+                uint32_t frequency = strip_of_head * 8 + row_2 % 8;
+                float2 angle = angles_2[frequency];
+                float partner = shuffle_xor_f32(value_2, 8);
+                bool is_second = row_2 >= 8;
+                float rotated = value_2 * angle.x + (is_second ? partner : -partner) * angle.y;
+                uint32_t dim_2 = frequency + (is_second ? 32u : 0u);
+                value_2 = rotated;
+                dim = dim_2;
+              }
+              float neighbour = shuffle_xor_f32(value_2, 1);
+              uint32_t pair = pack_bf16x2(value_2, neighbour);
+              if (lane < 16 && lane % 2 == 0) {
+                uint32_t place = (column * 3072 + head * 64 + dim) / 2;
+                if (head >= 32) {
+                  if (((uint32_t*)(arena + 222608))[column * 8 + 1] < ((uint32_t*)(arena + 222608))[column * 8 + 2]) {
+                    uint32_t table = ((uint32_t*)(arena + 222608))[column * 8 + 6] * 512;
+                    uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + 222608))[column * 8] / 16));
+                    uint64_t offset = (uint64_t)(layer) * 8388608 + (uint64_t)(page) * 16384;
+                    bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 1024 + ((uint32_t*)(arena + 222608))[column * 8] % 16 * 64));
+                    bf16* place_2 = head - 32 < 8 ? key : key + 8192;
+                    ((uint32_t*)(place_2 + dim))[0] = pair;
+                    fence_proxy_async();
+                  }
+                }
+                publish_flagged(exchange_words + (place + 1056), pair, layer_epoch);
+              }
+            }
+            turn = turn ^ 1;
+            finisher = finisher + 1;
+            if (finisher == 8) {
+              finisher = 0;
+            }
           }
         }
         // attention
@@ -743,59 +864,159 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
         uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 2880 + (block + 64)));
         uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 2880 + (block + 1 + 64)));
         #pragma unroll 1
-        for (uint32_t item = first_item; item < last_item; ++item) {
-          uint32_t head = load_constant_u32(kv_plans + (plan_index * 2880 + (item * 8 + 2 + 256)));
-          uint32_t begin = load_constant_u32(kv_plans + (plan_index * 2880 + (item * 8 + 3 + 256)));
-          uint32_t end = load_constant_u32(kv_plans + (plan_index * 2880 + (item * 8 + 4 + 256)));
-          uint32_t slot = load_constant_u32(kv_plans + (plan_index * 2880 + (item * 8 + 5 + 256)));
-          uint32_t cached_end = end < position ? end : position;
-          bool has_newest = begin <= position && position < end;
-          uint4* queries = (uint4*)(arena + 214624);
-          uint32_t wanted = has_newest ? 48u : 32u;
+        for (uint32_t number = first_item; number < last_item; ++number) {
+          const int32_t* record = kv_plans + (plan_index * 2880 + (number * 8 + 256));
+          uint4 what = load_constant_u32x4(record);
+          uint4 rest = load_constant_u32x4(record + 4);
+          const int32_t* record_2 = tiles + what.y * 8;
+          uint4 place = load_constant_u32x4(record_2);
+          uint4 keys = load_constant_u32x4(record_2 + 4);
+          uint32_t cached = keys.x + keys.y * step;
+          uint32_t cached_end = rest.x < cached ? rest.x : cached;
+          uint32_t newest_begin = what.w < cached ? cached : what.w;
+          uint32_t newest_end = rest.x < cached + keys.z ? rest.x : cached + keys.z;
+          uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
+          uint4* queries = (uint4*)(arena + 213248);
+          uint32_t query_units = rest.z * 8;
+          uint32_t newest_units = newest * 8;
           #pragma unroll 1
-          for (uint32_t unit = thread; unit < wanted; unit += 256) {
-            uint32_t source = head * 32 + unit;
-            if (unit >= 40) {
-              source = (40 + head) * 8 + (unit - 32 - 8);
-            } else if (unit >= 32) {
-              source = (32 + head) * 8 + (unit - 32);
+          for (uint32_t number_2 = thread; number_2 < query_units + newest_units * 2; number_2 += 256) {
+            if (number_2 < query_units) {
+              uint32_t row = number_2 / 8;
+              uint32_t column = place.x + row / 4;
+              uint4 value = wait_flagged4(exchange_words + ((column * 384 + (what.z * 4 + row % 4) * 8 + number_2 % 8) * 4 + 1056), layer_epoch);
+              queries[number_2] = value;
+            } else {
+              bool is_value = number_2 - query_units >= newest_units;
+              uint32_t unit = is_value ? number_2 - query_units - newest_units : number_2 - query_units;
+              uint32_t column = keys.w + (newest_begin - cached) + unit / 8;
+              uint4 words = wait_flagged4(exchange_words + ((column * 384 + ((is_value ? 40u : 32u) + what.z) * 8 + unit % 8) * 4 + 1056), layer_epoch);
+              uint4* keys_2 = (uint4*)(arena + 214272);
+              uint4* values = (uint4*)(arena + 214272) + 128;
+              if (is_value) {
+                values[unit] = words;
+              } else {
+                keys_2[unit] = words;
+              }
             }
-            uint4 value = wait_flagged4(exchange_words + (source * 4 + 1056), layer_epoch);
-            queries[unit] = value;
           }
           named_barrier(1, 256);
+          uint4* shared = (uint4*)(arena + 213248);
+          uint32_t row = lane / 4 < 7 ? lane / 4 : 7;
+          uint4* query = shared + row * 8;
+          uint32_t limits[2];
+          uint32_t fused = lane % 4 * 2;
+          uint32_t present = fused < rest.z - 1 ? fused : rest.z - 1;
+          uint32_t end = rest.x < cached + keys.z ? rest.x : cached + keys.z;
+          uint32_t position_2 = ((uint32_t*)(arena + 222608))[(place.x + present / 4) * 8];
+          uint32_t following_2 = position_2 + 1;
+          uint32_t visible = following_2 > place.w ? following_2 - place.w : 0;
+          limits[0] = fused < rest.z ? (end < visible ? end : visible) : 0;
+          uint32_t fused_2 = lane % 4 * 2 + 1;
+          uint32_t present_2 = fused_2 < rest.z - 1 ? fused_2 : rest.z - 1;
+          uint32_t end_2 = rest.x < cached + keys.z ? rest.x : cached + keys.z;
+          uint32_t position_3 = ((uint32_t*)(arena + 222608))[(place.x + present_2 / 4) * 8];
+          uint32_t following_3 = position_3 + 1;
+          uint32_t visible_2 = following_3 > place.w ? following_3 - place.w : 0;
+          limits[1] = fused_2 < rest.z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
           float highest[2];
           float weight_sum[2] = {};
           float output[4][4] = {};
           highest[0] = -bits_float(0x7f800000);
           highest[1] = -bits_float(0x7f800000);
-          uint32_t next_tile = warp;
-          #pragma unroll 1
-          for (uint32_t first = begin; first < cached_end; first += 64) {
-            uint32_t count = cached_end - first < 64 ? cached_end - first : 64;
-            mbarrier_wait(full + use_stage, use_parity);
-            uint8_t* chunk = arena + use_stage * 16384;
-            while (next_tile * 16 < count) {
-              uint32_t first_key = next_tile * 16;
-              const uint4* keys = (const uint4*)(chunk);
-              const uint4* queries_2 = (const uint4*)((uint4*)(arena + 214624));
-              uint32_t key_row = lane / 4;
-              uint32_t query_row = key_row < 3 ? key_row : 3;
-              float logits_2[4] = {};
-              #pragma unroll 2
-              for (uint32_t part = 0; part < 2; ++part) {
-                uint32_t column = part * 4 + lane % 4;
-                uint4 low = keys[(first_key + key_row) * 8 + column];
-                uint4 high = keys[(first_key + key_row + 8) * 8 + column];
-                uint4 query = queries_2[query_row * 8 + column];
-                mma_bf16(logits_2, make_u32x4(low.x, high.x, low.y, high.y), query.x, query.y);
-                mma_bf16(logits_2, make_u32x4(low.z, high.z, low.w, high.w), query.z, query.w);
-              }
+          uint32_t cached_2 = what.w < cached_end ? cached_end - what.w : 0;
+          uint32_t tiles_2 = (cached_2 + 15) / 16;
+          uint32_t all_tiles = tiles_2 + (newest + 15) / 16;
+          uint32_t tile = warp;
+          while (tile < all_tiles) {
+            uint32_t stage = tile / 4;
+            uint32_t first_tile = stage * 4;
+            uint32_t last_tile = first_tile + 4 < tiles_2 ? first_tile + 4 : tiles_2;
+            uint32_t first_key = what.w + stage * 64;
+            uint32_t count = cached_end - first_key < 64 ? cached_end - first_key : 64;
+            bool is_cached = tile < tiles_2;
+            uint32_t groups = last_tile - first_tile < 8 ? last_tile - first_tile : 8;
+            uint32_t number_2 = (warp + 8 - first_tile % 8) % 8;
+            uint32_t arrivals = 8 / groups + (number_2 < 8 % groups ? 1u : 0u);
+            uint32_t place_2 = use_stage + stage;
+            uint32_t stage_2 = place_2 % 12;
+            if (is_cached) {
+              mbarrier_wait(full + stage_2, (use_parity + place_2 / 12) % 2);
+            }
+            uint8_t* chunk = arena + stage_2 * 16384;
+            uint8_t* keys_2 = chunk;
+            uint8_t* values = chunk + 8192;
+            if (tile >= tiles_2) {
+              uint8_t* newest_keys = arena + 214272;
+              uint8_t* newest_values = arena + 214272 + 2048;
+              first_tile = tiles_2;
+              last_tile = all_tiles;
+              first_key = newest_begin;
+              count = newest;
+              keys_2 = newest_keys;
+              values = newest_values;
+            }
+            while (tile < last_tile) {
+              uint32_t row_2 = (tile - first_tile) * 16;
+              uint32_t row_3 = row_2 + lane / 4;
+              float sums[2][4] = {};
+              uint32_t words[2][4];
+              const uint4* keys_3 = (const uint4*)(keys_2) + row_3 * 8;
+              uint32_t is_odd = lane / 4 % 2;
+              uint4 first = keys_3[is_odd * 4 + lane % 4];
+              uint4 second = keys_3[(1 - is_odd) * 4 + lane % 4];
+              words[0][0] = is_odd == 0 ? first.x : second.x;
+              words[1][0] = is_odd == 0 ? second.x : first.x;
+              words[0][1] = is_odd == 0 ? first.y : second.y;
+              words[1][1] = is_odd == 0 ? second.y : first.y;
+              words[0][2] = is_odd == 0 ? first.z : second.z;
+              words[1][2] = is_odd == 0 ? second.z : first.z;
+              words[0][3] = is_odd == 0 ? first.w : second.w;
+              words[1][3] = is_odd == 0 ? second.w : first.w;
+              uint32_t words_2[2][4];
+              const uint4* keys_4 = (const uint4*)(keys_2) + (row_3 + 8) * 8;
+              uint32_t is_odd_2 = lane / 4 % 2;
+              uint4 first_2 = keys_4[is_odd_2 * 4 + lane % 4];
+              uint4 second_2 = keys_4[(1 - is_odd_2) * 4 + lane % 4];
+              words_2[0][0] = is_odd_2 == 0 ? first_2.x : second_2.x;
+              words_2[1][0] = is_odd_2 == 0 ? second_2.x : first_2.x;
+              words_2[0][1] = is_odd_2 == 0 ? first_2.y : second_2.y;
+              words_2[1][1] = is_odd_2 == 0 ? second_2.y : first_2.y;
+              words_2[0][2] = is_odd_2 == 0 ? first_2.z : second_2.z;
+              words_2[1][2] = is_odd_2 == 0 ? second_2.z : first_2.z;
+              words_2[0][3] = is_odd_2 == 0 ? first_2.w : second_2.w;
+              words_2[1][3] = is_odd_2 == 0 ? second_2.w : first_2.w;
+              uint4 early = make_u32x4(words[0][0], words_2[0][0], words[0][1], words_2[0][1]);
+              uint4 late = make_u32x4(words[0][2], words_2[0][2], words[0][3], words_2[0][3]);
+              mma_bf16(sums[0], early, query[lane % 4].x, query[lane % 4].y);
+              mma_bf16(sums[1], late, query[lane % 4].z, query[lane % 4].w);
+              uint4 early_2 = make_u32x4(words[1][0], words_2[1][0], words[1][1], words_2[1][1]);
+              uint4 late_2 = make_u32x4(words[1][2], words_2[1][2], words[1][3], words_2[1][3]);
+              mma_bf16(sums[0], early_2, query[4 + lane % 4].x, query[4 + lane % 4].y);
+              mma_bf16(sums[1], late_2, query[4 + lane % 4].z, query[4 + lane % 4].w);
+              float logits_2[4];
               #pragma unroll
               for (uint32_t element = 0; element < 4; ++element) {
-                bool exists = key_row + element / 2 * 8 < count - first_key;
-                logits_2[element] = exists ? logits_2[element] * 0.18033688f : -bits_float(0x7f800000);
+                logits_2[element] = sums[0][element] + sums[1][element];
               }
+              uint32_t number_3 = lane / 4;
+              uint32_t limits_2[2];
+              limits_2[0] = limits[0] < first_key + row_2 + (count - row_2) ? limits[0] : first_key + row_2 + (count - row_2);
+              limits_2[1] = limits[1] < first_key + row_2 + (count - row_2) ? limits[1] : first_key + row_2 + (count - row_2);
+              bool is_seen = first_key + row_2 + number_3 < limits_2[0];
+              float logit = logits_2[0] * 0.18033688f;
+              logits_2[0] = is_seen ? logit : -bits_float(0x7f800000);
+              bool is_seen_2 = first_key + row_2 + number_3 < limits_2[1];
+              float logit_2 = logits_2[1] * 0.18033688f;
+              logits_2[1] = is_seen_2 ? logit_2 : -bits_float(0x7f800000);
+              uint32_t tile_key = number_3 + 8;
+              bool is_seen_3 = first_key + row_2 + tile_key < limits_2[0];
+              float logit_3 = logits_2[2] * 0.18033688f;
+              logits_2[2] = is_seen_3 ? logit_3 : -bits_float(0x7f800000);
+              uint32_t tile_key_2 = number_3 + 8;
+              bool is_seen_4 = first_key + row_2 + tile_key_2 < limits_2[1];
+              float logit_4 = logits_2[3] * 0.18033688f;
+              logits_2[3] = is_seen_4 ? logit_4 : -bits_float(0x7f800000);
               #pragma unroll
               for (uint32_t column = 0; column < 2; ++column) {
                 float peak = maximum_f32(logits_2[column], logits_2[column + 2]);
@@ -806,59 +1027,73 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
                 float value_3 = shuffle_xor_f32(peak, 16);
                 peak = maximum_f32(peak, value_3);
                 float new_highest = maximum_f32(highest[column], peak);
-                float shrink = exp2_f32(highest[column] - new_highest);
+                float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
+                float shrink = exp2_f32(highest[column] - base);
                 highest[column] = new_highest;
-                logits_2[column] = exp2_f32(logits_2[column] - new_highest);
-                logits_2[column + 2] = exp2_f32(logits_2[column + 2] - new_highest);
+                logits_2[column] = exp2_f32(logits_2[column] - base);
+                logits_2[column + 2] = exp2_f32(logits_2[column + 2] - base);
                 weight_sum[column] = weight_sum[column] * shrink + (logits_2[column] + logits_2[column + 2]);
                 #pragma unroll
-                for (uint32_t tile = 0; tile < 4; ++tile) {
-                  output[tile][column] = output[tile][column] * shrink;
-                  output[tile][column + 2] = output[tile][column + 2] * shrink;
+                for (uint32_t tile_2 = 0; tile_2 < 4; ++tile_2) {
+                  output[tile_2][column] = output[tile_2][column] * shrink;
+                  output[tile_2][column + 2] = output[tile_2][column + 2] * shrink;
                 }
               }
               uint32_t weights_low = matrix_transpose_b16(pack_bf16x2(logits_2[0], logits_2[1]));
               uint32_t weights_high = matrix_transpose_b16(pack_bf16x2(logits_2[2], logits_2[3]));
-              const uint4* values = (const uint4*)(chunk + 8192);
-              uint32_t first_row = lane % 4 * 2;
+              uint32_t words_3[1][4][4];
+              uint32_t tile_key_3 = lane % 4 * 2 < count - row_2 - 1 ? lane % 4 * 2 : count - row_2 - 1;
+              uint32_t row_4 = row_2 + tile_key_3;
+              const uint4* units = (const uint4*)(values) + (row_4 * 8 + lane / 4);
+              uint4 read = units[0];
+              words_3[0][0][0] = read.x;
+              words_3[0][0][1] = read.y;
+              words_3[0][0][2] = read.z;
+              words_3[0][0][3] = read.w;
+              uint32_t tile_key_4 = lane % 4 * 2 + 1 < count - row_2 - 1 ? lane % 4 * 2 + 1 : count - row_2 - 1;
+              uint32_t row_5 = row_2 + tile_key_4;
+              const uint4* units_2 = (const uint4*)(values) + (row_5 * 8 + lane / 4);
+              uint4 read_2 = units_2[0];
+              words_3[0][1][0] = read_2.x;
+              words_3[0][1][1] = read_2.y;
+              words_3[0][1][2] = read_2.z;
+              words_3[0][1][3] = read_2.w;
+              uint32_t tile_key_5 = lane % 4 * 2 + 8 < count - row_2 - 1 ? lane % 4 * 2 + 8 : count - row_2 - 1;
+              uint32_t row_6 = row_2 + tile_key_5;
+              const uint4* units_3 = (const uint4*)(values) + (row_6 * 8 + lane / 4);
+              uint4 read_3 = units_3[0];
+              words_3[0][2][0] = read_3.x;
+              words_3[0][2][1] = read_3.y;
+              words_3[0][2][2] = read_3.z;
+              words_3[0][2][3] = read_3.w;
+              uint32_t tile_key_6 = lane % 4 * 2 + 9 < count - row_2 - 1 ? lane % 4 * 2 + 9 : count - row_2 - 1;
+              uint32_t row_7 = row_2 + tile_key_6;
+              const uint4* units_4 = (const uint4*)(values) + (row_7 * 8 + lane / 4);
+              uint4 read_4 = units_4[0];
+              words_3[0][3][0] = read_4.x;
+              words_3[0][3][1] = read_4.y;
+              words_3[0][3][2] = read_4.z;
+              words_3[0][3][3] = read_4.w;
               #pragma unroll
-              for (uint32_t slice_ = 0; slice_ < 1; ++slice_) {
-                uint32_t words[4][4];
-                #pragma unroll
-                for (uint32_t number = 0; number < 4; ++number) {
-                  uint32_t key = first_row + number % 2 + number / 2 * 8;
-                  uint4 read = values[(first_key + key) * 8 + slice_ * 8 + lane / 4];
-                  bool exists = key < count - first_key;
-                  words[number][0] = exists ? read.x : 0;
-                  words[number][1] = exists ? read.y : 0;
-                  words[number][2] = exists ? read.z : 0;
-                  words[number][3] = exists ? read.w : 0;
-                }
-                #pragma unroll
-                for (uint32_t tile = 0; tile < 4; ++tile) {
-                  uint32_t low_early = byte_permute(words[0][tile / 2], words[1][tile / 2], tile % 2 == 0 ? 21520u : 30258u);
-                  uint32_t high_early = byte_permute(words[0][(tile + 4) / 2], words[1][(tile + 4) / 2], (tile + 4) % 2 == 0 ? 21520u : 30258u);
-                  uint32_t low_late = byte_permute(words[2][tile / 2], words[3][tile / 2], tile % 2 == 0 ? 21520u : 30258u);
-                  uint32_t high_late = byte_permute(words[2][(tile + 4) / 2], words[3][(tile + 4) / 2], (tile + 4) % 2 == 0 ? 21520u : 30258u);
-                  uint4 operand = make_u32x4(low_early, high_early, low_late, high_late);
-                  mma_bf16(output[slice_ * 4 + tile], operand, weights_low, weights_high);
-                }
+              for (uint32_t tile_2 = 0; tile_2 < 4; ++tile_2) {
+                uint32_t low_early = byte_permute(words_3[0][0][tile_2 / 2], words_3[0][1][tile_2 / 2], tile_2 % 2 == 0 ? 21520u : 30258u);
+                uint32_t high_early = byte_permute(words_3[0][0][(tile_2 + 4) / 2], words_3[0][1][(tile_2 + 4) / 2], (tile_2 + 4) % 2 == 0 ? 21520u : 30258u);
+                uint32_t low_late = byte_permute(words_3[0][2][tile_2 / 2], words_3[0][3][tile_2 / 2], tile_2 % 2 == 0 ? 21520u : 30258u);
+                uint32_t high_late = byte_permute(words_3[0][2][(tile_2 + 4) / 2], words_3[0][3][(tile_2 + 4) / 2], (tile_2 + 4) % 2 == 0 ? 21520u : 30258u);
+                uint4 operand = make_u32x4(low_early, high_early, low_late, high_late);
+                mma_bf16(output[tile_2], operand, weights_low, weights_high);
               }
-              next_tile = next_tile + 8;
+              tile = tile + 8;
             }
-            next_tile = next_tile - 4;
             warp_barrier();
-            if (lane == 0) {
-              mbarrier_arrive(empty + use_stage);
-            }
-            use_stage = use_stage + 1;
-            if (use_stage == 12) {
-              use_stage = 0;
-              use_parity = use_parity ^ 1;
+            if (lane == 0 && is_cached) {
+              mbarrier_arrive_many(empty + stage_2, arrivals);
             }
           }
-          float2* statistics = (float2*)(arena + 215392);
-          float* words = (float*)(statistics);
+          uint32_t place_2 = use_stage + (cached_2 + 63) / 64;
+          use_parity = (use_parity + place_2 / 12) % 2;
+          use_stage = place_2 % 12;
+          float* words = (float*)(arena + 219984);
           #pragma unroll
           for (uint32_t column = 0; column < 2; ++column) {
             float total = weight_sum[column];
@@ -869,228 +1104,222 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
             float value_3 = shuffle_xor_f32(total, 16);
             total = total + value_3;
             if (lane < 4) {
-              uint32_t place = (warp * 8 + lane * 2 + column) * 2;
-              words[place] = highest[column];
-              words[place + 1] = total;
+              uint32_t place_3 = (warp * 8 + lane * 2 + column) * 2;
+              words[place_3] = highest[column];
+              words[place_3 + 1] = total;
             }
           }
-          const uint32_t* queries_2 = (const uint32_t*)((uint32_t*)(arena + 214624));
-          float* statistics_2 = (float*)(arena + 215392);
-          #pragma unroll 1
-          for (uint32_t row = warp; row < 4; row += 8) {
-            float product = 0.0f;
-            if (has_newest) {
-              #pragma unroll
-              for (uint32_t word = lane; word < 32; word += 32) {
-                uint32_t a = queries_2[row * 32 + word];
-                uint32_t b = queries_2[128 + word];
-                product = product + (bf16x2_low(a) * bf16x2_low(b) + bf16x2_high(a) * bf16x2_high(b));
-              }
-            }
-            float value = warp_sum_f32(product);
-            float logit = value * 0.18033688f;
-            if (lane == 0) {
-              uint32_t place = (64 + row) * 2;
-              statistics_2[place] = has_newest ? logit : -bits_float(0x7f800000);
-              statistics_2[place + 1] = has_newest ? 1.0f : 0.0f;
-            }
-          }
-          float* scratch = (float*)(arena + 196864);
+          uint4* scratch = (uint4*)(arena + 196864);
           #pragma unroll
           for (uint32_t column = 0; column < 2; ++column) {
-            uint32_t row = lane % 4 * 2 + column;
-            if (row < 4) {
-              float* lane_dims = scratch + ((warp * 4 + row) * 64 + lane / 4 * 8);
-              #pragma unroll
-              for (uint32_t tile = 0; tile < 4; ++tile) {
-                lane_dims[tile] = output[tile][column];
-                lane_dims[tile + 4] = output[tile][column + 2];
-              }
-            }
+            uint32_t row_2 = warp * 8 + lane % 4 * 2 + column;
+            uint4* place_3 = scratch + (row_2 * 64 + lane / 4 * 8) / 4;
+            place_3[0] = make_u32x4(float_bits(output[0][column]), float_bits(output[1][column]), float_bits(output[2][column]), float_bits(output[3][column]));
+            place_3[1] = make_u32x4(float_bits(output[0][column + 2]), float_bits(output[1][column + 2]), float_bits(output[2][column + 2]), float_bits(output[3][column + 2]));
           }
           named_barrier(1, 256);
-          float2* scratch_2 = (float2*)(arena + 196864);
-          float2* statistics_3 = (float2*)(arena + 215392);
-          uint32_t* values = (uint32_t*)(arena + 214624) + 160;
           #pragma unroll 1
-          for (uint32_t output_2 = thread; output_2 < 128; output_2 += 256) {
-            uint32_t row = output_2 / 32;
+          for (uint32_t output_2 = thread; output_2 < rest.z * 32; output_2 += 256) {
+            uint32_t row_2 = output_2 / 32;
             uint32_t pair = output_2 % 32;
+            float2* scratch_2 = (float2*)(arena + 196864);
+            float2* statistics = (float2*)(arena + 219984);
+            float low = 0.0f;
+            float high = 0.0f;
             float highest_2 = -bits_float(0x7f800000);
-            for (uint32_t other = 0; other < 9; ++other) {
-              highest_2 = maximum_f32(highest_2, statistics_3[other * 8 + row].x);
+            #pragma unroll
+            for (uint32_t other = row_2; other < 64; other += 8) {
+              highest_2 = maximum_f32(highest_2, statistics[other].x);
             }
             float base = highest_2 == -bits_float(0x7f800000) ? 0.0f : highest_2;
             float weight_sum_2 = 0.0f;
-            float low = 0.0f;
-            float high = 0.0f;
-            for (uint32_t other = 0; other < 8; ++other) {
-              float2 numbers = statistics_3[other * 8 + row];
+            #pragma unroll
+            for (uint32_t other = row_2; other < 64; other += 8) {
+              float2 numbers = statistics[other];
               float weight = exp2_f32(numbers.x - base);
-              float2 part = scratch_2[(other * 4 + row) * 32 + pair];
+              float2 part = scratch_2[other * 32 + pair];
               weight_sum_2 = weight_sum_2 + weight * numbers.y;
               low = low + weight * part.x;
               high = high + weight * part.y;
             }
-            if (has_newest) {
-              float weight = exp2_f32(statistics_3[64 + row].x - base);
-              uint32_t value = values[pair];
-              weight_sum_2 = weight_sum_2 + weight;
-              low = low + weight * bf16x2_low(value);
-              high = high + weight * bf16x2_high(value);
-            }
             float inverse = weight_sum_2 == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum_2);
             float lse = weight_sum_2 == 0.0f ? -bits_float(0x7f800000) : highest_2 * 0.6931472f + log_f32(weight_sum_2);
-            if (slot == 4294967295u) {
-              uint32_t place = (head * 4 + row) * 32 + pair;
-              publish_flagged(exchange_words + (place + 74400), pack_bf16x2(low * inverse, high * inverse), layer_epoch);
+            float low_2 = low * inverse;
+            float high_2 = high * inverse;
+            uint32_t dim_pair = pair / 4 * 4 + pair % 4;
+            if (rest.y == 4294967295u) {
+              uint32_t column = place.x + row_2 / 4;
+              publish_flagged(exchange_words + (((((what.z * 4 + row_2 % 4) * 64 + dim_pair * 2) / 32 + column) * 4 + ((what.z * 4 + row_2 % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row_2 % 4) * 64 + dim_pair * 2) % 8 / 2 + 74400), pack_bf16x2(low_2, high_2), layer_epoch);
             } else {
-              uint32_t partial = (slot * 4 + row) * 68;
-              publish_flagged(exchange_words + (partial + pair * 2 + 2592), float_bits(low * inverse), layer_epoch);
-              publish_flagged(exchange_words + (partial + pair * 2 + 1 + 2592), float_bits(high * inverse), layer_epoch);
-              if (pair < 4) {
-                publish_flagged(exchange_words + (partial + 64 + pair + 2592), float_bits(lse), layer_epoch);
+              uint32_t partial = (rest.y + row_2) * 68;
+              publish_flagged(exchange_words + (partial + dim_pair * 2 + 2592), float_bits(low_2), layer_epoch);
+              publish_flagged(exchange_words + (partial + dim_pair * 2 + 1 + 2592), float_bits(high_2), layer_epoch);
+              if (dim_pair < 4) {
+                publish_flagged(exchange_words + (partial + 64 + dim_pair + 2592), float_bits(lse), layer_epoch);
               }
             }
           }
           named_barrier(1, 256);
         }
         // merge of partial states
-        uint32_t merge_count = load_constant_u32(kv_plans + (plan_index * 2880 + 2));
+        uint4 header = load_constant_u32x4(kv_plans + plan_index * 2880);
+        uint32_t merge_count = header.z;
+        uint32_t merge_rows = header.w;
+        uint32_t first_job = warp * 132 + block;
         #pragma unroll 1
-        for (uint32_t job = block; job < merge_count * 4; job += 132) {
-          uint32_t merge = job / 4;
-          uint32_t row = job % 4;
+        for (uint32_t job = first_job; job < merge_count * merge_rows; job += 1056) {
+          uint32_t merge = job / merge_rows;
+          uint32_t row = job % merge_rows;
+          uint32_t number = load_constant_u32(kv_plans + (plan_index * 2880 + (merge * 2 + 2496)));
           uint32_t head = load_constant_u32(kv_plans + (plan_index * 2880 + (merge * 2 + 1 + 2496)));
           uint32_t first_source = load_constant_u32(kv_plans + (plan_index * 2880 + (merge + 2432)));
           uint32_t last_source = load_constant_u32(kv_plans + (plan_index * 2880 + (merge + 1 + 2432)));
-          float2* scratch = (float2*)(arena + 196864);
-          float* lses = (float*)(arena + 215392);
-          float highest = -bits_float(0x7f800000);
-          float weight_sum = 0.0f;
-          float low = 0.0f;
-          float high = 0.0f;
-          #pragma unroll 1
-          for (uint32_t first = first_source; first < last_source; first += 8) {
-            uint32_t count = last_source - first < 8 ? last_source - first : 8;
-            uint4* scratch_2 = (uint4*)(arena + 196864);
-            uint32_t* lses_2 = (uint32_t*)(arena + 215392);
-            if (warp < count) {
-              uint32_t slot = load_constant_u32(kv_plans + (plan_index * 2880 + (first + warp + 2560)));
-              uint32_t partial_unit = (slot * 4 + row) * 17;
-              if (lane < 16) {
-                uint4 value = wait_flagged4(exchange_words + ((partial_unit + lane) * 4 + 2592), layer_epoch);
-                scratch_2[warp * 16 + lane] = value;
+          const int32_t* record = tiles + number * 8;
+          uint4 place = load_constant_u32x4(record);
+          uint4 keys = load_constant_u32x4(record + 4);
+          uint32_t cached = keys.x;
+          if (row < place.y * 4) {
+            uint32_t lane_unit = lane % 16;
+            float highest = -bits_float(0x7f800000);
+            float weight_sum = 0.0f;
+            float sums[4] = {};
+            #pragma unroll 1
+            for (uint32_t first = first_source; first < last_source; first += 5) {
+              uint32_t count = last_source - first < 5 ? last_source - first : 5;
+              uint4 states[8];
+              uint32_t places[8];
+              uint32_t mine = load_constant_u32(kv_plans + (plan_index * 2880 + (first + (lane < count - 1 ? lane : count - 1) + 2560)));
+              places[0] = ((mine + row) * 17 + 16) * 4;
+              #pragma unroll
+              for (uint32_t number_2 = 0; number_2 < 5; ++number_2) {
+                uint32_t source = load_constant_u32(kv_plans + (plan_index * 2880 + (first + (number_2 < count - 1 ? number_2 : count - 1) + 2560)));
+                places[number_2 + 1] = ((source + row) * 17 + lane_unit) * 4;
               }
-              if (lane == 0) {
-                uint4 lse_words = wait_flagged4(exchange_words + ((partial_unit + 16) * 4 + 2592), layer_epoch);
-                lses_2[warp] = lse_words.x;
+              wait_flagged_places(states, exchange_words + 2592, places, 6, layer_epoch);
+              #pragma unroll
+              for (uint32_t number_2 = 0; number_2 < 5; ++number_2) {
+                if (number_2 < count) {
+                  uint4 part = states[number_2 + 1];
+                  uint32_t value = shuffle_u32(states[0].x, number_2);
+                  float lse = bits_float(value);
+                  float new_highest = maximum_f32(highest, lse);
+                  float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
+                  float shrink = exp2_f32((highest - base) * 1.442695f);
+                  float weight = exp2_f32((lse - base) * 1.442695f);
+                  highest = new_highest;
+                  weight_sum = weight_sum * shrink + weight;
+                  sums[0] = sums[0] * shrink + weight * bits_float(part.x);
+                  sums[1] = sums[1] * shrink + weight * bits_float(part.y);
+                  sums[2] = sums[2] * shrink + weight * bits_float(part.z);
+                  sums[3] = sums[3] * shrink + weight * bits_float(part.w);
+                }
               }
             }
-            named_barrier(1, 256);
-            if (thread < 32) {
-              for (uint32_t other = 0; other < count; ++other) {
-                float lse = lses[other];
-                float new_highest = maximum_f32(highest, lse);
-                float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
-                float shrink = exp2_f32((highest - base) * 1.442695f);
-                float weight = exp2_f32((lse - base) * 1.442695f);
-                float2 part = scratch[other * 32 + thread];
-                highest = new_highest;
-                weight_sum = weight_sum * shrink + weight;
-                low = low * shrink + weight * part.x;
-                high = high * shrink + weight * part.y;
-              }
-            }
-            named_barrier(1, 256);
-          }
-          if (thread < 32) {
             float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
-            uint32_t place = (head * 4 + row) * 32 + thread;
-            publish_flagged(exchange_words + (place + 74400), pack_bf16x2(low * inverse, high * inverse), layer_epoch);
+            float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest + log_f32(weight_sum);
+            sums[0] = sums[0] * inverse;
+            sums[1] = sums[1] * inverse;
+            sums[2] = sums[2] * inverse;
+            sums[3] = sums[3] * inverse;
+            if (lane < 16) {
+              float low = sums[0];
+              float high = sums[1];
+              uint32_t column = place.x + row / 4;
+              publish_flagged(exchange_words + (((((head * 4 + row % 4) * 64 + lane_unit * 2 * 2) / 32 + column) * 4 + ((head * 4 + row % 4) * 64 + lane_unit * 2 * 2) / 8 % 4) * 4 + ((head * 4 + row % 4) * 64 + lane_unit * 2 * 2) % 8 / 2 + 74400), pack_bf16x2(low, high), layer_epoch);
+              float low_2 = sums[2];
+              float high_2 = sums[3];
+              uint32_t column_2 = place.x + row / 4;
+              publish_flagged(exchange_words + (((((head * 4 + row % 4) * 64 + (lane_unit * 2 + 1) * 2) / 32 + column_2) * 4 + ((head * 4 + row % 4) * 64 + (lane_unit * 2 + 1) * 2) / 8 % 4) * 4 + ((head * 4 + row % 4) * 64 + (lane_unit * 2 + 1) * 2) % 8 / 2 + 74400), pack_bf16x2(low_2, high_2), layer_epoch);
+            }
           }
         }
         // o: projection onto the residual
         if (thread == 0) {
           store_relaxed_u32(progress + block, step * 82 + (layer * 5 + 2));
         }
-        if (block % 132 < 128) {
+        uint32_t position_2 = block % 132;
+        if (position_2 < 128) {
           uint4* vector = (uint4*)(arena + 196864);
           uint32_t first_unit = thread;
-          uint4 units[8];
           if (lane == 0) {
             uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 74400), layer_epoch);
           }
           warp_barrier();
+          uint4 units[8];
           wait_flagged_units(units, exchange_words + (first_unit * 4 + 74400), 1024, 1, layer_epoch);
           #pragma unroll
           for (uint32_t number = 0; number < 1; ++number) {
             vector[first_unit + number * 256] = units[number];
           }
           named_barrier(1, 256);
-        }
-        uint32_t position_3 = block % 132;
-        #pragma unroll 1
-        for (uint32_t strip = position_3; strip < 128; strip += 132) {
-          float sums[4] = {};
-          #pragma unroll 2
-          for (uint32_t chunk = 0; chunk < 4; ++chunk) {
-            mbarrier_wait(full + use_stage, use_parity);
-            uint8_t* chunk_2 = arena + use_stage * 16384;
-            uint4* vector = (uint4*)(arena + 196864);
-            const uint4* fragments = (const uint4*)(chunk_2);
-            #pragma unroll
-            for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
-              uint32_t pair = turn_2 * 8 + warp;
-              uint4 first = fragments[pair * 64 + lane];
-              uint4 second = fragments[pair * 64 + 32 + lane];
-              uint4 values = vector[(chunk * 16 + pair) * 4 + lane % 4];
-              mma_bf16(sums, first, values.x, values.y);
-              mma_bf16(sums, second, values.z, values.w);
+          #pragma unroll 1
+          for (uint32_t strip = position_2; strip < 128; strip += 132) {
+            float sums[1][4] = {};
+            #pragma unroll 2
+            for (uint32_t chunk = 0; chunk < 4; ++chunk) {
+              mbarrier_wait(full + use_stage, use_parity);
+              uint8_t* chunk_2 = arena + use_stage * 16384;
+              uint4* vector_2 = (uint4*)(arena + 196864);
+              const uint4* fragments = (const uint4*)(chunk_2);
+              #pragma unroll
+              for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
+                uint32_t pair = turn_2 * 8 + warp;
+                uint4 first = fragments[pair * 64 + lane];
+                uint4 second = fragments[pair * 64 + 32 + lane];
+                uint4* units_2 = vector_2 + (chunk * 16 + pair) * 4;
+                uint4 values = units_2[lane % 4];
+                mma_bf16(sums[0], first, values.x, values.y);
+                mma_bf16(sums[0], second, values.z, values.w);
+              }
+              warp_barrier();
+              if (lane == 0) {
+                mbarrier_arrive(empty + use_stage);
+              }
+              use_stage = use_stage + 1;
+              if (use_stage == 12) {
+                use_stage = 0;
+                use_parity = use_parity ^ 1;
+              }
             }
-            warp_barrier();
-            if (lane == 0) {
-              mbarrier_arrive(empty + use_stage);
+            float* reductions = (float*)(arena + 218368) + turn * 128;
+            uint32_t row = warp * 16 + lane / 4;
+            uint32_t first = lane % 4 * 2;
+            if (first < 1) {
+              uint32_t place = row + first;
+              reductions[place] = sums[0][0];
+              reductions[place + 8] = sums[0][2];
             }
-            use_stage = use_stage + 1;
-            if (use_stage == 12) {
-              use_stage = 0;
-              use_parity = use_parity ^ 1;
+            named_barrier(1, 256);
+            if (warp == finisher) {
+              uint32_t column = 0;
+              uint32_t row_2 = lane % 16;
+              uint32_t half = lane / 16;
+              float half_sum = 0.0f;
+              #pragma unroll
+              for (uint32_t other = 0; other < 4; ++other) {
+                uint32_t place = (half * 4 + other) * 16 + row_2;
+                half_sum = half_sum + reductions[place + column];
+              }
+              float value = shuffle_xor_f32(half_sum, 16);
+              float row_sum = half_sum + value;
+              float* residual_2 = (float*)(arena + 219392);
+              float value_2 = row_sum;
+              if (lane < 16) {
+                uint32_t place = strip / 132 * 16 + row_2 + column;
+                value_2 = value_2 + residual_2[place];
+                residual_2[place] = value_2;
+              }
+              float neighbour = shuffle_xor_f32(value_2, 1);
+              uint32_t pair = pack_bf16x2(value_2, neighbour);
+              if (lane < 16 && lane % 2 == 0) {
+                publish_flagged(exchange_words + ((((strip * 16 + lane) / 32 + column) * 4 + (strip * 16 + lane) / 8 % 4) * 4 + (strip * 16 + lane) % 8 / 2 + 75424), pair, layer_epoch);
+              }
             }
-          }
-          float* reductions = (float*)(arena + 213248) + turn * 128;
-          if (lane % 4 == 0) {
-            reductions[warp * 16 + lane / 4] = sums[0];
-            reductions[warp * 16 + lane / 4 + 8] = sums[2];
-          }
-          named_barrier(1, 256);
-          if (warp == finisher) {
-            uint32_t row = lane % 16;
-            uint32_t half = lane / 16;
-            float half_sum = 0.0f;
-            #pragma unroll
-            for (uint32_t other = 0; other < 4; ++other) {
-              half_sum = half_sum + reductions[(half * 4 + other) * 16 + row];
+            turn = turn ^ 1;
+            finisher = finisher + 1;
+            if (finisher == 8) {
+              finisher = 0;
             }
-            float value = shuffle_xor_f32(half_sum, 16);
-            float row_sum = half_sum + value;
-            float* residual_2 = (float*)(arena + 214272);
-            float value_2 = row_sum;
-            if (lane < 16) {
-              uint32_t place = strip / 132 * 16 + row;
-              value_2 = value_2 + residual_2[place];
-              residual_2[place] = value_2;
-            }
-            float neighbour = shuffle_xor_f32(value_2, 1);
-            uint32_t pair = pack_bf16x2(value_2, neighbour);
-            if (lane < 16 && lane % 2 == 0) {
-              publish_flagged(exchange_words + ((strip * 16 + lane) / 2 + 75424), pair, layer_epoch);
-            }
-          }
-          turn = turn ^ 1;
-          finisher = finisher + 1;
-          if (finisher == 8) {
-            finisher = 0;
           }
         }
         // gate_up: norm, gate and up, SwiGLU
@@ -1104,13 +1333,11 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
             prefetch_l2(lines_2 + offset);
           }
         }
-        float scale_2 = 0.0f;
-        if ((block + 4) % 132 < 1024) {
+        uint32_t position_3 = (block + 4) % 132;
+        if (position_3 < 1024) {
           uint4* vector = (uint4*)(arena + 196864);
-          float* partial_sums = (float*)(arena + 214336);
           float squares = 0.0f;
           uint32_t first_unit = thread;
-          uint4 units[8];
           uint4 weights_2[8];
           #pragma unroll
           for (uint32_t number = 0; number < 1; ++number) {
@@ -1121,6 +1348,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
             uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 75424), layer_epoch);
           }
           warp_barrier();
+          uint4 units[8];
           wait_flagged_units(units, exchange_words + (first_unit * 4 + 75424), 1024, 1, layer_epoch);
           #pragma unroll
           for (uint32_t number = 0; number < 1; ++number) {
@@ -1142,116 +1370,133 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
             uint32_t weights_6 = weights_2[number].w;
             vector[first_unit + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_3), high * bf16x2_high(weights_3)), pack_bf16x2(low_2 * bf16x2_low(weights_4), high_2 * bf16x2_high(weights_4)), pack_bf16x2(low_3 * bf16x2_low(weights_5), high_3 * bf16x2_high(weights_5)), pack_bf16x2(low_4 * bf16x2_low(weights_6), high_4 * bf16x2_high(weights_6)));
           }
-          float warp_squares = warp_sum_f32(squares);
-          if (lane == 0) {
-            partial_sums[warp] = warp_squares;
+          float* partial_sums = (float*)(arena + 219456);
+          float* scales = (float*)(arena + 219712);
+          float sum_of_token = squares;
+          float value = shuffle_xor_f32(sum_of_token, 16);
+          sum_of_token = sum_of_token + value;
+          float value_2 = shuffle_xor_f32(sum_of_token, 8);
+          sum_of_token = sum_of_token + value_2;
+          float value_3 = shuffle_xor_f32(sum_of_token, 4);
+          sum_of_token = sum_of_token + value_3;
+          float value_4 = shuffle_xor_f32(sum_of_token, 2);
+          sum_of_token = sum_of_token + value_4;
+          float value_5 = shuffle_xor_f32(sum_of_token, 1);
+          sum_of_token = sum_of_token + value_5;
+          if (lane % 4 == 0 && lane < 4) {
+            partial_sums[warp * 8 + lane / 4] = sum_of_token;
           }
           named_barrier(1, 256);
-          float total = 0.0f;
-          #pragma unroll
-          for (uint32_t other = 0; other < 8; ++other) {
-            total = total + partial_sums[other];
-          }
-          float scale_3 = rsqrt_f32(total * 0.00048828125f + 1e-05f);
-          scale_2 = scale_3;
-        }
-        uint32_t position_4 = (block + 4) % 132;
-        #pragma unroll 1
-        for (uint32_t strip = position_4; strip < 1024; strip += 132) {
-          float sums[4] = {};
-          #pragma unroll 2
-          for (uint32_t chunk = 0; chunk < 4; ++chunk) {
-            mbarrier_wait(full + use_stage, use_parity);
-            uint8_t* chunk_2 = arena + use_stage * 16384;
-            uint4* vector = (uint4*)(arena + 196864);
-            const uint4* fragments = (const uint4*)(chunk_2);
+          if (thread < column_count) {
+            float total = 0.0f;
             #pragma unroll
-            for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
-              uint32_t pair = turn_2 * 8 + warp;
-              uint4 first = fragments[pair * 64 + lane];
-              uint4 second = fragments[pair * 64 + 32 + lane];
-              uint4 values = vector[(chunk * 16 + pair) * 4 + lane % 4];
-              mma_bf16(sums, first, values.x, values.y);
-              mma_bf16(sums, second, values.z, values.w);
+            for (uint32_t other = 0; other < 8; ++other) {
+              uint32_t warp_2 = other + thread / 8;
+              total = total + partial_sums[warp_2 * 8 + thread % 8];
             }
-            warp_barrier();
-            if (lane == 0) {
-              mbarrier_arrive(empty + use_stage);
-            }
-            use_stage = use_stage + 1;
-            if (use_stage == 12) {
-              use_stage = 0;
-              use_parity = use_parity ^ 1;
-            }
+            scales[thread] = rsqrt_f32(total * 0.00048828125f + 1e-05f);
           }
-          float* reductions = (float*)(arena + 213248) + turn * 128;
-          if (lane % 4 == 0) {
-            reductions[warp * 16 + lane / 4] = sums[0];
-            reductions[warp * 16 + lane / 4 + 8] = sums[2];
-          }
-          named_barrier(1, 256);
-          if (warp == finisher) {
-            uint32_t row = lane % 16;
-            uint32_t half = lane / 16;
-            float half_sum = 0.0f;
-            #pragma unroll
-            for (uint32_t other = 0; other < 4; ++other) {
-              half_sum = half_sum + reductions[(half * 4 + other) * 16 + row];
+          #pragma unroll 1
+          for (uint32_t strip = position_3; strip < 1024; strip += 132) {
+            float sums[1][4] = {};
+            #pragma unroll 2
+            for (uint32_t chunk = 0; chunk < 4; ++chunk) {
+              mbarrier_wait(full + use_stage, use_parity);
+              uint8_t* chunk_2 = arena + use_stage * 16384;
+              uint4* vector_2 = (uint4*)(arena + 196864);
+              const uint4* fragments = (const uint4*)(chunk_2);
+              #pragma unroll
+              for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
+                uint32_t pair = turn_2 * 8 + warp;
+                uint4 first = fragments[pair * 64 + lane];
+                uint4 second = fragments[pair * 64 + 32 + lane];
+                uint4* units_2 = vector_2 + (chunk * 16 + pair) * 4;
+                uint4 values = units_2[lane % 4];
+                mma_bf16(sums[0], first, values.x, values.y);
+                mma_bf16(sums[0], second, values.z, values.w);
+              }
+              warp_barrier();
+              if (lane == 0) {
+                mbarrier_arrive(empty + use_stage);
+              }
+              use_stage = use_stage + 1;
+              if (use_stage == 12) {
+                use_stage = 0;
+                use_parity = use_parity ^ 1;
+              }
             }
-            float value = shuffle_xor_f32(half_sum, 16);
-            float row_sum = half_sum + value;
-            float value_2 = row_sum * scale_2;
-            float other = shuffle_xor_f32(value_2, 8);
-            float gated = divide_f32(value_2, 1.0f + exp_f32(-value_2)) * other;
-            float neighbour = shuffle_xor_f32(gated, 1);
-            uint32_t pair = pack_bf16x2(gated, neighbour);
-            if (lane < 8 && lane % 2 == 0) {
-              publish_flagged(exchange_words + ((strip * 8 + lane) / 2 + 76448), pair, layer_epoch);
+            float* reductions = (float*)(arena + 218368) + turn * 128;
+            uint32_t row = warp * 16 + lane / 4;
+            uint32_t first = lane % 4 * 2;
+            if (first < 1) {
+              uint32_t place = row + first;
+              reductions[place] = sums[0][0];
+              reductions[place + 8] = sums[0][2];
             }
-          }
-          turn = turn ^ 1;
-          finisher = finisher + 1;
-          if (finisher == 8) {
-            finisher = 0;
+            named_barrier(1, 256);
+            if (warp == finisher) {
+              uint32_t column = 0;
+              uint32_t row_2 = lane % 16;
+              uint32_t half = lane / 16;
+              float half_sum = 0.0f;
+              #pragma unroll
+              for (uint32_t other = 0; other < 4; ++other) {
+                uint32_t place = (half * 4 + other) * 16 + row_2;
+                half_sum = half_sum + reductions[place + column];
+              }
+              float value_6 = shuffle_xor_f32(half_sum, 16);
+              float row_sum = half_sum + value_6;
+              float value_7 = row_sum * ((float*)(arena + 219712))[column];
+              float other = shuffle_xor_f32(value_7, 8);
+              float gated = divide_f32(value_7, 1.0f + exp_f32(-value_7)) * other;
+              float neighbour = shuffle_xor_f32(gated, 1);
+              uint32_t pair = pack_bf16x2(gated, neighbour);
+              if (lane < 8 && lane % 2 == 0) {
+                publish_flagged(exchange_words + ((((strip * 8 + lane) / 32 + column) * 4 + (strip * 8 + lane) / 8 % 4) * 4 + (strip * 8 + lane) % 8 / 2 + 76448), pair, layer_epoch);
+              }
+            }
+            turn = turn ^ 1;
+            finisher = finisher + 1;
+            if (finisher == 8) {
+              finisher = 0;
+            }
           }
         }
         // down: projection onto the residual
         if (thread == 0) {
           store_relaxed_u32(progress + block, step * 82 + (layer * 5 + 4));
         }
-        if (block % 132 < 128) {
+        uint32_t position_4 = block % 132;
+        if (position_4 < 128) {
+          float sums[1][4] = {};
           uint4* vector = (uint4*)(arena + 196864);
           uint32_t first_unit = thread;
-          uint4 units[8];
           if (lane == 0) {
             uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 76448), layer_epoch);
           }
           warp_barrier();
-          wait_flagged_units(units, exchange_words + (first_unit * 4 + 76448), 1024, 4, layer_epoch);
+          uint4 units[8];
+          wait_flagged_units(units, exchange_words + (first_unit * 4 + 76448), 1024, 2, layer_epoch);
           #pragma unroll
-          for (uint32_t number = 0; number < 4; ++number) {
+          for (uint32_t number = 0; number < 2; ++number) {
             vector[first_unit + number * 256] = units[number];
           }
           named_barrier(1, 256);
-        }
-        uint32_t position_5 = block % 132;
-        #pragma unroll 1
-        for (uint32_t strip = position_5; strip < 128; strip += 132) {
-          float sums[4] = {};
           #pragma unroll 2
-          for (uint32_t chunk = 0; chunk < 16; ++chunk) {
+          for (uint32_t chunk = 0; chunk < 8; ++chunk) {
             mbarrier_wait(full + use_stage, use_parity);
             uint8_t* chunk_2 = arena + use_stage * 16384;
-            uint4* vector = (uint4*)(arena + 196864);
+            uint4* vector_2 = (uint4*)(arena + 196864);
             const uint4* fragments = (const uint4*)(chunk_2);
             #pragma unroll
             for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
               uint32_t pair = turn_2 * 8 + warp;
               uint4 first = fragments[pair * 64 + lane];
               uint4 second = fragments[pair * 64 + 32 + lane];
-              uint4 values = vector[(chunk * 16 + pair) * 4 + lane % 4];
-              mma_bf16(sums, first, values.x, values.y);
-              mma_bf16(sums, second, values.z, values.w);
+              uint4* units_2 = vector_2 + (chunk * 16 + pair) * 4;
+              uint4 values = units_2[lane % 4];
+              mma_bf16(sums[0], first, values.x, values.y);
+              mma_bf16(sums[0], second, values.z, values.w);
             }
             warp_barrier();
             if (lane == 0) {
@@ -1263,33 +1508,78 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
               use_parity = use_parity ^ 1;
             }
           }
-          float* reductions = (float*)(arena + 213248) + turn * 128;
-          if (lane % 4 == 0) {
-            reductions[warp * 16 + lane / 4] = sums[0];
-            reductions[warp * 16 + lane / 4 + 8] = sums[2];
+          named_barrier(1, 256);
+          uint4* vector_2 = (uint4*)(arena + 196864);
+          uint32_t first_unit_2 = thread;
+          if (lane == 0) {
+            uint4 value = wait_flagged4(exchange_words + ((first_unit_2 + 512) * 4 + 76448), layer_epoch);
+          }
+          warp_barrier();
+          uint4 units_2[8];
+          wait_flagged_units(units_2, exchange_words + ((first_unit_2 + 512) * 4 + 76448), 1024, 2, layer_epoch);
+          #pragma unroll
+          for (uint32_t number = 0; number < 2; ++number) {
+            vector_2[first_unit_2 + number * 256] = units_2[number];
+          }
+          named_barrier(1, 256);
+          #pragma unroll 2
+          for (uint32_t chunk = 8; chunk < 16; ++chunk) {
+            mbarrier_wait(full + use_stage, use_parity);
+            uint8_t* chunk_2 = arena + use_stage * 16384;
+            uint4* vector_3 = (uint4*)(arena + 196864);
+            const uint4* fragments = (const uint4*)(chunk_2);
+            #pragma unroll
+            for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
+              uint32_t pair = turn_2 * 8 + warp;
+              uint4 first = fragments[pair * 64 + lane];
+              uint4 second = fragments[pair * 64 + 32 + lane];
+              uint4* units_3 = vector_3 + ((chunk - 8) * 16 + pair) * 4;
+              uint4 values = units_3[lane % 4];
+              mma_bf16(sums[0], first, values.x, values.y);
+              mma_bf16(sums[0], second, values.z, values.w);
+            }
+            warp_barrier();
+            if (lane == 0) {
+              mbarrier_arrive(empty + use_stage);
+            }
+            use_stage = use_stage + 1;
+            if (use_stage == 12) {
+              use_stage = 0;
+              use_parity = use_parity ^ 1;
+            }
+          }
+          float* reductions = (float*)(arena + 218368) + turn * 128;
+          uint32_t row = warp * 16 + lane / 4;
+          uint32_t first = lane % 4 * 2;
+          if (first < 1) {
+            uint32_t place = row + first;
+            reductions[place] = sums[0][0];
+            reductions[place + 8] = sums[0][2];
           }
           named_barrier(1, 256);
           if (warp == finisher) {
-            uint32_t row = lane % 16;
+            uint32_t column = 0;
+            uint32_t row_2 = lane % 16;
             uint32_t half = lane / 16;
             float half_sum = 0.0f;
             #pragma unroll
             for (uint32_t other = 0; other < 4; ++other) {
-              half_sum = half_sum + reductions[(half * 4 + other) * 16 + row];
+              uint32_t place = (half * 4 + other) * 16 + row_2;
+              half_sum = half_sum + reductions[place + column];
             }
             float value = shuffle_xor_f32(half_sum, 16);
             float row_sum = half_sum + value;
-            float* residual_2 = (float*)(arena + 214272);
+            float* residual_2 = (float*)(arena + 219392);
             float value_2 = row_sum;
             if (lane < 16) {
-              uint32_t place = strip / 132 * 16 + row;
+              uint32_t place = position_4 / 132 * 16 + row_2 + column;
               value_2 = value_2 + residual_2[place];
               residual_2[place] = value_2;
             }
             float neighbour = shuffle_xor_f32(value_2, 1);
             uint32_t pair = pack_bf16x2(value_2, neighbour);
             if (lane < 16 && lane % 2 == 0) {
-              publish_flagged(exchange_words + ((strip * 16 + lane) / 2 + 32), pair, layer_epoch);
+              publish_flagged(exchange_words + ((((position_4 * 16 + lane) / 32 + column) * 4 + (position_4 * 16 + lane) / 8 % 4) * 4 + (position_4 * 16 + lane) % 8 / 2 + 32), pair, layer_epoch);
             }
           }
           turn = turn ^ 1;
@@ -1305,25 +1595,25 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
       }
       float best = -bits_float(0x7f800000);
       uint32_t best_token = 4294967295u;
-      if (step + 1 >= given || logits != nullptr) {
-        float scale = 0.0f;
-        if ((block + 4) % 132 < 8016) {
+      if (step >= head_from || logits != nullptr) {
+        uint32_t position = (block + 4) % 132;
+        if (position < 8016) {
           uint32_t last = step_epoch + 15;
+          const bf16* norm = norms + 65536;
           uint4* vector = (uint4*)(arena + 196864);
-          float* partial_sums = (float*)(arena + 214336);
           float squares = 0.0f;
           uint32_t first_unit = thread;
-          uint4 units[8];
           uint4 weights_2[8];
           #pragma unroll
           for (uint32_t number = 0; number < 1; ++number) {
-            uint4 value = load_constant_u32x4(norms + 65536 + (first_unit + number * 256) * 8);
+            uint4 value = load_constant_u32x4(norm + (first_unit + number * 256) * 8);
             weights_2[number] = value;
           }
           if (lane == 0) {
             uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 32), last);
           }
           warp_barrier();
+          uint4 units[8];
           wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 1, last);
           #pragma unroll
           for (uint32_t number = 0; number < 1; ++number) {
@@ -1345,113 +1635,136 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
             uint32_t weights_6 = weights_2[number].w;
             vector[first_unit + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_3), high * bf16x2_high(weights_3)), pack_bf16x2(low_2 * bf16x2_low(weights_4), high_2 * bf16x2_high(weights_4)), pack_bf16x2(low_3 * bf16x2_low(weights_5), high_3 * bf16x2_high(weights_5)), pack_bf16x2(low_4 * bf16x2_low(weights_6), high_4 * bf16x2_high(weights_6)));
           }
-          float warp_squares = warp_sum_f32(squares);
-          if (lane == 0) {
-            partial_sums[warp] = warp_squares;
+          float* partial_sums = (float*)(arena + 219456);
+          float* scales = (float*)(arena + 219712);
+          float sum_of_token = squares;
+          float value = shuffle_xor_f32(sum_of_token, 16);
+          sum_of_token = sum_of_token + value;
+          float value_2 = shuffle_xor_f32(sum_of_token, 8);
+          sum_of_token = sum_of_token + value_2;
+          float value_3 = shuffle_xor_f32(sum_of_token, 4);
+          sum_of_token = sum_of_token + value_3;
+          float value_4 = shuffle_xor_f32(sum_of_token, 2);
+          sum_of_token = sum_of_token + value_4;
+          float value_5 = shuffle_xor_f32(sum_of_token, 1);
+          sum_of_token = sum_of_token + value_5;
+          if (lane % 4 == 0 && lane < 4) {
+            partial_sums[warp * 8 + lane / 4] = sum_of_token;
           }
           named_barrier(1, 256);
-          float total = 0.0f;
-          #pragma unroll
-          for (uint32_t other = 0; other < 8; ++other) {
-            total = total + partial_sums[other];
-          }
-          float scale_2 = rsqrt_f32(total * 0.00048828125f + 1e-05f);
-          scale = scale_2;
-        }
-        uint32_t position_2 = (block + 4) % 132;
-        #pragma unroll 1
-        for (uint32_t strip = position_2; strip < 8016; strip += 132) {
-          float sums[4] = {};
-          #pragma unroll 2
-          for (uint32_t chunk = 0; chunk < 4; ++chunk) {
-            mbarrier_wait(full + use_stage, use_parity);
-            uint8_t* chunk_2 = arena + use_stage * 16384;
-            uint4* vector = (uint4*)(arena + 196864);
-            const uint4* fragments = (const uint4*)(chunk_2);
+          if (thread < column_count) {
+            float total = 0.0f;
             #pragma unroll
-            for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
-              uint32_t pair = turn_2 * 8 + warp;
-              uint4 first = fragments[pair * 64 + lane];
-              uint4 second = fragments[pair * 64 + 32 + lane];
-              uint4 values = vector[(chunk * 16 + pair) * 4 + lane % 4];
-              mma_bf16(sums, first, values.x, values.y);
-              mma_bf16(sums, second, values.z, values.w);
+            for (uint32_t other = 0; other < 8; ++other) {
+              uint32_t warp_2 = other + thread / 8;
+              total = total + partial_sums[warp_2 * 8 + thread % 8];
             }
-            warp_barrier();
-            if (lane == 0) {
-              mbarrier_arrive(empty + use_stage);
-            }
-            use_stage = use_stage + 1;
-            if (use_stage == 12) {
-              use_stage = 0;
-              use_parity = use_parity ^ 1;
-            }
+            scales[thread] = rsqrt_f32(total * 0.00048828125f + 1e-05f);
           }
-          float* reductions = (float*)(arena + 213248) + turn * 128;
-          if (lane % 4 == 0) {
-            reductions[warp * 16 + lane / 4] = sums[0];
-            reductions[warp * 16 + lane / 4 + 8] = sums[2];
-          }
-          named_barrier(1, 256);
-          if (warp == finisher) {
-            uint32_t row = lane % 16;
-            uint32_t half = lane / 16;
-            float half_sum = 0.0f;
-            #pragma unroll
-            for (uint32_t other = 0; other < 4; ++other) {
-              half_sum = half_sum + reductions[(half * 4 + other) * 16 + row];
-            }
-            float value = shuffle_xor_f32(half_sum, 16);
-            float row_sum = half_sum + value;
-            float logit = row_sum * scale;
-            uint32_t token = strip * 16 + row;
-            if (logits != nullptr && lane < 16 && token < 128256) {
-              logits[(uint64_t)(step) * 128256 + (uint64_t)(token)] = logit;
-            }
-            uint32_t token_2 = strip * 16 + row;
-            float candidate = logit;
-            if (temperature > 0.0f) {
-              uint32_t c0 = token_2;
-              uint32_t c1 = position + 1;
-              uint32_t c2 = 0;
-              uint32_t c3 = 0;
-              uint32_t k0 = (uint32_t)(seed);
-              uint32_t k1 = (uint32_t)(seed >> 32);
+          #pragma unroll 1
+          for (uint32_t strip = position; strip < 8016; strip += 132) {
+            float sums[1][4] = {};
+            #pragma unroll 2
+            for (uint32_t chunk = 0; chunk < 4; ++chunk) {
+              mbarrier_wait(full + use_stage, use_parity);
+              uint8_t* chunk_2 = arena + use_stage * 16384;
+              uint4* vector_2 = (uint4*)(arena + 196864);
+              const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
-              for (uint32_t i = 0; i < 10; ++i) {
-                uint32_t high0 = multiply_high_u32(3528531795u, c0);
-                uint32_t high1 = multiply_high_u32(3449720151u, c2);
-                uint32_t low0 = c0 * 3528531795u;
-                uint32_t low1 = c2 * 3449720151u;
-                c0 = high1 ^ c1 ^ k0;
-                c1 = low1;
-                c2 = high0 ^ c3 ^ k1;
-                c3 = low0;
-                k0 = k0 + 2654435769u;
-                k1 = k1 + 3144134277u;
+              for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
+                uint32_t pair = turn_2 * 8 + warp;
+                uint4 first = fragments[pair * 64 + lane];
+                uint4 second = fragments[pair * 64 + 32 + lane];
+                uint4* units_2 = vector_2 + (chunk * 16 + pair) * 4;
+                uint4 values = units_2[lane % 4];
+                mma_bf16(sums[0], first, values.x, values.y);
+                mma_bf16(sums[0], second, values.z, values.w);
               }
-              uint32_t word = c0;
-              float uniform = ((float)(word >> 9) + 0.5f) * 1.1920929e-07f;
-              float noise = -log_f32(-log_f32(uniform));
-              candidate = divide_f32(logit, temperature) + noise;
+              warp_barrier();
+              if (lane == 0) {
+                mbarrier_arrive(empty + use_stage);
+              }
+              use_stage = use_stage + 1;
+              if (use_stage == 12) {
+                use_stage = 0;
+                use_parity = use_parity ^ 1;
+              }
             }
-            if (token_2 < 128256 && candidate > best) {
-              best = candidate;
-              best_token = token_2;
+            float* reductions = (float*)(arena + 218368) + turn * 128;
+            uint32_t row = warp * 16 + lane / 4;
+            uint32_t first = lane % 4 * 2;
+            if (first < 1) {
+              uint32_t place = row + first;
+              reductions[place] = sums[0][0];
+              reductions[place + 8] = sums[0][2];
             }
-          }
-          turn = turn ^ 1;
-          finisher = finisher + 1;
-          if (finisher == 8) {
-            finisher = 0;
+            named_barrier(1, 256);
+            if (warp == finisher) {
+              uint32_t column = 0;
+              uint32_t row_2 = lane % 16;
+              uint32_t half = lane / 16;
+              float half_sum = 0.0f;
+              #pragma unroll
+              for (uint32_t other = 0; other < 4; ++other) {
+                uint32_t place = (half * 4 + other) * 16 + row_2;
+                half_sum = half_sum + reductions[place + column];
+              }
+              float value_6 = shuffle_xor_f32(half_sum, 16);
+              float row_sum = half_sum + value_6;
+              float logit = row_sum * ((float*)(arena + 219712))[column];
+              uint32_t token = strip * 16 + row_2;
+              if (logits != nullptr && lane < 16 && token < 128256) {
+                uint64_t row_3 = (uint64_t)(step + column);
+                logits[row_3 * 128256 + (uint64_t)(token)] = logit;
+              }
+              uint32_t token_2 = strip * 16 + row_2;
+              float candidate = logit;
+              float temperature = bits_float(((uint32_t*)(arena + 222608))[column * 8 + 3]);
+              if (temperature > 0.0f) {
+                uint64_t seed = ((uint64_t)(((uint32_t*)(arena + 222608))[column * 8 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + 222608))[column * 8 + 4]);
+                uint32_t position_2 = ((uint32_t*)(arena + 222608))[column * 8] + 1;
+                uint32_t c0 = token_2;
+                uint32_t c1 = position_2;
+                uint32_t c2 = 0;
+                uint32_t c3 = 0;
+                uint32_t k0 = (uint32_t)(seed);
+                uint32_t k1 = (uint32_t)(seed >> 32);
+                #pragma unroll
+                for (uint32_t i = 0; i < 10; ++i) {
+                  uint32_t high0 = multiply_high_u32(3528531795u, c0);
+                  uint32_t high1 = multiply_high_u32(3449720151u, c2);
+                  uint32_t low0 = c0 * 3528531795u;
+                  uint32_t low1 = c2 * 3449720151u;
+                  c0 = high1 ^ c1 ^ k0;
+                  c1 = low1;
+                  c2 = high0 ^ c3 ^ k1;
+                  c3 = low0;
+                  k0 = k0 + 2654435769u;
+                  k1 = k1 + 3144134277u;
+                }
+                uint32_t word = c0;
+                float uniform = ((float)(word >> 9) + 0.5f) * 1.1920929e-07f;
+                float noise = -log_f32(-log_f32(uniform));
+                candidate = divide_f32(logit, temperature) + noise;
+              }
+              if (token_2 < 128256 && candidate > best) {
+                best = candidate;
+                best_token = token_2;
+              }
+            }
+            turn = turn ^ 1;
+            finisher = finisher + 1;
+            if (finisher == 8) {
+              finisher = 0;
+            }
           }
         }
       }
       if (thread == 0) {
         store_relaxed_u32(progress + block, step * 82 + 81);
       }
-      uint2* candidates = (uint2*)(arena + 215968);
-      uint32_t first_unit = step % 2 * 132;
+      uint32_t* words = (uint32_t*)(arena + 220496);
+      uint32_t first_word = step % 2 * 132 * 4;
       #pragma unroll 1
       for (uint32_t level = 0; level < 5; ++level) {
         uint32_t mask = 16u >> level;
@@ -1462,104 +1775,147 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
           best_token = other_token;
         }
       }
-      uint32_t* words = (uint32_t*)(candidates);
       if (lane == 0) {
-        words[warp * 2] = float_bits(best);
-        words[warp * 2 + 1] = best_token;
+        uint32_t place = warp * 2;
+        words[place] = float_bits(best);
+        words[place + 1] = best_token;
       }
       named_barrier(1, 256);
-      if (warp == 0) {
-        uint2* candidates_2 = (uint2*)(arena + 215968);
-        best = -bits_float(0x7f800000);
-        best_token = 4294967295u;
+      if (warp < 1) {
+        uint2* candidates = (uint2*)(arena + 220496);
+        float best_2 = -bits_float(0x7f800000);
+        uint32_t best_token_2 = 4294967295u;
         #pragma unroll 1
         for (uint32_t other = lane; other < 8; other += 32) {
-          uint2 candidate = candidates_2[other];
-          if (bits_float(candidate.x) > best || (bits_float(candidate.x) == best && candidate.y < best_token)) {
-            best = bits_float(candidate.x);
-            best_token = candidate.y;
+          uint2 candidate = candidates[other + warp];
+          if (bits_float(candidate.x) > best_2 || (bits_float(candidate.x) == best_2 && candidate.y < best_token_2)) {
+            best_2 = bits_float(candidate.x);
+            best_token_2 = candidate.y;
           }
         }
         #pragma unroll 1
         for (uint32_t level = 0; level < 5; ++level) {
           uint32_t mask = 16u >> level;
-          float other = shuffle_xor_f32(best, mask);
-          uint32_t other_token = shuffle_xor_u32(best_token, mask);
-          if (other > best || (other == best && other_token < best_token)) {
-            best = other;
-            best_token = other_token;
+          float other = shuffle_xor_f32(best_2, mask);
+          uint32_t other_token = shuffle_xor_u32(best_token_2, mask);
+          if (other > best_2 || (other == best_2 && other_token < best_token_2)) {
+            best_2 = other;
+            best_token_2 = other_token;
           }
         }
+        float best_3 = best_2;
+        uint32_t best_token_3 = best_token_2;
         if (lane < 4) {
-          uint32_t word = lane == 0 ? float_bits(best) : best_token;
-          publish_flagged_release(exchange_words + ((first_unit + block) * 4 + lane + 80544), word, step_epoch + 16);
+          uint32_t word = lane % 2 == 0 ? float_bits(best_3) : best_token_3;
+          uint32_t place = first_word + (block * 2 + warp) * 2 + lane;
+          publish_flagged_release(exchange_words + (place + 80544), word, step_epoch + 16);
         }
       }
+      uint4* units = (uint4*)(arena + 220496);
       named_barrier(1, 256);
       #pragma unroll 1
       for (uint32_t other = thread; other < 132; other += 256) {
-        uint4 unit = wait_flagged4_acquire(exchange_words + ((first_unit + other) * 4 + 80544), step_epoch + 16);
-        words[other * 2] = unit.x;
-        words[other * 2 + 1] = unit.y;
+        uint4 value = wait_flagged4_acquire(exchange_words + ((first_word / 4 + other) * 4 + 80544), step_epoch + 16);
+        units[other] = value;
       }
       named_barrier(1, 256);
-      if (warp == 0) {
-        uint2* candidates_2 = (uint2*)(arena + 215968);
-        best = -bits_float(0x7f800000);
-        best_token = 4294967295u;
+      uint32_t* chosen = (uint32_t*)(arena + 222640);
+      if (warp < 1) {
+        uint2* candidates = (uint2*)(arena + 220496);
+        float best_2 = -bits_float(0x7f800000);
+        uint32_t best_token_2 = 4294967295u;
         #pragma unroll 1
         for (uint32_t other = lane; other < 132; other += 32) {
-          uint2 candidate = candidates_2[other];
-          if (bits_float(candidate.x) > best || (bits_float(candidate.x) == best && candidate.y < best_token)) {
-            best = bits_float(candidate.x);
-            best_token = candidate.y;
+          uint2 candidate = candidates[other * 2 + warp];
+          if (bits_float(candidate.x) > best_2 || (bits_float(candidate.x) == best_2 && candidate.y < best_token_2)) {
+            best_2 = bits_float(candidate.x);
+            best_token_2 = candidate.y;
           }
         }
         #pragma unroll 1
         for (uint32_t level = 0; level < 5; ++level) {
           uint32_t mask = 16u >> level;
-          float other = shuffle_xor_f32(best, mask);
-          uint32_t other_token = shuffle_xor_u32(best_token, mask);
-          if (other > best || (other == best && other_token < best_token)) {
-            best = other;
-            best_token = other_token;
+          float other = shuffle_xor_f32(best_2, mask);
+          uint32_t other_token = shuffle_xor_u32(best_token_2, mask);
+          if (other > best_2 || (other == best_2 && other_token < best_token_2)) {
+            best_2 = other;
+            best_token_2 = other_token;
           }
         }
+        float _ = best_2;
+        uint32_t best_token_3 = best_token_2;
         if (lane == 0) {
-          words[0] = best_token;
+          chosen[warp] = best_token_3;
         }
       }
-      // the next token, and whether it ends the sequence
-      if (thread == 0) {
-        uint32_t following_2 = step + 1;
-        uint32_t token = 0;
-        uint32_t stop = 0;
-        if (following_2 < given) {
-          token = (uint32_t)(tokens[following_2]);
-        } else {
-          token = ((uint32_t*)(arena + 215968))[0] < 128255 ? ((uint32_t*)(arena + 215968))[0] : 128255;
-          #pragma unroll 1
-          for (uint32_t number = 0; number < stop_count; ++number) {
-            if ((uint32_t)(stop_ids[number]) == token) {
-              stop = 1;
+      named_barrier(1, 256);
+      // the next tokens, and whether the launch ends
+      if (warp == 0) {
+        uint32_t going_on = 0;
+        #pragma unroll 1
+        for (uint32_t column = lane; column < column_count; column += 32) {
+          uint32_t sequence = ((uint32_t*)(arena + 222608))[column * 8 + 6];
+          uint32_t number = ((uint32_t*)(arena + 222608))[column * 8 + 1];
+          uint32_t total = ((uint32_t*)(arena + 222608))[column * 8 + 2];
+          uint32_t value = load_constant_u32(sequences + (sequence * 16 + 2));
+          uint32_t given = value;
+          uint32_t value_2 = load_constant_u32(sequences + (sequence * 16 + 1));
+          uint32_t per_step = value_2;
+          uint32_t sampled = ((uint32_t*)(arena + 222640))[column] < 128255 ? ((uint32_t*)(arena + 222640))[column] : 128255;
+          uint32_t stopped = ((uint32_t*)(arena + 222608))[column * 8 + 7];
+          if (number + 1 >= given && number < total) {
+            if (block == 0) {
+              tokens[sequence * 65 + number + 1] = (int32_t)(sampled);
+            }
+            uint32_t value_3 = load_constant_u32(sequences + (sequence * 16 + 8));
+            uint32_t first_stop = value_3;
+            uint32_t value_4 = load_constant_u32(sequences + (sequence * 16 + 9));
+            #pragma unroll 1
+            for (uint32_t stop = 0; stop < value_4; ++stop) {
+              if ((uint32_t)(stop_ids[first_stop + stop]) == sampled) {
+                stopped = 1;
+              }
             }
           }
-        }
-        if (block == 0) {
-          if (following_2 >= given) {
-            tokens[following_2] = (int32_t)(token);
+          uint32_t following_2 = number + per_step;
+          if (following_2 >= total) {
+            stopped = 1;
           }
-          status[0] = (int32_t)(following_2);
+          ((uint32_t*)(arena + 222608))[column * 8 + 7] = stopped;
+          if (stopped == 0) {
+            going_on = 1;
+          }
+          if (following_2 >= given && per_step == 1) {
+            next_token[column] = sampled;
+          } else {
+            uint32_t token = 0;
+            uint32_t value_3 = load_constant_u32(sequences + (sequence * 16 + 2));
+            if (following_2 < value_3) {
+              uint32_t place = sequence * 65 + following_2;
+              token = (uint32_t)(tokens[place]) < 128255 ? (uint32_t)(tokens[place]) : 128255;
+            }
+            next_token[column] = token;
+          }
         }
-        mbarrier_wait(step_done + 1, (step + 1) % 2);
-        next_token[0] = token;
-        next_token[1] = stop;
-        fence_proxy_async();
-        mbarrier_arrive(step_done);
+        #pragma unroll 1
+        for (uint32_t level = 0; level < 5; ++level) {
+          uint32_t value = shuffle_xor_u32(going_on, 16u >> level);
+          going_on = going_on | value;
+        }
+        warp_barrier();
+        if (thread == 0) {
+          if (block == 0) {
+            status[0] = (int32_t)(step + 1);
+          }
+          mbarrier_wait(step_done + 1, (step + 1) % 2);
+          next_token[1] = going_on == 0 ? 1u : 0u;
+          fence_proxy_async();
+          mbarrier_arrive(step_done);
+        }
       }
       named_barrier(1, 256);
       if (next_token[1] != 0) {
-        // the copy lane has fetched what it does not need the token for: use it up
+        // the copy lane has fetched what it does not need the tokens for: use it up
         if (step + 1 < steps) {
           #pragma unroll 1
           for (uint32_t i = (block + 4) % 132; i < 192; i += 132) {

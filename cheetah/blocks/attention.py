@@ -318,8 +318,8 @@ class Attention:
         queries: Queries,
         state: WarpState,
     ) -> None:
-        """This warp's tiles of 16 keys: of the cached ones [begin, end), then of the newest, as if they were in one more
-        stage: so the code of a tile stands in the kernel once.
+        """This warp's tiles of 16 keys: of the cached ones [begin, end), then of the newest, as if they were in one
+        more stage: so the code of a tile stands in the kernel once.
 
         A warp waits only for stages in which it has a tile.
         """
@@ -535,8 +535,8 @@ class Attention:
 
     @ch.inline
     def _read_states(self, merge: Merge, first: ch.Expr, count: ch.Expr, lane_unit: ch.Expr, epoch: ch.Expr) -> Any:
-        """Element 0: the LSE of the state that has the lane's number. Element n + 1: the lane's 4 dims of state n; where
-        there are fewer, the last one stands for the missing: a number that is known keeps registers free."""
+        """Element 0: the LSE of the state that has the lane's number. Element n + 1: the lane's 4 dims of state n;
+        where there are fewer, the last one stands for the missing: a number that is known keeps registers free."""
         machine, sizes = self.machine, self.sizes
         states = ch.array(ty.u32x4, UNITS)
         places = ch.array(ty.u32, UNITS)

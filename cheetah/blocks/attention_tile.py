@@ -95,8 +95,8 @@ class Rows:
 class Queries:
     """What a warp knows of its 8 query rows in an item.
 
-    unit: reads a unit (u32x4) of the lane's query row, by part. limits: of the lane's two columns, the first key that is not seen.
-    scale: what a raw dot product of stored numbers is multiplied by to be one of true numbers (None: 1).
+    unit: reads a unit (u32x4) of the lane's query row, by part. limits: of the lane's two columns, the first key that
+    is not seen. scale: what a raw dot product of stored numbers is multiplied by to be one of true numbers (None: 1).
     contexts: of the two columns, for the functions of a variant that look at logits. tokens: for those that look at
     keys and values. offset: absolute position of key 0.
     """

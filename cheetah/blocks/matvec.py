@@ -1,11 +1,11 @@
 """Matrix times vectors on tensor cores: the weights are the 16-row operand of `mma.m16n8k16`, tokens its 8 columns.
 
 The copy lane brings the block's strips chunk by chunk; in each chunk every math warp multiplies its tile pairs and
-keeps partial sums of the strip's 16 rows; at the end of a strip the warps' sums are added in fixed order, for each token
-by one warp, which finishes the rows. Which warps finish rotates, so the others go on with the next strip.
+keeps partial sums of the strip's 16 rows; at the end of a strip the warps' sums are added in fixed order, for each
+token by one warp, which finishes the rows. Which warps finish rotates, so the others go on with the next strip.
 
-Where the vectors of several tokens do not fit into shared memory whole, the matrix is multiplied slice by slice: all the
-block's strips by the first part of the vectors, then by the next, with the sums of all its strips in registers. The
+Where the vectors of several tokens do not fit into shared memory whole, the matrix is multiplied slice by slice: all
+the block's strips by the first part of the vectors, then by the next, with the sums of all its strips in registers. The
 parts are waited for one by one, so the first is multiplied before the last one exists.
 
 The loops over strips and chunks stay (almost) rolled: unrolled, the kernel is twice as long and no faster (H200).
@@ -20,7 +20,6 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.columns import UNITS_PER_PAIR, Columns
-from cheetah.blocks.machine import Machine
 from cheetah.blocks.ring import Ring
 from cheetah.blocks.timeline import NO_TIMELINE, Timeline
 from cheetah.lang import prim, ty
@@ -53,9 +52,7 @@ Load = Callable[[int], None]
 class Matvec:
     """The products of a kernel: they share the ring, the reduction buffers and the rotation of the finishing warps."""
 
-    def __init__(
-        self, columns: Columns, ring: Ring, weights: ch.Expr, timeline: Timeline = NO_TIMELINE
-    ) -> None:
+    def __init__(self, columns: Columns, ring: Ring, weights: ch.Expr, timeline: Timeline = NO_TIMELINE) -> None:
         self.machine, self.columns, self.ring = columns.machine, columns, ring
         self.weights, self.timeline = weights, timeline
         self._start()
@@ -174,9 +171,7 @@ class Matvec:
         return nullcontext() if full else ch.if_(position + round * layout.blocks < layout.strips)
 
     @ch.inline
-    def _multiply_chunk(
-        self, layout: MatrixLayout, chunk: ch.Expr, place: ch.Expr, tiles: ch.Expr, sums: Any
-    ) -> None:
+    def _multiply_chunk(self, layout: MatrixLayout, chunk: ch.Expr, place: ch.Expr, tiles: ch.Expr, sums: Any) -> None:
         """Chunk `chunk` of a strip by the vectors in shared memory, in which it is number `place`."""
         machine, tokens = self.machine, self.columns.limit
         vector = machine.region("vector", ty.u32x4)

@@ -116,11 +116,12 @@ class Ring:
     @contextmanager
     @ch.inline
     def use_ahead(self, ahead: ch.Expr, arrivals: ch.Expr, when: ch.Expr) -> Iterator[ch.Expr]:
-        """In the math role, where the warps share stages out: the stage `ahead` of the cursor, full. After the body this
-        warp arrives for `arrivals` warps; those that work on a stage make up for all others, which do not touch it.
-        A parity tells two neighbouring passes apart only: a warp must not look at a stage before the pass that precedes
-        has landed. It has, if the stage is at most `stages - in_flight` behind one that is known to have landed, because
-        the copy lane waited for the chunk `in_flight` places before that one. `skip` moves the cursor. Unless `when` holds no stage is taken, and the body finds something else to work on.
+        """In the math role, where the warps share stages out: the stage `ahead` of the cursor, full. After the body
+        this warp arrives for `arrivals` warps; those that work on a stage make up for all others, which do not touch
+        it. A parity tells two neighbouring passes apart only: a warp must not look at a stage before the pass that
+        precedes has landed. It has, if the stage is at most `stages - in_flight` behind one that is known to have
+        landed, because the copy lane waited for the chunk `in_flight` places before that one. `skip` moves the cursor.
+        Unless `when` holds no stage is taken, and the body finds something else to work on.
         """
         place = self.using.stage + ahead
         stage = ch.const(ty.u32, place % self.stages, name="stage")

@@ -1,4 +1,5 @@
-"""What happens to the rows of a finished strip: residual, SwiGLU, rotary embedding. One warp and token, one row a lane."""
+"""What happens to the rows of a finished strip: residual, SwiGLU, rotary embedding. One warp and token, one row a
+lane."""
 
 from __future__ import annotations
 

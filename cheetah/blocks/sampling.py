@@ -64,9 +64,7 @@ class Sampler:
     A warp sees the same columns in every strip that it finishes, so its lanes keep one candidate a slot of theirs.
     """
 
-    def __init__(
-        self, matvec: Matvec, exchange: Exchange, vocab: int, timeline: Timeline = NO_TIMELINE
-    ) -> None:
+    def __init__(self, matvec: Matvec, exchange: Exchange, vocab: int, timeline: Timeline = NO_TIMELINE) -> None:
         self.machine, self.columns, self.matvec = matvec.machine, matvec.columns, matvec
         self.exchange, self.vocab, self.timeline = exchange, vocab, timeline
 

@@ -99,7 +99,8 @@ class Scheduling:
         return self.chunk or max(self.minimum, even)
 
     def chunk_lengths(self, lengths: Sequence[int]) -> list[int]:
-        """The chunk lengths to choose from for tiles of these rounded lengths: L, and longer ones that divide a tile."""
+        """The chunk lengths to choose from for tiles of these rounded lengths: L, and longer ones that divide a
+        tile."""
         usual = self.chunk_length(sum(lengths))
         if self.chunk or not self.item_cost:
             return [usual]

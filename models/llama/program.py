@@ -68,8 +68,8 @@ def workspace_bytes(config: LlamaConfig, gpu: Gpu, plan: Plan) -> int:
 
 
 def build_kernel(config: LlamaConfig, gpu: Gpu, plan: Plan) -> ch.Kernel:
-    """The kernel of `plan.max_steps` or fewer decode steps of `plan.batch` or fewer sequences. Shapes of the parameters: see the
-    manifest."""
+    """The kernel of `plan.max_steps` or fewer decode steps of `plan.batch` or fewer sequences. Shapes of the
+    parameters: see the manifest."""
     shape = model_shape(config)
 
     @ch.kernel(kernel_parameters(plan), name=KERNEL_NAME, max_threads=plan.threads)

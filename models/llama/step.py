@@ -28,7 +28,7 @@ from cheetah.blocks.kv_cache import KvCache
 from cheetah.blocks.machine import Machine
 from cheetah.blocks.matvec import Load, Matvec, Rows
 from cheetah.blocks.ring import Ring
-from cheetah.blocks.rows import HALF, rotate, scaled
+from cheetah.blocks.rows import rotate, scaled
 from cheetah.blocks.sampling import Sampler
 from cheetah.blocks.schedule import Schedule
 from cheetah.blocks.timeline import Timeline

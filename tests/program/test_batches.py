@@ -12,6 +12,7 @@ import pytest
 
 from cheetah.emulator import SCHEDULERS
 from cheetah.models.llama.reference import widen
+from cheetah.plan.tables import TileRecord, word
 from cheetah.runtime.launcher import Part, Sampling
 from tests.program.rig import (
     F32,
@@ -130,7 +131,9 @@ def test_a_launch_ends_when_every_sequence_has_stopped() -> None:
 
     def made(stops: Sequence[tuple[int, ...]]) -> list[Any]:
         session = rig.session()
-        parts = [Part(session.sequence(), ids, 20, Sampling(0.7, 3, stop)) for ids, stop in zip(prompts, stops, strict=True)]
+        parts = [
+            Part(session.sequence(), ids, 20, Sampling(0.7, 3, stop)) for ids, stop in zip(prompts, stops, strict=True)
+        ]
         return session.launcher.launch_together(parts)
 
     free = [result.token_ids for result in made([(), ()])]
@@ -161,8 +164,8 @@ def test_a_shared_prefix_is_read_once_and_changes_little() -> None:
                 caches.append(session.sequence())
                 session.launcher.launch_together([Part(caches[-1], [*prefix, 0], 64)])
         found = session.score_together(tails, caches)
-        levels = {int(word) for word in session.launcher._plans._words[0, session.launcher._plans._layout.offsets["items"] :: 8][:4]}
-        assert (0 in levels) and (shared == (session.launcher._plans._tiles[0, 1] == 3)), "the group tile comes first"
+        # A shared prefix has a tile of its own, the first, with the columns of all.
+        assert shared == (session.launcher._plans._tiles[0, word(TileRecord, "columns")] == len(tails))
         return found
 
     apart, together = logits(False), logits(True)
@@ -176,7 +179,9 @@ def test_eight_bit_keys_and_values(scales: float) -> None:
     """Codes in the cache are those of the keys and values of bf16, and what comes out is near."""
     config, blocks, plan = SHAPES["three of four"]
     plain = rig_of("three of four")
-    coded = Rig(random_weights(config), blocks=blocks, kv_chunk_min=16, stages=5, max_steps=128, kv_dtype="e4m3", **plan)
+    coded = Rig(
+        random_weights(config), blocks=blocks, kv_chunk_min=16, stages=5, max_steps=128, kv_dtype="e4m3", **plan
+    )
     factors = np.full(coded.manifest.buffer("kv_scales").shape, scales, np.float32)
     coded.constants["kv_scales"].upload(factors)
     ids = token_ids(40, config.vocab_size, 5)

@@ -1,0 +1,1976 @@
+// The whole decode step of a Llama model in one persistent kernel. Generated; do not edit.
+// Regenerate with: cheetah generate demo --batch 8
+//
+// model: hidden 128, ffn 320, vocab 512, heads 4, kv_heads 2, head_dim 64, layers 3
+// machine: h200, 132 blocks of 288 threads: 8 math warps, one copies
+// plan: math_warps 8, stage_bytes 16384, stages 11, in_flight 3, sync barrier, page_size 16, max_context 512, batch 8, tokens 8, down_slices 2, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 124, start_residual 0, start_gate_up 124, start_head 124, trace False
+// weights read a step: 1458176 bytes, in 442368 a layer
+// shared memory:
+//     offset    bytes  region
+//          0   180224  ring
+//     180224      176  ring_barriers
+//     180480    22528  scratch
+//     180480     5120  vector  (over scratch)
+//     180480    16384  attention  (over scratch)
+//     196864     2048  queries  (over scratch)
+//     198912     4096  newest  (over scratch)
+//     203008     8192  reductions
+//     211200      512  residual
+//     211712      256  partial_sums
+//     211968       32  scales
+//     212000     2048  rope
+//     214048      512  statistics
+//     214560     8448  candidates
+//     223008      256  columns
+//     223264       32  chosen
+//     223296       16  step_done
+//     223312       36  next_token
+//              223348  total
+//              232448  a block has, 9100 free
+
+#ifdef CHEETAH_EMULATOR
+#include "cheetah_emulator.h"
+#else
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef unsigned int uint32_t;
+typedef unsigned long uint64_t;
+typedef int int32_t;
+typedef long int64_t;
+struct bf16 { uint16_t bits; };
+
+__device__ __forceinline__ uint8_t* shared_arena() {
+  extern __shared__ __align__(1024) uint8_t cheetah_shared_memory[];
+  return cheetah_shared_memory;
+}
+
+__device__ __forceinline__ void block_barrier() {
+  __syncthreads();
+}
+
+__device__ __forceinline__ void named_barrier(uint32_t id, uint32_t threads) {
+  asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void warp_barrier() {
+  __syncwarp();
+}
+
+__device__ __forceinline__ float shuffle_xor_f32(float value, uint32_t mask) {
+  return __shfl_xor_sync(0xffffffffu, value, mask);
+}
+
+__device__ __forceinline__ uint32_t shuffle_xor_u32(uint32_t value, uint32_t mask) {
+  return __shfl_xor_sync(0xffffffffu, value, mask);
+}
+
+__device__ __forceinline__ uint32_t shuffle_u32(uint32_t value, uint32_t lane) {
+  return __shfl_sync(0xffffffffu, value, lane);
+}
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return (uint32_t)__cvta_generic_to_shared(pointer);
+}
+
+__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
+    :: "r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_fence_init() {
+  asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive_many(uint64_t* barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;"
+    :: "r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+    :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
+  asm volatile(
+    "{\n\t.reg .pred done;\n\t"
+    "again:\n\t"
+    "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
+    "@!done bra again;\n\t}"
+    :: "r"(shared_address(barrier)), "r"(parity) : "memory");
+}
+
+__device__ __forceinline__ void bulk_copy(void* destination, const void* source, uint32_t bytes, uint64_t* barrier) {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+    "[%0], [%1], %2, [%3], %4;"
+    :: "r"(shared_address(destination)), "l"(source), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+    : "memory");
+}
+
+__device__ __forceinline__ void fence_proxy_async() {
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+__device__ __forceinline__ void prefetch_l2(const void* place) {
+  asm volatile("prefetch.global.L2 [%0];" :: "l"(place) : "memory");
+}
+
+__device__ __forceinline__ void add_release_u64(uint64_t* place, uint64_t value) {
+  asm volatile("red.release.gpu.global.add.u64 [%0], %1;" :: "l"(place), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ uint64_t fetch_add_release_u64(uint64_t* place, uint64_t value) {
+  uint64_t before;
+  asm volatile("atom.release.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(place), "l"(value) : "memory");
+  return before;
+}
+
+__device__ __forceinline__ void wait_at_least_u64(const uint64_t* place, uint64_t value) {
+  uint64_t seen;
+  do {
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(place) : "memory");
+  } while (seen < value);
+}
+
+__device__ __forceinline__ void store_relaxed_u32(uint32_t* place, uint32_t value) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(place), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_constant_u32(const void* place) {
+  uint32_t result;
+  asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(result) : "l"(place));
+  return result;
+}
+
+__device__ __forceinline__ uint4 load_constant_u32x4(const void* place) {
+  uint4 result;
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+    : "=r"(result.x), "=r"(result.y), "=r"(result.z), "=r"(result.w) : "l"(place));
+  return result;
+}
+
+__device__ __forceinline__ uint32_t float_bits(float value) {
+  return __float_as_uint(value);
+}
+
+__device__ __forceinline__ float bits_float(uint32_t bits) {
+  return __uint_as_float(bits);
+}
+
+__device__ __forceinline__ float bf16_to_f32(bf16 value) {
+  return __uint_as_float((uint32_t)value.bits << 16);
+}
+
+__device__ __forceinline__ uint32_t pack_bf16x2(float low, float high) {
+  uint32_t result;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+
+__device__ __forceinline__ float bf16x2_low(uint32_t pair) {
+  return __uint_as_float(pair << 16);
+}
+
+__device__ __forceinline__ float bf16x2_high(uint32_t pair) {
+  return __uint_as_float(pair & 0xffff0000u);
+}
+
+__device__ __forceinline__ uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) {
+  return __byte_perm(a, b, selector);
+}
+
+__device__ __forceinline__ uint32_t multiply_high_u32(uint32_t a, uint32_t b) {
+  return __umulhi(a, b);
+}
+
+__device__ __forceinline__ float exp2_f32(float value) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+
+__device__ __forceinline__ float exp_f32(float value) {
+  return __expf(value);
+}
+
+__device__ __forceinline__ float log_f32(float value) {
+  return logf(value);
+}
+
+__device__ __forceinline__ float rsqrt_f32(float value) {
+  return rsqrtf(value);
+}
+
+__device__ __forceinline__ float divide_f32(float a, float b) {
+  return __fdividef(a, b);
+}
+
+__device__ __forceinline__ float maximum_f32(float a, float b) {
+  return fmaxf(a, b);
+}
+
+__device__ __forceinline__ void mma_bf16(float (&c)[4], uint4 a, uint32_t b0, uint32_t b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+    "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ uint32_t matrix_transpose_b16(uint32_t pair) {
+  uint32_t result;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+  return result;
+}
+
+__device__ __forceinline__ uint4 make_u32x4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
+  return make_uint4(x, y, z, w);
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* weights, const bf16* norms, const bf16* embedding, const float* rope, bf16* kv, const int32_t* page_table, const int32_t* kv_plans, const int32_t* tiles, const int32_t* sequences, const int32_t* columns, uint8_t* exchange, int32_t* tokens, const int32_t* stop_ids, float* logits, uint32_t* progress, int32_t* status, uint32_t steps, uint32_t head_from, uint32_t column_count, uint32_t sequence_count, uint32_t plan_count, uint32_t epoch) {
+  uint8_t* arena = shared_arena();
+  uint32_t block = blockIdx.x;
+  uint32_t thread = threadIdx.x;
+  uint32_t warp = thread / 32;
+  uint32_t lane = thread % 32;
+  uint32_t* exchange_words = (uint32_t*)(exchange);
+  uint64_t* full = (uint64_t*)(arena + 180224);
+  uint64_t* empty = full + 11;
+  uint64_t* step_done = (uint64_t*)(arena + 223296);
+  uint32_t* next_token = (uint32_t*)(arena + 223312);
+  if (thread == 0) {
+    for (uint32_t stage = 0; stage < 11; ++stage) {
+      mbarrier_init(full + stage, 1);
+      mbarrier_init(empty + stage, 8);
+    }
+    mbarrier_init(step_done, 1);
+    mbarrier_init(step_done + 1, 1);
+    mbarrier_fence_init();
+  }
+  if (thread < column_count) {
+    uint32_t value = load_constant_u32(columns + thread * 4);
+    uint32_t sequence = value;
+    uint32_t value_2 = load_constant_u32(columns + (thread * 4 + 1));
+    uint32_t number = value_2;
+    uint32_t token = 0;
+    uint32_t value_3 = load_constant_u32(sequences + (sequence * 16 + 2));
+    if (number < value_3) {
+      uint32_t place = sequence * 513 + number;
+      token = (uint32_t)(tokens[place]) < 511 ? (uint32_t)(tokens[place]) : 511;
+    }
+    next_token[thread] = token;
+    ((uint32_t*)(arena + 223008))[thread * 8 + 7] = 0;
+  }
+  block_barrier();
+  if (warp == 8) {
+    // the copy warp: one lane walks the whole model's chunk list
+    if (lane == 0) {
+      uint32_t plan_index = 0;
+      uint32_t fill_stage = 0;
+      uint32_t fill_parity = 1;
+      uint32_t landed_stage = 8;
+      uint32_t landed_parity = 1;
+      for (uint32_t step = 0; step < steps; ++step) {
+        uint32_t following = plan_index + 1;
+        if (following < plan_count) {
+          uint32_t first_step = load_constant_u32(kv_plans + following * 4928);
+          if (first_step <= step) {
+            plan_index = following;
+          }
+        }
+        for (uint32_t layer = 0; layer < 3; ++layer) {
+          uint64_t layer_offset = (uint64_t)(layer) * 442368;
+          // qkv
+          uint32_t position = (block + 124) % 132;
+          const uint8_t* matrix = weights + layer_offset;
+          #pragma unroll 1
+          for (uint32_t strip = position; strip < 32; strip += 132) {
+            uint32_t round = strip / 132;
+            uint64_t round_bytes = (uint64_t)(round) * 540672;
+            #pragma unroll 1
+            for (uint32_t chunk = 0; chunk < 1; ++chunk) {
+              const uint8_t* source = matrix + (round_bytes + (uint64_t)(32 * chunk * 16384 + position * 4096));
+              mbarrier_wait(empty + fill_stage, fill_parity);
+              mbarrier_wait(full + landed_stage, landed_parity);
+              landed_stage = landed_stage + 1;
+              if (landed_stage == 11) {
+                landed_stage = 0;
+                landed_parity = landed_parity ^ 1;
+              }
+              uint64_t* barrier = full + fill_stage;
+              uint8_t* destination = arena + fill_stage * 16384;
+              mbarrier_arrive_expect_tx(barrier, 4096);
+              bulk_copy(destination, source, 4096, barrier);
+              fill_stage = fill_stage + 1;
+              if (fill_stage == 11) {
+                fill_stage = 0;
+                fill_parity = fill_parity ^ 1;
+              }
+            }
+          }
+          // keys and values of earlier tokens
+          if (layer == 0) {
+            if (step > 0) {
+              mbarrier_wait(step_done, (step + 1) % 2);
+              fence_proxy_async();
+              uint32_t stop = next_token[8];
+              mbarrier_arrive(step_done + 1);
+              if (stop != 0) {
+                return;
+              }
+            }
+          }
+          uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 4928 + (block + 64)));
+          uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 4928 + (block + 1 + 64)));
+          #pragma unroll 1
+          for (uint32_t number = first_item; number < last_item; ++number) {
+            const int32_t* record = kv_plans + (plan_index * 4928 + (number * 8 + 256));
+            uint4 what = load_constant_u32x4(record);
+            uint4 rest = load_constant_u32x4(record + 4);
+            const int32_t* record_2 = tiles + what.y * 8;
+            uint4 place = load_constant_u32x4(record_2);
+            uint4 keys = load_constant_u32x4(record_2 + 4);
+            uint32_t cached = keys.x + keys.y * step;
+            uint32_t end = rest.x < cached ? rest.x : cached;
+            #pragma unroll 1
+            for (uint32_t first = what.w; first < end; first += 64) {
+              uint32_t count = end - first < 64 ? end - first : 64;
+              uint32_t pages[4];
+              #pragma unroll
+              for (uint32_t number_2 = 0; number_2 < 4; ++number_2) {
+                uint32_t token = first + number_2 * 16 < end - 1 ? first + number_2 * 16 : end - 1;
+                uint32_t value = load_constant_u32(page_table + (place.z + token / 16));
+                pages[number_2] = value;
+              }
+              mbarrier_wait(empty + fill_stage, fill_parity);
+              mbarrier_wait(full + landed_stage, landed_parity);
+              landed_stage = landed_stage + 1;
+              if (landed_stage == 11) {
+                landed_stage = 0;
+                landed_parity = landed_parity ^ 1;
+              }
+              uint64_t* barrier = full + fill_stage;
+              uint8_t* destination = arena + fill_stage * 16384;
+              mbarrier_arrive_expect_tx(barrier, count * 256);
+              #pragma unroll
+              for (uint32_t number_2 = 0; number_2 < 4; ++number_2) {
+                if (number_2 * 16 < count) {
+                  uint32_t run = count - number_2 * 16 < 16 ? count - number_2 * 16 : 16;
+                  uint64_t offset = (uint64_t)(layer) * 1048576 + (uint64_t)(pages[number_2]) * 4096;
+                  bf16* key = kv + (offset + (uint64_t)(what.z * 1024));
+                  uint8_t* keys_2 = destination + number_2 * 16 * 128;
+                  bulk_copy(keys_2, key, run * 128, barrier);
+                  bulk_copy(keys_2 + 8192, key + 2048, run * 128, barrier);
+                }
+              }
+              fill_stage = fill_stage + 1;
+              if (fill_stage == 11) {
+                fill_stage = 0;
+                fill_parity = fill_parity ^ 1;
+              }
+            }
+          }
+          // o
+          uint32_t position_2 = block % 132;
+          uint64_t first_byte = layer_offset + 131072;
+          const uint8_t* matrix_2 = weights + first_byte;
+          #pragma unroll 1
+          for (uint32_t strip = position_2; strip < 8; strip += 132) {
+            uint32_t round = strip / 132;
+            uint64_t round_bytes = (uint64_t)(round) * 1081344;
+            #pragma unroll 1
+            for (uint32_t chunk = 0; chunk < 1; ++chunk) {
+              const uint8_t* source = matrix_2 + (round_bytes + (uint64_t)(8 * chunk * 16384 + position_2 * 8192));
+              mbarrier_wait(empty + fill_stage, fill_parity);
+              mbarrier_wait(full + landed_stage, landed_parity);
+              landed_stage = landed_stage + 1;
+              if (landed_stage == 11) {
+                landed_stage = 0;
+                landed_parity = landed_parity ^ 1;
+              }
+              uint64_t* barrier = full + fill_stage;
+              uint8_t* destination = arena + fill_stage * 16384;
+              mbarrier_arrive_expect_tx(barrier, 8192);
+              bulk_copy(destination, source, 8192, barrier);
+              fill_stage = fill_stage + 1;
+              if (fill_stage == 11) {
+                fill_stage = 0;
+                fill_parity = fill_parity ^ 1;
+              }
+            }
+          }
+          // gate_up
+          uint32_t position_3 = (block + 124) % 132;
+          uint64_t first_byte_2 = layer_offset + 196608;
+          const uint8_t* matrix_3 = weights + first_byte_2;
+          #pragma unroll 1
+          for (uint32_t strip = position_3; strip < 40; strip += 132) {
+            uint32_t round = strip / 132;
+            uint64_t round_bytes = (uint64_t)(round) * 540672;
+            #pragma unroll 1
+            for (uint32_t chunk = 0; chunk < 1; ++chunk) {
+              const uint8_t* source = matrix_3 + (round_bytes + (uint64_t)(40 * chunk * 16384 + position_3 * 4096));
+              mbarrier_wait(empty + fill_stage, fill_parity);
+              mbarrier_wait(full + landed_stage, landed_parity);
+              landed_stage = landed_stage + 1;
+              if (landed_stage == 11) {
+                landed_stage = 0;
+                landed_parity = landed_parity ^ 1;
+              }
+              uint64_t* barrier = full + fill_stage;
+              uint8_t* destination = arena + fill_stage * 16384;
+              mbarrier_arrive_expect_tx(barrier, 4096);
+              bulk_copy(destination, source, 4096, barrier);
+              fill_stage = fill_stage + 1;
+              if (fill_stage == 11) {
+                fill_stage = 0;
+                fill_parity = fill_parity ^ 1;
+              }
+            }
+          }
+          // down
+          uint32_t position_4 = block % 132;
+          uint64_t first_byte_3 = layer_offset + 360448;
+          const uint8_t* matrix_4 = weights + first_byte_3;
+          #pragma unroll 1
+          for (uint32_t slice = 0; slice < 2; ++slice) {
+            uint32_t end = slice + 1 < 1 ? slice + 1 : 1;
+            #pragma unroll 1
+            for (uint32_t strip = position_4; strip < 8; strip += 132) {
+              uint32_t round = strip / 132;
+              uint64_t round_bytes = (uint64_t)(round) * 1351680;
+              #pragma unroll 1
+              for (uint32_t chunk = slice; chunk < end; ++chunk) {
+                const uint8_t* source = matrix_4 + (round_bytes + (uint64_t)(8 * chunk * 16384 + position_4 * 10240));
+                mbarrier_wait(empty + fill_stage, fill_parity);
+                mbarrier_wait(full + landed_stage, landed_parity);
+                landed_stage = landed_stage + 1;
+                if (landed_stage == 11) {
+                  landed_stage = 0;
+                  landed_parity = landed_parity ^ 1;
+                }
+                uint64_t* barrier = full + fill_stage;
+                uint8_t* destination = arena + fill_stage * 16384;
+                mbarrier_arrive_expect_tx(barrier, 10240);
+                bulk_copy(destination, source, 10240, barrier);
+                fill_stage = fill_stage + 1;
+                if (fill_stage == 11) {
+                  fill_stage = 0;
+                  fill_parity = fill_parity ^ 1;
+                }
+              }
+            }
+          }
+        }
+        // head
+        if (step >= head_from || logits != nullptr) {
+          uint32_t position = (block + 124) % 132;
+          const uint8_t* matrix = weights + 1327104;
+          #pragma unroll 1
+          for (uint32_t strip = position; strip < 32; strip += 132) {
+            uint32_t round = strip / 132;
+            uint64_t round_bytes = (uint64_t)(round) * 540672;
+            #pragma unroll 1
+            for (uint32_t chunk = 0; chunk < 1; ++chunk) {
+              const uint8_t* source = matrix + (round_bytes + (uint64_t)(32 * chunk * 16384 + position * 4096));
+              mbarrier_wait(empty + fill_stage, fill_parity);
+              mbarrier_wait(full + landed_stage, landed_parity);
+              landed_stage = landed_stage + 1;
+              if (landed_stage == 11) {
+                landed_stage = 0;
+                landed_parity = landed_parity ^ 1;
+              }
+              uint64_t* barrier = full + fill_stage;
+              uint8_t* destination = arena + fill_stage * 16384;
+              mbarrier_arrive_expect_tx(barrier, 4096);
+              bulk_copy(destination, source, 4096, barrier);
+              fill_stage = fill_stage + 1;
+              if (fill_stage == 11) {
+                fill_stage = 0;
+                fill_parity = fill_parity ^ 1;
+              }
+            }
+          }
+        }
+      }
+    }
+  } else {
+    // the math warps
+    uint32_t turn = 0;
+    uint32_t finisher = 0;
+    uint32_t plan_index = 0;
+    uint32_t use_stage = 0;
+    uint32_t use_parity = 0;
+    uint64_t* counter = (uint64_t*)(exchange);
+    uint64_t arrivals_due = 0;
+    if (thread == 0) {
+      uint64_t ticket = fetch_add_release_u64(counter, 1);
+      arrivals_due = (ticket / 132 + 1) * 132;
+      wait_at_least_u64(counter, arrivals_due);
+    }
+    named_barrier(1, 256);
+    for (uint32_t step = 0; step < steps; ++step) {
+      uint32_t following = plan_index + 1;
+      if (following < plan_count) {
+        uint32_t first_step = load_constant_u32(kv_plans + following * 4928);
+        if (first_step <= step) {
+          plan_index = following;
+        }
+      }
+      uint32_t step_epoch = epoch + step * 4;
+      uint32_t* state = (uint32_t*)(arena + 223008);
+      if (thread < column_count) {
+        uint32_t value = load_constant_u32(columns + thread * 4);
+        uint32_t sequence = value;
+        uint32_t value_2 = load_constant_u32(sequences + (sequence * 16 + 1));
+        uint32_t value_3 = load_constant_u32(columns + (thread * 4 + 1));
+        uint32_t number = step * value_2 + value_3;
+        uint32_t* words = state + thread * 8;
+        uint32_t value_4 = load_constant_u32(sequences + sequence * 16);
+        uint32_t position = value_4 + number < 511 ? value_4 + number : 511;
+        words[0] = position;
+        words[1] = number;
+        uint32_t value_5 = load_constant_u32(sequences + (sequence * 16 + 3));
+        words[2] = value_5;
+        uint32_t value_6 = load_constant_u32(sequences + (sequence * 16 + 5));
+        words[3] = value_6;
+        uint32_t value_7 = load_constant_u32(sequences + (sequence * 16 + 6));
+        words[4] = value_7;
+        uint32_t value_8 = load_constant_u32(sequences + (sequence * 16 + 7));
+        words[5] = value_8;
+        words[6] = sequence;
+      }
+      named_barrier(1, 256);
+      float* angles = (float*)(arena + 212000);
+      #pragma unroll 1
+      for (uint32_t number = thread; number < column_count * 64; number += 256) {
+        uint32_t position = ((uint32_t*)(arena + 223008))[number / 64 * 8];
+        angles[number] = rope[(uint64_t)(position) * 64 + (uint64_t)(number % 64)];
+      }
+      float* residual = (float*)(arena + 211200);
+      #pragma unroll 1
+      for (uint32_t place = thread; place < 128; place += 256) {
+        uint32_t own_row = place / 8;
+        uint32_t strip = own_row / 16 * 132 + block % 132;
+        uint32_t row = strip * 16 + own_row % 16;
+        if (row < 128 && place % 8 < column_count) {
+          residual[place] = bf16_to_f32((embedding + (uint64_t)(next_token[place % 8]) * 128)[row]);
+        } else {
+          residual[place] = 0.0f;
+        }
+      }
+      named_barrier(1, 256);
+      for (uint32_t layer = 0; layer < 3; ++layer) {
+        uint32_t layer_epoch = step_epoch + layer;
+        // qkv: input norm, q, k and v of these tokens, rotary embedding
+        if (thread == 0) {
+          store_relaxed_u32(progress + block, step * 17 + layer * 5);
+        }
+        const uint8_t* lines = (const uint8_t*)(norms + (layer * 2 + 1) * 128);
+        if (thread == 0) {
+          #pragma unroll 1
+          for (uint32_t offset = block * 128; offset < 256; offset += 16896) {
+            prefetch_l2(lines + offset);
+          }
+        }
+        uint32_t position = (block + 124) % 132;
+        if (position < 32) {
+          if (layer == 0) {
+            uint4* vector = (uint4*)(arena + 180480);
+            float squares = 0.0f;
+            if (thread < 128) {
+              uint32_t first_unit = thread;
+              uint4 weights_2[8];
+              #pragma unroll
+              for (uint32_t number = 0; number < 1; ++number) {
+                uint4 value = load_constant_u32x4(norms + ((first_unit + number * 256) / 32 * 4 + (first_unit + number * 256) % 4) * 8);
+                weights_2[number] = value;
+              }
+              if (thread / 4 % 8 < column_count) {
+                uint4 units[8];
+                const bf16* embedded = embedding + (uint64_t)(next_token[first_unit / 4 % 8]) * 128;
+                #pragma unroll
+                for (uint32_t number = 0; number < 1; ++number) {
+                  uint4 value = load_constant_u32x4(embedded + ((first_unit + number * 256) / 32 * 4 + (first_unit + number * 256) % 4) * 8);
+                  units[number] = value;
+                }
+                #pragma unroll
+                for (uint32_t number = 0; number < 1; ++number) {
+                  float low = bf16x2_low(units[number].x);
+                  float high = bf16x2_high(units[number].x);
+                  squares = squares + (low * low + high * high);
+                  uint32_t weights_3 = weights_2[number].x;
+                  float low_2 = bf16x2_low(units[number].y);
+                  float high_2 = bf16x2_high(units[number].y);
+                  squares = squares + (low_2 * low_2 + high_2 * high_2);
+                  uint32_t weights_4 = weights_2[number].y;
+                  float low_3 = bf16x2_low(units[number].z);
+                  float high_3 = bf16x2_high(units[number].z);
+                  squares = squares + (low_3 * low_3 + high_3 * high_3);
+                  uint32_t weights_5 = weights_2[number].z;
+                  float low_4 = bf16x2_low(units[number].w);
+                  float high_4 = bf16x2_high(units[number].w);
+                  squares = squares + (low_4 * low_4 + high_4 * high_4);
+                  uint32_t weights_6 = weights_2[number].w;
+                  vector[first_unit + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_3), high * bf16x2_high(weights_3)), pack_bf16x2(low_2 * bf16x2_low(weights_4), high_2 * bf16x2_high(weights_4)), pack_bf16x2(low_3 * bf16x2_low(weights_5), high_3 * bf16x2_high(weights_5)), pack_bf16x2(low_4 * bf16x2_low(weights_6), high_4 * bf16x2_high(weights_6)));
+                }
+              }
+            }
+            float* partial_sums = (float*)(arena + 211712);
+            float* scales = (float*)(arena + 211968);
+            float sum_of_token = squares;
+            float value = shuffle_xor_f32(sum_of_token, 2);
+            sum_of_token = sum_of_token + value;
+            float value_2 = shuffle_xor_f32(sum_of_token, 1);
+            sum_of_token = sum_of_token + value_2;
+            if (lane % 4 == 0 && lane < 32) {
+              partial_sums[warp * 8 + lane / 4] = sum_of_token;
+            }
+            named_barrier(1, 256);
+            if (thread < column_count) {
+              float total = 0.0f;
+              #pragma unroll
+              for (uint32_t other = 0; other < 8; ++other) {
+                uint32_t warp_2 = other + thread / 8;
+                total = total + partial_sums[warp_2 * 8 + thread % 8];
+              }
+              scales[thread] = rsqrt_f32(total * 0.0078125f + 1e-05f);
+            }
+          } else {
+            uint32_t epoch_2 = layer_epoch - 1;
+            uint4* vector = (uint4*)(arena + 180480);
+            float squares = 0.0f;
+            if (thread < 128) {
+              uint32_t first_unit = thread;
+              uint4 weights_2[8];
+              #pragma unroll
+              for (uint32_t number = 0; number < 1; ++number) {
+                uint4 value = load_constant_u32x4(norms + layer * 2 * 128 + ((first_unit + number * 256) / 32 * 4 + (first_unit + number * 256) % 4) * 8);
+                weights_2[number] = value;
+              }
+              if (thread / 4 % 8 < column_count) {
+                uint4 units[8];
+                #pragma unroll
+                for (uint32_t number = 0; number < 1; ++number) {
+                  uint4 words = ((const uint4*)(exchange_words + ((first_unit + number * 256) * 4 + 64)))[0];
+                  units[number] = words;
+                }
+                #pragma unroll
+                for (uint32_t number = 0; number < 1; ++number) {
+                  float low = bf16x2_low(units[number].x);
+                  float high = bf16x2_high(units[number].x);
+                  squares = squares + (low * low + high * high);
+                  uint32_t weights_3 = weights_2[number].x;
+                  float low_2 = bf16x2_low(units[number].y);
+                  float high_2 = bf16x2_high(units[number].y);
+                  squares = squares + (low_2 * low_2 + high_2 * high_2);
+                  uint32_t weights_4 = weights_2[number].y;
+                  float low_3 = bf16x2_low(units[number].z);
+                  float high_3 = bf16x2_high(units[number].z);
+                  squares = squares + (low_3 * low_3 + high_3 * high_3);
+                  uint32_t weights_5 = weights_2[number].z;
+                  float low_4 = bf16x2_low(units[number].w);
+                  float high_4 = bf16x2_high(units[number].w);
+                  squares = squares + (low_4 * low_4 + high_4 * high_4);
+                  uint32_t weights_6 = weights_2[number].w;
+                  vector[first_unit + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_3), high * bf16x2_high(weights_3)), pack_bf16x2(low_2 * bf16x2_low(weights_4), high_2 * bf16x2_high(weights_4)), pack_bf16x2(low_3 * bf16x2_low(weights_5), high_3 * bf16x2_high(weights_5)), pack_bf16x2(low_4 * bf16x2_low(weights_6), high_4 * bf16x2_high(weights_6)));
+                }
+              }
+            }
+            float* partial_sums = (float*)(arena + 211712);
+            float* scales = (float*)(arena + 211968);
+            float sum_of_token = squares;
+            float value = shuffle_xor_f32(sum_of_token, 2);
+            sum_of_token = sum_of_token + value;
+            float value_2 = shuffle_xor_f32(sum_of_token, 1);
+            sum_of_token = sum_of_token + value_2;
+            if (lane % 4 == 0 && lane < 32) {
+              partial_sums[warp * 8 + lane / 4] = sum_of_token;
+            }
+            named_barrier(1, 256);
+            if (thread < column_count) {
+              float total = 0.0f;
+              #pragma unroll
+              for (uint32_t other = 0; other < 8; ++other) {
+                uint32_t warp_2 = other + thread / 8;
+                total = total + partial_sums[warp_2 * 8 + thread % 8];
+              }
+              scales[thread] = rsqrt_f32(total * 0.0078125f + 1e-05f);
+            }
+          }
+          #pragma unroll 1
+          for (uint32_t strip = position; strip < 32; strip += 132) {
+            float sums[1][4] = {};
+            #pragma unroll 2
+            for (uint32_t chunk = 0; chunk < 1; ++chunk) {
+              mbarrier_wait(full + use_stage, use_parity);
+              uint8_t* chunk_2 = arena + use_stage * 16384;
+              uint4* vector = (uint4*)(arena + 180480);
+              const uint4* fragments = (const uint4*)(chunk_2);
+              #pragma unroll
+              for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
+                uint32_t pair = turn_2 * 8 + warp;
+                if (pair < 4) {
+                  uint4 first = fragments[pair * 64 + lane];
+                  uint4 second = fragments[pair * 64 + 32 + lane];
+                  uint4* units = vector + (chunk * 16 + pair) * 32;
+                  uint4 values = units[lane % 32];
+                  mma_bf16(sums[0], first, values.x, values.y);
+                  mma_bf16(sums[0], second, values.z, values.w);
+                }
+              }
+              warp_barrier();
+              if (lane == 0) {
+                mbarrier_arrive(empty + use_stage);
+              }
+              use_stage = use_stage + 1;
+              if (use_stage == 11) {
+                use_stage = 0;
+                use_parity = use_parity ^ 1;
+              }
+            }
+            float* reductions = (float*)(arena + 203008) + turn * 1024;
+            uint32_t row = warp * 16 + lane / 4;
+            uint32_t first = lane % 4 * 2;
+            uint32_t place = row * 8 + first;
+            reductions[place] = sums[0][0];
+            reductions[place + 64] = sums[0][2];
+            uint32_t place_2 = row * 8 + first + 1;
+            reductions[place_2] = sums[0][1];
+            reductions[place_2 + 64] = sums[0][3];
+            named_barrier(1, 256);
+            if (warp / 8 == finisher) {
+              uint32_t column = warp % 8;
+              if (column < column_count) {
+                uint32_t row_2 = lane % 16;
+                uint32_t half = lane / 16;
+                float half_sum = 0.0f;
+                #pragma unroll
+                for (uint32_t other = 0; other < 4; ++other) {
+                  uint32_t place_3 = (half * 4 + other) * 16 + row_2;
+                  half_sum = half_sum + reductions[place_3 * 8 + column];
+                }
+                float value = shuffle_xor_f32(half_sum, 16);
+                float row_sum = half_sum + value;
+                uint32_t head = strip / 4;
+                uint32_t strip_of_head = strip % 4;
+                float value_2 = row_sum * ((float*)(arena + 211968))[column];
+                uint32_t dim = strip_of_head * 16 + row_2;
+                if (head < 6) {
+                  float2* angles_2 = (float2*)(arena + 212000) + column * 32;
+                  uint32_t frequency = strip_of_head * 8 + row_2 % 8;
+                  float2 angle = angles_2[frequency];
+                  float partner = shuffle_xor_f32(value_2, 8);
+                  bool is_second = row_2 >= 8;
+                  float rotated = value_2 * angle.x + (is_second ? partner : -partner) * angle.y;
+                  uint32_t dim_2 = frequency + (is_second ? 32u : 0u);
+                  value_2 = rotated;
+                  dim = dim_2;
+                }
+                float neighbour = shuffle_xor_f32(value_2, 1);
+                uint32_t pair = pack_bf16x2(value_2, neighbour);
+                if (lane < 16 && lane % 2 == 0) {
+                  uint32_t place_3 = (column * 512 + head * 64 + dim) / 2;
+                  if (head >= 4) {
+                    if (((uint32_t*)(arena + 223008))[column * 8 + 1] < ((uint32_t*)(arena + 223008))[column * 8 + 2]) {
+                      uint32_t table = ((uint32_t*)(arena + 223008))[column * 8 + 6] * 32;
+                      uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + 223008))[column * 8] / 16));
+                      uint64_t offset = (uint64_t)(layer) * 1048576 + (uint64_t)(page) * 4096;
+                      bf16* key = kv + (offset + (uint64_t)((head - 4) % 2 * 1024 + ((uint32_t*)(arena + 223008))[column * 8] % 16 * 64));
+                      bf16* place_4 = head - 4 < 2 ? key : key + 2048;
+                      ((uint32_t*)(place_4 + dim))[0] = pair;
+                      fence_proxy_async();
+                    }
+                  }
+                  (exchange_words + (place_3 + 576))[0] = pair;
+                }
+              }
+            }
+            turn = turn ^ 1;
+            finisher = finisher + 1;
+            if (finisher == 1) {
+              finisher = 0;
+            }
+          }
+        }
+        // grid barrier
+        named_barrier(1, 256);
+        if (thread == 0) {
+          arrivals_due = arrivals_due + 132;
+          add_release_u64(counter, 1);
+          wait_at_least_u64(counter, arrivals_due);
+        }
+        named_barrier(1, 256);
+        // attention
+        if (thread == 0) {
+          store_relaxed_u32(progress + block, step * 17 + (layer * 5 + 1));
+        }
+        uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 4928 + (block + 64)));
+        uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 4928 + (block + 1 + 64)));
+        #pragma unroll 1
+        for (uint32_t number = first_item; number < last_item; ++number) {
+          const int32_t* record = kv_plans + (plan_index * 4928 + (number * 8 + 256));
+          uint4 what = load_constant_u32x4(record);
+          uint4 rest = load_constant_u32x4(record + 4);
+          const int32_t* record_2 = tiles + what.y * 8;
+          uint4 place = load_constant_u32x4(record_2);
+          uint4 keys = load_constant_u32x4(record_2 + 4);
+          uint32_t cached = keys.x + keys.y * step;
+          uint32_t cached_end = rest.x < cached ? rest.x : cached;
+          uint32_t newest_begin = what.w < cached ? cached : what.w;
+          uint32_t newest_end = rest.x < cached + keys.z ? rest.x : cached + keys.z;
+          uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
+          uint4* queries = (uint4*)(arena + 196864);
+          uint32_t query_units = rest.z * 8;
+          uint32_t newest_units = newest * 8;
+          #pragma unroll 1
+          for (uint32_t number_2 = thread; number_2 < query_units + newest_units * 2; number_2 += 256) {
+            if (number_2 < query_units) {
+              uint32_t row = number_2 / 8;
+              uint32_t column = place.x + row / 2;
+              uint4 words = ((const uint4*)(exchange_words + ((column * 64 + (what.z * 2 + row % 2) * 8 + number_2 % 8) * 4 + 576)))[0];
+              queries[number_2] = words;
+            } else {
+              bool is_value = number_2 - query_units >= newest_units;
+              uint32_t unit = is_value ? number_2 - query_units - newest_units : number_2 - query_units;
+              uint32_t column = keys.w + (newest_begin - cached) + unit / 8;
+              uint4 words = ((const uint4*)(exchange_words + ((column * 64 + ((is_value ? 6u : 4u) + what.z) * 8 + unit % 8) * 4 + 576)))[0];
+              uint4* keys_2 = (uint4*)(arena + 198912);
+              uint4* values = (uint4*)(arena + 198912) + 128;
+              if (is_value) {
+                values[unit] = words;
+              } else {
+                keys_2[unit] = words;
+              }
+            }
+          }
+          named_barrier(1, 256);
+          uint32_t column_tiles = 1;
+          if (rest.z > 8) {
+            column_tiles = 2;
+          }
+          uint32_t key_groups = 8 / column_tiles < 32 ? 8 / column_tiles : 32;
+          uint32_t warp_group = warp / column_tiles;
+          uint32_t column_tile = warp % column_tiles;
+          uint32_t key_group = warp_group < key_groups ? warp_group : 134217728;
+          uint4* shared = (uint4*)(arena + 196864);
+          uint32_t row = column_tile * 8 + lane / 4 < 15 ? column_tile * 8 + lane / 4 : 15;
+          uint4* query = shared + row * 8;
+          uint32_t limits[2];
+          uint32_t fused = column_tile * 8 + lane % 4 * 2;
+          uint32_t present = fused < rest.z - 1 ? fused : rest.z - 1;
+          uint32_t end = rest.x < cached + keys.z ? rest.x : cached + keys.z;
+          uint32_t position_2 = ((uint32_t*)(arena + 223008))[(place.x + present / 2) * 8];
+          uint32_t following_2 = position_2 + 1;
+          uint32_t visible = following_2 > place.w ? following_2 - place.w : 0;
+          limits[0] = fused < rest.z ? (end < visible ? end : visible) : 0;
+          uint32_t fused_2 = column_tile * 8 + lane % 4 * 2 + 1;
+          uint32_t present_2 = fused_2 < rest.z - 1 ? fused_2 : rest.z - 1;
+          uint32_t end_2 = rest.x < cached + keys.z ? rest.x : cached + keys.z;
+          uint32_t position_3 = ((uint32_t*)(arena + 223008))[(place.x + present_2 / 2) * 8];
+          uint32_t following_3 = position_3 + 1;
+          uint32_t visible_2 = following_3 > place.w ? following_3 - place.w : 0;
+          limits[1] = fused_2 < rest.z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
+          float highest[2];
+          float weight_sum[2] = {};
+          float output[4][4] = {};
+          highest[0] = -bits_float(0x7f800000);
+          highest[1] = -bits_float(0x7f800000);
+          uint32_t cached_2 = what.w < cached_end ? cached_end - what.w : 0;
+          uint32_t tiles_2 = (cached_2 + 15) / 16;
+          uint32_t all_tiles = tiles_2 + (newest + 15) / 16;
+          uint32_t tile = key_group;
+          while (tile < all_tiles) {
+            uint32_t stage = tile / 4;
+            uint32_t first_tile = stage * 4;
+            uint32_t last_tile = first_tile + 4 < tiles_2 ? first_tile + 4 : tiles_2;
+            uint32_t first_key = what.w + stage * 64;
+            uint32_t count = cached_end - first_key < 64 ? cached_end - first_key : 64;
+            bool is_cached = tile < tiles_2;
+            uint32_t groups = last_tile - first_tile < key_groups ? last_tile - first_tile : key_groups;
+            uint32_t members = groups * column_tiles;
+            uint32_t number_2 = (key_group + key_groups - first_tile % key_groups) % key_groups;
+            uint32_t rank = number_2 * column_tiles + column_tile;
+            uint32_t arrivals = 8 / members + (rank < 8 % members ? 1u : 0u);
+            uint32_t place_2 = use_stage + stage;
+            uint32_t stage_2 = place_2 % 11;
+            if (is_cached) {
+              mbarrier_wait(full + stage_2, (use_parity + place_2 / 11) % 2);
+            }
+            uint8_t* chunk = arena + stage_2 * 16384;
+            uint8_t* keys_2 = chunk;
+            uint8_t* values = chunk + 8192;
+            if (tile >= tiles_2) {
+              uint8_t* newest_keys = arena + 198912;
+              uint8_t* newest_values = arena + 198912 + 2048;
+              first_tile = tiles_2;
+              last_tile = all_tiles;
+              first_key = newest_begin;
+              count = newest;
+              keys_2 = newest_keys;
+              values = newest_values;
+            }
+            while (tile < last_tile) {
+              uint32_t row_2 = (tile - first_tile) * 16;
+              uint32_t row_3 = row_2 + lane / 4;
+              float sums[2][4] = {};
+              uint32_t words[2][4];
+              const uint4* keys_3 = (const uint4*)(keys_2) + row_3 * 8;
+              uint32_t is_odd = lane / 4 % 2;
+              uint4 first = keys_3[is_odd * 4 + lane % 4];
+              uint4 second = keys_3[(1 - is_odd) * 4 + lane % 4];
+              words[0][0] = is_odd == 0 ? first.x : second.x;
+              words[1][0] = is_odd == 0 ? second.x : first.x;
+              words[0][1] = is_odd == 0 ? first.y : second.y;
+              words[1][1] = is_odd == 0 ? second.y : first.y;
+              words[0][2] = is_odd == 0 ? first.z : second.z;
+              words[1][2] = is_odd == 0 ? second.z : first.z;
+              words[0][3] = is_odd == 0 ? first.w : second.w;
+              words[1][3] = is_odd == 0 ? second.w : first.w;
+              uint32_t words_2[2][4];
+              const uint4* keys_4 = (const uint4*)(keys_2) + (row_3 + 8) * 8;
+              uint32_t is_odd_2 = lane / 4 % 2;
+              uint4 first_2 = keys_4[is_odd_2 * 4 + lane % 4];
+              uint4 second_2 = keys_4[(1 - is_odd_2) * 4 + lane % 4];
+              words_2[0][0] = is_odd_2 == 0 ? first_2.x : second_2.x;
+              words_2[1][0] = is_odd_2 == 0 ? second_2.x : first_2.x;
+              words_2[0][1] = is_odd_2 == 0 ? first_2.y : second_2.y;
+              words_2[1][1] = is_odd_2 == 0 ? second_2.y : first_2.y;
+              words_2[0][2] = is_odd_2 == 0 ? first_2.z : second_2.z;
+              words_2[1][2] = is_odd_2 == 0 ? second_2.z : first_2.z;
+              words_2[0][3] = is_odd_2 == 0 ? first_2.w : second_2.w;
+              words_2[1][3] = is_odd_2 == 0 ? second_2.w : first_2.w;
+              uint4 early = make_u32x4(words[0][0], words_2[0][0], words[0][1], words_2[0][1]);
+              uint4 late = make_u32x4(words[0][2], words_2[0][2], words[0][3], words_2[0][3]);
+              mma_bf16(sums[0], early, query[lane % 4].x, query[lane % 4].y);
+              mma_bf16(sums[1], late, query[lane % 4].z, query[lane % 4].w);
+              uint4 early_2 = make_u32x4(words[1][0], words_2[1][0], words[1][1], words_2[1][1]);
+              uint4 late_2 = make_u32x4(words[1][2], words_2[1][2], words[1][3], words_2[1][3]);
+              mma_bf16(sums[0], early_2, query[4 + lane % 4].x, query[4 + lane % 4].y);
+              mma_bf16(sums[1], late_2, query[4 + lane % 4].z, query[4 + lane % 4].w);
+              float logits_2[4];
+              #pragma unroll
+              for (uint32_t element = 0; element < 4; ++element) {
+                logits_2[element] = sums[0][element] + sums[1][element];
+              }
+              uint32_t number_3 = lane / 4;
+              uint32_t limits_2[2];
+              limits_2[0] = limits[0] < first_key + row_2 + (count - row_2) ? limits[0] : first_key + row_2 + (count - row_2);
+              limits_2[1] = limits[1] < first_key + row_2 + (count - row_2) ? limits[1] : first_key + row_2 + (count - row_2);
+              bool is_seen = first_key + row_2 + number_3 < limits_2[0];
+              float logit = logits_2[0] * 0.18033688f;
+              logits_2[0] = is_seen ? logit : -bits_float(0x7f800000);
+              bool is_seen_2 = first_key + row_2 + number_3 < limits_2[1];
+              float logit_2 = logits_2[1] * 0.18033688f;
+              logits_2[1] = is_seen_2 ? logit_2 : -bits_float(0x7f800000);
+              uint32_t tile_key = number_3 + 8;
+              bool is_seen_3 = first_key + row_2 + tile_key < limits_2[0];
+              float logit_3 = logits_2[2] * 0.18033688f;
+              logits_2[2] = is_seen_3 ? logit_3 : -bits_float(0x7f800000);
+              uint32_t tile_key_2 = number_3 + 8;
+              bool is_seen_4 = first_key + row_2 + tile_key_2 < limits_2[1];
+              float logit_4 = logits_2[3] * 0.18033688f;
+              logits_2[3] = is_seen_4 ? logit_4 : -bits_float(0x7f800000);
+              #pragma unroll
+              for (uint32_t column = 0; column < 2; ++column) {
+                float peak = maximum_f32(logits_2[column], logits_2[column + 2]);
+                float value = shuffle_xor_f32(peak, 4);
+                peak = maximum_f32(peak, value);
+                float value_2 = shuffle_xor_f32(peak, 8);
+                peak = maximum_f32(peak, value_2);
+                float value_3 = shuffle_xor_f32(peak, 16);
+                peak = maximum_f32(peak, value_3);
+                float new_highest = maximum_f32(highest[column], peak);
+                float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
+                float shrink = exp2_f32(highest[column] - base);
+                highest[column] = new_highest;
+                logits_2[column] = exp2_f32(logits_2[column] - base);
+                logits_2[column + 2] = exp2_f32(logits_2[column + 2] - base);
+                weight_sum[column] = weight_sum[column] * shrink + (logits_2[column] + logits_2[column + 2]);
+                #pragma unroll
+                for (uint32_t tile_2 = 0; tile_2 < 4; ++tile_2) {
+                  output[tile_2][column] = output[tile_2][column] * shrink;
+                  output[tile_2][column + 2] = output[tile_2][column + 2] * shrink;
+                }
+              }
+              uint32_t weights_low = matrix_transpose_b16(pack_bf16x2(logits_2[0], logits_2[1]));
+              uint32_t weights_high = matrix_transpose_b16(pack_bf16x2(logits_2[2], logits_2[3]));
+              uint32_t words_3[1][4][4];
+              uint32_t tile_key_3 = lane % 4 * 2 < count - row_2 - 1 ? lane % 4 * 2 : count - row_2 - 1;
+              uint32_t row_4 = row_2 + tile_key_3;
+              const uint4* units = (const uint4*)(values) + (row_4 * 8 + lane / 4);
+              uint4 read = units[0];
+              words_3[0][0][0] = read.x;
+              words_3[0][0][1] = read.y;
+              words_3[0][0][2] = read.z;
+              words_3[0][0][3] = read.w;
+              uint32_t tile_key_4 = lane % 4 * 2 + 1 < count - row_2 - 1 ? lane % 4 * 2 + 1 : count - row_2 - 1;
+              uint32_t row_5 = row_2 + tile_key_4;
+              const uint4* units_2 = (const uint4*)(values) + (row_5 * 8 + lane / 4);
+              uint4 read_2 = units_2[0];
+              words_3[0][1][0] = read_2.x;
+              words_3[0][1][1] = read_2.y;
+              words_3[0][1][2] = read_2.z;
+              words_3[0][1][3] = read_2.w;
+              uint32_t tile_key_5 = lane % 4 * 2 + 8 < count - row_2 - 1 ? lane % 4 * 2 + 8 : count - row_2 - 1;
+              uint32_t row_6 = row_2 + tile_key_5;
+              const uint4* units_3 = (const uint4*)(values) + (row_6 * 8 + lane / 4);
+              uint4 read_3 = units_3[0];
+              words_3[0][2][0] = read_3.x;
+              words_3[0][2][1] = read_3.y;
+              words_3[0][2][2] = read_3.z;
+              words_3[0][2][3] = read_3.w;
+              uint32_t tile_key_6 = lane % 4 * 2 + 9 < count - row_2 - 1 ? lane % 4 * 2 + 9 : count - row_2 - 1;
+              uint32_t row_7 = row_2 + tile_key_6;
+              const uint4* units_4 = (const uint4*)(values) + (row_7 * 8 + lane / 4);
+              uint4 read_4 = units_4[0];
+              words_3[0][3][0] = read_4.x;
+              words_3[0][3][1] = read_4.y;
+              words_3[0][3][2] = read_4.z;
+              words_3[0][3][3] = read_4.w;
+              #pragma unroll
+              for (uint32_t tile_2 = 0; tile_2 < 4; ++tile_2) {
+                uint32_t low_early = byte_permute(words_3[0][0][tile_2 / 2], words_3[0][1][tile_2 / 2], tile_2 % 2 == 0 ? 21520u : 30258u);
+                uint32_t high_early = byte_permute(words_3[0][0][(tile_2 + 4) / 2], words_3[0][1][(tile_2 + 4) / 2], (tile_2 + 4) % 2 == 0 ? 21520u : 30258u);
+                uint32_t low_late = byte_permute(words_3[0][2][tile_2 / 2], words_3[0][3][tile_2 / 2], tile_2 % 2 == 0 ? 21520u : 30258u);
+                uint32_t high_late = byte_permute(words_3[0][2][(tile_2 + 4) / 2], words_3[0][3][(tile_2 + 4) / 2], (tile_2 + 4) % 2 == 0 ? 21520u : 30258u);
+                uint4 operand = make_u32x4(low_early, high_early, low_late, high_late);
+                mma_bf16(output[tile_2], operand, weights_low, weights_high);
+              }
+              tile = tile + key_groups;
+            }
+            warp_barrier();
+            if (lane == 0 && is_cached) {
+              mbarrier_arrive_many(empty + stage_2, arrivals);
+            }
+          }
+          uint32_t place_2 = use_stage + (cached_2 + 63) / 64;
+          use_parity = (use_parity + place_2 / 11) % 2;
+          use_stage = place_2 % 11;
+          float* words = (float*)(arena + 214048);
+          #pragma unroll
+          for (uint32_t column = 0; column < 2; ++column) {
+            float total = weight_sum[column];
+            float value = shuffle_xor_f32(total, 4);
+            total = total + value;
+            float value_2 = shuffle_xor_f32(total, 8);
+            total = total + value_2;
+            float value_3 = shuffle_xor_f32(total, 16);
+            total = total + value_3;
+            if (lane < 4) {
+              uint32_t place_3 = (warp * 8 + lane * 2 + column) * 2;
+              words[place_3] = highest[column];
+              words[place_3 + 1] = total;
+            }
+          }
+          uint4* scratch = (uint4*)(arena + 180480);
+          #pragma unroll
+          for (uint32_t column = 0; column < 2; ++column) {
+            uint32_t row_2 = warp * 8 + lane % 4 * 2 + column;
+            uint4* place_3 = scratch + (row_2 * 64 + lane / 4 * 8) / 4;
+            place_3[0] = make_u32x4(float_bits(output[0][column]), float_bits(output[1][column]), float_bits(output[2][column]), float_bits(output[3][column]));
+            place_3[1] = make_u32x4(float_bits(output[0][column + 2]), float_bits(output[1][column + 2]), float_bits(output[2][column + 2]), float_bits(output[3][column + 2]));
+          }
+          named_barrier(1, 256);
+          #pragma unroll 1
+          for (uint32_t output_2 = thread; output_2 < rest.z * 32; output_2 += 256) {
+            uint32_t row_2 = output_2 / 32;
+            uint32_t pair = output_2 % 32;
+            float2* scratch_2 = (float2*)(arena + 180480);
+            float2* statistics = (float2*)(arena + 214048);
+            float low = 0.0f;
+            float high = 0.0f;
+            float highest_2 = -bits_float(0x7f800000);
+            #pragma unroll 1
+            for (uint32_t other = row_2; other < 64; other += column_tiles * 8) {
+              highest_2 = maximum_f32(highest_2, statistics[other].x);
+            }
+            float base = highest_2 == -bits_float(0x7f800000) ? 0.0f : highest_2;
+            float weight_sum_2 = 0.0f;
+            #pragma unroll 1
+            for (uint32_t other = row_2; other < 64; other += column_tiles * 8) {
+              float2 numbers = statistics[other];
+              float weight = exp2_f32(numbers.x - base);
+              float2 part = scratch_2[other * 32 + pair];
+              weight_sum_2 = weight_sum_2 + weight * numbers.y;
+              low = low + weight * part.x;
+              high = high + weight * part.y;
+            }
+            float inverse = weight_sum_2 == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum_2);
+            float lse = weight_sum_2 == 0.0f ? -bits_float(0x7f800000) : highest_2 * 0.6931472f + log_f32(weight_sum_2);
+            float low_2 = low * inverse;
+            float high_2 = high * inverse;
+            uint32_t dim_pair = pair / 4 * 4 + pair % 4;
+            if (rest.y == 4294967295u) {
+              uint32_t column = place.x + row_2 / 2;
+              (exchange_words + (((((what.z * 2 + row_2 % 2) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 2 + row_2 % 2) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 2 + row_2 % 2) * 64 + dim_pair * 2) % 8 / 2 + 294208))[0] = pack_bf16x2(low_2, high_2);
+            } else {
+              uint32_t partial = (rest.y + row_2) * 68;
+              (exchange_words + (partial + dim_pair * 2 + 2624))[0] = float_bits(low_2);
+              (exchange_words + (partial + dim_pair * 2 + 1 + 2624))[0] = float_bits(high_2);
+              if (dim_pair < 4) {
+                (exchange_words + (partial + 64 + dim_pair + 2624))[0] = float_bits(lse);
+              }
+            }
+          }
+          named_barrier(1, 256);
+        }
+        // grid barrier
+        named_barrier(1, 256);
+        if (thread == 0) {
+          arrivals_due = arrivals_due + 132;
+          add_release_u64(counter, 1);
+          wait_at_least_u64(counter, arrivals_due);
+        }
+        named_barrier(1, 256);
+        // merge of partial states
+        uint4 header = load_constant_u32x4(kv_plans + plan_index * 4928);
+        uint32_t merge_count = header.z;
+        uint32_t merge_rows = header.w;
+        uint32_t first_job = warp * 132 + block;
+        #pragma unroll 1
+        for (uint32_t job = first_job; job < merge_count * merge_rows; job += 1056) {
+          uint32_t merge = job / merge_rows;
+          uint32_t row = job % merge_rows;
+          uint32_t number = load_constant_u32(kv_plans + (plan_index * 4928 + (merge * 2 + 2688)));
+          uint32_t head = load_constant_u32(kv_plans + (plan_index * 4928 + (merge * 2 + 1 + 2688)));
+          uint32_t first_source = load_constant_u32(kv_plans + (plan_index * 4928 + (merge + 2624)));
+          uint32_t last_source = load_constant_u32(kv_plans + (plan_index * 4928 + (merge + 1 + 2624)));
+          const int32_t* record = tiles + number * 8;
+          uint4 place = load_constant_u32x4(record);
+          uint4 keys = load_constant_u32x4(record + 4);
+          uint32_t cached = keys.x;
+          if (row < place.y * 2) {
+            uint32_t lane_unit = lane % 16;
+            float highest = -bits_float(0x7f800000);
+            float weight_sum = 0.0f;
+            float sums[4] = {};
+            #pragma unroll 1
+            for (uint32_t first = first_source; first < last_source; first += 5) {
+              uint32_t count = last_source - first < 5 ? last_source - first : 5;
+              uint4 states[8];
+              uint32_t places[8];
+              uint32_t mine = load_constant_u32(kv_plans + (plan_index * 4928 + (first + (lane < count - 1 ? lane : count - 1) + 2752)));
+              places[0] = ((mine + row) * 17 + 16) * 4;
+              #pragma unroll
+              for (uint32_t number_2 = 0; number_2 < 5; ++number_2) {
+                uint32_t source = load_constant_u32(kv_plans + (plan_index * 4928 + (first + (number_2 < count - 1 ? number_2 : count - 1) + 2752)));
+                places[number_2 + 1] = ((source + row) * 17 + lane_unit) * 4;
+              }
+              #pragma unroll
+              for (uint32_t number_2 = 0; number_2 < 8; ++number_2) {
+                if (number_2 < 6) {
+                  uint4 words = ((const uint4*)(exchange_words + (places[number_2] / 4 * 4 + 2624)))[0];
+                  states[number_2] = words;
+                }
+              }
+              #pragma unroll
+              for (uint32_t number_2 = 0; number_2 < 5; ++number_2) {
+                if (number_2 < count) {
+                  uint4 part = states[number_2 + 1];
+                  uint32_t value = shuffle_u32(states[0].x, number_2);
+                  float lse = bits_float(value);
+                  float new_highest = maximum_f32(highest, lse);
+                  float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
+                  float shrink = exp2_f32((highest - base) * 1.442695f);
+                  float weight = exp2_f32((lse - base) * 1.442695f);
+                  highest = new_highest;
+                  weight_sum = weight_sum * shrink + weight;
+                  sums[0] = sums[0] * shrink + weight * bits_float(part.x);
+                  sums[1] = sums[1] * shrink + weight * bits_float(part.y);
+                  sums[2] = sums[2] * shrink + weight * bits_float(part.z);
+                  sums[3] = sums[3] * shrink + weight * bits_float(part.w);
+                }
+              }
+            }
+            float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
+            float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest + log_f32(weight_sum);
+            sums[0] = sums[0] * inverse;
+            sums[1] = sums[1] * inverse;
+            sums[2] = sums[2] * inverse;
+            sums[3] = sums[3] * inverse;
+            if (lane < 16) {
+              float low = sums[0];
+              float high = sums[1];
+              uint32_t column = place.x + row / 2;
+              (exchange_words + (((((head * 2 + row % 2) * 64 + lane_unit * 2 * 2) / 32 * 8 + column) * 4 + ((head * 2 + row % 2) * 64 + lane_unit * 2 * 2) / 8 % 4) * 4 + ((head * 2 + row % 2) * 64 + lane_unit * 2 * 2) % 8 / 2 + 294208))[0] = pack_bf16x2(low, high);
+              float low_2 = sums[2];
+              float high_2 = sums[3];
+              uint32_t column_2 = place.x + row / 2;
+              (exchange_words + (((((head * 2 + row % 2) * 64 + (lane_unit * 2 + 1) * 2) / 32 * 8 + column_2) * 4 + ((head * 2 + row % 2) * 64 + (lane_unit * 2 + 1) * 2) / 8 % 4) * 4 + ((head * 2 + row % 2) * 64 + (lane_unit * 2 + 1) * 2) % 8 / 2 + 294208))[0] = pack_bf16x2(low_2, high_2);
+            }
+          }
+        }
+        // grid barrier
+        named_barrier(1, 256);
+        if (thread == 0) {
+          arrivals_due = arrivals_due + 132;
+          add_release_u64(counter, 1);
+          wait_at_least_u64(counter, arrivals_due);
+        }
+        named_barrier(1, 256);
+        // o: projection onto the residual
+        if (thread == 0) {
+          store_relaxed_u32(progress + block, step * 17 + (layer * 5 + 2));
+        }
+        uint32_t position_2 = block % 132;
+        if (position_2 < 8) {
+          uint4* vector = (uint4*)(arena + 180480);
+          uint32_t first_unit = thread;
+          if (thread / 4 % 8 < column_count) {
+            uint4 units[8];
+            #pragma unroll
+            for (uint32_t number = 0; number < 1; ++number) {
+              uint4 words = ((const uint4*)(exchange_words + ((first_unit + number * 256) * 4 + 294208)))[0];
+              units[number] = words;
+            }
+            #pragma unroll
+            for (uint32_t number = 0; number < 1; ++number) {
+              vector[first_unit + number * 256] = units[number];
+            }
+          }
+          named_barrier(1, 256);
+          #pragma unroll 1
+          for (uint32_t strip = position_2; strip < 8; strip += 132) {
+            float sums[1][4] = {};
+            #pragma unroll 2
+            for (uint32_t chunk = 0; chunk < 1; ++chunk) {
+              mbarrier_wait(full + use_stage, use_parity);
+              uint8_t* chunk_2 = arena + use_stage * 16384;
+              uint4* vector_2 = (uint4*)(arena + 180480);
+              const uint4* fragments = (const uint4*)(chunk_2);
+              #pragma unroll
+              for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
+                uint32_t pair = turn_2 * 8 + warp;
+                if (pair < 8) {
+                  uint4 first = fragments[pair * 64 + lane];
+                  uint4 second = fragments[pair * 64 + 32 + lane];
+                  uint4* units = vector_2 + (chunk * 16 + pair) * 32;
+                  uint4 values = units[lane % 32];
+                  mma_bf16(sums[0], first, values.x, values.y);
+                  mma_bf16(sums[0], second, values.z, values.w);
+                }
+              }
+              warp_barrier();
+              if (lane == 0) {
+                mbarrier_arrive(empty + use_stage);
+              }
+              use_stage = use_stage + 1;
+              if (use_stage == 11) {
+                use_stage = 0;
+                use_parity = use_parity ^ 1;
+              }
+            }
+            float* reductions = (float*)(arena + 203008) + turn * 1024;
+            uint32_t row = warp * 16 + lane / 4;
+            uint32_t first = lane % 4 * 2;
+            uint32_t place = row * 8 + first;
+            reductions[place] = sums[0][0];
+            reductions[place + 64] = sums[0][2];
+            uint32_t place_2 = row * 8 + first + 1;
+            reductions[place_2] = sums[0][1];
+            reductions[place_2 + 64] = sums[0][3];
+            named_barrier(1, 256);
+            if (warp / 8 == finisher) {
+              uint32_t column = warp % 8;
+              if (column < column_count) {
+                uint32_t row_2 = lane % 16;
+                uint32_t half = lane / 16;
+                float half_sum = 0.0f;
+                #pragma unroll
+                for (uint32_t other = 0; other < 4; ++other) {
+                  uint32_t place_3 = (half * 4 + other) * 16 + row_2;
+                  half_sum = half_sum + reductions[place_3 * 8 + column];
+                }
+                float value = shuffle_xor_f32(half_sum, 16);
+                float row_sum = half_sum + value;
+                float* residual_2 = (float*)(arena + 211200);
+                float value_2 = row_sum;
+                if (lane < 16) {
+                  uint32_t place_3 = (strip / 132 * 16 + row_2) * 8 + column;
+                  value_2 = value_2 + residual_2[place_3];
+                  residual_2[place_3] = value_2;
+                }
+                float neighbour = shuffle_xor_f32(value_2, 1);
+                uint32_t pair = pack_bf16x2(value_2, neighbour);
+                if (lane < 16 && lane % 2 == 0) {
+                  (exchange_words + ((((strip * 16 + lane) / 32 * 8 + column) * 4 + (strip * 16 + lane) / 8 % 4) * 4 + (strip * 16 + lane) % 8 / 2 + 295232))[0] = pair;
+                }
+              }
+            }
+            turn = turn ^ 1;
+            finisher = finisher + 1;
+            if (finisher == 1) {
+              finisher = 0;
+            }
+          }
+        }
+        // grid barrier
+        named_barrier(1, 256);
+        if (thread == 0) {
+          arrivals_due = arrivals_due + 132;
+          add_release_u64(counter, 1);
+          wait_at_least_u64(counter, arrivals_due);
+        }
+        named_barrier(1, 256);
+        // gate_up: norm, gate and up, SwiGLU
+        if (thread == 0) {
+          store_relaxed_u32(progress + block, step * 17 + (layer * 5 + 3));
+        }
+        const uint8_t* lines_2 = (const uint8_t*)(norms + (layer * 2 + 2) * 128);
+        if (thread == 0) {
+          #pragma unroll 1
+          for (uint32_t offset = block * 128; offset < 256; offset += 16896) {
+            prefetch_l2(lines_2 + offset);
+          }
+        }
+        uint32_t position_3 = (block + 124) % 132;
+        if (position_3 < 40) {
+          uint4* vector = (uint4*)(arena + 180480);
+          float squares = 0.0f;
+          if (thread < 128) {
+            uint32_t first_unit = thread;
+            uint4 weights_2[8];
+            #pragma unroll
+            for (uint32_t number = 0; number < 1; ++number) {
+              uint4 value = load_constant_u32x4(norms + (layer * 2 + 1) * 128 + ((first_unit + number * 256) / 32 * 4 + (first_unit + number * 256) % 4) * 8);
+              weights_2[number] = value;
+            }
+            if (thread / 4 % 8 < column_count) {
+              uint4 units[8];
+              #pragma unroll
+              for (uint32_t number = 0; number < 1; ++number) {
+                uint4 words = ((const uint4*)(exchange_words + ((first_unit + number * 256) * 4 + 295232)))[0];
+                units[number] = words;
+              }
+              #pragma unroll
+              for (uint32_t number = 0; number < 1; ++number) {
+                float low = bf16x2_low(units[number].x);
+                float high = bf16x2_high(units[number].x);
+                squares = squares + (low * low + high * high);
+                uint32_t weights_3 = weights_2[number].x;
+                float low_2 = bf16x2_low(units[number].y);
+                float high_2 = bf16x2_high(units[number].y);
+                squares = squares + (low_2 * low_2 + high_2 * high_2);
+                uint32_t weights_4 = weights_2[number].y;
+                float low_3 = bf16x2_low(units[number].z);
+                float high_3 = bf16x2_high(units[number].z);
+                squares = squares + (low_3 * low_3 + high_3 * high_3);
+                uint32_t weights_5 = weights_2[number].z;
+                float low_4 = bf16x2_low(units[number].w);
+                float high_4 = bf16x2_high(units[number].w);
+                squares = squares + (low_4 * low_4 + high_4 * high_4);
+                uint32_t weights_6 = weights_2[number].w;
+                vector[first_unit + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_3), high * bf16x2_high(weights_3)), pack_bf16x2(low_2 * bf16x2_low(weights_4), high_2 * bf16x2_high(weights_4)), pack_bf16x2(low_3 * bf16x2_low(weights_5), high_3 * bf16x2_high(weights_5)), pack_bf16x2(low_4 * bf16x2_low(weights_6), high_4 * bf16x2_high(weights_6)));
+              }
+            }
+          }
+          float* partial_sums = (float*)(arena + 211712);
+          float* scales = (float*)(arena + 211968);
+          float sum_of_token = squares;
+          float value = shuffle_xor_f32(sum_of_token, 2);
+          sum_of_token = sum_of_token + value;
+          float value_2 = shuffle_xor_f32(sum_of_token, 1);
+          sum_of_token = sum_of_token + value_2;
+          if (lane % 4 == 0 && lane < 32) {
+            partial_sums[warp * 8 + lane / 4] = sum_of_token;
+          }
+          named_barrier(1, 256);
+          if (thread < column_count) {
+            float total = 0.0f;
+            #pragma unroll
+            for (uint32_t other = 0; other < 8; ++other) {
+              uint32_t warp_2 = other + thread / 8;
+              total = total + partial_sums[warp_2 * 8 + thread % 8];
+            }
+            scales[thread] = rsqrt_f32(total * 0.0078125f + 1e-05f);
+          }
+          #pragma unroll 1
+          for (uint32_t strip = position_3; strip < 40; strip += 132) {
+            float sums[1][4] = {};
+            #pragma unroll 2
+            for (uint32_t chunk = 0; chunk < 1; ++chunk) {
+              mbarrier_wait(full + use_stage, use_parity);
+              uint8_t* chunk_2 = arena + use_stage * 16384;
+              uint4* vector_2 = (uint4*)(arena + 180480);
+              const uint4* fragments = (const uint4*)(chunk_2);
+              #pragma unroll
+              for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
+                uint32_t pair = turn_2 * 8 + warp;
+                if (pair < 4) {
+                  uint4 first = fragments[pair * 64 + lane];
+                  uint4 second = fragments[pair * 64 + 32 + lane];
+                  uint4* units = vector_2 + (chunk * 16 + pair) * 32;
+                  uint4 values = units[lane % 32];
+                  mma_bf16(sums[0], first, values.x, values.y);
+                  mma_bf16(sums[0], second, values.z, values.w);
+                }
+              }
+              warp_barrier();
+              if (lane == 0) {
+                mbarrier_arrive(empty + use_stage);
+              }
+              use_stage = use_stage + 1;
+              if (use_stage == 11) {
+                use_stage = 0;
+                use_parity = use_parity ^ 1;
+              }
+            }
+            float* reductions = (float*)(arena + 203008) + turn * 1024;
+            uint32_t row = warp * 16 + lane / 4;
+            uint32_t first = lane % 4 * 2;
+            uint32_t place = row * 8 + first;
+            reductions[place] = sums[0][0];
+            reductions[place + 64] = sums[0][2];
+            uint32_t place_2 = row * 8 + first + 1;
+            reductions[place_2] = sums[0][1];
+            reductions[place_2 + 64] = sums[0][3];
+            named_barrier(1, 256);
+            if (warp / 8 == finisher) {
+              uint32_t column = warp % 8;
+              if (column < column_count) {
+                uint32_t row_2 = lane % 16;
+                uint32_t half = lane / 16;
+                float half_sum = 0.0f;
+                #pragma unroll
+                for (uint32_t other = 0; other < 4; ++other) {
+                  uint32_t place_3 = (half * 4 + other) * 16 + row_2;
+                  half_sum = half_sum + reductions[place_3 * 8 + column];
+                }
+                float value_3 = shuffle_xor_f32(half_sum, 16);
+                float row_sum = half_sum + value_3;
+                float value_4 = row_sum * ((float*)(arena + 211968))[column];
+                float other = shuffle_xor_f32(value_4, 8);
+                float gated = divide_f32(value_4, 1.0f + exp_f32(-value_4)) * other;
+                float neighbour = shuffle_xor_f32(gated, 1);
+                uint32_t pair = pack_bf16x2(gated, neighbour);
+                if (lane < 8 && lane % 2 == 0) {
+                  (exchange_words + ((((strip * 8 + lane) / 32 * 8 + column) * 4 + (strip * 8 + lane) / 8 % 4) * 4 + (strip * 8 + lane) % 8 / 2 + 295744))[0] = pair;
+                }
+              }
+            }
+            turn = turn ^ 1;
+            finisher = finisher + 1;
+            if (finisher == 1) {
+              finisher = 0;
+            }
+          }
+        }
+        // grid barrier
+        named_barrier(1, 256);
+        if (thread == 0) {
+          arrivals_due = arrivals_due + 132;
+          add_release_u64(counter, 1);
+          wait_at_least_u64(counter, arrivals_due);
+        }
+        named_barrier(1, 256);
+        // down: projection onto the residual
+        if (thread == 0) {
+          store_relaxed_u32(progress + block, step * 17 + (layer * 5 + 4));
+        }
+        uint32_t position_4 = block % 132;
+        if (position_4 < 8) {
+          float sums[1][4] = {};
+          uint4* vector = (uint4*)(arena + 180480);
+          uint32_t first_unit = thread;
+          if (thread / 4 % 8 < column_count) {
+            uint4 units[8];
+            #pragma unroll
+            for (uint32_t number = 0; number < 1; ++number) {
+              uint4 words = ((const uint4*)(exchange_words + ((first_unit + number * 256) * 4 + 295744)))[0];
+              units[number] = words;
+            }
+            #pragma unroll
+            for (uint32_t number = 0; number < 1; ++number) {
+              vector[first_unit + number * 256] = units[number];
+            }
+          }
+          if (thread + 256 < 320) {
+            uint32_t first_unit_2 = thread + 256;
+            if (thread / 4 % 8 < column_count) {
+              uint4 units[8];
+              #pragma unroll
+              for (uint32_t number = 0; number < 1; ++number) {
+                uint4 words = ((const uint4*)(exchange_words + ((first_unit_2 + number * 256) * 4 + 295744)))[0];
+                units[number] = words;
+              }
+              #pragma unroll
+              for (uint32_t number = 0; number < 1; ++number) {
+                vector[first_unit_2 + number * 256] = units[number];
+              }
+            }
+          }
+          named_barrier(1, 256);
+          #pragma unroll 2
+          for (uint32_t chunk = 0; chunk < 1; ++chunk) {
+            mbarrier_wait(full + use_stage, use_parity);
+            uint8_t* chunk_2 = arena + use_stage * 16384;
+            uint4* vector_2 = (uint4*)(arena + 180480);
+            const uint4* fragments = (const uint4*)(chunk_2);
+            #pragma unroll
+            for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
+              uint32_t pair = turn_2 * 8 + warp;
+              if (pair < 10) {
+                uint4 first = fragments[pair * 64 + lane];
+                uint4 second = fragments[pair * 64 + 32 + lane];
+                uint4* units = vector_2 + (chunk * 16 + pair) * 32;
+                uint4 values = units[lane % 32];
+                mma_bf16(sums[0], first, values.x, values.y);
+                mma_bf16(sums[0], second, values.z, values.w);
+              }
+            }
+            warp_barrier();
+            if (lane == 0) {
+              mbarrier_arrive(empty + use_stage);
+            }
+            use_stage = use_stage + 1;
+            if (use_stage == 11) {
+              use_stage = 0;
+              use_parity = use_parity ^ 1;
+            }
+          }
+          named_barrier(1, 256);
+          uint4* vector_2 = (uint4*)(arena + 180480);
+          named_barrier(1, 256);
+          #pragma unroll 2
+          for (uint32_t chunk = 1; chunk < 1; ++chunk) {
+            mbarrier_wait(full + use_stage, use_parity);
+            uint8_t* chunk_2 = arena + use_stage * 16384;
+            uint4* vector_3 = (uint4*)(arena + 180480);
+            const uint4* fragments = (const uint4*)(chunk_2);
+            #pragma unroll
+            for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
+              uint32_t pair = turn_2 * 8 + warp;
+              if (pair < 10) {
+                uint4 first = fragments[pair * 64 + lane];
+                uint4 second = fragments[pair * 64 + 32 + lane];
+                uint4* units = vector_3 + ((chunk - 1) * 16 + pair) * 32;
+                uint4 values = units[lane % 32];
+                mma_bf16(sums[0], first, values.x, values.y);
+                mma_bf16(sums[0], second, values.z, values.w);
+              }
+            }
+            warp_barrier();
+            if (lane == 0) {
+              mbarrier_arrive(empty + use_stage);
+            }
+            use_stage = use_stage + 1;
+            if (use_stage == 11) {
+              use_stage = 0;
+              use_parity = use_parity ^ 1;
+            }
+          }
+          float* reductions = (float*)(arena + 203008) + turn * 1024;
+          uint32_t row = warp * 16 + lane / 4;
+          uint32_t first = lane % 4 * 2;
+          uint32_t place = row * 8 + first;
+          reductions[place] = sums[0][0];
+          reductions[place + 64] = sums[0][2];
+          uint32_t place_2 = row * 8 + first + 1;
+          reductions[place_2] = sums[0][1];
+          reductions[place_2 + 64] = sums[0][3];
+          named_barrier(1, 256);
+          if (warp / 8 == finisher) {
+            uint32_t column = warp % 8;
+            if (column < column_count) {
+              uint32_t row_2 = lane % 16;
+              uint32_t half = lane / 16;
+              float half_sum = 0.0f;
+              #pragma unroll
+              for (uint32_t other = 0; other < 4; ++other) {
+                uint32_t place_3 = (half * 4 + other) * 16 + row_2;
+                half_sum = half_sum + reductions[place_3 * 8 + column];
+              }
+              float value = shuffle_xor_f32(half_sum, 16);
+              float row_sum = half_sum + value;
+              float* residual_2 = (float*)(arena + 211200);
+              float value_2 = row_sum;
+              if (lane < 16) {
+                uint32_t place_3 = (position_4 / 132 * 16 + row_2) * 8 + column;
+                value_2 = value_2 + residual_2[place_3];
+                residual_2[place_3] = value_2;
+              }
+              float neighbour = shuffle_xor_f32(value_2, 1);
+              uint32_t pair = pack_bf16x2(value_2, neighbour);
+              if (lane < 16 && lane % 2 == 0) {
+                (exchange_words + ((((position_4 * 16 + lane) / 32 * 8 + column) * 4 + (position_4 * 16 + lane) / 8 % 4) * 4 + (position_4 * 16 + lane) % 8 / 2 + 64))[0] = pair;
+              }
+            }
+          }
+          turn = turn ^ 1;
+          finisher = finisher + 1;
+          if (finisher == 1) {
+            finisher = 0;
+          }
+        }
+        // grid barrier
+        named_barrier(1, 256);
+        if (thread == 0) {
+          arrivals_due = arrivals_due + 132;
+          add_release_u64(counter, 1);
+          wait_at_least_u64(counter, arrivals_due);
+        }
+        named_barrier(1, 256);
+      }
+      // head: final norm, logits, candidates
+      if (thread == 0) {
+        store_relaxed_u32(progress + block, step * 17 + 15);
+      }
+      float best = -bits_float(0x7f800000);
+      uint32_t best_token = 4294967295u;
+      if (step >= head_from || logits != nullptr) {
+        uint32_t position = (block + 124) % 132;
+        if (position < 32) {
+          uint32_t last = step_epoch + 2;
+          const bf16* norm = norms + 768;
+          uint4* vector = (uint4*)(arena + 180480);
+          float squares = 0.0f;
+          if (thread < 128) {
+            uint32_t first_unit = thread;
+            uint4 weights_2[8];
+            #pragma unroll
+            for (uint32_t number = 0; number < 1; ++number) {
+              uint4 value = load_constant_u32x4(norm + ((first_unit + number * 256) / 32 * 4 + (first_unit + number * 256) % 4) * 8);
+              weights_2[number] = value;
+            }
+            if (thread / 4 % 8 < column_count) {
+              uint4 units[8];
+              #pragma unroll
+              for (uint32_t number = 0; number < 1; ++number) {
+                uint4 words = ((const uint4*)(exchange_words + ((first_unit + number * 256) * 4 + 64)))[0];
+                units[number] = words;
+              }
+              #pragma unroll
+              for (uint32_t number = 0; number < 1; ++number) {
+                float low = bf16x2_low(units[number].x);
+                float high = bf16x2_high(units[number].x);
+                squares = squares + (low * low + high * high);
+                uint32_t weights_3 = weights_2[number].x;
+                float low_2 = bf16x2_low(units[number].y);
+                float high_2 = bf16x2_high(units[number].y);
+                squares = squares + (low_2 * low_2 + high_2 * high_2);
+                uint32_t weights_4 = weights_2[number].y;
+                float low_3 = bf16x2_low(units[number].z);
+                float high_3 = bf16x2_high(units[number].z);
+                squares = squares + (low_3 * low_3 + high_3 * high_3);
+                uint32_t weights_5 = weights_2[number].z;
+                float low_4 = bf16x2_low(units[number].w);
+                float high_4 = bf16x2_high(units[number].w);
+                squares = squares + (low_4 * low_4 + high_4 * high_4);
+                uint32_t weights_6 = weights_2[number].w;
+                vector[first_unit + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_3), high * bf16x2_high(weights_3)), pack_bf16x2(low_2 * bf16x2_low(weights_4), high_2 * bf16x2_high(weights_4)), pack_bf16x2(low_3 * bf16x2_low(weights_5), high_3 * bf16x2_high(weights_5)), pack_bf16x2(low_4 * bf16x2_low(weights_6), high_4 * bf16x2_high(weights_6)));
+              }
+            }
+          }
+          float* partial_sums = (float*)(arena + 211712);
+          float* scales = (float*)(arena + 211968);
+          float sum_of_token = squares;
+          float value = shuffle_xor_f32(sum_of_token, 2);
+          sum_of_token = sum_of_token + value;
+          float value_2 = shuffle_xor_f32(sum_of_token, 1);
+          sum_of_token = sum_of_token + value_2;
+          if (lane % 4 == 0 && lane < 32) {
+            partial_sums[warp * 8 + lane / 4] = sum_of_token;
+          }
+          named_barrier(1, 256);
+          if (thread < column_count) {
+            float total = 0.0f;
+            #pragma unroll
+            for (uint32_t other = 0; other < 8; ++other) {
+              uint32_t warp_2 = other + thread / 8;
+              total = total + partial_sums[warp_2 * 8 + thread % 8];
+            }
+            scales[thread] = rsqrt_f32(total * 0.0078125f + 1e-05f);
+          }
+          #pragma unroll 1
+          for (uint32_t strip = position; strip < 32; strip += 132) {
+            float sums[1][4] = {};
+            #pragma unroll 2
+            for (uint32_t chunk = 0; chunk < 1; ++chunk) {
+              mbarrier_wait(full + use_stage, use_parity);
+              uint8_t* chunk_2 = arena + use_stage * 16384;
+              uint4* vector_2 = (uint4*)(arena + 180480);
+              const uint4* fragments = (const uint4*)(chunk_2);
+              #pragma unroll
+              for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
+                uint32_t pair = turn_2 * 8 + warp;
+                if (pair < 4) {
+                  uint4 first = fragments[pair * 64 + lane];
+                  uint4 second = fragments[pair * 64 + 32 + lane];
+                  uint4* units = vector_2 + (chunk * 16 + pair) * 32;
+                  uint4 values = units[lane % 32];
+                  mma_bf16(sums[0], first, values.x, values.y);
+                  mma_bf16(sums[0], second, values.z, values.w);
+                }
+              }
+              warp_barrier();
+              if (lane == 0) {
+                mbarrier_arrive(empty + use_stage);
+              }
+              use_stage = use_stage + 1;
+              if (use_stage == 11) {
+                use_stage = 0;
+                use_parity = use_parity ^ 1;
+              }
+            }
+            float* reductions = (float*)(arena + 203008) + turn * 1024;
+            uint32_t row = warp * 16 + lane / 4;
+            uint32_t first = lane % 4 * 2;
+            uint32_t place = row * 8 + first;
+            reductions[place] = sums[0][0];
+            reductions[place + 64] = sums[0][2];
+            uint32_t place_2 = row * 8 + first + 1;
+            reductions[place_2] = sums[0][1];
+            reductions[place_2 + 64] = sums[0][3];
+            named_barrier(1, 256);
+            if (warp / 8 == finisher) {
+              uint32_t column = warp % 8;
+              if (column < column_count) {
+                uint32_t row_2 = lane % 16;
+                uint32_t half = lane / 16;
+                float half_sum = 0.0f;
+                #pragma unroll
+                for (uint32_t other = 0; other < 4; ++other) {
+                  uint32_t place_3 = (half * 4 + other) * 16 + row_2;
+                  half_sum = half_sum + reductions[place_3 * 8 + column];
+                }
+                float value_3 = shuffle_xor_f32(half_sum, 16);
+                float row_sum = half_sum + value_3;
+                float logit = row_sum * ((float*)(arena + 211968))[column];
+                uint32_t token = strip * 16 + row_2;
+                if (logits != nullptr && lane < 16 && token < 512) {
+                  uint64_t row_3 = (uint64_t)(step * 8 + column);
+                  logits[row_3 * 512 + (uint64_t)(token)] = logit;
+                }
+                uint32_t token_2 = strip * 16 + row_2;
+                float candidate = logit;
+                float temperature = bits_float(((uint32_t*)(arena + 223008))[column * 8 + 3]);
+                if (temperature > 0.0f) {
+                  uint64_t seed = ((uint64_t)(((uint32_t*)(arena + 223008))[column * 8 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + 223008))[column * 8 + 4]);
+                  uint32_t position_2 = ((uint32_t*)(arena + 223008))[column * 8] + 1;
+                  uint32_t c0 = token_2;
+                  uint32_t c1 = position_2;
+                  uint32_t c2 = 0;
+                  uint32_t c3 = 0;
+                  uint32_t k0 = (uint32_t)(seed);
+                  uint32_t k1 = (uint32_t)(seed >> 32);
+                  #pragma unroll
+                  for (uint32_t i = 0; i < 10; ++i) {
+                    uint32_t high0 = multiply_high_u32(3528531795u, c0);
+                    uint32_t high1 = multiply_high_u32(3449720151u, c2);
+                    uint32_t low0 = c0 * 3528531795u;
+                    uint32_t low1 = c2 * 3449720151u;
+                    c0 = high1 ^ c1 ^ k0;
+                    c1 = low1;
+                    c2 = high0 ^ c3 ^ k1;
+                    c3 = low0;
+                    k0 = k0 + 2654435769u;
+                    k1 = k1 + 3144134277u;
+                  }
+                  uint32_t word = c0;
+                  float uniform = ((float)(word >> 9) + 0.5f) * 1.1920929e-07f;
+                  float noise = -log_f32(-log_f32(uniform));
+                  candidate = divide_f32(logit, temperature) + noise;
+                }
+                if (token_2 < 512 && candidate > best) {
+                  best = candidate;
+                  best_token = token_2;
+                }
+              }
+            }
+            turn = turn ^ 1;
+            finisher = finisher + 1;
+            if (finisher == 1) {
+              finisher = 0;
+            }
+          }
+        }
+      }
+      if (thread == 0) {
+        store_relaxed_u32(progress + block, step * 17 + 16);
+      }
+      uint32_t* words = (uint32_t*)(arena + 214560);
+      uint32_t first_word = step % 2 * 132 * 16;
+      #pragma unroll 1
+      for (uint32_t level = 0; level < 5; ++level) {
+        uint32_t mask = 16u >> level;
+        float other = shuffle_xor_f32(best, mask);
+        uint32_t other_token = shuffle_xor_u32(best_token, mask);
+        if (other > best || (other == best && other_token < best_token)) {
+          best = other;
+          best_token = other_token;
+        }
+      }
+      if (lane == 0) {
+        uint32_t place = warp * 2;
+        words[place] = float_bits(best);
+        words[place + 1] = best_token;
+      }
+      named_barrier(1, 256);
+      uint2* candidates = (uint2*)(arena + 214560);
+      float best_2 = -bits_float(0x7f800000);
+      uint32_t best_token_2 = 4294967295u;
+      #pragma unroll 1
+      for (uint32_t other = lane; other < 1; other += 32) {
+        uint2 candidate = candidates[other * 8 + warp];
+        if (bits_float(candidate.x) > best_2 || (bits_float(candidate.x) == best_2 && candidate.y < best_token_2)) {
+          best_2 = bits_float(candidate.x);
+          best_token_2 = candidate.y;
+        }
+      }
+      #pragma unroll 1
+      for (uint32_t level = 0; level < 5; ++level) {
+        uint32_t mask = 16u >> level;
+        float other = shuffle_xor_f32(best_2, mask);
+        uint32_t other_token = shuffle_xor_u32(best_token_2, mask);
+        if (other > best_2 || (other == best_2 && other_token < best_token_2)) {
+          best_2 = other;
+          best_token_2 = other_token;
+        }
+      }
+      float best_3 = best_2;
+      uint32_t best_token_3 = best_token_2;
+      if (lane < 2) {
+        uint32_t word = lane % 2 == 0 ? float_bits(best_3) : best_token_3;
+        uint32_t place = first_word + (block * 8 + warp) * 2 + lane;
+        (exchange_words + (place + 297024))[0] = word;
+      }
+      // grid barrier
+      named_barrier(1, 256);
+      if (thread == 0) {
+        arrivals_due = arrivals_due + 132;
+        add_release_u64(counter, 1);
+        wait_at_least_u64(counter, arrivals_due);
+      }
+      named_barrier(1, 256);
+      uint4* units = (uint4*)(arena + 214560);
+      #pragma unroll 1
+      for (uint32_t other = thread; other < 528; other += 256) {
+        uint4 words_2 = ((const uint4*)(exchange_words + ((first_word / 4 + other) * 4 + 297024)))[0];
+        units[other] = words_2;
+      }
+      named_barrier(1, 256);
+      uint32_t* chosen = (uint32_t*)(arena + 223264);
+      uint2* candidates_2 = (uint2*)(arena + 214560);
+      float best_4 = -bits_float(0x7f800000);
+      uint32_t best_token_4 = 4294967295u;
+      #pragma unroll 1
+      for (uint32_t other = lane; other < 132; other += 32) {
+        uint2 candidate = candidates_2[other * 8 + warp];
+        if (bits_float(candidate.x) > best_4 || (bits_float(candidate.x) == best_4 && candidate.y < best_token_4)) {
+          best_4 = bits_float(candidate.x);
+          best_token_4 = candidate.y;
+        }
+      }
+      #pragma unroll 1
+      for (uint32_t level = 0; level < 5; ++level) {
+        uint32_t mask = 16u >> level;
+        float other = shuffle_xor_f32(best_4, mask);
+        uint32_t other_token = shuffle_xor_u32(best_token_4, mask);
+        if (other > best_4 || (other == best_4 && other_token < best_token_4)) {
+          best_4 = other;
+          best_token_4 = other_token;
+        }
+      }
+      float _ = best_4;
+      uint32_t best_token_5 = best_token_4;
+      if (lane == 0) {
+        chosen[warp] = best_token_5;
+      }
+      named_barrier(1, 256);
+      // the next tokens, and whether the launch ends
+      if (warp == 0) {
+        uint32_t going_on = 0;
+        #pragma unroll 1
+        for (uint32_t column = lane; column < column_count; column += 32) {
+          uint32_t sequence = ((uint32_t*)(arena + 223008))[column * 8 + 6];
+          uint32_t number = ((uint32_t*)(arena + 223008))[column * 8 + 1];
+          uint32_t total = ((uint32_t*)(arena + 223008))[column * 8 + 2];
+          uint32_t value = load_constant_u32(sequences + (sequence * 16 + 2));
+          uint32_t given = value;
+          uint32_t value_2 = load_constant_u32(sequences + (sequence * 16 + 1));
+          uint32_t per_step = value_2;
+          uint32_t sampled = ((uint32_t*)(arena + 223264))[column] < 511 ? ((uint32_t*)(arena + 223264))[column] : 511;
+          uint32_t stopped = ((uint32_t*)(arena + 223008))[column * 8 + 7];
+          if (number + 1 >= given && number < total) {
+            if (block == 0) {
+              tokens[sequence * 513 + number + 1] = (int32_t)(sampled);
+            }
+            uint32_t value_3 = load_constant_u32(sequences + (sequence * 16 + 8));
+            uint32_t first_stop = value_3;
+            uint32_t value_4 = load_constant_u32(sequences + (sequence * 16 + 9));
+            #pragma unroll 1
+            for (uint32_t stop = 0; stop < value_4; ++stop) {
+              if ((uint32_t)(stop_ids[first_stop + stop]) == sampled) {
+                stopped = 1;
+              }
+            }
+          }
+          uint32_t following_2 = number + per_step;
+          if (following_2 >= total) {
+            stopped = 1;
+          }
+          ((uint32_t*)(arena + 223008))[column * 8 + 7] = stopped;
+          if (stopped == 0) {
+            going_on = 1;
+          }
+          if (following_2 >= given && per_step == 1) {
+            next_token[column] = sampled;
+          } else {
+            uint32_t token = 0;
+            uint32_t value_3 = load_constant_u32(sequences + (sequence * 16 + 2));
+            if (following_2 < value_3) {
+              uint32_t place = sequence * 513 + following_2;
+              token = (uint32_t)(tokens[place]) < 511 ? (uint32_t)(tokens[place]) : 511;
+            }
+            next_token[column] = token;
+          }
+        }
+        #pragma unroll 1
+        for (uint32_t level = 0; level < 5; ++level) {
+          uint32_t value = shuffle_xor_u32(going_on, 16u >> level);
+          going_on = going_on | value;
+        }
+        warp_barrier();
+        if (thread == 0) {
+          if (block == 0) {
+            status[0] = (int32_t)(step + 1);
+          }
+          mbarrier_wait(step_done + 1, (step + 1) % 2);
+          next_token[8] = going_on == 0 ? 1u : 0u;
+          fence_proxy_async();
+          mbarrier_arrive(step_done);
+        }
+      }
+      named_barrier(1, 256);
+      if (next_token[8] != 0) {
+        // the copy lane has fetched what it does not need the tokens for: use it up
+        if (step + 1 < steps) {
+          #pragma unroll 1
+          for (uint32_t i = (block + 124) % 132; i < 32; i += 132) {
+            #pragma unroll 1
+            for (uint32_t i_2 = 0; i_2 < 1; ++i_2) {
+              mbarrier_wait(full + use_stage, use_parity);
+              uint8_t* chunk = arena + use_stage * 16384;
+              warp_barrier();
+              if (lane == 0) {
+                mbarrier_arrive(empty + use_stage);
+              }
+              use_stage = use_stage + 1;
+              if (use_stage == 11) {
+                use_stage = 0;
+                use_parity = use_parity ^ 1;
+              }
+            }
+          }
+        }
+        break;
+      }
+    }
+  }
+}
