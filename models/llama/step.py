@@ -64,7 +64,7 @@ def exchange_sizes(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:
 class StepPort(AttentionPort):
     """Attention inside the step: queries and new keys come from the exchange, its output goes there."""
 
-    def __init__(self, machine: Machine, exchange: Exchange, columns: Columns, scales: Any) -> None:
+    def __init__(self, machine: Machine, exchange: Exchange, columns: Columns, scales: Any = None) -> None:
         self.machine, self.exchange, self.columns, self.scales = machine, exchange, columns, scales
         self.shape = machine.shape
         self.layer: Any = None  # of the layer whose attention is being emitted

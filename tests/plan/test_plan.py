@@ -136,8 +136,8 @@ def test_the_products_inputs_fit_with_eight_columns(shape, gpu):
     assert step_matrices(shape, plan, GPUS[gpu]).down.slices == plan.down_slices
 
 
-def test_a_vector_of_one_token_is_brought_whole_and_of_several_in_parts_no_longer_than_the_others():
-    assert [plan_for(LLAMA_8B, tokens=tokens).down_slices for tokens in (1, 2, 8)] == [1, 4, 4]
+def test_a_vector_of_one_token_is_brought_in_halves_and_of_several_in_parts_no_longer_than_the_others():
+    assert [plan_for(LLAMA_8B, tokens=tokens).down_slices for tokens in (1, 2, 8)] == [2, 4, 4]
     assert plan_for(LLAMA_8B, tokens=4, down_slices=2).down_slices == 2
     slices = [layout.slices for layout in step_matrices(LLAMA_8B, plan_for(LLAMA_8B, tokens=8), GPUS["h200"])]
     assert slices == [1, 1, 1, 4, 1]

@@ -91,7 +91,7 @@ def test_summary_names_machine_bytes_and_rate():
     assert rows["bytes a step"] == "15.010 GB" and rows["tokens/s at the ceiling"] == "314"
     assert rows["machine"] == "h200: 132 blocks, 4720 GB/s"
     assert rows["columns"] == "1 tokens a step at most; attention tiles of 1"
-    assert rows["slices of down"] == "its input whole"
+    assert rows["slices of down"] == "its input in 2 parts"
 
 
 def test_summary_names_columns_and_slices():
