@@ -23,10 +23,11 @@
 //     225936     2112  candidates
 //     228048       32  columns
 //     228080        4  chosen
-//     228096       16  step_done
-//     228112        8  next_token
-//              228120  total
-//              232448  a block has, 4328 free
+//     228096       80  first_item
+//     228176       16  step_done
+//     228192        8  next_token
+//              228200  total
+//              232448  a block has, 4248 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -306,8 +307,8 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
   uint64_t* exchange_words = (uint64_t*)(exchange);
   uint64_t* full = (uint64_t*)(arena + 196608);
   uint64_t* empty = full + 12;
-  uint64_t* step_done = (uint64_t*)(arena + 228096);
-  uint32_t* next_token = (uint32_t*)(arena + 228112);
+  uint64_t* step_done = (uint64_t*)(arena + 228176);
+  uint32_t* next_token = (uint32_t*)(arena + 228192);
   if (thread == 0) {
     for (uint32_t stage = 0; stage < 12; ++stage) {
       mbarrier_init(full + stage, 1);
@@ -401,8 +402,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
             const int32_t* record_2 = tiles + what.y * 8;
             uint4 place = load_constant_u32x4(record_2);
             uint4 keys = load_constant_u32x4(record_2 + 4);
-            uint32_t cached = keys.x + keys.y * step;
-            uint32_t end = rest.x < cached ? rest.x : cached;
+            uint32_t end = rest.x < keys.x + keys.y * step ? rest.x : keys.x + keys.y * step;
             #pragma unroll 1
             for (uint32_t first = what.w; first < end; first += 32) {
               uint32_t count = end - first < 32 ? end - first : 32;
@@ -607,6 +607,24 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
         uint32_t value_8 = load_constant_u32(sequences + (sequence * 16 + 7));
         words[5] = value_8;
         words[6] = sequence;
+      }
+      uint4* kept = (uint4*)(arena + 228096);
+      if (thread == 0) {
+        uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 2880 + (block + 64)));
+        uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 2880 + (block + 1 + 64)));
+        kept[4] = make_u32x4(first_item, last_item, 0, 0);
+        if (first_item < last_item) {
+          const int32_t* record = kv_plans + (plan_index * 2880 + (first_item * 8 + 256));
+          uint4 what = load_constant_u32x4(record);
+          const int32_t* tile = tiles + what.y * 8;
+          kept[0] = what;
+          uint4 value = load_constant_u32x4(record + 4);
+          kept[1] = value;
+          uint4 value_2 = load_constant_u32x4(tile);
+          kept[2] = value_2;
+          uint4 value_3 = load_constant_u32x4(tile + 4);
+          kept[3] = value_3;
+        }
       }
       named_barrier(1, 256);
       float* angles = (float*)(arena + 224912);
@@ -863,20 +881,22 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
         if (thread == 0) {
           store_relaxed_u32(progress + block, step * 162 + (layer * 5 + 1));
         }
-        uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 2880 + (block + 64)));
-        uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 2880 + (block + 1 + 64)));
+        const uint4* kept_2 = (const uint4*)((uint4*)(arena + 228096));
+        uint4 numbers = kept_2[4];
         #pragma unroll 1
-        for (uint32_t number = first_item; number < last_item; ++number) {
-          const int32_t* record = kv_plans + (plan_index * 2880 + (number * 8 + 256));
-          uint4 what = load_constant_u32x4(record);
-          uint4 rest = load_constant_u32x4(record + 4);
-          const int32_t* record_2 = tiles + what.y * 8;
-          uint4 place = load_constant_u32x4(record_2);
-          uint4 keys = load_constant_u32x4(record_2 + 4);
-          uint32_t cached = keys.x + keys.y * step;
-          uint32_t cached_end = rest.x < cached ? rest.x : cached;
-          uint32_t newest_begin = what.w < cached ? cached : what.w;
-          uint32_t newest_end = rest.x < cached + keys.z ? rest.x : cached + keys.z;
+        for (uint32_t number = numbers.x; number < numbers.y; ++number) {
+          const uint4* record = kept_2;
+          const uint4* tile = kept_2 + 2;
+          if (number != numbers.x) {
+            const int32_t* place = kv_plans + (plan_index * 2880 + (number * 8 + 256));
+            record = (const uint4*)(place);
+            tile = (const uint4*)(tiles + record[0].y * 8);
+          }
+          uint4 what = record[0];
+          uint4 rest = record[1];
+          uint32_t cached_end = rest.x < tile[1].x + tile[1].y * step ? rest.x : tile[1].x + tile[1].y * step;
+          uint32_t newest_begin = what.w < tile[1].x + tile[1].y * step ? tile[1].x + tile[1].y * step : what.w;
+          uint32_t newest_end = rest.x < tile[1].x + tile[1].y * step + tile[1].z ? rest.x : tile[1].x + tile[1].y * step + tile[1].z;
           uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
           uint4* queries = (uint4*)(arena + 213248);
           uint32_t query_units = rest.z * 16;
@@ -885,20 +905,20 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
           for (uint32_t number_2 = thread; number_2 < query_units + newest_units * 2; number_2 += 256) {
             if (number_2 < query_units) {
               uint32_t row = number_2 / 16;
-              uint32_t column = place.x + row / 4;
+              uint32_t column = tile[0].x + row / 4;
               uint4 value = wait_flagged4(exchange_words + ((column * 768 + (what.z * 4 + row % 4) * 16 + number_2 % 16) * 4 + 2080), layer_epoch);
               queries[number_2] = value;
             } else {
               bool is_value = number_2 - query_units >= newest_units;
               uint32_t unit = is_value ? number_2 - query_units - newest_units : number_2 - query_units;
-              uint32_t column = keys.w + (newest_begin - cached) + unit / 16;
+              uint32_t column = tile[1].w + (newest_begin - (tile[1].x + tile[1].y * step)) + unit / 16;
               uint4 words = wait_flagged4(exchange_words + ((column * 768 + ((is_value ? 40u : 32u) + what.z) * 16 + unit % 16) * 4 + 2080), layer_epoch);
-              uint4* keys_2 = (uint4*)(arena + 215296);
+              uint4* keys = (uint4*)(arena + 215296);
               uint4* values = (uint4*)(arena + 215296) + 256;
               if (is_value) {
                 values[unit] = words;
               } else {
-                keys_2[unit] = words;
+                keys[unit] = words;
               }
             }
           }
@@ -909,64 +929,64 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
           uint32_t limits[2];
           uint32_t fused = lane % 4 * 2;
           uint32_t present = fused < rest.z - 1 ? fused : rest.z - 1;
-          uint32_t end = rest.x < cached + keys.z ? rest.x : cached + keys.z;
-          uint32_t position_2 = ((uint32_t*)(arena + 228048))[(place.x + present / 4) * 8];
+          uint32_t end = rest.x < tile[1].x + tile[1].y * step + tile[1].z ? rest.x : tile[1].x + tile[1].y * step + tile[1].z;
+          uint32_t position_2 = ((uint32_t*)(arena + 228048))[(tile[0].x + present / 4) * 8];
           uint32_t following_2 = position_2 + 1;
-          uint32_t visible = following_2 > place.w ? following_2 - place.w : 0;
+          uint32_t visible = following_2 > tile[0].w ? following_2 - tile[0].w : 0;
           limits[0] = fused < rest.z ? (end < visible ? end : visible) : 0;
           uint32_t fused_2 = lane % 4 * 2 + 1;
           uint32_t present_2 = fused_2 < rest.z - 1 ? fused_2 : rest.z - 1;
-          uint32_t end_2 = rest.x < cached + keys.z ? rest.x : cached + keys.z;
-          uint32_t position_3 = ((uint32_t*)(arena + 228048))[(place.x + present_2 / 4) * 8];
+          uint32_t end_2 = rest.x < tile[1].x + tile[1].y * step + tile[1].z ? rest.x : tile[1].x + tile[1].y * step + tile[1].z;
+          uint32_t position_3 = ((uint32_t*)(arena + 228048))[(tile[0].x + present_2 / 4) * 8];
           uint32_t following_3 = position_3 + 1;
-          uint32_t visible_2 = following_3 > place.w ? following_3 - place.w : 0;
+          uint32_t visible_2 = following_3 > tile[0].w ? following_3 - tile[0].w : 0;
           limits[1] = fused_2 < rest.z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
           float highest[2];
           float weight_sum[2] = {};
           float output[8][4] = {};
           highest[0] = -bits_float(0x7f800000);
           highest[1] = -bits_float(0x7f800000);
-          uint32_t cached_2 = what.w < cached_end ? cached_end - what.w : 0;
-          uint32_t tiles_2 = (cached_2 + 15) / 16;
+          uint32_t cached = what.w < cached_end ? cached_end - what.w : 0;
+          uint32_t tiles_2 = (cached + 15) / 16;
           uint32_t all_tiles = tiles_2 + (newest + 15) / 16;
-          uint32_t tile = warp;
-          while (tile < all_tiles) {
-            uint32_t stage = tile / 2;
+          uint32_t tile_2 = warp;
+          while (tile_2 < all_tiles) {
+            uint32_t stage = tile_2 / 2;
             uint32_t first_tile = stage * 2;
             uint32_t last_tile = first_tile + 2 < tiles_2 ? first_tile + 2 : tiles_2;
             uint32_t first_key = what.w + stage * 32;
             uint32_t count = cached_end - first_key < 32 ? cached_end - first_key : 32;
-            bool is_cached = tile < tiles_2;
+            bool is_cached = tile_2 < tiles_2;
             uint32_t groups = last_tile - first_tile < 8 ? last_tile - first_tile : 8;
             uint32_t number_2 = (warp + 8 - first_tile % 8) % 8;
             uint32_t arrivals = 8 / groups + (number_2 < 8 % groups ? 1u : 0u);
-            uint32_t place_2 = use_stage + stage;
-            uint32_t stage_2 = place_2 % 12;
+            uint32_t place = use_stage + stage;
+            uint32_t stage_2 = place % 12;
             if (is_cached) {
-              mbarrier_wait(full + stage_2, (use_parity + place_2 / 12) % 2);
+              mbarrier_wait(full + stage_2, (use_parity + place / 12) % 2);
             }
             uint8_t* chunk = arena + stage_2 * 16384;
-            uint8_t* keys_2 = chunk;
+            uint8_t* keys = chunk;
             uint8_t* values = chunk + 8192;
-            if (tile >= tiles_2) {
+            if (tile_2 >= tiles_2) {
               uint8_t* newest_keys = arena + 215296;
               uint8_t* newest_values = arena + 215296 + 4096;
               first_tile = tiles_2;
               last_tile = all_tiles;
               first_key = newest_begin;
               count = newest;
-              keys_2 = newest_keys;
+              keys = newest_keys;
               values = newest_values;
             }
-            while (tile < last_tile) {
-              uint32_t row_2 = (tile - first_tile) * 16;
+            while (tile_2 < last_tile) {
+              uint32_t row_2 = (tile_2 - first_tile) * 16;
               uint32_t row_3 = row_2 + lane / 4;
               float sums[2][4] = {};
               uint32_t words[2][4];
-              const uint4* keys_3 = (const uint4*)(keys_2) + row_3 * 16;
+              const uint4* keys_2 = (const uint4*)(keys) + row_3 * 16;
               uint32_t is_odd = lane / 4 % 2;
-              uint4 first = keys_3[is_odd * 4 + lane % 4];
-              uint4 second = keys_3[(1 - is_odd) * 4 + lane % 4];
+              uint4 first = keys_2[is_odd * 4 + lane % 4];
+              uint4 second = keys_2[(1 - is_odd) * 4 + lane % 4];
               words[0][0] = is_odd == 0 ? first.x : second.x;
               words[1][0] = is_odd == 0 ? second.x : first.x;
               words[0][1] = is_odd == 0 ? first.y : second.y;
@@ -976,10 +996,10 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
               words[0][3] = is_odd == 0 ? first.w : second.w;
               words[1][3] = is_odd == 0 ? second.w : first.w;
               uint32_t words_2[2][4];
-              const uint4* keys_4 = (const uint4*)(keys_2) + (row_3 + 8) * 16;
+              const uint4* keys_3 = (const uint4*)(keys) + (row_3 + 8) * 16;
               uint32_t is_odd_2 = lane / 4 % 2;
-              uint4 first_2 = keys_4[is_odd_2 * 4 + lane % 4];
-              uint4 second_2 = keys_4[(1 - is_odd_2) * 4 + lane % 4];
+              uint4 first_2 = keys_3[is_odd_2 * 4 + lane % 4];
+              uint4 second_2 = keys_3[(1 - is_odd_2) * 4 + lane % 4];
               words_2[0][0] = is_odd_2 == 0 ? first_2.x : second_2.x;
               words_2[1][0] = is_odd_2 == 0 ? second_2.x : first_2.x;
               words_2[0][1] = is_odd_2 == 0 ? first_2.y : second_2.y;
@@ -997,10 +1017,10 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
               mma_bf16(sums[0], early_2, query[4 + lane % 4].x, query[4 + lane % 4].y);
               mma_bf16(sums[1], late_2, query[4 + lane % 4].z, query[4 + lane % 4].w);
               uint32_t words_3[2][4];
-              const uint4* keys_5 = (const uint4*)(keys_2) + row_3 * 16;
+              const uint4* keys_4 = (const uint4*)(keys) + row_3 * 16;
               uint32_t is_odd_3 = lane / 4 % 2;
-              uint4 first_3 = keys_5[(2 + is_odd_3) * 4 + lane % 4];
-              uint4 second_3 = keys_5[(2 + (1 - is_odd_3)) * 4 + lane % 4];
+              uint4 first_3 = keys_4[(2 + is_odd_3) * 4 + lane % 4];
+              uint4 second_3 = keys_4[(2 + (1 - is_odd_3)) * 4 + lane % 4];
               words_3[0][0] = is_odd_3 == 0 ? first_3.x : second_3.x;
               words_3[1][0] = is_odd_3 == 0 ? second_3.x : first_3.x;
               words_3[0][1] = is_odd_3 == 0 ? first_3.y : second_3.y;
@@ -1010,10 +1030,10 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
               words_3[0][3] = is_odd_3 == 0 ? first_3.w : second_3.w;
               words_3[1][3] = is_odd_3 == 0 ? second_3.w : first_3.w;
               uint32_t words_4[2][4];
-              const uint4* keys_6 = (const uint4*)(keys_2) + (row_3 + 8) * 16;
+              const uint4* keys_5 = (const uint4*)(keys) + (row_3 + 8) * 16;
               uint32_t is_odd_4 = lane / 4 % 2;
-              uint4 first_4 = keys_6[(2 + is_odd_4) * 4 + lane % 4];
-              uint4 second_4 = keys_6[(2 + (1 - is_odd_4)) * 4 + lane % 4];
+              uint4 first_4 = keys_5[(2 + is_odd_4) * 4 + lane % 4];
+              uint4 second_4 = keys_5[(2 + (1 - is_odd_4)) * 4 + lane % 4];
               words_4[0][0] = is_odd_4 == 0 ? first_4.x : second_4.x;
               words_4[1][0] = is_odd_4 == 0 ? second_4.x : first_4.x;
               words_4[0][1] = is_odd_4 == 0 ? first_4.y : second_4.y;
@@ -1070,9 +1090,9 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
                 logits_2[column + 2] = exp2_f32(logits_2[column + 2] - base);
                 weight_sum[column] = weight_sum[column] * shrink + (logits_2[column] + logits_2[column + 2]);
                 #pragma unroll
-                for (uint32_t tile_2 = 0; tile_2 < 8; ++tile_2) {
-                  output[tile_2][column] = output[tile_2][column] * shrink;
-                  output[tile_2][column + 2] = output[tile_2][column + 2] * shrink;
+                for (uint32_t tile_3 = 0; tile_3 < 8; ++tile_3) {
+                  output[tile_3][column] = output[tile_3][column] * shrink;
+                  output[tile_3][column + 2] = output[tile_3][column + 2] * shrink;
                 }
               }
               uint32_t weights_low = matrix_transpose_b16(pack_bf16x2(logits_2[0], logits_2[1]));
@@ -1135,33 +1155,33 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
               words_5[0][3][3] = is_late_4 == 0 ? first_8.w : second_8.w;
               words_5[1][3][3] = is_late_4 == 0 ? second_8.w : first_8.w;
               #pragma unroll
-              for (uint32_t tile_2 = 0; tile_2 < 4; ++tile_2) {
-                uint32_t low_early = byte_permute(words_5[0][0][tile_2 / 2], words_5[0][1][tile_2 / 2], tile_2 % 2 == 0 ? 21520u : 30258u);
-                uint32_t high_early = byte_permute(words_5[0][0][(tile_2 + 4) / 2], words_5[0][1][(tile_2 + 4) / 2], (tile_2 + 4) % 2 == 0 ? 21520u : 30258u);
-                uint32_t low_late = byte_permute(words_5[0][2][tile_2 / 2], words_5[0][3][tile_2 / 2], tile_2 % 2 == 0 ? 21520u : 30258u);
-                uint32_t high_late = byte_permute(words_5[0][2][(tile_2 + 4) / 2], words_5[0][3][(tile_2 + 4) / 2], (tile_2 + 4) % 2 == 0 ? 21520u : 30258u);
+              for (uint32_t tile_3 = 0; tile_3 < 4; ++tile_3) {
+                uint32_t low_early = byte_permute(words_5[0][0][tile_3 / 2], words_5[0][1][tile_3 / 2], tile_3 % 2 == 0 ? 21520u : 30258u);
+                uint32_t high_early = byte_permute(words_5[0][0][(tile_3 + 4) / 2], words_5[0][1][(tile_3 + 4) / 2], (tile_3 + 4) % 2 == 0 ? 21520u : 30258u);
+                uint32_t low_late = byte_permute(words_5[0][2][tile_3 / 2], words_5[0][3][tile_3 / 2], tile_3 % 2 == 0 ? 21520u : 30258u);
+                uint32_t high_late = byte_permute(words_5[0][2][(tile_3 + 4) / 2], words_5[0][3][(tile_3 + 4) / 2], (tile_3 + 4) % 2 == 0 ? 21520u : 30258u);
                 uint4 operand = make_u32x4(low_early, high_early, low_late, high_late);
-                mma_bf16(output[tile_2], operand, weights_low, weights_high);
+                mma_bf16(output[tile_3], operand, weights_low, weights_high);
               }
               #pragma unroll
-              for (uint32_t tile_2 = 0; tile_2 < 4; ++tile_2) {
-                uint32_t low_early = byte_permute(words_5[1][0][tile_2 / 2], words_5[1][1][tile_2 / 2], tile_2 % 2 == 0 ? 21520u : 30258u);
-                uint32_t high_early = byte_permute(words_5[1][0][(tile_2 + 4) / 2], words_5[1][1][(tile_2 + 4) / 2], (tile_2 + 4) % 2 == 0 ? 21520u : 30258u);
-                uint32_t low_late = byte_permute(words_5[1][2][tile_2 / 2], words_5[1][3][tile_2 / 2], tile_2 % 2 == 0 ? 21520u : 30258u);
-                uint32_t high_late = byte_permute(words_5[1][2][(tile_2 + 4) / 2], words_5[1][3][(tile_2 + 4) / 2], (tile_2 + 4) % 2 == 0 ? 21520u : 30258u);
+              for (uint32_t tile_3 = 0; tile_3 < 4; ++tile_3) {
+                uint32_t low_early = byte_permute(words_5[1][0][tile_3 / 2], words_5[1][1][tile_3 / 2], tile_3 % 2 == 0 ? 21520u : 30258u);
+                uint32_t high_early = byte_permute(words_5[1][0][(tile_3 + 4) / 2], words_5[1][1][(tile_3 + 4) / 2], (tile_3 + 4) % 2 == 0 ? 21520u : 30258u);
+                uint32_t low_late = byte_permute(words_5[1][2][tile_3 / 2], words_5[1][3][tile_3 / 2], tile_3 % 2 == 0 ? 21520u : 30258u);
+                uint32_t high_late = byte_permute(words_5[1][2][(tile_3 + 4) / 2], words_5[1][3][(tile_3 + 4) / 2], (tile_3 + 4) % 2 == 0 ? 21520u : 30258u);
                 uint4 operand = make_u32x4(low_early, high_early, low_late, high_late);
-                mma_bf16(output[4 + tile_2], operand, weights_low, weights_high);
+                mma_bf16(output[4 + tile_3], operand, weights_low, weights_high);
               }
-              tile = tile + 8;
+              tile_2 = tile_2 + 8;
             }
             warp_barrier();
             if (lane == 0 && is_cached) {
               mbarrier_arrive_many(empty + stage_2, arrivals);
             }
           }
-          uint32_t place_2 = use_stage + (cached_2 + 31) / 32;
-          use_parity = (use_parity + place_2 / 12) % 2;
-          use_stage = place_2 % 12;
+          uint32_t place = use_stage + (cached + 31) / 32;
+          use_parity = (use_parity + place / 12) % 2;
+          use_stage = place % 12;
           float* words = (float*)(arena + 225424);
           #pragma unroll
           for (uint32_t column = 0; column < 2; ++column) {
@@ -1173,18 +1193,18 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
             float value_3 = shuffle_xor_f32(total, 16);
             total = total + value_3;
             if (lane < 4) {
-              uint32_t place_3 = (warp * 8 + lane * 2 + column) * 2;
-              words[place_3] = highest[column];
-              words[place_3 + 1] = total;
+              uint32_t place_2 = (warp * 8 + lane * 2 + column) * 2;
+              words[place_2] = highest[column];
+              words[place_2 + 1] = total;
             }
           }
           uint4* scratch = (uint4*)(arena + 196864);
           #pragma unroll
           for (uint32_t column = 0; column < 2; ++column) {
             uint32_t row_2 = warp * 8 + lane % 4 * 2 + column;
-            uint4* place_3 = scratch + (row_2 * 64 + lane / 4 * 8) / 4;
-            place_3[0] = make_u32x4(float_bits(output[0][column]), float_bits(output[1][column]), float_bits(output[2][column]), float_bits(output[3][column]));
-            place_3[1] = make_u32x4(float_bits(output[0][column + 2]), float_bits(output[1][column + 2]), float_bits(output[2][column + 2]), float_bits(output[3][column + 2]));
+            uint4* place_2 = scratch + (row_2 * 64 + lane / 4 * 8) / 4;
+            place_2[0] = make_u32x4(float_bits(output[0][column]), float_bits(output[1][column]), float_bits(output[2][column]), float_bits(output[3][column]));
+            place_2[1] = make_u32x4(float_bits(output[0][column + 2]), float_bits(output[1][column + 2]), float_bits(output[2][column + 2]), float_bits(output[3][column + 2]));
           }
           named_barrier(1, 256);
           #pragma unroll 1
@@ -1204,10 +1224,10 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
             float weight_sum_2 = 0.0f;
             #pragma unroll
             for (uint32_t other = row_2; other < 64; other += 8) {
-              float2 numbers = statistics[other];
-              float weight = exp2_f32(numbers.x - base);
+              float2 numbers_2 = statistics[other];
+              float weight = exp2_f32(numbers_2.x - base);
               float2 part = scratch_2[other * 32 + pair];
-              weight_sum_2 = weight_sum_2 + weight * numbers.y;
+              weight_sum_2 = weight_sum_2 + weight * numbers_2.y;
               low = low + weight * part.x;
               high = high + weight * part.y;
             }
@@ -1217,7 +1237,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
             float high_2 = high * inverse;
             uint32_t dim_pair = pair / 4 * 2 * 4 + pair % 4;
             if (rest.y == 4294967295u) {
-              uint32_t column = place.x + row_2 / 4;
+              uint32_t column = tile[0].x + row_2 / 4;
               publish_flagged(exchange_words + (((((what.z * 4 + row_2 % 4) * 128 + dim_pair * 2) / 32 + column) * 4 + ((what.z * 4 + row_2 % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row_2 % 4) * 128 + dim_pair * 2) % 8 / 2 + 144544), pack_bf16x2(low_2, high_2), layer_epoch);
             } else {
               uint32_t partial = (rest.y + row_2) * 132;
@@ -1233,9 +1253,9 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
           #pragma unroll
           for (uint32_t column = 0; column < 2; ++column) {
             uint32_t row_2 = warp * 8 + lane % 4 * 2 + column;
-            uint4* place_3 = scratch_2 + (row_2 * 64 + lane / 4 * 8) / 4;
-            place_3[0] = make_u32x4(float_bits(output[4][column]), float_bits(output[5][column]), float_bits(output[6][column]), float_bits(output[7][column]));
-            place_3[1] = make_u32x4(float_bits(output[4][column + 2]), float_bits(output[5][column + 2]), float_bits(output[6][column + 2]), float_bits(output[7][column + 2]));
+            uint4* place_2 = scratch_2 + (row_2 * 64 + lane / 4 * 8) / 4;
+            place_2[0] = make_u32x4(float_bits(output[4][column]), float_bits(output[5][column]), float_bits(output[6][column]), float_bits(output[7][column]));
+            place_2[1] = make_u32x4(float_bits(output[4][column + 2]), float_bits(output[5][column + 2]), float_bits(output[6][column + 2]), float_bits(output[7][column + 2]));
           }
           named_barrier(1, 256);
           #pragma unroll 1
@@ -1255,10 +1275,10 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
             float weight_sum_2 = 0.0f;
             #pragma unroll
             for (uint32_t other = row_2; other < 64; other += 8) {
-              float2 numbers = statistics[other];
-              float weight = exp2_f32(numbers.x - base);
+              float2 numbers_2 = statistics[other];
+              float weight = exp2_f32(numbers_2.x - base);
               float2 part = scratch_3[other * 32 + pair];
-              weight_sum_2 = weight_sum_2 + weight * numbers.y;
+              weight_sum_2 = weight_sum_2 + weight * numbers_2.y;
               low = low + weight * part.x;
               high = high + weight * part.y;
             }
@@ -1268,7 +1288,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
             float high_2 = high * inverse;
             uint32_t dim_pair = (pair / 4 * 2 + 1) * 4 + pair % 4;
             if (rest.y == 4294967295u) {
-              uint32_t column = place.x + row_2 / 4;
+              uint32_t column = tile[0].x + row_2 / 4;
               publish_flagged(exchange_words + (((((what.z * 4 + row_2 % 4) * 128 + dim_pair * 2) / 32 + column) * 4 + ((what.z * 4 + row_2 % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row_2 % 4) * 128 + dim_pair * 2) % 8 / 2 + 144544), pack_bf16x2(low_2, high_2), layer_epoch);
             } else {
               uint32_t partial = (rest.y + row_2) * 132;
@@ -1297,41 +1317,46 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
           const int32_t* record = tiles + number * 8;
           uint4 place = load_constant_u32x4(record);
           uint4 keys = load_constant_u32x4(record + 4);
-          uint32_t cached = keys.x;
           if (row < place.y * 4) {
             uint32_t lane_unit = lane % 32;
             float highest = -bits_float(0x7f800000);
             float weight_sum = 0.0f;
             float sums[4] = {};
             #pragma unroll 1
-            for (uint32_t first = first_source; first < last_source; first += 5) {
-              uint32_t count = last_source - first < 5 ? last_source - first : 5;
-              uint4 states[8];
-              uint32_t places[8];
-              uint32_t mine = load_constant_u32(kv_plans + (plan_index * 2880 + (first + (lane < count - 1 ? lane : count - 1) + 2560)));
-              places[0] = ((mine + row) * 33 + 32) * 4;
-              #pragma unroll
-              for (uint32_t number_2 = 0; number_2 < 5; ++number_2) {
-                uint32_t source = load_constant_u32(kv_plans + (plan_index * 2880 + (first + (number_2 < count - 1 ? number_2 : count - 1) + 2560)));
-                places[number_2 + 1] = ((source + row) * 33 + lane_unit) * 4;
-              }
-              wait_flagged_places(states, exchange_words + 5152, places, 6, layer_epoch);
-              #pragma unroll
-              for (uint32_t number_2 = 0; number_2 < 5; ++number_2) {
-                if (number_2 < count) {
-                  uint4 part = states[number_2 + 1];
-                  uint32_t value = shuffle_u32(states[0].x, number_2);
-                  float lse = bits_float(value);
-                  float new_highest = maximum_f32(highest, lse);
-                  float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
-                  float shrink = exp2_f32((highest - base) * 1.442695f);
-                  float weight = exp2_f32((lse - base) * 1.442695f);
-                  highest = new_highest;
-                  weight_sum = weight_sum * shrink + weight;
-                  sums[0] = sums[0] * shrink + weight * bits_float(part.x);
-                  sums[1] = sums[1] * shrink + weight * bits_float(part.y);
-                  sums[2] = sums[2] * shrink + weight * bits_float(part.z);
-                  sums[3] = sums[3] * shrink + weight * bits_float(part.w);
+            for (uint32_t looked_up = first_source; looked_up < last_source; looked_up += 30) {
+              uint32_t last = looked_up + 30 < last_source ? looked_up + 30 : last_source;
+              uint32_t value = load_constant_u32(kv_plans + (plan_index * 2880 + ((looked_up + lane < last - 1 ? looked_up + lane : last - 1) + 2560)));
+              uint32_t rows = value;
+              #pragma unroll 1
+              for (uint32_t first = looked_up; first < last; first += 5) {
+                uint32_t count = last - first < 5 ? last - first : 5;
+                uint4 states[8];
+                uint32_t places[8];
+                uint32_t mine = shuffle_u32(rows, first - looked_up + (lane < count - 1 ? lane : count - 1));
+                places[0] = ((mine + row) * 33 + 32) * 4;
+                #pragma unroll
+                for (uint32_t number_2 = 0; number_2 < 5; ++number_2) {
+                  uint32_t source = shuffle_u32(rows, first - looked_up + (number_2 < count - 1 ? number_2 : count - 1));
+                  places[number_2 + 1] = ((source + row) * 33 + lane_unit) * 4;
+                }
+                wait_flagged_places(states, exchange_words + 5152, places, 6, layer_epoch);
+                #pragma unroll
+                for (uint32_t number_2 = 0; number_2 < 5; ++number_2) {
+                  if (number_2 < count) {
+                    uint4 part = states[number_2 + 1];
+                    uint32_t value_2 = shuffle_u32(states[0].x, number_2);
+                    float lse = bits_float(value_2);
+                    float new_highest = maximum_f32(highest, lse);
+                    float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
+                    float shrink = exp2_f32((highest - base) * 1.442695f);
+                    float weight = exp2_f32((lse - base) * 1.442695f);
+                    highest = new_highest;
+                    weight_sum = weight_sum * shrink + weight;
+                    sums[0] = sums[0] * shrink + weight * bits_float(part.x);
+                    sums[1] = sums[1] * shrink + weight * bits_float(part.y);
+                    sums[2] = sums[2] * shrink + weight * bits_float(part.z);
+                    sums[3] = sums[3] * shrink + weight * bits_float(part.w);
+                  }
                 }
               }
             }

@@ -52,6 +52,8 @@ LSE_WORDS = 4
 """A partial state's LSE is stored four times, so that it is one unit of an exchange."""
 MERGED_TOGETHER = 5
 """Partial states that a warp waits for together; one more unit is for their LSEs."""
+LOOKED_UP_TOGETHER = 30
+"""Partial states whose places a warp looks up together, a lane each: a multiple of MERGED_TOGETHER."""
 NEVER = 1 << 27
 """A tile number that no range of keys has."""
 
@@ -510,18 +512,21 @@ class Attention:
         highest = ch.var(ty.f32, -math.inf)
         weight_sum = ch.var(ty.f32, 0.0)
         sums = ch.array(ty.f32, 4, zero=True)
-        with ch.for_(merge.begin, merge.end, MERGED_TOGETHER, unroll=1) as first:
-            count = ch.minimum(merge.end - first, MERGED_TOGETHER)
-            states = self._read_states(merge, first, count, lane_unit, epoch)
-            with ch.for_(MERGED_TOGETHER, unroll=True) as number:
-                with ch.if_(number < count):
-                    part = states[number + 1]
-                    if self.variant.softmax:
-                        lse = prim.bits_float(prim.shuffle_u32(states[0].x, number))
-                        self._add_state(part, lse, highest, weight_sum, sums)
-                    else:
-                        for word, member in enumerate("xyzw"):
-                            sums[word] = sums[word] + prim.bits_float(getattr(part, member))
+        with ch.for_(merge.begin, merge.end, LOOKED_UP_TOGETHER, unroll=1, name="looked_up") as looked_up:
+            last = ch.minimum(looked_up + LOOKED_UP_TOGETHER, merge.end)
+            rows = ch.const(ty.u32, self.schedule.source(machine.math, ch.minimum(looked_up + machine.lane, last - 1)))
+            with ch.for_(looked_up, last, MERGED_TOGETHER, unroll=1) as first:
+                count = ch.minimum(last - first, MERGED_TOGETHER)
+                states = self._read_states(merge, rows, first - looked_up, count, lane_unit, epoch)
+                with ch.for_(MERGED_TOGETHER, unroll=True) as number:
+                    with ch.if_(number < count):
+                        part = states[number + 1]
+                        if self.variant.softmax:
+                            lse = prim.bits_float(prim.shuffle_u32(states[0].x, number))
+                            self._add_state(part, lse, highest, weight_sum, sums)
+                        else:
+                            for word, member in enumerate("xyzw"):
+                                sums[word] = sums[word] + prim.bits_float(getattr(part, member))
         lse = ty.f32(0.0)
         if self.variant.softmax:
             inverse = ch.select(weight_sum == 0.0, ty.f32(0.0), prim.divide_f32(1.0, weight_sum))
@@ -534,17 +539,19 @@ class Attention:
                 self._finish(merge.tile, merge.head, merge.row, lane_unit * 2 + pair, low, high, lse, epoch)
 
     @ch.inline
-    def _read_states(self, merge: Merge, first: ch.Expr, count: ch.Expr, lane_unit: ch.Expr, epoch: ch.Expr) -> Any:
+    def _read_states(
+        self, merge: Merge, rows: ch.Expr, first: ch.Expr, count: ch.Expr, lane_unit: ch.Expr, epoch: ch.Expr
+    ) -> Any:
         """Element 0: the LSE of the state that has the lane's number. Element n + 1: the lane's 4 dims of state n;
         where there are fewer, the last one stands for the missing: a number that is known keeps registers free."""
-        machine, sizes = self.machine, self.sizes
+        machine, sizes = self.machine, self.sizes  # lane n of `rows` has the partial row of state n
         states = ch.array(ty.u32x4, UNITS)
         places = ch.array(ty.u32, UNITS)
         row_units = partial_words(sizes.head_dim) // 4
-        mine = self.schedule.source(machine.math, first + ch.minimum(machine.lane, count - 1))
+        mine = prim.shuffle_u32(rows, first + ch.minimum(machine.lane, count - 1))
         places[0] = ((mine + merge.row) * row_units + sizes.head_dim // 4) * 4
         with ch.for_(MERGED_TOGETHER, unroll=True) as number:
-            source = self.schedule.source(machine.math, first + ch.minimum(number, count - 1))
+            source = prim.shuffle_u32(rows, first + ch.minimum(number, count - 1))
             places[number + 1] = ((source + merge.row) * row_units + lane_unit) * 4
         self.exchange.read_places("partials", states, places, MERGED_TOGETHER + 1, epoch)
         return states

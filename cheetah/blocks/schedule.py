@@ -65,13 +65,23 @@ class Merge:
 
 
 class Schedule:
-    """The plans of a launch, and the one of the present step in each role. `tiles` are the launch's tile records."""
+    """The plans of a launch, and the one of the present step in each role. `tiles` are the launch's tile records.
+
+    keeps_first: the math warps find the records of the block's first item in the region `first_item`, where
+    `keep_first` puts them once a step; else every layer would wait for three loads one after the other.
+    """
 
     def __init__(
-        self, machine: Machine, layout: KvPlanLayout, plans: ch.Expr, plan_count: ch.Expr, tiles: ch.Expr
+        self,
+        machine: Machine,
+        layout: KvPlanLayout,
+        plans: ch.Expr,
+        plan_count: ch.Expr,
+        tiles: ch.Expr,
+        keeps_first: bool = False,
     ) -> None:
         self.machine, self.layout, self.plans, self.plan_count = machine, layout, plans, plan_count
-        self.tile_records = tiles
+        self.tile_records, self.keeps_first = tiles, keeps_first
         self._start()
 
     @ch.inline
@@ -104,13 +114,40 @@ class Schedule:
         record = self.tile_records + number * TILE_WORDS
         place = prim.load_constant_u32x4(record)
         keys = prim.load_constant_u32x4(record + 4)
+        return self._tile_of(place, keys, step)
+
+    @staticmethod
+    def _tile_of(place: ch.Expr, keys: ch.Expr, step: ch.Value) -> Tile:
         cached = keys.x + keys.y * ch.cast(ty.u32, step)
         return Tile(place.x, place.y, place.z, place.w, cached, keys.z, keys.w)
+
+    @ch.inline
+    def keep_first(self) -> None:
+        """In the math role, after `advance`: the block's items' numbers and the records of the first. A barrier of the
+        math warps must follow."""
+        machine = self.machine
+        kept = machine.region("first_item", ty.u32x4)
+        with ch.if_(machine.thread == 0):
+            first_item = self._word(machine.math, "work_indptr", machine.block)
+            last_item = self._word(machine.math, "work_indptr", machine.block + 1)
+            kept[4] = prim.make_u32x4(first_item, last_item, 0, 0)
+            with ch.if_(first_item < last_item):
+                record = self._place(machine.math, "items", first_item * ITEM_WORDS)
+                what = prim.load_constant_u32x4(record)
+                tile = self.tile_records + what.y * TILE_WORDS
+                kept[0] = what
+                kept[1] = prim.load_constant_u32x4(record + 4)
+                kept[2] = prim.load_constant_u32x4(tile)
+                kept[3] = prim.load_constant_u32x4(tile + 4)
 
     @contextmanager
     @ch.inline
     def items(self, role: ch.Role, step: ch.Value) -> Iterator[Item]:
         """The items of this block, in order."""
+        if self.keeps_first and role is self.machine.math:
+            with self._kept_items(step) as item:
+                yield item
+            return
         first_item = self._word(role, "work_indptr", self.machine.block)
         last_item = self._word(role, "work_indptr", self.machine.block + 1)
         with ch.for_(first_item, last_item, unroll=1) as number:
@@ -118,6 +155,24 @@ class Schedule:
             what = prim.load_constant_u32x4(record)
             rest = prim.load_constant_u32x4(record + 4)
             yield Item(self._tile(what.y, step), what.z, what.w, rest.x, rest.y, rest.z)
+
+    @contextmanager
+    @ch.inline
+    def _kept_items(self, step: ch.Value) -> Iterator[Item]:
+        """The same where the first item's records are at hand: one pointer or another, so that the code stands once."""
+        machine = self.machine
+        kept = ch.reinterpret(ty.ptr(ty.u32x4), machine.region("first_item", ty.u32x4))
+        numbers = kept[4]
+        with ch.for_(numbers.x, numbers.y, unroll=1) as number:
+            record = ch.var(ty.ptr(ty.u32x4), kept)
+            tile = ch.var(ty.ptr(ty.u32x4), kept + 2)
+            with ch.if_(number != numbers.x):
+                place = self._place(machine.math, "items", number * ITEM_WORDS)
+                record.set(ch.reinterpret(ty.ptr(ty.u32x4), place))
+                tile.set(ch.reinterpret(ty.ptr(ty.u32x4), self.tile_records + record[0].y * TILE_WORDS))
+            what = record[0]
+            rest = record[1]
+            yield Item(self._tile_of(tile[0], tile[1], step), what.z, what.w, rest.x, rest.y, rest.z)
 
     @contextmanager
     @ch.inline

@@ -228,9 +228,9 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
 
     scratch: the input of a product (bf16), or what attention needs. reductions: two buffers of the warps' row sums.
     residual: the block's rows (f32). partial_sums: of squares; scales: 1/rms of every token. rope: cos and sin of every
-    token's position. statistics: (highest, weight sum) of each warp's state and query column. candidates: of every
-    warp or block. columns: what the step's tokens are. chosen: what was sampled. step_done: two mbarriers. next_token:
-    of every column, then whether the launch ends.
+    token's position. statistics: (highest, weight sum) of each warp's state and query column. candidates: of every warp
+    or block. columns: what the step's tokens are. chosen: what was sampled. first_item: records of attention.
+    step_done: two mbarriers. next_token: of every column, then whether the launch ends.
     """
     vector_bytes = plan.tokens * vector_columns(shape, plan) * 2
     attention = attention_regions(shape, plan)
@@ -248,6 +248,7 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
         Region("candidates", max(plan.math_warps, gpu.blocks) * max(plan.tokens, 2) * 8),
         Region("columns", plan.tokens * 8 * 4),
         Region("chosen", plan.tokens * 4),
+        Region("first_item", 80),
         Region("step_done", 16),
         Region("next_token", (plan.tokens + 1) * 4),
     )

@@ -121,7 +121,8 @@ class StepParts:
         self.matvec = Matvec(self.columns, self.ring, launch.weights, self.timeline)
         self.cache = KvCache(machine, launch.kv, launch.page_table)
         self.schedule = Schedule(
-            machine, kv_layout(self.shape, machine.gpu, machine.plan), launch.kv_plans, launch.plan_count, launch.tiles
+            machine, kv_layout(self.shape, machine.gpu, machine.plan), launch.kv_plans, launch.plan_count, launch.tiles,
+            True
         )
         self.port = StepPort(machine, self.exchange, self.columns, getattr(launch, "kv_scales", None))
         self.attention = Attention(
@@ -162,6 +163,7 @@ class StepParts:
             step_epoch = self.launch.epoch + step * (self.shape.layers + 1)
             self.step_epoch = step_epoch
             self.columns.begin_step(step)
+            self.schedule.keep_first()
             machine.meet()
             self._load_angles()
             self._start_residual()

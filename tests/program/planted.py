@@ -298,22 +298,17 @@ def share_memory(first: str, second: str) -> Callable[[Patch], None]:
 
 def fold_in_the_order_of_arrival(patch: Patch) -> None:
     """A warp begins with the partial state that a ticket says (from a counter in the workspace)."""
-    read_states, plain = Attention._read_states, Schedule.source
+    read_states = Attention._read_states
 
     @ch.inline
-    def read(self: Any, merge: Any, first: Any, count: Any, lane_unit: Any, epoch: Any) -> Any:
+    def read(self: Any, merge: Any, rows: Any, first: Any, count: Any, lane_unit: Any, epoch: Any) -> Any:
         machine = self.machine
         ticket = ch.var(ty.u32, 0)
         with ch.if_(machine.lane == 0):
             ticket.set(ty.u32(prim.fetch_add_release_u64(self.exchange.words, 1)))
         arrived = prim.shuffle_u32(ticket, 0)
-
-        def source(schedule: Any, role: Any, index: Any) -> Any:
-            return plain(schedule, role, first + (index - first + arrived) % count)
-
-        with Patch.context() as inner:
-            inner.setattr(Schedule, "source", source)
-            return read_states(self, merge, first, count, lane_unit, epoch)
+        turned = prim.shuffle_u32(rows, first + (machine.lane + arrived) % count)
+        return read_states(self, merge, turned, 0, count, lane_unit, epoch)
 
     patch.setattr(Attention, "_read_states", read)
 
