@@ -5,7 +5,7 @@
     out, lse = attention.run(q, kv)                        # q [rows, heads, head_dim], kv [pages, 2, kv_heads, 16, 128]
 
 `plan` is integer work on the host; one plan serves any number of runs. The kernel's launch never changes: grid,
-pointers and workspace stay, tables in the workspace say what there is to do. Keys of the queries' own tokens must be in
+arguments and workspace stay, tables in the workspace say what there is to do; so a CUDA graph can repeat it. Keys of the queries' own tokens must be in
 the cache: query i of a request with l_q queries and l_kv keys has the position l_kv - l_q + i.
 """
 
@@ -35,7 +35,6 @@ from cheetah.runtime.device import Device, open_device
 __all__ = ["AttentionError", "BatchAttention", "Prefix", "nhd_to_hnd"]
 
 Int32Array = NDArray[np.int32]
-EPOCH_LIMIT = 2**32 - 1
 
 
 class AttentionError(CheetahError):
@@ -123,7 +122,6 @@ class BatchAttention:
         made = generated or generate_attention(self.spec)
         self.kernel = self.device.load(made.text, made.manifest)
         self.workspace = self._attach(workspace)
-        self._epoch = 0
         self._planned: _Planned | None = None
         self._arguments: dict[str, Any] | None = None
 
@@ -280,13 +278,7 @@ class BatchAttention:
         """Launch again with the arguments of the last `run` (whose arrays must still be there); returns at once."""
         if self._arguments is None:
             raise AttentionError("launch before run: run once first")
-        if self._epoch == EPOCH_LIMIT:
-            self.workspace.fill(0)
-            assert self._planned is not None
-            self._upload(self._planned)
-            self._epoch = 0
-        self._epoch += 1
-        self.device.launch(self.kernel, {**self._arguments, "epoch": self._epoch})
+        self.device.launch(self.kernel, self._arguments)
 
     def time_ms(self, launches: int = 1) -> float:
         """Milliseconds a launch, over `launches` launches of the last `run` one after another, by device events."""

@@ -27,7 +27,8 @@ from cheetah.manifest import Launch, Manifest, Parameter, sha256_of_text
 from cheetah.plan import Gpu, ModelShape, Plan, PlanError, Region, default_plan, gpu_named, shared_map
 from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.kv import KvPlanLayout, most_tiles
-from cheetah.plan.plan import COLUMNS, STEP_TOKENS, attention_regions
+from cheetah.plan.plan import STEP_TOKENS, attention_records, attention_regions
+from cheetah.plan.shared import BULK_ALIGNMENT, SharedMap
 from cheetah.plan.tables import TILE_WORDS
 from cheetah.plan.workspace import WORKSPACE_ALIGNMENT
 
@@ -36,6 +37,8 @@ COLUMN_FIELDS = ("request", "query", "position", "keys")
 """Words of a column's record in the workspace: its request, its number there, its position (-1: sees nothing), l_kv."""
 HEAD_DIMS = (64, 128)
 MAX_QUERIES = 8
+SCRATCH_BYTES = 34 * 1024
+"""Shared memory for queries and for folding the warps' states: what 12 stages of 16 KB leave."""
 ROLES = {
     "q": "queries [rows, heads, head_dim]",
     "kv": "page pool [pages, 2, kv_heads, page_size, head_dim]",
@@ -43,7 +46,6 @@ ROLES = {
     "workspace": "tables of the plan, then partial states; zeroed once",
     "out": "outputs [rows, heads, head_dim]",
     "lse": "natural logarithms of the sums of exponentials [rows, heads], if wanted",
-    "epoch": "of this launch; used once",
 }
 
 
@@ -106,16 +108,31 @@ class AttentionSpec:
             "page_size": self.page_size,
             "kv_dtype": self.kv_dtype,
             "max_steps": 1,
+            "sync": "flags",
             **({} if self.machine.emulated else {"in_flight": 8}),
             **self.overrides,
         }
-        return default_plan(self.machine, **asdict(self.shape), reserve=regions, **fields)
+        return default_plan(self.machine, **asdict(self.shape), reserve=self.regions, **fields)
 
     @property
     def tile_columns(self) -> int:
         """Most queries of a tile: of a request, or, where a prefix is shared, of several."""
-        most = self.plan.tile_columns(self.shape.group)
+        return self._tile_columns(self.plan)
+
+    def _tile_columns(self, plan: Plan) -> int:
+        most = plan.tile_columns(self.shape.group)
         return most if self.levels > 1 else min(most, self.queries)
+
+    def regions(self, shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...]:
+        """What a block keeps in shared memory beside the ring; there are no newest keys."""
+        attention = attention_regions(shape, plan, SCRATCH_BYTES, self._tile_columns(plan), newest=False)
+        scratch = Region("scratch", sum(region.nbytes for region in attention), BULK_ALIGNMENT)
+        return (scratch, *attention, *attention_records(plan), Region("epoch", 16))
+
+    @cached_property
+    def shared(self) -> SharedMap:
+        """The arena of a block."""
+        return shared_map(self.shape, self.plan, self.machine, self.regions)
 
     @cached_property
     def layout(self) -> KvPlanLayout:
@@ -142,6 +159,7 @@ class AttentionSpec:
         kind = {"flags": FlaggedExchange, "barrier": BarrierExchange}[self.plan.sync]
         return {
             "exchange": kind.size_bytes(self.exchange_sizes),
+            "launches": 8,
             "kv_plan": 4 * self.layout.plan_words,
             "tiles": 4 * TILE_WORDS * self.layout.tiles,
             "columns": 4 * len(COLUMN_FIELDS) * self.batch * self.queries,
@@ -171,15 +189,8 @@ class AttentionSpec:
             "workspace": ty.ptr_mut(ty.u8),
             "out": ty.ptr_mut(ty.bf16),
             "lse": ty.ptr_mut(ty.f32),
-            "epoch": ty.u32,
             **self.variant.parameters,
         }
-
-
-def regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...]:
-    """What a block keeps in shared memory beside the ring; there are no newest keys."""
-    own = tuple(region for region in attention_regions(shape, plan, over=None) if region.name != "newest")
-    return (*own, Region("statistics", plan.math_warps * COLUMNS * 8))
 
 
 class MemoryPort(AttentionPort):
@@ -235,11 +246,10 @@ class MemoryPort(AttentionPort):
 
 def build_kernel(spec: AttentionSpec) -> ch.Kernel:
     """The kernel: one launch is attention of all requests of a plan."""
-    shared = shared_map(spec.shape, spec.plan, spec.machine, regions)
 
     @ch.kernel(ch.Params(**spec.parameters), name=KERNEL_NAME, max_threads=spec.plan.threads)
     def attention(**given: Any) -> None:
-        machine = start_machine(spec.shape, spec.plan, spec.machine, shared)
+        machine = start_machine(spec.shape, spec.plan, spec.machine, spec.shared)
         _emit(spec, machine, SimpleNamespace(**given))
 
     return attention
@@ -250,7 +260,7 @@ def _emit(spec: AttentionSpec, machine: Machine, given: SimpleNamespace) -> None
     tables = {
         name: ch.reinterpret(ty.ptr(ty.i32), given.workspace + offset)
         for name, offset in spec.offsets.items()
-        if name != "exchange"
+        if name not in ("exchange", "launches")
     }
     exchange = make_exchange(machine, given.workspace + spec.offsets["exchange"], spec.exchange_sizes)
     ring = Ring(machine)
@@ -278,18 +288,30 @@ def _emit(spec: AttentionSpec, machine: Machine, given: SimpleNamespace) -> None
         attention.copy(0, 0)
     with machine.math:
         exchange.start()
+        _take_ticket(machine, given.workspace + spec.offsets["launches"])
+        schedule.keep()
+        machine.meet()
+        epoch = machine.region("epoch", ty.u32)[0]
         ch.comment("attention")
-        attention.attend(0, given.epoch)
+        attention.attend(0, epoch)
         exchange.meet()
         ch.comment("merge of partial states")
-        attention.merge(given.epoch)
+        attention.merge(epoch)
     emit_roles(machine)
+
+
+@ch.inline
+def _take_ticket(machine: Machine, launches: ch.Expr) -> None:
+    """The launch's number makes its epoch, in the region `epoch` after the next meeting: so a launch can be repeated as
+    it is. The epochs are 1 to 2^32 - 1; 0 is what a fresh workspace has."""
+    with ch.if_(machine.thread == 0):
+        ticket = prim.fetch_add_release_u64(ch.reinterpret(ty.ptr_mut(ty.u64), launches), 1)
+        machine.region("epoch", ty.u32)[0] = ty.u32(ticket // machine.gpu.blocks % 0xFFFFFFFF) + 1
 
 
 def generate_attention(spec: AttentionSpec, *, command: str = "cheetah.attention") -> Generated:
     """Text and manifest of the kernel. PlanError where the machine has no room for it."""
     text = ch.render_file(build_kernel(spec), header=_header(spec))
-    shared = shared_map(spec.shape, spec.plan, spec.machine, regions)
     manifest = Manifest(
         kernel=KERNEL_NAME,
         text_sha256=sha256_of_text(text),
@@ -298,7 +320,7 @@ def generate_attention(spec: AttentionSpec, *, command: str = "cheetah.attention
         gpu=asdict(spec.machine),
         config=_config(spec),
         plan=spec.plan.to_dict(),
-        launch=Launch(spec.machine.blocks, spec.plan.threads, shared.total_bytes),
+        launch=Launch(spec.machine.blocks, spec.plan.threads, spec.shared.total_bytes),
         parameters=tuple(_parameter(spec, name, type_) for name, type_ in spec.parameters.items()),
         matrices=(),
         layer_stride=0,
@@ -316,14 +338,13 @@ def _config(spec: AttentionSpec) -> dict[str, Any]:
 
 
 def _header(spec: AttentionSpec) -> str:
-    shared = shared_map(spec.shape, spec.plan, spec.machine, regions)
     lines = [
         "Attention over a paged KV cache in one persistent kernel. Generated; do not edit.",
         "",
         ", ".join(f"{name} {value}" for name, value in _config(spec).items()),
         f"machine: {spec.machine.name}, {spec.machine.blocks} blocks of {spec.plan.threads} threads",
         "shared memory:",
-        *(f"  {line}" for line in shared.budget_table().splitlines()),
+        *(f"  {line}" for line in spec.shared.budget_table().splitlines()),
     ]
     return "\n".join(lines)
 

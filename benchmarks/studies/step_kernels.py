@@ -30,6 +30,7 @@ MODEL = ("qkv", "attention", "merge", "o", "gate_up", "down")
 STACKS = {"attention": MODEL[:4], "glu": MODEL[4:]}
 """The phases of a stack's layer, as unfused kernels."""
 NEED_POSITIONS = ("qkv", "attention", "head")
+NEED_RECORDS = ("attention", "merge")
 FUSED_PARAMETERS = ch.Params(**PARAMETERS, epochs=ty.ptr_mut(ty.u32), layers=ty.u32)
 PHASE_PARAMETERS = ch.Params(**PARAMETERS, residual=ty.ptr_mut(ty.f32), layer=ty.u32)
 
@@ -211,6 +212,9 @@ class OnePhase(Piece):
             self.step_epoch = ty.u32(0)
             if self.phase in NEED_POSITIONS:
                 self.columns.begin_step(self.step)
+            if self.phase in NEED_RECORDS:
+                self.schedule.keep()
+            if self.phase in NEED_POSITIONS + NEED_RECORDS:
                 machine.meet()
             if self.phase == "qkv":
                 self._load_angles()

@@ -15,7 +15,8 @@ were split.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,9 +52,7 @@ __all__ = ["LSE_WORDS", "Attention", "AttentionPort", "AttentionShape", "partial
 LSE_WORDS = 4
 """A partial state's LSE is stored four times, so that it is one unit of an exchange."""
 MERGED_TOGETHER = 5
-"""Partial states that a warp waits for together; one more unit is for their LSEs."""
-LOOKED_UP_TOGETHER = 30
-"""Partial states whose places a warp looks up together, a lane each: a multiple of MERGED_TOGETHER."""
+"""Partial states that a warp waits for together, a divisor of KEPT_SOURCES; one more unit is for their LSEs."""
 NEVER = 1 << 27
 """A tile number that no range of keys has."""
 
@@ -65,12 +64,13 @@ def partial_words(head_dim: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """How the warps share an item: this one has `column_tile` of `column_tiles`, and of the `key_groups` its keys are
-    those of number `key_group`."""
+    """How the warps share an item: this one has column tiles [column_group * width, (column_group + 1) * width), of
+    `column_groups` groups, and of the `key_groups` its keys are those of number `key_group`."""
 
-    column_tiles: Any
+    width: int
+    column_groups: Any
     key_groups: Any
-    column_tile: Any
+    column_group: Any
     key_group: Any
 
 
@@ -126,11 +126,26 @@ class Attention:
             newest = ch.select(newest_begin < newest_end, newest_end - newest_begin, ty.u32(0))
             self._load(item, newest_begin, newest, epoch)
             self.timeline.stamp_first("ready")
-            share = self._share(item)
-            queries = self._queries(item, share.column_tile)
-            state = self.product.new_state()
-            self._attend_keys(item.begin, cached_end, newest_begin, newest, share, queries, state)
-            self._fold(item, share, state, epoch)
+            self.ring.uses(CACHED_KEYS)
+            if self.sizes.max_rows <= COLUMNS:
+                self._attend_item(item, 1, cached_end, newest_begin, newest, epoch)
+            else:
+                with ch.if_(item.rows <= COLUMNS):
+                    self._attend_item(item, 1, cached_end, newest_begin, newest, epoch)
+                with ch.else_():
+                    self._attend_item(item, 2, cached_end, newest_begin, newest, epoch)
+
+    @ch.inline
+    def _attend_item(
+        self, item: Item, width: int, cached_end: ch.Expr, newest_begin: ch.Expr, newest: ch.Expr, epoch: ch.Expr
+    ) -> None:
+        """An item whose queries are there, with `width` column tiles a warp. Two of them take a fifth more time than
+        one, because they wait together and share what is read; an item of few rows would waste the second."""
+        share = self._share(item, width)
+        queries = [self._queries(item, share.column_group * width + number) for number in range(width)]
+        states = [self.product.new_state() for _ in range(width)]
+        self._attend_keys(item.begin, cached_end, newest_begin, newest, share, queries, states)
+        self._fold(item, share, states, epoch)
 
     @property
     def most_key_groups(self) -> int:
@@ -139,26 +154,26 @@ class Attention:
         return max(1, (plan.stages - plan.in_flight) * (self.sizes.stage_tokens // TILE_KEYS))
 
     @ch.inline
-    def _share(self, item: Item) -> Share:
+    def _share(self, item: Item, width: int) -> Share:
         """Deal the item out to the warps. A warp beyond the last key group has no tile of keys."""
         machine, sizes = self.machine, self.sizes
-        if sizes.max_rows <= COLUMNS:
+        if width == 1:
             groups = min(sizes.warps, self.most_key_groups)
             key_group = machine.warp
             if groups < sizes.warps:
                 key_group = ch.select(machine.warp < groups, machine.warp, ty.u32(NEVER))
-            return Share(ty.u32(1), ty.u32(groups), ty.u32(0), key_group)
-        column_tiles = ch.var(ty.u32, 1)
-        size = 1
+            return Share(1, ty.u32(1), ty.u32(groups), ty.u32(0), key_group)
+        column_groups = ch.var(ty.u32, 1)
+        size = width
         while size * COLUMNS < sizes.max_rows:
             with ch.if_(item.rows > size * COLUMNS):
-                column_tiles.set(min(2 * size, sizes.warps))
+                column_groups.set(min(2 * size // width, sizes.warps))
             size *= 2
-        key_groups = ch.minimum(sizes.warps // column_tiles, self.most_key_groups)
-        warp_group = machine.warp // column_tiles
-        column_tile = machine.warp % column_tiles
+        key_groups = ch.minimum(sizes.warps // column_groups, self.most_key_groups)
+        warp_group = machine.warp // column_groups
+        column_group = machine.warp % column_groups
         key_group = ch.select(warp_group < key_groups, warp_group, ty.u32(NEVER))
-        return Share(column_tiles, key_groups, column_tile, key_group)
+        return Share(width, column_groups, key_groups, column_group, key_group)
 
     # -- queries, and the newest keys and values --------------------------------------------------------------------
 
@@ -317,8 +332,8 @@ class Attention:
         newest_begin: ch.Expr,
         newest: ch.Expr,
         share: Share,
-        queries: Queries,
-        state: WarpState,
+        queries: Sequence[Queries],
+        states: Sequence[WarpState],
     ) -> None:
         """This warp's tiles of 16 keys: of the cached ones [begin, end), then of the newest, as if they were in one
         more stage: so the code of a tile stands in the kernel once.
@@ -326,7 +341,6 @@ class Attention:
         A warp waits only for stages in which it has a tile.
         """
         machine, sizes, port = self.machine, self.sizes, self.port
-        self.ring.uses(CACHED_KEYS)
         stage_tiles = sizes.stage_tokens // TILE_KEYS
         cached = ch.select(begin < end, end - begin, ty.u32(0))
         tiles = (cached + (TILE_KEYS - 1)) // TILE_KEYS
@@ -356,7 +370,7 @@ class Attention:
                 rows = Rows(keys, values, sizes.codes)
                 with ch.while_(tile < last_tile):
                     row = (tile - first_tile) * TILE_KEYS
-                    self.product.attend(rows, row, count - row, first_key + row, queries, state)
+                    self.product.attend(rows, row, count - row, first_key + row, queries, states)
                     tile += share.key_groups
                 self.timeline.stamp_here("last_chunk")
         self.ring.skip((cached + (sizes.stage_tokens - 1)) // sizes.stage_tokens)
@@ -366,26 +380,40 @@ class Attention:
         """For how many warps this one gives back a stage with these tiles: those with a tile in it share out all."""
         warps = self.sizes.warps
         groups = ch.minimum(last_tile - first_tile, share.key_groups)
-        members = groups * share.column_tiles
+        members = groups * share.column_groups
         # The stage's first tile belongs to key group first_tile % key_groups, the next one to the next.
         number = (share.key_group + share.key_groups - first_tile % share.key_groups) % share.key_groups
-        rank = number * share.column_tiles + share.column_tile
+        rank = number * share.column_groups + share.column_group
         arrivals = warps // members + ch.select(rank < warps % members, ty.u32(1), ty.u32(0))
         return arrivals
 
     # -- folding the warps' states ------------------------------------------------------------------------------------
 
     @ch.inline
-    def _fold(self, item: Item, share: Share, state: WarpState, epoch: ch.Expr) -> None:
-        """Fold the key groups' states, in ascending order, 64 dims at a time, and publish the result."""
-        machine = self.machine
-        if self.variant.softmax:
-            self._lay_down_statistics(state)
-        for slice_ in range(self.sizes.slices):
-            self._lay_down(slice_, state)
-            machine.meet()
-            self._fold_slice(slice_, item, share.column_tiles, epoch)
-            machine.meet()
+    def _fold(self, item: Item, share: Share, states: Sequence[WarpState], epoch: ch.Expr) -> None:
+        """Fold the key groups' states, in ascending order, as many dims at a time as there is room for, and publish the
+        result."""
+        machine, every = self.machine, self.slices_together
+        for number, state in enumerate(states):
+            if self.variant.softmax:
+                self._lay_down_statistics(state)
+            for first in range(0, self.sizes.slices, every):
+                slices = range(first, min(first + every, self.sizes.slices))
+                self._lay_down(slices, state)
+                machine.meet()
+                self._fold_slices(slices, item, share, number, epoch)
+                machine.meet()
+
+    @property
+    def columns(self) -> int:
+        """Columns of a warp that are laid down: those that a tile can have."""
+        return min(self.sizes.max_rows, COLUMNS)
+
+    @property
+    def slices_together(self) -> int:
+        """Slices of the output that the scratch has room for."""
+        slice_bytes = self.sizes.warps * self.columns * SLICE_DIMS * 4
+        return min(self.machine.shared.region("attention").nbytes // slice_bytes, self.sizes.slices)
 
     @ch.inline
     def _lay_down_statistics(self, state: WarpState) -> None:
@@ -396,45 +424,65 @@ class Attention:
             total = ch.var(ty.f32, state.weight_sum[column])
             for mask in (4, 8, 16):
                 total += prim.shuffle_xor_f32(total, mask)
-            with ch.if_(machine.lane < 4):
-                place = (machine.warp * COLUMNS + machine.lane * 2 + column) * 2
+            number = machine.lane * 2 + column
+            with ch.if_(number < self.columns):
+                place = (machine.warp * self.columns + number) * 2
                 words[place] = state.highest[column]
                 words[place + 1] = total
 
     @ch.inline
-    def _lay_down(self, slice_: int, state: WarpState) -> None:
-        """This warp's unnormalised output of a slice: attention[warp][column][number]."""
+    def _lay_down(self, slices: range, state: WarpState) -> None:
+        """This warp's unnormalised output of some slices: attention[warp][column][slice][number]."""
         machine = self.machine
         scratch = machine.region("attention", ty.u32x4)
         with ch.for_(2, unroll=True) as column:
-            row = machine.warp * COLUMNS + machine.lane % 4 * 2 + column
-            place = scratch + (row * SLICE_DIMS + machine.lane // 4 * 8) // 4
-            for half in range(2):
-                tiles = [state.output[slice_ * SLICE_TILES + tile][column + 2 * half] for tile in range(SLICE_TILES)]
-                place[half] = prim.make_u32x4(*(prim.float_bits(value) for value in tiles))
+            number = machine.lane % 4 * 2 + column
+            with ch.if_(number < self.columns) if self.columns < COLUMNS else nullcontext():
+                row = (machine.warp * self.columns + number) * len(slices)
+                for index, slice_ in enumerate(slices):
+                    place = scratch + ((row + index) * SLICE_DIMS + machine.lane // 4 * 8) // 4
+                    for half in range(2):
+                        tiles = [
+                            state.output[slice_ * SLICE_TILES + tile][column + 2 * half] for tile in range(SLICE_TILES)
+                        ]
+                        place[half] = prim.make_u32x4(*(prim.float_bits(value) for value in tiles))
 
     @ch.inline
-    def _fold_slice(self, slice_: int, item: Item, column_tiles: ch.Expr, epoch: ch.Expr) -> None:
-        """Row c of column tile n was laid down by the warps n, n + column_tiles, ..., as their column c."""
+    def _fold_slices(self, slices: range, item: Item, share: Share, number: int, epoch: ch.Expr) -> None:
+        """Column tile `number` of every group: its column c was laid down by the warps column_group, column_group +
+        column_groups, ..., as their column c."""
         machine, sizes = self.machine, self.sizes
-        pairs = SLICE_DIMS // 2
-        with ch.for_(machine.thread, item.rows * pairs, machine.math_threads, unroll=1) as output:
-            row = output // pairs
+        slice_pairs = SLICE_DIMS // 2
+        pairs = slice_pairs * len(slices)
+        rows = item.rows if share.width == 1 else share.column_groups * COLUMNS
+        with ch.for_(machine.thread, rows * pairs, machine.math_threads, unroll=1) as output:
+            place = output // pairs
             pair = output % pairs
-            low, high, lse = self._fold_states(row, column_tiles * COLUMNS, pair)
-            dim_pair = sizes.dim_pair(slice_, pair)
-            with ch.if_(item.partial == WRITE_THROUGH):
-                self._finish(item.tile, item.head, row, dim_pair, low, high, lse, epoch)
-            with ch.else_():
-                self._publish_partial(item.partial + row, dim_pair, low, high, lse, epoch)
+            row = place
+            if share.width > 1:
+                row = (place // COLUMNS * share.width + number) * COLUMNS + place % COLUMNS
+            with ch.if_(row < item.rows) if share.width > 1 else nullcontext():
+                stride = self.columns if share.width == 1 else share.column_groups * COLUMNS
+                self._fold_pair(slices, item, row, place, pair, stride, epoch)
 
     @ch.inline
-    def _fold_states(self, first: ch.Expr, stride: ch.Expr, pair: ch.Expr) -> tuple[Any, Any, Any]:
+    def _fold_pair(
+        self, slices: range, item: Item, row: ch.Expr, place: ch.Expr, pair: ch.Expr, stride: Any, epoch: ch.Expr
+    ) -> None:
+        slice_pairs = SLICE_DIMS // 2
+        low, high, lse = self._fold_states(place, stride, pair, slice_pairs * len(slices))
+        dim_pair = self.sizes.dim_pair(pair // slice_pairs + slices.start, pair % slice_pairs)
+        with ch.if_(item.partial == WRITE_THROUGH):
+            self._finish(item.tile, item.head, row, dim_pair, low, high, lse, epoch)
+        with ch.else_():
+            self._publish_partial(item.partial + row, dim_pair, low, high, lse, epoch)
+
+    @ch.inline
+    def _fold_states(self, first: ch.Expr, stride: Any, pair: ch.Expr, pairs: int) -> tuple[Any, Any, Any]:
         """Fold the states of rows `first`, `first + stride`, ... of the laid down ones: (low, high, lse)."""
         machine, sizes = self.machine, self.sizes
-        pairs = SLICE_DIMS // 2
-        laid_down = sizes.warps * COLUMNS
-        unroll = True if sizes.max_rows <= COLUMNS else 1  # of a stride that is known, or not
+        laid_down = sizes.warps * self.columns
+        unroll = True if isinstance(stride, int) else 1
         scratch = machine.region("attention", ty.f32x2)
         statistics = machine.region("statistics", ty.f32x2)
         low = ch.var(ty.f32, 0.0)
@@ -500,7 +548,7 @@ class Attention:
     @ch.inline
     def merge(self, epoch: ch.Expr) -> None:
         """In the math role: fold the partial states of the rows that are this warp's, in the plan's order."""
-        with self.schedule.merges(self.machine.math) as merge:
+        with self.schedule.merges() as merge:
             self._merge_row(merge, epoch)
 
     @ch.inline
@@ -512,21 +560,18 @@ class Attention:
         highest = ch.var(ty.f32, -math.inf)
         weight_sum = ch.var(ty.f32, 0.0)
         sums = ch.array(ty.f32, 4, zero=True)
-        with ch.for_(merge.begin, merge.end, LOOKED_UP_TOGETHER, unroll=1, name="looked_up") as looked_up:
-            last = ch.minimum(looked_up + LOOKED_UP_TOGETHER, merge.end)
-            rows = ch.const(ty.u32, self.schedule.source(machine.math, ch.minimum(looked_up + machine.lane, last - 1)))
-            with ch.for_(looked_up, last, MERGED_TOGETHER, unroll=1) as first:
-                count = ch.minimum(last - first, MERGED_TOGETHER)
-                states = self._read_states(merge, rows, first - looked_up, count, lane_unit, epoch)
-                with ch.for_(MERGED_TOGETHER, unroll=True) as number:
-                    with ch.if_(number < count):
-                        part = states[number + 1]
-                        if self.variant.softmax:
-                            lse = prim.bits_float(prim.shuffle_u32(states[0].x, number))
-                            self._add_state(part, lse, highest, weight_sum, sums)
-                        else:
-                            for word, member in enumerate("xyzw"):
-                                sums[word] = sums[word] + prim.bits_float(getattr(part, member))
+        with ch.for_(merge.begin, merge.end, MERGED_TOGETHER, unroll=1) as first:
+            count = ch.minimum(merge.end - first, MERGED_TOGETHER)
+            states = self._read_states(merge, self.schedule.sources(merge, first, count), count, lane_unit, epoch)
+            with ch.for_(MERGED_TOGETHER, unroll=True) as number:
+                with ch.if_(number < count):
+                    part = states[number + 1]
+                    if self.variant.softmax:
+                        lse = prim.bits_float(prim.shuffle_u32(states[0].x, number))
+                        self._add_state(part, lse, highest, weight_sum, sums)
+                    else:
+                        for word, member in enumerate("xyzw"):
+                            sums[word] = sums[word] + prim.bits_float(getattr(part, member))
         lse = ty.f32(0.0)
         if self.variant.softmax:
             inverse = ch.select(weight_sum == 0.0, ty.f32(0.0), prim.divide_f32(1.0, weight_sum))
@@ -539,19 +584,16 @@ class Attention:
                 self._finish(merge.tile, merge.head, merge.row, lane_unit * 2 + pair, low, high, lse, epoch)
 
     @ch.inline
-    def _read_states(
-        self, merge: Merge, rows: ch.Expr, first: ch.Expr, count: ch.Expr, lane_unit: ch.Expr, epoch: ch.Expr
-    ) -> Any:
+    def _read_states(self, merge: Merge, sources: ch.Expr, count: ch.Expr, lane_unit: ch.Expr, epoch: ch.Expr) -> Any:
         """Element 0: the LSE of the state that has the lane's number. Element n + 1: the lane's 4 dims of state n;
         where there are fewer, the last one stands for the missing: a number that is known keeps registers free."""
-        machine, sizes = self.machine, self.sizes  # lane n of `rows` has the partial row of state n
+        machine, sizes = self.machine, self.sizes
         states = ch.array(ty.u32x4, UNITS)
         places = ch.array(ty.u32, UNITS)
         row_units = partial_words(sizes.head_dim) // 4
-        mine = prim.shuffle_u32(rows, first + ch.minimum(machine.lane, count - 1))
-        places[0] = ((mine + merge.row) * row_units + sizes.head_dim // 4) * 4
+        places[0] = ((sources + merge.row) * row_units + sizes.head_dim // 4) * 4
         with ch.for_(MERGED_TOGETHER, unroll=True) as number:
-            source = prim.shuffle_u32(rows, first + ch.minimum(number, count - 1))
+            source = prim.shuffle_u32(sources, number)
             places[number + 1] = ((source + merge.row) * row_units + lane_unit) * 4
         self.exchange.read_places("partials", states, places, MERGED_TOGETHER + 1, epoch)
         return states

@@ -1,4 +1,4 @@
-"""One warp's work on 16 keys and 8 query rows: logits, weights, and their product with the values, all in registers.
+"""One warp's work on 16 keys and 8 query rows, or several times 8: logits, weights, and their product with the values, all in registers.
 
 Lane (r, t) = (lane // 4, lane % 4) of the products: keys are rows r and r + 8 of the first, queries its columns 2t and
 2t + 1; dims are rows of the second. A lane reads whole units of 8 dims of a key or a value; which dims they are is free
@@ -9,7 +9,7 @@ of 128 bytes apart, so lanes of neighbouring rows read their two halves in oppos
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,39 +138,51 @@ class TileProduct:
 
     @ch.inline
     def attend(
-        self, rows: Rows, first_row: ch.Expr, valid: ch.Expr, key: ch.Expr, queries: Queries, state: WarpState
+        self,
+        rows: Rows,
+        first_row: ch.Expr,
+        valid: ch.Expr,
+        key: ch.Expr,
+        queries: Sequence[Queries],
+        states: Sequence[WarpState],
     ) -> None:
-        """Fold 16 keys into the state, of which the first `valid` (one at least) exist; the first is key `key`."""
-        logits = self._products(rows, first_row, valid, key, queries)
-        self._scale_and_mask(logits, valid, key, queries)
-        if self.variant.softmax:
-            self._weigh(logits, state)
-        # The product gives keys x queries by rows; the next product wants it by columns.
-        weights_low = prim.matrix_transpose_b16(prim.pack_bf16x2(logits[0], logits[1]))
-        weights_high = prim.matrix_transpose_b16(prim.pack_bf16x2(logits[2], logits[3]))
-        self._add_values(rows, first_row, valid, key, weights_low, weights_high, queries, state)
+        """Fold 16 keys into the states of some column tiles, which share what is read of keys and values. The first
+        `valid` keys (one at least) exist; the first is key `key`."""
+        weights = []
+        for own, state, logits in zip(queries, states, self._products(rows, first_row, valid, key, queries), strict=True):
+            self._scale_and_mask(logits, valid, key, own)
+            if self.variant.softmax:
+                self._weigh(logits, state)
+            # The product gives keys x queries by rows; the next product wants it by columns.
+            weights_low = prim.matrix_transpose_b16(prim.pack_bf16x2(logits[0], logits[1]))
+            weights_high = prim.matrix_transpose_b16(prim.pack_bf16x2(logits[2], logits[3]))
+            weights.append((weights_low, weights_high))
+        self._add_values(rows, first_row, valid, key, weights, queries[0], states)
 
     # -- keys x queries ---------------------------------------------------------------------------------------------
 
     @ch.inline
-    def _products(self, rows: Rows, first_row: ch.Expr, valid: ch.Expr, key: ch.Expr, queries: Queries) -> Any:
-        """Raw dot products of the tile: f32 [4], of key r and queries 2t, 2t + 1, then of key r + 8."""
-        if self.variant.key_transform is not None:
-            return self._transformed_products(rows, first_row, valid, key, queries)
-        row = first_row + self.machine.lane // 4
+    def _products(
+        self, rows: Rows, first_row: ch.Expr, valid: ch.Expr, key: ch.Expr, queries: Sequence[Queries]
+    ) -> list[Any]:
+        """Of each column tile the raw dot products: f32 [4], of key r and queries 2t, 2t + 1, then of key r + 8."""
         # Two chains of sums, because each product waits for the one before it.
-        sums = ch.array(ty.f32, 2, 4, zero=True)
+        sums = [ch.array(ty.f32, 2, 4, zero=True, name="sums") for _ in queries]
+        if self.variant.key_transform is not None:
+            self._transformed_products(rows, first_row, valid, key, queries, sums)
+            return [self._added(chains) for chains in sums]
+        row = first_row + self.machine.lane // 4
         for both in range(max(1, self.sizes.parts // 2)):
             low = self._key_words(rows, row, both)
             high = self._key_words(rows, row + 8, both)
             for part in range(min(2, self.sizes.parts)):
-                self._multiply_part(low[part], high[part], queries.unit(both * 2 + part), sums)
-        return self._added(sums)
+                self._multiply_part(low[part], high[part], both * 2 + part, queries, sums)
+        return [self._added(chains) for chains in sums]
 
     @ch.inline
     def _transformed_products(
-        self, rows: Rows, first_row: ch.Expr, valid: ch.Expr, key: ch.Expr, queries: Queries
-    ) -> Any:
+        self, rows: Rows, first_row: ch.Expr, valid: ch.Expr, key: ch.Expr, queries: Sequence[Queries], sums: list[Any]
+    ) -> None:
         """The same with key_transform, which needs all units of a key together."""
         parts, number = self.sizes.parts, self.machine.lane // 4
         keys = []
@@ -181,19 +193,19 @@ class TileProduct:
                 for part in range(min(2, parts)):
                     for word in range(4):
                         words[both * 2 + part][word] = read[part][word]
-            self._transform_keys(words, key + ch.minimum(number + 8 * half, valid - 1), queries)
+            self._transform_keys(words, key + ch.minimum(number + 8 * half, valid - 1), queries[0])
             keys.append(words)
-        sums = ch.array(ty.f32, 2, 4, zero=True)
         for part in range(parts):
-            self._multiply_part(keys[0][part], keys[1][part], queries.unit(part), sums)
-        return self._added(sums)
+            self._multiply_part(keys[0][part], keys[1][part], part, queries, sums)
 
     @ch.inline
-    def _multiply_part(self, low: Any, high: Any, query: ch.Expr, sums: Any) -> None:
+    def _multiply_part(self, low: Any, high: Any, part: int, queries: Sequence[Queries], sums: list[Any]) -> None:
         early = prim.make_u32x4(low[0], high[0], low[1], high[1])
         late = prim.make_u32x4(low[2], high[2], low[3], high[3])
-        prim.mma_bf16(sums[0], early, query.x, query.y)
-        prim.mma_bf16(sums[1], late, query.z, query.w)
+        for own, chains in zip(queries, sums, strict=True):
+            query = own.unit(part)
+            prim.mma_bf16(chains[0], early, query.x, query.y)
+            prim.mma_bf16(chains[1], late, query.z, query.w)
 
     @ch.inline
     def _added(self, sums: Any) -> Any:
@@ -338,12 +350,11 @@ class TileProduct:
         first_row: ch.Expr,
         valid: ch.Expr,
         key: ch.Expr,
-        weights_low: ch.Expr,
-        weights_high: ch.Expr,
+        weights: Sequence[tuple[ch.Expr, ch.Expr]],
         queries: Queries,
-        state: WarpState,
+        states: Sequence[WarpState],
     ) -> None:
-        """output (dims x queries) += values^T * weights.
+        """output (dims x queries) += values^T * weights, of every column tile.
 
         Lane (r, t) reads 8 dims a slice of keys 2t, 2t + 1, 2t + 8 and 2t + 9: row r of tile i of a slice is number i
         of them, row r + 8 number i + 4. One dim of two neighbouring keys is a register of the operand. Keys that do not
@@ -363,7 +374,8 @@ class TileProduct:
                 low_late = self._pair(words[slice_], 2, tile)
                 high_late = self._pair(words[slice_], 2, tile + SLICE_TILES)
                 operand = prim.make_u32x4(low_early, high_early, low_late, high_late)
-                prim.mma_bf16(state.output[slice_ * SLICE_TILES + tile], operand, weights_low, weights_high)
+                for state, (weights_low, weights_high) in zip(states, weights, strict=True):
+                    prim.mma_bf16(state.output[slice_ * SLICE_TILES + tile], operand, weights_low, weights_high)
 
     @staticmethod
     def _pair(words: Any, key: int, element: ch.Expr) -> ch.Expr:

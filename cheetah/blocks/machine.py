@@ -17,7 +17,7 @@ class Machine:
     """The parts that every building block needs.
 
     block, thread, warp and lane are device values; arena is the start of shared memory, laid out by `shared`.
-    The copy role is one lane of the last warp; the math role is every thread of the others.
+    The math role is every thread of the first warps, the copy role is one lane of the next one.
     """
 
     shape: ModelShape
@@ -62,11 +62,16 @@ def start_machine(shape: ModelShape, plan: Plan, gpu: Gpu, shared: SharedMap) ->
 
 @ch.inline
 def emit_roles(machine: Machine) -> None:
-    """The kernel's fork: the last warp's first lane copies, the other warps compute."""
-    with ch.if_(machine.warp == machine.plan.math_warps):
+    """The kernel's fork: one lane of the copy warps copies, the math warps compute."""
+    plan = machine.plan
+    with ch.if_(machine.warp >= plan.math_warps):
+        if plan.moves_registers:
+            prim.give_registers()
         ch.comment("the copy warp: one lane walks the whole model's chunk list")
-        with ch.if_(machine.lane == 0):
+        with ch.if_(machine.thread == machine.math_threads):
             machine.copy.emit_here()
     with ch.else_():
+        if plan.moves_registers:
+            prim.take_registers()
         ch.comment("the math warps")
         machine.math.emit_here()

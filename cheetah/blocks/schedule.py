@@ -15,10 +15,12 @@ from cheetah import lang as ch
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
 from cheetah.plan.kv import ITEM_WORDS, KvPlanLayout
+from cheetah.plan.plan import KEPT_ITEM_BYTES, KEPT_ITEMS, KEPT_MERGE_BYTES, KEPT_SOURCES
 from cheetah.plan.tables import TILE_WORDS
 
 WRITE_THROUGH = 0xFFFFFFFF
 """The first partial row of an item that gives the final output itself."""
+ITEM_UNITS, MERGE_UNITS = KEPT_ITEM_BYTES // 16, KEPT_MERGE_BYTES // 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +69,8 @@ class Merge:
 class Schedule:
     """The plans of a launch, and the one of the present step in each role. `tiles` are the launch's tile records.
 
-    keeps_first: the math warps find the records of the block's first item in the region `first_item`, where
-    `keep_first` puts them once a step; else every layer would wait for three loads one after the other.
+    The math warps keep the records of the block's first items and of each warp's first merge in shared memory, from one
+    plan to the next (`keep`): else every layer would wait for loads one after the other.
     """
 
     def __init__(
@@ -78,10 +80,9 @@ class Schedule:
         plans: ch.Expr,
         plan_count: ch.Expr,
         tiles: ch.Expr,
-        keeps_first: bool = False,
     ) -> None:
         self.machine, self.layout, self.plans, self.plan_count = machine, layout, plans, plan_count
-        self.tile_records, self.keeps_first = tiles, keeps_first
+        self.tile_records = tiles
         self._start()
 
     @ch.inline
@@ -93,13 +94,16 @@ class Schedule:
                 self.index[role.name] = plan_index
 
     @ch.inline
-    def advance(self, role: ch.Role, step: ch.Expr) -> None:
-        """Move on to the plan of `step`; steps only grow."""
+    def advance(self, role: ch.Role, step: ch.Expr) -> Any:
+        """Move on to the plan of `step`; steps only grow. Whether it is another plan than that of the step before."""
+        is_new = ch.var(ty.boolean, step == 0)
         following = self.index[role.name] + 1
         with ch.if_(following < self.plan_count):
             first_step = prim.load_constant_u32(self.plans + following * self.layout.plan_words)
             with ch.if_(first_step <= step):
                 self.index[role.name].set(following)
+                is_new.set(True)
+        return is_new
 
     def _place(self, role: ch.Role, section: str, index: ch.Value) -> ch.Expr:
         offset = ch.cast(ty.u32, index) + self.layout.offsets[section]
@@ -121,30 +125,69 @@ class Schedule:
         cached = keys.x + keys.y * ch.cast(ty.u32, step)
         return Tile(place.x, place.y, place.z, place.w, cached, keys.z, keys.w)
 
+    # -- records at hand ----------------------------------------------------------------------------------------------
+
+    @property
+    def _kept(self) -> ch.Expr:
+        """u32x4*: first and last item, jobs of merging and rows of a merge; 4 an item; those of each warp's merge."""
+        return ch.reinterpret(ty.ptr_mut(ty.u32x4), self.machine.region("records", ty.u32x4))
+
+    @property
+    def _kept_merge(self) -> ch.Expr:
+        """The record of this warp's first merge."""
+        return self._kept + (1 + (KEPT_ITEMS + 1) * ITEM_UNITS + self.machine.warp * MERGE_UNITS)
+
     @ch.inline
-    def keep_first(self) -> None:
-        """In the math role, after `advance`: the block's items' numbers and the records of the first. A barrier of the
-        math warps must follow."""
+    def keep(self) -> None:
+        """In the math role: bring the records of the present plan to shared memory. A barrier of the math warps must
+        precede, if there were others, and follow."""
         machine = self.machine
-        kept = machine.region("first_item", ty.u32x4)
-        with ch.if_(machine.thread == 0):
+        kept = ch.const(self._kept.type, self._kept, name="kept")
+        header = prim.load_constant_u32x4(self._place(machine.math, "header", 0))
+        with ch.if_(machine.thread < KEPT_ITEMS):
             first_item = self._word(machine.math, "work_indptr", machine.block)
             last_item = self._word(machine.math, "work_indptr", machine.block + 1)
-            kept[4] = prim.make_u32x4(first_item, last_item, 0, 0)
-            with ch.if_(first_item < last_item):
-                record = self._place(machine.math, "items", first_item * ITEM_WORDS)
-                what = prim.load_constant_u32x4(record)
-                tile = self.tile_records + what.y * TILE_WORDS
-                kept[0] = what
-                kept[1] = prim.load_constant_u32x4(record + 4)
-                kept[2] = prim.load_constant_u32x4(tile)
-                kept[3] = prim.load_constant_u32x4(tile + 4)
+            with ch.if_(machine.thread == 0):
+                kept[0] = prim.make_u32x4(first_item, last_item, header.z * header.w, header.w)
+            with ch.if_(first_item + machine.thread < last_item):
+                self._keep_item(kept + (1 + machine.thread * ITEM_UNITS), first_item + machine.thread)
+        job = self._first_job()
+        with ch.if_(job < header.z * header.w):
+            self._keep_merge(job, header.w)
+
+    @ch.inline
+    def _keep_item(self, place: ch.Expr, number: ch.Expr) -> None:
+        record = self._place(self.machine.math, "items", number * ITEM_WORDS)
+        what = prim.load_constant_u32x4(record)
+        place[0] = what
+        place[1] = prim.load_constant_u32x4(record + 4)
+        self._keep_tile(place + 2, what.y)
+
+    @ch.inline
+    def _keep_tile(self, place: ch.Expr, number: ch.Expr) -> None:
+        record = self.tile_records + number * TILE_WORDS
+        place[0] = prim.load_constant_u32x4(record)
+        place[1] = prim.load_constant_u32x4(record + 4)
+
+    @ch.inline
+    def _keep_merge(self, job: ch.Expr, merge_rows: ch.Expr) -> None:
+        """Called by whole warps. Head, row, first and last source; the tile; the first sources."""
+        machine, place = self.machine, self._kept_merge
+        number, head, begin, end = self._merge_words(job // merge_rows)
+        with ch.if_(machine.lane == 0):
+            place[0] = prim.make_u32x4(head, job % merge_rows, begin, end)
+            self._keep_tile(place + 1, number)
+        sources = ch.reinterpret(ty.ptr_mut(ty.u32), place + 3)
+        with ch.if_(machine.lane < ch.minimum(end - begin, KEPT_SOURCES)):
+            sources[machine.lane] = self._word(machine.math, "merge_src", begin + machine.lane)
+
+    # -- items and merges ---------------------------------------------------------------------------------------------
 
     @contextmanager
     @ch.inline
     def items(self, role: ch.Role, step: ch.Value) -> Iterator[Item]:
         """The items of this block, in order."""
-        if self.keeps_first and role is self.machine.math:
+        if role is self.machine.math:
             with self._kept_items(step) as item:
                 yield item
             return
@@ -159,42 +202,70 @@ class Schedule:
     @contextmanager
     @ch.inline
     def _kept_items(self, step: ch.Value) -> Iterator[Item]:
-        """The same where the first item's records are at hand: one pointer or another, so that the code stands once."""
+        """The same in the math role, where the records are at hand. Those of later items share a place."""
         machine = self.machine
-        kept = ch.reinterpret(ty.ptr(ty.u32x4), machine.region("first_item", ty.u32x4))
-        numbers = kept[4]
+        numbers = self._kept[0]
         with ch.for_(numbers.x, numbers.y, unroll=1) as number:
-            record = ch.var(ty.ptr(ty.u32x4), kept)
-            tile = ch.var(ty.ptr(ty.u32x4), kept + 2)
-            with ch.if_(number != numbers.x):
-                place = self._place(machine.math, "items", number * ITEM_WORDS)
-                record.set(ch.reinterpret(ty.ptr(ty.u32x4), place))
-                tile.set(ch.reinterpret(ty.ptr(ty.u32x4), self.tile_records + record[0].y * TILE_WORDS))
+            index = number - numbers.x
+            record = self._kept + (1 + ch.minimum(index, KEPT_ITEMS) * ITEM_UNITS)
+            with ch.if_(index >= KEPT_ITEMS):
+                machine.meet()  # all have used the last one
+                with ch.if_(machine.thread == 0):
+                    self._keep_item(record, number)
+                machine.meet()
+            tile = self._tile_of(record[2], record[3], step)
             what = record[0]
-            rest = record[1]
-            yield Item(self._tile_of(tile[0], tile[1], step), what.z, what.w, rest.x, rest.y, rest.z)
+            yield Item(tile, what.z, what.w, record[1].x, record[1].y, record[1].z)
 
     @contextmanager
     @ch.inline
-    def merges(self, role: ch.Role) -> Iterator[Merge]:
-        """The merges of this warp: a row of a split head each, dealt round to the blocks, then to their warps."""
+    def merges(self) -> Iterator[Merge]:
+        """In the math role, the merges of this warp: a row of a split head each, dealt round to the blocks, then to
+        their warps."""
         machine = self.machine
-        header = prim.load_constant_u32x4(self._place(role, "header", 0))
-        merge_count = header.z
-        merge_rows = header.w
-        first_job = machine.warp * machine.gpu.blocks + machine.block
+        numbers = self._kept[0]
+        first_job = self._first_job()
         jobs = machine.gpu.blocks * machine.plan.math_warps
-        with ch.for_(first_job, merge_count * merge_rows, jobs, unroll=1) as job:
-            merge = job // merge_rows
-            row = job % merge_rows
-            number = self._word(role, "merges", merge * 2)
-            head = self._word(role, "merges", merge * 2 + 1)
-            first_source = self._word(role, "merge_indptr", merge)
-            last_source = self._word(role, "merge_indptr", merge + 1)
-            tile = self._tile(number, 0)
-            with ch.if_(row < tile.columns * machine.shape.group):
-                yield Merge(tile, head, row, first_source, last_source)
+        record = self._kept_merge
+        with ch.for_(first_job, numbers.z, jobs, unroll=1) as job:
+            with ch.if_(job != first_job):
+                self._replace_merge(job, numbers.w)
+            tile = self._tile_of(record[1], record[2], 0)
+            with ch.if_(record[0].y < tile.columns * machine.shape.group):
+                yield Merge(tile, record[0].x, record[0].y, record[0].z, record[0].w)
+        with ch.if_(first_job + jobs < numbers.z):
+            self._replace_merge(first_job, numbers.w)
 
-    def source(self, role: ch.Role, index: ch.Value) -> Any:
-        """Number `index` in the order of folding: the partial row of the tile's first fused row."""
-        return self._word(role, "merge_src", index)
+    @ch.inline
+    def _replace_merge(self, job: ch.Expr, merge_rows: ch.Expr) -> None:
+        """Called by whole warps: the record at hand becomes that of another merge of this warp."""
+        prim.warp_barrier()  # every lane has used the last one
+        self._keep_merge(job, merge_rows)
+        prim.warp_barrier()  # orders the stores before all lanes' reads
+
+    def _first_job(self) -> ch.Expr:
+        return self.machine.warp * self.machine.gpu.blocks + self.machine.block
+
+    @ch.inline
+    def _merge_words(self, merge: ch.Expr) -> tuple[Any, Any, Any, Any]:
+        """Tile, head, first and last source of a merge."""
+        role = self.machine.math
+        number = self._word(role, "merges", merge * 2)
+        head = self._word(role, "merges", merge * 2 + 1)
+        begin = self._word(role, "merge_indptr", merge)
+        end = self._word(role, "merge_indptr", merge + 1)
+        return number, head, begin, end
+
+    @ch.inline
+    def sources(self, merge: Merge, first: ch.Expr, count: ch.Expr) -> Any:
+        """Lane n: number `first` + n in the order of folding, or the last of `count`: the partial row of the tile's first
+        fused row. `first` is a multiple of a divisor of KEPT_SOURCES behind `merge.begin`, `count` at most that divisor.
+        """
+        number = first + ch.minimum(self.machine.lane, count - 1)
+        source = ch.var(ty.u32)
+        with ch.if_(first - merge.begin < KEPT_SOURCES):
+            kept = ch.reinterpret(ty.ptr(ty.u32), self._kept_merge + 3)
+            source.set(kept[number - merge.begin])
+        with ch.else_():
+            source.set(self._word(self.machine.math, "merge_src", number))
+        return source

@@ -27,9 +27,15 @@ KV_DTYPES = {"bf16": 2, "e4m3": 1}
 BARRIER_TOKENS = 8
 """From so many tokens on, blocks exchange vectors by the grid barrier unless told otherwise."""
 ATTENTION_SLICE_DIMS = 64
-"""Dims of a head's output that the math warps fold at a time."""
-MAX_MATH_WARPS = 31
-"""A block has at most 32 warps, and one of them copies."""
+"""Dims of a head's output that the math warps fold at a time, or twice as many."""
+KEPT_ITEMS, KEPT_ITEM_BYTES = 4, 64
+"""Items of a block whose records stay in shared memory, and the bytes of one with its tile."""
+KEPT_SOURCES, KEPT_MERGE_BYTES = 30, 176
+"""Of a warp's merge, the sources that stay there, and the bytes of its record with its tile and those."""
+MAX_WARPS = 32
+"""Warps of a block at most."""
+WARPGROUP = 4
+"""Warps that change their share of the registers together."""
 TRANSACTION_LIMIT_BYTES = 2**20
 """An mbarrier counts fewer pending bytes than this (PTX ISA, mbarrier tx-count)."""
 SMALL_LAYER_BYTES = 2_000_000
@@ -43,6 +49,7 @@ class Plan:
     """The static choices of one kernel. Bytes are bytes; tokens, warps, stages and steps are counts.
 
     `in_flight` chunks are requested at most at a time (48 to 64 KB an SM measured best; more delays the exchanges).
+    One lane of the first copy warp copies; a whole warpgroup of them leaves its registers to the math warps.
     The starts rotate who owns a matrix's first strip; o and down share one, so a residual row stays with its block.
     `trace` adds time stamps of every block and phase to the kernel (buffer `timeline`); off, none of it is there.
     `batch` sequences share a step at most, and `tokens` tokens, which are the columns of every product (a prompt has
@@ -57,6 +64,7 @@ class Plan:
     stage_bytes: int
     stages: int
     in_flight: int = 3
+    copy_warps: int = 1
     sync: str = "flags"
     page_size: int = 16
     max_context: int = 8192
@@ -108,8 +116,10 @@ class Plan:
             raise PlanError(f"Plan: kv_item_cost is {self.kv_item_cost}: give a number of keys, 0 or more")
         if self.kv_chunk < 0 or self.kv_chunk % self.kv_align:
             raise PlanError(f"Plan: kv_chunk {self.kv_chunk} is no multiple of kv_align {self.kv_align}, nor 0")
-        if self.math_warps > MAX_MATH_WARPS:
-            raise PlanError(f"Plan: math_warps is {self.math_warps}: a block has 32 warps and one copies: at most 31")
+        if self.math_warps + self.copy_warps > MAX_WARPS:
+            raise PlanError(
+                f"Plan: math_warps is {self.math_warps} and copy_warps {self.copy_warps}: a block has {MAX_WARPS} warps"
+            )
         if max(self.tokens, self.math_warps) % min(self.tokens, self.math_warps) or self.math_warps * 8 % self.tokens:
             raise PlanError(
                 f"Plan: tokens is {self.tokens} with {self.math_warps} math warps: the warps share the tokens evenly, "
@@ -141,8 +151,14 @@ class Plan:
 
     @property
     def threads(self) -> int:
-        """Threads of a block: the math warps and the copy warp, which is the last."""
-        return (self.math_warps + 1) * 32
+        """Threads of a block: the math warps, then the copy warps."""
+        return (self.math_warps + self.copy_warps) * 32
+
+    @property
+    def moves_registers(self) -> bool:
+        """Whether the copy warps give registers to the math warps: two warpgroups of 232 and one of 40 a thread. Equal
+        shares would be 168."""
+        return self.math_warps == 8 and self.copy_warps == WARPGROUP
 
     @property
     def pairs_per_chunk(self) -> int:
@@ -228,12 +244,11 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
 
     scratch: the input of a product (bf16), or what attention needs. reductions: two buffers of the warps' row sums.
     residual: the block's rows (f32). partial_sums: of squares; scales: 1/rms of every token. rope: cos and sin of every
-    token's position. statistics: (highest, weight sum) of each warp's state and query column. candidates: of every warp
-    or block. columns: what the step's tokens are. chosen: what was sampled. first_item: records of attention.
+    token's position. candidates: of every warp or block. columns: what the step's tokens are. chosen: what was sampled.
     step_done: two mbarriers. next_token: of every column, then whether the launch ends.
     """
     vector_bytes = plan.tokens * vector_columns(shape, plan) * 2
-    attention = attention_regions(shape, plan)
+    attention = attention_regions(shape, plan, vector_bytes)
     residual_rows = ceil_div(ceil_div(shape.hidden, STRIP_ROWS), gpu.blocks) * STRIP_ROWS
     return (
         Region("scratch", max(vector_bytes, sum(region.nbytes for region in attention)), BULK_ALIGNMENT),
@@ -244,33 +259,44 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
         Region("partial_sums", plan.math_warps * COLUMNS * 4),
         Region("scales", plan.tokens * 4),
         Region("rope", plan.tokens * shape.head_dim * 4),
-        Region("statistics", plan.math_warps * COLUMNS * 8),
+        *attention_records(plan),
         Region("candidates", max(plan.math_warps, gpu.blocks) * max(plan.tokens, 2) * 8),
         Region("columns", plan.tokens * 8 * 4),
         Region("chosen", plan.tokens * 4),
-        Region("first_item", 80),
         Region("step_done", 16),
         Region("next_token", (plan.tokens + 1) * 4),
     )
 
 
-def attention_regions(shape: ModelShape, plan: Plan, over: str | None = "scratch") -> tuple[Region, ...]:
-    """What attention needs while it works on an item, one after the other.
+def attention_regions(
+    shape: ModelShape, plan: Plan, room: int, tile_columns: int | None = None, newest: bool = True
+) -> tuple[Region, ...]:
+    """What attention needs while it works on an item, one after the other, over the region `scratch`.
 
-    attention: 64 dims of every math warp's output (f32) [warps, 8 columns, 64]. queries: of a tile (bf16), rows rounded
-    up to 8. newest: the newest keys of a KV head, rounded up to 16, then as many values (bf16).
+    attention: of every math warp as many dims of its output (f32) as fit in `room` bytes beside the others, 64 at least
+    [warps, columns, dims]. queries: of a tile (bf16), rows rounded up to 8. newest: the newest keys of a KV head,
+    rounded up to 16, then as many values (bf16). tile_columns: tokens of a tile, if fewer than the plan's.
     """
-    query_rows = round_up(plan.tile_columns(shape.group) * shape.group, COLUMNS)
-    sizes = {
-        "attention": plan.math_warps * COLUMNS * ATTENTION_SLICE_DIMS * 4,
-        "queries": query_rows * shape.head_dim * 2,
-        "newest": 2 * round_up(plan.tokens, KV_TILE_TOKENS) * shape.head_dim * 2,
-    }
+    rows = (tile_columns or plan.tile_columns(shape.group)) * shape.group
+    slice_bytes = plan.math_warps * min(rows, COLUMNS) * ATTENTION_SLICE_DIMS * 4
+    queries = round_up(rows, COLUMNS) * shape.head_dim * 2
+    newest_bytes = 2 * round_up(plan.tokens, KV_TILE_TOKENS) * shape.head_dim * 2 if newest else 0
+    room = max(room - queries - newest_bytes, plan.math_warps * COLUMNS * ATTENTION_SLICE_DIMS * 4)
+    slices = min(shape.head_dim // ATTENTION_SLICE_DIMS, room // slice_bytes)
+    sizes = {"attention": slices * slice_bytes, "queries": queries, "newest": newest_bytes}
     regions, skip = [], 0
     for name, nbytes in sizes.items():
-        regions.append(Region(name, nbytes, BULK_ALIGNMENT, over=over, skip=skip if over else 0))
+        if nbytes:
+            regions.append(Region(name, nbytes, BULK_ALIGNMENT, over="scratch", skip=skip))
         skip += nbytes
     return tuple(regions)
+
+
+def attention_records(plan: Plan) -> tuple[Region, ...]:
+    """What attention keeps beside that. statistics: (highest, weight sum) of each warp's state and query column.
+    records: four numbers, the block's first items with their tiles and one more, every warp's first merge with sources."""
+    kept = 16 + (KEPT_ITEMS + 1) * KEPT_ITEM_BYTES + plan.math_warps * KEPT_MERGE_BYTES
+    return Region("statistics", plan.math_warps * COLUMNS * 8), Region("records", kept)
 
 
 def vector_columns(shape: ModelShape, plan: Plan) -> int:
@@ -343,7 +369,7 @@ def _machine_defaults(gpu: Gpu) -> dict[str, Any]:
     benchmarks/LOG.md). The emulator is small, so that little work is split too."""
     if gpu.emulated:
         return {"math_warps": 4, "kv_chunk_min": 64}
-    return {"math_warps": 8, "kv_chunk_min": 256, "kv_item_cost": 128}
+    return {"math_warps": 8, "copy_warps": WARPGROUP, "kv_chunk_min": 256, "kv_item_cost": 128}
 
 
 def default_starts(shape: ModelShape, gpu: Gpu) -> dict[str, int]:

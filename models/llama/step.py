@@ -121,8 +121,7 @@ class StepParts:
         self.matvec = Matvec(self.columns, self.ring, launch.weights, self.timeline)
         self.cache = KvCache(machine, launch.kv, launch.page_table)
         self.schedule = Schedule(
-            machine, kv_layout(self.shape, machine.gpu, machine.plan), launch.kv_plans, launch.plan_count, launch.tiles,
-            True
+            machine, kv_layout(self.shape, machine.gpu, machine.plan), launch.kv_plans, launch.plan_count, launch.tiles
         )
         self.port = StepPort(machine, self.exchange, self.columns, getattr(launch, "kv_scales", None))
         self.attention = Attention(
@@ -159,11 +158,12 @@ class StepParts:
         with machine.copy:
             self.schedule.advance(machine.copy, step)
         with machine.math:
-            self.schedule.advance(machine.math, step)
+            has_new_plan = self.schedule.advance(machine.math, step)
             step_epoch = self.launch.epoch + step * (self.shape.layers + 1)
             self.step_epoch = step_epoch
             self.columns.begin_step(step)
-            self.schedule.keep_first()
+            with ch.if_(has_new_plan):
+                self.schedule.keep()
             machine.meet()
             self._load_angles()
             self._start_residual()

@@ -81,7 +81,7 @@ def test_what_is_no_array_is_named() -> None:
             view_array(array, "q")
 
 
-def test_launches_differ_in_nothing_but_the_epoch(attention: BatchAttention) -> None:
+def test_a_launch_never_changes(attention: BatchAttention) -> None:
     attention.run(QUERIES, POOL)
     before = dict(attention._arguments or {})
     offsets, nbytes = attention.spec.offsets, attention.workspace_bytes
@@ -93,13 +93,16 @@ def test_launches_differ_in_nothing_but_the_epoch(attention: BatchAttention) -> 
     assert attention.time_ms(2) > 0 and attention.kv_bytes == 17 * 2 * 2 * 64 * 2
 
 
-def test_epochs_begin_again_with_a_clean_workspace(attention: BatchAttention) -> None:
+def test_epochs_begin_again_after_the_last_one_and_leave_out_that_of_a_clean_workspace(
+    attention: BatchAttention,
+) -> None:
     attention.plan(*TABLE, minimum=16, chunk=16)
     output, _ = attention.run(QUERIES, POOL)
-    attention._epoch = 2**32 - 2
+    place, blocks = attention.spec.offsets["launches"], attention.spec.machine.blocks
+    attention.workspace.upload(np.array([(2**32 - 2) * blocks], np.uint64), place)
     for _ in range(3):
         np.testing.assert_array_equal(attention.run(QUERIES, POOL)[0], output)
-    assert attention._epoch == 2
+    assert attention.workspace.download(np.uint64, 1, place)[0] == (2**32 + 1) * blocks
 
 
 def test_a_workspace_of_exactly_the_size_is_taken(attention: BatchAttention) -> None:

@@ -162,10 +162,12 @@ def core_kernel(core: Core) -> SmallKernel:
             attention.copy(ty.u32(0), ty.u32(0))
         with machine.math:
             exchange.start()
+            schedule.keep()
             mine = machine.block * machine.math_threads + machine.thread
             with ch.for_(mine, core.sizes["qkv"], everyone) as word:
                 exchange.publish("qkv", word, given["qkv"][word], epoch)
             exchange.meet()
+            machine.meet()
             attention.attend(ty.u32(0), epoch)
             exchange.meet()
             attention.merge(epoch)

@@ -320,8 +320,8 @@ def give_back_for_one(patch: Patch) -> None:
 
 
 def merge_the_first_state_twice(patch: Patch) -> None:
-    source = Schedule.source
-    patch.setattr(Schedule, "source", lambda self, role, index: source(self, role, index - index % 2))
+    source = Schedule._source
+    patch.setattr(Schedule, "_source", lambda self, index: source(self, index - index % 2))
 
 
 def load_without_meeting(patch: Patch) -> None:

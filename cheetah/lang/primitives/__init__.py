@@ -7,6 +7,7 @@ C++, so that one text runs in both worlds; a test compares the two lists.
 from cheetah.lang.primitive import PRIMITIVES, Primitive, with_requirements
 from cheetah.lang.primitives.block import (
     block_barrier,
+    give_registers,
     named_barrier,
     named_barrier_arrive,
     shared_arena,
@@ -14,6 +15,7 @@ from cheetah.lang.primitives.block import (
     shuffle_u32,
     shuffle_xor_f32,
     shuffle_xor_u32,
+    take_registers,
     warp_barrier,
     warp_max_f32,
     warp_sum_f32,
@@ -89,6 +91,7 @@ __all__ = [
     "fence_proxy_async",
     "fetch_add_release_u64",
     "float_bits",
+    "give_registers",
     "global_timer",
     "load_constant_u32",
     "load_constant_u32x4",
@@ -118,6 +121,7 @@ __all__ = [
     "shuffle_xor_f32",
     "shuffle_xor_u32",
     "store_relaxed_u32",
+    "take_registers",
     "tanh_f32",
     "wait_at_least_u64",
     "wait_flagged4",

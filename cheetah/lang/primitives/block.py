@@ -31,6 +31,18 @@ named_barrier_arrive = declare(
     id=ty.u32,
     threads=ty.u32,
 )
+give_registers = declare(
+    "give_registers",
+    ty.void,
+    'asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");',
+    "all four warps of a warpgroup keep 40 registers a thread and leave the others to `take_registers`",
+)
+take_registers = declare(
+    "take_registers",
+    ty.void,
+    'asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");',
+    "all four warps of a warpgroup wait until they have 232 registers a thread",
+)
 warp_barrier = declare("warp_barrier", ty.void, "__syncwarp();", "the warp's lanes meet; orders their memory accesses")
 shuffle_xor_f32 = declare(
     "shuffle_xor_f32",
