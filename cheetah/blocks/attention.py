@@ -52,7 +52,10 @@ __all__ = ["LSE_WORDS", "Attention", "AttentionPort", "AttentionShape", "partial
 LSE_WORDS = 4
 """A partial state's LSE is stored four times, so that it is one unit of an exchange."""
 MERGED_TOGETHER = 5
-"""Partial states that a warp waits for together, a divisor of KEPT_SOURCES; one more unit is for their LSEs."""
+"""Partial states that a warp waits for together; one more unit is for their LSEs. A sequence's keys, split among 132
+blocks and 8 heads, are 17 states at most, so that four warps wait once."""
+FOLDED_UNITS = 33
+"""Units of a warp's folded state while its team folds them: 4 dims of each lane, and the highest LSE with the weight."""
 NEVER = 1 << 27
 """A tile number that no range of keys has."""
 
@@ -547,65 +550,118 @@ class Attention:
 
     @ch.inline
     def merge(self, epoch: ch.Expr) -> None:
-        """In the math role: fold the partial states of the rows that are this warp's, in the plan's order."""
+        """In the math role: fold the partial states of the rows that are this warp's team's. Each of its warps folds
+        every so many-th in the plan's order, the first one those results in the order of the warps."""
         with self.schedule.merges() as merge:
-            self._merge_row(merge, epoch)
+            folded = Folded(self.variant.softmax)
+            self._fold_sources(merge, folded, epoch)
+            self._lay_down_folded(folded)
+            self.schedule.meet_team()
+            with ch.if_(self.schedule.team_warp == 0):
+                self._finish_merge(merge, epoch)
+
+    @property
+    def _merge_lane(self) -> ch.Expr:
+        """Which 4 dims of a row are this lane's; the lanes beyond them do the same again."""
+        return self.machine.lane % (self.sizes.head_dim // 4)
 
     @ch.inline
-    def _merge_row(self, merge: Merge, epoch: ch.Expr) -> None:
-        """Each lane folds 4 dims; the states that are waited for together are folded one after the other."""
-        machine, sizes = self.machine, self.sizes
-        units = sizes.head_dim // 4
-        lane_unit = machine.lane % units
-        highest = ch.var(ty.f32, -math.inf)
-        weight_sum = ch.var(ty.f32, 0.0)
-        sums = ch.array(ty.f32, 4, zero=True)
-        with ch.for_(merge.begin, merge.end, MERGED_TOGETHER, unroll=1) as first:
-            count = ch.minimum(merge.end - first, MERGED_TOGETHER)
-            states = self._read_states(merge, self.schedule.sources(merge, first, count), count, lane_unit, epoch)
+    def _fold_sources(self, merge: Merge, folded: Folded, epoch: ch.Expr) -> None:
+        """States that are waited for together are folded one after the other."""
+        every = self.machine.plan.merge_warps
+        own = (merge.end - merge.begin + (every - 1) - self.schedule.team_warp) // every
+        with ch.for_(0, own, MERGED_TOGETHER, unroll=1) as first:
+            count = ch.minimum(own - first, MERGED_TOGETHER)
+            states = self._read_states(merge, self.schedule.sources(merge, first, count), epoch)
             with ch.for_(MERGED_TOGETHER, unroll=True) as number:
                 with ch.if_(number < count):
-                    part = states[number + 1]
-                    if self.variant.softmax:
-                        lse = prim.bits_float(prim.shuffle_u32(states[0].x, number))
-                        self._add_state(part, lse, highest, weight_sum, sums)
-                    else:
-                        for word, member in enumerate("xyzw"):
-                            sums[word] = sums[word] + prim.bits_float(getattr(part, member))
-        lse = ty.f32(0.0)
-        if self.variant.softmax:
-            inverse = ch.select(weight_sum == 0.0, ty.f32(0.0), prim.divide_f32(1.0, weight_sum))
-            lse = ch.select(weight_sum == 0.0, -math.inf, highest + prim.log_f32(weight_sum))
-            for word in range(4):
-                sums[word] = sums[word] * inverse
-        with ch.if_(machine.lane < units):
-            for pair in range(2):
-                low, high = sums[pair * 2], sums[pair * 2 + 1]
-                self._finish(merge.tile, merge.head, merge.row, lane_unit * 2 + pair, low, high, lse, epoch)
+                    lse = prim.bits_float(prim.shuffle_u32(states[0].x, number)) if self.variant.softmax else None
+                    folded.add([prim.bits_float(getattr(states[number + 1], member)) for member in "xyzw"], lse)
 
     @ch.inline
-    def _read_states(self, merge: Merge, sources: ch.Expr, count: ch.Expr, lane_unit: ch.Expr, epoch: ch.Expr) -> Any:
+    def _read_states(self, merge: Merge, sources: ch.Expr, epoch: ch.Expr) -> Any:
         """Element 0: the LSE of the state that has the lane's number. Element n + 1: the lane's 4 dims of state n;
         where there are fewer, the last one stands for the missing: a number that is known keeps registers free."""
-        machine, sizes = self.machine, self.sizes
         states = ch.array(ty.u32x4, UNITS)
         places = ch.array(ty.u32, UNITS)
-        row_units = partial_words(sizes.head_dim) // 4
-        places[0] = ((sources + merge.row) * row_units + sizes.head_dim // 4) * 4
+        row_units = partial_words(self.sizes.head_dim) // 4
+        places[0] = ((sources + merge.row) * row_units + self.sizes.head_dim // 4) * 4
         with ch.for_(MERGED_TOGETHER, unroll=True) as number:
             source = prim.shuffle_u32(sources, number)
-            places[number + 1] = ((source + merge.row) * row_units + lane_unit) * 4
+            places[number + 1] = ((source + merge.row) * row_units + self._merge_lane) * 4
         self.exchange.read_places("partials", states, places, MERGED_TOGETHER + 1, epoch)
         return states
 
+    def _folded_place(self, warp: ch.Expr) -> ch.Expr:
+        """Where (u32x4*) a warp's folded state lies while its team meets: a unit of every lane, then what all share."""
+        return self.machine.region("attention", ty.u32x4) + warp * FOLDED_UNITS
+
     @ch.inline
-    def _add_state(self, part: Any, lse: Any, highest: Any, weight_sum: Any, sums: Any) -> None:
-        """One more state into (highest, weight_sum, sums): all natural logarithms."""
-        new_highest = prim.maximum_f32(highest, lse)
+    def _lay_down_folded(self, folded: Folded) -> None:
+        place = self._folded_place(self.machine.warp)
+        place[self.machine.lane] = prim.make_u32x4(*(prim.float_bits(folded.sums[word]) for word in range(4)))
+        if self.variant.softmax:
+            with ch.if_(self.machine.lane == 0):
+                words = prim.float_bits(folded.highest), prim.float_bits(folded.weight_sum)
+                place[FOLDED_UNITS - 1] = prim.make_u32x4(*words, 0, 0)
+
+    @ch.inline
+    def _finish_merge(self, merge: Merge, epoch: ch.Expr) -> None:
+        machine = self.machine
+        folded = Folded(self.variant.softmax)
+        with ch.for_(machine.plan.merge_warps, unroll=True) as number:
+            place = self._folded_place(machine.warp + number)
+            part = place[machine.lane]
+            values = [prim.bits_float(getattr(part, member)) for member in "xyzw"]
+            if self.variant.softmax:
+                shared = place[FOLDED_UNITS - 1]
+                folded.add(values, prim.bits_float(shared.x), prim.bits_float(shared.y))
+            else:
+                folded.add(values, None)
+        sums, lse = folded.result()
+        with ch.if_(machine.lane < self.sizes.head_dim // 4):
+            for pair in range(2):
+                dim_pair = self._merge_lane * 2 + pair
+                low, high = sums[pair * 2], sums[pair * 2 + 1]
+                self._finish(merge.tile, merge.head, merge.row, dim_pair, low, high, lse, epoch)
+
+
+class Folded:
+    """States folded by one lane, in its 4 dims: the highest LSE, the sum of weights, sums that are not yet divided by
+    it. Logarithms are natural. Without softmax there are only the sums."""
+
+    def __init__(self, softmax: bool) -> None:
+        self.softmax = softmax
+        self._declare()
+
+    @ch.inline
+    def _declare(self) -> None:
+        highest = ch.var(ty.f32, -math.inf)
+        weight_sum = ch.var(ty.f32, 0.0)
+        sums = ch.array(ty.f32, 4, zero=True)
+        self.highest, self.weight_sum, self.sums = highest, weight_sum, sums
+
+    @ch.inline
+    def add(self, values: Sequence[ch.Expr], lse: Any, weight: Any = 1.0) -> None:
+        """One more: `values` of a state with this LSE, or sums of several with the highest and the sum of weights."""
+        if not self.softmax:
+            for word in range(4):
+                self.sums[word] = self.sums[word] + values[word]
+            return
+        new_highest = prim.maximum_f32(self.highest, lse)
         base = ch.select(new_highest == -math.inf, ty.f32(0.0), new_highest)
-        shrink = prim.exp2_f32((highest - base) * LOG2_E)
-        weight = prim.exp2_f32((lse - base) * LOG2_E)
-        highest.set(new_highest)
-        weight_sum.set(weight_sum * shrink + weight)
-        for word, member in enumerate("xyzw"):
-            sums[word] = sums[word] * shrink + weight * prim.bits_float(getattr(part, member))
+        shrink = prim.exp2_f32((self.highest - base) * LOG2_E)
+        grow = prim.exp2_f32((lse - base) * LOG2_E)
+        self.highest.set(new_highest)
+        self.weight_sum.set(self.weight_sum * shrink + grow * weight)
+        for word in range(4):
+            self.sums[word] = self.sums[word] * shrink + grow * values[word]
+
+    @ch.inline
+    def result(self) -> tuple[list[Any], Any]:
+        """The 4 dims and the LSE."""
+        if not self.softmax:
+            return [self.sums[word] for word in range(4)], ty.f32(0.0)
+        inverse = ch.select(self.weight_sum == 0.0, ty.f32(0.0), prim.divide_f32(1.0, self.weight_sum))
+        lse = ch.select(self.weight_sum == 0.0, -math.inf, self.highest + prim.log_f32(self.weight_sum))
+        return [self.sums[word] * inverse for word in range(4)], lse

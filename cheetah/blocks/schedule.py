@@ -20,6 +20,8 @@ from cheetah.plan.tables import TILE_WORDS
 
 WRITE_THROUGH = 0xFFFFFFFF
 """The first partial row of an item that gives the final output itself."""
+TEAM_BARRIERS = 2
+"""The named barrier of the first team; the next ones follow."""
 ITEM_UNITS, MERGE_UNITS = KEPT_ITEM_BYTES // 16, KEPT_MERGE_BYTES // 16
 
 
@@ -134,8 +136,8 @@ class Schedule:
 
     @property
     def _kept_merge(self) -> ch.Expr:
-        """The record of this warp's first merge."""
-        return self._kept + (1 + (KEPT_ITEMS + 1) * ITEM_UNITS + self.machine.warp * MERGE_UNITS)
+        """The record of the first merge of this warp's team: head, row, first and last source; the tile; sources."""
+        return self._kept + (1 + (KEPT_ITEMS + 1) * ITEM_UNITS + self.team * MERGE_UNITS)
 
     @ch.inline
     def keep(self) -> None:
@@ -151,9 +153,8 @@ class Schedule:
                 kept[0] = prim.make_u32x4(first_item, last_item, header.z * header.w, header.w)
             with ch.if_(first_item + machine.thread < last_item):
                 self._keep_item(kept + (1 + machine.thread * ITEM_UNITS), first_item + machine.thread)
-        job = self._first_job()
-        with ch.if_(job < header.z * header.w):
-            self._keep_merge(job, header.w)
+        with ch.if_((self.team_warp == 0) & (self._first_job() < header.z * header.w)):
+            self._keep_merge(self._first_job(), header.w)
 
     @ch.inline
     def _keep_item(self, place: ch.Expr, number: ch.Expr) -> None:
@@ -171,7 +172,7 @@ class Schedule:
 
     @ch.inline
     def _keep_merge(self, job: ch.Expr, merge_rows: ch.Expr) -> None:
-        """Called by whole warps. Head, row, first and last source; the tile; the first sources."""
+        """Called by a whole warp of the team."""
         machine, place = self.machine, self._kept_merge
         number, head, begin, end = self._merge_words(job // merge_rows)
         with ch.if_(machine.lane == 0):
@@ -179,7 +180,7 @@ class Schedule:
             self._keep_tile(place + 1, number)
         sources = ch.reinterpret(ty.ptr_mut(ty.u32), place + 3)
         with ch.if_(machine.lane < ch.minimum(end - begin, KEPT_SOURCES)):
-            sources[machine.lane] = self._word(machine.math, "merge_src", begin + machine.lane)
+            sources[machine.lane] = self._source(begin + machine.lane)
 
     # -- items and merges ---------------------------------------------------------------------------------------------
 
@@ -217,16 +218,30 @@ class Schedule:
             what = record[0]
             yield Item(tile, what.z, what.w, record[1].x, record[1].y, record[1].z)
 
+    @property
+    def team(self) -> ch.Expr:
+        """The number of this warp's team: the warps that merge a row together."""
+        return self.machine.warp // self.machine.plan.merge_warps
+
+    @property
+    def team_warp(self) -> ch.Expr:
+        """The number of this warp in its team."""
+        return self.machine.warp % self.machine.plan.merge_warps
+
+    def meet_team(self) -> None:
+        """The warps of the team meet."""
+        prim.named_barrier(self.team + TEAM_BARRIERS, self.machine.plan.merge_warps * 32)
+
     @contextmanager
     @ch.inline
     def merges(self) -> Iterator[Merge]:
-        """In the math role, the merges of this warp: a row of a split head each, dealt round to the blocks, then to
-        their warps."""
+        """In the math role, the merges of this warp's team: a row of a split head each, dealt round to the blocks, then
+        to their teams. Then the block's warps meet, if there was any merge at all."""
         machine = self.machine
         numbers = self._kept[0]
-        first_job = self._first_job()
-        jobs = machine.gpu.blocks * machine.plan.math_warps
+        jobs = machine.gpu.blocks * (machine.plan.math_warps // machine.plan.merge_warps)
         record = self._kept_merge
+        first_job = self._first_job()
         with ch.for_(first_job, numbers.z, jobs, unroll=1) as job:
             with ch.if_(job != first_job):
                 self._replace_merge(job, numbers.w)
@@ -235,16 +250,19 @@ class Schedule:
                 yield Merge(tile, record[0].x, record[0].y, record[0].z, record[0].w)
         with ch.if_(first_job + jobs < numbers.z):
             self._replace_merge(first_job, numbers.w)
+        with ch.if_(numbers.z > 0):
+            machine.meet()
 
     @ch.inline
     def _replace_merge(self, job: ch.Expr, merge_rows: ch.Expr) -> None:
-        """Called by whole warps: the record at hand becomes that of another merge of this warp."""
-        prim.warp_barrier()  # every lane has used the last one
-        self._keep_merge(job, merge_rows)
-        prim.warp_barrier()  # orders the stores before all lanes' reads
+        """The record at hand becomes that of another merge of this team."""
+        self.meet_team()  # all have used the last one
+        with ch.if_(self.team_warp == 0):
+            self._keep_merge(job, merge_rows)
+        self.meet_team()
 
     def _first_job(self) -> ch.Expr:
-        return self.machine.warp * self.machine.gpu.blocks + self.machine.block
+        return self.team * self.machine.gpu.blocks + self.machine.block
 
     @ch.inline
     def _merge_words(self, merge: ch.Expr) -> tuple[Any, Any, Any, Any]:
@@ -258,14 +276,16 @@ class Schedule:
 
     @ch.inline
     def sources(self, merge: Merge, first: ch.Expr, count: ch.Expr) -> Any:
-        """Lane n: number `first` + n in the order of folding, or the last of `count`: the partial row of the tile's first
-        fused row. `first` is a multiple of a divisor of KEPT_SOURCES behind `merge.begin`, `count` at most that divisor.
-        """
-        number = first + ch.minimum(self.machine.lane, count - 1)
+        """Of this warp's sources, which are every so many-th as the team has warps, `count` from number `first` on.
+        Lane n: the n-th of them, or the last: the partial row of the tile's first fused row."""
+        every = self.machine.plan.merge_warps
+        number = self.team_warp + (first + ch.minimum(self.machine.lane, count - 1)) * every
         source = ch.var(ty.u32)
-        with ch.if_(first - merge.begin < KEPT_SOURCES):
-            kept = ch.reinterpret(ty.ptr(ty.u32), self._kept_merge + 3)
-            source.set(kept[number - merge.begin])
+        with ch.if_(number < KEPT_SOURCES):
+            source.set(ch.reinterpret(ty.ptr(ty.u32), self._kept_merge + 3)[number])
         with ch.else_():
-            source.set(self._word(self.machine.math, "merge_src", number))
+            source.set(self._source(merge.begin + number))
         return source
+
+    def _source(self, index: ch.Value) -> Any:
+        return self._word(self.machine.math, "merge_src", index)

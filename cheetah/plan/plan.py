@@ -30,8 +30,10 @@ ATTENTION_SLICE_DIMS = 64
 """Dims of a head's output that the math warps fold at a time, or twice as many."""
 KEPT_ITEMS, KEPT_ITEM_BYTES = 4, 64
 """Items of a block whose records stay in shared memory, and the bytes of one with its tile."""
-KEPT_SOURCES, KEPT_MERGE_BYTES = 30, 176
-"""Of a warp's merge, the sources that stay there, and the bytes of its record with its tile and those."""
+KEPT_SOURCES, KEPT_MERGE_BYTES = 20, 128
+"""Of a merge, the sources that stay there, and the bytes of its record with its tile and those."""
+MERGE_WARPS, MOST_TEAMS = 4, 14
+"""Warps that merge a row together, and how many teams of them have a barrier."""
 MAX_WARPS = 32
 """Warps of a block at most."""
 WARPGROUP = 4
@@ -127,6 +129,8 @@ class Plan:
             )
         if self.math_warps % 2:
             raise PlanError(f"Plan: math_warps is {self.math_warps}: two halves add up a strip: use an even number")
+        if self.math_warps // self.merge_warps > MOST_TEAMS:
+            raise PlanError(f"Plan: math_warps is {self.math_warps}: use a multiple of 4: a block has 16 barriers")
         if self.kv_chunk_min % self.kv_align:
             raise PlanError(f"Plan: kv_chunk_min {self.kv_chunk_min} is no multiple of kv_align {self.kv_align}")
         for name in ("start_qkv", "start_residual", "start_gate_up", "start_head"):
@@ -153,6 +157,11 @@ class Plan:
     def threads(self) -> int:
         """Threads of a block: the math warps, then the copy warps."""
         return (self.math_warps + self.copy_warps) * 32
+
+    @property
+    def merge_warps(self) -> int:
+        """Warps of a team that merges a row of attention."""
+        return min(MERGE_WARPS, self.math_warps & -self.math_warps)
 
     @property
     def moves_registers(self) -> bool:
@@ -294,8 +303,8 @@ def attention_regions(
 
 def attention_records(plan: Plan) -> tuple[Region, ...]:
     """What attention keeps beside that. statistics: (highest, weight sum) of each warp's state and query column.
-    records: four numbers, the block's first items with their tiles and one more, every warp's first merge with sources."""
-    kept = 16 + (KEPT_ITEMS + 1) * KEPT_ITEM_BYTES + plan.math_warps * KEPT_MERGE_BYTES
+    records: four numbers, the block's first items with their tiles and one more, every team's first merge with sources."""
+    kept = 16 + (KEPT_ITEMS + 1) * KEPT_ITEM_BYTES + plan.math_warps // plan.merge_warps * KEPT_MERGE_BYTES
     return Region("statistics", plan.math_warps * COLUMNS * 8), Region("records", kept)
 
 
