@@ -5,8 +5,9 @@
     out, lse = attention.run(q, kv)                        # q [rows, heads, head_dim], kv [pages, 2, kv_heads, 16, 128]
 
 `plan` is integer work on the host; one plan serves any number of runs. The kernel's launch never changes: grid,
-arguments and workspace stay, tables in the workspace say what there is to do; so a CUDA graph can repeat it. Keys of the queries' own tokens must be in
-the cache: query i of a request with l_q queries and l_kv keys has the position l_kv - l_q + i.
+arguments and workspace stay, tables in the workspace say what there is to do; so a CUDA graph can repeat it. Keys of
+the queries' own tokens must be in the cache: query i of a request with l_q queries and l_kv keys has the position
+l_kv - l_q + i.
 """
 
 from __future__ import annotations

@@ -37,8 +37,11 @@ COLUMN_FIELDS = ("request", "query", "position", "keys")
 """Words of a column's record in the workspace: its request, its number there, its position (-1: sees nothing), l_kv."""
 HEAD_DIMS = (64, 128)
 MAX_QUERIES = 8
+STREAMING = {"stage_bytes": 32768, "in_flight": 2}
+"""The ring on a GPU. More in flight only lets the blocks' speeds differ more; smaller stages cost 1 % with pages of 16
+(benchmarks/LOG.md)."""
 SCRATCH_BYTES = 34 * 1024
-"""Shared memory for queries and for folding the warps' states: what 12 stages of 16 KB leave."""
+"""Shared memory for queries and for folding the warps' states: what 6 stages of 32 KB leave."""
 ROLES = {
     "q": "queries [rows, heads, head_dim]",
     "kv": "page pool [pages, 2, kv_heads, page_size, head_dim]",
@@ -109,7 +112,7 @@ class AttentionSpec:
             "kv_dtype": self.kv_dtype,
             "max_steps": 1,
             "sync": "flags",
-            **({} if self.machine.emulated else {"in_flight": 8}),
+            **({} if self.machine.emulated else STREAMING),
             **self.overrides,
         }
         return default_plan(self.machine, **asdict(self.shape), reserve=self.regions, **fields)

@@ -2,8 +2,8 @@
 // Regenerate with: cheetah generate llama-3.2-1b --batch 8
 //
 // model: hidden 2048, ffn 8192, vocab 128256, heads 32, kv_heads 8, head_dim 64, layers 16
-// machine: h200, 132 blocks of 288 threads: 8 math warps, one copies
-// plan: math_warps 8, stage_bytes 16384, stages 10, in_flight 3, sync barrier, page_size 16, max_context 8192, batch 8, tokens 8, down_slices 4, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 4, start_residual 0, start_gate_up 4, start_head 4, trace False
+// machine: h200, 132 blocks of 384 threads: 8 math warps
+// plan: math_warps 8, stage_bytes 16384, stages 10, in_flight 3, copy_warps 4, sync barrier, page_size 16, max_context 8192, batch 8, tokens 8, down_slices 4, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 4, start_residual 0, start_gate_up 4, start_head 4, trace False
 // weights read a step: 2471493632 bytes, in 121634816 a layer
 // shared memory:
 //     offset    bytes  region
@@ -20,14 +20,14 @@
 //     205824       32  scales
 //     205856     2048  rope
 //     207904      512  statistics
-//     208416     8448  candidates
-//     216864      256  columns
-//     217120       32  chosen
-//     217152       80  first_item
-//     217232       16  step_done
-//     217248       36  next_token
-//              217284  total
-//              232448  a block has, 15164 free
+//     208416      592  records
+//     209008     8448  candidates
+//     217456      256  columns
+//     217712       32  chosen
+//     217744       16  step_done
+//     217760       36  next_token
+//              217796  total
+//              232448  a block has, 14652 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -51,6 +51,14 @@ __device__ __forceinline__ void block_barrier() {
 
 __device__ __forceinline__ void named_barrier(uint32_t id, uint32_t threads) {
   asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+}
+
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
 }
 
 __device__ __forceinline__ void warp_barrier() {
@@ -233,7 +241,7 @@ __device__ __forceinline__ uint4 make_u32x4(uint32_t x, uint32_t y, uint32_t z, 
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* weights, const bf16* norms, const bf16* embedding, const float* rope, bf16* kv, const int32_t* page_table, const int32_t* kv_plans, const int32_t* tiles, const int32_t* sequences, const int32_t* columns, uint8_t* exchange, int32_t* tokens, const int32_t* stop_ids, float* logits, uint32_t* progress, int32_t* status, uint32_t steps, uint32_t head_from, uint32_t column_count, uint32_t sequence_count, uint32_t plan_count, uint32_t epoch) {
+extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* weights, const bf16* norms, const bf16* embedding, const float* rope, bf16* kv, const int32_t* page_table, const int32_t* kv_plans, const int32_t* tiles, const int32_t* sequences, const int32_t* columns, uint8_t* exchange, int32_t* tokens, const int32_t* stop_ids, float* logits, uint32_t* progress, int32_t* status, uint32_t steps, uint32_t head_from, uint32_t column_count, uint32_t sequence_count, uint32_t plan_count, uint32_t epoch) {
   uint8_t* arena = shared_arena();
   uint32_t block = blockIdx.x;
   uint32_t thread = threadIdx.x;
@@ -242,8 +250,8 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
   uint32_t* exchange_words = (uint32_t*)(exchange);
   uint64_t* full = (uint64_t*)(arena + 163840);
   uint64_t* empty = full + 10;
-  uint64_t* step_done = (uint64_t*)(arena + 217232);
-  uint32_t* next_token = (uint32_t*)(arena + 217248);
+  uint64_t* step_done = (uint64_t*)(arena + 217744);
+  uint32_t* next_token = (uint32_t*)(arena + 217760);
   if (thread == 0) {
     for (uint32_t stage = 0; stage < 10; ++stage) {
       mbarrier_init(full + stage, 1);
@@ -265,23 +273,26 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
       token = (uint32_t)(tokens[place]) < 128255 ? (uint32_t)(tokens[place]) : 128255;
     }
     next_token[thread] = token;
-    ((uint32_t*)(arena + 216864))[thread * 8 + 7] = 0;
+    ((uint32_t*)(arena + 217456))[thread * 8 + 7] = 0;
   }
   block_barrier();
-  if (warp == 8) {
+  if (warp >= 8) {
+    give_registers();
     // the copy warp: one lane walks the whole model's chunk list
-    if (lane == 0) {
+    if (thread == 256) {
       uint32_t plan_index = 0;
       uint32_t fill_stage = 0;
       uint32_t fill_parity = 1;
       uint32_t landed_stage = 7;
       uint32_t landed_parity = 1;
       for (uint32_t step = 0; step < steps; ++step) {
+        bool is_new = step == 0;
         uint32_t following = plan_index + 1;
         if (following < plan_count) {
           uint32_t first_step = load_constant_u32(kv_plans + following * 6208);
           if (first_step <= step) {
             plan_index = following;
+            is_new = true;
           }
         }
         for (uint32_t layer = 0; layer < 16; ++layer) {
@@ -504,6 +515,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
       }
     }
   } else {
+    take_registers();
     // the math warps
     uint32_t turn = 0;
     uint32_t finisher = 0;
@@ -519,15 +531,18 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
     }
     named_barrier(1, 256);
     for (uint32_t step = 0; step < steps; ++step) {
+      bool is_new = step == 0;
       uint32_t following = plan_index + 1;
       if (following < plan_count) {
         uint32_t first_step = load_constant_u32(kv_plans + following * 6208);
         if (first_step <= step) {
           plan_index = following;
+          is_new = true;
         }
       }
+      bool has_new_plan = is_new;
       uint32_t step_epoch = epoch + step * 17;
-      uint32_t* state = (uint32_t*)(arena + 216864);
+      uint32_t* state = (uint32_t*)(arena + 217456);
       if (thread < column_count) {
         uint32_t value = load_constant_u32(columns + thread * 4);
         uint32_t sequence = value;
@@ -549,29 +564,54 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
         words[5] = value_8;
         words[6] = sequence;
       }
-      uint4* kept = (uint4*)(arena + 217152);
-      if (thread == 0) {
-        uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 6208 + (block + 64)));
-        uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 6208 + (block + 1 + 64)));
-        kept[4] = make_u32x4(first_item, last_item, 0, 0);
-        if (first_item < last_item) {
-          const int32_t* record = kv_plans + (plan_index * 6208 + (first_item * 8 + 256));
-          uint4 what = load_constant_u32x4(record);
-          const int32_t* tile = tiles + what.y * 8;
-          kept[0] = what;
-          uint4 value = load_constant_u32x4(record + 4);
-          kept[1] = value;
-          uint4 value_2 = load_constant_u32x4(tile);
-          kept[2] = value_2;
-          uint4 value_3 = load_constant_u32x4(tile + 4);
-          kept[3] = value_3;
+      if (has_new_plan) {
+        uint4* kept = (uint4*)(arena + 208416);
+        uint4 header = load_constant_u32x4(kv_plans + plan_index * 6208);
+        if (thread < 4) {
+          uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 6208 + (block + 64)));
+          uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 6208 + (block + 1 + 64)));
+          if (thread == 0) {
+            kept[0] = make_u32x4(first_item, last_item, header.z * header.w, header.w);
+          }
+          if (first_item + thread < last_item) {
+            const int32_t* record = kv_plans + (plan_index * 6208 + ((first_item + thread) * 8 + 256));
+            uint4 what = load_constant_u32x4(record);
+            (kept + (1 + thread * 4))[0] = what;
+            uint4 value = load_constant_u32x4(record + 4);
+            (kept + (1 + thread * 4))[1] = value;
+            const int32_t* record_2 = tiles + what.y * 8;
+            uint4 value_2 = load_constant_u32x4(record_2);
+            (kept + (1 + thread * 4) + 2)[0] = value_2;
+            uint4 value_3 = load_constant_u32x4(record_2 + 4);
+            (kept + (1 + thread * 4) + 2)[1] = value_3;
+          }
+        }
+        if (warp % 4 == 0 && warp / 4 * 132 + block < header.z * header.w) {
+          uint4* place = (uint4*)(arena + 208416) + (21 + warp / 4 * 8);
+          uint32_t number = load_constant_u32(kv_plans + (plan_index * 6208 + ((warp / 4 * 132 + block) / header.w * 2 + 3584)));
+          uint32_t head = load_constant_u32(kv_plans + (plan_index * 6208 + ((warp / 4 * 132 + block) / header.w * 2 + 1 + 3584)));
+          uint32_t begin = load_constant_u32(kv_plans + (plan_index * 6208 + ((warp / 4 * 132 + block) / header.w + 3392)));
+          uint32_t end = load_constant_u32(kv_plans + (plan_index * 6208 + ((warp / 4 * 132 + block) / header.w + 1 + 3392)));
+          if (lane == 0) {
+            place[0] = make_u32x4(head, (warp / 4 * 132 + block) % header.w, begin, end);
+            const int32_t* record = tiles + number * 8;
+            uint4 value = load_constant_u32x4(record);
+            (place + 1)[0] = value;
+            uint4 value_2 = load_constant_u32x4(record + 4);
+            (place + 1)[1] = value_2;
+          }
+          uint32_t* sources = (uint32_t*)(place + 3);
+          if (lane < (end - begin < 20 ? end - begin : 20)) {
+            uint32_t value = load_constant_u32(kv_plans + (plan_index * 6208 + (begin + lane + 3840)));
+            sources[lane] = value;
+          }
         }
       }
       named_barrier(1, 256);
       float* angles = (float*)(arena + 205856);
       #pragma unroll 1
       for (uint32_t number = thread; number < column_count * 64; number += 256) {
-        uint32_t position = ((uint32_t*)(arena + 216864))[number / 64 * 8];
+        uint32_t position = ((uint32_t*)(arena + 217456))[number / 64 * 8];
         angles[number] = rope[(uint64_t)(position) * 64 + (uint64_t)(number % 64)];
       }
       float* residual = (float*)(arena + 205056);
@@ -864,11 +904,11 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
                 if (lane < 16 && lane % 2 == 0) {
                   uint32_t place_3 = (column * 3072 + head * 64 + dim) / 2;
                   if (head >= 32) {
-                    if (((uint32_t*)(arena + 216864))[column * 8 + 1] < ((uint32_t*)(arena + 216864))[column * 8 + 2]) {
-                      uint32_t table = ((uint32_t*)(arena + 216864))[column * 8 + 6] * 512;
-                      uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + 216864))[column * 8] / 16));
+                    if (((uint32_t*)(arena + 217456))[column * 8 + 1] < ((uint32_t*)(arena + 217456))[column * 8 + 2]) {
+                      uint32_t table = ((uint32_t*)(arena + 217456))[column * 8 + 6] * 512;
+                      uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + 217456))[column * 8] / 16));
                       uint64_t offset = (uint64_t)(layer) * 67108864 + (uint64_t)(page) * 16384;
-                      bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 1024 + ((uint32_t*)(arena + 216864))[column * 8] % 16 * 64));
+                      bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 1024 + ((uint32_t*)(arena + 217456))[column * 8] % 16 * 64));
                       bf16* place_4 = head - 32 < 8 ? key : key + 8192;
                       ((uint32_t*)(place_4 + dim))[0] = pair;
                       fence_proxy_async();
@@ -897,37 +937,46 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
         if (thread == 0) {
           store_relaxed_u32(progress + block, step * 82 + (layer * 5 + 1));
         }
-        const uint4* kept_2 = (const uint4*)((uint4*)(arena + 217152));
-        uint4 numbers = kept_2[4];
+        uint4 numbers = ((uint4*)(arena + 208416))[0];
         #pragma unroll 1
         for (uint32_t number = numbers.x; number < numbers.y; ++number) {
-          const uint4* record = kept_2;
-          const uint4* tile = kept_2 + 2;
-          if (number != numbers.x) {
-            const int32_t* place = kv_plans + (plan_index * 6208 + (number * 8 + 256));
-            record = (const uint4*)(place);
-            tile = (const uint4*)(tiles + record[0].y * 8);
+          uint32_t index = number - numbers.x;
+          uint4* record = (uint4*)(arena + 208416) + (1 + (index < 4 ? index : 4) * 4);
+          if (index >= 4) {
+            named_barrier(1, 256);
+            if (thread == 0) {
+              const int32_t* record_2 = kv_plans + (plan_index * 6208 + (number * 8 + 256));
+              uint4 what = load_constant_u32x4(record_2);
+              record[0] = what;
+              uint4 value = load_constant_u32x4(record_2 + 4);
+              record[1] = value;
+              const int32_t* record_3 = tiles + what.y * 8;
+              uint4 value_2 = load_constant_u32x4(record_3);
+              (record + 2)[0] = value_2;
+              uint4 value_3 = load_constant_u32x4(record_3 + 4);
+              (record + 2)[1] = value_3;
+            }
+            named_barrier(1, 256);
           }
           uint4 what = record[0];
-          uint4 rest = record[1];
-          uint32_t cached_end = rest.x < tile[1].x + tile[1].y * step ? rest.x : tile[1].x + tile[1].y * step;
-          uint32_t newest_begin = what.w < tile[1].x + tile[1].y * step ? tile[1].x + tile[1].y * step : what.w;
-          uint32_t newest_end = rest.x < tile[1].x + tile[1].y * step + tile[1].z ? rest.x : tile[1].x + tile[1].y * step + tile[1].z;
+          uint32_t cached_end = record[1].x < record[3].x + record[3].y * step ? record[1].x : record[3].x + record[3].y * step;
+          uint32_t newest_begin = what.w < record[3].x + record[3].y * step ? record[3].x + record[3].y * step : what.w;
+          uint32_t newest_end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
           uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
           uint4* queries = (uint4*)(arena + 180480);
-          uint32_t query_units = rest.z * 8;
+          uint32_t query_units = record[1].z * 8;
           uint32_t newest_units = newest * 8;
           #pragma unroll 1
           for (uint32_t number_2 = thread; number_2 < query_units + newest_units * 2; number_2 += 256) {
             if (number_2 < query_units) {
               uint32_t row = number_2 / 8;
-              uint32_t column = tile[0].x + row / 4;
+              uint32_t column = record[2].x + row / 4;
               uint4 words = ((const uint4*)(exchange_words + ((column * 384 + (what.z * 4 + row % 4) * 8 + number_2 % 8) * 4 + 8256)))[0];
               queries[number_2] = words;
             } else {
               bool is_value = number_2 - query_units >= newest_units;
               uint32_t unit = is_value ? number_2 - query_units - newest_units : number_2 - query_units;
-              uint32_t column = tile[1].w + (newest_begin - (tile[1].x + tile[1].y * step)) + unit / 8;
+              uint32_t column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + unit / 8;
               uint4 words = ((const uint4*)(exchange_words + ((column * 384 + ((is_value ? 40u : 32u) + what.z) * 8 + unit % 8) * 4 + 8256)))[0];
               uint4* keys = (uint4*)(arena + 184576);
               uint4* values = (uint4*)(arena + 184576) + 128;
@@ -939,278 +988,703 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
             }
           }
           named_barrier(1, 256);
-          uint32_t column_tiles = 1;
-          if (rest.z > 8) {
-            column_tiles = 2;
-          }
-          if (rest.z > 16) {
-            column_tiles = 4;
-          }
-          uint32_t key_groups = 8 / column_tiles < 28 ? 8 / column_tiles : 28;
-          uint32_t warp_group = warp / column_tiles;
-          uint32_t column_tile = warp % column_tiles;
-          uint32_t key_group = warp_group < key_groups ? warp_group : 134217728;
-          uint4* shared = (uint4*)(arena + 180480);
-          uint32_t row = column_tile * 8 + lane / 4 < 31 ? column_tile * 8 + lane / 4 : 31;
-          uint4* query = shared + row * 8;
-          uint32_t limits[2];
-          uint32_t fused = column_tile * 8 + lane % 4 * 2;
-          uint32_t present = fused < rest.z - 1 ? fused : rest.z - 1;
-          uint32_t end = rest.x < tile[1].x + tile[1].y * step + tile[1].z ? rest.x : tile[1].x + tile[1].y * step + tile[1].z;
-          uint32_t position_2 = ((uint32_t*)(arena + 216864))[(tile[0].x + present / 4) * 8];
-          uint32_t following_2 = position_2 + 1;
-          uint32_t visible = following_2 > tile[0].w ? following_2 - tile[0].w : 0;
-          limits[0] = fused < rest.z ? (end < visible ? end : visible) : 0;
-          uint32_t fused_2 = column_tile * 8 + lane % 4 * 2 + 1;
-          uint32_t present_2 = fused_2 < rest.z - 1 ? fused_2 : rest.z - 1;
-          uint32_t end_2 = rest.x < tile[1].x + tile[1].y * step + tile[1].z ? rest.x : tile[1].x + tile[1].y * step + tile[1].z;
-          uint32_t position_3 = ((uint32_t*)(arena + 216864))[(tile[0].x + present_2 / 4) * 8];
-          uint32_t following_3 = position_3 + 1;
-          uint32_t visible_2 = following_3 > tile[0].w ? following_3 - tile[0].w : 0;
-          limits[1] = fused_2 < rest.z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
-          float highest[2];
-          float weight_sum[2] = {};
-          float output[4][4] = {};
-          highest[0] = -bits_float(0x7f800000);
-          highest[1] = -bits_float(0x7f800000);
-          uint32_t cached = what.w < cached_end ? cached_end - what.w : 0;
-          uint32_t tiles_2 = (cached + 15) / 16;
-          uint32_t all_tiles = tiles_2 + (newest + 15) / 16;
-          uint32_t tile_2 = key_group;
-          while (tile_2 < all_tiles) {
-            uint32_t stage = tile_2 / 4;
-            uint32_t first_tile = stage * 4;
-            uint32_t last_tile = first_tile + 4 < tiles_2 ? first_tile + 4 : tiles_2;
-            uint32_t first_key = what.w + stage * 64;
-            uint32_t count = cached_end - first_key < 64 ? cached_end - first_key : 64;
-            bool is_cached = tile_2 < tiles_2;
-            uint32_t groups = last_tile - first_tile < key_groups ? last_tile - first_tile : key_groups;
-            uint32_t members = groups * column_tiles;
-            uint32_t number_2 = (key_group + key_groups - first_tile % key_groups) % key_groups;
-            uint32_t rank = number_2 * column_tiles + column_tile;
-            uint32_t arrivals = 8 / members + (rank < 8 % members ? 1u : 0u);
-            uint32_t place = use_stage + stage;
-            uint32_t stage_2 = place % 10;
-            if (is_cached) {
-              mbarrier_wait(full + stage_2, (use_parity + place / 10) % 2);
-            }
-            uint8_t* chunk = arena + stage_2 * 16384;
-            uint8_t* keys = chunk;
-            uint8_t* values = chunk + 8192;
-            if (tile_2 >= tiles_2) {
-              uint8_t* newest_keys = arena + 184576;
-              uint8_t* newest_values = arena + 184576 + 2048;
-              first_tile = tiles_2;
-              last_tile = all_tiles;
-              first_key = newest_begin;
-              count = newest;
-              keys = newest_keys;
-              values = newest_values;
-            }
-            while (tile_2 < last_tile) {
-              uint32_t row_2 = (tile_2 - first_tile) * 16;
-              uint32_t row_3 = row_2 + lane / 4;
-              float sums[2][4] = {};
-              uint32_t words[2][4];
-              const uint4* keys_2 = (const uint4*)(keys) + row_3 * 8;
-              uint32_t is_odd = lane / 4 % 2;
-              uint4 first = keys_2[is_odd * 4 + lane % 4];
-              uint4 second = keys_2[(1 - is_odd) * 4 + lane % 4];
-              words[0][0] = is_odd == 0 ? first.x : second.x;
-              words[1][0] = is_odd == 0 ? second.x : first.x;
-              words[0][1] = is_odd == 0 ? first.y : second.y;
-              words[1][1] = is_odd == 0 ? second.y : first.y;
-              words[0][2] = is_odd == 0 ? first.z : second.z;
-              words[1][2] = is_odd == 0 ? second.z : first.z;
-              words[0][3] = is_odd == 0 ? first.w : second.w;
-              words[1][3] = is_odd == 0 ? second.w : first.w;
-              uint32_t words_2[2][4];
-              const uint4* keys_3 = (const uint4*)(keys) + (row_3 + 8) * 8;
-              uint32_t is_odd_2 = lane / 4 % 2;
-              uint4 first_2 = keys_3[is_odd_2 * 4 + lane % 4];
-              uint4 second_2 = keys_3[(1 - is_odd_2) * 4 + lane % 4];
-              words_2[0][0] = is_odd_2 == 0 ? first_2.x : second_2.x;
-              words_2[1][0] = is_odd_2 == 0 ? second_2.x : first_2.x;
-              words_2[0][1] = is_odd_2 == 0 ? first_2.y : second_2.y;
-              words_2[1][1] = is_odd_2 == 0 ? second_2.y : first_2.y;
-              words_2[0][2] = is_odd_2 == 0 ? first_2.z : second_2.z;
-              words_2[1][2] = is_odd_2 == 0 ? second_2.z : first_2.z;
-              words_2[0][3] = is_odd_2 == 0 ? first_2.w : second_2.w;
-              words_2[1][3] = is_odd_2 == 0 ? second_2.w : first_2.w;
-              uint4 early = make_u32x4(words[0][0], words_2[0][0], words[0][1], words_2[0][1]);
-              uint4 late = make_u32x4(words[0][2], words_2[0][2], words[0][3], words_2[0][3]);
-              mma_bf16(sums[0], early, query[lane % 4].x, query[lane % 4].y);
-              mma_bf16(sums[1], late, query[lane % 4].z, query[lane % 4].w);
-              uint4 early_2 = make_u32x4(words[1][0], words_2[1][0], words[1][1], words_2[1][1]);
-              uint4 late_2 = make_u32x4(words[1][2], words_2[1][2], words[1][3], words_2[1][3]);
-              mma_bf16(sums[0], early_2, query[4 + lane % 4].x, query[4 + lane % 4].y);
-              mma_bf16(sums[1], late_2, query[4 + lane % 4].z, query[4 + lane % 4].w);
-              float logits_2[4];
-              #pragma unroll
-              for (uint32_t element = 0; element < 4; ++element) {
-                logits_2[element] = sums[0][element] + sums[1][element];
+          if (record[1].z <= 8) {
+            uint4* shared = (uint4*)(arena + 180480);
+            uint32_t row = lane / 4 < 31 ? lane / 4 : 31;
+            uint4* query = shared + row * 8;
+            uint32_t limits[2];
+            uint32_t fused = lane % 4 * 2;
+            uint32_t present = fused < record[1].z - 1 ? fused : record[1].z - 1;
+            uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+            uint32_t position_2 = ((uint32_t*)(arena + 217456))[(record[2].x + present / 4) * 8];
+            uint32_t following_2 = position_2 + 1;
+            uint32_t visible = following_2 > record[2].w ? following_2 - record[2].w : 0;
+            limits[0] = fused < record[1].z ? (end < visible ? end : visible) : 0;
+            uint32_t fused_2 = lane % 4 * 2 + 1;
+            uint32_t present_2 = fused_2 < record[1].z - 1 ? fused_2 : record[1].z - 1;
+            uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+            uint32_t position_3 = ((uint32_t*)(arena + 217456))[(record[2].x + present_2 / 4) * 8];
+            uint32_t following_3 = position_3 + 1;
+            uint32_t visible_2 = following_3 > record[2].w ? following_3 - record[2].w : 0;
+            limits[1] = fused_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
+            float highest[2];
+            float weight_sum[2] = {};
+            float output[4][4] = {};
+            highest[0] = -bits_float(0x7f800000);
+            highest[1] = -bits_float(0x7f800000);
+            uint32_t cached = what.w < cached_end ? cached_end - what.w : 0;
+            uint32_t tiles_2 = (cached + 15) / 16;
+            uint32_t all_tiles = tiles_2 + (newest + 15) / 16;
+            uint32_t tile = warp;
+            while (tile < all_tiles) {
+              uint32_t stage = tile / 4;
+              uint32_t first_tile = stage * 4;
+              uint32_t last_tile = first_tile + 4 < tiles_2 ? first_tile + 4 : tiles_2;
+              uint32_t first_key = what.w + stage * 64;
+              uint32_t count = cached_end - first_key < 64 ? cached_end - first_key : 64;
+              bool is_cached = tile < tiles_2;
+              uint32_t groups = last_tile - first_tile < 8 ? last_tile - first_tile : 8;
+              uint32_t number_2 = (warp + 8 - first_tile % 8) % 8;
+              uint32_t arrivals = 8 / groups + (number_2 < 8 % groups ? 1u : 0u);
+              uint32_t place = use_stage + stage;
+              uint32_t stage_2 = place % 10;
+              if (is_cached) {
+                mbarrier_wait(full + stage_2, (use_parity + place / 10) % 2);
               }
-              uint32_t number_3 = lane / 4;
-              uint32_t limits_2[2];
-              limits_2[0] = limits[0] < first_key + row_2 + (count - row_2) ? limits[0] : first_key + row_2 + (count - row_2);
-              limits_2[1] = limits[1] < first_key + row_2 + (count - row_2) ? limits[1] : first_key + row_2 + (count - row_2);
-              bool is_seen = first_key + row_2 + number_3 < limits_2[0];
-              float logit = logits_2[0] * 0.18033688f;
-              logits_2[0] = is_seen ? logit : -bits_float(0x7f800000);
-              bool is_seen_2 = first_key + row_2 + number_3 < limits_2[1];
-              float logit_2 = logits_2[1] * 0.18033688f;
-              logits_2[1] = is_seen_2 ? logit_2 : -bits_float(0x7f800000);
-              uint32_t tile_key = number_3 + 8;
-              bool is_seen_3 = first_key + row_2 + tile_key < limits_2[0];
-              float logit_3 = logits_2[2] * 0.18033688f;
-              logits_2[2] = is_seen_3 ? logit_3 : -bits_float(0x7f800000);
-              uint32_t tile_key_2 = number_3 + 8;
-              bool is_seen_4 = first_key + row_2 + tile_key_2 < limits_2[1];
-              float logit_4 = logits_2[3] * 0.18033688f;
-              logits_2[3] = is_seen_4 ? logit_4 : -bits_float(0x7f800000);
-              #pragma unroll
-              for (uint32_t column = 0; column < 2; ++column) {
-                float peak = maximum_f32(logits_2[column], logits_2[column + 2]);
-                float value = shuffle_xor_f32(peak, 4);
-                peak = maximum_f32(peak, value);
-                float value_2 = shuffle_xor_f32(peak, 8);
-                peak = maximum_f32(peak, value_2);
-                float value_3 = shuffle_xor_f32(peak, 16);
-                peak = maximum_f32(peak, value_3);
-                float new_highest = maximum_f32(highest[column], peak);
-                float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
-                float shrink = exp2_f32(highest[column] - base);
-                highest[column] = new_highest;
-                logits_2[column] = exp2_f32(logits_2[column] - base);
-                logits_2[column + 2] = exp2_f32(logits_2[column + 2] - base);
-                weight_sum[column] = weight_sum[column] * shrink + (logits_2[column] + logits_2[column + 2]);
+              uint8_t* chunk = arena + stage_2 * 16384;
+              uint8_t* keys = chunk;
+              uint8_t* values = chunk + 8192;
+              if (tile >= tiles_2) {
+                uint8_t* newest_keys = arena + 184576;
+                uint8_t* newest_values = arena + 184576 + 2048;
+                first_tile = tiles_2;
+                last_tile = all_tiles;
+                first_key = newest_begin;
+                count = newest;
+                keys = newest_keys;
+                values = newest_values;
+              }
+              while (tile < last_tile) {
+                uint32_t row_2 = (tile - first_tile) * 16;
+                float sums[2][4] = {};
+                uint32_t row_3 = row_2 + lane / 4;
+                uint32_t words[2][4];
+                const uint4* keys_2 = (const uint4*)(keys) + row_3 * 8;
+                uint32_t is_odd = lane / 4 % 2;
+                uint4 first = keys_2[is_odd * 4 + lane % 4];
+                uint4 second = keys_2[(1 - is_odd) * 4 + lane % 4];
+                words[0][0] = is_odd == 0 ? first.x : second.x;
+                words[1][0] = is_odd == 0 ? second.x : first.x;
+                words[0][1] = is_odd == 0 ? first.y : second.y;
+                words[1][1] = is_odd == 0 ? second.y : first.y;
+                words[0][2] = is_odd == 0 ? first.z : second.z;
+                words[1][2] = is_odd == 0 ? second.z : first.z;
+                words[0][3] = is_odd == 0 ? first.w : second.w;
+                words[1][3] = is_odd == 0 ? second.w : first.w;
+                uint32_t words_2[2][4];
+                const uint4* keys_3 = (const uint4*)(keys) + (row_3 + 8) * 8;
+                uint32_t is_odd_2 = lane / 4 % 2;
+                uint4 first_2 = keys_3[is_odd_2 * 4 + lane % 4];
+                uint4 second_2 = keys_3[(1 - is_odd_2) * 4 + lane % 4];
+                words_2[0][0] = is_odd_2 == 0 ? first_2.x : second_2.x;
+                words_2[1][0] = is_odd_2 == 0 ? second_2.x : first_2.x;
+                words_2[0][1] = is_odd_2 == 0 ? first_2.y : second_2.y;
+                words_2[1][1] = is_odd_2 == 0 ? second_2.y : first_2.y;
+                words_2[0][2] = is_odd_2 == 0 ? first_2.z : second_2.z;
+                words_2[1][2] = is_odd_2 == 0 ? second_2.z : first_2.z;
+                words_2[0][3] = is_odd_2 == 0 ? first_2.w : second_2.w;
+                words_2[1][3] = is_odd_2 == 0 ? second_2.w : first_2.w;
+                uint4 early = make_u32x4(words[0][0], words_2[0][0], words[0][1], words_2[0][1]);
+                uint4 late = make_u32x4(words[0][2], words_2[0][2], words[0][3], words_2[0][3]);
+                uint4 query_2 = query[lane % 4];
+                mma_bf16(sums[0], early, query_2.x, query_2.y);
+                mma_bf16(sums[1], late, query_2.z, query_2.w);
+                uint4 early_2 = make_u32x4(words[1][0], words_2[1][0], words[1][1], words_2[1][1]);
+                uint4 late_2 = make_u32x4(words[1][2], words_2[1][2], words[1][3], words_2[1][3]);
+                uint4 query_3 = query[4 + lane % 4];
+                mma_bf16(sums[0], early_2, query_3.x, query_3.y);
+                mma_bf16(sums[1], late_2, query_3.z, query_3.w);
+                float logits_2[4];
                 #pragma unroll
-                for (uint32_t tile_3 = 0; tile_3 < 4; ++tile_3) {
-                  output[tile_3][column] = output[tile_3][column] * shrink;
-                  output[tile_3][column + 2] = output[tile_3][column + 2] * shrink;
+                for (uint32_t element = 0; element < 4; ++element) {
+                  logits_2[element] = sums[0][element] + sums[1][element];
+                }
+                uint32_t number_3 = lane / 4;
+                uint32_t limits_2[2];
+                limits_2[0] = limits[0] < first_key + row_2 + (count - row_2) ? limits[0] : first_key + row_2 + (count - row_2);
+                limits_2[1] = limits[1] < first_key + row_2 + (count - row_2) ? limits[1] : first_key + row_2 + (count - row_2);
+                bool is_seen = first_key + row_2 + number_3 < limits_2[0];
+                float logit = logits_2[0] * 0.18033688f;
+                logits_2[0] = is_seen ? logit : -bits_float(0x7f800000);
+                bool is_seen_2 = first_key + row_2 + number_3 < limits_2[1];
+                float logit_2 = logits_2[1] * 0.18033688f;
+                logits_2[1] = is_seen_2 ? logit_2 : -bits_float(0x7f800000);
+                uint32_t tile_key = number_3 + 8;
+                bool is_seen_3 = first_key + row_2 + tile_key < limits_2[0];
+                float logit_3 = logits_2[2] * 0.18033688f;
+                logits_2[2] = is_seen_3 ? logit_3 : -bits_float(0x7f800000);
+                uint32_t tile_key_2 = number_3 + 8;
+                bool is_seen_4 = first_key + row_2 + tile_key_2 < limits_2[1];
+                float logit_4 = logits_2[3] * 0.18033688f;
+                logits_2[3] = is_seen_4 ? logit_4 : -bits_float(0x7f800000);
+                #pragma unroll
+                for (uint32_t column = 0; column < 2; ++column) {
+                  float peak = maximum_f32(logits_2[column], logits_2[column + 2]);
+                  float value = shuffle_xor_f32(peak, 4);
+                  peak = maximum_f32(peak, value);
+                  float value_2 = shuffle_xor_f32(peak, 8);
+                  peak = maximum_f32(peak, value_2);
+                  float value_3 = shuffle_xor_f32(peak, 16);
+                  peak = maximum_f32(peak, value_3);
+                  float new_highest = maximum_f32(highest[column], peak);
+                  float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
+                  float shrink = exp2_f32(highest[column] - base);
+                  highest[column] = new_highest;
+                  logits_2[column] = exp2_f32(logits_2[column] - base);
+                  logits_2[column + 2] = exp2_f32(logits_2[column + 2] - base);
+                  weight_sum[column] = weight_sum[column] * shrink + (logits_2[column] + logits_2[column + 2]);
+                  #pragma unroll
+                  for (uint32_t tile_2 = 0; tile_2 < 4; ++tile_2) {
+                    output[tile_2][column] = output[tile_2][column] * shrink;
+                    output[tile_2][column + 2] = output[tile_2][column + 2] * shrink;
+                  }
+                }
+                uint32_t weights_low = matrix_transpose_b16(pack_bf16x2(logits_2[0], logits_2[1]));
+                uint32_t weights_high = matrix_transpose_b16(pack_bf16x2(logits_2[2], logits_2[3]));
+                uint32_t words_3[1][4][4];
+                uint32_t tile_key_3 = lane % 4 * 2 < count - row_2 - 1 ? lane % 4 * 2 : count - row_2 - 1;
+                uint32_t row_4 = row_2 + tile_key_3;
+                const uint4* units = (const uint4*)(values) + (row_4 * 8 + lane / 4);
+                uint4 read = units[0];
+                words_3[0][0][0] = read.x;
+                words_3[0][0][1] = read.y;
+                words_3[0][0][2] = read.z;
+                words_3[0][0][3] = read.w;
+                uint32_t tile_key_4 = lane % 4 * 2 + 1 < count - row_2 - 1 ? lane % 4 * 2 + 1 : count - row_2 - 1;
+                uint32_t row_5 = row_2 + tile_key_4;
+                const uint4* units_2 = (const uint4*)(values) + (row_5 * 8 + lane / 4);
+                uint4 read_2 = units_2[0];
+                words_3[0][1][0] = read_2.x;
+                words_3[0][1][1] = read_2.y;
+                words_3[0][1][2] = read_2.z;
+                words_3[0][1][3] = read_2.w;
+                uint32_t tile_key_5 = lane % 4 * 2 + 8 < count - row_2 - 1 ? lane % 4 * 2 + 8 : count - row_2 - 1;
+                uint32_t row_6 = row_2 + tile_key_5;
+                const uint4* units_3 = (const uint4*)(values) + (row_6 * 8 + lane / 4);
+                uint4 read_3 = units_3[0];
+                words_3[0][2][0] = read_3.x;
+                words_3[0][2][1] = read_3.y;
+                words_3[0][2][2] = read_3.z;
+                words_3[0][2][3] = read_3.w;
+                uint32_t tile_key_6 = lane % 4 * 2 + 9 < count - row_2 - 1 ? lane % 4 * 2 + 9 : count - row_2 - 1;
+                uint32_t row_7 = row_2 + tile_key_6;
+                const uint4* units_4 = (const uint4*)(values) + (row_7 * 8 + lane / 4);
+                uint4 read_4 = units_4[0];
+                words_3[0][3][0] = read_4.x;
+                words_3[0][3][1] = read_4.y;
+                words_3[0][3][2] = read_4.z;
+                words_3[0][3][3] = read_4.w;
+                #pragma unroll
+                for (uint32_t tile_2 = 0; tile_2 < 4; ++tile_2) {
+                  uint32_t low_early = byte_permute(words_3[0][0][tile_2 / 2], words_3[0][1][tile_2 / 2], tile_2 % 2 == 0 ? 21520u : 30258u);
+                  uint32_t high_early = byte_permute(words_3[0][0][(tile_2 + 4) / 2], words_3[0][1][(tile_2 + 4) / 2], (tile_2 + 4) % 2 == 0 ? 21520u : 30258u);
+                  uint32_t low_late = byte_permute(words_3[0][2][tile_2 / 2], words_3[0][3][tile_2 / 2], tile_2 % 2 == 0 ? 21520u : 30258u);
+                  uint32_t high_late = byte_permute(words_3[0][2][(tile_2 + 4) / 2], words_3[0][3][(tile_2 + 4) / 2], (tile_2 + 4) % 2 == 0 ? 21520u : 30258u);
+                  uint4 operand = make_u32x4(low_early, high_early, low_late, high_late);
+                  mma_bf16(output[tile_2], operand, weights_low, weights_high);
+                }
+                tile = tile + 8;
+              }
+              warp_barrier();
+              if (lane == 0 && is_cached) {
+                mbarrier_arrive_many(empty + stage_2, arrivals);
+              }
+            }
+            uint32_t place = use_stage + (cached + 63) / 64;
+            use_parity = (use_parity + place / 10) % 2;
+            use_stage = place % 10;
+            float* words = (float*)(arena + 207904);
+            #pragma unroll
+            for (uint32_t column = 0; column < 2; ++column) {
+              float total = weight_sum[column];
+              float value = shuffle_xor_f32(total, 4);
+              total = total + value;
+              float value_2 = shuffle_xor_f32(total, 8);
+              total = total + value_2;
+              float value_3 = shuffle_xor_f32(total, 16);
+              total = total + value_3;
+              uint32_t number_2 = lane * 2 + column;
+              if (number_2 < 8) {
+                uint32_t place_2 = (warp * 8 + number_2) * 2;
+                words[place_2] = highest[column];
+                words[place_2 + 1] = total;
+              }
+            }
+            uint4* scratch = (uint4*)(arena + 164096);
+            #pragma unroll
+            for (uint32_t column = 0; column < 2; ++column) {
+              uint32_t number_2 = lane % 4 * 2 + column;
+              uint32_t row_2 = warp * 8 + number_2;
+              uint4* place_2 = scratch + (row_2 * 64 + lane / 4 * 8) / 4;
+              place_2[0] = make_u32x4(float_bits(output[0][column]), float_bits(output[1][column]), float_bits(output[2][column]), float_bits(output[3][column]));
+              place_2[1] = make_u32x4(float_bits(output[0][column + 2]), float_bits(output[1][column + 2]), float_bits(output[2][column + 2]), float_bits(output[3][column + 2]));
+            }
+            named_barrier(1, 256);
+            uint32_t rows = record[1].z;
+            #pragma unroll 1
+            for (uint32_t output_2 = thread; output_2 < rows * 32; output_2 += 256) {
+              uint32_t place_2 = output_2 / 32;
+              uint32_t pair = output_2 % 32;
+              float2* scratch_2 = (float2*)(arena + 164096);
+              float2* statistics = (float2*)(arena + 207904);
+              float low = 0.0f;
+              float high = 0.0f;
+              float highest_2 = -bits_float(0x7f800000);
+              #pragma unroll
+              for (uint32_t other = place_2; other < 64; other += 8) {
+                highest_2 = maximum_f32(highest_2, statistics[other].x);
+              }
+              float base = highest_2 == -bits_float(0x7f800000) ? 0.0f : highest_2;
+              float weight_sum_2 = 0.0f;
+              #pragma unroll
+              for (uint32_t other = place_2; other < 64; other += 8) {
+                float2 numbers_2 = statistics[other];
+                float weight = exp2_f32(numbers_2.x - base);
+                float2 part = scratch_2[other * 32 + pair];
+                weight_sum_2 = weight_sum_2 + weight * numbers_2.y;
+                low = low + weight * part.x;
+                high = high + weight * part.y;
+              }
+              float inverse = weight_sum_2 == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum_2);
+              float lse = weight_sum_2 == 0.0f ? -bits_float(0x7f800000) : highest_2 * 0.6931472f + log_f32(weight_sum_2);
+              float low_2 = low * inverse;
+              float high_2 = high * inverse;
+              uint32_t dim_pair = (pair % 32 / 4 + pair / 32) * 4 + pair % 32 % 4;
+              if (record[1].y == 4294967295u) {
+                uint32_t column = record[2].x + place_2 / 4;
+                (exchange_words + (((((what.z * 4 + place_2 % 4) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + place_2 % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place_2 % 4) * 64 + dim_pair * 2) % 8 / 2 + 629824))[0] = pack_bf16x2(low_2, high_2);
+              } else {
+                uint32_t partial = (record[1].y + place_2) * 68;
+                (exchange_words + (partial + dim_pair * 2 + 20544))[0] = float_bits(low_2);
+                (exchange_words + (partial + dim_pair * 2 + 1 + 20544))[0] = float_bits(high_2);
+                if (dim_pair < 4) {
+                  (exchange_words + (partial + 64 + dim_pair + 20544))[0] = float_bits(lse);
                 }
               }
-              uint32_t weights_low = matrix_transpose_b16(pack_bf16x2(logits_2[0], logits_2[1]));
-              uint32_t weights_high = matrix_transpose_b16(pack_bf16x2(logits_2[2], logits_2[3]));
-              uint32_t words_3[1][4][4];
-              uint32_t tile_key_3 = lane % 4 * 2 < count - row_2 - 1 ? lane % 4 * 2 : count - row_2 - 1;
-              uint32_t row_4 = row_2 + tile_key_3;
-              const uint4* units = (const uint4*)(values) + (row_4 * 8 + lane / 4);
-              uint4 read = units[0];
-              words_3[0][0][0] = read.x;
-              words_3[0][0][1] = read.y;
-              words_3[0][0][2] = read.z;
-              words_3[0][0][3] = read.w;
-              uint32_t tile_key_4 = lane % 4 * 2 + 1 < count - row_2 - 1 ? lane % 4 * 2 + 1 : count - row_2 - 1;
-              uint32_t row_5 = row_2 + tile_key_4;
-              const uint4* units_2 = (const uint4*)(values) + (row_5 * 8 + lane / 4);
-              uint4 read_2 = units_2[0];
-              words_3[0][1][0] = read_2.x;
-              words_3[0][1][1] = read_2.y;
-              words_3[0][1][2] = read_2.z;
-              words_3[0][1][3] = read_2.w;
-              uint32_t tile_key_5 = lane % 4 * 2 + 8 < count - row_2 - 1 ? lane % 4 * 2 + 8 : count - row_2 - 1;
-              uint32_t row_6 = row_2 + tile_key_5;
-              const uint4* units_3 = (const uint4*)(values) + (row_6 * 8 + lane / 4);
-              uint4 read_3 = units_3[0];
-              words_3[0][2][0] = read_3.x;
-              words_3[0][2][1] = read_3.y;
-              words_3[0][2][2] = read_3.z;
-              words_3[0][2][3] = read_3.w;
-              uint32_t tile_key_6 = lane % 4 * 2 + 9 < count - row_2 - 1 ? lane % 4 * 2 + 9 : count - row_2 - 1;
-              uint32_t row_7 = row_2 + tile_key_6;
-              const uint4* units_4 = (const uint4*)(values) + (row_7 * 8 + lane / 4);
-              uint4 read_4 = units_4[0];
-              words_3[0][3][0] = read_4.x;
-              words_3[0][3][1] = read_4.y;
-              words_3[0][3][2] = read_4.z;
-              words_3[0][3][3] = read_4.w;
-              #pragma unroll
-              for (uint32_t tile_3 = 0; tile_3 < 4; ++tile_3) {
-                uint32_t low_early = byte_permute(words_3[0][0][tile_3 / 2], words_3[0][1][tile_3 / 2], tile_3 % 2 == 0 ? 21520u : 30258u);
-                uint32_t high_early = byte_permute(words_3[0][0][(tile_3 + 4) / 2], words_3[0][1][(tile_3 + 4) / 2], (tile_3 + 4) % 2 == 0 ? 21520u : 30258u);
-                uint32_t low_late = byte_permute(words_3[0][2][tile_3 / 2], words_3[0][3][tile_3 / 2], tile_3 % 2 == 0 ? 21520u : 30258u);
-                uint32_t high_late = byte_permute(words_3[0][2][(tile_3 + 4) / 2], words_3[0][3][(tile_3 + 4) / 2], (tile_3 + 4) % 2 == 0 ? 21520u : 30258u);
-                uint4 operand = make_u32x4(low_early, high_early, low_late, high_late);
-                mma_bf16(output[tile_3], operand, weights_low, weights_high);
+            }
+            named_barrier(1, 256);
+          } else {
+            uint32_t column_groups = 1;
+            if (record[1].z > 16) {
+              column_groups = 2;
+            }
+            uint32_t key_groups = 8 / column_groups < 28 ? 8 / column_groups : 28;
+            uint32_t warp_group = warp / column_groups;
+            uint32_t column_group = warp % column_groups;
+            uint32_t key_group = warp_group < key_groups ? warp_group : 134217728;
+            uint4* shared = (uint4*)(arena + 180480);
+            uint32_t row = column_group * 2 * 8 + lane / 4 < 31 ? column_group * 2 * 8 + lane / 4 : 31;
+            uint4* query = shared + row * 8;
+            uint32_t limits[2];
+            uint32_t fused = column_group * 2 * 8 + lane % 4 * 2;
+            uint32_t present = fused < record[1].z - 1 ? fused : record[1].z - 1;
+            uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+            uint32_t position_2 = ((uint32_t*)(arena + 217456))[(record[2].x + present / 4) * 8];
+            uint32_t following_2 = position_2 + 1;
+            uint32_t visible = following_2 > record[2].w ? following_2 - record[2].w : 0;
+            limits[0] = fused < record[1].z ? (end < visible ? end : visible) : 0;
+            uint32_t fused_2 = column_group * 2 * 8 + lane % 4 * 2 + 1;
+            uint32_t present_2 = fused_2 < record[1].z - 1 ? fused_2 : record[1].z - 1;
+            uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+            uint32_t position_3 = ((uint32_t*)(arena + 217456))[(record[2].x + present_2 / 4) * 8];
+            uint32_t following_3 = position_3 + 1;
+            uint32_t visible_2 = following_3 > record[2].w ? following_3 - record[2].w : 0;
+            limits[1] = fused_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
+            uint4* shared_2 = (uint4*)(arena + 180480);
+            uint32_t row_2 = (column_group * 2 + 1) * 8 + lane / 4 < 31 ? (column_group * 2 + 1) * 8 + lane / 4 : 31;
+            uint4* query_2 = shared_2 + row_2 * 8;
+            uint32_t limits_2[2];
+            uint32_t fused_3 = (column_group * 2 + 1) * 8 + lane % 4 * 2;
+            uint32_t present_3 = fused_3 < record[1].z - 1 ? fused_3 : record[1].z - 1;
+            uint32_t end_3 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+            uint32_t position_4 = ((uint32_t*)(arena + 217456))[(record[2].x + present_3 / 4) * 8];
+            uint32_t following_4 = position_4 + 1;
+            uint32_t visible_3 = following_4 > record[2].w ? following_4 - record[2].w : 0;
+            limits_2[0] = fused_3 < record[1].z ? (end_3 < visible_3 ? end_3 : visible_3) : 0;
+            uint32_t fused_4 = (column_group * 2 + 1) * 8 + lane % 4 * 2 + 1;
+            uint32_t present_4 = fused_4 < record[1].z - 1 ? fused_4 : record[1].z - 1;
+            uint32_t end_4 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+            uint32_t position_5 = ((uint32_t*)(arena + 217456))[(record[2].x + present_4 / 4) * 8];
+            uint32_t following_5 = position_5 + 1;
+            uint32_t visible_4 = following_5 > record[2].w ? following_5 - record[2].w : 0;
+            limits_2[1] = fused_4 < record[1].z ? (end_4 < visible_4 ? end_4 : visible_4) : 0;
+            float highest[2];
+            float weight_sum[2] = {};
+            float output[4][4] = {};
+            highest[0] = -bits_float(0x7f800000);
+            highest[1] = -bits_float(0x7f800000);
+            float highest_2[2];
+            float weight_sum_2[2] = {};
+            float output_2[4][4] = {};
+            highest_2[0] = -bits_float(0x7f800000);
+            highest_2[1] = -bits_float(0x7f800000);
+            uint32_t cached = what.w < cached_end ? cached_end - what.w : 0;
+            uint32_t tiles_2 = (cached + 15) / 16;
+            uint32_t all_tiles = tiles_2 + (newest + 15) / 16;
+            uint32_t tile = key_group;
+            while (tile < all_tiles) {
+              uint32_t stage = tile / 4;
+              uint32_t first_tile = stage * 4;
+              uint32_t last_tile = first_tile + 4 < tiles_2 ? first_tile + 4 : tiles_2;
+              uint32_t first_key = what.w + stage * 64;
+              uint32_t count = cached_end - first_key < 64 ? cached_end - first_key : 64;
+              bool is_cached = tile < tiles_2;
+              uint32_t groups = last_tile - first_tile < key_groups ? last_tile - first_tile : key_groups;
+              uint32_t members = groups * column_groups;
+              uint32_t number_2 = (key_group + key_groups - first_tile % key_groups) % key_groups;
+              uint32_t rank = number_2 * column_groups + column_group;
+              uint32_t arrivals = 8 / members + (rank < 8 % members ? 1u : 0u);
+              uint32_t place = use_stage + stage;
+              uint32_t stage_2 = place % 10;
+              if (is_cached) {
+                mbarrier_wait(full + stage_2, (use_parity + place / 10) % 2);
               }
-              tile_2 = tile_2 + key_groups;
-            }
-            warp_barrier();
-            if (lane == 0 && is_cached) {
-              mbarrier_arrive_many(empty + stage_2, arrivals);
-            }
-          }
-          uint32_t place = use_stage + (cached + 63) / 64;
-          use_parity = (use_parity + place / 10) % 2;
-          use_stage = place % 10;
-          float* words = (float*)(arena + 207904);
-          #pragma unroll
-          for (uint32_t column = 0; column < 2; ++column) {
-            float total = weight_sum[column];
-            float value = shuffle_xor_f32(total, 4);
-            total = total + value;
-            float value_2 = shuffle_xor_f32(total, 8);
-            total = total + value_2;
-            float value_3 = shuffle_xor_f32(total, 16);
-            total = total + value_3;
-            if (lane < 4) {
-              uint32_t place_2 = (warp * 8 + lane * 2 + column) * 2;
-              words[place_2] = highest[column];
-              words[place_2 + 1] = total;
-            }
-          }
-          uint4* scratch = (uint4*)(arena + 164096);
-          #pragma unroll
-          for (uint32_t column = 0; column < 2; ++column) {
-            uint32_t row_2 = warp * 8 + lane % 4 * 2 + column;
-            uint4* place_2 = scratch + (row_2 * 64 + lane / 4 * 8) / 4;
-            place_2[0] = make_u32x4(float_bits(output[0][column]), float_bits(output[1][column]), float_bits(output[2][column]), float_bits(output[3][column]));
-            place_2[1] = make_u32x4(float_bits(output[0][column + 2]), float_bits(output[1][column + 2]), float_bits(output[2][column + 2]), float_bits(output[3][column + 2]));
-          }
-          named_barrier(1, 256);
-          #pragma unroll 1
-          for (uint32_t output_2 = thread; output_2 < rest.z * 32; output_2 += 256) {
-            uint32_t row_2 = output_2 / 32;
-            uint32_t pair = output_2 % 32;
-            float2* scratch_2 = (float2*)(arena + 164096);
-            float2* statistics = (float2*)(arena + 207904);
-            float low = 0.0f;
-            float high = 0.0f;
-            float highest_2 = -bits_float(0x7f800000);
-            #pragma unroll 1
-            for (uint32_t other = row_2; other < 64; other += column_tiles * 8) {
-              highest_2 = maximum_f32(highest_2, statistics[other].x);
-            }
-            float base = highest_2 == -bits_float(0x7f800000) ? 0.0f : highest_2;
-            float weight_sum_2 = 0.0f;
-            #pragma unroll 1
-            for (uint32_t other = row_2; other < 64; other += column_tiles * 8) {
-              float2 numbers_2 = statistics[other];
-              float weight = exp2_f32(numbers_2.x - base);
-              float2 part = scratch_2[other * 32 + pair];
-              weight_sum_2 = weight_sum_2 + weight * numbers_2.y;
-              low = low + weight * part.x;
-              high = high + weight * part.y;
-            }
-            float inverse = weight_sum_2 == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum_2);
-            float lse = weight_sum_2 == 0.0f ? -bits_float(0x7f800000) : highest_2 * 0.6931472f + log_f32(weight_sum_2);
-            float low_2 = low * inverse;
-            float high_2 = high * inverse;
-            uint32_t dim_pair = pair / 4 * 4 + pair % 4;
-            if (rest.y == 4294967295u) {
-              uint32_t column = tile[0].x + row_2 / 4;
-              (exchange_words + (((((what.z * 4 + row_2 % 4) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row_2 % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row_2 % 4) * 64 + dim_pair * 2) % 8 / 2 + 629824))[0] = pack_bf16x2(low_2, high_2);
-            } else {
-              uint32_t partial = (rest.y + row_2) * 68;
-              (exchange_words + (partial + dim_pair * 2 + 20544))[0] = float_bits(low_2);
-              (exchange_words + (partial + dim_pair * 2 + 1 + 20544))[0] = float_bits(high_2);
-              if (dim_pair < 4) {
-                (exchange_words + (partial + 64 + dim_pair + 20544))[0] = float_bits(lse);
+              uint8_t* chunk = arena + stage_2 * 16384;
+              uint8_t* keys = chunk;
+              uint8_t* values = chunk + 8192;
+              if (tile >= tiles_2) {
+                uint8_t* newest_keys = arena + 184576;
+                uint8_t* newest_values = arena + 184576 + 2048;
+                first_tile = tiles_2;
+                last_tile = all_tiles;
+                first_key = newest_begin;
+                count = newest;
+                keys = newest_keys;
+                values = newest_values;
+              }
+              while (tile < last_tile) {
+                uint32_t row_3 = (tile - first_tile) * 16;
+                float sums[2][4] = {};
+                float sums_2[2][4] = {};
+                uint32_t row_4 = row_3 + lane / 4;
+                uint32_t words[2][4];
+                const uint4* keys_2 = (const uint4*)(keys) + row_4 * 8;
+                uint32_t is_odd = lane / 4 % 2;
+                uint4 first = keys_2[is_odd * 4 + lane % 4];
+                uint4 second = keys_2[(1 - is_odd) * 4 + lane % 4];
+                words[0][0] = is_odd == 0 ? first.x : second.x;
+                words[1][0] = is_odd == 0 ? second.x : first.x;
+                words[0][1] = is_odd == 0 ? first.y : second.y;
+                words[1][1] = is_odd == 0 ? second.y : first.y;
+                words[0][2] = is_odd == 0 ? first.z : second.z;
+                words[1][2] = is_odd == 0 ? second.z : first.z;
+                words[0][3] = is_odd == 0 ? first.w : second.w;
+                words[1][3] = is_odd == 0 ? second.w : first.w;
+                uint32_t words_2[2][4];
+                const uint4* keys_3 = (const uint4*)(keys) + (row_4 + 8) * 8;
+                uint32_t is_odd_2 = lane / 4 % 2;
+                uint4 first_2 = keys_3[is_odd_2 * 4 + lane % 4];
+                uint4 second_2 = keys_3[(1 - is_odd_2) * 4 + lane % 4];
+                words_2[0][0] = is_odd_2 == 0 ? first_2.x : second_2.x;
+                words_2[1][0] = is_odd_2 == 0 ? second_2.x : first_2.x;
+                words_2[0][1] = is_odd_2 == 0 ? first_2.y : second_2.y;
+                words_2[1][1] = is_odd_2 == 0 ? second_2.y : first_2.y;
+                words_2[0][2] = is_odd_2 == 0 ? first_2.z : second_2.z;
+                words_2[1][2] = is_odd_2 == 0 ? second_2.z : first_2.z;
+                words_2[0][3] = is_odd_2 == 0 ? first_2.w : second_2.w;
+                words_2[1][3] = is_odd_2 == 0 ? second_2.w : first_2.w;
+                uint4 early = make_u32x4(words[0][0], words_2[0][0], words[0][1], words_2[0][1]);
+                uint4 late = make_u32x4(words[0][2], words_2[0][2], words[0][3], words_2[0][3]);
+                uint4 query_3 = query[lane % 4];
+                mma_bf16(sums[0], early, query_3.x, query_3.y);
+                mma_bf16(sums[1], late, query_3.z, query_3.w);
+                uint4 query_4 = query_2[lane % 4];
+                mma_bf16(sums_2[0], early, query_4.x, query_4.y);
+                mma_bf16(sums_2[1], late, query_4.z, query_4.w);
+                uint4 early_2 = make_u32x4(words[1][0], words_2[1][0], words[1][1], words_2[1][1]);
+                uint4 late_2 = make_u32x4(words[1][2], words_2[1][2], words[1][3], words_2[1][3]);
+                uint4 query_5 = query[4 + lane % 4];
+                mma_bf16(sums[0], early_2, query_5.x, query_5.y);
+                mma_bf16(sums[1], late_2, query_5.z, query_5.w);
+                uint4 query_6 = query_2[4 + lane % 4];
+                mma_bf16(sums_2[0], early_2, query_6.x, query_6.y);
+                mma_bf16(sums_2[1], late_2, query_6.z, query_6.w);
+                float logits_2[4];
+                #pragma unroll
+                for (uint32_t element = 0; element < 4; ++element) {
+                  logits_2[element] = sums[0][element] + sums[1][element];
+                }
+                float logits_3[4];
+                #pragma unroll
+                for (uint32_t element = 0; element < 4; ++element) {
+                  logits_3[element] = sums_2[0][element] + sums_2[1][element];
+                }
+                uint32_t number_3 = lane / 4;
+                uint32_t limits_3[2];
+                limits_3[0] = limits[0] < first_key + row_3 + (count - row_3) ? limits[0] : first_key + row_3 + (count - row_3);
+                limits_3[1] = limits[1] < first_key + row_3 + (count - row_3) ? limits[1] : first_key + row_3 + (count - row_3);
+                bool is_seen = first_key + row_3 + number_3 < limits_3[0];
+                float logit = logits_2[0] * 0.18033688f;
+                logits_2[0] = is_seen ? logit : -bits_float(0x7f800000);
+                bool is_seen_2 = first_key + row_3 + number_3 < limits_3[1];
+                float logit_2 = logits_2[1] * 0.18033688f;
+                logits_2[1] = is_seen_2 ? logit_2 : -bits_float(0x7f800000);
+                uint32_t tile_key = number_3 + 8;
+                bool is_seen_3 = first_key + row_3 + tile_key < limits_3[0];
+                float logit_3 = logits_2[2] * 0.18033688f;
+                logits_2[2] = is_seen_3 ? logit_3 : -bits_float(0x7f800000);
+                uint32_t tile_key_2 = number_3 + 8;
+                bool is_seen_4 = first_key + row_3 + tile_key_2 < limits_3[1];
+                float logit_4 = logits_2[3] * 0.18033688f;
+                logits_2[3] = is_seen_4 ? logit_4 : -bits_float(0x7f800000);
+                #pragma unroll
+                for (uint32_t column = 0; column < 2; ++column) {
+                  float peak = maximum_f32(logits_2[column], logits_2[column + 2]);
+                  float value = shuffle_xor_f32(peak, 4);
+                  peak = maximum_f32(peak, value);
+                  float value_2 = shuffle_xor_f32(peak, 8);
+                  peak = maximum_f32(peak, value_2);
+                  float value_3 = shuffle_xor_f32(peak, 16);
+                  peak = maximum_f32(peak, value_3);
+                  float new_highest = maximum_f32(highest[column], peak);
+                  float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
+                  float shrink = exp2_f32(highest[column] - base);
+                  highest[column] = new_highest;
+                  logits_2[column] = exp2_f32(logits_2[column] - base);
+                  logits_2[column + 2] = exp2_f32(logits_2[column + 2] - base);
+                  weight_sum[column] = weight_sum[column] * shrink + (logits_2[column] + logits_2[column + 2]);
+                  #pragma unroll
+                  for (uint32_t tile_2 = 0; tile_2 < 4; ++tile_2) {
+                    output[tile_2][column] = output[tile_2][column] * shrink;
+                    output[tile_2][column + 2] = output[tile_2][column + 2] * shrink;
+                  }
+                }
+                uint32_t weights_low = matrix_transpose_b16(pack_bf16x2(logits_2[0], logits_2[1]));
+                uint32_t weights_high = matrix_transpose_b16(pack_bf16x2(logits_2[2], logits_2[3]));
+                uint32_t number_4 = lane / 4;
+                uint32_t limits_4[2];
+                limits_4[0] = limits_2[0] < first_key + row_3 + (count - row_3) ? limits_2[0] : first_key + row_3 + (count - row_3);
+                limits_4[1] = limits_2[1] < first_key + row_3 + (count - row_3) ? limits_2[1] : first_key + row_3 + (count - row_3);
+                bool is_seen_5 = first_key + row_3 + number_4 < limits_4[0];
+                float logit_5 = logits_3[0] * 0.18033688f;
+                logits_3[0] = is_seen_5 ? logit_5 : -bits_float(0x7f800000);
+                bool is_seen_6 = first_key + row_3 + number_4 < limits_4[1];
+                float logit_6 = logits_3[1] * 0.18033688f;
+                logits_3[1] = is_seen_6 ? logit_6 : -bits_float(0x7f800000);
+                uint32_t tile_key_3 = number_4 + 8;
+                bool is_seen_7 = first_key + row_3 + tile_key_3 < limits_4[0];
+                float logit_7 = logits_3[2] * 0.18033688f;
+                logits_3[2] = is_seen_7 ? logit_7 : -bits_float(0x7f800000);
+                uint32_t tile_key_4 = number_4 + 8;
+                bool is_seen_8 = first_key + row_3 + tile_key_4 < limits_4[1];
+                float logit_8 = logits_3[3] * 0.18033688f;
+                logits_3[3] = is_seen_8 ? logit_8 : -bits_float(0x7f800000);
+                #pragma unroll
+                for (uint32_t column = 0; column < 2; ++column) {
+                  float peak = maximum_f32(logits_3[column], logits_3[column + 2]);
+                  float value = shuffle_xor_f32(peak, 4);
+                  peak = maximum_f32(peak, value);
+                  float value_2 = shuffle_xor_f32(peak, 8);
+                  peak = maximum_f32(peak, value_2);
+                  float value_3 = shuffle_xor_f32(peak, 16);
+                  peak = maximum_f32(peak, value_3);
+                  float new_highest = maximum_f32(highest_2[column], peak);
+                  float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
+                  float shrink = exp2_f32(highest_2[column] - base);
+                  highest_2[column] = new_highest;
+                  logits_3[column] = exp2_f32(logits_3[column] - base);
+                  logits_3[column + 2] = exp2_f32(logits_3[column + 2] - base);
+                  weight_sum_2[column] = weight_sum_2[column] * shrink + (logits_3[column] + logits_3[column + 2]);
+                  #pragma unroll
+                  for (uint32_t tile_2 = 0; tile_2 < 4; ++tile_2) {
+                    output_2[tile_2][column] = output_2[tile_2][column] * shrink;
+                    output_2[tile_2][column + 2] = output_2[tile_2][column + 2] * shrink;
+                  }
+                }
+                uint32_t weights_low_2 = matrix_transpose_b16(pack_bf16x2(logits_3[0], logits_3[1]));
+                uint32_t weights_high_2 = matrix_transpose_b16(pack_bf16x2(logits_3[2], logits_3[3]));
+                uint32_t words_3[1][4][4];
+                uint32_t tile_key_5 = lane % 4 * 2 < count - row_3 - 1 ? lane % 4 * 2 : count - row_3 - 1;
+                uint32_t row_5 = row_3 + tile_key_5;
+                const uint4* units = (const uint4*)(values) + (row_5 * 8 + lane / 4);
+                uint4 read = units[0];
+                words_3[0][0][0] = read.x;
+                words_3[0][0][1] = read.y;
+                words_3[0][0][2] = read.z;
+                words_3[0][0][3] = read.w;
+                uint32_t tile_key_6 = lane % 4 * 2 + 1 < count - row_3 - 1 ? lane % 4 * 2 + 1 : count - row_3 - 1;
+                uint32_t row_6 = row_3 + tile_key_6;
+                const uint4* units_2 = (const uint4*)(values) + (row_6 * 8 + lane / 4);
+                uint4 read_2 = units_2[0];
+                words_3[0][1][0] = read_2.x;
+                words_3[0][1][1] = read_2.y;
+                words_3[0][1][2] = read_2.z;
+                words_3[0][1][3] = read_2.w;
+                uint32_t tile_key_7 = lane % 4 * 2 + 8 < count - row_3 - 1 ? lane % 4 * 2 + 8 : count - row_3 - 1;
+                uint32_t row_7 = row_3 + tile_key_7;
+                const uint4* units_3 = (const uint4*)(values) + (row_7 * 8 + lane / 4);
+                uint4 read_3 = units_3[0];
+                words_3[0][2][0] = read_3.x;
+                words_3[0][2][1] = read_3.y;
+                words_3[0][2][2] = read_3.z;
+                words_3[0][2][3] = read_3.w;
+                uint32_t tile_key_8 = lane % 4 * 2 + 9 < count - row_3 - 1 ? lane % 4 * 2 + 9 : count - row_3 - 1;
+                uint32_t row_8 = row_3 + tile_key_8;
+                const uint4* units_4 = (const uint4*)(values) + (row_8 * 8 + lane / 4);
+                uint4 read_4 = units_4[0];
+                words_3[0][3][0] = read_4.x;
+                words_3[0][3][1] = read_4.y;
+                words_3[0][3][2] = read_4.z;
+                words_3[0][3][3] = read_4.w;
+                #pragma unroll
+                for (uint32_t tile_2 = 0; tile_2 < 4; ++tile_2) {
+                  uint32_t low_early = byte_permute(words_3[0][0][tile_2 / 2], words_3[0][1][tile_2 / 2], tile_2 % 2 == 0 ? 21520u : 30258u);
+                  uint32_t high_early = byte_permute(words_3[0][0][(tile_2 + 4) / 2], words_3[0][1][(tile_2 + 4) / 2], (tile_2 + 4) % 2 == 0 ? 21520u : 30258u);
+                  uint32_t low_late = byte_permute(words_3[0][2][tile_2 / 2], words_3[0][3][tile_2 / 2], tile_2 % 2 == 0 ? 21520u : 30258u);
+                  uint32_t high_late = byte_permute(words_3[0][2][(tile_2 + 4) / 2], words_3[0][3][(tile_2 + 4) / 2], (tile_2 + 4) % 2 == 0 ? 21520u : 30258u);
+                  uint4 operand = make_u32x4(low_early, high_early, low_late, high_late);
+                  mma_bf16(output[tile_2], operand, weights_low, weights_high);
+                  mma_bf16(output_2[tile_2], operand, weights_low_2, weights_high_2);
+                }
+                tile = tile + key_groups;
+              }
+              warp_barrier();
+              if (lane == 0 && is_cached) {
+                mbarrier_arrive_many(empty + stage_2, arrivals);
               }
             }
+            uint32_t place = use_stage + (cached + 63) / 64;
+            use_parity = (use_parity + place / 10) % 2;
+            use_stage = place % 10;
+            float* words = (float*)(arena + 207904);
+            #pragma unroll
+            for (uint32_t column = 0; column < 2; ++column) {
+              float total = weight_sum[column];
+              float value = shuffle_xor_f32(total, 4);
+              total = total + value;
+              float value_2 = shuffle_xor_f32(total, 8);
+              total = total + value_2;
+              float value_3 = shuffle_xor_f32(total, 16);
+              total = total + value_3;
+              uint32_t number_2 = lane * 2 + column;
+              if (number_2 < 8) {
+                uint32_t place_2 = (warp * 8 + number_2) * 2;
+                words[place_2] = highest[column];
+                words[place_2 + 1] = total;
+              }
+            }
+            uint4* scratch = (uint4*)(arena + 164096);
+            #pragma unroll
+            for (uint32_t column = 0; column < 2; ++column) {
+              uint32_t number_2 = lane % 4 * 2 + column;
+              uint32_t row_3 = warp * 8 + number_2;
+              uint4* place_2 = scratch + (row_3 * 64 + lane / 4 * 8) / 4;
+              place_2[0] = make_u32x4(float_bits(output[0][column]), float_bits(output[1][column]), float_bits(output[2][column]), float_bits(output[3][column]));
+              place_2[1] = make_u32x4(float_bits(output[0][column + 2]), float_bits(output[1][column + 2]), float_bits(output[2][column + 2]), float_bits(output[3][column + 2]));
+            }
+            named_barrier(1, 256);
+            uint32_t rows = column_groups * 8;
+            #pragma unroll 1
+            for (uint32_t output_3 = thread; output_3 < rows * 32; output_3 += 256) {
+              uint32_t place_2 = output_3 / 32;
+              uint32_t pair = output_3 % 32;
+              uint32_t row_3 = place_2 / 8 * 2 * 8 + place_2 % 8;
+              if (row_3 < record[1].z) {
+                uint32_t stride = column_groups * 8;
+                float2* scratch_2 = (float2*)(arena + 164096);
+                float2* statistics = (float2*)(arena + 207904);
+                float low = 0.0f;
+                float high = 0.0f;
+                float highest_3 = -bits_float(0x7f800000);
+                #pragma unroll 1
+                for (uint32_t other = place_2; other < 64; other += stride) {
+                  highest_3 = maximum_f32(highest_3, statistics[other].x);
+                }
+                float base = highest_3 == -bits_float(0x7f800000) ? 0.0f : highest_3;
+                float weight_sum_3 = 0.0f;
+                #pragma unroll 1
+                for (uint32_t other = place_2; other < 64; other += stride) {
+                  float2 numbers_2 = statistics[other];
+                  float weight = exp2_f32(numbers_2.x - base);
+                  float2 part = scratch_2[other * 32 + pair];
+                  weight_sum_3 = weight_sum_3 + weight * numbers_2.y;
+                  low = low + weight * part.x;
+                  high = high + weight * part.y;
+                }
+                float inverse = weight_sum_3 == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum_3);
+                float lse = weight_sum_3 == 0.0f ? -bits_float(0x7f800000) : highest_3 * 0.6931472f + log_f32(weight_sum_3);
+                float low_2 = low * inverse;
+                float high_2 = high * inverse;
+                uint32_t dim_pair = (pair % 32 / 4 + pair / 32) * 4 + pair % 32 % 4;
+                if (record[1].y == 4294967295u) {
+                  uint32_t column = record[2].x + row_3 / 4;
+                  (exchange_words + (((((what.z * 4 + row_3 % 4) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row_3 % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row_3 % 4) * 64 + dim_pair * 2) % 8 / 2 + 629824))[0] = pack_bf16x2(low_2, high_2);
+                } else {
+                  uint32_t partial = (record[1].y + row_3) * 68;
+                  (exchange_words + (partial + dim_pair * 2 + 20544))[0] = float_bits(low_2);
+                  (exchange_words + (partial + dim_pair * 2 + 1 + 20544))[0] = float_bits(high_2);
+                  if (dim_pair < 4) {
+                    (exchange_words + (partial + 64 + dim_pair + 20544))[0] = float_bits(lse);
+                  }
+                }
+              }
+            }
+            named_barrier(1, 256);
+            float* words_2 = (float*)(arena + 207904);
+            #pragma unroll
+            for (uint32_t column = 0; column < 2; ++column) {
+              float total = weight_sum_2[column];
+              float value = shuffle_xor_f32(total, 4);
+              total = total + value;
+              float value_2 = shuffle_xor_f32(total, 8);
+              total = total + value_2;
+              float value_3 = shuffle_xor_f32(total, 16);
+              total = total + value_3;
+              uint32_t number_2 = lane * 2 + column;
+              if (number_2 < 8) {
+                uint32_t place_2 = (warp * 8 + number_2) * 2;
+                words_2[place_2] = highest_2[column];
+                words_2[place_2 + 1] = total;
+              }
+            }
+            uint4* scratch_2 = (uint4*)(arena + 164096);
+            #pragma unroll
+            for (uint32_t column = 0; column < 2; ++column) {
+              uint32_t number_2 = lane % 4 * 2 + column;
+              uint32_t row_3 = warp * 8 + number_2;
+              uint4* place_2 = scratch_2 + (row_3 * 64 + lane / 4 * 8) / 4;
+              place_2[0] = make_u32x4(float_bits(output_2[0][column]), float_bits(output_2[1][column]), float_bits(output_2[2][column]), float_bits(output_2[3][column]));
+              place_2[1] = make_u32x4(float_bits(output_2[0][column + 2]), float_bits(output_2[1][column + 2]), float_bits(output_2[2][column + 2]), float_bits(output_2[3][column + 2]));
+            }
+            named_barrier(1, 256);
+            uint32_t rows_2 = column_groups * 8;
+            #pragma unroll 1
+            for (uint32_t output_3 = thread; output_3 < rows_2 * 32; output_3 += 256) {
+              uint32_t place_2 = output_3 / 32;
+              uint32_t pair = output_3 % 32;
+              uint32_t row_3 = (place_2 / 8 * 2 + 1) * 8 + place_2 % 8;
+              if (row_3 < record[1].z) {
+                uint32_t stride = column_groups * 8;
+                float2* scratch_3 = (float2*)(arena + 164096);
+                float2* statistics = (float2*)(arena + 207904);
+                float low = 0.0f;
+                float high = 0.0f;
+                float highest_3 = -bits_float(0x7f800000);
+                #pragma unroll 1
+                for (uint32_t other = place_2; other < 64; other += stride) {
+                  highest_3 = maximum_f32(highest_3, statistics[other].x);
+                }
+                float base = highest_3 == -bits_float(0x7f800000) ? 0.0f : highest_3;
+                float weight_sum_3 = 0.0f;
+                #pragma unroll 1
+                for (uint32_t other = place_2; other < 64; other += stride) {
+                  float2 numbers_2 = statistics[other];
+                  float weight = exp2_f32(numbers_2.x - base);
+                  float2 part = scratch_3[other * 32 + pair];
+                  weight_sum_3 = weight_sum_3 + weight * numbers_2.y;
+                  low = low + weight * part.x;
+                  high = high + weight * part.y;
+                }
+                float inverse = weight_sum_3 == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum_3);
+                float lse = weight_sum_3 == 0.0f ? -bits_float(0x7f800000) : highest_3 * 0.6931472f + log_f32(weight_sum_3);
+                float low_2 = low * inverse;
+                float high_2 = high * inverse;
+                uint32_t dim_pair = (pair % 32 / 4 + pair / 32) * 4 + pair % 32 % 4;
+                if (record[1].y == 4294967295u) {
+                  uint32_t column = record[2].x + row_3 / 4;
+                  (exchange_words + (((((what.z * 4 + row_3 % 4) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row_3 % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row_3 % 4) * 64 + dim_pair * 2) % 8 / 2 + 629824))[0] = pack_bf16x2(low_2, high_2);
+                } else {
+                  uint32_t partial = (record[1].y + row_3) * 68;
+                  (exchange_words + (partial + dim_pair * 2 + 20544))[0] = float_bits(low_2);
+                  (exchange_words + (partial + dim_pair * 2 + 1 + 20544))[0] = float_bits(high_2);
+                  if (dim_pair < 4) {
+                    (exchange_words + (partial + 64 + dim_pair + 20544))[0] = float_bits(lse);
+                  }
+                }
+              }
+            }
+            named_barrier(1, 256);
           }
-          named_barrier(1, 256);
         }
         // grid barrier
         named_barrier(1, 256);
@@ -1221,42 +1695,108 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
         }
         named_barrier(1, 256);
         // merge of partial states
-        uint4 header = load_constant_u32x4(kv_plans + plan_index * 6208);
-        uint32_t merge_count = header.z;
-        uint32_t merge_rows = header.w;
-        uint32_t first_job = warp * 132 + block;
+        uint4 numbers_2 = ((uint4*)(arena + 208416))[0];
+        uint4* record = (uint4*)(arena + 208416) + (21 + warp / 4 * 8);
+        uint32_t first_job = warp / 4 * 132 + block;
         #pragma unroll 1
-        for (uint32_t job = first_job; job < merge_count * merge_rows; job += 1056) {
-          uint32_t merge = job / merge_rows;
-          uint32_t row = job % merge_rows;
-          uint32_t number = load_constant_u32(kv_plans + (plan_index * 6208 + (merge * 2 + 3584)));
-          uint32_t head = load_constant_u32(kv_plans + (plan_index * 6208 + (merge * 2 + 1 + 3584)));
-          uint32_t first_source = load_constant_u32(kv_plans + (plan_index * 6208 + (merge + 3392)));
-          uint32_t last_source = load_constant_u32(kv_plans + (plan_index * 6208 + (merge + 1 + 3392)));
-          const int32_t* record = tiles + number * 8;
-          uint4 place = load_constant_u32x4(record);
-          uint4 keys = load_constant_u32x4(record + 4);
-          if (row < place.y * 4) {
-            uint32_t lane_unit = lane % 16;
+        for (uint32_t job = first_job; job < numbers_2.z; job += 264) {
+          if (job != first_job) {
+            named_barrier(warp / 4 + 2, 128);
+            if (warp % 4 == 0) {
+              uint4* place = (uint4*)(arena + 208416) + (21 + warp / 4 * 8);
+              uint32_t number = load_constant_u32(kv_plans + (plan_index * 6208 + (job / numbers_2.w * 2 + 3584)));
+              uint32_t head = load_constant_u32(kv_plans + (plan_index * 6208 + (job / numbers_2.w * 2 + 1 + 3584)));
+              uint32_t begin = load_constant_u32(kv_plans + (plan_index * 6208 + (job / numbers_2.w + 3392)));
+              uint32_t end = load_constant_u32(kv_plans + (plan_index * 6208 + (job / numbers_2.w + 1 + 3392)));
+              if (lane == 0) {
+                place[0] = make_u32x4(head, job % numbers_2.w, begin, end);
+                const int32_t* record_2 = tiles + number * 8;
+                uint4 value = load_constant_u32x4(record_2);
+                (place + 1)[0] = value;
+                uint4 value_2 = load_constant_u32x4(record_2 + 4);
+                (place + 1)[1] = value_2;
+              }
+              uint32_t* sources = (uint32_t*)(place + 3);
+              if (lane < (end - begin < 20 ? end - begin : 20)) {
+                uint32_t value = load_constant_u32(kv_plans + (plan_index * 6208 + (begin + lane + 3840)));
+                sources[lane] = value;
+              }
+            }
+            named_barrier(warp / 4 + 2, 128);
+          }
+          if (record[0].y < record[1].y * 4) {
             float highest = -bits_float(0x7f800000);
             float weight_sum = 0.0f;
             float sums[4] = {};
-            #pragma unroll 1
-            for (uint32_t looked_up = first_source; looked_up < last_source; looked_up += 30) {
-              uint32_t last = looked_up + 30 < last_source ? looked_up + 30 : last_source;
-              uint32_t value = load_constant_u32(kv_plans + (plan_index * 6208 + ((looked_up + lane < last - 1 ? looked_up + lane : last - 1) + 3840)));
-              uint32_t rows = value;
+            uint32_t sources = record[0].w - record[0].z;
+            if (sources <= 4) {
+              if (warp % 4 == 0) {
+                uint32_t own = record[0].w - record[0].z;
+                #pragma unroll 1
+                for (uint32_t first = 0; first < own; first += 5) {
+                  uint32_t count = own - first < 5 ? own - first : 5;
+                  uint32_t number = first + (lane < count - 1 ? lane : count - 1);
+                  uint32_t source;
+                  if (number < 20) {
+                    source = ((const uint32_t*)((uint4*)(arena + 208416) + (21 + warp / 4 * 8) + 3))[number];
+                  } else {
+                    uint32_t value = load_constant_u32(kv_plans + (plan_index * 6208 + (record[0].z + number + 3840)));
+                    source = value;
+                  }
+                  uint4 states[8];
+                  uint32_t places[8];
+                  places[0] = ((source + record[0].y) * 17 + 16) * 4;
+                  #pragma unroll
+                  for (uint32_t number_2 = 0; number_2 < 5; ++number_2) {
+                    uint32_t source_2 = shuffle_u32(source, number_2);
+                    places[number_2 + 1] = ((source_2 + record[0].y) * 17 + lane % 16) * 4;
+                  }
+                  #pragma unroll
+                  for (uint32_t number_2 = 0; number_2 < 8; ++number_2) {
+                    if (number_2 < 6) {
+                      uint4 words = ((const uint4*)(exchange_words + (places[number_2] / 4 * 4 + 20544)))[0];
+                      states[number_2] = words;
+                    }
+                  }
+                  #pragma unroll
+                  for (uint32_t number_2 = 0; number_2 < 5; ++number_2) {
+                    if (number_2 < count) {
+                      uint32_t value = shuffle_u32(states[0].x, number_2);
+                      float lse = bits_float(value);
+                      float new_highest = maximum_f32(highest, lse);
+                      float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
+                      float shrink = exp2_f32((highest - base) * 1.442695f);
+                      float grow = exp2_f32((lse - base) * 1.442695f);
+                      highest = new_highest;
+                      weight_sum = weight_sum * shrink + grow * 1.0f;
+                      sums[0] = sums[0] * shrink + grow * bits_float(states[number_2 + 1].x);
+                      sums[1] = sums[1] * shrink + grow * bits_float(states[number_2 + 1].y);
+                      sums[2] = sums[2] * shrink + grow * bits_float(states[number_2 + 1].z);
+                      sums[3] = sums[3] * shrink + grow * bits_float(states[number_2 + 1].w);
+                    }
+                  }
+                }
+              }
+            } else {
+              uint32_t own = (record[0].w - record[0].z + 3 - warp % 4) / 4;
               #pragma unroll 1
-              for (uint32_t first = looked_up; first < last; first += 5) {
-                uint32_t count = last - first < 5 ? last - first : 5;
+              for (uint32_t first = 0; first < own; first += 5) {
+                uint32_t count = own - first < 5 ? own - first : 5;
+                uint32_t number = warp % 4 + first * 4 + (lane < count - 1 ? lane : count - 1) * 4;
+                uint32_t source;
+                if (number < 20) {
+                  source = ((const uint32_t*)((uint4*)(arena + 208416) + (21 + warp / 4 * 8) + 3))[number];
+                } else {
+                  uint32_t value = load_constant_u32(kv_plans + (plan_index * 6208 + (record[0].z + number + 3840)));
+                  source = value;
+                }
                 uint4 states[8];
                 uint32_t places[8];
-                uint32_t mine = shuffle_u32(rows, first - looked_up + (lane < count - 1 ? lane : count - 1));
-                places[0] = ((mine + row) * 17 + 16) * 4;
+                places[0] = ((source + record[0].y) * 17 + 16) * 4;
                 #pragma unroll
                 for (uint32_t number_2 = 0; number_2 < 5; ++number_2) {
-                  uint32_t source = shuffle_u32(rows, first - looked_up + (number_2 < count - 1 ? number_2 : count - 1));
-                  places[number_2 + 1] = ((source + row) * 17 + lane_unit) * 4;
+                  uint32_t source_2 = shuffle_u32(source, number_2);
+                  places[number_2 + 1] = ((source_2 + record[0].y) * 17 + lane % 16) * 4;
                 }
                 #pragma unroll
                 for (uint32_t number_2 = 0; number_2 < 8; ++number_2) {
@@ -1268,40 +1808,90 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
                 #pragma unroll
                 for (uint32_t number_2 = 0; number_2 < 5; ++number_2) {
                   if (number_2 < count) {
-                    uint4 part = states[number_2 + 1];
-                    uint32_t value_2 = shuffle_u32(states[0].x, number_2);
-                    float lse = bits_float(value_2);
+                    uint32_t value = shuffle_u32(states[0].x, number_2);
+                    float lse = bits_float(value);
                     float new_highest = maximum_f32(highest, lse);
                     float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
                     float shrink = exp2_f32((highest - base) * 1.442695f);
-                    float weight = exp2_f32((lse - base) * 1.442695f);
+                    float grow = exp2_f32((lse - base) * 1.442695f);
                     highest = new_highest;
-                    weight_sum = weight_sum * shrink + weight;
-                    sums[0] = sums[0] * shrink + weight * bits_float(part.x);
-                    sums[1] = sums[1] * shrink + weight * bits_float(part.y);
-                    sums[2] = sums[2] * shrink + weight * bits_float(part.z);
-                    sums[3] = sums[3] * shrink + weight * bits_float(part.w);
+                    weight_sum = weight_sum * shrink + grow * 1.0f;
+                    sums[0] = sums[0] * shrink + grow * bits_float(states[number_2 + 1].x);
+                    sums[1] = sums[1] * shrink + grow * bits_float(states[number_2 + 1].y);
+                    sums[2] = sums[2] * shrink + grow * bits_float(states[number_2 + 1].z);
+                    sums[3] = sums[3] * shrink + grow * bits_float(states[number_2 + 1].w);
                   }
                 }
               }
+              uint4* place = (uint4*)(arena + 164096) + warp * 33;
+              place[lane] = make_u32x4(float_bits(sums[0]), float_bits(sums[1]), float_bits(sums[2]), float_bits(sums[3]));
+              if (lane == 0) {
+                place[32] = make_u32x4(float_bits(highest), float_bits(weight_sum), 0, 0);
+              }
+              named_barrier(warp / 4 + 2, 128);
+              if (warp % 4 == 0) {
+                #pragma unroll
+                for (uint32_t number = 1; number < 4; ++number) {
+                  uint4* place_2 = (uint4*)(arena + 164096) + (warp + number) * 33;
+                  uint4 part = place_2[lane];
+                  uint4 shared = place_2[32];
+                  float new_highest = maximum_f32(highest, bits_float(shared.x));
+                  float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
+                  float shrink = exp2_f32((highest - base) * 1.442695f);
+                  float grow = exp2_f32((bits_float(shared.x) - base) * 1.442695f);
+                  highest = new_highest;
+                  weight_sum = weight_sum * shrink + grow * bits_float(shared.y);
+                  sums[0] = sums[0] * shrink + grow * bits_float(part.x);
+                  sums[1] = sums[1] * shrink + grow * bits_float(part.y);
+                  sums[2] = sums[2] * shrink + grow * bits_float(part.z);
+                  sums[3] = sums[3] * shrink + grow * bits_float(part.w);
+                }
+              }
             }
-            float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
-            float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest + log_f32(weight_sum);
-            sums[0] = sums[0] * inverse;
-            sums[1] = sums[1] * inverse;
-            sums[2] = sums[2] * inverse;
-            sums[3] = sums[3] * inverse;
-            if (lane < 16) {
-              float low = sums[0];
-              float high = sums[1];
-              uint32_t column = place.x + row / 4;
-              (exchange_words + (((((head * 4 + row % 4) * 64 + lane_unit * 2 * 2) / 32 * 8 + column) * 4 + ((head * 4 + row % 4) * 64 + lane_unit * 2 * 2) / 8 % 4) * 4 + ((head * 4 + row % 4) * 64 + lane_unit * 2 * 2) % 8 / 2 + 629824))[0] = pack_bf16x2(low, high);
-              float low_2 = sums[2];
-              float high_2 = sums[3];
-              uint32_t column_2 = place.x + row / 4;
-              (exchange_words + (((((head * 4 + row % 4) * 64 + (lane_unit * 2 + 1) * 2) / 32 * 8 + column_2) * 4 + ((head * 4 + row % 4) * 64 + (lane_unit * 2 + 1) * 2) / 8 % 4) * 4 + ((head * 4 + row % 4) * 64 + (lane_unit * 2 + 1) * 2) % 8 / 2 + 629824))[0] = pack_bf16x2(low_2, high_2);
+            if (warp % 4 == 0) {
+              float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
+              float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest + log_f32(weight_sum);
+              if (lane < 16) {
+                uint32_t dim_pair = lane % 16 * 2;
+                float low = sums[0] * inverse;
+                float high = sums[1] * inverse;
+                uint32_t column = record[1].x + record[0].y / 4;
+                (exchange_words + (((((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair * 2) % 8 / 2 + 629824))[0] = pack_bf16x2(low, high);
+                uint32_t dim_pair_2 = lane % 16 * 2 + 1;
+                float low_2 = sums[2] * inverse;
+                float high_2 = sums[3] * inverse;
+                uint32_t column_2 = record[1].x + record[0].y / 4;
+                (exchange_words + (((((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair_2 * 2) / 32 * 8 + column_2) * 4 + ((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair_2 * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair_2 * 2) % 8 / 2 + 629824))[0] = pack_bf16x2(low_2, high_2);
+              }
             }
           }
+        }
+        if (first_job + 264 < numbers_2.z) {
+          named_barrier(warp / 4 + 2, 128);
+          if (warp % 4 == 0) {
+            uint4* place = (uint4*)(arena + 208416) + (21 + warp / 4 * 8);
+            uint32_t number = load_constant_u32(kv_plans + (plan_index * 6208 + (first_job / numbers_2.w * 2 + 3584)));
+            uint32_t head = load_constant_u32(kv_plans + (plan_index * 6208 + (first_job / numbers_2.w * 2 + 1 + 3584)));
+            uint32_t begin = load_constant_u32(kv_plans + (plan_index * 6208 + (first_job / numbers_2.w + 3392)));
+            uint32_t end = load_constant_u32(kv_plans + (plan_index * 6208 + (first_job / numbers_2.w + 1 + 3392)));
+            if (lane == 0) {
+              place[0] = make_u32x4(head, first_job % numbers_2.w, begin, end);
+              const int32_t* record_2 = tiles + number * 8;
+              uint4 value = load_constant_u32x4(record_2);
+              (place + 1)[0] = value;
+              uint4 value_2 = load_constant_u32x4(record_2 + 4);
+              (place + 1)[1] = value_2;
+            }
+            uint32_t* sources = (uint32_t*)(place + 3);
+            if (lane < (end - begin < 20 ? end - begin : 20)) {
+              uint32_t value = load_constant_u32(kv_plans + (plan_index * 6208 + (begin + lane + 3840)));
+              sources[lane] = value;
+            }
+          }
+          named_barrier(warp / 4 + 2, 128);
+        }
+        if (numbers_2.z > 0) {
+          named_barrier(1, 256);
         }
         // grid barrier
         named_barrier(1, 256);
@@ -1984,10 +2574,10 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
                 }
                 uint32_t token_2 = strip * 16 + row_2;
                 float candidate = logit;
-                float temperature = bits_float(((uint32_t*)(arena + 216864))[column * 8 + 3]);
+                float temperature = bits_float(((uint32_t*)(arena + 217456))[column * 8 + 3]);
                 if (temperature > 0.0f) {
-                  uint64_t seed = ((uint64_t)(((uint32_t*)(arena + 216864))[column * 8 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + 216864))[column * 8 + 4]);
-                  uint32_t position_2 = ((uint32_t*)(arena + 216864))[column * 8] + 1;
+                  uint64_t seed = ((uint64_t)(((uint32_t*)(arena + 217456))[column * 8 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + 217456))[column * 8 + 4]);
+                  uint32_t position_2 = ((uint32_t*)(arena + 217456))[column * 8] + 1;
                   uint32_t c0 = token_2;
                   uint32_t c1 = position_2;
                   uint32_t c2 = 0;
@@ -2029,7 +2619,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
       if (thread == 0) {
         store_relaxed_u32(progress + block, step * 82 + 81);
       }
-      uint32_t* words = (uint32_t*)(arena + 208416);
+      uint32_t* words = (uint32_t*)(arena + 209008);
       uint32_t first_word = step % 2 * 132 * 16;
       #pragma unroll 1
       for (uint32_t level = 0; level < 5; ++level) {
@@ -2047,7 +2637,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
         words[place + 1] = best_token;
       }
       named_barrier(1, 256);
-      uint2* candidates = (uint2*)(arena + 208416);
+      uint2* candidates = (uint2*)(arena + 209008);
       float best_2 = -bits_float(0x7f800000);
       uint32_t best_token_2 = 4294967295u;
       #pragma unroll 1
@@ -2083,15 +2673,15 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
         wait_at_least_u64(counter, arrivals_due);
       }
       named_barrier(1, 256);
-      uint4* units = (uint4*)(arena + 208416);
+      uint4* units = (uint4*)(arena + 209008);
       #pragma unroll 1
       for (uint32_t other = thread; other < 528; other += 256) {
         uint4 words_2 = ((const uint4*)(exchange_words + ((first_word / 4 + other) * 4 + 678976)))[0];
         units[other] = words_2;
       }
       named_barrier(1, 256);
-      uint32_t* chosen = (uint32_t*)(arena + 217120);
-      uint2* candidates_2 = (uint2*)(arena + 208416);
+      uint32_t* chosen = (uint32_t*)(arena + 217712);
+      uint2* candidates_2 = (uint2*)(arena + 209008);
       float best_4 = -bits_float(0x7f800000);
       uint32_t best_token_4 = 4294967295u;
       #pragma unroll 1
@@ -2123,15 +2713,15 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
         uint32_t going_on = 0;
         #pragma unroll 1
         for (uint32_t column = lane; column < column_count; column += 32) {
-          uint32_t sequence = ((uint32_t*)(arena + 216864))[column * 8 + 6];
-          uint32_t number = ((uint32_t*)(arena + 216864))[column * 8 + 1];
-          uint32_t total = ((uint32_t*)(arena + 216864))[column * 8 + 2];
+          uint32_t sequence = ((uint32_t*)(arena + 217456))[column * 8 + 6];
+          uint32_t number = ((uint32_t*)(arena + 217456))[column * 8 + 1];
+          uint32_t total = ((uint32_t*)(arena + 217456))[column * 8 + 2];
           uint32_t value = load_constant_u32(sequences + (sequence * 16 + 2));
           uint32_t given = value;
           uint32_t value_2 = load_constant_u32(sequences + (sequence * 16 + 1));
           uint32_t per_step = value_2;
-          uint32_t sampled = ((uint32_t*)(arena + 217120))[column] < 128255 ? ((uint32_t*)(arena + 217120))[column] : 128255;
-          uint32_t stopped = ((uint32_t*)(arena + 216864))[column * 8 + 7];
+          uint32_t sampled = ((uint32_t*)(arena + 217712))[column] < 128255 ? ((uint32_t*)(arena + 217712))[column] : 128255;
+          uint32_t stopped = ((uint32_t*)(arena + 217456))[column * 8 + 7];
           if (number + 1 >= given && number < total) {
             if (block == 0) {
               tokens[sequence * 513 + number + 1] = (int32_t)(sampled);
@@ -2150,7 +2740,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
           if (following_2 >= total) {
             stopped = 1;
           }
-          ((uint32_t*)(arena + 216864))[column * 8 + 7] = stopped;
+          ((uint32_t*)(arena + 217456))[column * 8 + 7] = stopped;
           if (stopped == 0) {
             going_on = 1;
           }

@@ -2,32 +2,32 @@
 // Regenerate with: cheetah generate llama-3.2-1b
 //
 // model: hidden 2048, ffn 8192, vocab 128256, heads 32, kv_heads 8, head_dim 64, layers 16
-// machine: h200, 132 blocks of 288 threads: 8 math warps, one copies
-// plan: math_warps 8, stage_bytes 16384, stages 12, in_flight 3, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 2, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 4, start_residual 0, start_gate_up 4, start_head 4, trace False
+// machine: h200, 132 blocks of 384 threads: 8 math warps
+// plan: math_warps 8, stage_bytes 16384, stages 13, in_flight 3, copy_warps 4, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 2, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 4, start_residual 0, start_gate_up 4, start_head 4, trace False
 // weights read a step: 2471493632 bytes, in 121634816 a layer
 // shared memory:
 //     offset    bytes  region
-//          0   196608  ring
-//     196608      192  ring_barriers
-//     196864    21504  scratch
-//     196864     8192  vector  (over scratch)
-//     196864    16384  attention  (over scratch)
-//     213248     1024  queries  (over scratch)
-//     214272     4096  newest  (over scratch)
-//     218368     1024  reductions
-//     219392       64  residual
-//     219456      256  partial_sums
-//     219712        4  scales
-//     219728      256  rope
-//     219984      512  statistics
-//     220496     2112  candidates
-//     222608       32  columns
-//     222640        4  chosen
-//     222656       80  first_item
-//     222736       16  step_done
-//     222752        8  next_token
-//              222760  total
-//              232448  a block has, 9688 free
+//          0   212992  ring
+//     212992      208  ring_barriers
+//     213248    13312  scratch
+//     213248     8192  vector  (over scratch)
+//     213248     8192  attention  (over scratch)
+//     221440     1024  queries  (over scratch)
+//     222464     4096  newest  (over scratch)
+//     226560     1024  reductions
+//     227584       64  residual
+//     227648      256  partial_sums
+//     227904        4  scales
+//     227920      256  rope
+//     228176      512  statistics
+//     228688      592  records
+//     229280     2112  candidates
+//     231392       32  columns
+//     231424        4  chosen
+//     231440       16  step_done
+//     231456        8  next_token
+//              231464  total
+//              232448  a block has, 984 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -51,6 +51,14 @@ __device__ __forceinline__ void block_barrier() {
 
 __device__ __forceinline__ void named_barrier(uint32_t id, uint32_t threads) {
   asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+}
+
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
 }
 
 __device__ __forceinline__ void warp_barrier() {
@@ -298,19 +306,19 @@ __device__ __forceinline__ uint4 make_u32x4(uint32_t x, uint32_t y, uint32_t z, 
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* weights, const bf16* norms, const bf16* embedding, const float* rope, bf16* kv, const int32_t* page_table, const int32_t* kv_plans, const int32_t* tiles, const int32_t* sequences, const int32_t* columns, uint8_t* exchange, int32_t* tokens, const int32_t* stop_ids, float* logits, uint32_t* progress, int32_t* status, uint32_t steps, uint32_t head_from, uint32_t column_count, uint32_t sequence_count, uint32_t plan_count, uint32_t epoch) {
+extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* weights, const bf16* norms, const bf16* embedding, const float* rope, bf16* kv, const int32_t* page_table, const int32_t* kv_plans, const int32_t* tiles, const int32_t* sequences, const int32_t* columns, uint8_t* exchange, int32_t* tokens, const int32_t* stop_ids, float* logits, uint32_t* progress, int32_t* status, uint32_t steps, uint32_t head_from, uint32_t column_count, uint32_t sequence_count, uint32_t plan_count, uint32_t epoch) {
   uint8_t* arena = shared_arena();
   uint32_t block = blockIdx.x;
   uint32_t thread = threadIdx.x;
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
   uint64_t* exchange_words = (uint64_t*)(exchange);
-  uint64_t* full = (uint64_t*)(arena + 196608);
-  uint64_t* empty = full + 12;
-  uint64_t* step_done = (uint64_t*)(arena + 222736);
-  uint32_t* next_token = (uint32_t*)(arena + 222752);
+  uint64_t* full = (uint64_t*)(arena + 212992);
+  uint64_t* empty = full + 13;
+  uint64_t* step_done = (uint64_t*)(arena + 231440);
+  uint32_t* next_token = (uint32_t*)(arena + 231456);
   if (thread == 0) {
-    for (uint32_t stage = 0; stage < 12; ++stage) {
+    for (uint32_t stage = 0; stage < 13; ++stage) {
       mbarrier_init(full + stage, 1);
       mbarrier_init(empty + stage, 8);
     }
@@ -330,23 +338,26 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
       token = (uint32_t)(tokens[place]) < 128255 ? (uint32_t)(tokens[place]) : 128255;
     }
     next_token[thread] = token;
-    ((uint32_t*)(arena + 222608))[thread * 8 + 7] = 0;
+    ((uint32_t*)(arena + 231392))[thread * 8 + 7] = 0;
   }
   block_barrier();
-  if (warp == 8) {
+  if (warp >= 8) {
+    give_registers();
     // the copy warp: one lane walks the whole model's chunk list
-    if (lane == 0) {
+    if (thread == 256) {
       uint32_t plan_index = 0;
       uint32_t fill_stage = 0;
       uint32_t fill_parity = 1;
-      uint32_t landed_stage = 9;
+      uint32_t landed_stage = 10;
       uint32_t landed_parity = 1;
       for (uint32_t step = 0; step < steps; ++step) {
+        bool is_new = step == 0;
         uint32_t following = plan_index + 1;
         if (following < plan_count) {
           uint32_t first_step = load_constant_u32(kv_plans + following * 2880);
           if (first_step <= step) {
             plan_index = following;
+            is_new = true;
           }
         }
         for (uint32_t layer = 0; layer < 16; ++layer) {
@@ -365,7 +376,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
               mbarrier_wait(empty + fill_stage, fill_parity);
               mbarrier_wait(full + landed_stage, landed_parity);
               landed_stage = landed_stage + 1;
-              if (landed_stage == 12) {
+              if (landed_stage == 13) {
                 landed_stage = 0;
                 landed_parity = landed_parity ^ 1;
               }
@@ -374,7 +385,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
               mbarrier_arrive_expect_tx(barrier, 16384);
               bulk_copy(destination, source, 16384, barrier);
               fill_stage = fill_stage + 1;
-              if (fill_stage == 12) {
+              if (fill_stage == 13) {
                 fill_stage = 0;
                 fill_parity = fill_parity ^ 1;
               }
@@ -416,7 +427,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
               mbarrier_wait(empty + fill_stage, fill_parity);
               mbarrier_wait(full + landed_stage, landed_parity);
               landed_stage = landed_stage + 1;
-              if (landed_stage == 12) {
+              if (landed_stage == 13) {
                 landed_stage = 0;
                 landed_parity = landed_parity ^ 1;
               }
@@ -435,7 +446,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
                 }
               }
               fill_stage = fill_stage + 1;
-              if (fill_stage == 12) {
+              if (fill_stage == 13) {
                 fill_stage = 0;
                 fill_parity = fill_parity ^ 1;
               }
@@ -455,7 +466,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
               mbarrier_wait(empty + fill_stage, fill_parity);
               mbarrier_wait(full + landed_stage, landed_parity);
               landed_stage = landed_stage + 1;
-              if (landed_stage == 12) {
+              if (landed_stage == 13) {
                 landed_stage = 0;
                 landed_parity = landed_parity ^ 1;
               }
@@ -464,7 +475,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
               mbarrier_arrive_expect_tx(barrier, 16384);
               bulk_copy(destination, source, 16384, barrier);
               fill_stage = fill_stage + 1;
-              if (fill_stage == 12) {
+              if (fill_stage == 13) {
                 fill_stage = 0;
                 fill_parity = fill_parity ^ 1;
               }
@@ -485,7 +496,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
               mbarrier_wait(empty + fill_stage, fill_parity);
               mbarrier_wait(full + landed_stage, landed_parity);
               landed_stage = landed_stage + 1;
-              if (landed_stage == 12) {
+              if (landed_stage == 13) {
                 landed_stage = 0;
                 landed_parity = landed_parity ^ 1;
               }
@@ -494,7 +505,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
               mbarrier_arrive_expect_tx(barrier, 16384);
               bulk_copy(destination, source, 16384, barrier);
               fill_stage = fill_stage + 1;
-              if (fill_stage == 12) {
+              if (fill_stage == 13) {
                 fill_stage = 0;
                 fill_parity = fill_parity ^ 1;
               }
@@ -518,7 +529,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
                 mbarrier_wait(empty + fill_stage, fill_parity);
                 mbarrier_wait(full + landed_stage, landed_parity);
                 landed_stage = landed_stage + 1;
-                if (landed_stage == 12) {
+                if (landed_stage == 13) {
                   landed_stage = 0;
                   landed_parity = landed_parity ^ 1;
                 }
@@ -527,7 +538,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
                 mbarrier_arrive_expect_tx(barrier, 16384);
                 bulk_copy(destination, source, 16384, barrier);
                 fill_stage = fill_stage + 1;
-                if (fill_stage == 12) {
+                if (fill_stage == 13) {
                   fill_stage = 0;
                   fill_parity = fill_parity ^ 1;
                 }
@@ -550,7 +561,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
               mbarrier_wait(empty + fill_stage, fill_parity);
               mbarrier_wait(full + landed_stage, landed_parity);
               landed_stage = landed_stage + 1;
-              if (landed_stage == 12) {
+              if (landed_stage == 13) {
                 landed_stage = 0;
                 landed_parity = landed_parity ^ 1;
               }
@@ -559,7 +570,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
               mbarrier_arrive_expect_tx(barrier, 16384);
               bulk_copy(destination, source, 16384, barrier);
               fill_stage = fill_stage + 1;
-              if (fill_stage == 12) {
+              if (fill_stage == 13) {
                 fill_stage = 0;
                 fill_parity = fill_parity ^ 1;
               }
@@ -569,6 +580,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
       }
     }
   } else {
+    take_registers();
     // the math warps
     uint32_t turn = 0;
     uint32_t finisher = 0;
@@ -576,15 +588,18 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
     uint32_t use_stage = 0;
     uint32_t use_parity = 0;
     for (uint32_t step = 0; step < steps; ++step) {
+      bool is_new = step == 0;
       uint32_t following = plan_index + 1;
       if (following < plan_count) {
         uint32_t first_step = load_constant_u32(kv_plans + following * 2880);
         if (first_step <= step) {
           plan_index = following;
+          is_new = true;
         }
       }
+      bool has_new_plan = is_new;
       uint32_t step_epoch = epoch + step * 17;
-      uint32_t* state = (uint32_t*)(arena + 222608);
+      uint32_t* state = (uint32_t*)(arena + 231392);
       if (thread < column_count) {
         uint32_t value = load_constant_u32(columns + thread * 4);
         uint32_t sequence = value;
@@ -606,32 +621,57 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
         words[5] = value_8;
         words[6] = sequence;
       }
-      uint4* kept = (uint4*)(arena + 222656);
-      if (thread == 0) {
-        uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 2880 + (block + 64)));
-        uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 2880 + (block + 1 + 64)));
-        kept[4] = make_u32x4(first_item, last_item, 0, 0);
-        if (first_item < last_item) {
-          const int32_t* record = kv_plans + (plan_index * 2880 + (first_item * 8 + 256));
-          uint4 what = load_constant_u32x4(record);
-          const int32_t* tile = tiles + what.y * 8;
-          kept[0] = what;
-          uint4 value = load_constant_u32x4(record + 4);
-          kept[1] = value;
-          uint4 value_2 = load_constant_u32x4(tile);
-          kept[2] = value_2;
-          uint4 value_3 = load_constant_u32x4(tile + 4);
-          kept[3] = value_3;
+      if (has_new_plan) {
+        uint4* kept = (uint4*)(arena + 228688);
+        uint4 header = load_constant_u32x4(kv_plans + plan_index * 2880);
+        if (thread < 4) {
+          uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 2880 + (block + 64)));
+          uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 2880 + (block + 1 + 64)));
+          if (thread == 0) {
+            kept[0] = make_u32x4(first_item, last_item, header.z * header.w, header.w);
+          }
+          if (first_item + thread < last_item) {
+            const int32_t* record = kv_plans + (plan_index * 2880 + ((first_item + thread) * 8 + 256));
+            uint4 what = load_constant_u32x4(record);
+            (kept + (1 + thread * 4))[0] = what;
+            uint4 value = load_constant_u32x4(record + 4);
+            (kept + (1 + thread * 4))[1] = value;
+            const int32_t* record_2 = tiles + what.y * 8;
+            uint4 value_2 = load_constant_u32x4(record_2);
+            (kept + (1 + thread * 4) + 2)[0] = value_2;
+            uint4 value_3 = load_constant_u32x4(record_2 + 4);
+            (kept + (1 + thread * 4) + 2)[1] = value_3;
+          }
+        }
+        if (warp % 4 == 0 && warp / 4 * 132 + block < header.z * header.w) {
+          uint4* place = (uint4*)(arena + 228688) + (21 + warp / 4 * 8);
+          uint32_t number = load_constant_u32(kv_plans + (plan_index * 2880 + ((warp / 4 * 132 + block) / header.w * 2 + 2496)));
+          uint32_t head = load_constant_u32(kv_plans + (plan_index * 2880 + ((warp / 4 * 132 + block) / header.w * 2 + 1 + 2496)));
+          uint32_t begin = load_constant_u32(kv_plans + (plan_index * 2880 + ((warp / 4 * 132 + block) / header.w + 2432)));
+          uint32_t end = load_constant_u32(kv_plans + (plan_index * 2880 + ((warp / 4 * 132 + block) / header.w + 1 + 2432)));
+          if (lane == 0) {
+            place[0] = make_u32x4(head, (warp / 4 * 132 + block) % header.w, begin, end);
+            const int32_t* record = tiles + number * 8;
+            uint4 value = load_constant_u32x4(record);
+            (place + 1)[0] = value;
+            uint4 value_2 = load_constant_u32x4(record + 4);
+            (place + 1)[1] = value_2;
+          }
+          uint32_t* sources = (uint32_t*)(place + 3);
+          if (lane < (end - begin < 20 ? end - begin : 20)) {
+            uint32_t value = load_constant_u32(kv_plans + (plan_index * 2880 + (begin + lane + 2560)));
+            sources[lane] = value;
+          }
         }
       }
       named_barrier(1, 256);
-      float* angles = (float*)(arena + 219728);
+      float* angles = (float*)(arena + 227920);
       #pragma unroll 1
       for (uint32_t number = thread; number < column_count * 64; number += 256) {
-        uint32_t position = ((uint32_t*)(arena + 222608))[number / 64 * 8];
+        uint32_t position = ((uint32_t*)(arena + 231392))[number / 64 * 8];
         angles[number] = rope[(uint64_t)(position) * 64 + (uint64_t)(number % 64)];
       }
-      float* residual = (float*)(arena + 219392);
+      float* residual = (float*)(arena + 227584);
       #pragma unroll 1
       for (uint32_t place = thread; place < 16; place += 256) {
         uint32_t strip = place / 16 * 132 + block % 132;
@@ -659,7 +699,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
         uint32_t position = (block + 4) % 132;
         if (position < 192) {
           if (layer == 0) {
-            uint4* vector = (uint4*)(arena + 196864);
+            uint4* vector = (uint4*)(arena + 213248);
             float squares = 0.0f;
             uint32_t first_unit = thread;
             uint4 weights_2[8];
@@ -695,8 +735,8 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
               uint32_t weights_6 = weights_2[number].w;
               vector[first_unit + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_3), high * bf16x2_high(weights_3)), pack_bf16x2(low_2 * bf16x2_low(weights_4), high_2 * bf16x2_high(weights_4)), pack_bf16x2(low_3 * bf16x2_low(weights_5), high_3 * bf16x2_high(weights_5)), pack_bf16x2(low_4 * bf16x2_low(weights_6), high_4 * bf16x2_high(weights_6)));
             }
-            float* partial_sums = (float*)(arena + 219456);
-            float* scales = (float*)(arena + 219712);
+            float* partial_sums = (float*)(arena + 227648);
+            float* scales = (float*)(arena + 227904);
             float sum_of_token = squares;
             float value = shuffle_xor_f32(sum_of_token, 16);
             sum_of_token = sum_of_token + value;
@@ -723,7 +763,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
             }
           } else {
             uint32_t epoch_2 = layer_epoch - 1;
-            uint4* vector = (uint4*)(arena + 196864);
+            uint4* vector = (uint4*)(arena + 213248);
             float squares = 0.0f;
             uint32_t first_unit = thread;
             uint4 weights_2[8];
@@ -758,8 +798,8 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
               uint32_t weights_6 = weights_2[number].w;
               vector[first_unit + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_3), high * bf16x2_high(weights_3)), pack_bf16x2(low_2 * bf16x2_low(weights_4), high_2 * bf16x2_high(weights_4)), pack_bf16x2(low_3 * bf16x2_low(weights_5), high_3 * bf16x2_high(weights_5)), pack_bf16x2(low_4 * bf16x2_low(weights_6), high_4 * bf16x2_high(weights_6)));
             }
-            float* partial_sums = (float*)(arena + 219456);
-            float* scales = (float*)(arena + 219712);
+            float* partial_sums = (float*)(arena + 227648);
+            float* scales = (float*)(arena + 227904);
             float sum_of_token = squares;
             float value = shuffle_xor_f32(sum_of_token, 16);
             sum_of_token = sum_of_token + value;
@@ -792,7 +832,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
             for (uint32_t chunk = 0; chunk < 4; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
               uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector = (uint4*)(arena + 196864);
+              uint4* vector = (uint4*)(arena + 213248);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -809,12 +849,12 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
                 mbarrier_arrive(empty + use_stage);
               }
               use_stage = use_stage + 1;
-              if (use_stage == 12) {
+              if (use_stage == 13) {
                 use_stage = 0;
                 use_parity = use_parity ^ 1;
               }
             }
-            float* reductions = (float*)(arena + 218368) + turn * 128;
+            float* reductions = (float*)(arena + 226560) + turn * 128;
             uint32_t row = warp * 16 + lane / 4;
             uint32_t first = lane % 4 * 2;
             if (first < 1) {
@@ -837,10 +877,10 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
               float row_sum = half_sum + value;
               uint32_t head = strip / 4;
               uint32_t strip_of_head = strip % 4;
-              float value_2 = row_sum * ((float*)(arena + 219712))[column];
+              float value_2 = row_sum * ((float*)(arena + 227904))[column];
               uint32_t dim = strip_of_head * 16 + row_2;
               if (head < 40) {
-                float2* angles_2 = (float2*)(arena + 219728) + column * 32;
+                float2* angles_2 = (float2*)(arena + 227920) + column * 32;
                 uint32_t frequency = strip_of_head * 8 + row_2 % 8;
                 float2 angle = angles_2[frequency];
                 float partner = shuffle_xor_f32(value_2, 8);
@@ -855,11 +895,11 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
               if (lane < 16 && lane % 2 == 0) {
                 uint32_t place = (column * 3072 + head * 64 + dim) / 2;
                 if (head >= 32) {
-                  if (((uint32_t*)(arena + 222608))[column * 8 + 1] < ((uint32_t*)(arena + 222608))[column * 8 + 2]) {
-                    uint32_t table = ((uint32_t*)(arena + 222608))[column * 8 + 6] * 512;
-                    uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + 222608))[column * 8] / 16));
+                  if (((uint32_t*)(arena + 231392))[column * 8 + 1] < ((uint32_t*)(arena + 231392))[column * 8 + 2]) {
+                    uint32_t table = ((uint32_t*)(arena + 231392))[column * 8 + 6] * 512;
+                    uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + 231392))[column * 8] / 16));
                     uint64_t offset = (uint64_t)(layer) * 8388608 + (uint64_t)(page) * 16384;
-                    bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 1024 + ((uint32_t*)(arena + 222608))[column * 8] % 16 * 64));
+                    bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 1024 + ((uint32_t*)(arena + 231392))[column * 8] % 16 * 64));
                     bf16* place_2 = head - 32 < 8 ? key : key + 8192;
                     ((uint32_t*)(place_2 + dim))[0] = pair;
                     fence_proxy_async();
@@ -879,40 +919,49 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
         if (thread == 0) {
           store_relaxed_u32(progress + block, step * 82 + (layer * 5 + 1));
         }
-        const uint4* kept_2 = (const uint4*)((uint4*)(arena + 222656));
-        uint4 numbers = kept_2[4];
+        uint4 numbers = ((uint4*)(arena + 228688))[0];
         #pragma unroll 1
         for (uint32_t number = numbers.x; number < numbers.y; ++number) {
-          const uint4* record = kept_2;
-          const uint4* tile = kept_2 + 2;
-          if (number != numbers.x) {
-            const int32_t* place = kv_plans + (plan_index * 2880 + (number * 8 + 256));
-            record = (const uint4*)(place);
-            tile = (const uint4*)(tiles + record[0].y * 8);
+          uint32_t index = number - numbers.x;
+          uint4* record = (uint4*)(arena + 228688) + (1 + (index < 4 ? index : 4) * 4);
+          if (index >= 4) {
+            named_barrier(1, 256);
+            if (thread == 0) {
+              const int32_t* record_2 = kv_plans + (plan_index * 2880 + (number * 8 + 256));
+              uint4 what = load_constant_u32x4(record_2);
+              record[0] = what;
+              uint4 value = load_constant_u32x4(record_2 + 4);
+              record[1] = value;
+              const int32_t* record_3 = tiles + what.y * 8;
+              uint4 value_2 = load_constant_u32x4(record_3);
+              (record + 2)[0] = value_2;
+              uint4 value_3 = load_constant_u32x4(record_3 + 4);
+              (record + 2)[1] = value_3;
+            }
+            named_barrier(1, 256);
           }
           uint4 what = record[0];
-          uint4 rest = record[1];
-          uint32_t cached_end = rest.x < tile[1].x + tile[1].y * step ? rest.x : tile[1].x + tile[1].y * step;
-          uint32_t newest_begin = what.w < tile[1].x + tile[1].y * step ? tile[1].x + tile[1].y * step : what.w;
-          uint32_t newest_end = rest.x < tile[1].x + tile[1].y * step + tile[1].z ? rest.x : tile[1].x + tile[1].y * step + tile[1].z;
+          uint32_t cached_end = record[1].x < record[3].x + record[3].y * step ? record[1].x : record[3].x + record[3].y * step;
+          uint32_t newest_begin = what.w < record[3].x + record[3].y * step ? record[3].x + record[3].y * step : what.w;
+          uint32_t newest_end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
           uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
-          uint4* queries = (uint4*)(arena + 213248);
-          uint32_t query_units = rest.z * 8;
+          uint4* queries = (uint4*)(arena + 221440);
+          uint32_t query_units = record[1].z * 8;
           uint32_t newest_units = newest * 8;
           #pragma unroll 1
           for (uint32_t number_2 = thread; number_2 < query_units + newest_units * 2; number_2 += 256) {
             if (number_2 < query_units) {
               uint32_t row = number_2 / 8;
-              uint32_t column = tile[0].x + row / 4;
+              uint32_t column = record[2].x + row / 4;
               uint4 value = wait_flagged4(exchange_words + ((column * 384 + (what.z * 4 + row % 4) * 8 + number_2 % 8) * 4 + 1056), layer_epoch);
               queries[number_2] = value;
             } else {
               bool is_value = number_2 - query_units >= newest_units;
               uint32_t unit = is_value ? number_2 - query_units - newest_units : number_2 - query_units;
-              uint32_t column = tile[1].w + (newest_begin - (tile[1].x + tile[1].y * step)) + unit / 8;
+              uint32_t column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + unit / 8;
               uint4 words = wait_flagged4(exchange_words + ((column * 384 + ((is_value ? 40u : 32u) + what.z) * 8 + unit % 8) * 4 + 1056), layer_epoch);
-              uint4* keys = (uint4*)(arena + 214272);
-              uint4* values = (uint4*)(arena + 214272) + 128;
+              uint4* keys = (uint4*)(arena + 222464);
+              uint4* values = (uint4*)(arena + 222464) + 128;
               if (is_value) {
                 values[unit] = words;
               } else {
@@ -921,24 +970,24 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
             }
           }
           named_barrier(1, 256);
-          uint4* shared = (uint4*)(arena + 213248);
+          uint4* shared = (uint4*)(arena + 221440);
           uint32_t row = lane / 4 < 7 ? lane / 4 : 7;
           uint4* query = shared + row * 8;
           uint32_t limits[2];
           uint32_t fused = lane % 4 * 2;
-          uint32_t present = fused < rest.z - 1 ? fused : rest.z - 1;
-          uint32_t end = rest.x < tile[1].x + tile[1].y * step + tile[1].z ? rest.x : tile[1].x + tile[1].y * step + tile[1].z;
-          uint32_t position_2 = ((uint32_t*)(arena + 222608))[(tile[0].x + present / 4) * 8];
+          uint32_t present = fused < record[1].z - 1 ? fused : record[1].z - 1;
+          uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+          uint32_t position_2 = ((uint32_t*)(arena + 231392))[(record[2].x + present / 4) * 8];
           uint32_t following_2 = position_2 + 1;
-          uint32_t visible = following_2 > tile[0].w ? following_2 - tile[0].w : 0;
-          limits[0] = fused < rest.z ? (end < visible ? end : visible) : 0;
+          uint32_t visible = following_2 > record[2].w ? following_2 - record[2].w : 0;
+          limits[0] = fused < record[1].z ? (end < visible ? end : visible) : 0;
           uint32_t fused_2 = lane % 4 * 2 + 1;
-          uint32_t present_2 = fused_2 < rest.z - 1 ? fused_2 : rest.z - 1;
-          uint32_t end_2 = rest.x < tile[1].x + tile[1].y * step + tile[1].z ? rest.x : tile[1].x + tile[1].y * step + tile[1].z;
-          uint32_t position_3 = ((uint32_t*)(arena + 222608))[(tile[0].x + present_2 / 4) * 8];
+          uint32_t present_2 = fused_2 < record[1].z - 1 ? fused_2 : record[1].z - 1;
+          uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+          uint32_t position_3 = ((uint32_t*)(arena + 231392))[(record[2].x + present_2 / 4) * 8];
           uint32_t following_3 = position_3 + 1;
-          uint32_t visible_2 = following_3 > tile[0].w ? following_3 - tile[0].w : 0;
-          limits[1] = fused_2 < rest.z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
+          uint32_t visible_2 = following_3 > record[2].w ? following_3 - record[2].w : 0;
+          limits[1] = fused_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
           float highest[2];
           float weight_sum[2] = {};
           float output[4][4] = {};
@@ -947,28 +996,28 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
           uint32_t cached = what.w < cached_end ? cached_end - what.w : 0;
           uint32_t tiles_2 = (cached + 15) / 16;
           uint32_t all_tiles = tiles_2 + (newest + 15) / 16;
-          uint32_t tile_2 = warp;
-          while (tile_2 < all_tiles) {
-            uint32_t stage = tile_2 / 4;
+          uint32_t tile = warp;
+          while (tile < all_tiles) {
+            uint32_t stage = tile / 4;
             uint32_t first_tile = stage * 4;
             uint32_t last_tile = first_tile + 4 < tiles_2 ? first_tile + 4 : tiles_2;
             uint32_t first_key = what.w + stage * 64;
             uint32_t count = cached_end - first_key < 64 ? cached_end - first_key : 64;
-            bool is_cached = tile_2 < tiles_2;
+            bool is_cached = tile < tiles_2;
             uint32_t groups = last_tile - first_tile < 8 ? last_tile - first_tile : 8;
             uint32_t number_2 = (warp + 8 - first_tile % 8) % 8;
             uint32_t arrivals = 8 / groups + (number_2 < 8 % groups ? 1u : 0u);
             uint32_t place = use_stage + stage;
-            uint32_t stage_2 = place % 12;
+            uint32_t stage_2 = place % 13;
             if (is_cached) {
-              mbarrier_wait(full + stage_2, (use_parity + place / 12) % 2);
+              mbarrier_wait(full + stage_2, (use_parity + place / 13) % 2);
             }
             uint8_t* chunk = arena + stage_2 * 16384;
             uint8_t* keys = chunk;
             uint8_t* values = chunk + 8192;
-            if (tile_2 >= tiles_2) {
-              uint8_t* newest_keys = arena + 214272;
-              uint8_t* newest_values = arena + 214272 + 2048;
+            if (tile >= tiles_2) {
+              uint8_t* newest_keys = arena + 222464;
+              uint8_t* newest_values = arena + 222464 + 2048;
               first_tile = tiles_2;
               last_tile = all_tiles;
               first_key = newest_begin;
@@ -976,10 +1025,10 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
               keys = newest_keys;
               values = newest_values;
             }
-            while (tile_2 < last_tile) {
-              uint32_t row_2 = (tile_2 - first_tile) * 16;
-              uint32_t row_3 = row_2 + lane / 4;
+            while (tile < last_tile) {
+              uint32_t row_2 = (tile - first_tile) * 16;
               float sums[2][4] = {};
+              uint32_t row_3 = row_2 + lane / 4;
               uint32_t words[2][4];
               const uint4* keys_2 = (const uint4*)(keys) + row_3 * 8;
               uint32_t is_odd = lane / 4 % 2;
@@ -1008,12 +1057,14 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
               words_2[1][3] = is_odd_2 == 0 ? second_2.w : first_2.w;
               uint4 early = make_u32x4(words[0][0], words_2[0][0], words[0][1], words_2[0][1]);
               uint4 late = make_u32x4(words[0][2], words_2[0][2], words[0][3], words_2[0][3]);
-              mma_bf16(sums[0], early, query[lane % 4].x, query[lane % 4].y);
-              mma_bf16(sums[1], late, query[lane % 4].z, query[lane % 4].w);
+              uint4 query_2 = query[lane % 4];
+              mma_bf16(sums[0], early, query_2.x, query_2.y);
+              mma_bf16(sums[1], late, query_2.z, query_2.w);
               uint4 early_2 = make_u32x4(words[1][0], words_2[1][0], words[1][1], words_2[1][1]);
               uint4 late_2 = make_u32x4(words[1][2], words_2[1][2], words[1][3], words_2[1][3]);
-              mma_bf16(sums[0], early_2, query[4 + lane % 4].x, query[4 + lane % 4].y);
-              mma_bf16(sums[1], late_2, query[4 + lane % 4].z, query[4 + lane % 4].w);
+              uint4 query_3 = query[4 + lane % 4];
+              mma_bf16(sums[0], early_2, query_3.x, query_3.y);
+              mma_bf16(sums[1], late_2, query_3.z, query_3.w);
               float logits_2[4];
               #pragma unroll
               for (uint32_t element = 0; element < 4; ++element) {
@@ -1054,9 +1105,9 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
                 logits_2[column + 2] = exp2_f32(logits_2[column + 2] - base);
                 weight_sum[column] = weight_sum[column] * shrink + (logits_2[column] + logits_2[column + 2]);
                 #pragma unroll
-                for (uint32_t tile_3 = 0; tile_3 < 4; ++tile_3) {
-                  output[tile_3][column] = output[tile_3][column] * shrink;
-                  output[tile_3][column + 2] = output[tile_3][column + 2] * shrink;
+                for (uint32_t tile_2 = 0; tile_2 < 4; ++tile_2) {
+                  output[tile_2][column] = output[tile_2][column] * shrink;
+                  output[tile_2][column + 2] = output[tile_2][column + 2] * shrink;
                 }
               }
               uint32_t weights_low = matrix_transpose_b16(pack_bf16x2(logits_2[0], logits_2[1]));
@@ -1095,15 +1146,15 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
               words_3[0][3][2] = read_4.z;
               words_3[0][3][3] = read_4.w;
               #pragma unroll
-              for (uint32_t tile_3 = 0; tile_3 < 4; ++tile_3) {
-                uint32_t low_early = byte_permute(words_3[0][0][tile_3 / 2], words_3[0][1][tile_3 / 2], tile_3 % 2 == 0 ? 21520u : 30258u);
-                uint32_t high_early = byte_permute(words_3[0][0][(tile_3 + 4) / 2], words_3[0][1][(tile_3 + 4) / 2], (tile_3 + 4) % 2 == 0 ? 21520u : 30258u);
-                uint32_t low_late = byte_permute(words_3[0][2][tile_3 / 2], words_3[0][3][tile_3 / 2], tile_3 % 2 == 0 ? 21520u : 30258u);
-                uint32_t high_late = byte_permute(words_3[0][2][(tile_3 + 4) / 2], words_3[0][3][(tile_3 + 4) / 2], (tile_3 + 4) % 2 == 0 ? 21520u : 30258u);
+              for (uint32_t tile_2 = 0; tile_2 < 4; ++tile_2) {
+                uint32_t low_early = byte_permute(words_3[0][0][tile_2 / 2], words_3[0][1][tile_2 / 2], tile_2 % 2 == 0 ? 21520u : 30258u);
+                uint32_t high_early = byte_permute(words_3[0][0][(tile_2 + 4) / 2], words_3[0][1][(tile_2 + 4) / 2], (tile_2 + 4) % 2 == 0 ? 21520u : 30258u);
+                uint32_t low_late = byte_permute(words_3[0][2][tile_2 / 2], words_3[0][3][tile_2 / 2], tile_2 % 2 == 0 ? 21520u : 30258u);
+                uint32_t high_late = byte_permute(words_3[0][2][(tile_2 + 4) / 2], words_3[0][3][(tile_2 + 4) / 2], (tile_2 + 4) % 2 == 0 ? 21520u : 30258u);
                 uint4 operand = make_u32x4(low_early, high_early, low_late, high_late);
-                mma_bf16(output[tile_3], operand, weights_low, weights_high);
+                mma_bf16(output[tile_2], operand, weights_low, weights_high);
               }
-              tile_2 = tile_2 + 8;
+              tile = tile + 8;
             }
             warp_barrier();
             if (lane == 0 && is_cached) {
@@ -1111,9 +1162,9 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
             }
           }
           uint32_t place = use_stage + (cached + 63) / 64;
-          use_parity = (use_parity + place / 12) % 2;
-          use_stage = place % 12;
-          float* words = (float*)(arena + 219984);
+          use_parity = (use_parity + place / 13) % 2;
+          use_stage = place % 13;
+          float* words = (float*)(arena + 228176);
           #pragma unroll
           for (uint32_t column = 0; column < 2; ++column) {
             float total = weight_sum[column];
@@ -1123,38 +1174,43 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
             total = total + value_2;
             float value_3 = shuffle_xor_f32(total, 16);
             total = total + value_3;
-            if (lane < 4) {
-              uint32_t place_2 = (warp * 8 + lane * 2 + column) * 2;
+            uint32_t number_2 = lane * 2 + column;
+            if (number_2 < 4) {
+              uint32_t place_2 = (warp * 4 + number_2) * 2;
               words[place_2] = highest[column];
               words[place_2 + 1] = total;
             }
           }
-          uint4* scratch = (uint4*)(arena + 196864);
+          uint4* scratch = (uint4*)(arena + 213248);
           #pragma unroll
           for (uint32_t column = 0; column < 2; ++column) {
-            uint32_t row_2 = warp * 8 + lane % 4 * 2 + column;
-            uint4* place_2 = scratch + (row_2 * 64 + lane / 4 * 8) / 4;
-            place_2[0] = make_u32x4(float_bits(output[0][column]), float_bits(output[1][column]), float_bits(output[2][column]), float_bits(output[3][column]));
-            place_2[1] = make_u32x4(float_bits(output[0][column + 2]), float_bits(output[1][column + 2]), float_bits(output[2][column + 2]), float_bits(output[3][column + 2]));
+            uint32_t number_2 = lane % 4 * 2 + column;
+            if (number_2 < 4) {
+              uint32_t row_2 = warp * 4 + number_2;
+              uint4* place_2 = scratch + (row_2 * 64 + lane / 4 * 8) / 4;
+              place_2[0] = make_u32x4(float_bits(output[0][column]), float_bits(output[1][column]), float_bits(output[2][column]), float_bits(output[3][column]));
+              place_2[1] = make_u32x4(float_bits(output[0][column + 2]), float_bits(output[1][column + 2]), float_bits(output[2][column + 2]), float_bits(output[3][column + 2]));
+            }
           }
           named_barrier(1, 256);
+          uint32_t rows = record[1].z;
           #pragma unroll 1
-          for (uint32_t output_2 = thread; output_2 < rest.z * 32; output_2 += 256) {
-            uint32_t row_2 = output_2 / 32;
+          for (uint32_t output_2 = thread; output_2 < rows * 32; output_2 += 256) {
+            uint32_t place_2 = output_2 / 32;
             uint32_t pair = output_2 % 32;
-            float2* scratch_2 = (float2*)(arena + 196864);
-            float2* statistics = (float2*)(arena + 219984);
+            float2* scratch_2 = (float2*)(arena + 213248);
+            float2* statistics = (float2*)(arena + 228176);
             float low = 0.0f;
             float high = 0.0f;
             float highest_2 = -bits_float(0x7f800000);
             #pragma unroll
-            for (uint32_t other = row_2; other < 64; other += 8) {
+            for (uint32_t other = place_2; other < 32; other += 4) {
               highest_2 = maximum_f32(highest_2, statistics[other].x);
             }
             float base = highest_2 == -bits_float(0x7f800000) ? 0.0f : highest_2;
             float weight_sum_2 = 0.0f;
             #pragma unroll
-            for (uint32_t other = row_2; other < 64; other += 8) {
+            for (uint32_t other = place_2; other < 32; other += 4) {
               float2 numbers_2 = statistics[other];
               float weight = exp2_f32(numbers_2.x - base);
               float2 part = scratch_2[other * 32 + pair];
@@ -1166,12 +1222,12 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
             float lse = weight_sum_2 == 0.0f ? -bits_float(0x7f800000) : highest_2 * 0.6931472f + log_f32(weight_sum_2);
             float low_2 = low * inverse;
             float high_2 = high * inverse;
-            uint32_t dim_pair = pair / 4 * 4 + pair % 4;
-            if (rest.y == 4294967295u) {
-              uint32_t column = tile[0].x + row_2 / 4;
-              publish_flagged(exchange_words + (((((what.z * 4 + row_2 % 4) * 64 + dim_pair * 2) / 32 + column) * 4 + ((what.z * 4 + row_2 % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row_2 % 4) * 64 + dim_pair * 2) % 8 / 2 + 74400), pack_bf16x2(low_2, high_2), layer_epoch);
+            uint32_t dim_pair = (pair % 32 / 4 + pair / 32) * 4 + pair % 32 % 4;
+            if (record[1].y == 4294967295u) {
+              uint32_t column = record[2].x + place_2 / 4;
+              publish_flagged(exchange_words + (((((what.z * 4 + place_2 % 4) * 64 + dim_pair * 2) / 32 + column) * 4 + ((what.z * 4 + place_2 % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place_2 % 4) * 64 + dim_pair * 2) % 8 / 2 + 74400), pack_bf16x2(low_2, high_2), layer_epoch);
             } else {
-              uint32_t partial = (rest.y + row_2) * 68;
+              uint32_t partial = (record[1].y + place_2) * 68;
               publish_flagged(exchange_words + (partial + dim_pair * 2 + 2592), float_bits(low_2), layer_epoch);
               publish_flagged(exchange_words + (partial + dim_pair * 2 + 1 + 2592), float_bits(high_2), layer_epoch);
               if (dim_pair < 4) {
@@ -1182,81 +1238,191 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
           named_barrier(1, 256);
         }
         // merge of partial states
-        uint4 header = load_constant_u32x4(kv_plans + plan_index * 2880);
-        uint32_t merge_count = header.z;
-        uint32_t merge_rows = header.w;
-        uint32_t first_job = warp * 132 + block;
+        uint4 numbers_2 = ((uint4*)(arena + 228688))[0];
+        uint4* record = (uint4*)(arena + 228688) + (21 + warp / 4 * 8);
+        uint32_t first_job = warp / 4 * 132 + block;
         #pragma unroll 1
-        for (uint32_t job = first_job; job < merge_count * merge_rows; job += 1056) {
-          uint32_t merge = job / merge_rows;
-          uint32_t row = job % merge_rows;
-          uint32_t number = load_constant_u32(kv_plans + (plan_index * 2880 + (merge * 2 + 2496)));
-          uint32_t head = load_constant_u32(kv_plans + (plan_index * 2880 + (merge * 2 + 1 + 2496)));
-          uint32_t first_source = load_constant_u32(kv_plans + (plan_index * 2880 + (merge + 2432)));
-          uint32_t last_source = load_constant_u32(kv_plans + (plan_index * 2880 + (merge + 1 + 2432)));
-          const int32_t* record = tiles + number * 8;
-          uint4 place = load_constant_u32x4(record);
-          uint4 keys = load_constant_u32x4(record + 4);
-          if (row < place.y * 4) {
-            uint32_t lane_unit = lane % 16;
+        for (uint32_t job = first_job; job < numbers_2.z; job += 264) {
+          if (job != first_job) {
+            named_barrier(warp / 4 + 2, 128);
+            if (warp % 4 == 0) {
+              uint4* place = (uint4*)(arena + 228688) + (21 + warp / 4 * 8);
+              uint32_t number = load_constant_u32(kv_plans + (plan_index * 2880 + (job / numbers_2.w * 2 + 2496)));
+              uint32_t head = load_constant_u32(kv_plans + (plan_index * 2880 + (job / numbers_2.w * 2 + 1 + 2496)));
+              uint32_t begin = load_constant_u32(kv_plans + (plan_index * 2880 + (job / numbers_2.w + 2432)));
+              uint32_t end = load_constant_u32(kv_plans + (plan_index * 2880 + (job / numbers_2.w + 1 + 2432)));
+              if (lane == 0) {
+                place[0] = make_u32x4(head, job % numbers_2.w, begin, end);
+                const int32_t* record_2 = tiles + number * 8;
+                uint4 value = load_constant_u32x4(record_2);
+                (place + 1)[0] = value;
+                uint4 value_2 = load_constant_u32x4(record_2 + 4);
+                (place + 1)[1] = value_2;
+              }
+              uint32_t* sources = (uint32_t*)(place + 3);
+              if (lane < (end - begin < 20 ? end - begin : 20)) {
+                uint32_t value = load_constant_u32(kv_plans + (plan_index * 2880 + (begin + lane + 2560)));
+                sources[lane] = value;
+              }
+            }
+            named_barrier(warp / 4 + 2, 128);
+          }
+          if (record[0].y < record[1].y * 4) {
             float highest = -bits_float(0x7f800000);
             float weight_sum = 0.0f;
             float sums[4] = {};
-            #pragma unroll 1
-            for (uint32_t looked_up = first_source; looked_up < last_source; looked_up += 30) {
-              uint32_t last = looked_up + 30 < last_source ? looked_up + 30 : last_source;
-              uint32_t value = load_constant_u32(kv_plans + (plan_index * 2880 + ((looked_up + lane < last - 1 ? looked_up + lane : last - 1) + 2560)));
-              uint32_t rows = value;
+            uint32_t sources = record[0].w - record[0].z;
+            if (sources <= 4) {
+              if (warp % 4 == 0) {
+                uint32_t own = record[0].w - record[0].z;
+                #pragma unroll 1
+                for (uint32_t first = 0; first < own; first += 5) {
+                  uint32_t count = own - first < 5 ? own - first : 5;
+                  uint32_t number = first + (lane < count - 1 ? lane : count - 1);
+                  uint32_t source;
+                  if (number < 20) {
+                    source = ((const uint32_t*)((uint4*)(arena + 228688) + (21 + warp / 4 * 8) + 3))[number];
+                  } else {
+                    uint32_t value = load_constant_u32(kv_plans + (plan_index * 2880 + (record[0].z + number + 2560)));
+                    source = value;
+                  }
+                  uint4 states[8];
+                  uint32_t places[8];
+                  places[0] = ((source + record[0].y) * 17 + 16) * 4;
+                  #pragma unroll
+                  for (uint32_t number_2 = 0; number_2 < 5; ++number_2) {
+                    uint32_t source_2 = shuffle_u32(source, number_2);
+                    places[number_2 + 1] = ((source_2 + record[0].y) * 17 + lane % 16) * 4;
+                  }
+                  wait_flagged_places(states, exchange_words + 2592, places, 6, layer_epoch);
+                  #pragma unroll
+                  for (uint32_t number_2 = 0; number_2 < 5; ++number_2) {
+                    if (number_2 < count) {
+                      uint32_t value = shuffle_u32(states[0].x, number_2);
+                      float lse = bits_float(value);
+                      float new_highest = maximum_f32(highest, lse);
+                      float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
+                      float shrink = exp2_f32((highest - base) * 1.442695f);
+                      float grow = exp2_f32((lse - base) * 1.442695f);
+                      highest = new_highest;
+                      weight_sum = weight_sum * shrink + grow * 1.0f;
+                      sums[0] = sums[0] * shrink + grow * bits_float(states[number_2 + 1].x);
+                      sums[1] = sums[1] * shrink + grow * bits_float(states[number_2 + 1].y);
+                      sums[2] = sums[2] * shrink + grow * bits_float(states[number_2 + 1].z);
+                      sums[3] = sums[3] * shrink + grow * bits_float(states[number_2 + 1].w);
+                    }
+                  }
+                }
+              }
+            } else {
+              uint32_t own = (record[0].w - record[0].z + 3 - warp % 4) / 4;
               #pragma unroll 1
-              for (uint32_t first = looked_up; first < last; first += 5) {
-                uint32_t count = last - first < 5 ? last - first : 5;
+              for (uint32_t first = 0; first < own; first += 5) {
+                uint32_t count = own - first < 5 ? own - first : 5;
+                uint32_t number = warp % 4 + first * 4 + (lane < count - 1 ? lane : count - 1) * 4;
+                uint32_t source;
+                if (number < 20) {
+                  source = ((const uint32_t*)((uint4*)(arena + 228688) + (21 + warp / 4 * 8) + 3))[number];
+                } else {
+                  uint32_t value = load_constant_u32(kv_plans + (plan_index * 2880 + (record[0].z + number + 2560)));
+                  source = value;
+                }
                 uint4 states[8];
                 uint32_t places[8];
-                uint32_t mine = shuffle_u32(rows, first - looked_up + (lane < count - 1 ? lane : count - 1));
-                places[0] = ((mine + row) * 17 + 16) * 4;
+                places[0] = ((source + record[0].y) * 17 + 16) * 4;
                 #pragma unroll
                 for (uint32_t number_2 = 0; number_2 < 5; ++number_2) {
-                  uint32_t source = shuffle_u32(rows, first - looked_up + (number_2 < count - 1 ? number_2 : count - 1));
-                  places[number_2 + 1] = ((source + row) * 17 + lane_unit) * 4;
+                  uint32_t source_2 = shuffle_u32(source, number_2);
+                  places[number_2 + 1] = ((source_2 + record[0].y) * 17 + lane % 16) * 4;
                 }
                 wait_flagged_places(states, exchange_words + 2592, places, 6, layer_epoch);
                 #pragma unroll
                 for (uint32_t number_2 = 0; number_2 < 5; ++number_2) {
                   if (number_2 < count) {
-                    uint4 part = states[number_2 + 1];
-                    uint32_t value_2 = shuffle_u32(states[0].x, number_2);
-                    float lse = bits_float(value_2);
+                    uint32_t value = shuffle_u32(states[0].x, number_2);
+                    float lse = bits_float(value);
                     float new_highest = maximum_f32(highest, lse);
                     float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
                     float shrink = exp2_f32((highest - base) * 1.442695f);
-                    float weight = exp2_f32((lse - base) * 1.442695f);
+                    float grow = exp2_f32((lse - base) * 1.442695f);
                     highest = new_highest;
-                    weight_sum = weight_sum * shrink + weight;
-                    sums[0] = sums[0] * shrink + weight * bits_float(part.x);
-                    sums[1] = sums[1] * shrink + weight * bits_float(part.y);
-                    sums[2] = sums[2] * shrink + weight * bits_float(part.z);
-                    sums[3] = sums[3] * shrink + weight * bits_float(part.w);
+                    weight_sum = weight_sum * shrink + grow * 1.0f;
+                    sums[0] = sums[0] * shrink + grow * bits_float(states[number_2 + 1].x);
+                    sums[1] = sums[1] * shrink + grow * bits_float(states[number_2 + 1].y);
+                    sums[2] = sums[2] * shrink + grow * bits_float(states[number_2 + 1].z);
+                    sums[3] = sums[3] * shrink + grow * bits_float(states[number_2 + 1].w);
                   }
                 }
               }
+              uint4* place = (uint4*)(arena + 213248) + warp * 33;
+              place[lane] = make_u32x4(float_bits(sums[0]), float_bits(sums[1]), float_bits(sums[2]), float_bits(sums[3]));
+              if (lane == 0) {
+                place[32] = make_u32x4(float_bits(highest), float_bits(weight_sum), 0, 0);
+              }
+              named_barrier(warp / 4 + 2, 128);
+              if (warp % 4 == 0) {
+                #pragma unroll
+                for (uint32_t number = 1; number < 4; ++number) {
+                  uint4* place_2 = (uint4*)(arena + 213248) + (warp + number) * 33;
+                  uint4 part = place_2[lane];
+                  uint4 shared = place_2[32];
+                  float new_highest = maximum_f32(highest, bits_float(shared.x));
+                  float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
+                  float shrink = exp2_f32((highest - base) * 1.442695f);
+                  float grow = exp2_f32((bits_float(shared.x) - base) * 1.442695f);
+                  highest = new_highest;
+                  weight_sum = weight_sum * shrink + grow * bits_float(shared.y);
+                  sums[0] = sums[0] * shrink + grow * bits_float(part.x);
+                  sums[1] = sums[1] * shrink + grow * bits_float(part.y);
+                  sums[2] = sums[2] * shrink + grow * bits_float(part.z);
+                  sums[3] = sums[3] * shrink + grow * bits_float(part.w);
+                }
+              }
             }
-            float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
-            float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest + log_f32(weight_sum);
-            sums[0] = sums[0] * inverse;
-            sums[1] = sums[1] * inverse;
-            sums[2] = sums[2] * inverse;
-            sums[3] = sums[3] * inverse;
-            if (lane < 16) {
-              float low = sums[0];
-              float high = sums[1];
-              uint32_t column = place.x + row / 4;
-              publish_flagged(exchange_words + (((((head * 4 + row % 4) * 64 + lane_unit * 2 * 2) / 32 + column) * 4 + ((head * 4 + row % 4) * 64 + lane_unit * 2 * 2) / 8 % 4) * 4 + ((head * 4 + row % 4) * 64 + lane_unit * 2 * 2) % 8 / 2 + 74400), pack_bf16x2(low, high), layer_epoch);
-              float low_2 = sums[2];
-              float high_2 = sums[3];
-              uint32_t column_2 = place.x + row / 4;
-              publish_flagged(exchange_words + (((((head * 4 + row % 4) * 64 + (lane_unit * 2 + 1) * 2) / 32 + column_2) * 4 + ((head * 4 + row % 4) * 64 + (lane_unit * 2 + 1) * 2) / 8 % 4) * 4 + ((head * 4 + row % 4) * 64 + (lane_unit * 2 + 1) * 2) % 8 / 2 + 74400), pack_bf16x2(low_2, high_2), layer_epoch);
+            if (warp % 4 == 0) {
+              float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
+              float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest + log_f32(weight_sum);
+              if (lane < 16) {
+                uint32_t dim_pair = lane % 16 * 2;
+                float low = sums[0] * inverse;
+                float high = sums[1] * inverse;
+                uint32_t column = record[1].x + record[0].y / 4;
+                publish_flagged(exchange_words + (((((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair * 2) / 32 + column) * 4 + ((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair * 2) % 8 / 2 + 74400), pack_bf16x2(low, high), layer_epoch);
+                uint32_t dim_pair_2 = lane % 16 * 2 + 1;
+                float low_2 = sums[2] * inverse;
+                float high_2 = sums[3] * inverse;
+                uint32_t column_2 = record[1].x + record[0].y / 4;
+                publish_flagged(exchange_words + (((((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair_2 * 2) / 32 + column_2) * 4 + ((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair_2 * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair_2 * 2) % 8 / 2 + 74400), pack_bf16x2(low_2, high_2), layer_epoch);
+              }
             }
           }
+        }
+        if (first_job + 264 < numbers_2.z) {
+          named_barrier(warp / 4 + 2, 128);
+          if (warp % 4 == 0) {
+            uint4* place = (uint4*)(arena + 228688) + (21 + warp / 4 * 8);
+            uint32_t number = load_constant_u32(kv_plans + (plan_index * 2880 + (first_job / numbers_2.w * 2 + 2496)));
+            uint32_t head = load_constant_u32(kv_plans + (plan_index * 2880 + (first_job / numbers_2.w * 2 + 1 + 2496)));
+            uint32_t begin = load_constant_u32(kv_plans + (plan_index * 2880 + (first_job / numbers_2.w + 2432)));
+            uint32_t end = load_constant_u32(kv_plans + (plan_index * 2880 + (first_job / numbers_2.w + 1 + 2432)));
+            if (lane == 0) {
+              place[0] = make_u32x4(head, first_job % numbers_2.w, begin, end);
+              const int32_t* record_2 = tiles + number * 8;
+              uint4 value = load_constant_u32x4(record_2);
+              (place + 1)[0] = value;
+              uint4 value_2 = load_constant_u32x4(record_2 + 4);
+              (place + 1)[1] = value_2;
+            }
+            uint32_t* sources = (uint32_t*)(place + 3);
+            if (lane < (end - begin < 20 ? end - begin : 20)) {
+              uint32_t value = load_constant_u32(kv_plans + (plan_index * 2880 + (begin + lane + 2560)));
+              sources[lane] = value;
+            }
+          }
+          named_barrier(warp / 4 + 2, 128);
+        }
+        if (numbers_2.z > 0) {
+          named_barrier(1, 256);
         }
         // o: projection onto the residual
         if (thread == 0) {
@@ -1264,7 +1430,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
         }
         uint32_t position_2 = block % 132;
         if (position_2 < 128) {
-          uint4* vector = (uint4*)(arena + 196864);
+          uint4* vector = (uint4*)(arena + 213248);
           uint32_t first_unit = thread;
           if (lane == 0) {
             uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 74400), layer_epoch);
@@ -1284,7 +1450,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
             for (uint32_t chunk = 0; chunk < 4; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
               uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_2 = (uint4*)(arena + 196864);
+              uint4* vector_2 = (uint4*)(arena + 213248);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -1301,12 +1467,12 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
                 mbarrier_arrive(empty + use_stage);
               }
               use_stage = use_stage + 1;
-              if (use_stage == 12) {
+              if (use_stage == 13) {
                 use_stage = 0;
                 use_parity = use_parity ^ 1;
               }
             }
-            float* reductions = (float*)(arena + 218368) + turn * 128;
+            float* reductions = (float*)(arena + 226560) + turn * 128;
             uint32_t row = warp * 16 + lane / 4;
             uint32_t first = lane % 4 * 2;
             if (first < 1) {
@@ -1327,7 +1493,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
               }
               float value = shuffle_xor_f32(half_sum, 16);
               float row_sum = half_sum + value;
-              float* residual_2 = (float*)(arena + 219392);
+              float* residual_2 = (float*)(arena + 227584);
               float value_2 = row_sum;
               if (lane < 16) {
                 uint32_t place = strip / 132 * 16 + row_2 + column;
@@ -1360,7 +1526,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
         }
         uint32_t position_3 = (block + 4) % 132;
         if (position_3 < 1024) {
-          uint4* vector = (uint4*)(arena + 196864);
+          uint4* vector = (uint4*)(arena + 213248);
           float squares = 0.0f;
           uint32_t first_unit = thread;
           uint4 weights_2[8];
@@ -1395,8 +1561,8 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
             uint32_t weights_6 = weights_2[number].w;
             vector[first_unit + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_3), high * bf16x2_high(weights_3)), pack_bf16x2(low_2 * bf16x2_low(weights_4), high_2 * bf16x2_high(weights_4)), pack_bf16x2(low_3 * bf16x2_low(weights_5), high_3 * bf16x2_high(weights_5)), pack_bf16x2(low_4 * bf16x2_low(weights_6), high_4 * bf16x2_high(weights_6)));
           }
-          float* partial_sums = (float*)(arena + 219456);
-          float* scales = (float*)(arena + 219712);
+          float* partial_sums = (float*)(arena + 227648);
+          float* scales = (float*)(arena + 227904);
           float sum_of_token = squares;
           float value = shuffle_xor_f32(sum_of_token, 16);
           sum_of_token = sum_of_token + value;
@@ -1428,7 +1594,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
             for (uint32_t chunk = 0; chunk < 4; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
               uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_2 = (uint4*)(arena + 196864);
+              uint4* vector_2 = (uint4*)(arena + 213248);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -1445,12 +1611,12 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
                 mbarrier_arrive(empty + use_stage);
               }
               use_stage = use_stage + 1;
-              if (use_stage == 12) {
+              if (use_stage == 13) {
                 use_stage = 0;
                 use_parity = use_parity ^ 1;
               }
             }
-            float* reductions = (float*)(arena + 218368) + turn * 128;
+            float* reductions = (float*)(arena + 226560) + turn * 128;
             uint32_t row = warp * 16 + lane / 4;
             uint32_t first = lane % 4 * 2;
             if (first < 1) {
@@ -1471,7 +1637,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
               }
               float value_6 = shuffle_xor_f32(half_sum, 16);
               float row_sum = half_sum + value_6;
-              float value_7 = row_sum * ((float*)(arena + 219712))[column];
+              float value_7 = row_sum * ((float*)(arena + 227904))[column];
               float other = shuffle_xor_f32(value_7, 8);
               float gated = divide_f32(value_7, 1.0f + exp_f32(-value_7)) * other;
               float neighbour = shuffle_xor_f32(gated, 1);
@@ -1494,7 +1660,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
         uint32_t position_4 = block % 132;
         if (position_4 < 128) {
           float sums[1][4] = {};
-          uint4* vector = (uint4*)(arena + 196864);
+          uint4* vector = (uint4*)(arena + 213248);
           uint32_t first_unit = thread;
           if (lane == 0) {
             uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 76448), layer_epoch);
@@ -1511,7 +1677,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
           for (uint32_t chunk = 0; chunk < 8; ++chunk) {
             mbarrier_wait(full + use_stage, use_parity);
             uint8_t* chunk_2 = arena + use_stage * 16384;
-            uint4* vector_2 = (uint4*)(arena + 196864);
+            uint4* vector_2 = (uint4*)(arena + 213248);
             const uint4* fragments = (const uint4*)(chunk_2);
             #pragma unroll
             for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -1528,13 +1694,13 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
               mbarrier_arrive(empty + use_stage);
             }
             use_stage = use_stage + 1;
-            if (use_stage == 12) {
+            if (use_stage == 13) {
               use_stage = 0;
               use_parity = use_parity ^ 1;
             }
           }
           named_barrier(1, 256);
-          uint4* vector_2 = (uint4*)(arena + 196864);
+          uint4* vector_2 = (uint4*)(arena + 213248);
           uint32_t first_unit_2 = thread;
           if (lane == 0) {
             uint4 value = wait_flagged4(exchange_words + ((first_unit_2 + 512) * 4 + 76448), layer_epoch);
@@ -1551,7 +1717,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
           for (uint32_t chunk = 8; chunk < 16; ++chunk) {
             mbarrier_wait(full + use_stage, use_parity);
             uint8_t* chunk_2 = arena + use_stage * 16384;
-            uint4* vector_3 = (uint4*)(arena + 196864);
+            uint4* vector_3 = (uint4*)(arena + 213248);
             const uint4* fragments = (const uint4*)(chunk_2);
             #pragma unroll
             for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -1568,12 +1734,12 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
               mbarrier_arrive(empty + use_stage);
             }
             use_stage = use_stage + 1;
-            if (use_stage == 12) {
+            if (use_stage == 13) {
               use_stage = 0;
               use_parity = use_parity ^ 1;
             }
           }
-          float* reductions = (float*)(arena + 218368) + turn * 128;
+          float* reductions = (float*)(arena + 226560) + turn * 128;
           uint32_t row = warp * 16 + lane / 4;
           uint32_t first = lane % 4 * 2;
           if (first < 1) {
@@ -1594,7 +1760,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
             }
             float value = shuffle_xor_f32(half_sum, 16);
             float row_sum = half_sum + value;
-            float* residual_2 = (float*)(arena + 219392);
+            float* residual_2 = (float*)(arena + 227584);
             float value_2 = row_sum;
             if (lane < 16) {
               uint32_t place = position_4 / 132 * 16 + row_2 + column;
@@ -1625,7 +1791,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
         if (position < 8016) {
           uint32_t last = step_epoch + 15;
           const bf16* norm = norms + 65536;
-          uint4* vector = (uint4*)(arena + 196864);
+          uint4* vector = (uint4*)(arena + 213248);
           float squares = 0.0f;
           uint32_t first_unit = thread;
           uint4 weights_2[8];
@@ -1660,8 +1826,8 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
             uint32_t weights_6 = weights_2[number].w;
             vector[first_unit + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_3), high * bf16x2_high(weights_3)), pack_bf16x2(low_2 * bf16x2_low(weights_4), high_2 * bf16x2_high(weights_4)), pack_bf16x2(low_3 * bf16x2_low(weights_5), high_3 * bf16x2_high(weights_5)), pack_bf16x2(low_4 * bf16x2_low(weights_6), high_4 * bf16x2_high(weights_6)));
           }
-          float* partial_sums = (float*)(arena + 219456);
-          float* scales = (float*)(arena + 219712);
+          float* partial_sums = (float*)(arena + 227648);
+          float* scales = (float*)(arena + 227904);
           float sum_of_token = squares;
           float value = shuffle_xor_f32(sum_of_token, 16);
           sum_of_token = sum_of_token + value;
@@ -1693,7 +1859,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
             for (uint32_t chunk = 0; chunk < 4; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
               uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_2 = (uint4*)(arena + 196864);
+              uint4* vector_2 = (uint4*)(arena + 213248);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -1710,12 +1876,12 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
                 mbarrier_arrive(empty + use_stage);
               }
               use_stage = use_stage + 1;
-              if (use_stage == 12) {
+              if (use_stage == 13) {
                 use_stage = 0;
                 use_parity = use_parity ^ 1;
               }
             }
-            float* reductions = (float*)(arena + 218368) + turn * 128;
+            float* reductions = (float*)(arena + 226560) + turn * 128;
             uint32_t row = warp * 16 + lane / 4;
             uint32_t first = lane % 4 * 2;
             if (first < 1) {
@@ -1736,7 +1902,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
               }
               float value_6 = shuffle_xor_f32(half_sum, 16);
               float row_sum = half_sum + value_6;
-              float logit = row_sum * ((float*)(arena + 219712))[column];
+              float logit = row_sum * ((float*)(arena + 227904))[column];
               uint32_t token = strip * 16 + row_2;
               if (logits != nullptr && lane < 16 && token < 128256) {
                 uint64_t row_3 = (uint64_t)(step + column);
@@ -1744,10 +1910,10 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
               }
               uint32_t token_2 = strip * 16 + row_2;
               float candidate = logit;
-              float temperature = bits_float(((uint32_t*)(arena + 222608))[column * 8 + 3]);
+              float temperature = bits_float(((uint32_t*)(arena + 231392))[column * 8 + 3]);
               if (temperature > 0.0f) {
-                uint64_t seed = ((uint64_t)(((uint32_t*)(arena + 222608))[column * 8 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + 222608))[column * 8 + 4]);
-                uint32_t position_2 = ((uint32_t*)(arena + 222608))[column * 8] + 1;
+                uint64_t seed = ((uint64_t)(((uint32_t*)(arena + 231392))[column * 8 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + 231392))[column * 8 + 4]);
+                uint32_t position_2 = ((uint32_t*)(arena + 231392))[column * 8] + 1;
                 uint32_t c0 = token_2;
                 uint32_t c1 = position_2;
                 uint32_t c2 = 0;
@@ -1788,7 +1954,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
       if (thread == 0) {
         store_relaxed_u32(progress + block, step * 82 + 81);
       }
-      uint32_t* words = (uint32_t*)(arena + 220496);
+      uint32_t* words = (uint32_t*)(arena + 229280);
       uint32_t first_word = step % 2 * 132 * 4;
       #pragma unroll 1
       for (uint32_t level = 0; level < 5; ++level) {
@@ -1807,7 +1973,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
       }
       named_barrier(1, 256);
       if (warp < 1) {
-        uint2* candidates = (uint2*)(arena + 220496);
+        uint2* candidates = (uint2*)(arena + 229280);
         float best_2 = -bits_float(0x7f800000);
         uint32_t best_token_2 = 4294967295u;
         #pragma unroll 1
@@ -1836,7 +2002,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
           publish_flagged_release(exchange_words + (place + 80544), word, step_epoch + 16);
         }
       }
-      uint4* units = (uint4*)(arena + 220496);
+      uint4* units = (uint4*)(arena + 229280);
       named_barrier(1, 256);
       #pragma unroll 1
       for (uint32_t other = thread; other < 132; other += 256) {
@@ -1844,9 +2010,9 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
         units[other] = value;
       }
       named_barrier(1, 256);
-      uint32_t* chosen = (uint32_t*)(arena + 222640);
+      uint32_t* chosen = (uint32_t*)(arena + 231424);
       if (warp < 1) {
-        uint2* candidates = (uint2*)(arena + 220496);
+        uint2* candidates = (uint2*)(arena + 229280);
         float best_2 = -bits_float(0x7f800000);
         uint32_t best_token_2 = 4294967295u;
         #pragma unroll 1
@@ -1879,15 +2045,15 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
         uint32_t going_on = 0;
         #pragma unroll 1
         for (uint32_t column = lane; column < column_count; column += 32) {
-          uint32_t sequence = ((uint32_t*)(arena + 222608))[column * 8 + 6];
-          uint32_t number = ((uint32_t*)(arena + 222608))[column * 8 + 1];
-          uint32_t total = ((uint32_t*)(arena + 222608))[column * 8 + 2];
+          uint32_t sequence = ((uint32_t*)(arena + 231392))[column * 8 + 6];
+          uint32_t number = ((uint32_t*)(arena + 231392))[column * 8 + 1];
+          uint32_t total = ((uint32_t*)(arena + 231392))[column * 8 + 2];
           uint32_t value = load_constant_u32(sequences + (sequence * 16 + 2));
           uint32_t given = value;
           uint32_t value_2 = load_constant_u32(sequences + (sequence * 16 + 1));
           uint32_t per_step = value_2;
-          uint32_t sampled = ((uint32_t*)(arena + 222640))[column] < 128255 ? ((uint32_t*)(arena + 222640))[column] : 128255;
-          uint32_t stopped = ((uint32_t*)(arena + 222608))[column * 8 + 7];
+          uint32_t sampled = ((uint32_t*)(arena + 231424))[column] < 128255 ? ((uint32_t*)(arena + 231424))[column] : 128255;
+          uint32_t stopped = ((uint32_t*)(arena + 231392))[column * 8 + 7];
           if (number + 1 >= given && number < total) {
             if (block == 0) {
               tokens[sequence * 65 + number + 1] = (int32_t)(sampled);
@@ -1906,7 +2072,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
           if (following_2 >= total) {
             stopped = 1;
           }
-          ((uint32_t*)(arena + 222608))[column * 8 + 7] = stopped;
+          ((uint32_t*)(arena + 231392))[column * 8 + 7] = stopped;
           if (stopped == 0) {
             going_on = 1;
           }
@@ -1953,7 +2119,7 @@ extern "C" __global__ void __launch_bounds__(288, 1) decode_step(const uint8_t* 
                 mbarrier_arrive(empty + use_stage);
               }
               use_stage = use_stage + 1;
-              if (use_stage == 12) {
+              if (use_stage == 13) {
                 use_stage = 0;
                 use_parity = use_parity ^ 1;
               }

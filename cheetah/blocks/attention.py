@@ -55,7 +55,7 @@ MERGED_TOGETHER = 5
 """Partial states that a warp waits for together; one more unit is for their LSEs. A sequence's keys, split among 132
 blocks and 8 heads, are 17 states at most, so that four warps wait once."""
 FOLDED_UNITS = 33
-"""Units of a warp's folded state while its team folds them: 4 dims of each lane, and the highest LSE with the weight."""
+"""Units of a warp's folded state while its team folds them: 4 dims of a lane each, then the highest LSE and weight."""
 NEVER = 1 << 27
 """A tile number that no range of keys has."""
 
@@ -454,7 +454,7 @@ class Attention:
     def _fold_slices(self, slices: range, item: Item, share: Share, number: int, epoch: ch.Expr) -> None:
         """Column tile `number` of every group: its column c was laid down by the warps column_group, column_group +
         column_groups, ..., as their column c."""
-        machine, sizes = self.machine, self.sizes
+        machine = self.machine
         slice_pairs = SLICE_DIMS // 2
         pairs = slice_pairs * len(slices)
         rows = item.rows if share.width == 1 else share.column_groups * COLUMNS
@@ -550,15 +550,24 @@ class Attention:
 
     @ch.inline
     def merge(self, epoch: ch.Expr) -> None:
-        """In the math role: fold the partial states of the rows that are this warp's team's. Each of its warps folds
-        every so many-th in the plan's order, the first one those results in the order of the warps."""
-        with self.schedule.merges() as merge:
+        """In the math role: fold the partial states of the rows that are this warp's team's. Each warp folds every so
+        many-th in the plan's order, the first one those results in the order of the warps; of few it does all alone.
+        States that are the identity, behind the others, change no bit."""
+        schedule = self.schedule
+        with schedule.merges() as merge:
             folded = Folded(self.variant.softmax)
-            self._fold_sources(merge, folded, epoch)
-            self._lay_down_folded(folded)
-            self.schedule.meet_team()
-            with ch.if_(self.schedule.team_warp == 0):
-                self._finish_merge(merge, epoch)
+            sources = merge.end - merge.begin
+            with ch.if_(sources <= self.machine.plan.merge_warps):  # of one state a warp the result is the same
+                with ch.if_(schedule.team_warp == 0):
+                    self._fold_sources(merge, ty.u32(0), ty.u32(1), folded, epoch)
+            with ch.else_():
+                self._fold_sources(merge, schedule.team_warp, ty.u32(self.machine.plan.merge_warps), folded, epoch)
+                self._lay_down_folded(folded)
+                schedule.meet_team()
+                with ch.if_(schedule.team_warp == 0):
+                    self._fold_team(folded)
+            with ch.if_(schedule.team_warp == 0):
+                self._finish_merge(merge, folded, epoch)
 
     @property
     def _merge_lane(self) -> ch.Expr:
@@ -566,13 +575,12 @@ class Attention:
         return self.machine.lane % (self.sizes.head_dim // 4)
 
     @ch.inline
-    def _fold_sources(self, merge: Merge, folded: Folded, epoch: ch.Expr) -> None:
-        """States that are waited for together are folded one after the other."""
-        every = self.machine.plan.merge_warps
-        own = (merge.end - merge.begin + (every - 1) - self.schedule.team_warp) // every
+    def _fold_sources(self, merge: Merge, start: ch.Expr, every: ch.Expr, folded: Folded, epoch: ch.Expr) -> None:
+        """Sources `start`, `start + every`, ...: those that are waited for together, one after the other."""
+        own = (merge.end - merge.begin + (every - 1) - start) // every
         with ch.for_(0, own, MERGED_TOGETHER, unroll=1) as first:
             count = ch.minimum(own - first, MERGED_TOGETHER)
-            states = self._read_states(merge, self.schedule.sources(merge, first, count), epoch)
+            states = self._read_states(merge, self.schedule.sources(merge, start + first * every, every, count), epoch)
             with ch.for_(MERGED_TOGETHER, unroll=True) as number:
                 with ch.if_(number < count):
                     lse = prim.bits_float(prim.shuffle_u32(states[0].x, number)) if self.variant.softmax else None
@@ -606,10 +614,10 @@ class Attention:
                 place[FOLDED_UNITS - 1] = prim.make_u32x4(*words, 0, 0)
 
     @ch.inline
-    def _finish_merge(self, merge: Merge, epoch: ch.Expr) -> None:
+    def _fold_team(self, folded: Folded) -> None:
+        """What the other warps of the team laid down, into the first one's."""
         machine = self.machine
-        folded = Folded(self.variant.softmax)
-        with ch.for_(machine.plan.merge_warps, unroll=True) as number:
+        with ch.for_(1, machine.plan.merge_warps, unroll=True) as number:
             place = self._folded_place(machine.warp + number)
             part = place[machine.lane]
             values = [prim.bits_float(getattr(part, member)) for member in "xyzw"]
@@ -618,8 +626,11 @@ class Attention:
                 folded.add(values, prim.bits_float(shared.x), prim.bits_float(shared.y))
             else:
                 folded.add(values, None)
+
+    @ch.inline
+    def _finish_merge(self, merge: Merge, folded: Folded, epoch: ch.Expr) -> None:
         sums, lse = folded.result()
-        with ch.if_(machine.lane < self.sizes.head_dim // 4):
+        with ch.if_(self.machine.lane < self.sizes.head_dim // 4):
             for pair in range(2):
                 dim_pair = self._merge_lane * 2 + pair
                 low, high = sums[pair * 2], sums[pair * 2 + 1]

@@ -1,4 +1,4 @@
-"""One warp's work on 16 keys and 8 query rows, or several times 8: logits, weights, and their product with the values, all in registers.
+"""One warp's work on 16 keys and one or more tiles of 8 query rows: logits, weights, their product with the values.
 
 Lane (r, t) = (lane // 4, lane % 4) of the products: keys are rows r and r + 8 of the first, queries its columns 2t and
 2t + 1; dims are rows of the second. A lane reads whole units of 8 dims of a key or a value; which dims they are is free
@@ -67,7 +67,7 @@ class AttentionShape:
             return part // 2 * 8 + lane * 2 + part % 2
         return part * 4 + lane
 
-    def dim_pair(self, slice_: int, pair: Any) -> Any:
+    def dim_pair(self, slice_: Any, pair: Any) -> Any:
         """Which pair of dims is number `pair` of a slice of the output."""
         return (pair // 4 * self.slices + slice_) * 4 + pair % 4
 
@@ -149,7 +149,9 @@ class TileProduct:
         """Fold 16 keys into the states of some column tiles, which share what is read of keys and values. The first
         `valid` keys (one at least) exist; the first is key `key`."""
         weights = []
-        for own, state, logits in zip(queries, states, self._products(rows, first_row, valid, key, queries), strict=True):
+        for own, state, logits in zip(
+            queries, states, self._products(rows, first_row, valid, key, queries), strict=True
+        ):
             self._scale_and_mask(logits, valid, key, own)
             if self.variant.softmax:
                 self._weigh(logits, state)

@@ -275,11 +275,10 @@ class Schedule:
         return number, head, begin, end
 
     @ch.inline
-    def sources(self, merge: Merge, first: ch.Expr, count: ch.Expr) -> Any:
-        """Of this warp's sources, which are every so many-th as the team has warps, `count` from number `first` on.
-        Lane n: the n-th of them, or the last: the partial row of the tile's first fused row."""
-        every = self.machine.plan.merge_warps
-        number = self.team_warp + (first + ch.minimum(self.machine.lane, count - 1)) * every
+    def sources(self, merge: Merge, first: ch.Expr, every: ch.Expr, count: ch.Expr) -> Any:
+        """`count` sources of a merge, numbers `first`, `first + every`, ... Lane n: the n-th of them, or the last: the
+        partial row of the tile's first fused row."""
+        number = first + ch.minimum(self.machine.lane, count - 1) * every
         source = ch.var(ty.u32)
         with ch.if_(number < KEPT_SOURCES):
             source.set(ch.reinterpret(ty.ptr(ty.u32), self._kept_merge + 3)[number])

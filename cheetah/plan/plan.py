@@ -303,7 +303,7 @@ def attention_regions(
 
 def attention_records(plan: Plan) -> tuple[Region, ...]:
     """What attention keeps beside that. statistics: (highest, weight sum) of each warp's state and query column.
-    records: four numbers, the block's first items with their tiles and one more, every team's first merge with sources."""
+    records: four numbers, the block's first items with their tiles, one more item, every team's first merge."""
     kept = 16 + (KEPT_ITEMS + 1) * KEPT_ITEM_BYTES + plan.math_warps // plan.merge_warps * KEPT_MERGE_BYTES
     return Region("statistics", plan.math_warps * COLUMNS * 8), Region("records", kept)
 

@@ -298,19 +298,25 @@ def share_memory(first: str, second: str) -> Callable[[Patch], None]:
 
 def fold_in_the_order_of_arrival(patch: Patch) -> None:
     """A warp begins with the partial state that a ticket says (from a counter in the workspace)."""
-    read_states = Attention._read_states
+    sources, fold_sources = Schedule.sources, Attention._fold_sources
+    counters: list[Any] = []
+
+    def fold(self: Any, *arguments: Any) -> None:
+        counters.append(self.exchange.words)
+        fold_sources(self, *arguments)
 
     @ch.inline
-    def read(self: Any, merge: Any, rows: Any, first: Any, count: Any, lane_unit: Any, epoch: Any) -> Any:
-        machine = self.machine
+    def turned(self: Any, merge: Any, first: Any, every: Any, count: Any) -> Any:
         ticket = ch.var(ty.u32, 0)
-        with ch.if_(machine.lane == 0):
-            ticket.set(ty.u32(prim.fetch_add_release_u64(self.exchange.words, 1)))
+        with ch.if_(self.machine.lane == 0):
+            ticket.set(ty.u32(prim.fetch_add_release_u64(counters[-1], 1)))
         arrived = prim.shuffle_u32(ticket, 0)
-        turned = prim.shuffle_u32(rows, first + (machine.lane + arrived) % count)
-        return read_states(self, merge, turned, 0, count, lane_unit, epoch)
+        in_order = sources(self, merge, first, every, count)
+        found = prim.shuffle_u32(in_order, (self.machine.lane + arrived) % count)
+        return found
 
-    patch.setattr(Attention, "_read_states", read)
+    patch.setattr(Attention, "_fold_sources", fold)
+    patch.setattr(Schedule, "sources", turned)
 
 
 def give_back_for_one(patch: Patch) -> None:
@@ -412,7 +418,7 @@ BUGS = (
         "newest key taken from the cache",
         BOTH,
         (
-            (r"rest\.x < cached \? rest\.x : cached;", "rest.x < cached + 1 ? rest.x : cached + 1;"),
+            (r"(end) = (\S+\.x) < (\S+ \+ \S+ \* step) \? \2 : \3;", r"\1 = \2 < \3 + 1 ? \2 : \3 + 1;"),
             (r"newest = newest_begin < newest_end \? newest_end - newest_begin : 0;", "newest = 0;"),
         ),
     ),
@@ -422,9 +428,21 @@ BUGS = (
     Bug(
         "states folded before they are there",
         ("reference", "race"),
-        without(MEET, after=r"\s*#pragma unroll 1\s*for \(uint32_t output"),
+        without(MEET, after=r"\s*uint32_t rows = [^;]*;\s*#pragma unroll 1\s*for \(uint32_t output"),
     ),
     Bug("states overwritten while folded", BOTH, without(MEET, after=r"\s*\}\s*// merge of partial")),
+    Bug(
+        "a team's states folded before they are there",
+        ("reference",),
+        without(r"named_barrier\(warp / 4 \+ 2, 128\);", before=r"float_bits\(weight_sum\), 0, 0\);\s*\}\s*"),
+        setup=MANY,
+    ),
+    Bug(
+        "the next vector over a team's states",
+        ("reference",),
+        without(r"named_barrier\(1, 256\);", before=r"if \(numbers_2\.z > 0\) \{\s*"),
+        setup=MANY,
+    ),
     Bug("keys given back for one warp", BOTH, change=give_back_for_one),
     Bug("partial states folded as they come", ("schedules",), change=fold_in_the_order_of_arrival, setup=MANY),
     Bug("one partial state merged twice", ("reference",), change=merge_the_first_state_twice),
