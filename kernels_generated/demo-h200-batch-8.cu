@@ -3,31 +3,32 @@
 //
 // model: hidden 128, ffn 320, vocab 512, heads 4, kv_heads 2, head_dim 64, layers 3
 // machine: h200, 132 blocks of 384 threads: 8 math warps
-// plan: math_warps 8, stage_bytes 16384, stages 11, in_flight 3, copy_warps 4, sync barrier, page_size 16, max_context 512, batch 8, tokens 8, down_slices 2, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 124, start_residual 0, start_gate_up 124, start_head 124, trace False
+// plan: math_warps 8, stage_bytes 16384, stages 12, in_flight 3, copy_warps 4, sync barrier, page_size 16, max_context 512, batch 8, tokens 8, down_slices 2, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 124, start_residual 0, start_gate_up 124, start_head 124, trace False
 // weights read a step: 1458176 bytes, in 442368 a layer
 // shared memory:
 //     offset    bytes  region
-//          0   180224  ring
-//     180224      176  ring_barriers
-//     180480    22528  scratch
-//     180480     5120  vector  (over scratch)
-//     180480    16384  attention  (over scratch)
-//     196864     2048  queries  (over scratch)
-//     198912     4096  newest  (over scratch)
-//     203008     8192  reductions
-//     211200      512  residual
-//     211712      256  partial_sums
-//     211968       32  scales
-//     212000     2048  rope
-//     214048      512  statistics
-//     214560      592  records
-//     215152     8448  candidates
-//     223600      256  columns
-//     223856       32  chosen
-//     223888       16  step_done
-//     223904       36  next_token
-//              223940  total
-//              232448  a block has, 8508 free
+//          0   196608  ring
+//     196608      192  ring_barriers
+//     196864    22528  scratch
+//     196864     5120  vector  (over scratch)
+//     196864     8448  candidates  (over scratch)
+//     196864    16384  attention  (over scratch)
+//     213248     2048  queries  (over scratch)
+//     215296     4096  newest  (over scratch)
+//     219392     8192  reductions
+//     227584      512  residual
+//     228096      256  partial_sums
+//     228352       32  scales
+//     228384     2048  rope
+//     230432      512  statistics
+//     230944      592  records
+//     231536       64  warp_candidates
+//     231600      256  columns
+//     231856       32  chosen
+//     231888       16  step_done
+//     231904       36  next_token
+//              231940  total
+//              232448  a block has, 508 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -248,12 +249,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
   uint32_t* exchange_words = (uint32_t*)(exchange);
-  uint64_t* full = (uint64_t*)(arena + 180224);
-  uint64_t* empty = full + 11;
-  uint64_t* step_done = (uint64_t*)(arena + 223888);
-  uint32_t* next_token = (uint32_t*)(arena + 223904);
+  uint64_t* full = (uint64_t*)(arena + 196608);
+  uint64_t* empty = full + 12;
+  uint64_t* step_done = (uint64_t*)(arena + 231888);
+  uint32_t* next_token = (uint32_t*)(arena + 231904);
   if (thread == 0) {
-    for (uint32_t stage = 0; stage < 11; ++stage) {
+    for (uint32_t stage = 0; stage < 12; ++stage) {
       mbarrier_init(full + stage, 1);
       mbarrier_init(empty + stage, 8);
     }
@@ -273,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       token = (uint32_t)(tokens[place]) < 511 ? (uint32_t)(tokens[place]) : 511;
     }
     next_token[thread] = token;
-    ((uint32_t*)(arena + 223600))[thread * 8 + 7] = 0;
+    ((uint32_t*)(arena + 231600))[thread * 8 + 7] = 0;
   }
   block_barrier();
   if (warp >= 8) {
@@ -283,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       uint32_t plan_index = 0;
       uint32_t fill_stage = 0;
       uint32_t fill_parity = 1;
-      uint32_t landed_stage = 8;
+      uint32_t landed_stage = 9;
       uint32_t landed_parity = 1;
       for (uint32_t step = 0; step < steps; ++step) {
         bool is_new = step == 0;
@@ -310,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_wait(empty + fill_stage, fill_parity);
               mbarrier_wait(full + landed_stage, landed_parity);
               landed_stage = landed_stage + 1;
-              if (landed_stage == 11) {
+              if (landed_stage == 12) {
                 landed_stage = 0;
                 landed_parity = landed_parity ^ 1;
               }
@@ -319,7 +320,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_arrive_expect_tx(barrier, 4096);
               bulk_copy(destination, source, 4096, barrier);
               fill_stage = fill_stage + 1;
-              if (fill_stage == 11) {
+              if (fill_stage == 12) {
                 fill_stage = 0;
                 fill_parity = fill_parity ^ 1;
               }
@@ -361,7 +362,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_wait(empty + fill_stage, fill_parity);
               mbarrier_wait(full + landed_stage, landed_parity);
               landed_stage = landed_stage + 1;
-              if (landed_stage == 11) {
+              if (landed_stage == 12) {
                 landed_stage = 0;
                 landed_parity = landed_parity ^ 1;
               }
@@ -380,7 +381,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
               }
               fill_stage = fill_stage + 1;
-              if (fill_stage == 11) {
+              if (fill_stage == 12) {
                 fill_stage = 0;
                 fill_parity = fill_parity ^ 1;
               }
@@ -400,7 +401,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_wait(empty + fill_stage, fill_parity);
               mbarrier_wait(full + landed_stage, landed_parity);
               landed_stage = landed_stage + 1;
-              if (landed_stage == 11) {
+              if (landed_stage == 12) {
                 landed_stage = 0;
                 landed_parity = landed_parity ^ 1;
               }
@@ -409,7 +410,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_arrive_expect_tx(barrier, 8192);
               bulk_copy(destination, source, 8192, barrier);
               fill_stage = fill_stage + 1;
-              if (fill_stage == 11) {
+              if (fill_stage == 12) {
                 fill_stage = 0;
                 fill_parity = fill_parity ^ 1;
               }
@@ -429,7 +430,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_wait(empty + fill_stage, fill_parity);
               mbarrier_wait(full + landed_stage, landed_parity);
               landed_stage = landed_stage + 1;
-              if (landed_stage == 11) {
+              if (landed_stage == 12) {
                 landed_stage = 0;
                 landed_parity = landed_parity ^ 1;
               }
@@ -438,7 +439,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_arrive_expect_tx(barrier, 4096);
               bulk_copy(destination, source, 4096, barrier);
               fill_stage = fill_stage + 1;
-              if (fill_stage == 11) {
+              if (fill_stage == 12) {
                 fill_stage = 0;
                 fill_parity = fill_parity ^ 1;
               }
@@ -461,7 +462,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 mbarrier_wait(empty + fill_stage, fill_parity);
                 mbarrier_wait(full + landed_stage, landed_parity);
                 landed_stage = landed_stage + 1;
-                if (landed_stage == 11) {
+                if (landed_stage == 12) {
                   landed_stage = 0;
                   landed_parity = landed_parity ^ 1;
                 }
@@ -470,7 +471,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 mbarrier_arrive_expect_tx(barrier, 10240);
                 bulk_copy(destination, source, 10240, barrier);
                 fill_stage = fill_stage + 1;
-                if (fill_stage == 11) {
+                if (fill_stage == 12) {
                   fill_stage = 0;
                   fill_parity = fill_parity ^ 1;
                 }
@@ -492,7 +493,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_wait(empty + fill_stage, fill_parity);
               mbarrier_wait(full + landed_stage, landed_parity);
               landed_stage = landed_stage + 1;
-              if (landed_stage == 11) {
+              if (landed_stage == 12) {
                 landed_stage = 0;
                 landed_parity = landed_parity ^ 1;
               }
@@ -501,7 +502,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_arrive_expect_tx(barrier, 4096);
               bulk_copy(destination, source, 4096, barrier);
               fill_stage = fill_stage + 1;
-              if (fill_stage == 11) {
+              if (fill_stage == 12) {
                 fill_stage = 0;
                 fill_parity = fill_parity ^ 1;
               }
@@ -538,7 +539,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       }
       bool has_new_plan = is_new;
       uint32_t step_epoch = epoch + step * 4;
-      uint32_t* state = (uint32_t*)(arena + 223600);
+      uint32_t* state = (uint32_t*)(arena + 231600);
       if (thread < column_count) {
         uint32_t value = load_constant_u32(columns + thread * 4);
         uint32_t sequence = value;
@@ -561,7 +562,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         words[6] = sequence;
       }
       if (has_new_plan) {
-        uint4* kept = (uint4*)(arena + 214560);
+        uint4* kept = (uint4*)(arena + 230944);
         uint4 header = load_constant_u32x4(kv_plans + plan_index * 4928);
         if (thread < 4) {
           uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 4928 + (block + 64)));
@@ -583,7 +584,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           }
         }
         if (warp % 4 == 0 && warp / 4 * 132 + block < header.z * header.w) {
-          uint4* place = (uint4*)(arena + 214560) + (21 + warp / 4 * 8);
+          uint4* place = (uint4*)(arena + 230944) + (21 + warp / 4 * 8);
           uint32_t number = load_constant_u32(kv_plans + (plan_index * 4928 + ((warp / 4 * 132 + block) / header.w * 2 + 2688)));
           uint32_t head = load_constant_u32(kv_plans + (plan_index * 4928 + ((warp / 4 * 132 + block) / header.w * 2 + 1 + 2688)));
           uint32_t begin = load_constant_u32(kv_plans + (plan_index * 4928 + ((warp / 4 * 132 + block) / header.w + 2624)));
@@ -604,13 +605,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         }
       }
       named_barrier(1, 256);
-      float* angles = (float*)(arena + 212000);
+      float* angles = (float*)(arena + 228384);
       #pragma unroll 1
       for (uint32_t number = thread; number < column_count * 64; number += 256) {
-        uint32_t position = ((uint32_t*)(arena + 223600))[number / 64 * 8];
+        uint32_t position = ((uint32_t*)(arena + 231600))[number / 64 * 8];
         angles[number] = rope[(uint64_t)(position) * 64 + (uint64_t)(number % 64)];
       }
-      float* residual = (float*)(arena + 211200);
+      float* residual = (float*)(arena + 227584);
       #pragma unroll 1
       for (uint32_t place = thread; place < 128; place += 256) {
         uint32_t own_row = place / 8;
@@ -639,7 +640,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         uint32_t position = (block + 124) % 132;
         if (position < 32) {
           if (layer == 0) {
-            uint4* vector = (uint4*)(arena + 180480);
+            uint4* vector = (uint4*)(arena + 196864);
             float squares = 0.0f;
             if (thread < 128) {
               uint32_t first_unit = thread;
@@ -679,8 +680,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
               }
             }
-            float* partial_sums = (float*)(arena + 211712);
-            float* scales = (float*)(arena + 211968);
+            float* partial_sums = (float*)(arena + 228096);
+            float* scales = (float*)(arena + 228352);
             float sum_of_token = squares;
             float value = shuffle_xor_f32(sum_of_token, 2);
             sum_of_token = sum_of_token + value;
@@ -701,7 +702,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             }
           } else {
             uint32_t epoch_2 = layer_epoch - 1;
-            uint4* vector = (uint4*)(arena + 180480);
+            uint4* vector = (uint4*)(arena + 196864);
             float squares = 0.0f;
             if (thread < 128) {
               uint32_t first_unit = thread;
@@ -740,8 +741,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
               }
             }
-            float* partial_sums = (float*)(arena + 211712);
-            float* scales = (float*)(arena + 211968);
+            float* partial_sums = (float*)(arena + 228096);
+            float* scales = (float*)(arena + 228352);
             float sum_of_token = squares;
             float value = shuffle_xor_f32(sum_of_token, 2);
             sum_of_token = sum_of_token + value;
@@ -768,7 +769,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             for (uint32_t chunk = 0; chunk < 1; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
               uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector = (uint4*)(arena + 180480);
+              uint4* vector = (uint4*)(arena + 196864);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -787,12 +788,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 mbarrier_arrive(empty + use_stage);
               }
               use_stage = use_stage + 1;
-              if (use_stage == 11) {
+              if (use_stage == 12) {
                 use_stage = 0;
                 use_parity = use_parity ^ 1;
               }
             }
-            float* reductions = (float*)(arena + 203008) + turn * 1024;
+            float* reductions = (float*)(arena + 219392) + turn * 1024;
             uint32_t row = warp * 16 + lane / 4;
             uint32_t first = lane % 4 * 2;
             uint32_t place = row * 8 + first;
@@ -817,10 +818,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 float row_sum = half_sum + value;
                 uint32_t head = strip / 4;
                 uint32_t strip_of_head = strip % 4;
-                float value_2 = row_sum * ((float*)(arena + 211968))[column];
+                float value_2 = row_sum * ((float*)(arena + 228352))[column];
                 uint32_t dim = strip_of_head * 16 + row_2;
                 if (head < 6) {
-                  float2* angles_2 = (float2*)(arena + 212000) + column * 32;
+                  float2* angles_2 = (float2*)(arena + 228384) + column * 32;
                   uint32_t frequency = strip_of_head * 8 + row_2 % 8;
                   float2 angle = angles_2[frequency];
                   float partner = shuffle_xor_f32(value_2, 8);
@@ -835,11 +836,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 if (lane < 16 && lane % 2 == 0) {
                   uint32_t place_3 = (column * 512 + head * 64 + dim) / 2;
                   if (head >= 4) {
-                    if (((uint32_t*)(arena + 223600))[column * 8 + 1] < ((uint32_t*)(arena + 223600))[column * 8 + 2]) {
-                      uint32_t table = ((uint32_t*)(arena + 223600))[column * 8 + 6] * 32;
-                      uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + 223600))[column * 8] / 16));
+                    if (((uint32_t*)(arena + 231600))[column * 8 + 1] < ((uint32_t*)(arena + 231600))[column * 8 + 2]) {
+                      uint32_t table = ((uint32_t*)(arena + 231600))[column * 8 + 6] * 32;
+                      uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + 231600))[column * 8] / 16));
                       uint64_t offset = (uint64_t)(layer) * 1048576 + (uint64_t)(page) * 4096;
-                      bf16* key = kv + (offset + (uint64_t)((head - 4) % 2 * 1024 + ((uint32_t*)(arena + 223600))[column * 8] % 16 * 64));
+                      bf16* key = kv + (offset + (uint64_t)((head - 4) % 2 * 1024 + ((uint32_t*)(arena + 231600))[column * 8] % 16 * 64));
                       bf16* place_4 = head - 4 < 2 ? key : key + 2048;
                       ((uint32_t*)(place_4 + dim))[0] = pair;
                       fence_proxy_async();
@@ -868,11 +869,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         if (thread == 0) {
           store_relaxed_u32(progress + block, step * 17 + (layer * 5 + 1));
         }
-        uint4 numbers = ((uint4*)(arena + 214560))[0];
+        uint4 numbers = ((uint4*)(arena + 230944))[0];
         #pragma unroll 1
         for (uint32_t number = numbers.x; number < numbers.y; ++number) {
           uint32_t index = number - numbers.x;
-          uint4* record = (uint4*)(arena + 214560) + (1 + (index < 4 ? index : 4) * 4);
+          uint4* record = (uint4*)(arena + 230944) + (1 + (index < 4 ? index : 4) * 4);
           if (index >= 4) {
             named_barrier(1, 256);
             if (thread == 0) {
@@ -894,7 +895,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           uint32_t newest_begin = what.w < record[3].x + record[3].y * step ? record[3].x + record[3].y * step : what.w;
           uint32_t newest_end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
           uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
-          uint4* queries = (uint4*)(arena + 196864);
+          uint4* queries = (uint4*)(arena + 213248);
           uint32_t query_units = record[1].z * 8;
           uint32_t newest_units = newest * 8;
           #pragma unroll 1
@@ -909,8 +910,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint32_t unit = is_value ? number_2 - query_units - newest_units : number_2 - query_units;
               uint32_t column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + unit / 8;
               uint4 words = ((const uint4*)(exchange_words + ((column * 64 + ((is_value ? 6u : 4u) + what.z) * 8 + unit % 8) * 4 + 576)))[0];
-              uint4* keys = (uint4*)(arena + 198912);
-              uint4* values = (uint4*)(arena + 198912) + 128;
+              uint4* keys = (uint4*)(arena + 215296);
+              uint4* values = (uint4*)(arena + 215296) + 128;
               if (is_value) {
                 values[unit] = words;
               } else {
@@ -920,21 +921,21 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           }
           named_barrier(1, 256);
           if (record[1].z <= 8) {
-            uint4* shared = (uint4*)(arena + 196864);
+            uint4* shared = (uint4*)(arena + 213248);
             uint32_t row = lane / 4 < 15 ? lane / 4 : 15;
             uint4* query = shared + row * 8;
             uint32_t limits[2];
             uint32_t fused = lane % 4 * 2;
             uint32_t present = fused < record[1].z - 1 ? fused : record[1].z - 1;
             uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_2 = ((uint32_t*)(arena + 223600))[(record[2].x + present / 2) * 8];
+            uint32_t position_2 = ((uint32_t*)(arena + 231600))[(record[2].x + present / 2) * 8];
             uint32_t following_2 = position_2 + 1;
             uint32_t visible = following_2 > record[2].w ? following_2 - record[2].w : 0;
             limits[0] = fused < record[1].z ? (end < visible ? end : visible) : 0;
             uint32_t fused_2 = lane % 4 * 2 + 1;
             uint32_t present_2 = fused_2 < record[1].z - 1 ? fused_2 : record[1].z - 1;
             uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_3 = ((uint32_t*)(arena + 223600))[(record[2].x + present_2 / 2) * 8];
+            uint32_t position_3 = ((uint32_t*)(arena + 231600))[(record[2].x + present_2 / 2) * 8];
             uint32_t following_3 = position_3 + 1;
             uint32_t visible_2 = following_3 > record[2].w ? following_3 - record[2].w : 0;
             limits[1] = fused_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
@@ -958,16 +959,16 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint32_t number_2 = (warp + 8 - first_tile % 8) % 8;
               uint32_t arrivals = 8 / groups + (number_2 < 8 % groups ? 1u : 0u);
               uint32_t place = use_stage + stage;
-              uint32_t stage_2 = place % 11;
+              uint32_t stage_2 = place % 12;
               if (is_cached) {
-                mbarrier_wait(full + stage_2, (use_parity + place / 11) % 2);
+                mbarrier_wait(full + stage_2, (use_parity + place / 12) % 2);
               }
               uint8_t* chunk = arena + stage_2 * 16384;
               uint8_t* keys = chunk;
               uint8_t* values = chunk + 8192;
               if (tile >= tiles_2) {
-                uint8_t* newest_keys = arena + 198912;
-                uint8_t* newest_values = arena + 198912 + 2048;
+                uint8_t* newest_keys = arena + 215296;
+                uint8_t* newest_values = arena + 215296 + 2048;
                 first_tile = tiles_2;
                 last_tile = all_tiles;
                 first_key = newest_begin;
@@ -1112,9 +1113,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
             }
             uint32_t place = use_stage + (cached + 63) / 64;
-            use_parity = (use_parity + place / 11) % 2;
-            use_stage = place % 11;
-            float* words = (float*)(arena + 214048);
+            use_parity = (use_parity + place / 12) % 2;
+            use_stage = place % 12;
+            float* words = (float*)(arena + 230432);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               float total = weight_sum[column];
@@ -1131,7 +1132,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 words[place_2 + 1] = total;
               }
             }
-            uint4* scratch = (uint4*)(arena + 180480);
+            uint4* scratch = (uint4*)(arena + 196864);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               uint32_t number_2 = lane % 4 * 2 + column;
@@ -1146,8 +1147,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             for (uint32_t output_2 = thread; output_2 < rows * 32; output_2 += 256) {
               uint32_t place_2 = output_2 / 32;
               uint32_t pair = output_2 % 32;
-              float2* scratch_2 = (float2*)(arena + 180480);
-              float2* statistics = (float2*)(arena + 214048);
+              float2* scratch_2 = (float2*)(arena + 196864);
+              float2* statistics = (float2*)(arena + 230432);
               float low = 0.0f;
               float high = 0.0f;
               float highest_2 = -bits_float(0x7f800000);
@@ -1186,43 +1187,43 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             named_barrier(1, 256);
           } else {
             uint32_t column_groups = 1;
-            uint32_t key_groups = 8 / column_groups < 32 ? 8 / column_groups : 32;
+            uint32_t key_groups = 8 / column_groups < 36 ? 8 / column_groups : 36;
             uint32_t warp_group = warp / column_groups;
             uint32_t column_group = warp % column_groups;
             uint32_t key_group = warp_group < key_groups ? warp_group : 134217728;
-            uint4* shared = (uint4*)(arena + 196864);
+            uint4* shared = (uint4*)(arena + 213248);
             uint32_t row = column_group * 2 * 8 + lane / 4 < 15 ? column_group * 2 * 8 + lane / 4 : 15;
             uint4* query = shared + row * 8;
             uint32_t limits[2];
             uint32_t fused = column_group * 2 * 8 + lane % 4 * 2;
             uint32_t present = fused < record[1].z - 1 ? fused : record[1].z - 1;
             uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_2 = ((uint32_t*)(arena + 223600))[(record[2].x + present / 2) * 8];
+            uint32_t position_2 = ((uint32_t*)(arena + 231600))[(record[2].x + present / 2) * 8];
             uint32_t following_2 = position_2 + 1;
             uint32_t visible = following_2 > record[2].w ? following_2 - record[2].w : 0;
             limits[0] = fused < record[1].z ? (end < visible ? end : visible) : 0;
             uint32_t fused_2 = column_group * 2 * 8 + lane % 4 * 2 + 1;
             uint32_t present_2 = fused_2 < record[1].z - 1 ? fused_2 : record[1].z - 1;
             uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_3 = ((uint32_t*)(arena + 223600))[(record[2].x + present_2 / 2) * 8];
+            uint32_t position_3 = ((uint32_t*)(arena + 231600))[(record[2].x + present_2 / 2) * 8];
             uint32_t following_3 = position_3 + 1;
             uint32_t visible_2 = following_3 > record[2].w ? following_3 - record[2].w : 0;
             limits[1] = fused_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
-            uint4* shared_2 = (uint4*)(arena + 196864);
+            uint4* shared_2 = (uint4*)(arena + 213248);
             uint32_t row_2 = (column_group * 2 + 1) * 8 + lane / 4 < 15 ? (column_group * 2 + 1) * 8 + lane / 4 : 15;
             uint4* query_2 = shared_2 + row_2 * 8;
             uint32_t limits_2[2];
             uint32_t fused_3 = (column_group * 2 + 1) * 8 + lane % 4 * 2;
             uint32_t present_3 = fused_3 < record[1].z - 1 ? fused_3 : record[1].z - 1;
             uint32_t end_3 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_4 = ((uint32_t*)(arena + 223600))[(record[2].x + present_3 / 2) * 8];
+            uint32_t position_4 = ((uint32_t*)(arena + 231600))[(record[2].x + present_3 / 2) * 8];
             uint32_t following_4 = position_4 + 1;
             uint32_t visible_3 = following_4 > record[2].w ? following_4 - record[2].w : 0;
             limits_2[0] = fused_3 < record[1].z ? (end_3 < visible_3 ? end_3 : visible_3) : 0;
             uint32_t fused_4 = (column_group * 2 + 1) * 8 + lane % 4 * 2 + 1;
             uint32_t present_4 = fused_4 < record[1].z - 1 ? fused_4 : record[1].z - 1;
             uint32_t end_4 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_5 = ((uint32_t*)(arena + 223600))[(record[2].x + present_4 / 2) * 8];
+            uint32_t position_5 = ((uint32_t*)(arena + 231600))[(record[2].x + present_4 / 2) * 8];
             uint32_t following_5 = position_5 + 1;
             uint32_t visible_4 = following_5 > record[2].w ? following_5 - record[2].w : 0;
             limits_2[1] = fused_4 < record[1].z ? (end_4 < visible_4 ? end_4 : visible_4) : 0;
@@ -1253,16 +1254,16 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint32_t rank = number_2 * column_groups + column_group;
               uint32_t arrivals = 8 / members + (rank < 8 % members ? 1u : 0u);
               uint32_t place = use_stage + stage;
-              uint32_t stage_2 = place % 11;
+              uint32_t stage_2 = place % 12;
               if (is_cached) {
-                mbarrier_wait(full + stage_2, (use_parity + place / 11) % 2);
+                mbarrier_wait(full + stage_2, (use_parity + place / 12) % 2);
               }
               uint8_t* chunk = arena + stage_2 * 16384;
               uint8_t* keys = chunk;
               uint8_t* values = chunk + 8192;
               if (tile >= tiles_2) {
-                uint8_t* newest_keys = arena + 198912;
-                uint8_t* newest_values = arena + 198912 + 2048;
+                uint8_t* newest_keys = arena + 215296;
+                uint8_t* newest_values = arena + 215296 + 2048;
                 first_tile = tiles_2;
                 last_tile = all_tiles;
                 first_key = newest_begin;
@@ -1462,9 +1463,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
             }
             uint32_t place = use_stage + (cached + 63) / 64;
-            use_parity = (use_parity + place / 11) % 2;
-            use_stage = place % 11;
-            float* words = (float*)(arena + 214048);
+            use_parity = (use_parity + place / 12) % 2;
+            use_stage = place % 12;
+            float* words = (float*)(arena + 230432);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               float total = weight_sum[column];
@@ -1481,7 +1482,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 words[place_2 + 1] = total;
               }
             }
-            uint4* scratch = (uint4*)(arena + 180480);
+            uint4* scratch = (uint4*)(arena + 196864);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               uint32_t number_2 = lane % 4 * 2 + column;
@@ -1499,8 +1500,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint32_t row_3 = place_2 / 8 * 2 * 8 + place_2 % 8;
               if (row_3 < record[1].z) {
                 uint32_t stride = column_groups * 8;
-                float2* scratch_2 = (float2*)(arena + 180480);
-                float2* statistics = (float2*)(arena + 214048);
+                float2* scratch_2 = (float2*)(arena + 196864);
+                float2* statistics = (float2*)(arena + 230432);
                 float low = 0.0f;
                 float high = 0.0f;
                 float highest_3 = -bits_float(0x7f800000);
@@ -1538,7 +1539,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
             }
             named_barrier(1, 256);
-            float* words_2 = (float*)(arena + 214048);
+            float* words_2 = (float*)(arena + 230432);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               float total = weight_sum_2[column];
@@ -1555,7 +1556,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 words_2[place_2 + 1] = total;
               }
             }
-            uint4* scratch_2 = (uint4*)(arena + 180480);
+            uint4* scratch_2 = (uint4*)(arena + 196864);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               uint32_t number_2 = lane % 4 * 2 + column;
@@ -1573,8 +1574,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint32_t row_3 = (place_2 / 8 * 2 + 1) * 8 + place_2 % 8;
               if (row_3 < record[1].z) {
                 uint32_t stride = column_groups * 8;
-                float2* scratch_3 = (float2*)(arena + 180480);
-                float2* statistics = (float2*)(arena + 214048);
+                float2* scratch_3 = (float2*)(arena + 196864);
+                float2* statistics = (float2*)(arena + 230432);
                 float low = 0.0f;
                 float high = 0.0f;
                 float highest_3 = -bits_float(0x7f800000);
@@ -1623,15 +1624,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         }
         named_barrier(1, 256);
         // merge of partial states
-        uint4 numbers_2 = ((uint4*)(arena + 214560))[0];
-        uint4* record = (uint4*)(arena + 214560) + (21 + warp / 4 * 8);
+        uint4 numbers_2 = ((uint4*)(arena + 230944))[0];
+        uint4* record = (uint4*)(arena + 230944) + (21 + warp / 4 * 8);
         uint32_t first_job = warp / 4 * 132 + block;
         #pragma unroll 1
         for (uint32_t job = first_job; job < numbers_2.z; job += 264) {
           if (job != first_job) {
             named_barrier(warp / 4 + 2, 128);
             if (warp % 4 == 0) {
-              uint4* place = (uint4*)(arena + 214560) + (21 + warp / 4 * 8);
+              uint4* place = (uint4*)(arena + 230944) + (21 + warp / 4 * 8);
               uint32_t number = load_constant_u32(kv_plans + (plan_index * 4928 + (job / numbers_2.w * 2 + 2688)));
               uint32_t head = load_constant_u32(kv_plans + (plan_index * 4928 + (job / numbers_2.w * 2 + 1 + 2688)));
               uint32_t begin = load_constant_u32(kv_plans + (plan_index * 4928 + (job / numbers_2.w + 2624)));
@@ -1666,7 +1667,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                   uint32_t number = first + (lane < count - 1 ? lane : count - 1);
                   uint32_t source;
                   if (number < 20) {
-                    source = ((const uint32_t*)((uint4*)(arena + 214560) + (21 + warp / 4 * 8) + 3))[number];
+                    source = ((const uint32_t*)((uint4*)(arena + 230944) + (21 + warp / 4 * 8) + 3))[number];
                   } else {
                     uint32_t value = load_constant_u32(kv_plans + (plan_index * 4928 + (record[0].z + number + 2752)));
                     source = value;
@@ -1713,7 +1714,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint32_t number = warp % 4 + first * 4 + (lane < count - 1 ? lane : count - 1) * 4;
                 uint32_t source;
                 if (number < 20) {
-                  source = ((const uint32_t*)((uint4*)(arena + 214560) + (21 + warp / 4 * 8) + 3))[number];
+                  source = ((const uint32_t*)((uint4*)(arena + 230944) + (21 + warp / 4 * 8) + 3))[number];
                 } else {
                   uint32_t value = load_constant_u32(kv_plans + (plan_index * 4928 + (record[0].z + number + 2752)));
                   source = value;
@@ -1751,7 +1752,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                   }
                 }
               }
-              uint4* place = (uint4*)(arena + 180480) + warp * 33;
+              uint4* place = (uint4*)(arena + 196864) + warp * 33;
               place[lane] = make_u32x4(float_bits(sums[0]), float_bits(sums[1]), float_bits(sums[2]), float_bits(sums[3]));
               if (lane == 0) {
                 place[32] = make_u32x4(float_bits(highest), float_bits(weight_sum), 0, 0);
@@ -1760,7 +1761,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               if (warp % 4 == 0) {
                 #pragma unroll
                 for (uint32_t number = 1; number < 4; ++number) {
-                  uint4* place_2 = (uint4*)(arena + 180480) + (warp + number) * 33;
+                  uint4* place_2 = (uint4*)(arena + 196864) + (warp + number) * 33;
                   uint4 part = place_2[lane];
                   uint4 shared = place_2[32];
                   float new_highest = maximum_f32(highest, bits_float(shared.x));
@@ -1797,7 +1798,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         if (first_job + 264 < numbers_2.z) {
           named_barrier(warp / 4 + 2, 128);
           if (warp % 4 == 0) {
-            uint4* place = (uint4*)(arena + 214560) + (21 + warp / 4 * 8);
+            uint4* place = (uint4*)(arena + 230944) + (21 + warp / 4 * 8);
             uint32_t number = load_constant_u32(kv_plans + (plan_index * 4928 + (first_job / numbers_2.w * 2 + 2688)));
             uint32_t head = load_constant_u32(kv_plans + (plan_index * 4928 + (first_job / numbers_2.w * 2 + 1 + 2688)));
             uint32_t begin = load_constant_u32(kv_plans + (plan_index * 4928 + (first_job / numbers_2.w + 2624)));
@@ -1835,7 +1836,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         }
         uint32_t position_2 = block % 132;
         if (position_2 < 8) {
-          uint4* vector = (uint4*)(arena + 180480);
+          uint4* vector = (uint4*)(arena + 196864);
           uint32_t first_unit = thread;
           if (thread / 4 % 8 < column_count) {
             uint4 units[8];
@@ -1857,7 +1858,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             for (uint32_t chunk = 0; chunk < 1; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
               uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_2 = (uint4*)(arena + 180480);
+              uint4* vector_2 = (uint4*)(arena + 196864);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -1876,12 +1877,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 mbarrier_arrive(empty + use_stage);
               }
               use_stage = use_stage + 1;
-              if (use_stage == 11) {
+              if (use_stage == 12) {
                 use_stage = 0;
                 use_parity = use_parity ^ 1;
               }
             }
-            float* reductions = (float*)(arena + 203008) + turn * 1024;
+            float* reductions = (float*)(arena + 219392) + turn * 1024;
             uint32_t row = warp * 16 + lane / 4;
             uint32_t first = lane % 4 * 2;
             uint32_t place = row * 8 + first;
@@ -1904,7 +1905,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
                 float value = shuffle_xor_f32(half_sum, 16);
                 float row_sum = half_sum + value;
-                float* residual_2 = (float*)(arena + 211200);
+                float* residual_2 = (float*)(arena + 227584);
                 float value_2 = row_sum;
                 if (lane < 16) {
                   uint32_t place_3 = (strip / 132 * 16 + row_2) * 8 + column;
@@ -1946,7 +1947,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         }
         uint32_t position_3 = (block + 124) % 132;
         if (position_3 < 40) {
-          uint4* vector = (uint4*)(arena + 180480);
+          uint4* vector = (uint4*)(arena + 196864);
           float squares = 0.0f;
           if (thread < 128) {
             uint32_t first_unit = thread;
@@ -1985,8 +1986,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
             }
           }
-          float* partial_sums = (float*)(arena + 211712);
-          float* scales = (float*)(arena + 211968);
+          float* partial_sums = (float*)(arena + 228096);
+          float* scales = (float*)(arena + 228352);
           float sum_of_token = squares;
           float value = shuffle_xor_f32(sum_of_token, 2);
           sum_of_token = sum_of_token + value;
@@ -2012,7 +2013,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             for (uint32_t chunk = 0; chunk < 1; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
               uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_2 = (uint4*)(arena + 180480);
+              uint4* vector_2 = (uint4*)(arena + 196864);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2031,12 +2032,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 mbarrier_arrive(empty + use_stage);
               }
               use_stage = use_stage + 1;
-              if (use_stage == 11) {
+              if (use_stage == 12) {
                 use_stage = 0;
                 use_parity = use_parity ^ 1;
               }
             }
-            float* reductions = (float*)(arena + 203008) + turn * 1024;
+            float* reductions = (float*)(arena + 219392) + turn * 1024;
             uint32_t row = warp * 16 + lane / 4;
             uint32_t first = lane % 4 * 2;
             uint32_t place = row * 8 + first;
@@ -2059,7 +2060,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
                 float value_3 = shuffle_xor_f32(half_sum, 16);
                 float row_sum = half_sum + value_3;
-                float value_4 = row_sum * ((float*)(arena + 211968))[column];
+                float value_4 = row_sum * ((float*)(arena + 228352))[column];
                 float other = shuffle_xor_f32(value_4, 8);
                 float gated = divide_f32(value_4, 1.0f + exp_f32(-value_4)) * other;
                 float neighbour = shuffle_xor_f32(gated, 1);
@@ -2091,7 +2092,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         uint32_t position_4 = block % 132;
         if (position_4 < 8) {
           float sums[1][4] = {};
-          uint4* vector = (uint4*)(arena + 180480);
+          uint4* vector = (uint4*)(arena + 196864);
           uint32_t first_unit = thread;
           if (thread / 4 % 8 < column_count) {
             uint4 units[8];
@@ -2125,7 +2126,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           for (uint32_t chunk = 0; chunk < 1; ++chunk) {
             mbarrier_wait(full + use_stage, use_parity);
             uint8_t* chunk_2 = arena + use_stage * 16384;
-            uint4* vector_2 = (uint4*)(arena + 180480);
+            uint4* vector_2 = (uint4*)(arena + 196864);
             const uint4* fragments = (const uint4*)(chunk_2);
             #pragma unroll
             for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2144,19 +2145,19 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_arrive(empty + use_stage);
             }
             use_stage = use_stage + 1;
-            if (use_stage == 11) {
+            if (use_stage == 12) {
               use_stage = 0;
               use_parity = use_parity ^ 1;
             }
           }
           named_barrier(1, 256);
-          uint4* vector_2 = (uint4*)(arena + 180480);
+          uint4* vector_2 = (uint4*)(arena + 196864);
           named_barrier(1, 256);
           #pragma unroll 2
           for (uint32_t chunk = 1; chunk < 1; ++chunk) {
             mbarrier_wait(full + use_stage, use_parity);
             uint8_t* chunk_2 = arena + use_stage * 16384;
-            uint4* vector_3 = (uint4*)(arena + 180480);
+            uint4* vector_3 = (uint4*)(arena + 196864);
             const uint4* fragments = (const uint4*)(chunk_2);
             #pragma unroll
             for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2175,12 +2176,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_arrive(empty + use_stage);
             }
             use_stage = use_stage + 1;
-            if (use_stage == 11) {
+            if (use_stage == 12) {
               use_stage = 0;
               use_parity = use_parity ^ 1;
             }
           }
-          float* reductions = (float*)(arena + 203008) + turn * 1024;
+          float* reductions = (float*)(arena + 219392) + turn * 1024;
           uint32_t row = warp * 16 + lane / 4;
           uint32_t first = lane % 4 * 2;
           uint32_t place = row * 8 + first;
@@ -2203,7 +2204,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
               float value = shuffle_xor_f32(half_sum, 16);
               float row_sum = half_sum + value;
-              float* residual_2 = (float*)(arena + 211200);
+              float* residual_2 = (float*)(arena + 227584);
               float value_2 = row_sum;
               if (lane < 16) {
                 uint32_t place_3 = (position_4 / 132 * 16 + row_2) * 8 + column;
@@ -2243,7 +2244,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         if (position < 32) {
           uint32_t last = step_epoch + 2;
           const bf16* norm = norms + 768;
-          uint4* vector = (uint4*)(arena + 180480);
+          uint4* vector = (uint4*)(arena + 196864);
           float squares = 0.0f;
           if (thread < 128) {
             uint32_t first_unit = thread;
@@ -2282,8 +2283,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
             }
           }
-          float* partial_sums = (float*)(arena + 211712);
-          float* scales = (float*)(arena + 211968);
+          float* partial_sums = (float*)(arena + 228096);
+          float* scales = (float*)(arena + 228352);
           float sum_of_token = squares;
           float value = shuffle_xor_f32(sum_of_token, 2);
           sum_of_token = sum_of_token + value;
@@ -2309,7 +2310,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             for (uint32_t chunk = 0; chunk < 1; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
               uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_2 = (uint4*)(arena + 180480);
+              uint4* vector_2 = (uint4*)(arena + 196864);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2328,12 +2329,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 mbarrier_arrive(empty + use_stage);
               }
               use_stage = use_stage + 1;
-              if (use_stage == 11) {
+              if (use_stage == 12) {
                 use_stage = 0;
                 use_parity = use_parity ^ 1;
               }
             }
-            float* reductions = (float*)(arena + 203008) + turn * 1024;
+            float* reductions = (float*)(arena + 219392) + turn * 1024;
             uint32_t row = warp * 16 + lane / 4;
             uint32_t first = lane % 4 * 2;
             uint32_t place = row * 8 + first;
@@ -2356,7 +2357,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
                 float value_3 = shuffle_xor_f32(half_sum, 16);
                 float row_sum = half_sum + value_3;
-                float logit = row_sum * ((float*)(arena + 211968))[column];
+                float logit = row_sum * ((float*)(arena + 228352))[column];
                 uint32_t token = strip * 16 + row_2;
                 if (logits != nullptr && lane < 16 && token < 512) {
                   uint64_t row_3 = (uint64_t)(step * 8 + column);
@@ -2364,10 +2365,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
                 uint32_t token_2 = strip * 16 + row_2;
                 float candidate = logit;
-                float temperature = bits_float(((uint32_t*)(arena + 223600))[column * 8 + 3]);
+                float temperature = bits_float(((uint32_t*)(arena + 231600))[column * 8 + 3]);
                 if (temperature > 0.0f) {
-                  uint64_t seed = ((uint64_t)(((uint32_t*)(arena + 223600))[column * 8 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + 223600))[column * 8 + 4]);
-                  uint32_t position_2 = ((uint32_t*)(arena + 223600))[column * 8] + 1;
+                  uint64_t seed = ((uint64_t)(((uint32_t*)(arena + 231600))[column * 8 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + 231600))[column * 8 + 4]);
+                  uint32_t position_2 = ((uint32_t*)(arena + 231600))[column * 8] + 1;
                   uint32_t c0 = token_2;
                   uint32_t c1 = position_2;
                   uint32_t c2 = 0;
@@ -2409,8 +2410,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       if (thread == 0) {
         store_relaxed_u32(progress + block, step * 17 + 16);
       }
-      uint32_t* words = (uint32_t*)(arena + 215152);
       uint32_t first_word = step % 2 * 132 * 16;
+      uint32_t* words = (uint32_t*)(arena + 231536);
       #pragma unroll 1
       for (uint32_t level = 0; level < 5; ++level) {
         uint32_t mask = 16u >> level;
@@ -2427,7 +2428,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         words[place + 1] = best_token;
       }
       named_barrier(1, 256);
-      uint2* candidates = (uint2*)(arena + 215152);
+      uint2* candidates = (uint2*)(arena + 231536);
       float best_2 = -bits_float(0x7f800000);
       uint32_t best_token_2 = 4294967295u;
       #pragma unroll 1
@@ -2463,15 +2464,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         wait_at_least_u64(counter, arrivals_due);
       }
       named_barrier(1, 256);
-      uint4* units = (uint4*)(arena + 215152);
+      uint4* units = (uint4*)(arena + 196864);
       #pragma unroll 1
       for (uint32_t other = thread; other < 528; other += 256) {
         uint4 words_2 = ((const uint4*)(exchange_words + ((first_word / 4 + other) * 4 + 297024)))[0];
         units[other] = words_2;
       }
       named_barrier(1, 256);
-      uint32_t* chosen = (uint32_t*)(arena + 223856);
-      uint2* candidates_2 = (uint2*)(arena + 215152);
+      uint32_t* chosen = (uint32_t*)(arena + 231856);
+      uint2* candidates_2 = (uint2*)(arena + 196864);
       float best_4 = -bits_float(0x7f800000);
       uint32_t best_token_4 = 4294967295u;
       #pragma unroll 1
@@ -2503,15 +2504,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         uint32_t going_on = 0;
         #pragma unroll 1
         for (uint32_t column = lane; column < column_count; column += 32) {
-          uint32_t sequence = ((uint32_t*)(arena + 223600))[column * 8 + 6];
-          uint32_t number = ((uint32_t*)(arena + 223600))[column * 8 + 1];
-          uint32_t total = ((uint32_t*)(arena + 223600))[column * 8 + 2];
+          uint32_t sequence = ((uint32_t*)(arena + 231600))[column * 8 + 6];
+          uint32_t number = ((uint32_t*)(arena + 231600))[column * 8 + 1];
+          uint32_t total = ((uint32_t*)(arena + 231600))[column * 8 + 2];
           uint32_t value = load_constant_u32(sequences + (sequence * 16 + 2));
           uint32_t given = value;
           uint32_t value_2 = load_constant_u32(sequences + (sequence * 16 + 1));
           uint32_t per_step = value_2;
-          uint32_t sampled = ((uint32_t*)(arena + 223856))[column] < 511 ? ((uint32_t*)(arena + 223856))[column] : 511;
-          uint32_t stopped = ((uint32_t*)(arena + 223600))[column * 8 + 7];
+          uint32_t sampled = ((uint32_t*)(arena + 231856))[column] < 511 ? ((uint32_t*)(arena + 231856))[column] : 511;
+          uint32_t stopped = ((uint32_t*)(arena + 231600))[column * 8 + 7];
           if (number + 1 >= given && number < total) {
             if (block == 0) {
               tokens[sequence * 513 + number + 1] = (int32_t)(sampled);
@@ -2530,7 +2531,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           if (following_2 >= total) {
             stopped = 1;
           }
-          ((uint32_t*)(arena + 223600))[column * 8 + 7] = stopped;
+          ((uint32_t*)(arena + 231600))[column * 8 + 7] = stopped;
           if (stopped == 0) {
             going_on = 1;
           }
@@ -2577,7 +2578,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 mbarrier_arrive(empty + use_stage);
               }
               use_stage = use_stage + 1;
-              if (use_stage == 11) {
+              if (use_stage == 12) {
                 use_stage = 0;
                 use_parity = use_parity ^ 1;
               }

@@ -11,6 +11,7 @@
 //     180224      176  ring_barriers
 //     180480    32768  scratch
 //     180480    32768  vector  (over scratch)
+//     180480     4224  candidates  (over scratch)
 //     180480    16384  attention  (over scratch)
 //     196864     4096  queries  (over scratch)
 //     200960     8192  newest  (over scratch)
@@ -21,13 +22,13 @@
 //     218128     2048  rope
 //     220176      512  statistics
 //     220688      592  records
-//     221280     4224  candidates
-//     225504      128  columns
-//     225632       16  chosen
-//     225648       16  step_done
-//     225664       20  next_token
-//              225684  total
-//              232448  a block has, 6764 free
+//     221280       64  warp_candidates
+//     221344      128  columns
+//     221472       16  chosen
+//     221488       16  step_done
+//     221504       20  next_token
+//              221524  total
+//              232448  a block has, 10924 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -315,8 +316,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
   uint64_t* exchange_words = (uint64_t*)(exchange);
   uint64_t* full = (uint64_t*)(arena + 180224);
   uint64_t* empty = full + 11;
-  uint64_t* step_done = (uint64_t*)(arena + 225648);
-  uint32_t* next_token = (uint32_t*)(arena + 225664);
+  uint64_t* step_done = (uint64_t*)(arena + 221488);
+  uint32_t* next_token = (uint32_t*)(arena + 221504);
   if (thread == 0) {
     for (uint32_t stage = 0; stage < 11; ++stage) {
       mbarrier_init(full + stage, 1);
@@ -338,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       token = (uint32_t)(tokens[place]) < 128255 ? (uint32_t)(tokens[place]) : 128255;
     }
     next_token[thread] = token;
-    ((uint32_t*)(arena + 225504))[thread * 8 + 7] = 0;
+    ((uint32_t*)(arena + 221344))[thread * 8 + 7] = 0;
   }
   block_barrier();
   if (warp >= 8) {
@@ -601,7 +602,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       }
       bool has_new_plan = is_new;
       uint32_t step_epoch = epoch + step * 33;
-      uint32_t* state = (uint32_t*)(arena + 225504);
+      uint32_t* state = (uint32_t*)(arena + 221344);
       if (thread < column_count) {
         uint32_t value = load_constant_u32(columns + thread * 4);
         uint32_t sequence = value;
@@ -670,7 +671,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       float* angles = (float*)(arena + 218128);
       #pragma unroll 1
       for (uint32_t number = thread; number < column_count * 128; number += 256) {
-        uint32_t position = ((uint32_t*)(arena + 225504))[number / 128 * 8];
+        uint32_t position = ((uint32_t*)(arena + 221344))[number / 128 * 8];
         angles[number] = rope[(uint64_t)(position) * 128 + (uint64_t)(number % 128)];
       }
       float* residual = (float*)(arena + 217344);
@@ -965,11 +966,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 if (lane < 16 && lane % 2 == 0) {
                   uint32_t place = (column * 6144 + head * 128 + dim) / 2;
                   if (head >= 32) {
-                    if (((uint32_t*)(arena + 225504))[column * 8 + 1] < ((uint32_t*)(arena + 225504))[column * 8 + 2]) {
-                      uint32_t table = ((uint32_t*)(arena + 225504))[column * 8 + 6] * 512;
-                      uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + 225504))[column * 8] / 16));
+                    if (((uint32_t*)(arena + 221344))[column * 8 + 1] < ((uint32_t*)(arena + 221344))[column * 8 + 2]) {
+                      uint32_t table = ((uint32_t*)(arena + 221344))[column * 8 + 6] * 512;
+                      uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + 221344))[column * 8] / 16));
                       uint64_t offset = (uint64_t)(layer) * 67108864 + (uint64_t)(page) * 32768;
-                      bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 2048 + ((uint32_t*)(arena + 225504))[column * 8] % 16 * 128));
+                      bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 2048 + ((uint32_t*)(arena + 221344))[column * 8] % 16 * 128));
                       bf16* place_2 = head - 32 < 8 ? key : key + 16384;
                       ((uint32_t*)(place_2 + dim))[0] = pair;
                       fence_proxy_async();
@@ -1049,14 +1050,14 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             uint32_t fused = lane % 4 * 2;
             uint32_t present = fused < record[1].z - 1 ? fused : record[1].z - 1;
             uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_2 = ((uint32_t*)(arena + 225504))[(record[2].x + present / 4) * 8];
+            uint32_t position_2 = ((uint32_t*)(arena + 221344))[(record[2].x + present / 4) * 8];
             uint32_t following_2 = position_2 + 1;
             uint32_t visible = following_2 > record[2].w ? following_2 - record[2].w : 0;
             limits[0] = fused < record[1].z ? (end < visible ? end : visible) : 0;
             uint32_t fused_2 = lane % 4 * 2 + 1;
             uint32_t present_2 = fused_2 < record[1].z - 1 ? fused_2 : record[1].z - 1;
             uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_3 = ((uint32_t*)(arena + 225504))[(record[2].x + present_2 / 4) * 8];
+            uint32_t position_3 = ((uint32_t*)(arena + 221344))[(record[2].x + present_2 / 4) * 8];
             uint32_t following_3 = position_3 + 1;
             uint32_t visible_2 = following_3 > record[2].w ? following_3 - record[2].w : 0;
             limits[1] = fused_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
@@ -1441,14 +1442,14 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             uint32_t fused = column_group * 2 * 8 + lane % 4 * 2;
             uint32_t present = fused < record[1].z - 1 ? fused : record[1].z - 1;
             uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_2 = ((uint32_t*)(arena + 225504))[(record[2].x + present / 4) * 8];
+            uint32_t position_2 = ((uint32_t*)(arena + 221344))[(record[2].x + present / 4) * 8];
             uint32_t following_2 = position_2 + 1;
             uint32_t visible = following_2 > record[2].w ? following_2 - record[2].w : 0;
             limits[0] = fused < record[1].z ? (end < visible ? end : visible) : 0;
             uint32_t fused_2 = column_group * 2 * 8 + lane % 4 * 2 + 1;
             uint32_t present_2 = fused_2 < record[1].z - 1 ? fused_2 : record[1].z - 1;
             uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_3 = ((uint32_t*)(arena + 225504))[(record[2].x + present_2 / 4) * 8];
+            uint32_t position_3 = ((uint32_t*)(arena + 221344))[(record[2].x + present_2 / 4) * 8];
             uint32_t following_3 = position_3 + 1;
             uint32_t visible_2 = following_3 > record[2].w ? following_3 - record[2].w : 0;
             limits[1] = fused_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
@@ -1459,14 +1460,14 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             uint32_t fused_3 = (column_group * 2 + 1) * 8 + lane % 4 * 2;
             uint32_t present_3 = fused_3 < record[1].z - 1 ? fused_3 : record[1].z - 1;
             uint32_t end_3 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_4 = ((uint32_t*)(arena + 225504))[(record[2].x + present_3 / 4) * 8];
+            uint32_t position_4 = ((uint32_t*)(arena + 221344))[(record[2].x + present_3 / 4) * 8];
             uint32_t following_4 = position_4 + 1;
             uint32_t visible_3 = following_4 > record[2].w ? following_4 - record[2].w : 0;
             limits_2[0] = fused_3 < record[1].z ? (end_3 < visible_3 ? end_3 : visible_3) : 0;
             uint32_t fused_4 = (column_group * 2 + 1) * 8 + lane % 4 * 2 + 1;
             uint32_t present_4 = fused_4 < record[1].z - 1 ? fused_4 : record[1].z - 1;
             uint32_t end_4 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_5 = ((uint32_t*)(arena + 225504))[(record[2].x + present_4 / 4) * 8];
+            uint32_t position_5 = ((uint32_t*)(arena + 221344))[(record[2].x + present_4 / 4) * 8];
             uint32_t following_5 = position_5 + 1;
             uint32_t visible_4 = following_5 > record[2].w ? following_5 - record[2].w : 0;
             limits_2[1] = fused_4 < record[1].z ? (end_4 < visible_4 ? end_4 : visible_4) : 0;
@@ -3047,10 +3048,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
                 uint32_t token_2 = strip * 16 + row_2;
                 float candidate = logit;
-                float temperature = bits_float(((uint32_t*)(arena + 225504))[column * 8 + 3]);
+                float temperature = bits_float(((uint32_t*)(arena + 221344))[column * 8 + 3]);
                 if (temperature > 0.0f) {
-                  uint64_t seed = ((uint64_t)(((uint32_t*)(arena + 225504))[column * 8 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + 225504))[column * 8 + 4]);
-                  uint32_t position_2 = ((uint32_t*)(arena + 225504))[column * 8] + 1;
+                  uint64_t seed = ((uint64_t)(((uint32_t*)(arena + 221344))[column * 8 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + 221344))[column * 8 + 4]);
+                  uint32_t position_2 = ((uint32_t*)(arena + 221344))[column * 8] + 1;
                   uint32_t c0 = token_2;
                   uint32_t c1 = position_2;
                   uint32_t c2 = 0;
@@ -3092,8 +3093,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       if (thread == 0) {
         store_relaxed_u32(progress + block, step * 162 + 161);
       }
-      uint32_t* words = (uint32_t*)(arena + 221280);
       uint32_t first_word = step % 2 * 132 * 8;
+      uint32_t* words = (uint32_t*)(arena + 221280);
       #pragma unroll 1
       for (uint32_t level = 0; level < 5; ++level) {
         uint32_t mask = 16u >> level;
@@ -3140,17 +3141,16 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           publish_flagged_release(exchange_words + (place + 656928), word, step_epoch + 32);
         }
       }
-      uint4* units = (uint4*)(arena + 221280);
-      named_barrier(1, 256);
+      uint4* units = (uint4*)(arena + 180480);
       #pragma unroll 1
       for (uint32_t other = thread; other < 264; other += 256) {
         uint4 value = wait_flagged4_acquire(exchange_words + ((first_word / 4 + other) * 4 + 656928), step_epoch + 32);
         units[other] = value;
       }
       named_barrier(1, 256);
-      uint32_t* chosen = (uint32_t*)(arena + 225632);
+      uint32_t* chosen = (uint32_t*)(arena + 221472);
       if (warp < 4) {
-        uint2* candidates = (uint2*)(arena + 221280);
+        uint2* candidates = (uint2*)(arena + 180480);
         float best_2 = -bits_float(0x7f800000);
         uint32_t best_token_2 = 4294967295u;
         #pragma unroll 1
@@ -3183,15 +3183,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         uint32_t going_on = 0;
         #pragma unroll 1
         for (uint32_t column = lane; column < column_count; column += 32) {
-          uint32_t sequence = ((uint32_t*)(arena + 225504))[column * 8 + 6];
-          uint32_t number = ((uint32_t*)(arena + 225504))[column * 8 + 1];
-          uint32_t total = ((uint32_t*)(arena + 225504))[column * 8 + 2];
+          uint32_t sequence = ((uint32_t*)(arena + 221344))[column * 8 + 6];
+          uint32_t number = ((uint32_t*)(arena + 221344))[column * 8 + 1];
+          uint32_t total = ((uint32_t*)(arena + 221344))[column * 8 + 2];
           uint32_t value = load_constant_u32(sequences + (sequence * 16 + 2));
           uint32_t given = value;
           uint32_t value_2 = load_constant_u32(sequences + (sequence * 16 + 1));
           uint32_t per_step = value_2;
-          uint32_t sampled = ((uint32_t*)(arena + 225632))[column] < 128255 ? ((uint32_t*)(arena + 225632))[column] : 128255;
-          uint32_t stopped = ((uint32_t*)(arena + 225504))[column * 8 + 7];
+          uint32_t sampled = ((uint32_t*)(arena + 221472))[column] < 128255 ? ((uint32_t*)(arena + 221472))[column] : 128255;
+          uint32_t stopped = ((uint32_t*)(arena + 221344))[column * 8 + 7];
           if (number + 1 >= given && number < total) {
             if (block == 0) {
               tokens[sequence * 257 + number + 1] = (int32_t)(sampled);
@@ -3210,7 +3210,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           if (following_2 >= total) {
             stopped = 1;
           }
-          ((uint32_t*)(arena + 225504))[column * 8 + 7] = stopped;
+          ((uint32_t*)(arena + 221344))[column * 8 + 7] = stopped;
           if (stopped == 0) {
             going_on = 1;
           }

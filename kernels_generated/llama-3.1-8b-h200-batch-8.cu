@@ -3,31 +3,32 @@
 //
 // model: hidden 4096, ffn 14336, vocab 128256, heads 32, kv_heads 8, head_dim 128, layers 32
 // machine: h200, 132 blocks of 384 threads: 8 math warps
-// plan: math_warps 8, stage_bytes 16384, stages 8, in_flight 3, copy_warps 4, sync barrier, page_size 16, max_context 8192, batch 8, tokens 8, down_slices 4, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 8, start_residual 0, start_gate_up 8, start_head 8, trace False
+// plan: math_warps 8, stage_bytes 16384, stages 9, in_flight 3, copy_warps 4, sync barrier, page_size 16, max_context 8192, batch 8, tokens 8, down_slices 4, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 8, start_residual 0, start_gate_up 8, start_head 8, trace False
 // weights read a step: 15009316864 bytes, in 436207616 a layer
 // shared memory:
 //     offset    bytes  region
-//          0   131072  ring
-//     131072      128  ring_barriers
-//     131200    65536  scratch
-//     131200    65536  vector  (over scratch)
-//     131200    32768  attention  (over scratch)
-//     163968     8192  queries  (over scratch)
-//     172160     8192  newest  (over scratch)
-//     196736     8192  reductions
-//     204928     1024  residual
-//     205952      256  partial_sums
-//     206208       32  scales
-//     206240     4096  rope
-//     210336      512  statistics
-//     210848      592  records
-//     211440     8448  candidates
-//     219888      256  columns
-//     220144       32  chosen
-//     220176       16  step_done
-//     220192       36  next_token
-//              220228  total
-//              232448  a block has, 12220 free
+//          0   147456  ring
+//     147456      144  ring_barriers
+//     147712    65536  scratch
+//     147712    65536  vector  (over scratch)
+//     147712     8448  candidates  (over scratch)
+//     147712    32768  attention  (over scratch)
+//     180480     8192  queries  (over scratch)
+//     188672     8192  newest  (over scratch)
+//     213248     8192  reductions
+//     221440     1024  residual
+//     222464      256  partial_sums
+//     222720       32  scales
+//     222752     4096  rope
+//     226848      512  statistics
+//     227360      592  records
+//     227952       64  warp_candidates
+//     228016      256  columns
+//     228272       32  chosen
+//     228304       16  step_done
+//     228320       36  next_token
+//              228356  total
+//              232448  a block has, 4092 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -248,12 +249,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
   uint32_t* exchange_words = (uint32_t*)(exchange);
-  uint64_t* full = (uint64_t*)(arena + 131072);
-  uint64_t* empty = full + 8;
-  uint64_t* step_done = (uint64_t*)(arena + 220176);
-  uint32_t* next_token = (uint32_t*)(arena + 220192);
+  uint64_t* full = (uint64_t*)(arena + 147456);
+  uint64_t* empty = full + 9;
+  uint64_t* step_done = (uint64_t*)(arena + 228304);
+  uint32_t* next_token = (uint32_t*)(arena + 228320);
   if (thread == 0) {
-    for (uint32_t stage = 0; stage < 8; ++stage) {
+    for (uint32_t stage = 0; stage < 9; ++stage) {
       mbarrier_init(full + stage, 1);
       mbarrier_init(empty + stage, 8);
     }
@@ -273,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       token = (uint32_t)(tokens[place]) < 128255 ? (uint32_t)(tokens[place]) : 128255;
     }
     next_token[thread] = token;
-    ((uint32_t*)(arena + 219888))[thread * 8 + 7] = 0;
+    ((uint32_t*)(arena + 228016))[thread * 8 + 7] = 0;
   }
   block_barrier();
   if (warp >= 8) {
@@ -283,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       uint32_t plan_index = 0;
       uint32_t fill_stage = 0;
       uint32_t fill_parity = 1;
-      uint32_t landed_stage = 5;
+      uint32_t landed_stage = 6;
       uint32_t landed_parity = 1;
       for (uint32_t step = 0; step < steps; ++step) {
         bool is_new = step == 0;
@@ -311,7 +312,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_wait(empty + fill_stage, fill_parity);
               mbarrier_wait(full + landed_stage, landed_parity);
               landed_stage = landed_stage + 1;
-              if (landed_stage == 8) {
+              if (landed_stage == 9) {
                 landed_stage = 0;
                 landed_parity = landed_parity ^ 1;
               }
@@ -320,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_arrive_expect_tx(barrier, 16384);
               bulk_copy(destination, source, 16384, barrier);
               fill_stage = fill_stage + 1;
-              if (fill_stage == 8) {
+              if (fill_stage == 9) {
                 fill_stage = 0;
                 fill_parity = fill_parity ^ 1;
               }
@@ -362,7 +363,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_wait(empty + fill_stage, fill_parity);
               mbarrier_wait(full + landed_stage, landed_parity);
               landed_stage = landed_stage + 1;
-              if (landed_stage == 8) {
+              if (landed_stage == 9) {
                 landed_stage = 0;
                 landed_parity = landed_parity ^ 1;
               }
@@ -381,7 +382,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
               }
               fill_stage = fill_stage + 1;
-              if (fill_stage == 8) {
+              if (fill_stage == 9) {
                 fill_stage = 0;
                 fill_parity = fill_parity ^ 1;
               }
@@ -402,7 +403,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_wait(empty + fill_stage, fill_parity);
               mbarrier_wait(full + landed_stage, landed_parity);
               landed_stage = landed_stage + 1;
-              if (landed_stage == 8) {
+              if (landed_stage == 9) {
                 landed_stage = 0;
                 landed_parity = landed_parity ^ 1;
               }
@@ -411,7 +412,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_arrive_expect_tx(barrier, 16384);
               bulk_copy(destination, source, 16384, barrier);
               fill_stage = fill_stage + 1;
-              if (fill_stage == 8) {
+              if (fill_stage == 9) {
                 fill_stage = 0;
                 fill_parity = fill_parity ^ 1;
               }
@@ -432,7 +433,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_wait(empty + fill_stage, fill_parity);
               mbarrier_wait(full + landed_stage, landed_parity);
               landed_stage = landed_stage + 1;
-              if (landed_stage == 8) {
+              if (landed_stage == 9) {
                 landed_stage = 0;
                 landed_parity = landed_parity ^ 1;
               }
@@ -441,7 +442,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_arrive_expect_tx(barrier, 16384);
               bulk_copy(destination, source, 16384, barrier);
               fill_stage = fill_stage + 1;
-              if (fill_stage == 8) {
+              if (fill_stage == 9) {
                 fill_stage = 0;
                 fill_parity = fill_parity ^ 1;
               }
@@ -466,7 +467,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 mbarrier_wait(empty + fill_stage, fill_parity);
                 mbarrier_wait(full + landed_stage, landed_parity);
                 landed_stage = landed_stage + 1;
-                if (landed_stage == 8) {
+                if (landed_stage == 9) {
                   landed_stage = 0;
                   landed_parity = landed_parity ^ 1;
                 }
@@ -475,7 +476,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 mbarrier_arrive_expect_tx(barrier, 16384);
                 bulk_copy(destination, source, 16384, barrier);
                 fill_stage = fill_stage + 1;
-                if (fill_stage == 8) {
+                if (fill_stage == 9) {
                   fill_stage = 0;
                   fill_parity = fill_parity ^ 1;
                 }
@@ -498,7 +499,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_wait(empty + fill_stage, fill_parity);
               mbarrier_wait(full + landed_stage, landed_parity);
               landed_stage = landed_stage + 1;
-              if (landed_stage == 8) {
+              if (landed_stage == 9) {
                 landed_stage = 0;
                 landed_parity = landed_parity ^ 1;
               }
@@ -507,7 +508,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_arrive_expect_tx(barrier, 16384);
               bulk_copy(destination, source, 16384, barrier);
               fill_stage = fill_stage + 1;
-              if (fill_stage == 8) {
+              if (fill_stage == 9) {
                 fill_stage = 0;
                 fill_parity = fill_parity ^ 1;
               }
@@ -544,7 +545,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       }
       bool has_new_plan = is_new;
       uint32_t step_epoch = epoch + step * 33;
-      uint32_t* state = (uint32_t*)(arena + 219888);
+      uint32_t* state = (uint32_t*)(arena + 228016);
       if (thread < column_count) {
         uint32_t value = load_constant_u32(columns + thread * 4);
         uint32_t sequence = value;
@@ -567,7 +568,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         words[6] = sequence;
       }
       if (has_new_plan) {
-        uint4* kept = (uint4*)(arena + 210848);
+        uint4* kept = (uint4*)(arena + 227360);
         uint4 header = load_constant_u32x4(kv_plans + plan_index * 6208);
         if (thread < 4) {
           uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 6208 + (block + 64)));
@@ -589,7 +590,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           }
         }
         if (warp % 4 == 0 && warp / 4 * 132 + block < header.z * header.w) {
-          uint4* place = (uint4*)(arena + 210848) + (21 + warp / 4 * 8);
+          uint4* place = (uint4*)(arena + 227360) + (21 + warp / 4 * 8);
           uint32_t number = load_constant_u32(kv_plans + (plan_index * 6208 + ((warp / 4 * 132 + block) / header.w * 2 + 3584)));
           uint32_t head = load_constant_u32(kv_plans + (plan_index * 6208 + ((warp / 4 * 132 + block) / header.w * 2 + 1 + 3584)));
           uint32_t begin = load_constant_u32(kv_plans + (plan_index * 6208 + ((warp / 4 * 132 + block) / header.w + 3392)));
@@ -610,13 +611,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         }
       }
       named_barrier(1, 256);
-      float* angles = (float*)(arena + 206240);
+      float* angles = (float*)(arena + 222752);
       #pragma unroll 1
       for (uint32_t number = thread; number < column_count * 128; number += 256) {
-        uint32_t position = ((uint32_t*)(arena + 219888))[number / 128 * 8];
+        uint32_t position = ((uint32_t*)(arena + 228016))[number / 128 * 8];
         angles[number] = rope[(uint64_t)(position) * 128 + (uint64_t)(number % 128)];
       }
-      float* residual = (float*)(arena + 204928);
+      float* residual = (float*)(arena + 221440);
       #pragma unroll 1
       for (uint32_t place = thread; place < 256; place += 256) {
         uint32_t own_row = place / 8;
@@ -645,7 +646,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         uint32_t position = (block + 8) % 132;
         if (position < 384) {
           if (layer == 0) {
-            uint4* vector = (uint4*)(arena + 131200);
+            uint4* vector = (uint4*)(arena + 147712);
             float squares = 0.0f;
             uint32_t first_unit = thread;
             uint4 weights_2[8];
@@ -755,8 +756,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 vector[first_unit_3 + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_5), high * bf16x2_high(weights_5)), pack_bf16x2(low_2 * bf16x2_low(weights_6), high_2 * bf16x2_high(weights_6)), pack_bf16x2(low_3 * bf16x2_low(weights_7), high_3 * bf16x2_high(weights_7)), pack_bf16x2(low_4 * bf16x2_low(weights_8), high_4 * bf16x2_high(weights_8)));
               }
             }
-            float* partial_sums = (float*)(arena + 205952);
-            float* scales = (float*)(arena + 206208);
+            float* partial_sums = (float*)(arena + 222464);
+            float* scales = (float*)(arena + 222720);
             float sum_of_token = squares;
             float value = shuffle_xor_f32(sum_of_token, 2);
             sum_of_token = sum_of_token + value;
@@ -777,7 +778,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             }
           } else {
             uint32_t epoch_2 = layer_epoch - 1;
-            uint4* vector = (uint4*)(arena + 131200);
+            uint4* vector = (uint4*)(arena + 147712);
             float squares = 0.0f;
             uint32_t first_unit = thread;
             uint4 weights_2[8];
@@ -884,8 +885,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 vector[first_unit_3 + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_5), high * bf16x2_high(weights_5)), pack_bf16x2(low_2 * bf16x2_low(weights_6), high_2 * bf16x2_high(weights_6)), pack_bf16x2(low_3 * bf16x2_low(weights_7), high_3 * bf16x2_high(weights_7)), pack_bf16x2(low_4 * bf16x2_low(weights_8), high_4 * bf16x2_high(weights_8)));
               }
             }
-            float* partial_sums = (float*)(arena + 205952);
-            float* scales = (float*)(arena + 206208);
+            float* partial_sums = (float*)(arena + 222464);
+            float* scales = (float*)(arena + 222720);
             float sum_of_token = squares;
             float value = shuffle_xor_f32(sum_of_token, 2);
             sum_of_token = sum_of_token + value;
@@ -912,7 +913,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             for (uint32_t chunk = 0; chunk < 8; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
               uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector = (uint4*)(arena + 131200);
+              uint4* vector = (uint4*)(arena + 147712);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -929,12 +930,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 mbarrier_arrive(empty + use_stage);
               }
               use_stage = use_stage + 1;
-              if (use_stage == 8) {
+              if (use_stage == 9) {
                 use_stage = 0;
                 use_parity = use_parity ^ 1;
               }
             }
-            float* reductions = (float*)(arena + 196736) + turn * 1024;
+            float* reductions = (float*)(arena + 213248) + turn * 1024;
             uint32_t row = warp * 16 + lane / 4;
             uint32_t first = lane % 4 * 2;
             uint32_t place = row * 8 + first;
@@ -959,10 +960,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 float row_sum = half_sum + value;
                 uint32_t head = strip / 8;
                 uint32_t strip_of_head = strip % 8;
-                float value_2 = row_sum * ((float*)(arena + 206208))[column];
+                float value_2 = row_sum * ((float*)(arena + 222720))[column];
                 uint32_t dim = strip_of_head * 16 + row_2;
                 if (head < 40) {
-                  float2* angles_2 = (float2*)(arena + 206240) + column * 64;
+                  float2* angles_2 = (float2*)(arena + 222752) + column * 64;
                   uint32_t frequency = strip_of_head * 8 + row_2 % 8;
                   float2 angle = angles_2[frequency];
                   float partner = shuffle_xor_f32(value_2, 8);
@@ -977,11 +978,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 if (lane < 16 && lane % 2 == 0) {
                   uint32_t place_3 = (column * 6144 + head * 128 + dim) / 2;
                   if (head >= 32) {
-                    if (((uint32_t*)(arena + 219888))[column * 8 + 1] < ((uint32_t*)(arena + 219888))[column * 8 + 2]) {
-                      uint32_t table = ((uint32_t*)(arena + 219888))[column * 8 + 6] * 512;
-                      uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + 219888))[column * 8] / 16));
+                    if (((uint32_t*)(arena + 228016))[column * 8 + 1] < ((uint32_t*)(arena + 228016))[column * 8 + 2]) {
+                      uint32_t table = ((uint32_t*)(arena + 228016))[column * 8 + 6] * 512;
+                      uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + 228016))[column * 8] / 16));
                       uint64_t offset = (uint64_t)(layer) * 134217728 + (uint64_t)(page) * 32768;
-                      bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 2048 + ((uint32_t*)(arena + 219888))[column * 8] % 16 * 128));
+                      bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 2048 + ((uint32_t*)(arena + 228016))[column * 8] % 16 * 128));
                       bf16* place_4 = head - 32 < 8 ? key : key + 16384;
                       ((uint32_t*)(place_4 + dim))[0] = pair;
                       fence_proxy_async();
@@ -1010,11 +1011,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         if (thread == 0) {
           store_relaxed_u32(progress + block, step * 162 + (layer * 5 + 1));
         }
-        uint4 numbers = ((uint4*)(arena + 210848))[0];
+        uint4 numbers = ((uint4*)(arena + 227360))[0];
         #pragma unroll 1
         for (uint32_t number = numbers.x; number < numbers.y; ++number) {
           uint32_t index = number - numbers.x;
-          uint4* record = (uint4*)(arena + 210848) + (1 + (index < 4 ? index : 4) * 4);
+          uint4* record = (uint4*)(arena + 227360) + (1 + (index < 4 ? index : 4) * 4);
           if (index >= 4) {
             named_barrier(1, 256);
             if (thread == 0) {
@@ -1036,7 +1037,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           uint32_t newest_begin = what.w < record[3].x + record[3].y * step ? record[3].x + record[3].y * step : what.w;
           uint32_t newest_end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
           uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
-          uint4* queries = (uint4*)(arena + 163968);
+          uint4* queries = (uint4*)(arena + 180480);
           uint32_t query_units = record[1].z * 16;
           uint32_t newest_units = newest * 16;
           #pragma unroll 1
@@ -1051,8 +1052,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint32_t unit = is_value ? number_2 - query_units - newest_units : number_2 - query_units;
               uint32_t column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + unit / 16;
               uint4 words = ((const uint4*)(exchange_words + ((column * 768 + ((is_value ? 40u : 32u) + what.z) * 16 + unit % 16) * 4 + 16448)))[0];
-              uint4* keys = (uint4*)(arena + 172160);
-              uint4* values = (uint4*)(arena + 172160) + 256;
+              uint4* keys = (uint4*)(arena + 188672);
+              uint4* values = (uint4*)(arena + 188672) + 256;
               if (is_value) {
                 values[unit] = words;
               } else {
@@ -1062,21 +1063,21 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           }
           named_barrier(1, 256);
           if (record[1].z <= 8) {
-            uint4* shared = (uint4*)(arena + 163968);
+            uint4* shared = (uint4*)(arena + 180480);
             uint32_t row = lane / 4 < 31 ? lane / 4 : 31;
             uint4* query = shared + row * 16;
             uint32_t limits[2];
             uint32_t fused = lane % 4 * 2;
             uint32_t present = fused < record[1].z - 1 ? fused : record[1].z - 1;
             uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_2 = ((uint32_t*)(arena + 219888))[(record[2].x + present / 4) * 8];
+            uint32_t position_2 = ((uint32_t*)(arena + 228016))[(record[2].x + present / 4) * 8];
             uint32_t following_2 = position_2 + 1;
             uint32_t visible = following_2 > record[2].w ? following_2 - record[2].w : 0;
             limits[0] = fused < record[1].z ? (end < visible ? end : visible) : 0;
             uint32_t fused_2 = lane % 4 * 2 + 1;
             uint32_t present_2 = fused_2 < record[1].z - 1 ? fused_2 : record[1].z - 1;
             uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_3 = ((uint32_t*)(arena + 219888))[(record[2].x + present_2 / 4) * 8];
+            uint32_t position_3 = ((uint32_t*)(arena + 228016))[(record[2].x + present_2 / 4) * 8];
             uint32_t following_3 = position_3 + 1;
             uint32_t visible_2 = following_3 > record[2].w ? following_3 - record[2].w : 0;
             limits[1] = fused_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
@@ -1100,16 +1101,16 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint32_t number_2 = (warp + 8 - first_tile % 8) % 8;
               uint32_t arrivals = 8 / groups + (number_2 < 8 % groups ? 1u : 0u);
               uint32_t place = use_stage + stage;
-              uint32_t stage_2 = place % 8;
+              uint32_t stage_2 = place % 9;
               if (is_cached) {
-                mbarrier_wait(full + stage_2, (use_parity + place / 8) % 2);
+                mbarrier_wait(full + stage_2, (use_parity + place / 9) % 2);
               }
               uint8_t* chunk = arena + stage_2 * 16384;
               uint8_t* keys = chunk;
               uint8_t* values = chunk + 8192;
               if (tile >= tiles_2) {
-                uint8_t* newest_keys = arena + 172160;
-                uint8_t* newest_values = arena + 172160 + 4096;
+                uint8_t* newest_keys = arena + 188672;
+                uint8_t* newest_values = arena + 188672 + 4096;
                 first_tile = tiles_2;
                 last_tile = all_tiles;
                 first_key = newest_begin;
@@ -1323,9 +1324,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
             }
             uint32_t place = use_stage + (cached + 31) / 32;
-            use_parity = (use_parity + place / 8) % 2;
-            use_stage = place % 8;
-            float* words = (float*)(arena + 210336);
+            use_parity = (use_parity + place / 9) % 2;
+            use_stage = place % 9;
+            float* words = (float*)(arena + 226848);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               float total = weight_sum[column];
@@ -1342,7 +1343,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 words[place_2 + 1] = total;
               }
             }
-            uint4* scratch = (uint4*)(arena + 131200);
+            uint4* scratch = (uint4*)(arena + 147712);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               uint32_t number_2 = lane % 4 * 2 + column;
@@ -1360,8 +1361,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             for (uint32_t output_2 = thread; output_2 < rows * 64; output_2 += 256) {
               uint32_t place_2 = output_2 / 64;
               uint32_t pair = output_2 % 64;
-              float2* scratch_2 = (float2*)(arena + 131200);
-              float2* statistics = (float2*)(arena + 210336);
+              float2* scratch_2 = (float2*)(arena + 147712);
+              float2* statistics = (float2*)(arena + 226848);
               float low = 0.0f;
               float high = 0.0f;
               float highest_2 = -bits_float(0x7f800000);
@@ -1403,43 +1404,43 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             if (record[1].z > 16) {
               column_groups = 2;
             }
-            uint32_t key_groups = 8 / column_groups < 10 ? 8 / column_groups : 10;
+            uint32_t key_groups = 8 / column_groups < 12 ? 8 / column_groups : 12;
             uint32_t warp_group = warp / column_groups;
             uint32_t column_group = warp % column_groups;
             uint32_t key_group = warp_group < key_groups ? warp_group : 134217728;
-            uint4* shared = (uint4*)(arena + 163968);
+            uint4* shared = (uint4*)(arena + 180480);
             uint32_t row = column_group * 2 * 8 + lane / 4 < 31 ? column_group * 2 * 8 + lane / 4 : 31;
             uint4* query = shared + row * 16;
             uint32_t limits[2];
             uint32_t fused = column_group * 2 * 8 + lane % 4 * 2;
             uint32_t present = fused < record[1].z - 1 ? fused : record[1].z - 1;
             uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_2 = ((uint32_t*)(arena + 219888))[(record[2].x + present / 4) * 8];
+            uint32_t position_2 = ((uint32_t*)(arena + 228016))[(record[2].x + present / 4) * 8];
             uint32_t following_2 = position_2 + 1;
             uint32_t visible = following_2 > record[2].w ? following_2 - record[2].w : 0;
             limits[0] = fused < record[1].z ? (end < visible ? end : visible) : 0;
             uint32_t fused_2 = column_group * 2 * 8 + lane % 4 * 2 + 1;
             uint32_t present_2 = fused_2 < record[1].z - 1 ? fused_2 : record[1].z - 1;
             uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_3 = ((uint32_t*)(arena + 219888))[(record[2].x + present_2 / 4) * 8];
+            uint32_t position_3 = ((uint32_t*)(arena + 228016))[(record[2].x + present_2 / 4) * 8];
             uint32_t following_3 = position_3 + 1;
             uint32_t visible_2 = following_3 > record[2].w ? following_3 - record[2].w : 0;
             limits[1] = fused_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
-            uint4* shared_2 = (uint4*)(arena + 163968);
+            uint4* shared_2 = (uint4*)(arena + 180480);
             uint32_t row_2 = (column_group * 2 + 1) * 8 + lane / 4 < 31 ? (column_group * 2 + 1) * 8 + lane / 4 : 31;
             uint4* query_2 = shared_2 + row_2 * 16;
             uint32_t limits_2[2];
             uint32_t fused_3 = (column_group * 2 + 1) * 8 + lane % 4 * 2;
             uint32_t present_3 = fused_3 < record[1].z - 1 ? fused_3 : record[1].z - 1;
             uint32_t end_3 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_4 = ((uint32_t*)(arena + 219888))[(record[2].x + present_3 / 4) * 8];
+            uint32_t position_4 = ((uint32_t*)(arena + 228016))[(record[2].x + present_3 / 4) * 8];
             uint32_t following_4 = position_4 + 1;
             uint32_t visible_3 = following_4 > record[2].w ? following_4 - record[2].w : 0;
             limits_2[0] = fused_3 < record[1].z ? (end_3 < visible_3 ? end_3 : visible_3) : 0;
             uint32_t fused_4 = (column_group * 2 + 1) * 8 + lane % 4 * 2 + 1;
             uint32_t present_4 = fused_4 < record[1].z - 1 ? fused_4 : record[1].z - 1;
             uint32_t end_4 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_5 = ((uint32_t*)(arena + 219888))[(record[2].x + present_4 / 4) * 8];
+            uint32_t position_5 = ((uint32_t*)(arena + 228016))[(record[2].x + present_4 / 4) * 8];
             uint32_t following_5 = position_5 + 1;
             uint32_t visible_4 = following_5 > record[2].w ? following_5 - record[2].w : 0;
             limits_2[1] = fused_4 < record[1].z ? (end_4 < visible_4 ? end_4 : visible_4) : 0;
@@ -1470,16 +1471,16 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint32_t rank = number_2 * column_groups + column_group;
               uint32_t arrivals = 8 / members + (rank < 8 % members ? 1u : 0u);
               uint32_t place = use_stage + stage;
-              uint32_t stage_2 = place % 8;
+              uint32_t stage_2 = place % 9;
               if (is_cached) {
-                mbarrier_wait(full + stage_2, (use_parity + place / 8) % 2);
+                mbarrier_wait(full + stage_2, (use_parity + place / 9) % 2);
               }
               uint8_t* chunk = arena + stage_2 * 16384;
               uint8_t* keys = chunk;
               uint8_t* values = chunk + 8192;
               if (tile >= tiles_2) {
-                uint8_t* newest_keys = arena + 172160;
-                uint8_t* newest_values = arena + 172160 + 4096;
+                uint8_t* newest_keys = arena + 188672;
+                uint8_t* newest_values = arena + 188672 + 4096;
                 first_tile = tiles_2;
                 last_tile = all_tiles;
                 first_key = newest_begin;
@@ -1755,9 +1756,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
             }
             uint32_t place = use_stage + (cached + 31) / 32;
-            use_parity = (use_parity + place / 8) % 2;
-            use_stage = place % 8;
-            float* words = (float*)(arena + 210336);
+            use_parity = (use_parity + place / 9) % 2;
+            use_stage = place % 9;
+            float* words = (float*)(arena + 226848);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               float total = weight_sum[column];
@@ -1774,7 +1775,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 words[place_2 + 1] = total;
               }
             }
-            uint4* scratch = (uint4*)(arena + 131200);
+            uint4* scratch = (uint4*)(arena + 147712);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               uint32_t number_2 = lane % 4 * 2 + column;
@@ -1795,8 +1796,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint32_t row_3 = place_2 / 8 * 2 * 8 + place_2 % 8;
               if (row_3 < record[1].z) {
                 uint32_t stride = column_groups * 8;
-                float2* scratch_2 = (float2*)(arena + 131200);
-                float2* statistics = (float2*)(arena + 210336);
+                float2* scratch_2 = (float2*)(arena + 147712);
+                float2* statistics = (float2*)(arena + 226848);
                 float low = 0.0f;
                 float high = 0.0f;
                 float highest_3 = -bits_float(0x7f800000);
@@ -1834,7 +1835,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
             }
             named_barrier(1, 256);
-            float* words_2 = (float*)(arena + 210336);
+            float* words_2 = (float*)(arena + 226848);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               float total = weight_sum_2[column];
@@ -1851,7 +1852,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 words_2[place_2 + 1] = total;
               }
             }
-            uint4* scratch_2 = (uint4*)(arena + 131200);
+            uint4* scratch_2 = (uint4*)(arena + 147712);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               uint32_t number_2 = lane % 4 * 2 + column;
@@ -1872,8 +1873,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint32_t row_3 = (place_2 / 8 * 2 + 1) * 8 + place_2 % 8;
               if (row_3 < record[1].z) {
                 uint32_t stride = column_groups * 8;
-                float2* scratch_3 = (float2*)(arena + 131200);
-                float2* statistics = (float2*)(arena + 210336);
+                float2* scratch_3 = (float2*)(arena + 147712);
+                float2* statistics = (float2*)(arena + 226848);
                 float low = 0.0f;
                 float high = 0.0f;
                 float highest_3 = -bits_float(0x7f800000);
@@ -1922,15 +1923,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         }
         named_barrier(1, 256);
         // merge of partial states
-        uint4 numbers_2 = ((uint4*)(arena + 210848))[0];
-        uint4* record = (uint4*)(arena + 210848) + (21 + warp / 4 * 8);
+        uint4 numbers_2 = ((uint4*)(arena + 227360))[0];
+        uint4* record = (uint4*)(arena + 227360) + (21 + warp / 4 * 8);
         uint32_t first_job = warp / 4 * 132 + block;
         #pragma unroll 1
         for (uint32_t job = first_job; job < numbers_2.z; job += 264) {
           if (job != first_job) {
             named_barrier(warp / 4 + 2, 128);
             if (warp % 4 == 0) {
-              uint4* place = (uint4*)(arena + 210848) + (21 + warp / 4 * 8);
+              uint4* place = (uint4*)(arena + 227360) + (21 + warp / 4 * 8);
               uint32_t number = load_constant_u32(kv_plans + (plan_index * 6208 + (job / numbers_2.w * 2 + 3584)));
               uint32_t head = load_constant_u32(kv_plans + (plan_index * 6208 + (job / numbers_2.w * 2 + 1 + 3584)));
               uint32_t begin = load_constant_u32(kv_plans + (plan_index * 6208 + (job / numbers_2.w + 3392)));
@@ -1965,7 +1966,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                   uint32_t number = first + (lane < count - 1 ? lane : count - 1);
                   uint32_t source;
                   if (number < 20) {
-                    source = ((const uint32_t*)((uint4*)(arena + 210848) + (21 + warp / 4 * 8) + 3))[number];
+                    source = ((const uint32_t*)((uint4*)(arena + 227360) + (21 + warp / 4 * 8) + 3))[number];
                   } else {
                     uint32_t value = load_constant_u32(kv_plans + (plan_index * 6208 + (record[0].z + number + 3840)));
                     source = value;
@@ -2012,7 +2013,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint32_t number = warp % 4 + first * 4 + (lane < count - 1 ? lane : count - 1) * 4;
                 uint32_t source;
                 if (number < 20) {
-                  source = ((const uint32_t*)((uint4*)(arena + 210848) + (21 + warp / 4 * 8) + 3))[number];
+                  source = ((const uint32_t*)((uint4*)(arena + 227360) + (21 + warp / 4 * 8) + 3))[number];
                 } else {
                   uint32_t value = load_constant_u32(kv_plans + (plan_index * 6208 + (record[0].z + number + 3840)));
                   source = value;
@@ -2050,7 +2051,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                   }
                 }
               }
-              uint4* place = (uint4*)(arena + 131200) + warp * 33;
+              uint4* place = (uint4*)(arena + 147712) + warp * 33;
               place[lane] = make_u32x4(float_bits(sums[0]), float_bits(sums[1]), float_bits(sums[2]), float_bits(sums[3]));
               if (lane == 0) {
                 place[32] = make_u32x4(float_bits(highest), float_bits(weight_sum), 0, 0);
@@ -2059,7 +2060,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               if (warp % 4 == 0) {
                 #pragma unroll
                 for (uint32_t number = 1; number < 4; ++number) {
-                  uint4* place_2 = (uint4*)(arena + 131200) + (warp + number) * 33;
+                  uint4* place_2 = (uint4*)(arena + 147712) + (warp + number) * 33;
                   uint4 part = place_2[lane];
                   uint4 shared = place_2[32];
                   float new_highest = maximum_f32(highest, bits_float(shared.x));
@@ -2096,7 +2097,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         if (first_job + 264 < numbers_2.z) {
           named_barrier(warp / 4 + 2, 128);
           if (warp % 4 == 0) {
-            uint4* place = (uint4*)(arena + 210848) + (21 + warp / 4 * 8);
+            uint4* place = (uint4*)(arena + 227360) + (21 + warp / 4 * 8);
             uint32_t number = load_constant_u32(kv_plans + (plan_index * 6208 + (first_job / numbers_2.w * 2 + 3584)));
             uint32_t head = load_constant_u32(kv_plans + (plan_index * 6208 + (first_job / numbers_2.w * 2 + 1 + 3584)));
             uint32_t begin = load_constant_u32(kv_plans + (plan_index * 6208 + (first_job / numbers_2.w + 3392)));
@@ -2134,7 +2135,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         }
         uint32_t position_2 = block % 132;
         if (position_2 < 256) {
-          uint4* vector = (uint4*)(arena + 131200);
+          uint4* vector = (uint4*)(arena + 147712);
           uint32_t first_unit = thread;
           if (thread / 4 % 8 < column_count) {
             uint4 units[8];
@@ -2169,7 +2170,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             for (uint32_t chunk = 0; chunk < 8; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
               uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_2 = (uint4*)(arena + 131200);
+              uint4* vector_2 = (uint4*)(arena + 147712);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2186,12 +2187,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 mbarrier_arrive(empty + use_stage);
               }
               use_stage = use_stage + 1;
-              if (use_stage == 8) {
+              if (use_stage == 9) {
                 use_stage = 0;
                 use_parity = use_parity ^ 1;
               }
             }
-            float* reductions = (float*)(arena + 196736) + turn * 1024;
+            float* reductions = (float*)(arena + 213248) + turn * 1024;
             uint32_t row = warp * 16 + lane / 4;
             uint32_t first = lane % 4 * 2;
             uint32_t place = row * 8 + first;
@@ -2214,7 +2215,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
                 float value = shuffle_xor_f32(half_sum, 16);
                 float row_sum = half_sum + value;
-                float* residual_2 = (float*)(arena + 204928);
+                float* residual_2 = (float*)(arena + 221440);
                 float value_2 = row_sum;
                 if (lane < 16) {
                   uint32_t place_3 = (strip / 132 * 16 + row_2) * 8 + column;
@@ -2256,7 +2257,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         }
         uint32_t position_3 = (block + 8) % 132;
         if (position_3 < 1792) {
-          uint4* vector = (uint4*)(arena + 131200);
+          uint4* vector = (uint4*)(arena + 147712);
           float squares = 0.0f;
           uint32_t first_unit = thread;
           uint4 weights_2[8];
@@ -2363,8 +2364,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               vector[first_unit_3 + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_5), high * bf16x2_high(weights_5)), pack_bf16x2(low_2 * bf16x2_low(weights_6), high_2 * bf16x2_high(weights_6)), pack_bf16x2(low_3 * bf16x2_low(weights_7), high_3 * bf16x2_high(weights_7)), pack_bf16x2(low_4 * bf16x2_low(weights_8), high_4 * bf16x2_high(weights_8)));
             }
           }
-          float* partial_sums = (float*)(arena + 205952);
-          float* scales = (float*)(arena + 206208);
+          float* partial_sums = (float*)(arena + 222464);
+          float* scales = (float*)(arena + 222720);
           float sum_of_token = squares;
           float value = shuffle_xor_f32(sum_of_token, 2);
           sum_of_token = sum_of_token + value;
@@ -2390,7 +2391,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             for (uint32_t chunk = 0; chunk < 8; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
               uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_2 = (uint4*)(arena + 131200);
+              uint4* vector_2 = (uint4*)(arena + 147712);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2407,12 +2408,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 mbarrier_arrive(empty + use_stage);
               }
               use_stage = use_stage + 1;
-              if (use_stage == 8) {
+              if (use_stage == 9) {
                 use_stage = 0;
                 use_parity = use_parity ^ 1;
               }
             }
-            float* reductions = (float*)(arena + 196736) + turn * 1024;
+            float* reductions = (float*)(arena + 213248) + turn * 1024;
             uint32_t row = warp * 16 + lane / 4;
             uint32_t first = lane % 4 * 2;
             uint32_t place = row * 8 + first;
@@ -2435,7 +2436,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
                 float value_3 = shuffle_xor_f32(half_sum, 16);
                 float row_sum = half_sum + value_3;
-                float value_4 = row_sum * ((float*)(arena + 206208))[column];
+                float value_4 = row_sum * ((float*)(arena + 222720))[column];
                 float other = shuffle_xor_f32(value_4, 8);
                 float gated = divide_f32(value_4, 1.0f + exp_f32(-value_4)) * other;
                 float neighbour = shuffle_xor_f32(gated, 1);
@@ -2468,7 +2469,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         if (position_4 < 256) {
           float sums[1][4] = {};
           float sums_2[1][4] = {};
-          uint4* vector = (uint4*)(arena + 131200);
+          uint4* vector = (uint4*)(arena + 147712);
           uint32_t first_unit = thread;
           if (thread / 4 % 8 < column_count) {
             uint4 units[8];
@@ -2500,7 +2501,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           for (uint32_t chunk = 0; chunk < 7; ++chunk) {
             mbarrier_wait(full + use_stage, use_parity);
             uint8_t* chunk_2 = arena + use_stage * 16384;
-            uint4* vector_2 = (uint4*)(arena + 131200);
+            uint4* vector_2 = (uint4*)(arena + 147712);
             const uint4* fragments = (const uint4*)(chunk_2);
             #pragma unroll
             for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2517,7 +2518,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_arrive(empty + use_stage);
             }
             use_stage = use_stage + 1;
-            if (use_stage == 8) {
+            if (use_stage == 9) {
               use_stage = 0;
               use_parity = use_parity ^ 1;
             }
@@ -2527,7 +2528,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             for (uint32_t chunk = 0; chunk < 7; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
               uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_2 = (uint4*)(arena + 131200);
+              uint4* vector_2 = (uint4*)(arena + 147712);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2544,14 +2545,14 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 mbarrier_arrive(empty + use_stage);
               }
               use_stage = use_stage + 1;
-              if (use_stage == 8) {
+              if (use_stage == 9) {
                 use_stage = 0;
                 use_parity = use_parity ^ 1;
               }
             }
           }
           named_barrier(1, 256);
-          uint4* vector_2 = (uint4*)(arena + 131200);
+          uint4* vector_2 = (uint4*)(arena + 147712);
           uint32_t first_unit_3 = thread;
           if (thread / 4 % 8 < column_count) {
             uint4 units[8];
@@ -2583,7 +2584,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           for (uint32_t chunk = 7; chunk < 14; ++chunk) {
             mbarrier_wait(full + use_stage, use_parity);
             uint8_t* chunk_2 = arena + use_stage * 16384;
-            uint4* vector_3 = (uint4*)(arena + 131200);
+            uint4* vector_3 = (uint4*)(arena + 147712);
             const uint4* fragments = (const uint4*)(chunk_2);
             #pragma unroll
             for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2600,7 +2601,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_arrive(empty + use_stage);
             }
             use_stage = use_stage + 1;
-            if (use_stage == 8) {
+            if (use_stage == 9) {
               use_stage = 0;
               use_parity = use_parity ^ 1;
             }
@@ -2610,7 +2611,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             for (uint32_t chunk = 7; chunk < 14; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
               uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_3 = (uint4*)(arena + 131200);
+              uint4* vector_3 = (uint4*)(arena + 147712);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2627,14 +2628,14 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 mbarrier_arrive(empty + use_stage);
               }
               use_stage = use_stage + 1;
-              if (use_stage == 8) {
+              if (use_stage == 9) {
                 use_stage = 0;
                 use_parity = use_parity ^ 1;
               }
             }
           }
           named_barrier(1, 256);
-          uint4* vector_3 = (uint4*)(arena + 131200);
+          uint4* vector_3 = (uint4*)(arena + 147712);
           uint32_t first_unit_5 = thread;
           if (thread / 4 % 8 < column_count) {
             uint4 units[8];
@@ -2666,7 +2667,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           for (uint32_t chunk = 14; chunk < 21; ++chunk) {
             mbarrier_wait(full + use_stage, use_parity);
             uint8_t* chunk_2 = arena + use_stage * 16384;
-            uint4* vector_4 = (uint4*)(arena + 131200);
+            uint4* vector_4 = (uint4*)(arena + 147712);
             const uint4* fragments = (const uint4*)(chunk_2);
             #pragma unroll
             for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2683,7 +2684,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_arrive(empty + use_stage);
             }
             use_stage = use_stage + 1;
-            if (use_stage == 8) {
+            if (use_stage == 9) {
               use_stage = 0;
               use_parity = use_parity ^ 1;
             }
@@ -2693,7 +2694,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             for (uint32_t chunk = 14; chunk < 21; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
               uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_4 = (uint4*)(arena + 131200);
+              uint4* vector_4 = (uint4*)(arena + 147712);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2710,14 +2711,14 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 mbarrier_arrive(empty + use_stage);
               }
               use_stage = use_stage + 1;
-              if (use_stage == 8) {
+              if (use_stage == 9) {
                 use_stage = 0;
                 use_parity = use_parity ^ 1;
               }
             }
           }
           named_barrier(1, 256);
-          uint4* vector_4 = (uint4*)(arena + 131200);
+          uint4* vector_4 = (uint4*)(arena + 147712);
           uint32_t first_unit_7 = thread;
           if (thread / 4 % 8 < column_count) {
             uint4 units[8];
@@ -2749,7 +2750,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           for (uint32_t chunk = 21; chunk < 28; ++chunk) {
             mbarrier_wait(full + use_stage, use_parity);
             uint8_t* chunk_2 = arena + use_stage * 16384;
-            uint4* vector_5 = (uint4*)(arena + 131200);
+            uint4* vector_5 = (uint4*)(arena + 147712);
             const uint4* fragments = (const uint4*)(chunk_2);
             #pragma unroll
             for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2766,7 +2767,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_arrive(empty + use_stage);
             }
             use_stage = use_stage + 1;
-            if (use_stage == 8) {
+            if (use_stage == 9) {
               use_stage = 0;
               use_parity = use_parity ^ 1;
             }
@@ -2776,7 +2777,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             for (uint32_t chunk = 21; chunk < 28; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
               uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_5 = (uint4*)(arena + 131200);
+              uint4* vector_5 = (uint4*)(arena + 147712);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2793,13 +2794,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 mbarrier_arrive(empty + use_stage);
               }
               use_stage = use_stage + 1;
-              if (use_stage == 8) {
+              if (use_stage == 9) {
                 use_stage = 0;
                 use_parity = use_parity ^ 1;
               }
             }
           }
-          float* reductions = (float*)(arena + 196736) + turn * 1024;
+          float* reductions = (float*)(arena + 213248) + turn * 1024;
           uint32_t row = warp * 16 + lane / 4;
           uint32_t first = lane % 4 * 2;
           uint32_t place = row * 8 + first;
@@ -2822,7 +2823,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
               float value = shuffle_xor_f32(half_sum, 16);
               float row_sum = half_sum + value;
-              float* residual_2 = (float*)(arena + 204928);
+              float* residual_2 = (float*)(arena + 221440);
               float value_2 = row_sum;
               if (lane < 16) {
                 uint32_t place_3 = (position_4 / 132 * 16 + row_2) * 8 + column;
@@ -2842,7 +2843,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             finisher = 0;
           }
           if (position_4 + 132 < 256) {
-            float* reductions_2 = (float*)(arena + 196736) + turn * 1024;
+            float* reductions_2 = (float*)(arena + 213248) + turn * 1024;
             uint32_t row_2 = warp * 16 + lane / 4;
             uint32_t first_2 = lane % 4 * 2;
             uint32_t place_3 = row_2 * 8 + first_2;
@@ -2865,7 +2866,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
                 float value = shuffle_xor_f32(half_sum, 16);
                 float row_sum = half_sum + value;
-                float* residual_2 = (float*)(arena + 204928);
+                float* residual_2 = (float*)(arena + 221440);
                 float value_2 = row_sum;
                 if (lane < 16) {
                   uint32_t place_5 = ((position_4 + 132) / 132 * 16 + row_3) * 8 + column;
@@ -2906,7 +2907,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         if (position < 8016) {
           uint32_t last = step_epoch + 31;
           const bf16* norm = norms + 262144;
-          uint4* vector = (uint4*)(arena + 131200);
+          uint4* vector = (uint4*)(arena + 147712);
           float squares = 0.0f;
           uint32_t first_unit = thread;
           uint4 weights_2[8];
@@ -3013,8 +3014,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               vector[first_unit_3 + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_5), high * bf16x2_high(weights_5)), pack_bf16x2(low_2 * bf16x2_low(weights_6), high_2 * bf16x2_high(weights_6)), pack_bf16x2(low_3 * bf16x2_low(weights_7), high_3 * bf16x2_high(weights_7)), pack_bf16x2(low_4 * bf16x2_low(weights_8), high_4 * bf16x2_high(weights_8)));
             }
           }
-          float* partial_sums = (float*)(arena + 205952);
-          float* scales = (float*)(arena + 206208);
+          float* partial_sums = (float*)(arena + 222464);
+          float* scales = (float*)(arena + 222720);
           float sum_of_token = squares;
           float value = shuffle_xor_f32(sum_of_token, 2);
           sum_of_token = sum_of_token + value;
@@ -3040,7 +3041,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             for (uint32_t chunk = 0; chunk < 8; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
               uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_2 = (uint4*)(arena + 131200);
+              uint4* vector_2 = (uint4*)(arena + 147712);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -3057,12 +3058,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 mbarrier_arrive(empty + use_stage);
               }
               use_stage = use_stage + 1;
-              if (use_stage == 8) {
+              if (use_stage == 9) {
                 use_stage = 0;
                 use_parity = use_parity ^ 1;
               }
             }
-            float* reductions = (float*)(arena + 196736) + turn * 1024;
+            float* reductions = (float*)(arena + 213248) + turn * 1024;
             uint32_t row = warp * 16 + lane / 4;
             uint32_t first = lane % 4 * 2;
             uint32_t place = row * 8 + first;
@@ -3085,7 +3086,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
                 float value_3 = shuffle_xor_f32(half_sum, 16);
                 float row_sum = half_sum + value_3;
-                float logit = row_sum * ((float*)(arena + 206208))[column];
+                float logit = row_sum * ((float*)(arena + 222720))[column];
                 uint32_t token = strip * 16 + row_2;
                 if (logits != nullptr && lane < 16 && token < 128256) {
                   uint64_t row_3 = (uint64_t)(step * 8 + column);
@@ -3093,10 +3094,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
                 uint32_t token_2 = strip * 16 + row_2;
                 float candidate = logit;
-                float temperature = bits_float(((uint32_t*)(arena + 219888))[column * 8 + 3]);
+                float temperature = bits_float(((uint32_t*)(arena + 228016))[column * 8 + 3]);
                 if (temperature > 0.0f) {
-                  uint64_t seed = ((uint64_t)(((uint32_t*)(arena + 219888))[column * 8 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + 219888))[column * 8 + 4]);
-                  uint32_t position_2 = ((uint32_t*)(arena + 219888))[column * 8] + 1;
+                  uint64_t seed = ((uint64_t)(((uint32_t*)(arena + 228016))[column * 8 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + 228016))[column * 8 + 4]);
+                  uint32_t position_2 = ((uint32_t*)(arena + 228016))[column * 8] + 1;
                   uint32_t c0 = token_2;
                   uint32_t c1 = position_2;
                   uint32_t c2 = 0;
@@ -3138,8 +3139,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       if (thread == 0) {
         store_relaxed_u32(progress + block, step * 162 + 161);
       }
-      uint32_t* words = (uint32_t*)(arena + 211440);
       uint32_t first_word = step % 2 * 132 * 16;
+      uint32_t* words = (uint32_t*)(arena + 227952);
       #pragma unroll 1
       for (uint32_t level = 0; level < 5; ++level) {
         uint32_t mask = 16u >> level;
@@ -3156,7 +3157,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         words[place + 1] = best_token;
       }
       named_barrier(1, 256);
-      uint2* candidates = (uint2*)(arena + 211440);
+      uint2* candidates = (uint2*)(arena + 227952);
       float best_2 = -bits_float(0x7f800000);
       uint32_t best_token_2 = 4294967295u;
       #pragma unroll 1
@@ -3192,15 +3193,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         wait_at_least_u64(counter, arrivals_due);
       }
       named_barrier(1, 256);
-      uint4* units = (uint4*)(arena + 211440);
+      uint4* units = (uint4*)(arena + 147712);
       #pragma unroll 1
       for (uint32_t other = thread; other < 528; other += 256) {
         uint4 words_2 = ((const uint4*)(exchange_words + ((first_word / 4 + other) * 4 + 1313856)))[0];
         units[other] = words_2;
       }
       named_barrier(1, 256);
-      uint32_t* chosen = (uint32_t*)(arena + 220144);
-      uint2* candidates_2 = (uint2*)(arena + 211440);
+      uint32_t* chosen = (uint32_t*)(arena + 228272);
+      uint2* candidates_2 = (uint2*)(arena + 147712);
       float best_4 = -bits_float(0x7f800000);
       uint32_t best_token_4 = 4294967295u;
       #pragma unroll 1
@@ -3232,15 +3233,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         uint32_t going_on = 0;
         #pragma unroll 1
         for (uint32_t column = lane; column < column_count; column += 32) {
-          uint32_t sequence = ((uint32_t*)(arena + 219888))[column * 8 + 6];
-          uint32_t number = ((uint32_t*)(arena + 219888))[column * 8 + 1];
-          uint32_t total = ((uint32_t*)(arena + 219888))[column * 8 + 2];
+          uint32_t sequence = ((uint32_t*)(arena + 228016))[column * 8 + 6];
+          uint32_t number = ((uint32_t*)(arena + 228016))[column * 8 + 1];
+          uint32_t total = ((uint32_t*)(arena + 228016))[column * 8 + 2];
           uint32_t value = load_constant_u32(sequences + (sequence * 16 + 2));
           uint32_t given = value;
           uint32_t value_2 = load_constant_u32(sequences + (sequence * 16 + 1));
           uint32_t per_step = value_2;
-          uint32_t sampled = ((uint32_t*)(arena + 220144))[column] < 128255 ? ((uint32_t*)(arena + 220144))[column] : 128255;
-          uint32_t stopped = ((uint32_t*)(arena + 219888))[column * 8 + 7];
+          uint32_t sampled = ((uint32_t*)(arena + 228272))[column] < 128255 ? ((uint32_t*)(arena + 228272))[column] : 128255;
+          uint32_t stopped = ((uint32_t*)(arena + 228016))[column * 8 + 7];
           if (number + 1 >= given && number < total) {
             if (block == 0) {
               tokens[sequence * 513 + number + 1] = (int32_t)(sampled);
@@ -3259,7 +3260,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           if (following_2 >= total) {
             stopped = 1;
           }
-          ((uint32_t*)(arena + 219888))[column * 8 + 7] = stopped;
+          ((uint32_t*)(arena + 228016))[column * 8 + 7] = stopped;
           if (stopped == 0) {
             going_on = 1;
           }
@@ -3306,7 +3307,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 mbarrier_arrive(empty + use_stage);
               }
               use_stage = use_stage + 1;
-              if (use_stage == 8) {
+              if (use_stage == 9) {
                 use_stage = 0;
                 use_parity = use_parity ^ 1;
               }

@@ -3,31 +3,32 @@
 //
 // model: hidden 2048, ffn 8192, vocab 128256, heads 32, kv_heads 8, head_dim 64, layers 16
 // machine: h200, 132 blocks of 384 threads: 8 math warps
-// plan: math_warps 8, stage_bytes 16384, stages 10, in_flight 3, copy_warps 4, sync barrier, page_size 16, max_context 8192, batch 8, tokens 8, down_slices 4, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 4, start_residual 0, start_gate_up 4, start_head 4, trace False
+// plan: math_warps 8, stage_bytes 16384, stages 11, in_flight 3, copy_warps 4, sync barrier, page_size 16, max_context 8192, batch 8, tokens 8, down_slices 4, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 4, start_residual 0, start_gate_up 4, start_head 4, trace False
 // weights read a step: 2471493632 bytes, in 121634816 a layer
 // shared memory:
 //     offset    bytes  region
-//          0   163840  ring
-//     163840      160  ring_barriers
-//     164096    32768  scratch
-//     164096    32768  vector  (over scratch)
-//     164096    16384  attention  (over scratch)
-//     180480     4096  queries  (over scratch)
-//     184576     4096  newest  (over scratch)
-//     196864     8192  reductions
-//     205056      512  residual
-//     205568      256  partial_sums
-//     205824       32  scales
-//     205856     2048  rope
-//     207904      512  statistics
-//     208416      592  records
-//     209008     8448  candidates
-//     217456      256  columns
-//     217712       32  chosen
-//     217744       16  step_done
-//     217760       36  next_token
-//              217796  total
-//              232448  a block has, 14652 free
+//          0   180224  ring
+//     180224      176  ring_barriers
+//     180480    32768  scratch
+//     180480    32768  vector  (over scratch)
+//     180480     8448  candidates  (over scratch)
+//     180480    16384  attention  (over scratch)
+//     196864     4096  queries  (over scratch)
+//     200960     4096  newest  (over scratch)
+//     213248     8192  reductions
+//     221440      512  residual
+//     221952      256  partial_sums
+//     222208       32  scales
+//     222240     2048  rope
+//     224288      512  statistics
+//     224800      592  records
+//     225392       64  warp_candidates
+//     225456      256  columns
+//     225712       32  chosen
+//     225744       16  step_done
+//     225760       36  next_token
+//              225796  total
+//              232448  a block has, 6652 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -248,12 +249,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
   uint32_t* exchange_words = (uint32_t*)(exchange);
-  uint64_t* full = (uint64_t*)(arena + 163840);
-  uint64_t* empty = full + 10;
-  uint64_t* step_done = (uint64_t*)(arena + 217744);
-  uint32_t* next_token = (uint32_t*)(arena + 217760);
+  uint64_t* full = (uint64_t*)(arena + 180224);
+  uint64_t* empty = full + 11;
+  uint64_t* step_done = (uint64_t*)(arena + 225744);
+  uint32_t* next_token = (uint32_t*)(arena + 225760);
   if (thread == 0) {
-    for (uint32_t stage = 0; stage < 10; ++stage) {
+    for (uint32_t stage = 0; stage < 11; ++stage) {
       mbarrier_init(full + stage, 1);
       mbarrier_init(empty + stage, 8);
     }
@@ -273,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       token = (uint32_t)(tokens[place]) < 128255 ? (uint32_t)(tokens[place]) : 128255;
     }
     next_token[thread] = token;
-    ((uint32_t*)(arena + 217456))[thread * 8 + 7] = 0;
+    ((uint32_t*)(arena + 225456))[thread * 8 + 7] = 0;
   }
   block_barrier();
   if (warp >= 8) {
@@ -283,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       uint32_t plan_index = 0;
       uint32_t fill_stage = 0;
       uint32_t fill_parity = 1;
-      uint32_t landed_stage = 7;
+      uint32_t landed_stage = 8;
       uint32_t landed_parity = 1;
       for (uint32_t step = 0; step < steps; ++step) {
         bool is_new = step == 0;
@@ -311,7 +312,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_wait(empty + fill_stage, fill_parity);
               mbarrier_wait(full + landed_stage, landed_parity);
               landed_stage = landed_stage + 1;
-              if (landed_stage == 10) {
+              if (landed_stage == 11) {
                 landed_stage = 0;
                 landed_parity = landed_parity ^ 1;
               }
@@ -320,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_arrive_expect_tx(barrier, 16384);
               bulk_copy(destination, source, 16384, barrier);
               fill_stage = fill_stage + 1;
-              if (fill_stage == 10) {
+              if (fill_stage == 11) {
                 fill_stage = 0;
                 fill_parity = fill_parity ^ 1;
               }
@@ -362,7 +363,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_wait(empty + fill_stage, fill_parity);
               mbarrier_wait(full + landed_stage, landed_parity);
               landed_stage = landed_stage + 1;
-              if (landed_stage == 10) {
+              if (landed_stage == 11) {
                 landed_stage = 0;
                 landed_parity = landed_parity ^ 1;
               }
@@ -381,7 +382,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
               }
               fill_stage = fill_stage + 1;
-              if (fill_stage == 10) {
+              if (fill_stage == 11) {
                 fill_stage = 0;
                 fill_parity = fill_parity ^ 1;
               }
@@ -401,7 +402,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_wait(empty + fill_stage, fill_parity);
               mbarrier_wait(full + landed_stage, landed_parity);
               landed_stage = landed_stage + 1;
-              if (landed_stage == 10) {
+              if (landed_stage == 11) {
                 landed_stage = 0;
                 landed_parity = landed_parity ^ 1;
               }
@@ -410,7 +411,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_arrive_expect_tx(barrier, 16384);
               bulk_copy(destination, source, 16384, barrier);
               fill_stage = fill_stage + 1;
-              if (fill_stage == 10) {
+              if (fill_stage == 11) {
                 fill_stage = 0;
                 fill_parity = fill_parity ^ 1;
               }
@@ -431,7 +432,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_wait(empty + fill_stage, fill_parity);
               mbarrier_wait(full + landed_stage, landed_parity);
               landed_stage = landed_stage + 1;
-              if (landed_stage == 10) {
+              if (landed_stage == 11) {
                 landed_stage = 0;
                 landed_parity = landed_parity ^ 1;
               }
@@ -440,7 +441,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_arrive_expect_tx(barrier, 16384);
               bulk_copy(destination, source, 16384, barrier);
               fill_stage = fill_stage + 1;
-              if (fill_stage == 10) {
+              if (fill_stage == 11) {
                 fill_stage = 0;
                 fill_parity = fill_parity ^ 1;
               }
@@ -464,7 +465,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 mbarrier_wait(empty + fill_stage, fill_parity);
                 mbarrier_wait(full + landed_stage, landed_parity);
                 landed_stage = landed_stage + 1;
-                if (landed_stage == 10) {
+                if (landed_stage == 11) {
                   landed_stage = 0;
                   landed_parity = landed_parity ^ 1;
                 }
@@ -473,7 +474,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 mbarrier_arrive_expect_tx(barrier, 16384);
                 bulk_copy(destination, source, 16384, barrier);
                 fill_stage = fill_stage + 1;
-                if (fill_stage == 10) {
+                if (fill_stage == 11) {
                   fill_stage = 0;
                   fill_parity = fill_parity ^ 1;
                 }
@@ -496,7 +497,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_wait(empty + fill_stage, fill_parity);
               mbarrier_wait(full + landed_stage, landed_parity);
               landed_stage = landed_stage + 1;
-              if (landed_stage == 10) {
+              if (landed_stage == 11) {
                 landed_stage = 0;
                 landed_parity = landed_parity ^ 1;
               }
@@ -505,7 +506,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_arrive_expect_tx(barrier, 16384);
               bulk_copy(destination, source, 16384, barrier);
               fill_stage = fill_stage + 1;
-              if (fill_stage == 10) {
+              if (fill_stage == 11) {
                 fill_stage = 0;
                 fill_parity = fill_parity ^ 1;
               }
@@ -542,7 +543,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       }
       bool has_new_plan = is_new;
       uint32_t step_epoch = epoch + step * 17;
-      uint32_t* state = (uint32_t*)(arena + 217456);
+      uint32_t* state = (uint32_t*)(arena + 225456);
       if (thread < column_count) {
         uint32_t value = load_constant_u32(columns + thread * 4);
         uint32_t sequence = value;
@@ -565,7 +566,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         words[6] = sequence;
       }
       if (has_new_plan) {
-        uint4* kept = (uint4*)(arena + 208416);
+        uint4* kept = (uint4*)(arena + 224800);
         uint4 header = load_constant_u32x4(kv_plans + plan_index * 6208);
         if (thread < 4) {
           uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 6208 + (block + 64)));
@@ -587,7 +588,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           }
         }
         if (warp % 4 == 0 && warp / 4 * 132 + block < header.z * header.w) {
-          uint4* place = (uint4*)(arena + 208416) + (21 + warp / 4 * 8);
+          uint4* place = (uint4*)(arena + 224800) + (21 + warp / 4 * 8);
           uint32_t number = load_constant_u32(kv_plans + (plan_index * 6208 + ((warp / 4 * 132 + block) / header.w * 2 + 3584)));
           uint32_t head = load_constant_u32(kv_plans + (plan_index * 6208 + ((warp / 4 * 132 + block) / header.w * 2 + 1 + 3584)));
           uint32_t begin = load_constant_u32(kv_plans + (plan_index * 6208 + ((warp / 4 * 132 + block) / header.w + 3392)));
@@ -608,13 +609,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         }
       }
       named_barrier(1, 256);
-      float* angles = (float*)(arena + 205856);
+      float* angles = (float*)(arena + 222240);
       #pragma unroll 1
       for (uint32_t number = thread; number < column_count * 64; number += 256) {
-        uint32_t position = ((uint32_t*)(arena + 217456))[number / 64 * 8];
+        uint32_t position = ((uint32_t*)(arena + 225456))[number / 64 * 8];
         angles[number] = rope[(uint64_t)(position) * 64 + (uint64_t)(number % 64)];
       }
-      float* residual = (float*)(arena + 205056);
+      float* residual = (float*)(arena + 221440);
       #pragma unroll 1
       for (uint32_t place = thread; place < 128; place += 256) {
         uint32_t own_row = place / 8;
@@ -643,7 +644,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         uint32_t position = (block + 4) % 132;
         if (position < 192) {
           if (layer == 0) {
-            uint4* vector = (uint4*)(arena + 164096);
+            uint4* vector = (uint4*)(arena + 180480);
             float squares = 0.0f;
             uint32_t first_unit = thread;
             uint4 weights_2[8];
@@ -717,8 +718,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 vector[first_unit_2 + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_4), high * bf16x2_high(weights_4)), pack_bf16x2(low_2 * bf16x2_low(weights_5), high_2 * bf16x2_high(weights_5)), pack_bf16x2(low_3 * bf16x2_low(weights_6), high_3 * bf16x2_high(weights_6)), pack_bf16x2(low_4 * bf16x2_low(weights_7), high_4 * bf16x2_high(weights_7)));
               }
             }
-            float* partial_sums = (float*)(arena + 205568);
-            float* scales = (float*)(arena + 205824);
+            float* partial_sums = (float*)(arena + 221952);
+            float* scales = (float*)(arena + 222208);
             float sum_of_token = squares;
             float value = shuffle_xor_f32(sum_of_token, 2);
             sum_of_token = sum_of_token + value;
@@ -739,7 +740,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             }
           } else {
             uint32_t epoch_2 = layer_epoch - 1;
-            uint4* vector = (uint4*)(arena + 164096);
+            uint4* vector = (uint4*)(arena + 180480);
             float squares = 0.0f;
             uint32_t first_unit = thread;
             uint4 weights_2[8];
@@ -811,8 +812,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 vector[first_unit_2 + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_4), high * bf16x2_high(weights_4)), pack_bf16x2(low_2 * bf16x2_low(weights_5), high_2 * bf16x2_high(weights_5)), pack_bf16x2(low_3 * bf16x2_low(weights_6), high_3 * bf16x2_high(weights_6)), pack_bf16x2(low_4 * bf16x2_low(weights_7), high_4 * bf16x2_high(weights_7)));
               }
             }
-            float* partial_sums = (float*)(arena + 205568);
-            float* scales = (float*)(arena + 205824);
+            float* partial_sums = (float*)(arena + 221952);
+            float* scales = (float*)(arena + 222208);
             float sum_of_token = squares;
             float value = shuffle_xor_f32(sum_of_token, 2);
             sum_of_token = sum_of_token + value;
@@ -839,7 +840,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             for (uint32_t chunk = 0; chunk < 4; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
               uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector = (uint4*)(arena + 164096);
+              uint4* vector = (uint4*)(arena + 180480);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -856,12 +857,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 mbarrier_arrive(empty + use_stage);
               }
               use_stage = use_stage + 1;
-              if (use_stage == 10) {
+              if (use_stage == 11) {
                 use_stage = 0;
                 use_parity = use_parity ^ 1;
               }
             }
-            float* reductions = (float*)(arena + 196864) + turn * 1024;
+            float* reductions = (float*)(arena + 213248) + turn * 1024;
             uint32_t row = warp * 16 + lane / 4;
             uint32_t first = lane % 4 * 2;
             uint32_t place = row * 8 + first;
@@ -886,10 +887,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 float row_sum = half_sum + value;
                 uint32_t head = strip / 4;
                 uint32_t strip_of_head = strip % 4;
-                float value_2 = row_sum * ((float*)(arena + 205824))[column];
+                float value_2 = row_sum * ((float*)(arena + 222208))[column];
                 uint32_t dim = strip_of_head * 16 + row_2;
                 if (head < 40) {
-                  float2* angles_2 = (float2*)(arena + 205856) + column * 32;
+                  float2* angles_2 = (float2*)(arena + 222240) + column * 32;
                   uint32_t frequency = strip_of_head * 8 + row_2 % 8;
                   float2 angle = angles_2[frequency];
                   float partner = shuffle_xor_f32(value_2, 8);
@@ -904,11 +905,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 if (lane < 16 && lane % 2 == 0) {
                   uint32_t place_3 = (column * 3072 + head * 64 + dim) / 2;
                   if (head >= 32) {
-                    if (((uint32_t*)(arena + 217456))[column * 8 + 1] < ((uint32_t*)(arena + 217456))[column * 8 + 2]) {
-                      uint32_t table = ((uint32_t*)(arena + 217456))[column * 8 + 6] * 512;
-                      uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + 217456))[column * 8] / 16));
+                    if (((uint32_t*)(arena + 225456))[column * 8 + 1] < ((uint32_t*)(arena + 225456))[column * 8 + 2]) {
+                      uint32_t table = ((uint32_t*)(arena + 225456))[column * 8 + 6] * 512;
+                      uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + 225456))[column * 8] / 16));
                       uint64_t offset = (uint64_t)(layer) * 67108864 + (uint64_t)(page) * 16384;
-                      bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 1024 + ((uint32_t*)(arena + 217456))[column * 8] % 16 * 64));
+                      bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 1024 + ((uint32_t*)(arena + 225456))[column * 8] % 16 * 64));
                       bf16* place_4 = head - 32 < 8 ? key : key + 8192;
                       ((uint32_t*)(place_4 + dim))[0] = pair;
                       fence_proxy_async();
@@ -937,11 +938,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         if (thread == 0) {
           store_relaxed_u32(progress + block, step * 82 + (layer * 5 + 1));
         }
-        uint4 numbers = ((uint4*)(arena + 208416))[0];
+        uint4 numbers = ((uint4*)(arena + 224800))[0];
         #pragma unroll 1
         for (uint32_t number = numbers.x; number < numbers.y; ++number) {
           uint32_t index = number - numbers.x;
-          uint4* record = (uint4*)(arena + 208416) + (1 + (index < 4 ? index : 4) * 4);
+          uint4* record = (uint4*)(arena + 224800) + (1 + (index < 4 ? index : 4) * 4);
           if (index >= 4) {
             named_barrier(1, 256);
             if (thread == 0) {
@@ -963,7 +964,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           uint32_t newest_begin = what.w < record[3].x + record[3].y * step ? record[3].x + record[3].y * step : what.w;
           uint32_t newest_end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
           uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
-          uint4* queries = (uint4*)(arena + 180480);
+          uint4* queries = (uint4*)(arena + 196864);
           uint32_t query_units = record[1].z * 8;
           uint32_t newest_units = newest * 8;
           #pragma unroll 1
@@ -978,8 +979,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint32_t unit = is_value ? number_2 - query_units - newest_units : number_2 - query_units;
               uint32_t column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + unit / 8;
               uint4 words = ((const uint4*)(exchange_words + ((column * 384 + ((is_value ? 40u : 32u) + what.z) * 8 + unit % 8) * 4 + 8256)))[0];
-              uint4* keys = (uint4*)(arena + 184576);
-              uint4* values = (uint4*)(arena + 184576) + 128;
+              uint4* keys = (uint4*)(arena + 200960);
+              uint4* values = (uint4*)(arena + 200960) + 128;
               if (is_value) {
                 values[unit] = words;
               } else {
@@ -989,21 +990,21 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           }
           named_barrier(1, 256);
           if (record[1].z <= 8) {
-            uint4* shared = (uint4*)(arena + 180480);
+            uint4* shared = (uint4*)(arena + 196864);
             uint32_t row = lane / 4 < 31 ? lane / 4 : 31;
             uint4* query = shared + row * 8;
             uint32_t limits[2];
             uint32_t fused = lane % 4 * 2;
             uint32_t present = fused < record[1].z - 1 ? fused : record[1].z - 1;
             uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_2 = ((uint32_t*)(arena + 217456))[(record[2].x + present / 4) * 8];
+            uint32_t position_2 = ((uint32_t*)(arena + 225456))[(record[2].x + present / 4) * 8];
             uint32_t following_2 = position_2 + 1;
             uint32_t visible = following_2 > record[2].w ? following_2 - record[2].w : 0;
             limits[0] = fused < record[1].z ? (end < visible ? end : visible) : 0;
             uint32_t fused_2 = lane % 4 * 2 + 1;
             uint32_t present_2 = fused_2 < record[1].z - 1 ? fused_2 : record[1].z - 1;
             uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_3 = ((uint32_t*)(arena + 217456))[(record[2].x + present_2 / 4) * 8];
+            uint32_t position_3 = ((uint32_t*)(arena + 225456))[(record[2].x + present_2 / 4) * 8];
             uint32_t following_3 = position_3 + 1;
             uint32_t visible_2 = following_3 > record[2].w ? following_3 - record[2].w : 0;
             limits[1] = fused_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
@@ -1027,16 +1028,16 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint32_t number_2 = (warp + 8 - first_tile % 8) % 8;
               uint32_t arrivals = 8 / groups + (number_2 < 8 % groups ? 1u : 0u);
               uint32_t place = use_stage + stage;
-              uint32_t stage_2 = place % 10;
+              uint32_t stage_2 = place % 11;
               if (is_cached) {
-                mbarrier_wait(full + stage_2, (use_parity + place / 10) % 2);
+                mbarrier_wait(full + stage_2, (use_parity + place / 11) % 2);
               }
               uint8_t* chunk = arena + stage_2 * 16384;
               uint8_t* keys = chunk;
               uint8_t* values = chunk + 8192;
               if (tile >= tiles_2) {
-                uint8_t* newest_keys = arena + 184576;
-                uint8_t* newest_values = arena + 184576 + 2048;
+                uint8_t* newest_keys = arena + 200960;
+                uint8_t* newest_values = arena + 200960 + 2048;
                 first_tile = tiles_2;
                 last_tile = all_tiles;
                 first_key = newest_begin;
@@ -1181,9 +1182,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
             }
             uint32_t place = use_stage + (cached + 63) / 64;
-            use_parity = (use_parity + place / 10) % 2;
-            use_stage = place % 10;
-            float* words = (float*)(arena + 207904);
+            use_parity = (use_parity + place / 11) % 2;
+            use_stage = place % 11;
+            float* words = (float*)(arena + 224288);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               float total = weight_sum[column];
@@ -1200,7 +1201,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 words[place_2 + 1] = total;
               }
             }
-            uint4* scratch = (uint4*)(arena + 164096);
+            uint4* scratch = (uint4*)(arena + 180480);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               uint32_t number_2 = lane % 4 * 2 + column;
@@ -1215,8 +1216,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             for (uint32_t output_2 = thread; output_2 < rows * 32; output_2 += 256) {
               uint32_t place_2 = output_2 / 32;
               uint32_t pair = output_2 % 32;
-              float2* scratch_2 = (float2*)(arena + 164096);
-              float2* statistics = (float2*)(arena + 207904);
+              float2* scratch_2 = (float2*)(arena + 180480);
+              float2* statistics = (float2*)(arena + 224288);
               float low = 0.0f;
               float high = 0.0f;
               float highest_2 = -bits_float(0x7f800000);
@@ -1258,43 +1259,43 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             if (record[1].z > 16) {
               column_groups = 2;
             }
-            uint32_t key_groups = 8 / column_groups < 28 ? 8 / column_groups : 28;
+            uint32_t key_groups = 8 / column_groups < 32 ? 8 / column_groups : 32;
             uint32_t warp_group = warp / column_groups;
             uint32_t column_group = warp % column_groups;
             uint32_t key_group = warp_group < key_groups ? warp_group : 134217728;
-            uint4* shared = (uint4*)(arena + 180480);
+            uint4* shared = (uint4*)(arena + 196864);
             uint32_t row = column_group * 2 * 8 + lane / 4 < 31 ? column_group * 2 * 8 + lane / 4 : 31;
             uint4* query = shared + row * 8;
             uint32_t limits[2];
             uint32_t fused = column_group * 2 * 8 + lane % 4 * 2;
             uint32_t present = fused < record[1].z - 1 ? fused : record[1].z - 1;
             uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_2 = ((uint32_t*)(arena + 217456))[(record[2].x + present / 4) * 8];
+            uint32_t position_2 = ((uint32_t*)(arena + 225456))[(record[2].x + present / 4) * 8];
             uint32_t following_2 = position_2 + 1;
             uint32_t visible = following_2 > record[2].w ? following_2 - record[2].w : 0;
             limits[0] = fused < record[1].z ? (end < visible ? end : visible) : 0;
             uint32_t fused_2 = column_group * 2 * 8 + lane % 4 * 2 + 1;
             uint32_t present_2 = fused_2 < record[1].z - 1 ? fused_2 : record[1].z - 1;
             uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_3 = ((uint32_t*)(arena + 217456))[(record[2].x + present_2 / 4) * 8];
+            uint32_t position_3 = ((uint32_t*)(arena + 225456))[(record[2].x + present_2 / 4) * 8];
             uint32_t following_3 = position_3 + 1;
             uint32_t visible_2 = following_3 > record[2].w ? following_3 - record[2].w : 0;
             limits[1] = fused_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
-            uint4* shared_2 = (uint4*)(arena + 180480);
+            uint4* shared_2 = (uint4*)(arena + 196864);
             uint32_t row_2 = (column_group * 2 + 1) * 8 + lane / 4 < 31 ? (column_group * 2 + 1) * 8 + lane / 4 : 31;
             uint4* query_2 = shared_2 + row_2 * 8;
             uint32_t limits_2[2];
             uint32_t fused_3 = (column_group * 2 + 1) * 8 + lane % 4 * 2;
             uint32_t present_3 = fused_3 < record[1].z - 1 ? fused_3 : record[1].z - 1;
             uint32_t end_3 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_4 = ((uint32_t*)(arena + 217456))[(record[2].x + present_3 / 4) * 8];
+            uint32_t position_4 = ((uint32_t*)(arena + 225456))[(record[2].x + present_3 / 4) * 8];
             uint32_t following_4 = position_4 + 1;
             uint32_t visible_3 = following_4 > record[2].w ? following_4 - record[2].w : 0;
             limits_2[0] = fused_3 < record[1].z ? (end_3 < visible_3 ? end_3 : visible_3) : 0;
             uint32_t fused_4 = (column_group * 2 + 1) * 8 + lane % 4 * 2 + 1;
             uint32_t present_4 = fused_4 < record[1].z - 1 ? fused_4 : record[1].z - 1;
             uint32_t end_4 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_5 = ((uint32_t*)(arena + 217456))[(record[2].x + present_4 / 4) * 8];
+            uint32_t position_5 = ((uint32_t*)(arena + 225456))[(record[2].x + present_4 / 4) * 8];
             uint32_t following_5 = position_5 + 1;
             uint32_t visible_4 = following_5 > record[2].w ? following_5 - record[2].w : 0;
             limits_2[1] = fused_4 < record[1].z ? (end_4 < visible_4 ? end_4 : visible_4) : 0;
@@ -1325,16 +1326,16 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint32_t rank = number_2 * column_groups + column_group;
               uint32_t arrivals = 8 / members + (rank < 8 % members ? 1u : 0u);
               uint32_t place = use_stage + stage;
-              uint32_t stage_2 = place % 10;
+              uint32_t stage_2 = place % 11;
               if (is_cached) {
-                mbarrier_wait(full + stage_2, (use_parity + place / 10) % 2);
+                mbarrier_wait(full + stage_2, (use_parity + place / 11) % 2);
               }
               uint8_t* chunk = arena + stage_2 * 16384;
               uint8_t* keys = chunk;
               uint8_t* values = chunk + 8192;
               if (tile >= tiles_2) {
-                uint8_t* newest_keys = arena + 184576;
-                uint8_t* newest_values = arena + 184576 + 2048;
+                uint8_t* newest_keys = arena + 200960;
+                uint8_t* newest_values = arena + 200960 + 2048;
                 first_tile = tiles_2;
                 last_tile = all_tiles;
                 first_key = newest_begin;
@@ -1534,9 +1535,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
             }
             uint32_t place = use_stage + (cached + 63) / 64;
-            use_parity = (use_parity + place / 10) % 2;
-            use_stage = place % 10;
-            float* words = (float*)(arena + 207904);
+            use_parity = (use_parity + place / 11) % 2;
+            use_stage = place % 11;
+            float* words = (float*)(arena + 224288);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               float total = weight_sum[column];
@@ -1553,7 +1554,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 words[place_2 + 1] = total;
               }
             }
-            uint4* scratch = (uint4*)(arena + 164096);
+            uint4* scratch = (uint4*)(arena + 180480);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               uint32_t number_2 = lane % 4 * 2 + column;
@@ -1571,8 +1572,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint32_t row_3 = place_2 / 8 * 2 * 8 + place_2 % 8;
               if (row_3 < record[1].z) {
                 uint32_t stride = column_groups * 8;
-                float2* scratch_2 = (float2*)(arena + 164096);
-                float2* statistics = (float2*)(arena + 207904);
+                float2* scratch_2 = (float2*)(arena + 180480);
+                float2* statistics = (float2*)(arena + 224288);
                 float low = 0.0f;
                 float high = 0.0f;
                 float highest_3 = -bits_float(0x7f800000);
@@ -1610,7 +1611,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
             }
             named_barrier(1, 256);
-            float* words_2 = (float*)(arena + 207904);
+            float* words_2 = (float*)(arena + 224288);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               float total = weight_sum_2[column];
@@ -1627,7 +1628,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 words_2[place_2 + 1] = total;
               }
             }
-            uint4* scratch_2 = (uint4*)(arena + 164096);
+            uint4* scratch_2 = (uint4*)(arena + 180480);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               uint32_t number_2 = lane % 4 * 2 + column;
@@ -1645,8 +1646,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint32_t row_3 = (place_2 / 8 * 2 + 1) * 8 + place_2 % 8;
               if (row_3 < record[1].z) {
                 uint32_t stride = column_groups * 8;
-                float2* scratch_3 = (float2*)(arena + 164096);
-                float2* statistics = (float2*)(arena + 207904);
+                float2* scratch_3 = (float2*)(arena + 180480);
+                float2* statistics = (float2*)(arena + 224288);
                 float low = 0.0f;
                 float high = 0.0f;
                 float highest_3 = -bits_float(0x7f800000);
@@ -1695,15 +1696,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         }
         named_barrier(1, 256);
         // merge of partial states
-        uint4 numbers_2 = ((uint4*)(arena + 208416))[0];
-        uint4* record = (uint4*)(arena + 208416) + (21 + warp / 4 * 8);
+        uint4 numbers_2 = ((uint4*)(arena + 224800))[0];
+        uint4* record = (uint4*)(arena + 224800) + (21 + warp / 4 * 8);
         uint32_t first_job = warp / 4 * 132 + block;
         #pragma unroll 1
         for (uint32_t job = first_job; job < numbers_2.z; job += 264) {
           if (job != first_job) {
             named_barrier(warp / 4 + 2, 128);
             if (warp % 4 == 0) {
-              uint4* place = (uint4*)(arena + 208416) + (21 + warp / 4 * 8);
+              uint4* place = (uint4*)(arena + 224800) + (21 + warp / 4 * 8);
               uint32_t number = load_constant_u32(kv_plans + (plan_index * 6208 + (job / numbers_2.w * 2 + 3584)));
               uint32_t head = load_constant_u32(kv_plans + (plan_index * 6208 + (job / numbers_2.w * 2 + 1 + 3584)));
               uint32_t begin = load_constant_u32(kv_plans + (plan_index * 6208 + (job / numbers_2.w + 3392)));
@@ -1738,7 +1739,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                   uint32_t number = first + (lane < count - 1 ? lane : count - 1);
                   uint32_t source;
                   if (number < 20) {
-                    source = ((const uint32_t*)((uint4*)(arena + 208416) + (21 + warp / 4 * 8) + 3))[number];
+                    source = ((const uint32_t*)((uint4*)(arena + 224800) + (21 + warp / 4 * 8) + 3))[number];
                   } else {
                     uint32_t value = load_constant_u32(kv_plans + (plan_index * 6208 + (record[0].z + number + 3840)));
                     source = value;
@@ -1785,7 +1786,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint32_t number = warp % 4 + first * 4 + (lane < count - 1 ? lane : count - 1) * 4;
                 uint32_t source;
                 if (number < 20) {
-                  source = ((const uint32_t*)((uint4*)(arena + 208416) + (21 + warp / 4 * 8) + 3))[number];
+                  source = ((const uint32_t*)((uint4*)(arena + 224800) + (21 + warp / 4 * 8) + 3))[number];
                 } else {
                   uint32_t value = load_constant_u32(kv_plans + (plan_index * 6208 + (record[0].z + number + 3840)));
                   source = value;
@@ -1823,7 +1824,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                   }
                 }
               }
-              uint4* place = (uint4*)(arena + 164096) + warp * 33;
+              uint4* place = (uint4*)(arena + 180480) + warp * 33;
               place[lane] = make_u32x4(float_bits(sums[0]), float_bits(sums[1]), float_bits(sums[2]), float_bits(sums[3]));
               if (lane == 0) {
                 place[32] = make_u32x4(float_bits(highest), float_bits(weight_sum), 0, 0);
@@ -1832,7 +1833,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               if (warp % 4 == 0) {
                 #pragma unroll
                 for (uint32_t number = 1; number < 4; ++number) {
-                  uint4* place_2 = (uint4*)(arena + 164096) + (warp + number) * 33;
+                  uint4* place_2 = (uint4*)(arena + 180480) + (warp + number) * 33;
                   uint4 part = place_2[lane];
                   uint4 shared = place_2[32];
                   float new_highest = maximum_f32(highest, bits_float(shared.x));
@@ -1869,7 +1870,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         if (first_job + 264 < numbers_2.z) {
           named_barrier(warp / 4 + 2, 128);
           if (warp % 4 == 0) {
-            uint4* place = (uint4*)(arena + 208416) + (21 + warp / 4 * 8);
+            uint4* place = (uint4*)(arena + 224800) + (21 + warp / 4 * 8);
             uint32_t number = load_constant_u32(kv_plans + (plan_index * 6208 + (first_job / numbers_2.w * 2 + 3584)));
             uint32_t head = load_constant_u32(kv_plans + (plan_index * 6208 + (first_job / numbers_2.w * 2 + 1 + 3584)));
             uint32_t begin = load_constant_u32(kv_plans + (plan_index * 6208 + (first_job / numbers_2.w + 3392)));
@@ -1907,7 +1908,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         }
         uint32_t position_2 = block % 132;
         if (position_2 < 128) {
-          uint4* vector = (uint4*)(arena + 164096);
+          uint4* vector = (uint4*)(arena + 180480);
           uint32_t first_unit = thread;
           if (thread / 4 % 8 < column_count) {
             uint4 units[8];
@@ -1929,7 +1930,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             for (uint32_t chunk = 0; chunk < 4; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
               uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_2 = (uint4*)(arena + 164096);
+              uint4* vector_2 = (uint4*)(arena + 180480);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -1946,12 +1947,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 mbarrier_arrive(empty + use_stage);
               }
               use_stage = use_stage + 1;
-              if (use_stage == 10) {
+              if (use_stage == 11) {
                 use_stage = 0;
                 use_parity = use_parity ^ 1;
               }
             }
-            float* reductions = (float*)(arena + 196864) + turn * 1024;
+            float* reductions = (float*)(arena + 213248) + turn * 1024;
             uint32_t row = warp * 16 + lane / 4;
             uint32_t first = lane % 4 * 2;
             uint32_t place = row * 8 + first;
@@ -1974,7 +1975,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
                 float value = shuffle_xor_f32(half_sum, 16);
                 float row_sum = half_sum + value;
-                float* residual_2 = (float*)(arena + 205056);
+                float* residual_2 = (float*)(arena + 221440);
                 float value_2 = row_sum;
                 if (lane < 16) {
                   uint32_t place_3 = (strip / 132 * 16 + row_2) * 8 + column;
@@ -2016,7 +2017,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         }
         uint32_t position_3 = (block + 4) % 132;
         if (position_3 < 1024) {
-          uint4* vector = (uint4*)(arena + 164096);
+          uint4* vector = (uint4*)(arena + 180480);
           float squares = 0.0f;
           uint32_t first_unit = thread;
           uint4 weights_2[8];
@@ -2088,8 +2089,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               vector[first_unit_2 + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_4), high * bf16x2_high(weights_4)), pack_bf16x2(low_2 * bf16x2_low(weights_5), high_2 * bf16x2_high(weights_5)), pack_bf16x2(low_3 * bf16x2_low(weights_6), high_3 * bf16x2_high(weights_6)), pack_bf16x2(low_4 * bf16x2_low(weights_7), high_4 * bf16x2_high(weights_7)));
             }
           }
-          float* partial_sums = (float*)(arena + 205568);
-          float* scales = (float*)(arena + 205824);
+          float* partial_sums = (float*)(arena + 221952);
+          float* scales = (float*)(arena + 222208);
           float sum_of_token = squares;
           float value = shuffle_xor_f32(sum_of_token, 2);
           sum_of_token = sum_of_token + value;
@@ -2115,7 +2116,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             for (uint32_t chunk = 0; chunk < 4; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
               uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_2 = (uint4*)(arena + 164096);
+              uint4* vector_2 = (uint4*)(arena + 180480);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2132,12 +2133,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 mbarrier_arrive(empty + use_stage);
               }
               use_stage = use_stage + 1;
-              if (use_stage == 10) {
+              if (use_stage == 11) {
                 use_stage = 0;
                 use_parity = use_parity ^ 1;
               }
             }
-            float* reductions = (float*)(arena + 196864) + turn * 1024;
+            float* reductions = (float*)(arena + 213248) + turn * 1024;
             uint32_t row = warp * 16 + lane / 4;
             uint32_t first = lane % 4 * 2;
             uint32_t place = row * 8 + first;
@@ -2160,7 +2161,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
                 float value_3 = shuffle_xor_f32(half_sum, 16);
                 float row_sum = half_sum + value_3;
-                float value_4 = row_sum * ((float*)(arena + 205824))[column];
+                float value_4 = row_sum * ((float*)(arena + 222208))[column];
                 float other = shuffle_xor_f32(value_4, 8);
                 float gated = divide_f32(value_4, 1.0f + exp_f32(-value_4)) * other;
                 float neighbour = shuffle_xor_f32(gated, 1);
@@ -2192,7 +2193,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         uint32_t position_4 = block % 132;
         if (position_4 < 128) {
           float sums[1][4] = {};
-          uint4* vector = (uint4*)(arena + 164096);
+          uint4* vector = (uint4*)(arena + 180480);
           uint32_t first_unit = thread;
           if (thread / 4 % 8 < column_count) {
             uint4 units[8];
@@ -2211,7 +2212,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           for (uint32_t chunk = 0; chunk < 4; ++chunk) {
             mbarrier_wait(full + use_stage, use_parity);
             uint8_t* chunk_2 = arena + use_stage * 16384;
-            uint4* vector_2 = (uint4*)(arena + 164096);
+            uint4* vector_2 = (uint4*)(arena + 180480);
             const uint4* fragments = (const uint4*)(chunk_2);
             #pragma unroll
             for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2228,13 +2229,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_arrive(empty + use_stage);
             }
             use_stage = use_stage + 1;
-            if (use_stage == 10) {
+            if (use_stage == 11) {
               use_stage = 0;
               use_parity = use_parity ^ 1;
             }
           }
           named_barrier(1, 256);
-          uint4* vector_2 = (uint4*)(arena + 164096);
+          uint4* vector_2 = (uint4*)(arena + 180480);
           uint32_t first_unit_2 = thread;
           if (thread / 4 % 8 < column_count) {
             uint4 units[8];
@@ -2253,7 +2254,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           for (uint32_t chunk = 4; chunk < 8; ++chunk) {
             mbarrier_wait(full + use_stage, use_parity);
             uint8_t* chunk_2 = arena + use_stage * 16384;
-            uint4* vector_3 = (uint4*)(arena + 164096);
+            uint4* vector_3 = (uint4*)(arena + 180480);
             const uint4* fragments = (const uint4*)(chunk_2);
             #pragma unroll
             for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2270,13 +2271,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_arrive(empty + use_stage);
             }
             use_stage = use_stage + 1;
-            if (use_stage == 10) {
+            if (use_stage == 11) {
               use_stage = 0;
               use_parity = use_parity ^ 1;
             }
           }
           named_barrier(1, 256);
-          uint4* vector_3 = (uint4*)(arena + 164096);
+          uint4* vector_3 = (uint4*)(arena + 180480);
           uint32_t first_unit_3 = thread;
           if (thread / 4 % 8 < column_count) {
             uint4 units[8];
@@ -2295,7 +2296,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           for (uint32_t chunk = 8; chunk < 12; ++chunk) {
             mbarrier_wait(full + use_stage, use_parity);
             uint8_t* chunk_2 = arena + use_stage * 16384;
-            uint4* vector_4 = (uint4*)(arena + 164096);
+            uint4* vector_4 = (uint4*)(arena + 180480);
             const uint4* fragments = (const uint4*)(chunk_2);
             #pragma unroll
             for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2312,13 +2313,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_arrive(empty + use_stage);
             }
             use_stage = use_stage + 1;
-            if (use_stage == 10) {
+            if (use_stage == 11) {
               use_stage = 0;
               use_parity = use_parity ^ 1;
             }
           }
           named_barrier(1, 256);
-          uint4* vector_4 = (uint4*)(arena + 164096);
+          uint4* vector_4 = (uint4*)(arena + 180480);
           uint32_t first_unit_4 = thread;
           if (thread / 4 % 8 < column_count) {
             uint4 units[8];
@@ -2337,7 +2338,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           for (uint32_t chunk = 12; chunk < 16; ++chunk) {
             mbarrier_wait(full + use_stage, use_parity);
             uint8_t* chunk_2 = arena + use_stage * 16384;
-            uint4* vector_5 = (uint4*)(arena + 164096);
+            uint4* vector_5 = (uint4*)(arena + 180480);
             const uint4* fragments = (const uint4*)(chunk_2);
             #pragma unroll
             for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2354,12 +2355,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               mbarrier_arrive(empty + use_stage);
             }
             use_stage = use_stage + 1;
-            if (use_stage == 10) {
+            if (use_stage == 11) {
               use_stage = 0;
               use_parity = use_parity ^ 1;
             }
           }
-          float* reductions = (float*)(arena + 196864) + turn * 1024;
+          float* reductions = (float*)(arena + 213248) + turn * 1024;
           uint32_t row = warp * 16 + lane / 4;
           uint32_t first = lane % 4 * 2;
           uint32_t place = row * 8 + first;
@@ -2382,7 +2383,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
               float value = shuffle_xor_f32(half_sum, 16);
               float row_sum = half_sum + value;
-              float* residual_2 = (float*)(arena + 205056);
+              float* residual_2 = (float*)(arena + 221440);
               float value_2 = row_sum;
               if (lane < 16) {
                 uint32_t place_3 = (position_4 / 132 * 16 + row_2) * 8 + column;
@@ -2422,7 +2423,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         if (position < 8016) {
           uint32_t last = step_epoch + 15;
           const bf16* norm = norms + 65536;
-          uint4* vector = (uint4*)(arena + 164096);
+          uint4* vector = (uint4*)(arena + 180480);
           float squares = 0.0f;
           uint32_t first_unit = thread;
           uint4 weights_2[8];
@@ -2494,8 +2495,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               vector[first_unit_2 + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_4), high * bf16x2_high(weights_4)), pack_bf16x2(low_2 * bf16x2_low(weights_5), high_2 * bf16x2_high(weights_5)), pack_bf16x2(low_3 * bf16x2_low(weights_6), high_3 * bf16x2_high(weights_6)), pack_bf16x2(low_4 * bf16x2_low(weights_7), high_4 * bf16x2_high(weights_7)));
             }
           }
-          float* partial_sums = (float*)(arena + 205568);
-          float* scales = (float*)(arena + 205824);
+          float* partial_sums = (float*)(arena + 221952);
+          float* scales = (float*)(arena + 222208);
           float sum_of_token = squares;
           float value = shuffle_xor_f32(sum_of_token, 2);
           sum_of_token = sum_of_token + value;
@@ -2521,7 +2522,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             for (uint32_t chunk = 0; chunk < 4; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
               uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_2 = (uint4*)(arena + 164096);
+              uint4* vector_2 = (uint4*)(arena + 180480);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2538,12 +2539,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 mbarrier_arrive(empty + use_stage);
               }
               use_stage = use_stage + 1;
-              if (use_stage == 10) {
+              if (use_stage == 11) {
                 use_stage = 0;
                 use_parity = use_parity ^ 1;
               }
             }
-            float* reductions = (float*)(arena + 196864) + turn * 1024;
+            float* reductions = (float*)(arena + 213248) + turn * 1024;
             uint32_t row = warp * 16 + lane / 4;
             uint32_t first = lane % 4 * 2;
             uint32_t place = row * 8 + first;
@@ -2566,7 +2567,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
                 float value_3 = shuffle_xor_f32(half_sum, 16);
                 float row_sum = half_sum + value_3;
-                float logit = row_sum * ((float*)(arena + 205824))[column];
+                float logit = row_sum * ((float*)(arena + 222208))[column];
                 uint32_t token = strip * 16 + row_2;
                 if (logits != nullptr && lane < 16 && token < 128256) {
                   uint64_t row_3 = (uint64_t)(step * 8 + column);
@@ -2574,10 +2575,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
                 uint32_t token_2 = strip * 16 + row_2;
                 float candidate = logit;
-                float temperature = bits_float(((uint32_t*)(arena + 217456))[column * 8 + 3]);
+                float temperature = bits_float(((uint32_t*)(arena + 225456))[column * 8 + 3]);
                 if (temperature > 0.0f) {
-                  uint64_t seed = ((uint64_t)(((uint32_t*)(arena + 217456))[column * 8 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + 217456))[column * 8 + 4]);
-                  uint32_t position_2 = ((uint32_t*)(arena + 217456))[column * 8] + 1;
+                  uint64_t seed = ((uint64_t)(((uint32_t*)(arena + 225456))[column * 8 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + 225456))[column * 8 + 4]);
+                  uint32_t position_2 = ((uint32_t*)(arena + 225456))[column * 8] + 1;
                   uint32_t c0 = token_2;
                   uint32_t c1 = position_2;
                   uint32_t c2 = 0;
@@ -2619,8 +2620,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       if (thread == 0) {
         store_relaxed_u32(progress + block, step * 82 + 81);
       }
-      uint32_t* words = (uint32_t*)(arena + 209008);
       uint32_t first_word = step % 2 * 132 * 16;
+      uint32_t* words = (uint32_t*)(arena + 225392);
       #pragma unroll 1
       for (uint32_t level = 0; level < 5; ++level) {
         uint32_t mask = 16u >> level;
@@ -2637,7 +2638,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         words[place + 1] = best_token;
       }
       named_barrier(1, 256);
-      uint2* candidates = (uint2*)(arena + 209008);
+      uint2* candidates = (uint2*)(arena + 225392);
       float best_2 = -bits_float(0x7f800000);
       uint32_t best_token_2 = 4294967295u;
       #pragma unroll 1
@@ -2673,15 +2674,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         wait_at_least_u64(counter, arrivals_due);
       }
       named_barrier(1, 256);
-      uint4* units = (uint4*)(arena + 209008);
+      uint4* units = (uint4*)(arena + 180480);
       #pragma unroll 1
       for (uint32_t other = thread; other < 528; other += 256) {
         uint4 words_2 = ((const uint4*)(exchange_words + ((first_word / 4 + other) * 4 + 678976)))[0];
         units[other] = words_2;
       }
       named_barrier(1, 256);
-      uint32_t* chosen = (uint32_t*)(arena + 217712);
-      uint2* candidates_2 = (uint2*)(arena + 209008);
+      uint32_t* chosen = (uint32_t*)(arena + 225712);
+      uint2* candidates_2 = (uint2*)(arena + 180480);
       float best_4 = -bits_float(0x7f800000);
       uint32_t best_token_4 = 4294967295u;
       #pragma unroll 1
@@ -2713,15 +2714,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         uint32_t going_on = 0;
         #pragma unroll 1
         for (uint32_t column = lane; column < column_count; column += 32) {
-          uint32_t sequence = ((uint32_t*)(arena + 217456))[column * 8 + 6];
-          uint32_t number = ((uint32_t*)(arena + 217456))[column * 8 + 1];
-          uint32_t total = ((uint32_t*)(arena + 217456))[column * 8 + 2];
+          uint32_t sequence = ((uint32_t*)(arena + 225456))[column * 8 + 6];
+          uint32_t number = ((uint32_t*)(arena + 225456))[column * 8 + 1];
+          uint32_t total = ((uint32_t*)(arena + 225456))[column * 8 + 2];
           uint32_t value = load_constant_u32(sequences + (sequence * 16 + 2));
           uint32_t given = value;
           uint32_t value_2 = load_constant_u32(sequences + (sequence * 16 + 1));
           uint32_t per_step = value_2;
-          uint32_t sampled = ((uint32_t*)(arena + 217712))[column] < 128255 ? ((uint32_t*)(arena + 217712))[column] : 128255;
-          uint32_t stopped = ((uint32_t*)(arena + 217456))[column * 8 + 7];
+          uint32_t sampled = ((uint32_t*)(arena + 225712))[column] < 128255 ? ((uint32_t*)(arena + 225712))[column] : 128255;
+          uint32_t stopped = ((uint32_t*)(arena + 225456))[column * 8 + 7];
           if (number + 1 >= given && number < total) {
             if (block == 0) {
               tokens[sequence * 513 + number + 1] = (int32_t)(sampled);
@@ -2740,7 +2741,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           if (following_2 >= total) {
             stopped = 1;
           }
-          ((uint32_t*)(arena + 217456))[column * 8 + 7] = stopped;
+          ((uint32_t*)(arena + 225456))[column * 8 + 7] = stopped;
           if (stopped == 0) {
             going_on = 1;
           }
@@ -2787,7 +2788,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 mbarrier_arrive(empty + use_stage);
               }
               use_stage = use_stage + 1;
-              if (use_stage == 10) {
+              if (use_stage == 11) {
                 use_stage = 0;
                 use_parity = use_parity ^ 1;
               }

@@ -11,6 +11,7 @@
 //     212992      208  ring_barriers
 //     213248    13312  scratch
 //     213248     8192  vector  (over scratch)
+//     213248     2112  candidates  (over scratch)
 //     213248     8192  attention  (over scratch)
 //     221440     1024  queries  (over scratch)
 //     222464     4096  newest  (over scratch)
@@ -21,13 +22,13 @@
 //     227920      256  rope
 //     228176      512  statistics
 //     228688      592  records
-//     229280     2112  candidates
-//     231392       32  columns
-//     231424        4  chosen
-//     231440       16  step_done
-//     231456        8  next_token
-//              231464  total
-//              232448  a block has, 984 free
+//     229280       64  warp_candidates
+//     229344       32  columns
+//     229376        4  chosen
+//     229392       16  step_done
+//     229408        8  next_token
+//              229416  total
+//              232448  a block has, 3032 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -315,8 +316,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
   uint64_t* exchange_words = (uint64_t*)(exchange);
   uint64_t* full = (uint64_t*)(arena + 212992);
   uint64_t* empty = full + 13;
-  uint64_t* step_done = (uint64_t*)(arena + 231440);
-  uint32_t* next_token = (uint32_t*)(arena + 231456);
+  uint64_t* step_done = (uint64_t*)(arena + 229392);
+  uint32_t* next_token = (uint32_t*)(arena + 229408);
   if (thread == 0) {
     for (uint32_t stage = 0; stage < 13; ++stage) {
       mbarrier_init(full + stage, 1);
@@ -338,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       token = (uint32_t)(tokens[place]) < 128255 ? (uint32_t)(tokens[place]) : 128255;
     }
     next_token[thread] = token;
-    ((uint32_t*)(arena + 231392))[thread * 8 + 7] = 0;
+    ((uint32_t*)(arena + 229344))[thread * 8 + 7] = 0;
   }
   block_barrier();
   if (warp >= 8) {
@@ -599,7 +600,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       }
       bool has_new_plan = is_new;
       uint32_t step_epoch = epoch + step * 17;
-      uint32_t* state = (uint32_t*)(arena + 231392);
+      uint32_t* state = (uint32_t*)(arena + 229344);
       if (thread < column_count) {
         uint32_t value = load_constant_u32(columns + thread * 4);
         uint32_t sequence = value;
@@ -668,7 +669,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       float* angles = (float*)(arena + 227920);
       #pragma unroll 1
       for (uint32_t number = thread; number < column_count * 64; number += 256) {
-        uint32_t position = ((uint32_t*)(arena + 231392))[number / 64 * 8];
+        uint32_t position = ((uint32_t*)(arena + 229344))[number / 64 * 8];
         angles[number] = rope[(uint64_t)(position) * 64 + (uint64_t)(number % 64)];
       }
       float* residual = (float*)(arena + 227584);
@@ -895,11 +896,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               if (lane < 16 && lane % 2 == 0) {
                 uint32_t place = (column * 3072 + head * 64 + dim) / 2;
                 if (head >= 32) {
-                  if (((uint32_t*)(arena + 231392))[column * 8 + 1] < ((uint32_t*)(arena + 231392))[column * 8 + 2]) {
-                    uint32_t table = ((uint32_t*)(arena + 231392))[column * 8 + 6] * 512;
-                    uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + 231392))[column * 8] / 16));
+                  if (((uint32_t*)(arena + 229344))[column * 8 + 1] < ((uint32_t*)(arena + 229344))[column * 8 + 2]) {
+                    uint32_t table = ((uint32_t*)(arena + 229344))[column * 8 + 6] * 512;
+                    uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + 229344))[column * 8] / 16));
                     uint64_t offset = (uint64_t)(layer) * 8388608 + (uint64_t)(page) * 16384;
-                    bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 1024 + ((uint32_t*)(arena + 231392))[column * 8] % 16 * 64));
+                    bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 1024 + ((uint32_t*)(arena + 229344))[column * 8] % 16 * 64));
                     bf16* place_2 = head - 32 < 8 ? key : key + 8192;
                     ((uint32_t*)(place_2 + dim))[0] = pair;
                     fence_proxy_async();
@@ -977,14 +978,14 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           uint32_t fused = lane % 4 * 2;
           uint32_t present = fused < record[1].z - 1 ? fused : record[1].z - 1;
           uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-          uint32_t position_2 = ((uint32_t*)(arena + 231392))[(record[2].x + present / 4) * 8];
+          uint32_t position_2 = ((uint32_t*)(arena + 229344))[(record[2].x + present / 4) * 8];
           uint32_t following_2 = position_2 + 1;
           uint32_t visible = following_2 > record[2].w ? following_2 - record[2].w : 0;
           limits[0] = fused < record[1].z ? (end < visible ? end : visible) : 0;
           uint32_t fused_2 = lane % 4 * 2 + 1;
           uint32_t present_2 = fused_2 < record[1].z - 1 ? fused_2 : record[1].z - 1;
           uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-          uint32_t position_3 = ((uint32_t*)(arena + 231392))[(record[2].x + present_2 / 4) * 8];
+          uint32_t position_3 = ((uint32_t*)(arena + 229344))[(record[2].x + present_2 / 4) * 8];
           uint32_t following_3 = position_3 + 1;
           uint32_t visible_2 = following_3 > record[2].w ? following_3 - record[2].w : 0;
           limits[1] = fused_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
@@ -1910,10 +1911,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
               uint32_t token_2 = strip * 16 + row_2;
               float candidate = logit;
-              float temperature = bits_float(((uint32_t*)(arena + 231392))[column * 8 + 3]);
+              float temperature = bits_float(((uint32_t*)(arena + 229344))[column * 8 + 3]);
               if (temperature > 0.0f) {
-                uint64_t seed = ((uint64_t)(((uint32_t*)(arena + 231392))[column * 8 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + 231392))[column * 8 + 4]);
-                uint32_t position_2 = ((uint32_t*)(arena + 231392))[column * 8] + 1;
+                uint64_t seed = ((uint64_t)(((uint32_t*)(arena + 229344))[column * 8 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + 229344))[column * 8 + 4]);
+                uint32_t position_2 = ((uint32_t*)(arena + 229344))[column * 8] + 1;
                 uint32_t c0 = token_2;
                 uint32_t c1 = position_2;
                 uint32_t c2 = 0;
@@ -1954,8 +1955,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       if (thread == 0) {
         store_relaxed_u32(progress + block, step * 82 + 81);
       }
-      uint32_t* words = (uint32_t*)(arena + 229280);
       uint32_t first_word = step % 2 * 132 * 4;
+      uint32_t* words = (uint32_t*)(arena + 229280);
       #pragma unroll 1
       for (uint32_t level = 0; level < 5; ++level) {
         uint32_t mask = 16u >> level;
@@ -2002,17 +2003,16 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           publish_flagged_release(exchange_words + (place + 80544), word, step_epoch + 16);
         }
       }
-      uint4* units = (uint4*)(arena + 229280);
-      named_barrier(1, 256);
+      uint4* units = (uint4*)(arena + 213248);
       #pragma unroll 1
       for (uint32_t other = thread; other < 132; other += 256) {
         uint4 value = wait_flagged4_acquire(exchange_words + ((first_word / 4 + other) * 4 + 80544), step_epoch + 16);
         units[other] = value;
       }
       named_barrier(1, 256);
-      uint32_t* chosen = (uint32_t*)(arena + 231424);
+      uint32_t* chosen = (uint32_t*)(arena + 229376);
       if (warp < 1) {
-        uint2* candidates = (uint2*)(arena + 229280);
+        uint2* candidates = (uint2*)(arena + 213248);
         float best_2 = -bits_float(0x7f800000);
         uint32_t best_token_2 = 4294967295u;
         #pragma unroll 1
@@ -2045,15 +2045,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         uint32_t going_on = 0;
         #pragma unroll 1
         for (uint32_t column = lane; column < column_count; column += 32) {
-          uint32_t sequence = ((uint32_t*)(arena + 231392))[column * 8 + 6];
-          uint32_t number = ((uint32_t*)(arena + 231392))[column * 8 + 1];
-          uint32_t total = ((uint32_t*)(arena + 231392))[column * 8 + 2];
+          uint32_t sequence = ((uint32_t*)(arena + 229344))[column * 8 + 6];
+          uint32_t number = ((uint32_t*)(arena + 229344))[column * 8 + 1];
+          uint32_t total = ((uint32_t*)(arena + 229344))[column * 8 + 2];
           uint32_t value = load_constant_u32(sequences + (sequence * 16 + 2));
           uint32_t given = value;
           uint32_t value_2 = load_constant_u32(sequences + (sequence * 16 + 1));
           uint32_t per_step = value_2;
-          uint32_t sampled = ((uint32_t*)(arena + 231424))[column] < 128255 ? ((uint32_t*)(arena + 231424))[column] : 128255;
-          uint32_t stopped = ((uint32_t*)(arena + 231392))[column * 8 + 7];
+          uint32_t sampled = ((uint32_t*)(arena + 229376))[column] < 128255 ? ((uint32_t*)(arena + 229376))[column] : 128255;
+          uint32_t stopped = ((uint32_t*)(arena + 229344))[column * 8 + 7];
           if (number + 1 >= given && number < total) {
             if (block == 0) {
               tokens[sequence * 65 + number + 1] = (int32_t)(sampled);
@@ -2072,7 +2072,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           if (following_2 >= total) {
             stopped = 1;
           }
-          ((uint32_t*)(arena + 231392))[column * 8 + 7] = stopped;
+          ((uint32_t*)(arena + 229344))[column * 8 + 7] = stopped;
           if (stopped == 0) {
             going_on = 1;
           }

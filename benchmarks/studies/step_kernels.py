@@ -279,10 +279,10 @@ class SamplerInTwoKernels(Sampler):
     @ch.inline
     def choose(self, epoch: Any, step: Any) -> None:
         machine = self.machine
-        self._lay_down_warps(machine.region("candidates", ty.u32))
+        self._lay_down_warps()
         machine.meet()
         for column in self._columns_of_warp():
-            best, best_token = self._best_of(column, self.columns.limit, self._groups)
+            best, best_token = self._best_of("warp_candidates", column, self.columns.limit, self._groups)
             with ch.if_(machine.lane < 2):
                 word = ch.select(machine.lane == 0, prim.float_bits(best), best_token)
                 place = (machine.block * self.places + column) * 2 + machine.lane
@@ -295,7 +295,7 @@ class SamplerInTwoKernels(Sampler):
         self._gather(ty.u32(0), ty.u32(0))
         machine.meet()
         for column in self._columns_of_warp():
-            _, best_token = self._best_of(column, self.places, machine.gpu.blocks)
+            _, best_token = self._best_of("candidates", column, self.places, machine.gpu.blocks)
             with ch.if_(machine.lane == 0):
                 machine.region("chosen", ty.u32)[column] = best_token
         machine.meet()

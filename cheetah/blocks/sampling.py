@@ -111,12 +111,11 @@ class Sampler:
         two steps ahead of it, for its own candidate of the step between is needed.
         """
         machine = self.machine
-        words = machine.region("candidates", ty.u32)
         first_word = (step % 2 * machine.gpu.blocks) * (2 * self.places)
-        self._lay_down_warps(words)
-        machine.meet()
+        self._lay_down_warps()
+        machine.meet()  # the head's input is used no more: the blocks' candidates may lie over it
         for column in self._columns_of_warp():
-            best, best_token = self._best_of(column, self.columns.limit, self._groups)
+            best, best_token = self._best_of("warp_candidates", column, self.columns.limit, self._groups)
             with ch.if_(machine.lane < 2 * self.places // self.columns.limit):
                 # Value and token; with one column, twice.
                 word = ch.select(machine.lane % 2 == 0, prim.float_bits(best), best_token)
@@ -128,7 +127,7 @@ class Sampler:
         self.timeline.stamp_here("ready")
         chosen = machine.region("chosen", ty.u32)
         for column in self._columns_of_warp():
-            _, best_token = self._best_of(column, self.places, machine.gpu.blocks)
+            _, best_token = self._best_of("candidates", column, self.places, machine.gpu.blocks)
             with ch.if_(machine.lane == 0):
                 chosen[column] = best_token
         machine.meet()
@@ -147,9 +146,10 @@ class Sampler:
                 yield column
 
     @ch.inline
-    def _lay_down_warps(self, words: ch.Expr) -> None:
+    def _lay_down_warps(self) -> None:
         """Each warp's best of its columns, in shared memory: [slot, warp], which is [group, column]."""
         machine = self.machine
+        words = machine.region("warp_candidates", ty.u32)
         for slot in range(self.matvec.slots):
             self._best_of_warp(self.best[slot], self.best_token[slot])
             with ch.if_(machine.lane == 0):
@@ -162,17 +162,15 @@ class Sampler:
         """All blocks' candidates into shared memory, as they lie in the exchange."""
         machine = self.machine
         units = machine.region("candidates", ty.u32x4)
-        if machine.plan.sync == "flags":
-            machine.meet()  # the warps' candidates have been read before they are overwritten
         count = machine.gpu.blocks * self.places // 2
         with ch.for_(machine.thread, count, machine.math_threads, unroll=1) as other:
             units[other] = self.exchange.read4_acquire("candidates", first_unit + other, epoch)
 
     @ch.inline
-    def _best_of(self, column: ch.Expr, stride: int, count: int) -> tuple[Any, Any]:
-        """The best of a column's `count` candidates in shared memory, on every lane of the warp."""
+    def _best_of(self, region: str, column: ch.Expr, stride: int, count: int) -> tuple[Any, Any]:
+        """The best of a column's `count` candidates in a region, on every lane of the warp."""
         machine = self.machine
-        candidates = machine.region("candidates", ty.u32x2)
+        candidates = machine.region(region, ty.u32x2)
         best = ch.var(ty.f32, -math.inf)
         best_token = ch.var(ty.u32, NOBODY)
         with ch.for_(machine.lane, count, 32, unroll=1) as other:

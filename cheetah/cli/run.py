@@ -62,7 +62,7 @@ def run(
         str | None, typer.Option(help="How the cache is kept: bf16 (the default) or e4m3.", show_default=False)
     ] = None,
     prompt_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of the prompt that a step reads; by default 8.", show_default=False)
+        int | None, typer.Option(help="Tokens of the prompt that a step reads; by default 16 or 8.", show_default=False)
     ] = None,
     tuned: Annotated[bool, typer.Option(help="Use what `cheetah tune` has stored for this shape and GPU.")] = True,
     revision: Annotated[

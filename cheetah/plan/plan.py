@@ -249,19 +249,22 @@ Reserve = Callable[[ModelShape, Plan, Gpu], Sequence[Region]]
 
 
 def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...]:
-    """What a block keeps in shared memory beside the ring. The attention scratch lies over the matvec input.
+    """What a block keeps in shared memory beside the ring.
 
-    scratch: the input of a product (bf16), or what attention needs. reductions: two buffers of the warps' row sums.
-    residual: the block's rows (f32). partial_sums: of squares; scales: 1/rms of every token. rope: cos and sin of every
-    token's position. candidates: of every warp or block. columns: what the step's tokens are. chosen: what was sampled.
-    step_done: two mbarriers. next_token: of every column, then whether the launch ends.
+    scratch: the input of a product (bf16), or what attention needs, or all blocks' candidates. reductions: two buffers
+    of the warps' row sums. residual: the block's rows (f32). partial_sums: of squares; scales: 1/rms of every token.
+    rope: cos and sin of every token's position. warp_candidates: of every warp and column. columns: what the step's
+    tokens are. chosen: what was sampled. step_done: two mbarriers. next_token: of every column, then whether the launch
+    ends.
     """
     vector_bytes = plan.tokens * vector_columns(shape, plan) * 2
     attention = attention_regions(shape, plan, vector_bytes)
+    candidates = gpu.blocks * max(plan.tokens, 2) * 8
     residual_rows = ceil_div(ceil_div(shape.hidden, STRIP_ROWS), gpu.blocks) * STRIP_ROWS
     return (
-        Region("scratch", max(vector_bytes, sum(region.nbytes for region in attention)), BULK_ALIGNMENT),
+        Region("scratch", max(vector_bytes, sum(region.nbytes for region in attention), candidates), BULK_ALIGNMENT),
         Region("vector", vector_bytes, BULK_ALIGNMENT, over="scratch"),
+        Region("candidates", candidates, BULK_ALIGNMENT, over="scratch"),
         *attention,
         Region("reductions", 2 * plan.math_warps * STRIP_ROWS * plan.tokens * 4, BULK_ALIGNMENT),
         Region("residual", residual_rows * plan.tokens * 4),
@@ -269,7 +272,7 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
         Region("scales", plan.tokens * 4),
         Region("rope", plan.tokens * shape.head_dim * 4),
         *attention_records(plan),
-        Region("candidates", max(plan.math_warps, gpu.blocks) * max(plan.tokens, 2) * 8),
+        Region("warp_candidates", max(plan.math_warps, plan.tokens) * 8),
         Region("columns", plan.tokens * 8 * 4),
         Region("chosen", plan.tokens * 4),
         Region("step_done", 16),
