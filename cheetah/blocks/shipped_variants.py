@@ -146,6 +146,7 @@ def streaming_llm(sinks: int, recent: int) -> Variant:
         key_transform=key_at,
         logits_mask=keep,
         parameters={"rope": ty.ptr(ty.f32)},
+        one_query=True,
     )
 
 
@@ -164,7 +165,9 @@ def combined(*variants: Variant) -> Variant:
     windows = [variant.window for variant in variants if variant.window is not None]
     parameters = {name: type_ for variant in variants for name, type_ in variant.parameters.items()}
     is_causal = all(variant.causal for variant in variants)
-    return Variant(**chosen, causal=is_causal, window=min(windows, default=None), parameters=parameters)
+    one_query = any(variant.one_query for variant in variants)
+    window = min(windows, default=None)
+    return Variant(**chosen, causal=is_causal, window=window, parameters=parameters, one_query=one_query)
 
 
 # -- what they are made of ---------------------------------------------------------------------------------------------

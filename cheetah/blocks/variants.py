@@ -77,6 +77,7 @@ class Variant:
     window: keys more than `window` before the query's position are never kept, so the planner need not load them
     (None: all may be). It is a promise to the planner; the exact edge is `logits_mask`'s business.
     parameters: further kernel parameters, by name, that the functions reach as `at.parameters.NAME`.
+    one_query: what a key or value becomes depends on who asks, so a request has one query and shares no prefix.
     """
 
     name: str = "causal"
@@ -90,6 +91,7 @@ class Variant:
     causal: bool = True
     window: int | None = None
     parameters: Mapping[str, ty.Type] = field(default_factory=dict)
+    one_query: bool = False
 
     @property
     def needs_query_context(self) -> bool:

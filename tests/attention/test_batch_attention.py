@@ -10,6 +10,7 @@ import pytest
 
 from cheetah.arrays import ArrayError, view_array
 from cheetah.attention import AttentionError, BatchAttention, Prefix
+from cheetah.blocks.shipped_variants import combined, soft_cap, streaming_llm
 from cheetah.errors import CheetahError
 from cheetah.plan import PlanError
 from cheetah.plan.page_table import page_table
@@ -139,6 +140,9 @@ def test_requests_without_keys(attention: BatchAttention) -> None:
         ({"batch": 9}, "at most 8"),
         ({"heads": 5}, "multiple of kv_heads"),
         ({"kv_dtype": "f16"}, "bf16, e4m3"),
+        ({"variant": streaming_llm(4, 60), "queries": 2}, "streaming_llm is for one query a request"),
+        ({"variant": streaming_llm(4, 60), "levels": 2, "queries": 1}, "use queries=1, levels=1, not 1 and 2"),
+        ({"variant": combined(streaming_llm(4, 60), soft_cap(30.0)), "queries": 2}, "one query a request"),
     ],
 )
 def test_what_no_kernel_is_made_for(more: dict[str, Any], message: str) -> None:
