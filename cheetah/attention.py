@@ -176,6 +176,11 @@ class BatchAttention:
         rows = self._rows(qo_indptr, requests)
         if len(prefixes) >= self.spec.levels:
             raise AttentionError(f"{len(prefixes)} levels of prefixes: made for {self.spec.levels - 1}; give levels=")
+        if self.spec.variant.one_query and (prefixes or int(np.diff(rows).max()) > 1):
+            raise AttentionError(
+                f"variant {self.spec.variant.name} is for one query a request and no prefixes: what it makes of a key "
+                "depends on who asks; plan requests of one row each, with their whole page tables"
+            )
         tables = _Levels(self.spec, rows, (indptr, indices, last_page_len), prefixes, kv_offset)
         plan_fields = self.spec.plan
         scheduling = Scheduling(

@@ -85,11 +85,6 @@ class AttentionSpec:
             raise PlanError(f"attention: levels {self.levels}, page_entries {self.page_entries}: give at least 1")
         if self.heads * MAX_QUERIES > 2**20:
             raise PlanError(f"attention: {self.heads} heads")
-        if self.variant.one_query and (self.queries > 1 or self.levels > 1):
-            raise PlanError(
-                f"attention: variant {self.variant.name} is for one query a request and no shared prefix: use queries=1, "
-                f"levels=1, not {self.queries} and {self.levels}"
-            )
         if set(self.variant.parameters) & set(ROLES):
             raise PlanError(f"attention: a parameter of variant {self.variant.name} is called like one of the kernel's")
 

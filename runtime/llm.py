@@ -54,8 +54,9 @@ class LLM:
     gpu: the machine that the kernel is generated for, e.g. "emulator-8"; by default the device's.
     batch: how many completions may be decoded together, 1 to 8 (default 1): the weights are read once for all of them.
         Who the others are changes the last bits of attention's sums, unless `kv_chunk` says how keys are split.
-    prompt_tokens: how many tokens of a prompt a step reads, a power of two up to 64; by default 16 on a GPU, or 8, and what a
-        step decodes on the emulator. If that is more than the batch, a second kernel reads prompts. Bits depend on it.
+    prompt_tokens: how many tokens of a prompt a step reads, a power of two up to 64; by default 16 on a GPU, or 8, and
+        what a step decodes on the emulator. If that is more than the batch, a second kernel reads prompts. Bits
+        depend on it.
     prefix_cache: keep keys and values of prompts and completions in the pages that nobody needs, for requests that
         begin with the same tokens: these are not read again. What was computed in steps of other sizes agrees closely.
     kv_dtype: how keys and values are cached: "bf16" (the default), or "e4m3", which takes half the memory.

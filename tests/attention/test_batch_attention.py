@@ -11,6 +11,7 @@ import pytest
 from cheetah.arrays import ArrayError, view_array
 from cheetah.attention import AttentionError, BatchAttention, Prefix
 from cheetah.blocks.shipped_variants import combined, soft_cap, streaming_llm
+from cheetah.blocks.variants import Variant
 from cheetah.errors import CheetahError
 from cheetah.plan import PlanError
 from cheetah.plan.page_table import page_table
@@ -140,9 +141,6 @@ def test_requests_without_keys(attention: BatchAttention) -> None:
         ({"batch": 9}, "at most 8"),
         ({"heads": 5}, "multiple of kv_heads"),
         ({"kv_dtype": "f16"}, "bf16, e4m3"),
-        ({"variant": streaming_llm(4, 60), "queries": 2}, "streaming_llm is for one query a request"),
-        ({"variant": streaming_llm(4, 60), "levels": 2, "queries": 1}, "use queries=1, levels=1, not 1 and 2"),
-        ({"variant": combined(streaming_llm(4, 60), soft_cap(30.0)), "queries": 2}, "one query a request"),
     ],
 )
 def test_what_no_kernel_is_made_for(more: dict[str, Any], message: str) -> None:
@@ -174,3 +172,14 @@ def test_plans_and_runs_that_do_not_fit(attention: BatchAttention) -> None:
 def test_a_page_table_for_more_keys_than_there_is_room(attention: BatchAttention) -> None:
     with pytest.raises(AttentionError, match="page_table: .* room"):
         attention.plan(*page_table([[0] * 17, []], [136, 0], 8))
+
+
+@pytest.mark.parametrize("variant", [streaming_llm(4, 60), combined(streaming_llm(4, 60), soft_cap(30.0))])
+def test_keys_that_depend_on_who_asks_are_not_shared(variant: Variant) -> None:
+    attention = made(variant=variant, levels=2)
+    table = page_table([[1, 2]], [10], 8)
+    with pytest.raises(AttentionError, match="one query a request and no prefixes"):
+        attention.plan(*table, qo_indptr=np.array([0, 2], np.int32))
+    with pytest.raises(AttentionError, match="one query a request and no prefixes"):
+        attention.plan(*table, prefixes=[Prefix(*page_table([[0]], [8], 8), groups=[(0, 1)])])
+    attention.plan(*table)
