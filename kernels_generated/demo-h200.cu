@@ -62,6 +62,10 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
 }
 
+__device__ __forceinline__ void wait_for_u32(uint32_t value) {
+  asm volatile("{.reg .pred p; setp.eq.u32 p, %0, 0x7fc0dead; @p nanosleep.u32 1;}" :: "r"(value) : "memory");
+}
+
 __device__ __forceinline__ void warp_barrier() {
   __syncwarp();
 }
@@ -841,6 +845,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                   uint4 values = units[lane % 4];
                   mma_bf16(sums[0], first, values.x, values.y);
                   mma_bf16(sums[0], second, values.z, values.w);
+                  wait_for_u32(first.x ^ second.x);
                 }
               }
               warp_barrier();
@@ -1155,6 +1160,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
               tile = tile + 8;
             }
+            wait_for_u32(float_bits(output[0][0]));
             warp_barrier();
             if (lane == 0 && is_cached) {
               mbarrier_arrive_many(empty + stage_2, arrivals);
@@ -1459,6 +1465,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                   uint4 values = units[lane % 4];
                   mma_bf16(sums[0], first, values.x, values.y);
                   mma_bf16(sums[0], second, values.z, values.w);
+                  wait_for_u32(first.x ^ second.x);
                 }
               }
               warp_barrier();
@@ -1603,6 +1610,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                   uint4 values = units[lane % 4];
                   mma_bf16(sums[0], first, values.x, values.y);
                   mma_bf16(sums[0], second, values.z, values.w);
+                  wait_for_u32(first.x ^ second.x);
                 }
               }
               warp_barrier();
@@ -1686,6 +1694,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint4 values = units[lane % 4];
                 mma_bf16(sums[0], first, values.x, values.y);
                 mma_bf16(sums[0], second, values.z, values.w);
+                wait_for_u32(first.x ^ second.x);
               }
             }
             warp_barrier();
@@ -1717,6 +1726,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint4 values = units[lane % 4];
                 mma_bf16(sums[0], first, values.x, values.y);
                 mma_bf16(sums[0], second, values.z, values.w);
+                wait_for_u32(first.x ^ second.x);
               }
             }
             warp_barrier();
@@ -1859,6 +1869,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                   uint4 values = units[lane % 4];
                   mma_bf16(sums[0], first, values.x, values.y);
                   mma_bf16(sums[0], second, values.z, values.w);
+                  wait_for_u32(first.x ^ second.x);
                 }
               }
               warp_barrier();

@@ -62,6 +62,10 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
 }
 
+__device__ __forceinline__ void wait_for_u32(uint32_t value) {
+  asm volatile("{.reg .pred p; setp.eq.u32 p, %0, 0x7fc0dead; @p nanosleep.u32 1;}" :: "r"(value) : "memory");
+}
+
 __device__ __forceinline__ void warp_barrier() {
   __syncwarp();
 }
@@ -847,6 +851,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint4 values = units[lane % 8];
                 mma_bf16(sums[0], first, values.x, values.y);
                 mma_bf16(sums[0], second, values.z, values.w);
+                wait_for_u32(first.x ^ second.x);
               }
               warp_barrier();
               if (lane == 0) {
@@ -1234,6 +1239,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
               tile = tile + 8;
             }
+            wait_for_u32(float_bits(output[0][0]));
             warp_barrier();
             if (lane == 0 && is_cached) {
               mbarrier_arrive_many(empty + stage_2, arrivals);
@@ -1592,6 +1598,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint4 values = units[lane % 8];
                 mma_bf16(sums[0], first, values.x, values.y);
                 mma_bf16(sums[0], second, values.z, values.w);
+                wait_for_u32(first.x ^ second.x);
               }
               warp_barrier();
               if (lane == 0) {
@@ -1741,6 +1748,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint4 values = units[lane % 8];
                 mma_bf16(sums[0], first, values.x, values.y);
                 mma_bf16(sums[0], second, values.z, values.w);
+                wait_for_u32(first.x ^ second.x);
               }
               warp_barrier();
               if (lane == 0) {
@@ -1843,6 +1851,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint4 values = units[lane % 8];
               mma_bf16(sums[0], first, values.x, values.y);
               mma_bf16(sums[0], second, values.z, values.w);
+              wait_for_u32(first.x ^ second.x);
             }
             warp_barrier();
             if (lane == 0) {
@@ -1870,6 +1879,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint4 values = units[lane % 8];
                 mma_bf16(sums_2[0], first, values.x, values.y);
                 mma_bf16(sums_2[0], second, values.z, values.w);
+                wait_for_u32(first.x ^ second.x);
               }
               warp_barrier();
               if (lane == 0) {
@@ -1924,6 +1934,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint4 values = units[lane % 8];
               mma_bf16(sums[0], first, values.x, values.y);
               mma_bf16(sums[0], second, values.z, values.w);
+              wait_for_u32(first.x ^ second.x);
             }
             warp_barrier();
             if (lane == 0) {
@@ -1951,6 +1962,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint4 values = units[lane % 8];
                 mma_bf16(sums_2[0], first, values.x, values.y);
                 mma_bf16(sums_2[0], second, values.z, values.w);
+                wait_for_u32(first.x ^ second.x);
               }
               warp_barrier();
               if (lane == 0) {
@@ -2005,6 +2017,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint4 values = units[lane % 8];
               mma_bf16(sums[0], first, values.x, values.y);
               mma_bf16(sums[0], second, values.z, values.w);
+              wait_for_u32(first.x ^ second.x);
             }
             warp_barrier();
             if (lane == 0) {
@@ -2032,6 +2045,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint4 values = units[lane % 8];
                 mma_bf16(sums_2[0], first, values.x, values.y);
                 mma_bf16(sums_2[0], second, values.z, values.w);
+                wait_for_u32(first.x ^ second.x);
               }
               warp_barrier();
               if (lane == 0) {
@@ -2086,6 +2100,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint4 values = units[lane % 8];
               mma_bf16(sums[0], first, values.x, values.y);
               mma_bf16(sums[0], second, values.z, values.w);
+              wait_for_u32(first.x ^ second.x);
             }
             warp_barrier();
             if (lane == 0) {
@@ -2113,6 +2128,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint4 values = units[lane % 8];
                 mma_bf16(sums_2[0], first, values.x, values.y);
                 mma_bf16(sums_2[0], second, values.z, values.w);
+                wait_for_u32(first.x ^ second.x);
               }
               warp_barrier();
               if (lane == 0) {
@@ -2307,6 +2323,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint4 values = units[lane % 8];
                 mma_bf16(sums[0], first, values.x, values.y);
                 mma_bf16(sums[0], second, values.z, values.w);
+                wait_for_u32(first.x ^ second.x);
               }
               warp_barrier();
               if (lane == 0) {

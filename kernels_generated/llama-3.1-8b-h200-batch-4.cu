@@ -62,6 +62,10 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
 }
 
+__device__ __forceinline__ void wait_for_u32(uint32_t value) {
+  asm volatile("{.reg .pred p; setp.eq.u32 p, %0, 0x7fc0dead; @p nanosleep.u32 1;}" :: "r"(value) : "memory");
+}
+
 __device__ __forceinline__ void warp_barrier() {
   __syncwarp();
 }
@@ -910,6 +914,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint4 values = units[lane % 16];
                 mma_bf16(sums[0], first, values.x, values.y);
                 mma_bf16(sums[0], second, values.z, values.w);
+                wait_for_u32(first.x ^ second.x);
               }
               warp_barrier();
               if (lane == 0) {
@@ -1298,6 +1303,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
                 tile = tile + 8;
               }
+              wait_for_u32(float_bits(output[0][0]));
               warp_barrier();
               if (lane == 0 && is_cached) {
                 mbarrier_arrive_many(empty + stage_2, arrivals);
@@ -1777,6 +1783,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
                 tile = tile + key_groups;
               }
+              wait_for_u32(float_bits(output[0][0]));
+              wait_for_u32(float_bits(output_2[0][0]));
               warp_barrier();
               if (lane == 0 && is_cached) {
                 mbarrier_arrive_many(empty + stage_2, arrivals);
@@ -2275,6 +2283,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint4 values = units[lane % 16];
                 mma_bf16(sums[0], first, values.x, values.y);
                 mma_bf16(sums[0], second, values.z, values.w);
+                wait_for_u32(first.x ^ second.x);
               }
               warp_barrier();
               if (lane == 0) {
@@ -2453,6 +2462,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint4 values = units[lane % 16];
                 mma_bf16(sums[0], first, values.x, values.y);
                 mma_bf16(sums[0], second, values.z, values.w);
+                wait_for_u32(first.x ^ second.x);
               }
               warp_barrier();
               if (lane == 0) {
@@ -2544,6 +2554,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint4 values = units[lane % 16];
               mma_bf16(sums[0], first, values.x, values.y);
               mma_bf16(sums[0], second, values.z, values.w);
+              wait_for_u32(first.x ^ second.x);
             }
             warp_barrier();
             if (lane == 0) {
@@ -2571,6 +2582,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint4 values = units[lane % 16];
                 mma_bf16(sums_2[0], first, values.x, values.y);
                 mma_bf16(sums_2[0], second, values.z, values.w);
+                wait_for_u32(first.x ^ second.x);
               }
               warp_barrier();
               if (lane == 0) {
@@ -2614,6 +2626,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint4 values = units[lane % 16];
               mma_bf16(sums[0], first, values.x, values.y);
               mma_bf16(sums[0], second, values.z, values.w);
+              wait_for_u32(first.x ^ second.x);
             }
             warp_barrier();
             if (lane == 0) {
@@ -2641,6 +2654,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint4 values = units[lane % 16];
                 mma_bf16(sums_2[0], first, values.x, values.y);
                 mma_bf16(sums_2[0], second, values.z, values.w);
+                wait_for_u32(first.x ^ second.x);
               }
               warp_barrier();
               if (lane == 0) {
@@ -2684,6 +2698,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint4 values = units[lane % 16];
               mma_bf16(sums[0], first, values.x, values.y);
               mma_bf16(sums[0], second, values.z, values.w);
+              wait_for_u32(first.x ^ second.x);
             }
             warp_barrier();
             if (lane == 0) {
@@ -2711,6 +2726,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint4 values = units[lane % 16];
                 mma_bf16(sums_2[0], first, values.x, values.y);
                 mma_bf16(sums_2[0], second, values.z, values.w);
+                wait_for_u32(first.x ^ second.x);
               }
               warp_barrier();
               if (lane == 0) {
@@ -2754,6 +2770,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint4 values = units[lane % 16];
               mma_bf16(sums[0], first, values.x, values.y);
               mma_bf16(sums[0], second, values.z, values.w);
+              wait_for_u32(first.x ^ second.x);
             }
             warp_barrier();
             if (lane == 0) {
@@ -2781,6 +2798,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint4 values = units[lane % 16];
                 mma_bf16(sums_2[0], first, values.x, values.y);
                 mma_bf16(sums_2[0], second, values.z, values.w);
+                wait_for_u32(first.x ^ second.x);
               }
               warp_barrier();
               if (lane == 0) {
@@ -3004,6 +3022,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint4 values = units[lane % 16];
                 mma_bf16(sums[0], first, values.x, values.y);
                 mma_bf16(sums[0], second, values.z, values.w);
+                wait_for_u32(first.x ^ second.x);
               }
               warp_barrier();
               if (lane == 0) {

@@ -62,6 +62,10 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
 }
 
+__device__ __forceinline__ void wait_for_u32(uint32_t value) {
+  asm volatile("{.reg .pred p; setp.eq.u32 p, %0, 0x7fc0dead; @p nanosleep.u32 1;}" :: "r"(value) : "memory");
+}
+
 __device__ __forceinline__ void warp_barrier() {
   __syncwarp();
 }
@@ -924,6 +928,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint4 values = units[lane % 32];
                 mma_bf16(sums[0], first, values.x, values.y);
                 mma_bf16(sums[0], second, values.z, values.w);
+                wait_for_u32(first.x ^ second.x);
               }
               warp_barrier();
               if (lane == 0) {
@@ -1318,6 +1323,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
                 tile = tile + 8;
               }
+              wait_for_u32(float_bits(output[0][0]));
               warp_barrier();
               if (lane == 0 && is_cached) {
                 mbarrier_arrive_many(empty + stage_2, arrivals);
@@ -1750,6 +1756,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
                 tile = tile + key_groups;
               }
+              wait_for_u32(float_bits(output[0][0]));
+              wait_for_u32(float_bits(output_2[0][0]));
               warp_barrier();
               if (lane == 0 && is_cached) {
                 mbarrier_arrive_many(empty + stage_2, arrivals);
@@ -2181,6 +2189,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint4 values = units[lane % 32];
                 mma_bf16(sums[0], first, values.x, values.y);
                 mma_bf16(sums[0], second, values.z, values.w);
+                wait_for_u32(first.x ^ second.x);
               }
               warp_barrier();
               if (lane == 0) {
@@ -2402,6 +2411,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint4 values = units[lane % 32];
                 mma_bf16(sums[0], first, values.x, values.y);
                 mma_bf16(sums[0], second, values.z, values.w);
+                wait_for_u32(first.x ^ second.x);
               }
               warp_barrier();
               if (lane == 0) {
@@ -2512,6 +2522,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint4 values = units[lane % 32];
               mma_bf16(sums[0], first, values.x, values.y);
               mma_bf16(sums[0], second, values.z, values.w);
+              wait_for_u32(first.x ^ second.x);
             }
             warp_barrier();
             if (lane == 0) {
@@ -2539,6 +2550,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint4 values = units[lane % 32];
                 mma_bf16(sums_2[0], first, values.x, values.y);
                 mma_bf16(sums_2[0], second, values.z, values.w);
+                wait_for_u32(first.x ^ second.x);
               }
               warp_barrier();
               if (lane == 0) {
@@ -2595,6 +2607,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint4 values = units[lane % 32];
               mma_bf16(sums[0], first, values.x, values.y);
               mma_bf16(sums[0], second, values.z, values.w);
+              wait_for_u32(first.x ^ second.x);
             }
             warp_barrier();
             if (lane == 0) {
@@ -2622,6 +2635,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint4 values = units[lane % 32];
                 mma_bf16(sums_2[0], first, values.x, values.y);
                 mma_bf16(sums_2[0], second, values.z, values.w);
+                wait_for_u32(first.x ^ second.x);
               }
               warp_barrier();
               if (lane == 0) {
@@ -2678,6 +2692,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint4 values = units[lane % 32];
               mma_bf16(sums[0], first, values.x, values.y);
               mma_bf16(sums[0], second, values.z, values.w);
+              wait_for_u32(first.x ^ second.x);
             }
             warp_barrier();
             if (lane == 0) {
@@ -2705,6 +2720,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint4 values = units[lane % 32];
                 mma_bf16(sums_2[0], first, values.x, values.y);
                 mma_bf16(sums_2[0], second, values.z, values.w);
+                wait_for_u32(first.x ^ second.x);
               }
               warp_barrier();
               if (lane == 0) {
@@ -2761,6 +2777,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint4 values = units[lane % 32];
               mma_bf16(sums[0], first, values.x, values.y);
               mma_bf16(sums[0], second, values.z, values.w);
+              wait_for_u32(first.x ^ second.x);
             }
             warp_barrier();
             if (lane == 0) {
@@ -2788,6 +2805,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint4 values = units[lane % 32];
                 mma_bf16(sums_2[0], first, values.x, values.y);
                 mma_bf16(sums_2[0], second, values.z, values.w);
+                wait_for_u32(first.x ^ second.x);
               }
               warp_barrier();
               if (lane == 0) {
@@ -3052,6 +3070,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint4 values = units[lane % 32];
                 mma_bf16(sums[0], first, values.x, values.y);
                 mma_bf16(sums[0], second, values.z, values.w);
+                wait_for_u32(first.x ^ second.x);
               }
               warp_barrier();
               if (lane == 0) {

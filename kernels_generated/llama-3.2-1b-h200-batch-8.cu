@@ -62,6 +62,10 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
 }
 
+__device__ __forceinline__ void wait_for_u32(uint32_t value) {
+  asm volatile("{.reg .pred p; setp.eq.u32 p, %0, 0x7fc0dead; @p nanosleep.u32 1;}" :: "r"(value) : "memory");
+}
+
 __device__ __forceinline__ void warp_barrier() {
   __syncwarp();
 }
@@ -851,6 +855,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint4 values = units[lane % 32];
                 mma_bf16(sums[0], first, values.x, values.y);
                 mma_bf16(sums[0], second, values.z, values.w);
+                wait_for_u32(first.x ^ second.x);
               }
               warp_barrier();
               if (lane == 0) {
@@ -1176,6 +1181,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
                 tile = tile + 8;
               }
+              wait_for_u32(float_bits(output[0][0]));
               warp_barrier();
               if (lane == 0 && is_cached) {
                 mbarrier_arrive_many(empty + stage_2, arrivals);
@@ -1529,6 +1535,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
                 tile = tile + key_groups;
               }
+              wait_for_u32(float_bits(output[0][0]));
+              wait_for_u32(float_bits(output_2[0][0]));
               warp_barrier();
               if (lane == 0 && is_cached) {
                 mbarrier_arrive_many(empty + stage_2, arrivals);
@@ -1941,6 +1949,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint4 values = units[lane % 32];
                 mma_bf16(sums[0], first, values.x, values.y);
                 mma_bf16(sums[0], second, values.z, values.w);
+                wait_for_u32(first.x ^ second.x);
               }
               warp_barrier();
               if (lane == 0) {
@@ -2127,6 +2136,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint4 values = units[lane % 32];
                 mma_bf16(sums[0], first, values.x, values.y);
                 mma_bf16(sums[0], second, values.z, values.w);
+                wait_for_u32(first.x ^ second.x);
               }
               warp_barrier();
               if (lane == 0) {
@@ -2223,6 +2233,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint4 values = units[lane % 32];
               mma_bf16(sums[0], first, values.x, values.y);
               mma_bf16(sums[0], second, values.z, values.w);
+              wait_for_u32(first.x ^ second.x);
             }
             warp_barrier();
             if (lane == 0) {
@@ -2265,6 +2276,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint4 values = units[lane % 32];
               mma_bf16(sums[0], first, values.x, values.y);
               mma_bf16(sums[0], second, values.z, values.w);
+              wait_for_u32(first.x ^ second.x);
             }
             warp_barrier();
             if (lane == 0) {
@@ -2307,6 +2319,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint4 values = units[lane % 32];
               mma_bf16(sums[0], first, values.x, values.y);
               mma_bf16(sums[0], second, values.z, values.w);
+              wait_for_u32(first.x ^ second.x);
             }
             warp_barrier();
             if (lane == 0) {
@@ -2349,6 +2362,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint4 values = units[lane % 32];
               mma_bf16(sums[0], first, values.x, values.y);
               mma_bf16(sums[0], second, values.z, values.w);
+              wait_for_u32(first.x ^ second.x);
             }
             warp_barrier();
             if (lane == 0) {
@@ -2533,6 +2547,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint4 values = units[lane % 32];
                 mma_bf16(sums[0], first, values.x, values.y);
                 mma_bf16(sums[0], second, values.z, values.w);
+                wait_for_u32(first.x ^ second.x);
               }
               warp_barrier();
               if (lane == 0) {

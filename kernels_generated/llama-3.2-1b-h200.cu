@@ -62,6 +62,10 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
 }
 
+__device__ __forceinline__ void wait_for_u32(uint32_t value) {
+  asm volatile("{.reg .pred p; setp.eq.u32 p, %0, 0x7fc0dead; @p nanosleep.u32 1;}" :: "r"(value) : "memory");
+}
+
 __device__ __forceinline__ void warp_barrier() {
   __syncwarp();
 }
@@ -844,6 +848,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint4 values = units[lane % 4];
                 mma_bf16(sums[0], first, values.x, values.y);
                 mma_bf16(sums[0], second, values.z, values.w);
+                wait_for_u32(first.x ^ second.x);
               }
               warp_barrier();
               if (lane == 0) {
@@ -1157,6 +1162,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
               tile = tile + 8;
             }
+            wait_for_u32(float_bits(output[0][0]));
             warp_barrier();
             if (lane == 0 && is_cached) {
               mbarrier_arrive_many(empty + stage_2, arrivals);
@@ -1462,6 +1468,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint4 values = units_2[lane % 4];
                 mma_bf16(sums[0], first, values.x, values.y);
                 mma_bf16(sums[0], second, values.z, values.w);
+                wait_for_u32(first.x ^ second.x);
               }
               warp_barrier();
               if (lane == 0) {
@@ -1606,6 +1613,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint4 values = units_2[lane % 4];
                 mma_bf16(sums[0], first, values.x, values.y);
                 mma_bf16(sums[0], second, values.z, values.w);
+                wait_for_u32(first.x ^ second.x);
               }
               warp_barrier();
               if (lane == 0) {
@@ -1689,6 +1697,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint4 values = units_2[lane % 4];
               mma_bf16(sums[0], first, values.x, values.y);
               mma_bf16(sums[0], second, values.z, values.w);
+              wait_for_u32(first.x ^ second.x);
             }
             warp_barrier();
             if (lane == 0) {
@@ -1729,6 +1738,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint4 values = units_3[lane % 4];
               mma_bf16(sums[0], first, values.x, values.y);
               mma_bf16(sums[0], second, values.z, values.w);
+              wait_for_u32(first.x ^ second.x);
             }
             warp_barrier();
             if (lane == 0) {
@@ -1871,6 +1881,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint4 values = units_2[lane % 4];
                 mma_bf16(sums[0], first, values.x, values.y);
                 mma_bf16(sums[0], second, values.z, values.w);
+                wait_for_u32(first.x ^ second.x);
               }
               warp_barrier();
               if (lane == 0) {

@@ -375,6 +375,8 @@ class Attention:
                     row = (tile - first_tile) * TILE_KEYS
                     self.product.attend(rows, row, count - row, first_key + row, queries, states)
                     tile += share.key_groups
+                for state in states:  # a sum of all that was read: the stage may be given back
+                    prim.wait_for_u32(prim.float_bits(state.output[0][0]))
                 self.timeline.stamp_here("last_chunk")
         self.ring.skip((cached + (sizes.stage_tokens - 1)) // sizes.stage_tokens)
 

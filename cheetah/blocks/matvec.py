@@ -187,6 +187,7 @@ class Matvec:
                     values = units[self._operand_unit(tile)]
                     prim.mma_bf16(sums[tile], first, values.x, values.y)
                     prim.mma_bf16(sums[tile], second, values.z, values.w)
+                prim.wait_for_u32(first.x ^ second.x)  # both are read: the stage may be given back
 
             if layout.last_chunk_pairs == layout.pairs_per_chunk:
                 multiply_pair()

@@ -6,9 +6,11 @@ in the same order. Two mbarriers a stage keep them apart:
 * full[s]: one arrival (the copy lane's, announcing the bytes) and the bytes themselves. A math warp that has waited for
   it sees the copied data, because completion of the copy releases and the wait acquires.
 * empty[s]: one arrival a math warp, made after the warp's last read of the stage (`warp_barrier` orders the
-  other lanes' reads before it). The copy lane waits for it before it announces the next bytes, so a stage is never
-  overwritten early. In attention the warps share stages out: who works on one arrives for the others too, and nobody
-  else touches it. A warp that waits for a stage of its own cannot be a lap behind, since its arrival is needed.
+  other lanes' reads before it). A load that was issued has not read yet, and an arrival may overtake it where the
+  memory pipeline is busy: whoever reads a stage calls `wait_for_u32` with what came of it before giving it back. The
+  copy lane waits for it before it announces the next bytes, so a stage is never overwritten early. In attention the
+  warps share stages out: who works on one arrives for the others too, and nobody else touches it. A warp that waits
+  for a stage of its own cannot be a lap behind, since its arrival is needed.
 
 At most `plan.in_flight` chunks are requested and not yet landed: more requests would delay the exchanges (8B on an
 H200, 16 KB chunks, 3 / 4 / 5 / 6 in flight: 3.68 / 3.63 / 3.71 / 3.72 ms a step). Landed chunks pile up until they are

@@ -55,3 +55,13 @@ def test_the_folder_has_the_kernels_of_the_makefile_and_no_others() -> None:
     manifests = [Manifest.read(path) for path in sorted((ROOT / "kernels_generated").glob("*.json"))]
     found = [(manifest.command.split()[2], int(manifest.plan["batch"])) for manifest in manifests]
     assert sorted(found) == sorted(committed())
+
+
+def test_a_stage_is_given_back_after_its_loads_have_come() -> None:
+    """An arrival may overtake a load that was only issued; the emulator, where loads take no time, cannot see it."""
+    for path in sorted((ROOT / "kernels_generated").glob("*.cu")):
+        stages = path.read_text().partition('extern "C"')[2].split("mbarrier_wait(full + ")[1:]
+        uses = [use.partition("mbarrier_arrive")[0] for use in stages if not use.startswith("landed_stage")]
+        read = [use for use in uses if "mma_bf16(" in use]
+        assert len(read) >= 6, "q/k/v, attention, o, gate/up, down and the head"
+        assert all("wait_for_u32(" in use for use in read), path.name

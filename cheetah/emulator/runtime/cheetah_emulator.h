@@ -177,6 +177,7 @@ CHEETAH_PRIMITIVE void fence_proxy_async(CHEETAH_PLACE) {
 
 CHEETAH_PRIMITIVE void give_registers(CHEETAH_PLACE) { (void)place; }
 CHEETAH_PRIMITIVE void take_registers(CHEETAH_PLACE) { (void)place; }
+CHEETAH_PRIMITIVE void wait_for_u32(uint32_t, CHEETAH_PLACE) { (void)place; }
 
 CHEETAH_PRIMITIVE void prefetch_l2(const void* place_of_line, CHEETAH_PLACE) {
   cheetah_emulator::check_global(place_of_line, 1, 1, place, "prefetch_l2");

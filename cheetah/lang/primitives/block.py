@@ -43,6 +43,15 @@ take_registers = declare(
     'asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");',
     "all four warps of a warpgroup wait until they have 232 registers a thread",
 )
+wait_for_u32 = declare(
+    "wait_for_u32",
+    ty.void,
+    """
+    asm volatile("{.reg .pred p; setp.eq.u32 p, %0, 0x7fc0dead; @p nanosleep.u32 1;}" :: "r"(value) : "memory");
+    """,
+    "go on once `value` is there: a load that it comes from has then read its memory",
+    value=ty.u32,
+)
 warp_barrier = declare("warp_barrier", ty.void, "__syncwarp();", "the warp's lanes meet; orders their memory accesses")
 shuffle_xor_f32 = declare(
     "shuffle_xor_f32",
