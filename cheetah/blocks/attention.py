@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from cheetah import lang as ch
+from cheetah.blocks.attention_merge import LSE_WORDS, Merger, partial_words
 from cheetah.blocks.attention_port import AttentionPort
 from cheetah.blocks.attention_tile import (
     LN_2,
-    LOG2_E,
     SLICE_TILES,
     AttentionShape,
     Queries,
@@ -37,11 +37,10 @@ from cheetah.blocks.exchange import Exchange
 from cheetah.blocks.kv_cache import CACHED_KEYS, KvCache
 from cheetah.blocks.machine import Machine
 from cheetah.blocks.ring import Ring
-from cheetah.blocks.schedule import WRITE_THROUGH, Item, Merge, Schedule, Tile
+from cheetah.blocks.schedule import WRITE_THROUGH, Item, Schedule, Tile
 from cheetah.blocks.timeline import NO_TIMELINE, Timeline
 from cheetah.blocks.variants import CAUSAL, Variant
 from cheetah.lang import prim, ty
-from cheetah.lang.primitives.exchange import UNITS
 from cheetah.plan.index import round_up
 from cheetah.plan.plan import ATTENTION_SLICE_DIMS as SLICE_DIMS
 from cheetah.plan.plan import COLUMNS
@@ -49,20 +48,8 @@ from cheetah.plan.plan import KV_TILE_TOKENS as TILE_KEYS
 
 __all__ = ["LSE_WORDS", "Attention", "AttentionPort", "AttentionShape", "partial_words"]
 
-LSE_WORDS = 4
-"""A partial state's LSE is stored four times, so that it is one unit of an exchange."""
-MERGED_TOGETHER = 5
-"""Partial states that a warp waits for together; one more unit is for their LSEs. A sequence's keys, split among 132
-blocks and 8 heads, are 17 states at most, so that four warps wait once."""
-FOLDED_UNITS = 33
-"""Units of a warp's folded state while its team folds them: 4 dims of a lane each, then the highest LSE and weight."""
 NEVER = 1 << 27
 """A tile number that no range of keys has."""
-
-
-def partial_words(head_dim: int) -> int:
-    """Payload words of one row of a partial state: O in f32, then the LSE."""
-    return head_dim + LSE_WORDS
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,8 +129,8 @@ class Attention:
     def _attend_item(
         self, item: Item, width: int, cached_end: ch.Expr, newest_begin: ch.Expr, newest: ch.Expr, epoch: ch.Expr
     ) -> None:
-        """An item whose queries are there, with `width` column tiles a warp. Two of them take a fifth more time than
-        one, because they wait together and share what is read; an item of few rows would waste the second."""
+        """An item whose queries are there, with `width` column tiles a warp. Two of them share what is read and wait
+        together; an item of few rows would waste the second."""
         share = self._share(item, width)
         queries = [self._queries(item, share.column_group * width + number) for number in range(width)]
         states = [self.product.new_state() for _ in range(width)]
@@ -478,7 +465,7 @@ class Attention:
         low, high, lse = self._fold_states(place, stride, pair, slice_pairs * len(slices))
         dim_pair = self.sizes.dim_pair(pair // slice_pairs + slices.start, pair % slice_pairs)
         with ch.if_(item.partial == WRITE_THROUGH):
-            self._finish(item.tile, item.head, row, dim_pair, low, high, lse, epoch)
+            self.finish(item.tile, item.head, row, dim_pair, low, high, lse, epoch)
         with ch.else_():
             self._publish_partial(item.partial + row, dim_pair, low, high, lse, epoch)
 
@@ -525,7 +512,7 @@ class Attention:
             self.exchange.publish("partials", partial + self.sizes.head_dim + dim_pair, prim.float_bits(lse), epoch)
 
     @ch.inline
-    def _finish(
+    def finish(
         self,
         tile: Tile,
         kv_head: ch.Expr,
@@ -548,133 +535,7 @@ class Attention:
         column = tile.first_column + row // group
         self.port.publish(column, kv_head * group + row % group, dim_pair, outputs[0], outputs[1], lse, epoch)
 
-    # -- merging partial states of different blocks ----------------------------------------------------------------
-
     @ch.inline
     def merge(self, epoch: ch.Expr) -> None:
-        """In the math role: fold the partial states of the rows that are this warp's team's. Each warp folds every so
-        many-th in the plan's order, the first one those results in the order of the warps; of few it does all alone.
-        States that are the identity, behind the others, change no bit."""
-        schedule = self.schedule
-        with schedule.merges() as merge:
-            folded = Folded(self.variant.softmax)
-            sources = merge.end - merge.begin
-            with ch.if_(sources <= self.machine.plan.merge_warps):  # of one state a warp the result is the same
-                with ch.if_(schedule.team_warp == 0):
-                    self._fold_sources(merge, ty.u32(0), ty.u32(1), folded, epoch)
-            with ch.else_():
-                self._fold_sources(merge, schedule.team_warp, ty.u32(self.machine.plan.merge_warps), folded, epoch)
-                self._lay_down_folded(folded)
-                schedule.meet_team()
-                with ch.if_(schedule.team_warp == 0):
-                    self._fold_team(folded)
-            with ch.if_(schedule.team_warp == 0):
-                self._finish_merge(merge, folded, epoch)
-
-    @property
-    def _merge_lane(self) -> ch.Expr:
-        """Which 4 dims of a row are this lane's; the lanes beyond them do the same again."""
-        return self.machine.lane % (self.sizes.head_dim // 4)
-
-    @ch.inline
-    def _fold_sources(self, merge: Merge, start: ch.Expr, every: ch.Expr, folded: Folded, epoch: ch.Expr) -> None:
-        """Sources `start`, `start + every`, ...: those that are waited for together, one after the other."""
-        own = (merge.end - merge.begin + (every - 1) - start) // every
-        with ch.for_(0, own, MERGED_TOGETHER, unroll=1) as first:
-            count = ch.minimum(own - first, MERGED_TOGETHER)
-            states = self._read_states(merge, self.schedule.sources(merge, start + first * every, every, count), epoch)
-            with ch.for_(MERGED_TOGETHER, unroll=True) as number:
-                with ch.if_(number < count):
-                    lse = prim.bits_float(prim.shuffle_u32(states[0].x, number)) if self.variant.softmax else None
-                    folded.add([prim.bits_float(getattr(states[number + 1], member)) for member in "xyzw"], lse)
-
-    @ch.inline
-    def _read_states(self, merge: Merge, sources: ch.Expr, epoch: ch.Expr) -> Any:
-        """Element 0: the LSE of the state that has the lane's number. Element n + 1: the lane's 4 dims of state n;
-        where there are fewer, the last one stands for the missing: a number that is known keeps registers free."""
-        states = ch.array(ty.u32x4, UNITS)
-        places = ch.array(ty.u32, UNITS)
-        row_units = partial_words(self.sizes.head_dim) // 4
-        places[0] = ((sources + merge.row) * row_units + self.sizes.head_dim // 4) * 4
-        with ch.for_(MERGED_TOGETHER, unroll=True) as number:
-            source = prim.shuffle_u32(sources, number)
-            places[number + 1] = ((source + merge.row) * row_units + self._merge_lane) * 4
-        self.exchange.read_places("partials", states, places, MERGED_TOGETHER + 1, epoch)
-        return states
-
-    def _folded_place(self, warp: ch.Expr) -> ch.Expr:
-        """Where (u32x4*) a warp's folded state lies while its team meets: a unit of every lane, then what all share."""
-        return self.machine.region("attention", ty.u32x4) + warp * FOLDED_UNITS
-
-    @ch.inline
-    def _lay_down_folded(self, folded: Folded) -> None:
-        place = self._folded_place(self.machine.warp)
-        place[self.machine.lane] = prim.make_u32x4(*(prim.float_bits(folded.sums[word]) for word in range(4)))
-        if self.variant.softmax:
-            with ch.if_(self.machine.lane == 0):
-                words = prim.float_bits(folded.highest), prim.float_bits(folded.weight_sum)
-                place[FOLDED_UNITS - 1] = prim.make_u32x4(*words, 0, 0)
-
-    @ch.inline
-    def _fold_team(self, folded: Folded) -> None:
-        """What the other warps of the team laid down, into the first one's."""
-        machine = self.machine
-        with ch.for_(1, machine.plan.merge_warps, unroll=True) as number:
-            place = self._folded_place(machine.warp + number)
-            part = place[machine.lane]
-            values = [prim.bits_float(getattr(part, member)) for member in "xyzw"]
-            if self.variant.softmax:
-                shared = place[FOLDED_UNITS - 1]
-                folded.add(values, prim.bits_float(shared.x), prim.bits_float(shared.y))
-            else:
-                folded.add(values, None)
-
-    @ch.inline
-    def _finish_merge(self, merge: Merge, folded: Folded, epoch: ch.Expr) -> None:
-        sums, lse = folded.result()
-        with ch.if_(self.machine.lane < self.sizes.head_dim // 4):
-            for pair in range(2):
-                dim_pair = self._merge_lane * 2 + pair
-                low, high = sums[pair * 2], sums[pair * 2 + 1]
-                self._finish(merge.tile, merge.head, merge.row, dim_pair, low, high, lse, epoch)
-
-
-class Folded:
-    """States folded by one lane, in its 4 dims: the highest LSE, the sum of weights, sums that are not yet divided by
-    it. Logarithms are natural. Without softmax there are only the sums."""
-
-    def __init__(self, softmax: bool) -> None:
-        self.softmax = softmax
-        self._declare()
-
-    @ch.inline
-    def _declare(self) -> None:
-        highest = ch.var(ty.f32, -math.inf)
-        weight_sum = ch.var(ty.f32, 0.0)
-        sums = ch.array(ty.f32, 4, zero=True)
-        self.highest, self.weight_sum, self.sums = highest, weight_sum, sums
-
-    @ch.inline
-    def add(self, values: Sequence[ch.Expr], lse: Any, weight: Any = 1.0) -> None:
-        """One more: `values` of a state with this LSE, or sums of several with the highest and the sum of weights."""
-        if not self.softmax:
-            for word in range(4):
-                self.sums[word] = self.sums[word] + values[word]
-            return
-        new_highest = prim.maximum_f32(self.highest, lse)
-        base = ch.select(new_highest == -math.inf, ty.f32(0.0), new_highest)
-        shrink = prim.exp2_f32((self.highest - base) * LOG2_E)
-        grow = prim.exp2_f32((lse - base) * LOG2_E)
-        self.highest.set(new_highest)
-        self.weight_sum.set(self.weight_sum * shrink + grow * weight)
-        for word in range(4):
-            self.sums[word] = self.sums[word] * shrink + grow * values[word]
-
-    @ch.inline
-    def result(self) -> tuple[list[Any], Any]:
-        """The 4 dims and the LSE."""
-        if not self.softmax:
-            return [self.sums[word] for word in range(4)], ty.f32(0.0)
-        inverse = ch.select(self.weight_sum == 0.0, ty.f32(0.0), prim.divide_f32(1.0, self.weight_sum))
-        lse = ch.select(self.weight_sum == 0.0, -math.inf, self.highest + prim.log_f32(self.weight_sum))
-        return [self.sums[word] * inverse for word in range(4)], lse
+        """In the math role, after `attend`: the rows whose keys were split (see `attention_merge`)."""
+        Merger(self).merge(epoch)

@@ -18,6 +18,7 @@ import pytest
 
 from cheetah import lang as ch
 from cheetah.blocks.attention import Attention
+from cheetah.blocks.attention_merge import Merger
 from cheetah.blocks.exchange import BarrierExchange, Exchange, FlaggedExchange
 from cheetah.blocks.schedule import Schedule
 from cheetah.emulator import SCHEDULERS
@@ -298,11 +299,11 @@ def share_memory(first: str, second: str) -> Callable[[Patch], None]:
 
 def fold_in_the_order_of_arrival(patch: Patch) -> None:
     """A warp begins with the partial state that a ticket says (from a counter in the workspace)."""
-    sources, fold_sources = Schedule.sources, Attention._fold_sources
+    sources, fold_sources = Schedule.sources, Merger._fold_sources
     counters: list[Any] = []
 
     def fold(self: Any, *arguments: Any) -> None:
-        counters.append(self.exchange.words)
+        counters.append(self.core.exchange.words)
         fold_sources(self, *arguments)
 
     @ch.inline
@@ -315,7 +316,7 @@ def fold_in_the_order_of_arrival(patch: Patch) -> None:
         found = prim.shuffle_u32(in_order, (self.machine.lane + arrived) % count)
         return found
 
-    patch.setattr(Attention, "_fold_sources", fold)
+    patch.setattr(Merger, "_fold_sources", fold)
     patch.setattr(Schedule, "sources", turned)
 
 
