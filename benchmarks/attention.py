@@ -20,10 +20,10 @@ import ml_dtypes
 import numpy as np
 
 from cheetah.attention import BatchAttention, DeviceArray
-from cheetah.benchmark import ReadCeiling, fill_with, random_bits
-from cheetah.circumstances import commit
 from cheetah.plan import gpu_named
 from cheetah.runtime.device import open_device
+from cheetah.tools.bench import ReadCeiling, fill_with, random_bits
+from cheetah.tools.circumstances import commit
 
 LAUNCHES, SAMPLES, WARMUP = 10, 15, 3
 GPU_TIMEOUT_S = 10.0

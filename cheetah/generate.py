@@ -25,7 +25,7 @@ from cheetah.models.llama.program import (
 from cheetah.models.llama.weights import model_shape
 from cheetah.plan import Gpu, Plan, default_plan, gpu_named, shared_map, step_matrices
 from cheetah.plan.kv import KvPlanLayout, max_plans
-from cheetah.plan.tables import COLUMN_WORDS, MAX_STOP_IDS, SEQUENCE_WORDS, TILE_WORDS
+from cheetah.plan.kv.tables import COLUMN_WORDS, MAX_STOP_IDS, SEQUENCE_WORDS, TILE_WORDS
 
 DTYPES = {ty.u8: "u8", ty.u32: "u32", ty.u64: "u64", ty.i32: "i32", ty.f32: "f32", ty.bf16: "bf16"}
 ROLES = {
@@ -37,9 +37,9 @@ ROLES = {
     "kv_scales": "what e4m3 codes of each layer's keys, then values, are multiplied by",
     "page_table": "every sequence's pages, in order",
     "kv_plans": "attention schedules of the launch",
-    "tiles": "which columns read which keys: see cheetah.plan.tables",
-    "sequences": "the launch's sequences: see cheetah.plan.tables",
-    "columns": "the launch's columns: see cheetah.plan.tables",
+    "tiles": "which columns read which keys: see cheetah.plan.kv.tables",
+    "sequences": "the launch's sequences: see cheetah.plan.kv.tables",
+    "columns": "the launch's columns: see cheetah.plan.kv.tables",
     "exchange": "workspace through which blocks exchange vectors; zeroed once",
     "tokens": "of every sequence: inputs, and what the kernel makes of them",
     "stop_ids": "token ids that end a sequence",

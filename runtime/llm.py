@@ -17,20 +17,20 @@ import numpy.typing as npt
 
 from cheetah.errors import CheetahError
 from cheetah.plan.plan import MAX_BATCH
-from cheetah.runtime.chat import ChatTemplates, Message
-from cheetah.runtime.decode import Completion, Decoder, Request
-from cheetah.runtime.launcher import Sampling
+from cheetah.runtime.engine.decode import Completion, Decoder, Request
+from cheetah.runtime.engine.launcher import Sampling
+from cheetah.runtime.engine.pieces import collect, pieces_of, pieces_together
+from cheetah.runtime.engine.prefix_cache import PrefixCache
 from cheetah.runtime.outputs import RequestOutput, StreamPiece
-from cheetah.runtime.pieces import collect, pieces_of, pieces_together
-from cheetah.runtime.prefix_cache import PrefixCache
 from cheetah.runtime.sampling import SamplingDefaults, SamplingParams, as_token_ids, stop_ids
-from cheetah.runtime.text_stream import TextStream
-from cheetah.runtime.tokenizer import Tokenizer, read_json
+from cheetah.runtime.text.chat import ChatTemplates, Message
+from cheetah.runtime.text.stream import TextStream
+from cheetah.runtime.text.tokenizer import Tokenizer, read_json
 
 if TYPE_CHECKING:
-    from cheetah.runtime.assemble import GenerateKernel
+    from cheetah.runtime.build.assemble import GenerateKernel
+    from cheetah.runtime.checkpoint.loading import Checkpoint
     from cheetah.runtime.device.interface import Device
-    from cheetah.runtime.loading import Checkpoint
 
 Prompt = str | Sequence[int]
 """Text, or token ids that are used as they are."""
@@ -96,8 +96,8 @@ class LLM:
         generate_kernel: GenerateKernel | None = None,
         tuned: bool = True,
     ):
-        from cheetah.runtime.assemble import assemble
-        from cheetah.runtime.loading import open_checkpoint
+        from cheetah.runtime.build.assemble import assemble
+        from cheetah.runtime.checkpoint.loading import open_checkpoint
 
         SamplingParams(seed=seed)  # a bad seed is refused before anything is loaded
         checkpoint = open_checkpoint(model, revision, local_files_only, tie_word_embeddings=tie_word_embeddings)

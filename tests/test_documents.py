@@ -21,7 +21,7 @@ from cheetah.generate import choose_plan
 from cheetah.models.llama.config import PRESET_NAMES, preset
 from cheetah.models.llama.weights import model_shape
 from cheetah.plan import gpu_named, shared_map
-from cheetah.runtime.memory import memory_estimate
+from cheetah.runtime.build.memory import memory_estimate
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")

@@ -17,17 +17,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cheetah.plan": set(),
     "cheetah.manifest": set(),
     "cheetah.blocks": {"cheetah.lang", "cheetah.plan"},
-    "cheetah.attention_reference": set(),
     "cheetah.emulator": {"cheetah.lang", "cheetah.manifest"},
     LLAMA: {"cheetah.plan"},  # config, weights and what they are made of: numbers and arrays only
     f"{LLAMA}.reference": {LLAMA},
     f"{LLAMA}.step": {*DATA, "cheetah.blocks", "cheetah.lang"},
     f"{LLAMA}.program": {*DATA, f"{LLAMA}.step", "cheetah.blocks", "cheetah.lang"},
     "cheetah.generate": {*DATA, f"{LLAMA}.program", "cheetah.blocks", "cheetah.lang"},
-    "cheetah.ceiling": {"cheetah.lang", "cheetah.manifest", "cheetah.plan"},
-    "cheetah.runtime": {*DATA, "cheetah.runtime.assemble", "cheetah.runtime.device"},
+    "cheetah.tools.ceiling": {"cheetah.lang", "cheetah.manifest", "cheetah.plan"},
+    "cheetah.runtime": {*DATA, "cheetah.runtime.build.assemble", "cheetah.runtime.device"},
     # The one place where the runtime asks the generator, and only for a text and its manifest.
-    "cheetah.runtime.assemble": {*DATA, "cheetah.generate", "cheetah.runtime", "cheetah.runtime.device"},
+    "cheetah.runtime.build.assemble": {*DATA, "cheetah.generate", "cheetah.runtime", "cheetah.runtime.device"},
     "cheetah.runtime.device": {"cheetah.manifest", "cheetah.emulator", "cheetah.runtime"},
 }
 # What has no longer name above: the command line and its helpers. They may import everything, and no part imports them.

@@ -17,7 +17,7 @@ def package_files(sources: Path) -> set[str]:
     found = set()
     for package, folder in (("cheetah", "cheetah"), ("cheetah/models", "models"), ("cheetah/runtime", "runtime")):
         for path in (sources / folder).rglob("*"):
-            if path.suffix in SUFFIXES or path.parent.name == "demo":
+            if path.suffix in SUFFIXES or path.parent.name == "files":
                 found.add(f"{package}/{path.relative_to(sources / folder).as_posix()}")
     return found
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cheetah.benchmark import DecodeBench
 from cheetah.blocks.timeline import EVENTS
 from cheetah.errors import CheetahError
 from cheetah.models.llama.config import preset
 from cheetah.runtime.device import open_device
-from cheetah.timeline import Spans, kind_of, layer_of, spans_of, summarise
-from cheetah.trace_events import LayerRange, write_trace
+from cheetah.tools.bench import DecodeBench
+from cheetah.tools.timeline import Spans, kind_of, layer_of, spans_of, summarise
+from cheetah.tools.trace_events import LayerRange, write_trace
 
 PHASES = ("layer 0 qkv", "layer 0 attention", "layer 1 qkv", "layer 1 attention", "head")
 ZERO = 1_795_218_784_212_232_192  # what a GPU's clock says: nanoseconds since 1970

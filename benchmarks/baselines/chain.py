@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from cheetah.benchmark import FIRST_TOKEN as FIRST_TOKEN
+from cheetah.tools.bench import FIRST_TOKEN as FIRST_TOKEN
 
 
 class Chain(Protocol):

@@ -12,11 +12,11 @@ import torch
 
 from benchmarks.baselines.chain import Chain, Run, System, run
 from benchmarks.baselines.weights import random_weights, step_bytes
-from cheetah.benchmark import Measurement, ReadCeiling, Work
-from cheetah.circumstances import clocks, commit
 from cheetah.models.llama.config import LlamaConfig
-from cheetah.runtime.assemble import choose_gpu
+from cheetah.runtime.build.assemble import choose_gpu
 from cheetah.runtime.device import open_device
+from cheetah.tools.bench import Measurement, ReadCeiling, Work
+from cheetah.tools.circumstances import clocks, commit
 
 SYSTEMS = ("plain", "transformers")
 NOT_A_SPEED = "on the CPU: not a speed"

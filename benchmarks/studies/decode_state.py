@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cheetah.benchmark import FIRST_TOKEN, fill_random, fill_with, random_bits
 from cheetah.manifest import Manifest
 from cheetah.models.llama.config import LlamaConfig
 from cheetah.models.llama.weights import model_shape
 from cheetah.plan import Gpu, Plan, step_matrices
 from cheetah.plan.kv import KvPlanLayout, kv_plans_for_launch, launch_tiles
-from cheetah.plan.tables import ColumnRecord, SequenceRecord, TileRecord, encode
-from cheetah.runtime.assemble import allocate_buffers, free_all
+from cheetah.plan.kv.tables import ColumnRecord, SequenceRecord, TileRecord, encode
+from cheetah.runtime.build.assemble import allocate_buffers, free_all
+from cheetah.tools.bench import FIRST_TOKEN, fill_random, fill_with, random_bits
 
 if TYPE_CHECKING:
     from cheetah.runtime.device.interface import Device

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from benchmarks.studies.linear_kernel import VARIANTS, LinearKernel, linear_kernel
 from benchmarks.studies.measuring import Study, Variant, in_graph, require_close
-from cheetah.benchmark import random_bits
 from cheetah.models.llama.packing import unpack_matrix
 from cheetah.models.llama.reference import round_to_bf16, widen
 from cheetah.plan import MatrixLayout
-from cheetah.runtime.assemble import free_all
+from cheetah.runtime.build.assemble import free_all
+from cheetah.tools.bench import random_bits
 
 SIZES, DEPTHS, POOL_BYTES = (2048, 4096, 8192), (1, 4, 32), 2**30
 TINY_SIZES, TINY_DEPTHS, TINY_POOL_BYTES = (64, 160), (1, 4), 2**17

@@ -14,10 +14,10 @@ from benchmarks.studies.kernels import Text, finish_kernel
 from cheetah import lang as ch
 from cheetah.blocks.columns import UNIT, Columns
 from cheetah.blocks.exchange import make_exchange
+from cheetah.blocks.linear.matvec import Matvec, Rows
+from cheetah.blocks.linear.prologue import Part, load_vector
 from cheetah.blocks.machine import Machine, emit_roles, start_machine
-from cheetah.blocks.matvec import Matvec, Rows
 from cheetah.blocks.ring import Ring
-from cheetah.blocks.vector import Part, load_vector
 from cheetah.lang import prim, ty
 from cheetah.plan import STRIP_ROWS, Gpu, MatrixLayout, ModelShape, default_plan, shared_map
 

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cheetah.benchmark import EMULATED, ReadCeiling
-from cheetah.circumstances import clocks, commit
 from cheetah.errors import CheetahError
 from cheetah.plan import Gpu
-from cheetah.runtime.assemble import choose_gpu
+from cheetah.runtime.build.assemble import choose_gpu
 from cheetah.runtime.device.driver import DriverError
+from cheetah.tools.bench import EMULATED, ReadCeiling
+from cheetah.tools.circumstances import clocks, commit
 
 if TYPE_CHECKING:
     from cheetah.runtime.device.interface import Buffer, Device

@@ -19,7 +19,6 @@ from benchmarks.studies.decode_state import TINY, DecodeState, decode_state
 from benchmarks.studies.measuring import Study, StudyError, Variant, in_graph, require_close
 from benchmarks.studies.step_kernels import STACKS, StepKernel, fused_stack
 from benchmarks.studies.unfused import Unfused
-from cheetah.benchmark import FIRST_TOKEN, random_bits
 from cheetah.generate import generate_kernel
 from cheetah.models.llama.config import LlamaConfig, preset
 from cheetah.models.llama.reference import Reference, embedding, residual, round_to_bf16, widen
@@ -33,6 +32,7 @@ from cheetah.models.llama.weights import (
     tensor_shapes,
 )
 from cheetah.plan import Gpu, step_matrices
+from cheetah.tools.bench import FIRST_TOKEN, random_bits
 
 DEPTHS, CONTEXTS, PASSES = (4, 16), (128, 4096), 8
 TINY_DEPTHS, TINY_CONTEXTS, TINY_PASSES = (1, 2), (5, 100), 2

@@ -18,8 +18,8 @@ from cheetah import lang as ch
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
 from cheetah.plan import PAIR_COLUMNS
+from cheetah.plan.kv.tables import COLUMN_WORDS, SEQUENCE_WORDS, ColumnRecord, SequenceRecord, word
 from cheetah.plan.plan import COLUMNS
-from cheetah.plan.tables import COLUMN_WORDS, SEQUENCE_WORDS, ColumnRecord, SequenceRecord, word
 
 UNIT = 8
 UNITS_PER_PAIR = PAIR_COLUMNS // UNIT

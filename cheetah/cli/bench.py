@@ -13,7 +13,7 @@ from cheetah.cli.options import takes_plan
 from cheetah.errors import CheetahError
 
 if TYPE_CHECKING:
-    from cheetah.benchmark import DecodeBench, Measurement, Work
+    from cheetah.tools.bench import DecodeBench, Measurement, Work
 
 EPILOG = "Example: cheetah bench random:llama-3.1-8b --contexts 128,1024,6144 --json results.jsonl"
 CONTEXTS = "128,1024,6144"
@@ -54,8 +54,8 @@ def bench(
 
     Beside it, in the same run, how fast the GPU reads memory: the ceiling, of which the share is told.
     """
-    from cheetah.benchmark import open_bench
     from cheetah.runtime.device import open_device
+    from cheetah.tools.bench import open_bench
 
     works = parsed_works(contexts, plan.get("batch", 1), shared, per_step)
     if json_file not in (None, STDOUT):
@@ -85,7 +85,7 @@ def register(app: typer.Typer) -> None:
 
 def parsed_works(text: str, batch: int = 1, shared: int = 0, per_step: int = 1) -> list[Work]:
     """ "128,500+1000" -> `batch` sequences of 128 tokens, then two of 500 and 1000."""
-    from cheetah.benchmark import Work
+    from cheetah.tools.bench import Work
 
     works = []
     for lengths in parsed_lengths(text):
@@ -116,7 +116,7 @@ def parsed_contexts(text: str) -> list[int]:
 
 
 def _write_record(target: str, measurement: Measurement, bench: DecodeBench, circumstances: dict[str, Any]) -> None:
-    from cheetah.benchmark import record
+    from cheetah.tools.bench import record
 
     line = json.dumps(record(measurement, bench, circumstances))
     if target == STDOUT:
@@ -158,7 +158,7 @@ def _batches(measured: Sequence[Measurement]) -> str:
 
 
 def _remarks(measured: Sequence[Measurement], bench: DecodeBench) -> list[str]:
-    from cheetah.benchmark import EMULATED
+    from cheetah.tools.bench import EMULATED
 
     first = measured[0]
     lines = [

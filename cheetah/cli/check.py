@@ -13,8 +13,8 @@ from cheetah.cli.configs import NamedConfig, named_config, print_notes
 from cheetah.cli.options import takes_plan
 
 if TYPE_CHECKING:
-    from cheetah.check import Tensors, Verdict
     from cheetah.models.llama.config import LlamaConfig
+    from cheetah.tools.check import Tensors, Verdict
 
 EPILOG = "Example: cheetah check llama-3.1-8b --seeds 50 --sync barrier"
 SCHEDULERS = "round_robin,random,priority"
@@ -83,8 +83,8 @@ def _cut(size: int, largest: int) -> int:
 def _model_of(named: NamedConfig) -> tuple[LlamaConfig, Tensors, str]:
     """(what is checked, its tensors, what that is in words)."""
     from cheetah.models.llama.config import DEMO
-    from cheetah.runtime.loading import open_checkpoint
-    from cheetah.runtime.random_weights import random_tensors
+    from cheetah.runtime.checkpoint.loading import open_checkpoint
+    from cheetah.runtime.checkpoint.random_weights import random_tensors
 
     if named.canonical == DEMO:
         return named.config, open_checkpoint(DEMO).tensor, "the whole model"
@@ -105,10 +105,10 @@ def _verdict(
     progress: Callable[[str], None],
 ) -> Verdict:
     """The schedules on the machine that was asked for, the race detector on 2 blocks: it is slow."""
-    from cheetah.check import check_kernel, find_races
     from cheetah.emulator import SCHEDULERS
     from cheetah.errors import CheetahError
     from cheetah.generate import generate_kernel
+    from cheetah.tools.check import check_kernel, find_races
 
     if unknown := set(schedulers) - set(SCHEDULERS):
         raise CheetahError(f"no scheduler {', '.join(sorted(unknown))}: there are {', '.join(SCHEDULERS)}")

@@ -56,14 +56,14 @@ def _is_preset(source: str) -> bool:
 
 
 def _is_hub_id(source: str) -> bool:
-    from cheetah.runtime import hub
+    from cheetah.runtime.checkpoint import hub
 
     return not _is_preset(source) and not Path(source).expanduser().exists() and hub.is_hub_id(source)
 
 
 def _config_of_hub(repository: str, revision: str | None) -> Path:
-    from cheetah.runtime import hub
-    from cheetah.runtime.safetensors_files import LoadingError
+    from cheetah.runtime.checkpoint import hub
+    from cheetah.runtime.checkpoint.safetensors_files import LoadingError
 
     if hub.is_offline():
         return hub.cached_folder(repository, revision) / "config.json"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from cheetah.generate import Generated
-    from cheetah.runtime.cubin import Cubin
+    from cheetah.runtime.build.cubin import Cubin
 
 EPILOG = "Example: cheetah generate llama-3.1-8b -o kernels --sync barrier"
 
@@ -47,9 +47,9 @@ def generate(
     from rich.console import Console
 
     from cheetah.plan import gpu_named
-    from cheetah.regenerate import file_stem, generate_named, needed_options
+    from cheetah.runtime.build.tuned import with_tuned
     from cheetah.runtime.device import say_to_stderr
-    from cheetah.runtime.tuned import with_tuned
+    from cheetah.tools.regenerate import file_stem, generate_named, needed_options
 
     named = named_config(config, revision)
     print_notes(named.notes)
@@ -106,7 +106,7 @@ def _print_choices(console: Console, generated: Generated) -> None:
 def _write_cubin(console: Console, generated: Generated, path: Path, compiler: str) -> None:
     """Compile and write; no compiler is no error, a text that does not compile is one."""
     from cheetah.manifest import write_atomically
-    from cheetah.runtime.compile import CompileError, compile_cubin, find_compiler
+    from cheetah.runtime.build.compile import CompileError, compile_cubin, find_compiler
     from cheetah.runtime.device import say_to_stderr
 
     try:

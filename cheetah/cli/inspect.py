@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from cheetah.plan.report import PhaseShare, Report
-    from cheetah.plan.shared import SharedMap
+    from cheetah.plan.shared_memory import SharedMap
 
 DEFAULT_CONTEXT = 1024
 EPILOG = "Example: cheetah inspect llama-3.1-8b --context 6144 --plot shares.png"

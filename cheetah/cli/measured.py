@@ -8,7 +8,7 @@ from cheetah.cli.configs import RANDOM, named_config, print_notes
 
 if TYPE_CHECKING:
     from cheetah.models.llama.config import LlamaConfig
-    from cheetah.runtime.assemble import Weights
+    from cheetah.runtime.build.assemble import Weights
     from cheetah.runtime.device import Device
 
 MODEL_HELP = "random:PRESET (weights made on the spot), a folder, a hub id, or demo."
@@ -16,7 +16,7 @@ MODEL_HELP = "random:PRESET (weights made on the spot), a folder, a hub id, or d
 
 def measured_model(name: str, revision: str | None) -> tuple[LlamaConfig, str, Weights | None]:
     """The configuration, its canonical name, and the checkpoint (None for random weights)."""
-    from cheetah.runtime.loading import open_checkpoint
+    from cheetah.runtime.checkpoint.loading import open_checkpoint
 
     if name.startswith(RANDOM):
         named = named_config(name)
@@ -28,9 +28,9 @@ def measured_model(name: str, revision: str | None) -> tuple[LlamaConfig, str, W
 
 def plan_for(config: LlamaConfig, device: Device, gpu: str | None, plan: dict[str, Any], tuned: bool) -> dict[str, Any]:
     """`plan`, the fields that were given, with what `cheetah tune` found for the others if `tuned`."""
-    from cheetah.runtime.assemble import choose_gpu
+    from cheetah.runtime.build.assemble import choose_gpu
+    from cheetah.runtime.build.tuned import with_tuned
     from cheetah.runtime.device import say_to_stderr
-    from cheetah.runtime.tuned import with_tuned
 
     info = device.describe()
     return with_tuned(config, choose_gpu(info, gpu), info.name, plan, say_to_stderr) if tuned else plan
@@ -43,7 +43,7 @@ def ordinal_of(device: str | None) -> int:
 
 def circumstances_of(model: str, weights: Weights | None, device: Device) -> dict[str, Any]:
     """What every record says of where it was measured."""
-    from cheetah.circumstances import commit
+    from cheetah.tools.circumstances import commit
 
     info = device.describe()
     return {

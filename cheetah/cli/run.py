@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cheetah.generate import Generated
     from cheetah.models.llama.config import LlamaConfig
     from cheetah.runtime import LLM, SamplingParams, StreamPiece
-    from cheetah.runtime.assemble import GenerateKernel
+    from cheetah.runtime.build.assemble import GenerateKernel
 
 EPILOG = 'Example: cheetah run demo "One morning," --device emulator --max-tokens 60'
 DEFAULT_TOKENS = 128
@@ -100,7 +100,7 @@ def register(app: typer.Typer) -> None:
 def _generator(model: str) -> GenerateKernel:
     """Makes the very text that `cheetah generate` writes, so that a kernel compiled for it is found in the cache."""
     from cheetah.cli.configs import canonical_name
-    from cheetah.regenerate import generate_named
+    from cheetah.tools.regenerate import generate_named
 
     def generate(config: LlamaConfig, gpu: str, **plan: Any) -> Generated:
         return generate_named(config, canonical_name(model), gpu, plan)
@@ -128,7 +128,7 @@ def _parsed_ids(ids: str) -> list[int]:
 
 def _refuse_text_without_tokenizer(model: str) -> None:
     """For random weights this is known before minutes are spent on them."""
-    from cheetah.runtime.loading import open_checkpoint
+    from cheetah.runtime.checkpoint.loading import open_checkpoint
 
     if model.startswith(RANDOM) and "tokenizer.json" not in open_checkpoint(model).files:
         raise CheetahError(f"{model} has no tokenizer: give token ids, e.g. --ids 1,2,3")

@@ -16,8 +16,8 @@ from cheetah.errors import CheetahError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from cheetah.benchmark import DecodeBench, Traced
-    from cheetah.timeline import KindSummary, Spans, Summary
+    from cheetah.tools.bench import DecodeBench, Traced
+    from cheetah.tools.timeline import KindSummary, Spans, Summary
 
 EPILOG = "Example: cheetah trace random:llama-3.1-8b --context 128 -o trace.json (open it at ui.perfetto.dev)"
 WIDTH = 120  # the table's, whatever the terminal's
@@ -62,10 +62,10 @@ def trace(
     """
     from rich.console import Console
 
-    from cheetah.benchmark import Work, open_bench
     from cheetah.runtime.device import open_device
-    from cheetah.timeline import spans_of, summarise
-    from cheetah.trace_events import LayerRange
+    from cheetah.tools.bench import Work, open_bench
+    from cheetah.tools.timeline import spans_of, summarise
+    from cheetah.tools.trace_events import LayerRange
 
     chosen = LayerRange.parse(layers)
     if output is not None:
@@ -111,7 +111,7 @@ def _kernel_of(bench: DecodeBench) -> dict[str, Any]:
 
 def _write(path: Path, spans: Spans, layers: Any, about: dict[str, Any]) -> str:
     """Of the launch whose step took the median time."""
-    from cheetah.trace_events import write_trace
+    from cheetah.tools.trace_events import write_trace
 
     launch = int(spans.step.argsort()[len(spans.step) // 2])
     title = f"{about['model']}, batch {about['batch']}, context {about['context']}, {about['gpu']}"

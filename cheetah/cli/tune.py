@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from cheetah.models.llama.config import LlamaConfig
     from cheetah.plan import Plan
-    from cheetah.tuning import Space
-    from cheetah.variants import Variants
+    from cheetah.tools.plan_variants import Variants
+    from cheetah.tools.tune import Space
 
 EPILOG = "Example: cheetah tune llama-3.1-8b --contexts 128,6144"
 CONTEXTS = "128,1024,6144"
@@ -59,13 +59,13 @@ def tune(
     LLM, run, bench, trace and generate then use it for models of this shape, unless told --no-tuned or given plan
     fields of their own. Weights are random numbers: speed does not depend on them.
     """
-    from cheetah.benchmark import check_depths
     from cheetah.cli.configs import named_config, print_notes
-    from cheetah.runtime.assemble import choose_gpu
+    from cheetah.runtime.build.assemble import choose_gpu
+    from cheetah.runtime.build.tuned import SEARCHED
     from cheetah.runtime.device import open_device
-    from cheetah.runtime.tuned import SEARCHED
-    from cheetah.tuning import Space
-    from cheetah.variants import open_variants
+    from cheetah.tools.bench import check_depths
+    from cheetah.tools.plan_variants import open_variants
+    from cheetah.tools.tune import Space
 
     fields = SEARCHED if search is None else tuple(search.split(","))
     named = named_config(model, revision)
@@ -102,7 +102,7 @@ def _fitting(config: LlamaConfig, steps: int) -> list[int]:
 def _search(space: Space, variants: Variants) -> Plan:
     """Descent, then the best few and the rule's once more in turn, as what was measured apart may differ by chance."""
     from cheetah.runtime.device import say_to_stderr
-    from cheetah.tuning import FINALISTS, chosen, descend
+    from cheetah.tools.tune import FINALISTS, chosen, descend
 
     rule = space.rule
     variants.compile_ahead([rule, *(plan for field in space.fields for plan in space.around(rule, field))])
@@ -118,7 +118,7 @@ def _search(space: Space, variants: Variants) -> Plan:
 def _table(title: str, variants: Variants, rule: Plan, winner: Plan) -> Table:
     from rich.table import Table
 
-    from cheetah.runtime.tuned import SEARCHED
+    from cheetah.runtime.build.tuned import SEARCHED
 
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
     for heading in (*SEARCHED, *(f"ms at {context}" for context in variants.contexts), "to the rule", ""):
@@ -146,10 +146,10 @@ def _store(config: LlamaConfig, name: str, device: str, variants: Variants, rule
     """Keeps the winner, also where it is the rule's; a line that says where."""
     from dataclasses import asdict
 
-    from cheetah.circumstances import commit
     from cheetah.models.llama.weights import model_shape
-    from cheetah.runtime.tuned import TunedPlan, generator_hash
-    from cheetah.tuning import choice_of
+    from cheetah.runtime.build.tuned import TunedPlan, generator_hash
+    from cheetah.tools.circumstances import commit
+    from cheetah.tools.tune import choice_of
 
     def times(plan: Plan) -> dict[str, float]:
         return {str(context): round(value, 5) for context, value in variants.found[plan].ms_per_step.items()}

@@ -6,13 +6,13 @@ Knows nothing of the language, the model's code or the runtime.
 from cheetah.plan.errors import PlanError
 from cheetah.plan.gpu import GPUS, Gpu, gpu_named
 from cheetah.plan.kv import KvPlanLayout, kv_plan
-from cheetah.plan.launch import LaunchTile, decode_tiles, kv_plans_for_launch, launch_tiles, max_plans, most_tiles
+from cheetah.plan.kv.launch import LaunchTile, decode_tiles, kv_plans_for_launch, launch_tiles, max_plans, most_tiles
+from cheetah.plan.kv.scheduler import KvPlan, Scheduling, Tile
 from cheetah.plan.layout import PAIR_BYTES, PAIR_COLUMNS, STRIP_ROWS, MatrixLayout
 from cheetah.plan.matrices import StepMatrices, step_matrices
 from cheetah.plan.plan import Plan, default_plan, kernel_regions, shared_map
-from cheetah.plan.scheduler import KvPlan, Scheduling, Tile
 from cheetah.plan.shape import ModelShape
-from cheetah.plan.shared import Region, SharedMap, ring_regions, stages_that_fit
+from cheetah.plan.shared_memory import Region, SharedMap, ring_regions, stages_that_fit
 from cheetah.plan.split import Split
 from cheetah.plan.workspace import Workspace, workspace_bytes
 

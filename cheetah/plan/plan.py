@@ -10,7 +10,7 @@ from cheetah.plan.gpu import Gpu
 from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.layout import PAIR_BYTES, STRIP_ROWS, slice_columns
 from cheetah.plan.shape import ModelShape
-from cheetah.plan.shared import BULK_ALIGNMENT, Region, SharedMap, ring_regions, stages_that_fit
+from cheetah.plan.shared_memory import BULK_ALIGNMENT, Region, SharedMap, ring_regions, stages_that_fit
 
 SYNCS = ("flags", "barrier")
 """How blocks exchange vectors: flagged words (faster), or the atomic grid barrier (the reference)."""

@@ -17,7 +17,7 @@ from cheetah.plan.layout import MatrixLayout
 from cheetah.plan.matrices import StepMatrices, step_matrices
 from cheetah.plan.plan import Plan, Reserve, kernel_regions, shared_map
 from cheetah.plan.shape import ModelShape
-from cheetah.plan.shared import SharedMap
+from cheetah.plan.shared_memory import SharedMap
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -131,7 +131,7 @@ PRESETS: dict[str, LlamaConfig] = {
     "llama-3.1-70b": LlamaConfig(8192, 28672, 80, 64, 8, 128, **_LLAMA3, rope=_LLAMA3_8X),
 }
 DEMO = "demo"
-DEMO_FOLDER = Path(__file__).parent / "demo"
+DEMO_FOLDER = Path(__file__).parent.parent / "demo" / "files"
 PRESET_NAMES = (*PRESETS, DEMO)
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.exchange import BarrierExchange, FlaggedExchange
+from cheetah.blocks.linear.epilogue import HALF, add_residual, swiglu
+from cheetah.blocks.linear.prologue import prefetch
 from cheetah.blocks.machine import emit_roles, start_machine
-from cheetah.blocks.rows import HALF, add_residual, swiglu
-from cheetah.blocks.vector import prefetch
 from cheetah.lang import ty
 from cheetah.models.llama.config import LlamaConfig
 from cheetah.models.llama.step import LAYER_PHASES, StepParts, exchange_sizes

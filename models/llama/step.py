@@ -10,7 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from cheetah import lang as ch
-from cheetah.blocks.attention import LSE_WORDS, Attention, AttentionPort
+from cheetah.blocks.attention.cache import KvCache
+from cheetah.blocks.attention.core import LSE_WORDS, Attention, AttentionPort
+from cheetah.blocks.attention.schedule import Schedule
 from cheetah.blocks.columns import (
     NUMBER,
     POSITION,
@@ -24,15 +26,13 @@ from cheetah.blocks.columns import (
     vector_words,
 )
 from cheetah.blocks.exchange import Exchange, make_exchange
-from cheetah.blocks.kv_cache import KvCache
+from cheetah.blocks.linear.epilogue import rotate, scaled
+from cheetah.blocks.linear.matvec import Load, Matvec, Rows
+from cheetah.blocks.linear.prologue import Part, load_normalised, load_vector, unit_of_token
 from cheetah.blocks.machine import Machine
-from cheetah.blocks.matvec import Load, Matvec, Rows
 from cheetah.blocks.ring import Ring
-from cheetah.blocks.rows import rotate, scaled
 from cheetah.blocks.sampling import Sampler
-from cheetah.blocks.schedule import Schedule
 from cheetah.blocks.timeline import Timeline
-from cheetah.blocks.vector import Part, load_normalised, load_vector, unit_of_token
 from cheetah.lang import prim, ty
 from cheetah.models.llama.config import LlamaConfig
 from cheetah.plan import PAIR_COLUMNS, STRIP_ROWS, Gpu, MatrixLayout, ModelShape, Plan, step_matrices

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from cheetah.manifest import Manifest
-from cheetah.runtime.compile import compile_cubin
-from cheetah.runtime.cubin import Cubin
+from cheetah.runtime.build.compile import compile_cubin
+from cheetah.runtime.build.cubin import Cubin
 from cheetah.runtime.device.arguments import check_arguments
 from cheetah.runtime.device.driver import Driver, DriverError, DriverEvent, Function, GraphDriver
 from cheetah.runtime.device.interface import (

@@ -12,12 +12,12 @@ import ml_dtypes
 import numpy as np
 
 from cheetah.attention import BatchAttention, Prefix
-from cheetah.attention_reference import State
 from cheetah.plan import GPUS, Gpu
 from cheetah.plan.kv import KvPlan
-from cheetah.plan.page_table import PageTable, page_table
+from cheetah.plan.kv.page_table import PageTable, page_table
 from cheetah.runtime.device import Device, open_device
 from tests.attention.cases import KV_TYPES, Array, Case, Core
+from tests.attention.reference import State
 from tests.program.rig import emulated_gpu
 from tests.tolerances import ATTENTION_OUTPUT
 

@@ -13,10 +13,10 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cheetah import attention_reference as reference
-from cheetah.attention_reference import ReferenceVariant, State
-from cheetah.blocks import shipped_variants as shipped
-from cheetah.blocks.variants import CAUSAL, Variant
+from cheetah.blocks.attention import shipped_variants as shipped
+from cheetah.blocks.attention.variants import CAUSAL, Variant
+from tests.attention import reference
+from tests.attention.reference import ReferenceVariant, State
 
 Array = NDArray[Any]
 KV_TYPES = {"bf16": ml_dtypes.bfloat16, "e4m3": ml_dtypes.float8_e4m3fn}

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from cheetah.attention_reference import State
 from tests.attention.adapter import OUTPUT_TOLERANCE, attend
 from tests.attention.cases import Array, Case, rounded
+from tests.attention.reference import State
 from tests.tolerances import ATTENTION_LSE
 
 

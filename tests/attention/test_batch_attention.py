@@ -8,13 +8,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cheetah.arrays import ArrayError, view_array
 from cheetah.attention import AttentionError, BatchAttention, Prefix
-from cheetah.blocks.shipped_variants import combined, soft_cap, streaming_llm
-from cheetah.blocks.variants import Variant
+from cheetah.attention.arrays import ArrayError, view_array
+from cheetah.blocks.attention.shipped_variants import combined, soft_cap, streaming_llm
+from cheetah.blocks.attention.variants import Variant
 from cheetah.errors import CheetahError
 from cheetah.plan import PlanError
-from cheetah.plan.page_table import page_table
+from cheetah.plan.kv.page_table import page_table
 from tests.program.rig import emulated_gpu
 
 pytestmark = pytest.mark.compiler

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cheetah.blocks import shipped_variants
-from cheetah.blocks.variants import KNOWN, Variant
+from cheetah.blocks.attention import shipped_variants
+from cheetah.blocks.attention.variants import KNOWN, Variant
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "attention.md").read_text(encoding="utf-8")

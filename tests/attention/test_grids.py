@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cheetah.blocks import shipped_variants as shipped
+from cheetah.blocks.attention import shipped_variants as shipped
 from tests.attention.adapter import attend
 from tests.attention.cases import (
     Case,

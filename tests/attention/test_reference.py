@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cheetah.attention_reference import (
+from tests.attention.reference import (
     Level,
     ReferenceVariant,
     State,

@@ -12,9 +12,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cheetah import attention_reference as reference
-from cheetah.attention_reference import State
-from cheetah.blocks import shipped_variants as shipped
+from cheetah.blocks.attention import shipped_variants as shipped
+from tests.attention import reference
 from tests.attention.adapter import attend
 from tests.attention.cases import (
     Case,
@@ -30,6 +29,7 @@ from tests.attention.cases import (
     with_soft_cap,
     with_streaming,
 )
+from tests.attention.reference import State
 from tests.attention.relations import (
     assert_close,
     assert_equal,

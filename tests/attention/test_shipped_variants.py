@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cheetah import attention_reference as reference
 from cheetah import lang as ch
-from cheetah.blocks import shipped_variants as shipped
-from cheetah.blocks.variants import At, Variant
+from cheetah.blocks.attention import shipped_variants as shipped
+from cheetah.blocks.attention.variants import At, Variant
 from cheetah.emulator import Program, allocate, compile_program
 from cheetah.lang import ty
+from tests.attention import reference
 from tests.attention.rotation import rope_rows
 
 HEADS, KV_HEADS, HEAD_DIM, COUNT = 6, 2, 64, 512

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cheetah.attention import AttentionError, BatchAttention
-from cheetah.blocks import shipped_variants as shipped
+from cheetah.blocks.attention import shipped_variants as shipped
 from cheetah.runtime.device import open_device
 from tests.attention.adapter import Memory, attend, attention_of
 from tests.attention.cases import Case, Core, random_case, with_sliding_window

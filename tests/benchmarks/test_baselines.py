@@ -22,7 +22,7 @@ from benchmarks.baselines.chain import run  # noqa: E402
 from benchmarks.baselines.session import SYSTEMS, make_system  # noqa: E402
 from benchmarks.baselines.weights import random_weights, step_bytes  # noqa: E402
 from cheetah.models.llama.config import LlamaConfig, preset  # noqa: E402
-from cheetah.regenerate import generate_named  # noqa: E402
+from cheetah.tools.regenerate import generate_named  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {"hidden_size": 256, "intermediate_size": 512, "layers": 2, "query_heads": 8, "kv_heads": 2, "vocab_size": 512}

@@ -16,17 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah import lang as ch
-from cheetah.blocks.attention import Attention, AttentionPort, partial_words
+from cheetah.blocks.attention.cache import KvCache
+from cheetah.blocks.attention.core import Attention, AttentionPort, partial_words
+from cheetah.blocks.attention.schedule import Schedule
+from cheetah.blocks.attention.variants import CAUSAL, Variant
 from cheetah.blocks.exchange import BarrierExchange, FlaggedExchange, make_exchange
-from cheetah.blocks.kv_cache import KvCache
-from cheetah.blocks.schedule import Schedule
-from cheetah.blocks.variants import CAUSAL, Variant
 from cheetah.emulator import allocate
 from cheetah.lang import prim, ty
 from cheetah.models.llama.reference import widen
 from cheetah.plan import ModelShape
 from cheetah.plan.kv import KvPlan, KvPlanLayout, kv_plans_for_launch, launch_tiles
-from cheetah.plan.tables import TileRecord, encode
+from cheetah.plan.kv.tables import TileRecord, encode
 from tests.blocks.small_kernel import SmallKernel, plan_of
 from tests.program.rig import as_bf16
 

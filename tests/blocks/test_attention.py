@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from cheetah import lang as ch
-from cheetah.blocks.attention_tile import LN_2, LOG2_E
-from cheetah.blocks.variants import Pair, Variant
+from cheetah.blocks.attention.tile import LN_2, LOG2_E
+from cheetah.blocks.attention.variants import Pair, Variant
 from cheetah.emulator import explore
 from cheetah.lang import ty
 from cheetah.models.llama.reference import widen

@@ -9,8 +9,8 @@ import pytest
 
 from cheetah import lang as ch
 from cheetah.blocks.columns import Columns, fragment_word
-from cheetah.blocks.matvec import Matvec
-from cheetah.blocks.vector import Part, load_vector
+from cheetah.blocks.linear.matvec import Matvec
+from cheetah.blocks.linear.prologue import Part, load_vector
 from cheetah.emulator import allocate, explore
 from cheetah.generate import generate_kernel
 from cheetah.lang import UnusedStageError, prim, ty

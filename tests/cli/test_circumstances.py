@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from cheetah import __version__
-from cheetah.circumstances import clocks, commit
+from cheetah.tools.circumstances import clocks, commit
 
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, script: str) -> None:

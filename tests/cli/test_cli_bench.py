@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 from commands import cheetah, refused
 
-from cheetah.benchmark import (
+from cheetah.cli.bench import parsed_works
+from cheetah.errors import CheetahError
+from cheetah.generate import choose_plan
+from cheetah.models.llama.config import preset
+from cheetah.plan import gpu_named
+from cheetah.runtime.device import open_device
+from cheetah.runtime.device.emulator import EmulatorDevice
+from cheetah.runtime.engine.launcher import Launcher, LaunchResult
+from cheetah.tools.bench import (
     DecodeBench,
     Measurement,
     ReadCeiling,
@@ -24,15 +32,7 @@ from cheetah.benchmark import (
     room_for,
     room_needed,
 )
-from cheetah.cli.bench import parsed_works
-from cheetah.errors import CheetahError
-from cheetah.generate import choose_plan
-from cheetah.models.llama.config import preset
-from cheetah.plan import gpu_named
-from cheetah.regenerate import generate_named
-from cheetah.runtime.device import open_device
-from cheetah.runtime.device.emulator import EmulatorDevice
-from cheetah.runtime.launcher import Launcher, LaunchResult
+from cheetah.tools.regenerate import generate_named
 
 pytestmark = pytest.mark.compiler
 QUICK = ("--device", "emulator", "--steps", "3", "--repetitions", "2", "--warmup", "1")
@@ -198,7 +198,7 @@ def test_the_ceiling_counts_every_byte_of_its_launches(monkeypatch: pytest.Monke
         def elapsed_ms(self, start: Any, end: Any) -> float:
             return float(end - start)
 
-    monkeypatch.setattr("cheetah.benchmark.CEILING_ROUNDS", 2)
+    monkeypatch.setattr("cheetah.tools.bench.CEILING_ROUNDS", 2)
     device, gpu = Clock(), gpu_named("emulator")
     ceiling = ReadCeiling(device, gpu, device.allocate(2**20))
     assert ceiling.gb_per_s() == pytest.approx(2 * 4 * 65536 / 1e6)

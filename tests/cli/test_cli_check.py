@@ -9,12 +9,12 @@ from functools import cache
 import pytest
 from commands import cheetah, refused
 
-from cheetah.check import Verdict, check_kernel
 from cheetah.cli.check import shrunk
 from cheetah.generate import Generated, generate_kernel
 from cheetah.manifest import sha256_of_text
 from cheetah.models.llama.config import LlamaConfig, preset
-from cheetah.runtime.random_weights import random_tensors
+from cheetah.runtime.checkpoint.random_weights import random_tensors
+from cheetah.tools.check import Verdict, check_kernel
 
 pytestmark = pytest.mark.compiler
 

@@ -9,8 +9,8 @@ import pytest
 
 from cheetah.manifest import Manifest
 from cheetah.models.llama.config import preset
-from cheetah.regenerate import DEFAULT_GPU, generate_named
-from cheetah.runtime.compile import CompileError, compile_cubin, find_compiler
+from cheetah.runtime.build.compile import CompileError, compile_cubin, find_compiler
+from cheetah.tools.regenerate import DEFAULT_GPU, generate_named
 
 ROOT = Path(__file__).parents[2]
 REGISTERS = 65536  # of an SM

@@ -16,9 +16,9 @@ from cheetah.generate import choose_plan
 from cheetah.models.llama.config import preset
 from cheetah.models.llama.weights import model_shape
 from cheetah.plan import Plan, gpu_named
-from cheetah.runtime.tuned import SEARCHED, TunedPlan, generator_hash, stored_plan, with_tuned
-from cheetah.tuning import MARGIN, Space, choice_of, chosen, descend
-from cheetah.variants import Variants
+from cheetah.runtime.build.tuned import SEARCHED, TunedPlan, generator_hash, stored_plan, with_tuned
+from cheetah.tools.plan_variants import Variants
+from cheetah.tools.tune import MARGIN, Space, choice_of, chosen, descend
 
 CONFIG, H200 = preset("llama-3.1-8b"), gpu_named("h200")
 SPACE = Space(CONFIG, H200, {"max_context": 8192})
@@ -28,7 +28,7 @@ QUICK = ("--device", "emulator", "--contexts", "5", "--steps", "2", "--repetitio
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """No record of the user's is read, and none is written."""
-    monkeypatch.setattr("cheetah.runtime.tuned.cache_folder", lambda: tmp_path)
+    monkeypatch.setattr("cheetah.runtime.build.tuned.cache_folder", lambda: tmp_path)
     return tmp_path
 
 

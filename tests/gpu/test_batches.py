@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from cheetah.models.llama.config import LlamaConfig
-from cheetah.runtime.assemble import Assembly, assemble
+from cheetah.runtime.build.assemble import Assembly, assemble
 from cheetah.runtime.device import open_device
-from cheetah.runtime.kv_cache import CachedSequence
-from cheetah.runtime.launcher import Part, Sampling
+from cheetah.runtime.engine.kv_cache import CachedSequence
+from cheetah.runtime.engine.launcher import Part, Sampling
 from tests.program.rig import F32, bits, float32_logits, model, random_weights, relative_error, token_ids
 from tests.tolerances import LOGITS
 

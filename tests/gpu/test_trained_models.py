@@ -14,7 +14,7 @@ import pytest
 from cheetah.models.llama.config import DEMO_FOLDER
 from cheetah.models.llama.reference import Reference
 from cheetah.runtime import LLM, SamplingParams
-from cheetah.runtime.loading import open_checkpoint
+from cheetah.runtime.checkpoint.loading import open_checkpoint
 from tests.program.test_against_reference import first_small, trained_checkpoint
 from tests.tolerances import LOGITS
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from cheetah.models.llama.config import LlamaConfig
-from cheetah.runtime.assemble import Assembly, assemble
-from cheetah.runtime.decode import Decoder
-from cheetah.runtime.launcher import Sampling
-from cheetah.runtime.loading import Checkpoint, open_checkpoint
+from cheetah.runtime.build.assemble import Assembly, assemble
+from cheetah.runtime.checkpoint.loading import Checkpoint, open_checkpoint
+from cheetah.runtime.engine.decode import Decoder
+from cheetah.runtime.engine.launcher import Sampling
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -8,7 +8,7 @@ import pytest
 
 from cheetah.plan import PlanError, kv_plan
 from cheetah.plan.kv import Scheduling, Tile, schedule
-from cheetah.plan.scheduler import cached_schedule
+from cheetah.plan.kv.scheduler import cached_schedule
 
 from .schedules import ARRAYS, Case, check_invariants, plain_schedule, random_case
 

@@ -17,7 +17,7 @@ from cheetah.plan.kv import (
     most_tiles,
     schedule,
 )
-from cheetah.plan.tables import TileRecord
+from cheetah.plan.kv.tables import TileRecord
 
 from .schedules import ARRAYS
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cheetah.plan.errors import PlanError
-from cheetah.plan.page_table import (
+from cheetah.plan.kv.page_table import (
     PageTable,
     check_page_table,
     length_of,

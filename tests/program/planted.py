@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from cheetah import lang as ch
-from cheetah.blocks.attention import Attention
-from cheetah.blocks.attention_merge import Merger
+from cheetah.blocks.attention.core import Attention
+from cheetah.blocks.attention.merge import Merger
+from cheetah.blocks.attention.schedule import Schedule
 from cheetah.blocks.exchange import BarrierExchange, Exchange, FlaggedExchange
-from cheetah.blocks.schedule import Schedule
 from cheetah.emulator import SCHEDULERS
 from cheetah.errors import CheetahError
 from cheetah.generate import Generated, generate_kernel
@@ -30,7 +30,7 @@ from cheetah.models.llama import step
 from cheetah.models.llama.config import LlamaConfig
 from cheetah.models.llama.program import Step
 from cheetah.models.llama.reference import widen
-from cheetah.runtime.launcher import Sampling
+from cheetah.runtime.engine.launcher import Sampling
 from tests.program.rig import (
     F32,
     RandomWeights,

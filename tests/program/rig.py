@@ -19,10 +19,10 @@ from cheetah.models.llama.config import LlamaConfig
 from cheetah.models.llama.reference import Reference
 from cheetah.models.llama.weights import tensor_shapes
 from cheetah.plan import GPUS, Gpu, Plan
-from cheetah.runtime.assemble import allocate_buffers, upload_weights
+from cheetah.runtime.build.assemble import allocate_buffers, upload_weights
 from cheetah.runtime.device.emulator import EmulatorDevice, EmulatorKernel
-from cheetah.runtime.kv_cache import CachedSequence, PagePool
-from cheetah.runtime.launcher import Epochs, Launcher, Part, Sampling
+from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
+from cheetah.runtime.engine.launcher import Epochs, Launcher, Part, Sampling
 
 CONSTANT = ("weights", "norms", "embedding", "rope", "kv_scales")
 F32 = NDArray[np.float32]

@@ -16,7 +16,7 @@ from cheetah.emulator import SCHEDULERS
 from cheetah.models.llama.config import DEMO_FOLDER
 from cheetah.models.llama.reference import Reference
 from cheetah.models.llama.rope import Rope
-from cheetah.runtime.loading import Checkpoint, open_checkpoint
+from cheetah.runtime.checkpoint.loading import Checkpoint, open_checkpoint
 from tests.program.rig import Rig, float32_logits, model, random_weights, relative_error, token_ids
 from tests.tolerances import LOGITS, SMALL_MARGIN
 

@@ -12,8 +12,8 @@ import pytest
 
 from cheetah.emulator import SCHEDULERS
 from cheetah.models.llama.reference import widen
-from cheetah.plan.tables import TileRecord, word
-from cheetah.runtime.launcher import Part, Sampling
+from cheetah.plan.kv.tables import TileRecord, word
+from cheetah.runtime.engine.launcher import Part, Sampling
 from tests.program.rig import (
     F32,
     Rig,

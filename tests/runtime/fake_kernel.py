@@ -35,7 +35,7 @@ from cheetah.models.llama.weights import (
 )
 from cheetah.plan import GPUS, Gpu, Plan, default_plan, gpu_named, step_matrices
 from cheetah.plan.kv import KvPlanLayout, max_plans
-from cheetah.plan.tables import COLUMN_WORDS, MAX_STOP_IDS, SEQUENCE_WORDS, TILE_WORDS, SequenceRecord, TileRecord
+from cheetah.plan.kv.tables import COLUMN_WORDS, MAX_STOP_IDS, SEQUENCE_WORDS, TILE_WORDS, SequenceRecord, TileRecord
 from cheetah.runtime.device.arguments import check_arguments
 from cheetah.runtime.device.interface import DeviceInfo, LaunchTimeout
 

@@ -13,13 +13,13 @@ from tiny_models import tiny_weights
 
 from cheetah.errors import CheetahError
 from cheetah.models.llama.reference import Reference, round_to_bf16
-from cheetah.runtime.assemble import Assembly, assemble
-from cheetah.runtime.decode import Completion, Decoder, LaunchPace, Request
+from cheetah.runtime.build.assemble import Assembly, assemble
 from cheetah.runtime.device.interface import LaunchTimeout
-from cheetah.runtime.kv_cache import CachedSequence, PagePool, pages_for
-from cheetah.runtime.launch_tables import share_prefixes, stop_lists
-from cheetah.runtime.launcher import Part, Sampling
-from cheetah.runtime.prefix_cache import PrefixCache
+from cheetah.runtime.engine.decode import Completion, Decoder, LaunchPace, Request
+from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool, pages_for
+from cheetah.runtime.engine.launch_tables import share_prefixes, stop_lists
+from cheetah.runtime.engine.launcher import Part, Sampling
+from cheetah.runtime.engine.prefix_cache import PrefixCache
 from cheetah.runtime.sampling import seed_of
 
 PROMPTS = [(5, 17, 250, 3, 99, 7, 7, 81, 200, 12, 45), (1,), (9, 8, 7), tuple(range(40, 73)), (2, 3) * 8, (299,) * 17]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cheetah.errors import CheetahError
-from cheetah.runtime.chat import ChatTemplates
+from cheetah.runtime.text.chat import ChatTemplates
 
 LLAMA_LIKE = """\
 {{- bos_token }}

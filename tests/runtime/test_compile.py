@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cheetah.runtime import compile as compiling
-from cheetah.runtime.compile import CompileError, Cubin, ResourceReport, compile_cubin, resource_report
-from cheetah.runtime.cubin import CacheEntry
+from cheetah.runtime.build import compile as compiling
+from cheetah.runtime.build.compile import CompileError, Cubin, ResourceReport, compile_cubin, resource_report
+from cheetah.runtime.build.cubin import CacheEntry
 
 
 def why_not(compiler: str) -> str:

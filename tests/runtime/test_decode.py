@@ -11,12 +11,12 @@ from tiny_models import tiny_weights
 
 from cheetah.errors import CheetahError
 from cheetah.models.llama.reference import Reference, round_to_bf16
-from cheetah.runtime import launcher as launcher_module
-from cheetah.runtime.assemble import STOP_IDS, Assembly, assemble
-from cheetah.runtime.decode import Completion, Decoder, LaunchPace, Request
+from cheetah.runtime.build.assemble import STOP_IDS, Assembly, assemble
 from cheetah.runtime.device.interface import LaunchTimeout
-from cheetah.runtime.kv_cache import CachedSequence, PagePool
-from cheetah.runtime.launcher import Epochs, Sampling
+from cheetah.runtime.engine import launcher as launcher_module
+from cheetah.runtime.engine.decode import Completion, Decoder, LaunchPace, Request
+from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
+from cheetah.runtime.engine.launcher import Epochs, Sampling
 
 PROMPT = (5, 17, 250, 3, 99, 7, 7, 81, 200, 12, 45)
 

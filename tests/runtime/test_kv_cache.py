@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cheetah.errors import CheetahError
-from cheetah.runtime.kv_cache import CachedSequence, PageCopy, PagePool, pages_for, shared_prefix
+from cheetah.runtime.engine.kv_cache import CachedSequence, PageCopy, PagePool, pages_for, shared_prefix
 
 
 @given(st.integers(0, 200), st.integers(1, 64))

@@ -16,8 +16,8 @@ from tiny_models import tiny_weights, write_checkpoint
 from cheetah.models.llama.reference import Reference
 from cheetah.models.llama.sampling import sample
 from cheetah.runtime import LLM, SamplingParams
-from cheetah.runtime.decode import LaunchPace
-from cheetah.runtime.launcher import EPOCH_LIMIT, Epochs
+from cheetah.runtime.engine.decode import LaunchPace
+from cheetah.runtime.engine.launcher import EPOCH_LIMIT, Epochs
 
 EMULATOR = {"device": "emulator", "gpu": "emulator-2"}
 DEVICES = [

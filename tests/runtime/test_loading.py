@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 from written_checkpoints import BF16, CONFIG, EMBEDDING, HEAD, Q, random_values, refusal, write_config, write_model
 
-from cheetah.runtime.loading import open_checkpoint
+from cheetah.runtime.checkpoint.loading import open_checkpoint
 
 
 def test_tensors_are_mapped_as_stored(tmp_path):

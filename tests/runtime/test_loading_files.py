@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from written_checkpoints import Q, random_values, refusal, write_config, write_index, write_model, write_shards
 
-from cheetah.runtime.loading import open_checkpoint
+from cheetah.runtime.checkpoint.loading import open_checkpoint
 
 
 def test_shards(tmp_path):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from written_checkpoints import Q, random_values, refusal, write_model, write_shards
 
-from cheetah.runtime.loading import open_checkpoint
+from cheetah.runtime.checkpoint.loading import open_checkpoint
 
 
 @pytest.fixture
@@ -17,7 +17,8 @@ def hub_cache(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("cheetah.runtime.hub.fetched_folder", lambda *_: pytest.fail("the network was asked"))
+    fetched = "cheetah.runtime.checkpoint.hub.fetched_folder"
+    monkeypatch.setattr(fetched, lambda *_: pytest.fail("the network was asked"))
     return tmp_path / "cache" / "huggingface" / "hub"
 
 

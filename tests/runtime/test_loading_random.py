@@ -6,7 +6,7 @@ from written_checkpoints import BF16, CONFIG, EMBEDDING, Q, write_config
 
 from cheetah.models.llama.config import PRESETS
 from cheetah.models.llama.weights import tensor_shapes
-from cheetah.runtime.loading import open_checkpoint
+from cheetah.runtime.checkpoint.loading import open_checkpoint
 
 
 def test_random_weights_depend_on_name_and_seed_alone():

@@ -8,7 +8,7 @@ from cheetah.manifest import Buffer
 from cheetah.models.llama.config import PRESETS
 from cheetah.models.llama.weights import buffer_bytes, model_shape
 from cheetah.plan import GPUS, default_plan, step_matrices
-from cheetah.runtime.memory import (
+from cheetah.runtime.build.memory import (
     MemoryShortage,
     memory_estimate,
     memory_of_buffers,

@@ -7,7 +7,7 @@ import pytest
 
 from cheetah.errors import CheetahError
 from cheetah.runtime.device import open_device
-from cheetah.runtime.page_copies import copy_page, copy_pages
+from cheetah.runtime.engine.page_copies import copy_page, copy_pages
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])

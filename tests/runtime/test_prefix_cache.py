@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from cheetah.errors import CheetahError
-from cheetah.runtime.kv_cache import CachedSequence, PagePool
-from cheetah.runtime.prefix_cache import PrefixCache
+from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
+from cheetah.runtime.engine.prefix_cache import PrefixCache
 
 
 def computed(pool: PagePool, tokens: int, page_size: int = 4) -> CachedSequence:

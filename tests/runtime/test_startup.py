@@ -7,7 +7,7 @@ import time
 import pytest
 
 from cheetah.models.llama.config import preset
-from cheetah.regenerate import generate_named
+from cheetah.tools.regenerate import generate_named
 
 SLOW = ("cuda", "pycuda", "torch", "matplotlib", "jinja2", "huggingface_hub", "tokenizers", "safetensors", "pydantic")
 
@@ -29,7 +29,8 @@ def test_what_is_only_named_loads_no_numpy(statement: str) -> None:
     "statement",
     [
         "from cheetah.runtime import LLM, SamplingParams",
-        "import cheetah.runtime.assemble, cheetah.runtime.loading, cheetah.regenerate, cheetah.runtime.compile",
+        "import cheetah.runtime.build.assemble, cheetah.runtime.checkpoint.loading, "
+        "cheetah.tools.regenerate, cheetah.runtime.build.compile",
     ],
 )
 def test_loading_and_generating_need_little(statement: str) -> None:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_tokenizers import KINDS
 
-from cheetah.runtime.text_stream import StopStrings, TextStream
-from cheetah.runtime.tokenizer import Tokenizer
+from cheetah.runtime.text.stream import StopStrings, TextStream
+from cheetah.runtime.text.tokenizer import Tokenizer
 
 STOPS = st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiny_tokenizers import KINDS, byte_fallback, byte_level
 
 from cheetah.errors import CheetahError
-from cheetah.runtime.tokenizer import Tokenizer
+from cheetah.runtime.text.tokenizer import Tokenizer
 
 
 @cache

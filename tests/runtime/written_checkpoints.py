@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 from cheetah.errors import CheetahError
 from cheetah.models.llama.config import LlamaConfig
 from cheetah.models.llama.weights import tensor_shapes
-from cheetah.runtime.loading import open_checkpoint
+from cheetah.runtime.checkpoint.loading import open_checkpoint
 
 CONFIG = LlamaConfig(
     hidden_size=48, intermediate_size=40, layers=2, query_heads=4, kv_heads=2, head_dim=64, vocab_size=50

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from cheetah.models.llama import demo_grammar
-from cheetah.models.llama.demo_grammar import documents, is_of_one_cast, read, story
+from cheetah.models.demo import grammar as demo_grammar
+from cheetah.models.demo.grammar import documents, is_of_one_cast, read, story
 
 
 def is_accepted(text: str) -> bool:

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from cheetah.models.llama import demo_grammar
+from cheetah.models.demo import grammar as demo_grammar
+from cheetah.models.demo.format import ASSISTANT, BEGIN, END, SPECIALS, marked
 from cheetah.models.llama.config import DEMO_FOLDER, LlamaConfig
-from cheetah.models.llama.demo_format import ASSISTANT, BEGIN, END, SPECIALS, marked
 from cheetah.models.llama.rope import rope_table
 
 Array = NDArray[np.float32]

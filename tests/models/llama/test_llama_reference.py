@@ -92,7 +92,7 @@ def test_against_transformers(rope, tied):
 def test_a_model_saved_by_transformers_opens_without_a_note(tmp_path, rope):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    from cheetah.runtime.loading import open_checkpoint
+    from cheetah.runtime.checkpoint.loading import open_checkpoint
 
     config = replace(TINY, rope=rope)
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config.to_dict())).to(torch.bfloat16)

@@ -1,0 +1,510 @@
+"""Attention by itself: batches of requests over a paged KV cache, planned on the host, run as one kernel.
+
+    attention = BatchAttention(heads=32, kv_heads=8, head_dim=128, page_size=16, batch=8)
+    attention.plan(indptr, indices, last_page_len)         # int32 page table of every request
+    out, lse = attention.run(q, kv)                        # q [rows, heads, head_dim], kv [pages, 2, kv_heads, 16, 128]
+
+`plan` is integer work on the host; one plan serves any number of runs. The kernel's launch never changes: grid,
+arguments and workspace stay, tables in the workspace say what there is to do; so a CUDA graph can repeat it. Keys of
+the queries' own tokens must be in the cache: query i of a request with l_q queries and l_kv keys has the position
+l_kv - l_q + i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from cheetah.attention.arrays import ArrayError, ArrayView, host_bytes, view_array
+from cheetah.attention.program import COLUMN_FIELDS, AttentionSpec, generate_attention, pages_for
+from cheetah.blocks.attention.variants import CAUSAL, Variant
+from cheetah.errors import CheetahError
+from cheetah.generate import Generated
+from cheetah.lang import ty
+from cheetah.plan import Gpu
+from cheetah.plan.kv import KvPlan, Scheduling, Tile, schedule
+from cheetah.plan.kv.page_table import check_page_table, lengths_of
+from cheetah.plan.kv.tables import TileRecord, encode
+from cheetah.plan.workspace import WORKSPACE_ALIGNMENT
+from cheetah.runtime.device import Device, open_device
+
+__all__ = ["AttentionError", "BatchAttention", "Prefix", "nhd_to_hnd"]
+
+Int32Array = NDArray[np.int32]
+
+
+class AttentionError(CheetahError):
+    """Arguments of `plan` or `run` that do not fit; the message says what does."""
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """A level of prefixes that neighbouring requests share: one page-table entry a group (FlashInfer, 3.1.2).
+
+    groups: (first request, requests) of each group, ascending. kv_offset: absolute position of the level's first key,
+    of each group; None: behind the levels before. The three arrays are as in `plan`, a row a group.
+    """
+
+    indptr: Int32Array
+    indices: Int32Array
+    last_page_len: Int32Array
+    groups: Sequence[tuple[int, int]]
+    kv_offset: Sequence[int] | None = None
+
+
+class _Borrowed:
+    """Memory on a device that somebody else owns, as a launch's argument."""
+
+    def __init__(self, device: Any, view: ArrayView) -> None:
+        self.device, self.address, self.nbytes, self.owner = device, view.address, view.nbytes, view.owner
+
+    def upload(self, array: NDArray[Any], offset: int = 0) -> None:
+        raise AttentionError("this memory belongs to the caller")
+
+
+class DeviceArray:
+    """An output on the GPU, with `__cuda_array_interface__` (bf16 as 16-bit integers). Keeps its memory."""
+
+    def __init__(self, buffer: Any, shape: tuple[int, ...], typestr: str) -> None:
+        self.buffer, self.shape = buffer, shape
+        self.__cuda_array_interface__ = {
+            "shape": shape,
+            "typestr": typestr,
+            "data": (buffer.address, False),
+            "version": 3,
+            "strides": None,
+        }
+
+
+class BatchAttention:
+    """Attention of up to `batch` requests with up to `queries` queries each.
+
+    page_size: any. kv_dtype: "bf16" or "e4m3". levels: 1, or more for shared prefixes. max_keys: for how many keys a
+    request the page tables have room. chunk: 0, or the fixed chunk length F, with which a request's bits do not depend
+    on the others. device: a device, its name ("cuda", "pycuda", "emulator"), or None for what there is. workspace: a
+    buffer of the device, of `workspace_bytes` at least; else one is allocated. plan_fields: fields of
+    `cheetah.plan.Plan`.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        page_size: int = 16,
+        *,
+        kv_dtype: str = "bf16",
+        variant: Variant = CAUSAL,
+        batch: int = 8,
+        queries: int = 1,
+        levels: int = 1,
+        max_keys: int = 65536,
+        chunk: int = 0,
+        gpu: str | Gpu | None = None,
+        device: Device | str | None = None,
+        workspace: Any = None,
+        generated: Generated | None = None,
+        **plan_fields: Any,
+    ) -> None:
+        self.device = open_device(device) if device is None or isinstance(device, str) else device
+        machine = gpu or ("emulator" if self.device.name == "emulator" else "h200")
+        entries = pages_for(batch, max_keys, page_size, levels)
+        self.spec = AttentionSpec(
+            *(heads, kv_heads, head_dim, page_size, kv_dtype, variant, batch, queries, levels, entries, chunk),
+            max_keys if chunk else 0,
+            machine,
+            plan_fields,
+        )
+        made = generated or generate_attention(self.spec)
+        self.kernel = self.device.load(made.text, made.manifest)
+        self.workspace = self._attach(workspace)
+        self._planned: _Planned | None = None
+        self._arguments: dict[str, Any] | None = None
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of the workspace, which never change. It must be aligned to 256 bytes."""
+        return self.spec.workspace_bytes
+
+    def _attach(self, workspace: Any) -> Any:
+        if workspace is None:
+            return self.device.allocate(self.workspace_bytes, 0)
+        if not hasattr(workspace, "upload"):
+            raise AttentionError(f"workspace is a {type(workspace).__name__}: give a buffer of device.allocate")
+        if workspace.nbytes < self.workspace_bytes:
+            raise AttentionError(f"workspace: {workspace.nbytes} bytes given, {self.workspace_bytes} needed")
+        if workspace.address % WORKSPACE_ALIGNMENT:
+            raise AttentionError(f"workspace: address {workspace.address:#x} is no multiple of {WORKSPACE_ALIGNMENT}")
+        workspace.fill(0)
+        return workspace
+
+    # -- planning -----------------------------------------------------------------------------------------------------
+
+    def plan(
+        self,
+        indptr: Int32Array,
+        indices: Int32Array,
+        last_page_len: Int32Array,
+        *,
+        qo_indptr: Int32Array | None = None,
+        prefixes: Sequence[Prefix] = (),
+        kv_offset: Sequence[int] | None = None,
+        chunk: int | None = None,
+        minimum: int | None = None,
+        row_cost: int = 1,
+        token_cost: int = 1,
+        order: Sequence[int] | None = None,
+        pages: int = 2**31 - 1,
+    ) -> KvPlan:
+        """Take the requests' page tables (int32 arrays, FlashInfer 3.1.1) and decide who reads what.
+
+        qo_indptr: int32 [requests + 1], rows of q of each request; one each unless given. prefixes: levels of shared
+        prefixes, outermost first; the requests' own keys follow them. kv_offset: absolute position of each request's
+        first own key; behind its prefixes unless given. chunk: F for this plan. minimum: M. row_cost, token_cost, order
+        (a permutation of the items) change who works on what, and no bit of the result. pages: of the pool, to check
+        page ids against; `run` checks them again.
+        """
+        check_page_table(indptr, indices, last_page_len, pages, self.spec.page_size)
+        for prefix in prefixes:
+            check_page_table(prefix.indptr, prefix.indices, prefix.last_page_len, pages, self.spec.page_size)
+        requests = len(last_page_len)
+        rows = self._rows(qo_indptr, requests)
+        if len(prefixes) >= self.spec.levels:
+            raise AttentionError(f"{len(prefixes)} levels of prefixes: made for {self.spec.levels - 1}; give levels=")
+        if self.spec.variant.one_query and (prefixes or int(np.diff(rows).max()) > 1):
+            raise AttentionError(
+                f"variant {self.spec.variant.name} is for one query a request and no prefixes: what it makes of a key "
+                "depends on who asks; plan requests of one row each, with their whole page tables"
+            )
+        tables = _Levels(self.spec, rows, (indptr, indices, last_page_len), prefixes, kv_offset)
+        plan_fields = self.spec.plan
+        scheduling = Scheduling(
+            self.spec.kv_heads,
+            self.spec.machine.blocks,
+            plan_fields.kv_align,
+            plan_fields.kv_chunk_min if minimum is None else minimum,
+            row_cost,
+            token_cost,
+            self.spec.chunk if chunk is None else chunk,
+            plan_fields.kv_item_cost,
+        )
+        made = schedule(tables.tiles, scheduling)
+        if order is not None:
+            made = _reordered(made, order)
+        self._planned = _Planned(made, tables, int(rows[-1]))
+        self._upload(self._planned)
+        return made
+
+    def _rows(self, qo_indptr: Int32Array | None, requests: int) -> Int32Array:
+        if not 1 <= requests <= self.spec.batch:
+            raise AttentionError(f"{requests} requests: made for 1 to {self.spec.batch}")
+        if qo_indptr is None:
+            return np.arange(requests + 1, dtype=np.int32)
+        if not isinstance(qo_indptr, np.ndarray) or qo_indptr.dtype != np.int32 or qo_indptr.shape != (requests + 1,):
+            raise AttentionError(f"qo_indptr must be int32 [{requests + 1}]")
+        counts = np.diff(qo_indptr)
+        if qo_indptr[0] != 0 or (counts < 1).any() or (counts > self.spec.queries).any():
+            raise AttentionError(f"qo_indptr is {qo_indptr.tolist()}: give 0, then 1 to {self.spec.queries} rows each")
+        return qo_indptr
+
+    def _upload(self, planned: _Planned) -> None:
+        """Lay the tables into the workspace. A running launch has finished before they change."""
+        spec = self.spec
+        sections = {
+            "kv_plan": spec.layout.encode(planned.plan, 0),
+            "tiles": encode(planned.tables.records, TileRecord),
+            "columns": planned.tables.columns(),
+            "page_table": planned.tables.page_table,
+        }
+        for name, words in sections.items():
+            if words.nbytes > spec.sections[name]:
+                raise AttentionError(
+                    f"{name}: {words.nbytes} bytes, and the workspace has room for {spec.sections[name]}: make it for "
+                    "more requests, levels or keys"
+                )
+        for name, words in sections.items():
+            if words.nbytes:
+                self.workspace.upload(words, spec.offsets[name])
+
+    # -- running ------------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        q: Any,
+        kv: Any,
+        out: Any = None,
+        lse: Any = None,
+        *,
+        scales: Any = None,
+        layout: str = "HND",
+        **given: Any,
+    ) -> tuple[Any, Any]:
+        """Attention of the planned requests: (out, lse), the natural LSE f32 [rows, heads].
+
+        q: bf16 [rows, heads, head_dim] (numpy: ml_dtypes.bfloat16, or uint16 bits). kv: the pool, HND [pages, 2,
+        kv_heads, page_size, head_dim], bf16 or e4m3 (uint8 codes); layout="NHD" [pages, 2, page_size, kv_heads,
+        head_dim] of numpy arrays is converted. scales: f32 [2, kv_heads] of e4m3 keys and values, or two numbers; 1.0
+        unless given. Arrays may be numpy, or on the device's GPU (`__cuda_array_interface__`, DLPack): those are used
+        where they lie and must be ready. Outputs are written to `out` and `lse` if given, else made, where q is.
+        given: the variant's parameters.
+        """
+        planned = self._planned
+        if planned is None:
+            raise AttentionError("run before plan: plan first")
+        if layout == "NHD":
+            kv = nhd_to_hnd(kv)
+        elif layout != "HND":
+            raise AttentionError(f"layout {layout!r}: HND or NHD")
+        rows, spec = planned.rows, self.spec
+        queries, pool = view_array(q, "q"), view_array(kv, "kv")
+        self._check_q(queries, rows)
+        self._check_kv(pool, planned)
+        outputs = {
+            "out": _Output.of(self.device, out, (rows, spec.heads, spec.head_dim), 2, queries.on_gpu),
+            "lse": _Output.of(self.device, lse, (rows, spec.heads), 4, queries.on_gpu),
+        }
+        self._arguments = {
+            "q": self._argument(queries),
+            "kv": self._argument(pool),
+            **self._scales(scales),
+            "workspace": self.workspace,
+            **{name: output.buffer for name, output in outputs.items()},
+            **self._variant_arguments(given),
+        }
+        self.launch()
+        dtype = q.dtype if isinstance(q, np.ndarray) else np.dtype(ml_dtypes.bfloat16)
+        return outputs["out"].finish(dtype), outputs["lse"].finish(np.dtype(np.float32))
+
+    def launch(self) -> None:
+        """Launch again with the arguments of the last `run` (whose arrays must still be there); returns at once."""
+        if self._arguments is None:
+            raise AttentionError("launch before run: run once first")
+        self.device.launch(self.kernel, self._arguments)
+
+    def time_ms(self, launches: int = 1) -> float:
+        """Milliseconds a launch, over `launches` launches of the last `run` one after another, by device events."""
+        start = self.device.record()
+        for _ in range(launches):
+            self.launch()
+        return self.device.elapsed_ms(start, self.device.record()) / launches
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values that a launch of the present plan reads."""
+        if self._planned is None:
+            raise AttentionError("kv_bytes before plan: plan first")
+        tiles = self._planned.tables.tiles
+        per_key = 2 * self.spec.kv_heads * self.spec.head_dim * self.spec.plan.kv_element_bytes
+        return sum(tile.end - tile.begin for tile in tiles) * per_key
+
+    def _check_q(self, queries: ArrayView, rows: int) -> None:
+        expected = (rows, self.spec.heads, self.spec.head_dim)
+        if queries.shape != expected or queries.dtype not in ("bf16", "u16"):
+            raise ArrayError(f"q is {queries.dtype} {queries.shape}: the plan has bf16 {expected}")
+
+    def _check_kv(self, pool: ArrayView, planned: _Planned) -> None:
+        spec = self.spec
+        inner = (2, spec.kv_heads, spec.page_size, spec.head_dim)
+        kinds = {"bf16": ("bf16", "u16"), "e4m3": ("e4m3", "u8", "i8")}[spec.kv_dtype]
+        if len(pool.shape) != 5 or pool.shape[1:] != inner or pool.dtype not in kinds:
+            raise ArrayError(
+                f"kv is {pool.dtype} {pool.shape}: give {spec.kv_dtype} (pages, {', '.join(map(str, inner))})"
+            )
+        highest = int(planned.tables.page_table.max(initial=-1))
+        if highest >= pool.shape[0]:
+            raise ArrayError(f"kv has {pool.shape[0]} pages, and the page table names page {highest}")
+
+    def _argument(self, view: ArrayView) -> Any:
+        if view.on_gpu:
+            if self.device.name == "emulator":
+                raise ArrayError("an array on a GPU: the emulator takes numpy arrays")
+            if view.address % 16:
+                raise ArrayError(f"an array at {view.address:#x}: give one aligned to 16 bytes")
+            return _Borrowed(self.device, view)
+        buffer = self.device.allocate(max(view.nbytes, 16))
+        buffer.upload(host_bytes(view))
+        return buffer
+
+    def _scales(self, scales: Any) -> dict[str, Any]:
+        if self.spec.kv_dtype == "bf16":
+            if scales is not None:
+                raise AttentionError("scales are for e4m3 keys and values")
+            return {}
+        numbers = np.ones((2, 1), np.float32) if scales is None else np.asarray(scales, np.float32).reshape(2, -1)
+        words = np.ascontiguousarray(np.broadcast_to(numbers, (2, self.spec.kv_heads)))
+        return {"scales": self._argument(view_array(words, "scales"))}
+
+    def _variant_arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        wanted = self.spec.variant.parameters
+        if set(given) != set(wanted):
+            raise AttentionError(f"variant {self.spec.variant.name} takes {sorted(wanted)}, not {sorted(given)}")
+        return {
+            name: self._argument(view_array(value, name)) if isinstance(wanted[name], ty.Pointer) else value
+            for name, value in given.items()
+        }
+
+
+@dataclass(frozen=True)
+class _Planned:
+    plan: KvPlan
+    tables: _Levels
+    rows: int
+
+
+class _Levels:
+    """The tiles of all levels, their records, and one page table for all, from the callers' arrays."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        rows: Int32Array,
+        own: tuple[Int32Array, Int32Array, Int32Array],
+        prefixes: Sequence[Prefix],
+        kv_offset: Sequence[int] | None,
+    ) -> None:
+        self.spec, self.rows = spec, rows
+        self.requests = len(rows) - 1
+        self.counts = np.diff(rows)
+        self.records: list[TileRecord] = []
+        self.tiles: list[Tile] = []
+        arrays = [(prefix.indptr, prefix.indices, prefix.last_page_len) for prefix in prefixes] + [own]
+        starts = np.cumsum([0, *(len(indices) for _, indices, _ in arrays)])
+        self.page_table = np.concatenate([indices for _, indices, _ in arrays]).astype(np.int32)
+        self.offsets, self.lengths = self._places(arrays, prefixes, kv_offset)
+        self.cuts = [self._cut(int(a), int(b)) for a, b in zip(rows, rows[1:], strict=False)]
+        for level, prefix in enumerate(prefixes):
+            lengths = lengths_of(prefix.indptr, prefix.last_page_len, spec.page_size)
+            for group, (first, count) in enumerate(prefix.groups):
+                table = int(starts[level] + prefix.indptr[group])
+                offset = int(self.offsets[level, first])
+                for begin, end in self._joined(first, count):
+                    self._add(level, begin, end, table, offset, int(lengths[group]))
+        lengths = lengths_of(own[0], own[2], spec.page_size)
+        for request in range(self.requests):
+            table = int(starts[-2] + own[0][request])
+            for begin, end in self.cuts[request]:
+                self._add(len(prefixes), begin, end, table, int(self.offsets[-1, request]), int(lengths[request]))
+
+    def _places(
+        self, arrays: Sequence[tuple[Int32Array, ...]], prefixes: Sequence[Prefix], kv_offset: Sequence[int] | None
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Of each level and request the absolute position of its first key, and of each request all its keys."""
+        offsets = np.zeros((len(arrays), self.requests), np.int64)
+        ends = np.zeros(self.requests, np.int64)
+        for level, prefix in enumerate(prefixes):
+            self._check_groups(prefix)
+            lengths = lengths_of(prefix.indptr, prefix.last_page_len, self.spec.page_size)
+            for group, (first, count) in enumerate(prefix.groups):
+                members = slice(first, first + count)
+                if len(set(ends[members].tolist())) > 1:
+                    raise AttentionError(f"level {level}: the requests of group {group} differ before it")
+                offsets[level, members] = ends[first] if prefix.kv_offset is None else prefix.kv_offset[group]
+                ends[members] = offsets[level, first] + lengths[group]
+        offsets[-1] = ends if kv_offset is None else np.asarray(kv_offset, np.int64)
+        own = lengths_of(arrays[-1][0], arrays[-1][2], self.spec.page_size)
+        return offsets, offsets[-1] + own
+
+    def _check_groups(self, prefix: Prefix) -> None:
+        if len(prefix.groups) != len(prefix.last_page_len):
+            raise AttentionError(f"{len(prefix.groups)} groups for {len(prefix.last_page_len)} prefixes: give one each")
+        end = 0
+        for first, count in prefix.groups:
+            if first < end or count < 1 or first + count > self.requests:
+                raise AttentionError(
+                    f"group ({first}, {count}): give neighbouring requests of {self.requests}, ascending"
+                )
+            end = first + count
+
+    def _cut(self, begin: int, end: int) -> list[tuple[int, int]]:
+        size = self.spec.tile_columns
+        return [(first, min(first + size, end)) for first in range(begin, end, size)]
+
+    def _joined(self, first: int, count: int) -> list[tuple[int, int]]:
+        """Columns of tiles that take whole tiles of these requests together."""
+        joined: list[tuple[int, int]] = []
+        for begin, end in [cut for request in range(first, first + count) for cut in self.cuts[request]]:
+            if joined and end - joined[-1][0] <= self.spec.tile_columns:
+                joined[-1] = (joined[-1][0], end)
+            else:
+                joined.append((begin, end))
+        return joined
+
+    def _add(self, level: int, begin: int, end: int, table: int, offset: int, length: int) -> None:
+        """A tile of columns [begin, end) over `length` keys from absolute position `offset` on."""
+        variant, group = self.spec.variant, self.spec.shape.group
+        positions = self.positions()[begin:end]
+        last = max(0, min(length, int(positions.max()) + 1 - offset)) if variant.causal else length
+        first = 0
+        if variant.window is not None:
+            first = min(last, max(0, int(positions.min()) - variant.window - offset))
+        number = len(self.tiles)
+        self.records.append(TileRecord(begin, end - begin, table, offset, length, 0, 0, 0))
+        self.tiles.append(Tile(level, number, (end - begin) * group, first, last, begin * group))
+
+    def positions(self) -> NDArray[np.int64]:
+        """Of each column, the absolute position of its query; -1 where it sees nothing."""
+        request, number = self._owners()
+        positions: NDArray[np.int64] = np.maximum(self.lengths[request] - self.counts[request] + number, -1)
+        return positions
+
+    def _owners(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        request = np.repeat(np.arange(self.requests), self.counts)
+        return request, np.arange(len(request)) - self.rows[request]
+
+    def columns(self) -> Int32Array:
+        """int32 [columns, 4]: see COLUMN_FIELDS."""
+        request, number = self._owners()
+        words = {"request": request, "query": number, "position": self.positions(), "keys": self.lengths[request]}
+        return np.stack([words[name] for name in COLUMN_FIELDS], axis=1).astype(np.int32)
+
+
+def _reordered(plan: KvPlan, order: Sequence[int]) -> KvPlan:
+    """The same items, in another order and so with other owners."""
+    if sorted(order) != list(range(plan.item_count)):
+        raise AttentionError(f"order is no permutation of the plan's {plan.item_count} items")
+    items = plan.items[np.asarray(order, np.int64)]
+    items.setflags(write=False)
+    return KvPlan(items, plan.work_indptr, plan.merges, plan.merge_indptr, plan.merge_src, plan.chunk)
+
+
+class _Output:
+    """Where an output goes: the caller's array on the host or on the GPU, or a new one."""
+
+    def __init__(self, buffer: Any, shape: tuple[int, ...], target: Any, on_gpu: bool) -> None:
+        self.buffer, self.shape, self.target, self.on_gpu = buffer, shape, target, on_gpu
+
+    @classmethod
+    def of(cls, device: Any, target: Any, shape: tuple[int, ...], size: int, on_gpu: bool) -> _Output:
+        nbytes = int(np.prod(shape)) * size
+        if target is None:
+            return cls(device.allocate(nbytes, 0xFF), shape, None, on_gpu)
+        view = view_array(target, "out" if size == 2 else "lse")
+        kinds = ("bf16", "u16") if size == 2 else ("f32",)
+        if view.shape != shape or view.dtype not in kinds:
+            raise ArrayError(f"output is {view.dtype} {view.shape}: give {kinds[0]} {shape}")
+        if view.on_gpu:
+            return cls(_Borrowed(device, view), shape, target, True)
+        return cls(device.allocate(nbytes, 0xFF), shape, view, False)
+
+    def finish(self, dtype: np.dtype[Any]) -> Any:
+        """The caller's array, filled, or a new one."""
+        if self.on_gpu:
+            typestr = "<u2" if dtype.itemsize == 2 else "<f4"
+            return DeviceArray(self.buffer, self.shape, typestr) if self.target is None else self.target
+        made = self.buffer.download(np.uint8, int(np.prod(self.shape)) * dtype.itemsize).view(dtype).reshape(self.shape)
+        if self.target is None:
+            return made
+        host_bytes(self.target)[:] = made.reshape(-1).view(np.uint8)
+        return self.target.owner
+
+
+def nhd_to_hnd(kv: Any) -> NDArray[Any]:
+    """A numpy pool [pages, 2, page_size, kv_heads, head_dim] as [pages, 2, kv_heads, page_size, head_dim]; a copy."""
+    if not isinstance(kv, np.ndarray) or kv.ndim != 5:
+        raise ArrayError("an NHD pool must be a numpy array of five dimensions; convert others to HND")
+    return np.ascontiguousarray(kv.transpose(0, 1, 3, 2, 4))

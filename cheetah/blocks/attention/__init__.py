@@ -1,0 +1,1 @@
+"""Attention in the language: the core, its schedule, the states and their merge, the cache, the variants."""

@@ -1,0 +1,541 @@
+"""Attention over a paged KV cache: states, split over all blocks, merged by the composition operator.
+
+An attention state over a set of keys is (O, LSE): the softmax-weighted mean of the values and the logarithm of the sum
+of exponentials (FlashInfer, 2.2). Logits are kept in base 2 inside the kernel (times log2 e) and stored as natural
+LSE. Without softmax the state is O, the sum of weighted values, and states are added.
+
+An item is a range of keys of one KV head for a tile of fused query rows: row i * group + (h mod group) is query i of
+the tile and head h. 8 rows ride in the n = 8 dimension of the products, so the math warps share out the tile's groups
+of 8 rows (*column tiles*), and those with the same rows (a *key group* each) take tiles of 16 keys in turn, each with a
+state of its own. The newest keys, which come from the exchange and not from the cache, are further such tiles. The
+block folds the states of the key groups in ascending order and publishes the output, or a partial state where the keys
+were split.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from cheetah import lang as ch
+from cheetah.blocks.attention.cache import CACHED_KEYS, KvCache
+from cheetah.blocks.attention.merge import LSE_WORDS, Merger, partial_words
+from cheetah.blocks.attention.port import AttentionPort
+from cheetah.blocks.attention.schedule import WRITE_THROUGH, Item, Schedule, Tile
+from cheetah.blocks.attention.tile import (
+    LN_2,
+    SLICE_TILES,
+    AttentionShape,
+    Queries,
+    Rows,
+    TileProduct,
+    WarpState,
+    fused_rows,
+)
+from cheetah.blocks.attention.variants import CAUSAL, Variant
+from cheetah.blocks.exchange import Exchange
+from cheetah.blocks.machine import Machine
+from cheetah.blocks.ring import Ring
+from cheetah.blocks.timeline import NO_TIMELINE, Timeline
+from cheetah.lang import prim, ty
+from cheetah.plan.index import round_up
+from cheetah.plan.plan import ATTENTION_SLICE_DIMS as SLICE_DIMS
+from cheetah.plan.plan import COLUMNS
+from cheetah.plan.plan import KV_TILE_TOKENS as TILE_KEYS
+
+__all__ = ["LSE_WORDS", "Attention", "AttentionPort", "AttentionShape", "partial_words"]
+
+NEVER = 1 << 27
+"""A tile number that no range of keys has."""
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """How the warps share an item: this one has column tiles [column_group * width, (column_group + 1) * width), of
+    `column_groups` groups, and of the `key_groups` its keys are those of number `key_group`."""
+
+    width: int
+    column_groups: Any
+    key_groups: Any
+    column_group: Any
+    key_group: Any
+
+
+class Attention:
+    """The attention core of a kernel: `copy` in the copy role, `attend` and then `merge` in the math role.
+
+    parameters: an object with the variant's own kernel parameters as attributes. tile_columns: the most columns of a
+    tile, if fewer than the plan allows.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        ring: Ring,
+        exchange: Exchange,
+        schedule: Schedule,
+        cache: KvCache,
+        port: AttentionPort,
+        timeline: Timeline = NO_TIMELINE,
+        variant: Variant = CAUSAL,
+        parameters: Any = None,
+        tile_columns: int | None = None,
+    ) -> None:
+        self.machine, self.ring, self.exchange, self.schedule = machine, ring, exchange, schedule
+        self.cache, self.port, self.timeline, self.variant = cache, port, timeline, variant
+        plan, shape = machine.plan, machine.shape
+        self.sizes = AttentionShape(
+            shape.group,
+            shape.head_dim,
+            plan.math_warps,
+            plan.kv_stage_tokens(shape.head_dim),
+            (tile_columns or plan.tile_columns(shape.group)) * shape.group,
+            plan.kv_dtype == "e4m3",
+        )
+        self.product = TileProduct(machine, self.sizes, variant, parameters)
+
+    # -- items ----------------------------------------------------------------------------------------------------
+
+    @ch.inline
+    def copy(self, layer: ch.Value, step: ch.Value) -> None:
+        """In the copy role: fetch the cached keys and values of this block's items."""
+        with self.schedule.items(self.machine.copy, step) as item:
+            end = ch.minimum(item.end, item.tile.cached)
+            self.cache.copy_tokens(self.ring, layer, item.head, item.tile.table, item.begin, end)
+
+    @ch.inline
+    def attend(self, step: ch.Value, epoch: ch.Expr) -> None:
+        """In the math role: compute this block's items."""
+        with self.schedule.items(self.machine.math, step) as item:
+            cached_end = ch.minimum(item.end, item.tile.cached)
+            newest_begin = ch.maximum(item.begin, item.tile.cached)
+            newest_end = ch.minimum(item.end, item.tile.cached + item.tile.new)
+            newest = ch.select(newest_begin < newest_end, newest_end - newest_begin, ty.u32(0))
+            self._load(item, newest_begin, newest, epoch)
+            self.timeline.stamp_first("ready")
+            self.ring.uses(CACHED_KEYS)
+            if self.sizes.max_rows <= COLUMNS:
+                self._attend_item(item, 1, cached_end, newest_begin, newest, epoch)
+            else:
+                with ch.if_(item.rows <= COLUMNS):
+                    self._attend_item(item, 1, cached_end, newest_begin, newest, epoch)
+                with ch.else_():
+                    self._attend_item(item, 2, cached_end, newest_begin, newest, epoch)
+
+    @ch.inline
+    def _attend_item(
+        self, item: Item, width: int, cached_end: ch.Expr, newest_begin: ch.Expr, newest: ch.Expr, epoch: ch.Expr
+    ) -> None:
+        """An item whose queries are there, with `width` column tiles a warp. Two of them share what is read and wait
+        together; an item of few rows would waste the second."""
+        share = self._share(item, width)
+        queries = [self._queries(item, share.column_group * width + number) for number in range(width)]
+        states = [self.product.new_state() for _ in range(width)]
+        self._attend_keys(item.begin, cached_end, newest_begin, newest, share, queries, states)
+        self._fold(item, share, states, epoch)
+
+    @property
+    def most_key_groups(self) -> int:
+        """So few that the next tile of a warp lies in a stage whose last pass has surely landed (see `ring`)."""
+        plan = self.machine.plan
+        return max(1, (plan.stages - plan.in_flight) * (self.sizes.stage_tokens // TILE_KEYS))
+
+    @ch.inline
+    def _share(self, item: Item, width: int) -> Share:
+        """Deal the item out to the warps. A warp beyond the last key group has no tile of keys."""
+        machine, sizes = self.machine, self.sizes
+        if width == 1:
+            groups = min(sizes.warps, self.most_key_groups)
+            key_group = machine.warp
+            if groups < sizes.warps:
+                key_group = ch.select(machine.warp < groups, machine.warp, ty.u32(NEVER))
+            return Share(1, ty.u32(1), ty.u32(groups), ty.u32(0), key_group)
+        column_groups = ch.var(ty.u32, 1)
+        size = width
+        while size * COLUMNS < sizes.max_rows:
+            with ch.if_(item.rows > size * COLUMNS):
+                column_groups.set(min(2 * size // width, sizes.warps))
+            size *= 2
+        key_groups = ch.minimum(sizes.warps // column_groups, self.most_key_groups)
+        warp_group = machine.warp // column_groups
+        column_group = machine.warp % column_groups
+        key_group = ch.select(warp_group < key_groups, warp_group, ty.u32(NEVER))
+        return Share(width, column_groups, key_groups, column_group, key_group)
+
+    # -- queries, and the newest keys and values --------------------------------------------------------------------
+
+    @ch.inline
+    def _load(self, item: Item, newest_begin: ch.Expr, newest: ch.Expr, epoch: ch.Expr) -> None:
+        """Bring the item's queries to shared memory, and those newest keys and values that it has."""
+        machine, sizes = self.machine, self.sizes
+        queries = machine.region("queries", ty.u32x4)
+        if self.variant.query_transform is not None:
+            self._load_transformed(item, queries, epoch)
+        query_units = item.rows * sizes.head_units if self.variant.query_transform is None else ty.u32(0)
+        newest_units = newest * sizes.head_units if self.port.has_newest else ty.u32(0)
+        with ch.for_(machine.thread, query_units + newest_units * 2, machine.math_threads, unroll=1) as number:
+            with ch.if_(number < query_units):
+                row = number // sizes.head_units
+                queries[number] = self._query_unit(item, row, number % sizes.head_units, epoch)
+            if self.port.has_newest:
+                with ch.else_():
+                    self._load_newest_unit(item, newest_begin, number - query_units, newest_units, epoch)
+        machine.meet()
+
+    @ch.inline
+    def _query_unit(self, item: Item, row: ch.Expr, unit: ch.Expr, epoch: ch.Expr) -> Any:
+        group = self.sizes.group
+        column = item.tile.first_column + row // group
+        return self.port.query_unit(column, item.head * group + row % group, unit, epoch)
+
+    @ch.inline
+    def _load_transformed(self, item: Item, queries: ch.Expr, epoch: ch.Expr) -> None:
+        """Both units of rotated pairs together, through the variant's query_transform."""
+        machine, sizes = self.machine, self.sizes
+        half = sizes.head_units // 2
+        with ch.for_(machine.thread, item.rows * half, machine.math_threads, unroll=1) as number:
+            row = number // half
+            unit = number % half
+            near = self._query_unit(item, row, unit, epoch)
+            far = self._query_unit(item, row, unit + half, epoch)
+            values = self._row_context(item.tile, item.head, row)
+            new_near, new_far = self.product.transform_queries(near, far, unit, values)
+            queries[row * sizes.head_units + unit] = new_near
+            queries[row * sizes.head_units + unit + half] = new_far
+
+    @ch.inline
+    def _load_newest_unit(
+        self, item: Item, newest_begin: ch.Expr, number: ch.Expr, newest_units: ch.Expr, epoch: ch.Expr
+    ) -> None:
+        """Unit `number` of the newest keys, then of the newest values: as rows of a stage have them, bf16 or codes."""
+        sizes = self.sizes
+        is_value = number >= newest_units
+        unit = ch.select(is_value, number - newest_units, number)
+        column = item.tile.new_column + (newest_begin - item.tile.cached) + unit // sizes.head_units
+        words = self.port.newest_unit(column, item.head, is_value, unit % sizes.head_units, epoch)
+        if not sizes.codes:
+            keys, values = self._newest_rows(ty.u32x4)
+            with ch.if_(is_value):
+                values[unit] = words
+            with ch.else_():
+                keys[unit] = words
+            return
+        keys, values = self._newest_rows(ty.u32)
+        place = ch.select(is_value, values, keys) + unit * 2
+        place[0] = self._codes(words.x) | (self._codes(words.y) << 16)
+        place[1] = self._codes(words.z) | (self._codes(words.w) << 16)
+
+    @staticmethod
+    def _codes(pair: ch.Expr) -> Any:
+        """Two e4m3 codes of a bf16 pair; exact, since the numbers come from codes."""
+        return prim.e4m3x2_from_f32(prim.bf16x2_low(pair), prim.bf16x2_high(pair))
+
+    def _newest_rows(self, element: ty.Type) -> tuple[Any, Any]:
+        """Pointers to the newest keys and to the newest values."""
+        values = round_up(self.machine.plan.tokens, TILE_KEYS) * self.sizes.head_dim * 2
+        keys = self.machine.region("newest", element)
+        return keys, keys + values // element.bytes
+
+    @ch.inline
+    def _queries(self, item: Item, column_tile: ch.Expr) -> Queries:
+        """What this warp needs of its 8 rows: the operand of the products, read when needed, and what its columns see.
+
+        Rows beyond the item's are whatever lies there: they have columns of their own, which see no key.
+        """
+        machine, sizes = self.machine, self.sizes
+        shared = machine.region("queries", ty.u32x4)
+        row = ch.minimum(column_tile * COLUMNS + machine.lane // 4, fused_rows(sizes) - 1)
+        query = shared + row * sizes.head_units
+
+        def unit(part: int) -> Any:
+            return query[sizes.key_unit(part, machine.lane % 4)]
+
+        limits = ch.array(ty.u32, 2)
+        contexts = []
+        for number in range(2):
+            fused = column_tile * COLUMNS + machine.lane % 4 * 2 + number
+            present = ch.minimum(fused, item.rows - 1)
+            limits[number] = ch.select(fused < item.rows, self._limit(item, present), ty.u32(0))
+            contexts.append(self._row_context(item.tile, item.head, present, self.variant.needs_query_context))
+        scale = self._codes_scale(item.head, value=False)
+        return Queries(unit, limits, scale, tuple(contexts), self._token_context(item), item.tile.offset)
+
+    @ch.inline
+    def _limit(self, item: Item, row: ch.Expr) -> Any:
+        """The first key of the tile that a fused row does not see."""
+        end = ch.minimum(item.end, item.tile.cached + item.tile.new)
+        if not self.variant.causal:
+            return end
+        position = self.port.position(item.tile.first_column + row // self.sizes.group)
+        following = position + 1
+        visible = ch.select(following > item.tile.offset, following - item.tile.offset, ty.u32(0))
+        return ch.minimum(end, visible)
+
+    @ch.inline
+    def _codes_scale(self, kv_head: ch.Expr, value: bool) -> Any:
+        if not self.sizes.codes:
+            return None
+        scale = self.port.scale(kv_head, value)
+        return scale
+
+    @ch.inline
+    def _row_context(
+        self, tile: Tile, kv_head: ch.Expr, row: ch.Expr, wanted: bool = True
+    ) -> Mapping[str, Callable[[], Any]]:
+        """What a variant's function can ask about a fused row. Looked up here once, if at all."""
+        if not wanted:
+            return {}
+        column = tile.first_column + row // self.sizes.group
+        head = kv_head * self.sizes.group + row % self.sizes.group
+        return {
+            "request": lambda: self.port.request(column),
+            "query": lambda: self.port.query(column),
+            "position": lambda: self.port.position(column),
+            "keys": lambda: self.port.keys(column),
+            "head": lambda: head,
+            "kv_head": lambda: kv_head,
+        }
+
+    @ch.inline
+    def _token_context(self, item: Item) -> Mapping[str, Callable[[], Any]]:
+        """What a function can ask about a key or a value: of the tile's last column."""
+        if self.variant.key_transform is None and self.variant.value_transform is None:
+            return {}
+        column = item.tile.first_column + (item.tile.columns - 1)
+        return {
+            "request": lambda: self.port.request(column),
+            "position": lambda: self.port.position(column),
+            "keys": lambda: self.port.keys(column),
+            "kv_head": lambda: item.head,
+        }
+
+    # -- keys and values ----------------------------------------------------------------------------------------------
+
+    @ch.inline
+    def _attend_keys(
+        self,
+        begin: ch.Expr,
+        end: ch.Expr,
+        newest_begin: ch.Expr,
+        newest: ch.Expr,
+        share: Share,
+        queries: Sequence[Queries],
+        states: Sequence[WarpState],
+    ) -> None:
+        """This warp's tiles of 16 keys: of the cached ones [begin, end), then of the newest, as if they were in one
+        more stage: so the code of a tile stands in the kernel once.
+
+        A warp waits only for stages in which it has a tile.
+        """
+        machine, sizes, port = self.machine, self.sizes, self.port
+        stage_tiles = sizes.stage_tokens // TILE_KEYS
+        cached = ch.select(begin < end, end - begin, ty.u32(0))
+        tiles = (cached + (TILE_KEYS - 1)) // TILE_KEYS
+        all_tiles = tiles + (newest + (TILE_KEYS - 1)) // TILE_KEYS if port.has_newest else tiles
+        tile = ch.var(ty.u32, share.key_group)
+        with ch.while_(tile < all_tiles):
+            stage = tile // stage_tiles
+            first_tile = ch.var(ty.u32, stage * stage_tiles)
+            last_tile = ch.var(ty.u32, ch.minimum(first_tile + stage_tiles, tiles))
+            first_key = ch.var(ty.u32, begin + stage * sizes.stage_tokens)
+            count = ch.var(ty.u32, ch.minimum(end - first_key, sizes.stage_tokens))
+            is_cached = tile < tiles
+            arrivals = self._arrivals(share, first_tile, last_tile)
+            with self.ring.use_ahead(stage, arrivals, is_cached) as chunk:
+                keys = ch.var(ty.ptr_mut(ty.u8), chunk)
+                values = ch.var(ty.ptr_mut(ty.u8), chunk + machine.plan.stage_bytes // 2)
+                self.timeline.stamp_first("first_chunk")
+                if port.has_newest:
+                    with ch.if_(tile >= tiles):
+                        newest_keys, newest_values = self._newest_rows(ty.u8)
+                        first_tile.set(tiles)
+                        last_tile.set(all_tiles)
+                        first_key.set(newest_begin)
+                        count.set(newest)
+                        keys.set(newest_keys)
+                        values.set(newest_values)
+                rows = Rows(keys, values, sizes.codes)
+                with ch.while_(tile < last_tile):
+                    row = (tile - first_tile) * TILE_KEYS
+                    self.product.attend(rows, row, count - row, first_key + row, queries, states)
+                    tile += share.key_groups
+                for state in states:  # a sum of all that was read: the stage may be given back
+                    prim.wait_for_u32(prim.float_bits(state.output[0][0]))
+                self.timeline.stamp_here("last_chunk")
+        self.ring.skip((cached + (sizes.stage_tokens - 1)) // sizes.stage_tokens)
+
+    @ch.inline
+    def _arrivals(self, share: Share, first_tile: ch.Expr, last_tile: ch.Expr) -> Any:
+        """For how many warps this one gives back a stage with these tiles: those with a tile in it share out all."""
+        warps = self.sizes.warps
+        groups = ch.minimum(last_tile - first_tile, share.key_groups)
+        members = groups * share.column_groups
+        # The stage's first tile belongs to key group first_tile % key_groups, the next one to the next.
+        number = (share.key_group + share.key_groups - first_tile % share.key_groups) % share.key_groups
+        rank = number * share.column_groups + share.column_group
+        arrivals = warps // members + ch.select(rank < warps % members, ty.u32(1), ty.u32(0))
+        return arrivals
+
+    # -- folding the warps' states ------------------------------------------------------------------------------------
+
+    @ch.inline
+    def _fold(self, item: Item, share: Share, states: Sequence[WarpState], epoch: ch.Expr) -> None:
+        """Fold the key groups' states, in ascending order, as many dims at a time as there is room for, and publish the
+        result."""
+        machine, every = self.machine, self.slices_together
+        for number, state in enumerate(states):
+            if self.variant.softmax:
+                self._lay_down_statistics(state)
+            for first in range(0, self.sizes.slices, every):
+                slices = range(first, min(first + every, self.sizes.slices))
+                self._lay_down(slices, state)
+                machine.meet()
+                self._fold_slices(slices, item, share, number, epoch)
+                machine.meet()
+
+    @property
+    def columns(self) -> int:
+        """Columns of a warp that are laid down: those that a tile can have."""
+        return min(self.sizes.max_rows, COLUMNS)
+
+    @property
+    def slices_together(self) -> int:
+        """Slices of the output that the scratch has room for."""
+        slice_bytes = self.sizes.warps * self.columns * SLICE_DIMS * 4
+        return min(self.machine.shared.region("attention").nbytes // slice_bytes, self.sizes.slices)
+
+    @ch.inline
+    def _lay_down_statistics(self, state: WarpState) -> None:
+        """Highest logit and weight sum of this warp, per column: statistics[warp][column]."""
+        machine = self.machine
+        words = machine.region("statistics", ty.f32)
+        with ch.for_(2, unroll=True) as column:
+            total = ch.var(ty.f32, state.weight_sum[column])
+            for mask in (4, 8, 16):
+                total += prim.shuffle_xor_f32(total, mask)
+            number = machine.lane * 2 + column
+            with ch.if_(number < self.columns):
+                place = (machine.warp * self.columns + number) * 2
+                words[place] = state.highest[column]
+                words[place + 1] = total
+
+    @ch.inline
+    def _lay_down(self, slices: range, state: WarpState) -> None:
+        """This warp's unnormalised output of some slices: attention[warp][column][slice][number]."""
+        machine = self.machine
+        scratch = machine.region("attention", ty.u32x4)
+        with ch.for_(2, unroll=True) as column:
+            number = machine.lane % 4 * 2 + column
+            with ch.if_(number < self.columns) if self.columns < COLUMNS else nullcontext():
+                row = (machine.warp * self.columns + number) * len(slices)
+                for index, slice_ in enumerate(slices):
+                    place = scratch + ((row + index) * SLICE_DIMS + machine.lane // 4 * 8) // 4
+                    for half in range(2):
+                        tiles = [
+                            state.output[slice_ * SLICE_TILES + tile][column + 2 * half] for tile in range(SLICE_TILES)
+                        ]
+                        place[half] = prim.make_u32x4(*(prim.float_bits(value) for value in tiles))
+
+    @ch.inline
+    def _fold_slices(self, slices: range, item: Item, share: Share, number: int, epoch: ch.Expr) -> None:
+        """Column tile `number` of every group: its column c was laid down by the warps column_group, column_group +
+        column_groups, ..., as their column c."""
+        machine = self.machine
+        slice_pairs = SLICE_DIMS // 2
+        pairs = slice_pairs * len(slices)
+        rows = item.rows if share.width == 1 else share.column_groups * COLUMNS
+        with ch.for_(machine.thread, rows * pairs, machine.math_threads, unroll=1) as output:
+            place = output // pairs
+            pair = output % pairs
+            row = place
+            if share.width > 1:
+                row = (place // COLUMNS * share.width + number) * COLUMNS + place % COLUMNS
+            with ch.if_(row < item.rows) if share.width > 1 else nullcontext():
+                stride = self.columns if share.width == 1 else share.column_groups * COLUMNS
+                self._fold_pair(slices, item, row, place, pair, stride, epoch)
+
+    @ch.inline
+    def _fold_pair(
+        self, slices: range, item: Item, row: ch.Expr, place: ch.Expr, pair: ch.Expr, stride: Any, epoch: ch.Expr
+    ) -> None:
+        slice_pairs = SLICE_DIMS // 2
+        low, high, lse = self._fold_states(place, stride, pair, slice_pairs * len(slices))
+        dim_pair = self.sizes.dim_pair(pair // slice_pairs + slices.start, pair % slice_pairs)
+        with ch.if_(item.partial == WRITE_THROUGH):
+            self.finish(item.tile, item.head, row, dim_pair, low, high, lse, epoch)
+        with ch.else_():
+            self._publish_partial(item.partial + row, dim_pair, low, high, lse, epoch)
+
+    @ch.inline
+    def _fold_states(self, first: ch.Expr, stride: Any, pair: ch.Expr, pairs: int) -> tuple[Any, Any, Any]:
+        """Fold the states of rows `first`, `first + stride`, ... of the laid down ones: (low, high, lse)."""
+        machine, sizes = self.machine, self.sizes
+        laid_down = sizes.warps * self.columns
+        unroll = True if isinstance(stride, int) else 1
+        scratch = machine.region("attention", ty.f32x2)
+        statistics = machine.region("statistics", ty.f32x2)
+        low = ch.var(ty.f32, 0.0)
+        high = ch.var(ty.f32, 0.0)
+        if not self.variant.softmax:
+            with ch.for_(first, laid_down, stride, unroll=unroll) as other:
+                part = scratch[other * pairs + pair]
+                low += part.x
+                high += part.y
+            return low, high, ty.f32(0.0)
+        highest = ch.var(ty.f32, -math.inf)
+        with ch.for_(first, laid_down, stride, unroll=unroll) as other:
+            highest.set(prim.maximum_f32(highest, statistics[other].x))
+        base = ch.select(highest == -math.inf, ty.f32(0.0), highest)
+        weight_sum = ch.var(ty.f32, 0.0)
+        with ch.for_(first, laid_down, stride, unroll=unroll) as other:
+            numbers = statistics[other]
+            weight = prim.exp2_f32(numbers.x - base)
+            part = scratch[other * pairs + pair]
+            weight_sum += weight * numbers.y
+            low += weight * part.x
+            high += weight * part.y
+        inverse = ch.select(weight_sum == 0.0, ty.f32(0.0), prim.divide_f32(1.0, weight_sum))
+        lse = ch.select(weight_sum == 0.0, -math.inf, highest * LN_2 + prim.log_f32(weight_sum))
+        return low * inverse, high * inverse, lse
+
+    @ch.inline
+    def _publish_partial(
+        self, row: ch.Expr, dim_pair: ch.Expr, low: ch.Expr, high: ch.Expr, lse: ch.Expr, epoch: ch.Expr
+    ) -> None:
+        partial = row * partial_words(self.sizes.head_dim)
+        self.exchange.publish("partials", partial + dim_pair * 2, prim.float_bits(low), epoch)
+        self.exchange.publish("partials", partial + dim_pair * 2 + 1, prim.float_bits(high), epoch)
+        with ch.if_(dim_pair < LSE_WORDS):
+            self.exchange.publish("partials", partial + self.sizes.head_dim + dim_pair, prim.float_bits(lse), epoch)
+
+    @ch.inline
+    def finish(
+        self,
+        tile: Tile,
+        kv_head: ch.Expr,
+        row: ch.Expr,
+        dim_pair: ch.Expr,
+        low: Any,
+        high: Any,
+        lse: Any,
+        epoch: ch.Expr,
+    ) -> None:
+        """The final output of two dims of a fused row."""
+        group = self.sizes.group
+        scale = self._codes_scale(kv_head, value=True)
+        outputs = [value if scale is None else value * scale for value in (low, high)]
+        if self.variant.output_transform is not None:
+            context = self._row_context(tile, kv_head, row)
+            at = self.product.at("output_transform", context)
+            transformed = [self.variant.output_transform(value, lse, at) for value in outputs]
+            outputs, lse = [value for value, _ in transformed], transformed[0][1]
+        column = tile.first_column + row // group
+        self.port.publish(column, kv_head * group + row % group, dim_pair, outputs[0], outputs[1], lse, epoch)
+
+    @ch.inline
+    def merge(self, epoch: ch.Expr) -> None:
+        """In the math role, after `attend`: the rows whose keys were split (see `attention_merge`)."""
+        Merger(self).merge(epoch)

@@ -1,0 +1,290 @@
+"""The KV plan as the kernel reads it: which items of attention a block works on, and which merges it makes.
+
+The host made the plans of the launch from the sequence lengths (see `cheetah.plan.kv`); a step uses the last plan whose
+first step is not after it. Both roles follow the same plan, so the copy lane fetches just what the math warps expect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from cheetah import lang as ch
+from cheetah.blocks.machine import Machine
+from cheetah.lang import prim, ty
+from cheetah.plan.kv import ITEM_WORDS, KvPlanLayout
+from cheetah.plan.kv.tables import TILE_WORDS
+from cheetah.plan.plan import KEPT_ITEM_BYTES, KEPT_ITEMS, KEPT_MERGE_BYTES, KEPT_SOURCES
+
+WRITE_THROUGH = 0xFFFFFFFF
+"""The first partial row of an item that gives the final output itself."""
+TEAM_BARRIERS = 2
+"""The named barrier of the first team; the next ones follow."""
+ITEM_UNITS, MERGE_UNITS = KEPT_ITEM_BYTES // 16, KEPT_MERGE_BYTES // 16
+
+
+@dataclass(frozen=True, eq=False)
+class Tile:
+    """Columns [first_column, first_column + columns) and the keys that they read; device values, see `TileRecord`.
+
+    cached: how many of the tile's keys are in the cache in this step. The `new` ones after them are those of the step's
+    columns from new_column on.
+    """
+
+    first_column: Any
+    columns: Any
+    table: Any
+    offset: Any
+    cached: Any
+    new: Any
+    new_column: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """Keys [begin, end) of one KV head for the `rows` fused query rows of a tile; the range is rounded outward.
+
+    partial: the first of its rows of partial states, or WRITE_THROUGH.
+    """
+
+    tile: Tile
+    head: Any
+    begin: Any
+    end: Any
+    partial: Any
+    rows: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Merge:
+    """Fused row `row` of a tile and KV head: the states of `sources[begin:end]`, to be folded in this order."""
+
+    tile: Tile
+    head: Any
+    row: Any
+    begin: Any
+    end: Any
+
+
+class Schedule:
+    """The plans of a launch, and the one of the present step in each role. `tiles` are the launch's tile records.
+
+    The math warps keep the records of the block's first items and of each warp's first merge in shared memory, from one
+    plan to the next (`keep`): else every layer would wait for loads one after the other.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        layout: KvPlanLayout,
+        plans: ch.Expr,
+        plan_count: ch.Expr,
+        tiles: ch.Expr,
+    ) -> None:
+        self.machine, self.layout, self.plans, self.plan_count = machine, layout, plans, plan_count
+        self.tile_records = tiles
+        self._start()
+
+    @ch.inline
+    def _start(self) -> None:
+        self.index = {}
+        for role in self.machine.roles:
+            with role:
+                plan_index = ch.var(ty.u32, 0)
+                self.index[role.name] = plan_index
+
+    @ch.inline
+    def advance(self, role: ch.Role, step: ch.Expr) -> Any:
+        """Move on to the plan of `step`; steps only grow. Whether it is another plan than that of the step before."""
+        is_new = ch.var(ty.boolean, step == 0)
+        following = self.index[role.name] + 1
+        with ch.if_(following < self.plan_count):
+            first_step = prim.load_constant_u32(self.plans + following * self.layout.plan_words)
+            with ch.if_(first_step <= step):
+                self.index[role.name].set(following)
+                is_new.set(True)
+        return is_new
+
+    def _place(self, role: ch.Role, section: str, index: ch.Value) -> ch.Expr:
+        offset = ch.cast(ty.u32, index) + self.layout.offsets[section]
+        return self.plans + (self.index[role.name] * self.layout.plan_words + offset)
+
+    def _word(self, role: ch.Role, section: str, index: ch.Value) -> Any:
+        return prim.load_constant_u32(self._place(role, section, index))
+
+    @ch.inline
+    def _tile(self, number: ch.Expr, step: ch.Value) -> Tile:
+        """A tile record, in two loads of 16 bytes."""
+        record = self.tile_records + number * TILE_WORDS
+        place = prim.load_constant_u32x4(record)
+        keys = prim.load_constant_u32x4(record + 4)
+        return self._tile_of(place, keys, step)
+
+    @staticmethod
+    def _tile_of(place: ch.Expr, keys: ch.Expr, step: ch.Value) -> Tile:
+        cached = keys.x + keys.y * ch.cast(ty.u32, step)
+        return Tile(place.x, place.y, place.z, place.w, cached, keys.z, keys.w)
+
+    # -- records at hand ----------------------------------------------------------------------------------------------
+
+    @property
+    def _kept(self) -> ch.Expr:
+        """u32x4*: first and last item, jobs of merging and rows of a merge; 4 an item; those of each warp's merge."""
+        return ch.reinterpret(ty.ptr_mut(ty.u32x4), self.machine.region("records", ty.u32x4))
+
+    @property
+    def _kept_merge(self) -> ch.Expr:
+        """The record of the first merge of this warp's team: head, row, first and last source; the tile; sources."""
+        return self._kept + (1 + (KEPT_ITEMS + 1) * ITEM_UNITS + self.team * MERGE_UNITS)
+
+    @ch.inline
+    def keep(self) -> None:
+        """In the math role: bring the records of the present plan to shared memory. A barrier of the math warps must
+        precede, if there were others, and follow."""
+        machine = self.machine
+        kept = ch.const(self._kept.type, self._kept, name="kept")
+        header = prim.load_constant_u32x4(self._place(machine.math, "header", 0))
+        with ch.if_(machine.thread < KEPT_ITEMS):
+            first_item = self._word(machine.math, "work_indptr", machine.block)
+            last_item = self._word(machine.math, "work_indptr", machine.block + 1)
+            with ch.if_(machine.thread == 0):
+                kept[0] = prim.make_u32x4(first_item, last_item, header.z * header.w, header.w)
+            with ch.if_(first_item + machine.thread < last_item):
+                self._keep_item(kept + (1 + machine.thread * ITEM_UNITS), first_item + machine.thread)
+        with ch.if_((self.team_warp == 0) & (self._first_job() < header.z * header.w)):
+            self._keep_merge(self._first_job(), header.w)
+
+    @ch.inline
+    def _keep_item(self, place: ch.Expr, number: ch.Expr) -> None:
+        record = self._place(self.machine.math, "items", number * ITEM_WORDS)
+        what = prim.load_constant_u32x4(record)
+        place[0] = what
+        place[1] = prim.load_constant_u32x4(record + 4)
+        self._keep_tile(place + 2, what.y)
+
+    @ch.inline
+    def _keep_tile(self, place: ch.Expr, number: ch.Expr) -> None:
+        record = self.tile_records + number * TILE_WORDS
+        place[0] = prim.load_constant_u32x4(record)
+        place[1] = prim.load_constant_u32x4(record + 4)
+
+    @ch.inline
+    def _keep_merge(self, job: ch.Expr, merge_rows: ch.Expr) -> None:
+        """Called by a whole warp of the team."""
+        machine, place = self.machine, self._kept_merge
+        number, head, begin, end = self._merge_words(job // merge_rows)
+        with ch.if_(machine.lane == 0):
+            place[0] = prim.make_u32x4(head, job % merge_rows, begin, end)
+            self._keep_tile(place + 1, number)
+        sources = ch.reinterpret(ty.ptr_mut(ty.u32), place + 3)
+        with ch.if_(machine.lane < ch.minimum(end - begin, KEPT_SOURCES)):
+            sources[machine.lane] = self._source(begin + machine.lane)
+
+    # -- items and merges ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    @ch.inline
+    def items(self, role: ch.Role, step: ch.Value) -> Iterator[Item]:
+        """The items of this block, in order."""
+        if role is self.machine.math:
+            with self._kept_items(step) as item:
+                yield item
+            return
+        first_item = self._word(role, "work_indptr", self.machine.block)
+        last_item = self._word(role, "work_indptr", self.machine.block + 1)
+        with ch.for_(first_item, last_item, unroll=1) as number:
+            record = self._place(role, "items", number * ITEM_WORDS)
+            what = prim.load_constant_u32x4(record)
+            rest = prim.load_constant_u32x4(record + 4)
+            yield Item(self._tile(what.y, step), what.z, what.w, rest.x, rest.y, rest.z)
+
+    @contextmanager
+    @ch.inline
+    def _kept_items(self, step: ch.Value) -> Iterator[Item]:
+        """The same in the math role, where the records are at hand. Those of later items share a place."""
+        machine = self.machine
+        numbers = self._kept[0]
+        with ch.for_(numbers.x, numbers.y, unroll=1) as number:
+            index = number - numbers.x
+            record = self._kept + (1 + ch.minimum(index, KEPT_ITEMS) * ITEM_UNITS)
+            with ch.if_(index >= KEPT_ITEMS):
+                machine.meet()  # all have used the last one
+                with ch.if_(machine.thread == 0):
+                    self._keep_item(record, number)
+                machine.meet()
+            tile = self._tile_of(record[2], record[3], step)
+            what = record[0]
+            yield Item(tile, what.z, what.w, record[1].x, record[1].y, record[1].z)
+
+    @property
+    def team(self) -> ch.Expr:
+        """The number of this warp's team: the warps that merge a row together."""
+        return self.machine.warp // self.machine.plan.merge_warps
+
+    @property
+    def team_warp(self) -> ch.Expr:
+        """The number of this warp in its team."""
+        return self.machine.warp % self.machine.plan.merge_warps
+
+    def meet_team(self) -> None:
+        """The warps of the team meet."""
+        prim.named_barrier(self.team + TEAM_BARRIERS, self.machine.plan.merge_warps * 32)
+
+    @contextmanager
+    @ch.inline
+    def merges(self) -> Iterator[Merge]:
+        """In the math role, the merges of this warp's team: a row of a split head each, dealt round to the blocks, then
+        to their teams. Then the block's warps meet, if there was any merge at all."""
+        machine = self.machine
+        numbers = self._kept[0]
+        jobs = machine.gpu.blocks * (machine.plan.math_warps // machine.plan.merge_warps)
+        record = self._kept_merge
+        first_job = self._first_job()
+        with ch.for_(first_job, numbers.z, jobs, unroll=1) as job:
+            with ch.if_(job != first_job):
+                self._replace_merge(job, numbers.w)
+            tile = self._tile_of(record[1], record[2], 0)
+            with ch.if_(record[0].y < tile.columns * machine.shape.group):
+                yield Merge(tile, record[0].x, record[0].y, record[0].z, record[0].w)
+        with ch.if_(first_job + jobs < numbers.z):
+            self._replace_merge(first_job, numbers.w)
+        with ch.if_(numbers.z > 0):
+            machine.meet()
+
+    @ch.inline
+    def _replace_merge(self, job: ch.Expr, merge_rows: ch.Expr) -> None:
+        """The record at hand becomes that of another merge of this team."""
+        self.meet_team()  # all have used the last one
+        with ch.if_(self.team_warp == 0):
+            self._keep_merge(job, merge_rows)
+        self.meet_team()
+
+    def _first_job(self) -> ch.Expr:
+        return self.team * self.machine.gpu.blocks + self.machine.block
+
+    @ch.inline
+    def _merge_words(self, merge: ch.Expr) -> tuple[Any, Any, Any, Any]:
+        """Tile, head, first and last source of a merge."""
+        role = self.machine.math
+        number = self._word(role, "merges", merge * 2)
+        head = self._word(role, "merges", merge * 2 + 1)
+        begin = self._word(role, "merge_indptr", merge)
+        end = self._word(role, "merge_indptr", merge + 1)
+        return number, head, begin, end
+
+    @ch.inline
+    def sources(self, merge: Merge, first: ch.Expr, every: ch.Expr, count: ch.Expr) -> Any:
+        """`count` sources of a merge, numbers `first`, `first + every`, ... Lane n: the n-th of them, or the last: the
+        partial row of the tile's first fused row."""
+        number = first + ch.minimum(self.machine.lane, count - 1) * every
+        source = ch.var(ty.u32)
+        with ch.if_(number < KEPT_SOURCES):
+            source.set(ch.reinterpret(ty.ptr(ty.u32), self._kept_merge + 3)[number])
+        with ch.else_():
+            source.set(self._source(merge.begin + number))
+        return source
+
+    def _source(self, index: ch.Value) -> Any:
+        return self._word(self.machine.math, "merge_src", index)

@@ -1,0 +1,462 @@
+"""One warp's work on 16 keys and one or more tiles of 8 query rows: logits, weights, their product with the values.
+
+Lane (r, t) = (lane // 4, lane % 4) of the products: keys are rows r and r + 8 of the first, queries its columns 2t and
+2t + 1; dims are rows of the second. A lane reads whole units of 8 dims of a key or a value; which dims they are is free
+as long as both factors agree, and is chosen so that shared memory is read with few bank conflicts: rows lie a multiple
+of 128 bytes apart, so lanes of neighbouring rows read their two halves in opposite order and exchange them afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cheetah import lang as ch
+from cheetah.blocks.attention.variants import At, Pair, Variant
+from cheetah.blocks.machine import Machine
+from cheetah.lang import prim, ty
+from cheetah.plan.plan import ATTENTION_SLICE_DIMS as SLICE_DIMS
+from cheetah.plan.plan import COLUMNS
+
+SLICE_TILES = SLICE_DIMS // 16
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Static sizes of the core for one model and plan."""
+
+    group: int
+    head_dim: int
+    warps: int
+    stage_tokens: int
+    max_rows: int
+    codes: bool
+
+    @property
+    def head_units(self) -> int:
+        """Units of 8 elements in a query, a key or a value."""
+        return self.head_dim // 8
+
+    @property
+    def parts(self) -> int:
+        """Units of a key that a lane reads."""
+        return self.head_dim // 32
+
+    @property
+    def slices(self) -> int:
+        """Units of a value that a lane reads, and rounds in which a block folds its warps' states."""
+        return self.head_dim // SLICE_DIMS
+
+    @property
+    def output_tiles(self) -> int:
+        """16-row tiles of the transposed output."""
+        return self.head_dim // 16
+
+    @property
+    def is_wide(self) -> bool:
+        """A lane reads 16 codes of a cached key at once: parts 2n and 2n + 1 are neighbouring units."""
+        return self.codes and self.parts > 2
+
+    def key_unit(self, part: Any, lane: Any) -> Any:
+        """The unit of a key, or of a query, that lane t = `lane` has as number `part`."""
+        if self.is_wide:
+            return part // 2 * 8 + lane * 2 + part % 2
+        return part * 4 + lane
+
+    def dim_pair(self, slice_: Any, pair: Any) -> Any:
+        """Which pair of dims is number `pair` of a slice of the output."""
+        return (pair // 4 * self.slices + slice_) * 4 + pair % 4
+
+
+@dataclass(frozen=True, eq=False)
+class WarpState:
+    """One warp's attention state, in registers: of each lane's two query columns the highest logit (base 2) and the sum
+    of weights, and tiles of the transposed output, not yet divided by that sum."""
+
+    highest: Any
+    weight_sum: Any
+    output: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Keys and values in shared memory (u8*), a token a row; `codes`: e4m3, else bf16."""
+
+    keys: Any
+    values: Any
+    codes: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Queries:
+    """What a warp knows of its 8 query rows in an item.
+
+    unit: reads a unit (u32x4) of the lane's query row, by part. limits: of the lane's two columns, the first key that
+    is not seen. scale: what a raw dot product of stored numbers is multiplied by to be one of true numbers (None: 1).
+    contexts: of the two columns, for the functions of a variant that look at logits. tokens: for those that look at
+    keys and values. offset: absolute position of key 0.
+    """
+
+    unit: Callable[[int], Any]
+    limits: Any
+    scale: Any
+    contexts: tuple[Mapping[str, Callable[[], Any]], ...]
+    tokens: Mapping[str, Callable[[], Any]]
+    offset: Any
+
+
+class TileProduct:
+    """Folds tiles of 16 keys into a warp's state."""
+
+    def __init__(self, machine: Machine, sizes: AttentionShape, variant: Variant, parameters: Any) -> None:
+        self.machine, self.sizes, self.variant, self.parameters = machine, sizes, variant, parameters
+
+    def at(self, function: str, values: Mapping[str, Callable[[], Any]]) -> At:
+        """The context of a call of a variant's function."""
+        shape = self.machine.shape
+        return At(
+            function,
+            self.parameters,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            values=values,
+        )
+
+    @ch.inline
+    def new_state(self) -> WarpState:
+        highest = ch.array(ty.f32, 2)
+        weight_sum = ch.array(ty.f32, 2, zero=True)
+        output = ch.array(ty.f32, self.sizes.output_tiles, 4, zero=True)
+        highest[0] = -math.inf
+        highest[1] = -math.inf
+        return WarpState(highest, weight_sum, output)
+
+    @ch.inline
+    def attend(
+        self,
+        rows: Rows,
+        first_row: ch.Expr,
+        valid: ch.Expr,
+        key: ch.Expr,
+        queries: Sequence[Queries],
+        states: Sequence[WarpState],
+    ) -> None:
+        """Fold 16 keys into the states of some column tiles, which share what is read of keys and values. The first
+        `valid` keys (one at least) exist; the first is key `key`."""
+        weights = []
+        for own, state, logits in zip(
+            queries, states, self._products(rows, first_row, valid, key, queries), strict=True
+        ):
+            self._scale_and_mask(logits, valid, key, own)
+            if self.variant.softmax:
+                self._weigh(logits, state)
+            # The product gives keys x queries by rows; the next product wants it by columns.
+            weights_low = prim.matrix_transpose_b16(prim.pack_bf16x2(logits[0], logits[1]))
+            weights_high = prim.matrix_transpose_b16(prim.pack_bf16x2(logits[2], logits[3]))
+            weights.append((weights_low, weights_high))
+        self._add_values(rows, first_row, valid, key, weights, queries[0], states)
+
+    # -- keys x queries ---------------------------------------------------------------------------------------------
+
+    @ch.inline
+    def _products(
+        self, rows: Rows, first_row: ch.Expr, valid: ch.Expr, key: ch.Expr, queries: Sequence[Queries]
+    ) -> list[Any]:
+        """Of each column tile the raw dot products: f32 [4], of key r and queries 2t, 2t + 1, then of key r + 8."""
+        # Two chains of sums, because each product waits for the one before it.
+        sums = [ch.array(ty.f32, 2, 4, zero=True, name="sums") for _ in queries]
+        if self.variant.key_transform is not None:
+            self._transformed_products(rows, first_row, valid, key, queries, sums)
+            return [self._added(chains) for chains in sums]
+        row = first_row + self.machine.lane // 4
+        for both in range(max(1, self.sizes.parts // 2)):
+            low = self._key_words(rows, row, both)
+            high = self._key_words(rows, row + 8, both)
+            for part in range(min(2, self.sizes.parts)):
+                self._multiply_part(low[part], high[part], both * 2 + part, queries, sums)
+        return [self._added(chains) for chains in sums]
+
+    @ch.inline
+    def _transformed_products(
+        self, rows: Rows, first_row: ch.Expr, valid: ch.Expr, key: ch.Expr, queries: Sequence[Queries], sums: list[Any]
+    ) -> None:
+        """The same with key_transform, which needs all units of a key together."""
+        parts, number = self.sizes.parts, self.machine.lane // 4
+        keys = []
+        for half in range(2):
+            words = ch.array(ty.u32, parts, 4)
+            for both in range(max(1, parts // 2)):
+                read = self._key_words(rows, first_row + number + 8 * half, both)
+                for part in range(min(2, parts)):
+                    for word in range(4):
+                        words[both * 2 + part][word] = read[part][word]
+            self._transform_keys(words, key + ch.minimum(number + 8 * half, valid - 1), queries[0])
+            keys.append(words)
+        for part in range(parts):
+            self._multiply_part(keys[0][part], keys[1][part], part, queries, sums)
+
+    @ch.inline
+    def _multiply_part(self, low: Any, high: Any, part: int, queries: Sequence[Queries], sums: list[Any]) -> None:
+        early = prim.make_u32x4(low[0], high[0], low[1], high[1])
+        late = prim.make_u32x4(low[2], high[2], low[3], high[3])
+        for own, chains in zip(queries, sums, strict=True):
+            query = own.unit(part)
+            prim.mma_bf16(chains[0], early, query.x, query.y)
+            prim.mma_bf16(chains[1], late, query.z, query.w)
+
+    @ch.inline
+    def _added(self, sums: Any) -> Any:
+        logits = ch.array(ty.f32, 4)
+        with ch.for_(4, unroll=True) as element:
+            logits[element] = sums[0][element] + sums[1][element]
+        return logits
+
+    @ch.inline
+    def _key_words(self, rows: Rows, row: ch.Expr, both: int) -> Any:
+        """This lane's units 2*both and 2*both + 1 of a key: bf16 pairs, u32 [2][4]."""
+        words = ch.array(ty.u32, min(2, self.sizes.parts), 4)
+        if not rows.codes:
+            self._read_crossed(rows, row, both, words)
+        elif self.sizes.is_wide:
+            self._read_wide_codes(rows, row, both, words)
+        else:
+            self._read_codes(rows, row, words)
+        return words
+
+    @ch.inline
+    def _read_crossed(self, rows: Rows, row: ch.Expr, both: int, words: Any) -> None:
+        """Lanes of odd rows read the two units in the opposite order: no bank conflicts."""
+        keys = ch.reinterpret(ty.ptr(ty.u32x4), rows.keys) + row * self.sizes.head_units
+        is_odd = self.machine.lane // 4 % 2
+        first = keys[(both * 2 + is_odd) * 4 + self.machine.lane % 4]
+        second = keys[(both * 2 + (1 - is_odd)) * 4 + self.machine.lane % 4]
+        for word, member in enumerate("xyzw"):
+            words[0][word] = ch.select(is_odd == 0, getattr(first, member), getattr(second, member))
+            words[1][word] = ch.select(is_odd == 0, getattr(second, member), getattr(first, member))
+
+    @ch.inline
+    def _read_wide_codes(self, rows: Rows, row: ch.Expr, both: int, words: Any) -> None:
+        """16 codes at a time."""
+        keys = ch.reinterpret(ty.ptr(ty.u32x4), rows.keys) + row * (self.sizes.head_dim // 16)
+        read = keys[both * 4 + self.machine.lane % 4]
+        for quarter, member in enumerate("xyzw"):
+            self._widen(getattr(read, member), words[quarter // 2], quarter % 2 * 2)
+
+    @ch.inline
+    def _read_codes(self, rows: Rows, row: ch.Expr, words: Any) -> None:
+        """8 codes at a time."""
+        keys = ch.reinterpret(ty.ptr(ty.u32x2), rows.keys) + row * self.sizes.head_units
+        for part in range(self.sizes.parts):
+            read = keys[part * 4 + self.machine.lane % 4]
+            self._widen(read.x, words[part], 0)
+            self._widen(read.y, words[part], 2)
+
+    @ch.inline
+    def _widen(self, codes: ch.Expr, words: Any, word: int) -> None:
+        """Four e4m3 codes as two words of bf16 pairs; exact."""
+        pairs = prim.e4m3x4_to_bf16(codes)
+        words[word] = pairs.x
+        words[word + 1] = pairs.y
+
+    @ch.inline
+    def _transform_keys(self, words: Any, key: ch.Expr, queries: Queries) -> None:
+        """A lane has both elements of every rotated pair: units `part` and `part + parts / 2`."""
+        half = self.sizes.parts // 2
+        function = self.variant.key_transform
+        assert function is not None
+        for part in range(half):
+            unit = self.sizes.key_unit(part, self.machine.lane % 4)
+            for word in range(4):
+                near, far = words[part][word], words[part + half][word]
+
+                def place(element: int, unit: Any = unit, word: int = word) -> At:
+                    values = {
+                        **queries.tokens,
+                        "key": lambda: queries.offset + key,
+                        "dim": lambda: unit * 8 + (word * 2 + element),
+                    }
+                    return self.at("key_transform", values)
+
+                low = function((prim.bf16x2_low(near), prim.bf16x2_low(far)), place(0))
+                high = function((prim.bf16x2_high(near), prim.bf16x2_high(far)), place(1))
+                new_near = prim.pack_bf16x2(low[0], high[0])
+                new_far = prim.pack_bf16x2(low[1], high[1])
+                words[part][word] = new_near
+                words[part + half][word] = new_far
+
+    # -- logits to weights --------------------------------------------------------------------------------------------
+
+    @ch.inline
+    def _scale_and_mask(self, logits: Any, valid: ch.Expr, key: ch.Expr, queries: Queries) -> None:
+        """Logits times log2 e, and -inf (without softmax: weights, and 0) where a key is not seen.
+
+        Keys beyond the valid ones are stale memory, NaN perhaps: select, never multiply.
+        """
+        number = self.machine.lane // 4
+        limits = ch.array(ty.u32, 2)
+        for column in range(2):
+            limits[column] = ch.minimum(queries.limits[column], key + valid)
+        for element in range(4):
+            tile_key = number + element // 2 * 8
+            context = self._logit_context(element % 2, key + ch.minimum(tile_key, valid - 1), queries)
+            is_seen = key + tile_key < limits[element % 2]
+            if self.variant.logits_mask is not None:
+                is_seen = is_seen & self.variant.logits_mask(self.at("logits_mask", context))
+            logit = self._logit(logits[element], context, queries)
+            logits[element] = ch.select(is_seen, logit, -math.inf if self.variant.softmax else ty.f32(0.0))
+
+    def _logit_context(self, column: int, key: Any, queries: Queries) -> Mapping[str, Callable[[], Any]]:
+        if not self.variant.needs_query_context:
+            return {}
+        return {**queries.contexts[column], "key": lambda: queries.offset + key}
+
+    def _logit(self, product: Any, context: Mapping[str, Callable[[], Any]], queries: Queries) -> Any:
+        """From a raw dot product; in base 2 where it is to be exponentiated."""
+        base = LOG2_E if self.variant.softmax else 1.0
+        if self.variant.logits_transform is not None:
+            product = product if queries.scale is None else product * queries.scale
+            return self.variant.logits_transform(product, self.at("logits_transform", context)) * base
+        factor = base / math.sqrt(self.sizes.head_dim)
+        return product * (factor if queries.scale is None else queries.scale * factor)
+
+    @ch.inline
+    def _weigh(self, logits: Any, state: WarpState) -> None:
+        """exp2(logit - highest) in place, and the state shrunk to the new highest logit."""
+        highest, weight_sum, output = state.highest, state.weight_sum, state.output
+        with ch.for_(2, unroll=True) as column:
+            peak = ch.var(ty.f32, prim.maximum_f32(logits[column], logits[column + 2]))
+            for mask in (4, 8, 16):
+                peak.set(prim.maximum_f32(peak, prim.shuffle_xor_f32(peak, mask)))
+            new_highest = prim.maximum_f32(highest[column], peak)
+            base = ch.select(new_highest == -math.inf, ty.f32(0.0), new_highest)  # nothing seen yet: all weights 0
+            shrink = prim.exp2_f32(highest[column] - base)
+            highest[column] = new_highest
+            logits[column] = prim.exp2_f32(logits[column] - base)
+            logits[column + 2] = prim.exp2_f32(logits[column + 2] - base)
+            weight_sum[column] = weight_sum[column] * shrink + (logits[column] + logits[column + 2])
+            with ch.for_(self.sizes.output_tiles, unroll=True) as tile:
+                output[tile][column] = output[tile][column] * shrink
+                output[tile][column + 2] = output[tile][column + 2] * shrink
+
+    # -- values x weights ---------------------------------------------------------------------------------------------
+
+    @ch.inline
+    def _add_values(
+        self,
+        rows: Rows,
+        first_row: ch.Expr,
+        valid: ch.Expr,
+        key: ch.Expr,
+        weights: Sequence[tuple[ch.Expr, ch.Expr]],
+        queries: Queries,
+        states: Sequence[WarpState],
+    ) -> None:
+        """output (dims x queries) += values^T * weights, of every column tile.
+
+        Lane (r, t) reads 8 dims a slice of keys 2t, 2t + 1, 2t + 8 and 2t + 9: row r of tile i of a slice is number i
+        of them, row r + 8 number i + 4. One dim of two neighbouring keys is a register of the operand. Keys that do not
+        exist have weight 0; their rows are stale, and 0 * NaN is NaN: the last row that exists is read instead.
+        """
+        words = ch.array(ty.u32, self.sizes.slices, 4, 4)
+        for number in range(4):
+            tile_key = ch.minimum(self.machine.lane % 4 * 2 + (number % 2 + number // 2 * 8), valid - 1)
+            row = first_row + tile_key
+            self._read_values(rows, row, words, number)
+            if self.variant.value_transform is not None:
+                self._transform_values(words, number, key + tile_key, queries)
+        for slice_ in range(self.sizes.slices):
+            with ch.for_(SLICE_TILES, unroll=True) as tile:
+                low_early = self._pair(words[slice_], 0, tile)
+                high_early = self._pair(words[slice_], 0, tile + SLICE_TILES)
+                low_late = self._pair(words[slice_], 2, tile)
+                high_late = self._pair(words[slice_], 2, tile + SLICE_TILES)
+                operand = prim.make_u32x4(low_early, high_early, low_late, high_late)
+                for state, (weights_low, weights_high) in zip(states, weights, strict=True):
+                    prim.mma_bf16(state.output[slice_ * SLICE_TILES + tile], operand, weights_low, weights_high)
+
+    @staticmethod
+    def _pair(words: Any, key: int, element: ch.Expr) -> ch.Expr:
+        """One dim of two neighbouring keys, packed: even dims are low halves of a word, odd ones high halves."""
+        selector = ch.select(element % 2 == 0, ty.u32(0x5410), ty.u32(0x7632))
+        return prim.byte_permute(words[key][element // 2], words[key + 1][element // 2], selector)
+
+    @ch.inline
+    def _read_values(self, rows: Rows, row: ch.Expr, words: Any, number: int) -> None:
+        """Units slices * r, slices * r + 1, ... of a value, as bf16 pairs into words[slice][number]."""
+        slices, lane = self.sizes.slices, self.machine.lane
+        if rows.codes:
+            self._read_value_codes(rows, row, words, number)
+            return
+        units = ch.reinterpret(ty.ptr(ty.u32x4), rows.values) + (row * self.sizes.head_units + lane // 4 * slices)
+        if slices == 1:
+            read = units[0]
+            for word, member in enumerate("xyzw"):
+                words[0][number][word] = getattr(read, member)
+            return
+        # Lanes t = 2 and 3 read the two units in the opposite order: half the bank conflicts.
+        is_late = lane % 4 // 2
+        first = units[is_late]
+        second = units[1 - is_late]
+        for word, member in enumerate("xyzw"):
+            words[0][number][word] = ch.select(is_late == 0, getattr(first, member), getattr(second, member))
+            words[1][number][word] = ch.select(is_late == 0, getattr(second, member), getattr(first, member))
+
+    @ch.inline
+    def _read_value_codes(self, rows: Rows, row: ch.Expr, words: Any, number: int) -> None:
+        slices, lane = self.sizes.slices, self.machine.lane
+        element = {1: ty.u32x2, 2: ty.u32x4}[slices]
+        read = ch.reinterpret(ty.ptr(element), rows.values)[row * 8 + lane // 4]
+        for quarter, member in enumerate("xyzw"[: 2 * slices]):
+            self._widen(getattr(read, member), words[quarter // 2][number], quarter % 2 * 2)
+
+    @ch.inline
+    def _transform_values(self, words: Any, number: int, key: ch.Expr, queries: Queries) -> None:
+        function = self.variant.value_transform
+        assert function is not None
+        for slice_ in range(self.sizes.slices):
+            first_dim = (self.machine.lane // 4 * self.sizes.slices + slice_) * 8
+            for word in range(4):
+                pair = words[slice_][number][word]
+
+                def place(element: int, first_dim: Any = first_dim, word: int = word) -> At:
+                    values = {
+                        **queries.tokens,
+                        "key": lambda: queries.offset + key,
+                        "dim": lambda: first_dim + (word * 2 + element),
+                    }
+                    return self.at("value_transform", values)
+
+                low = function(prim.bf16x2_low(pair), place(0))
+                high = function(prim.bf16x2_high(pair), place(1))
+                words[slice_][number][word] = prim.pack_bf16x2(low, high)
+
+    # -- queries ------------------------------------------------------------------------------------------------------
+
+    @ch.inline
+    def transform_queries(self, near: ch.Expr, far: ch.Expr, unit: ch.Expr, values: Mapping[str, Any]) -> Any:
+        """Units `unit` and `unit + head_units / 2` of a query after query_transform (u32x4 each)."""
+        function = self.variant.query_transform
+        assert function is not None
+        new_near, new_far = [], []
+        for word, member in enumerate("xyzw"):
+            a, b = getattr(near, member), getattr(far, member)
+
+            def place(element: int, word: int = word) -> At:
+                dim = {"dim": lambda: unit * 8 + (word * 2 + element)}
+                return self.at("query_transform", {**values, **dim})
+
+            low: Pair = function((prim.bf16x2_low(a), prim.bf16x2_low(b)), place(0))
+            high: Pair = function((prim.bf16x2_high(a), prim.bf16x2_high(b)), place(1))
+            new_near.append(prim.pack_bf16x2(low[0], high[0]))
+            new_far.append(prim.pack_bf16x2(low[1], high[1]))
+        return prim.make_u32x4(*new_near), prim.make_u32x4(*new_far)
+
+
+def fused_rows(sizes: AttentionShape) -> int:
+    """Rows of the queries' region: whole column tiles."""
+    return -(-sizes.max_rows // COLUMNS) * COLUMNS

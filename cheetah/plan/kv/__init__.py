@@ -1,0 +1,31 @@
+"""The run-time plan of attention: which block takes which keys of a step, and how that is laid out in int32 words."""
+
+from cheetah.plan.kv.encoding import SECTION_WORDS, KvPlanLayout, kv_plan
+from cheetah.plan.kv.launch import (
+    LaunchTile,
+    decode_tiles,
+    kv_plans_for_launch,
+    launch_tiles,
+    max_plans,
+    most_tiles,
+)
+from cheetah.plan.kv.scheduler import ITEM_WORDS, WRITE_THROUGH, Int32Array, KvPlan, Scheduling, Tile, schedule
+
+__all__ = [
+    "ITEM_WORDS",
+    "SECTION_WORDS",
+    "WRITE_THROUGH",
+    "Int32Array",
+    "KvPlan",
+    "KvPlanLayout",
+    "LaunchTile",
+    "Scheduling",
+    "Tile",
+    "decode_tiles",
+    "kv_plan",
+    "kv_plans_for_launch",
+    "launch_tiles",
+    "max_plans",
+    "most_tiles",
+    "schedule",
+]

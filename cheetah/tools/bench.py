@@ -1,0 +1,451 @@
+"""Decode speed at given depths of the cache, beside the read ceiling measured in the same run.
+
+A launch makes `steps` steps of one or several sequences, each after the tokens that it has cached. Its time is taken by
+device events, and by the host's clock around the whole launch with the tokens read out; warm-up is not counted. Cached
+keys and values are random numbers: speed does not depend on them. How it is shown is the command line's business.
+GB = 1e9 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any, cast
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from cheetah.errors import CheetahError
+from cheetah.models.llama.config import LlamaConfig
+from cheetah.models.llama.rope import rope_table
+from cheetah.plan import Gpu, Plan
+from cheetah.plan.plan import STEP_TOKENS
+from cheetah.runtime.build.assemble import (
+    GPU_TIMEOUT_S,
+    Weights,
+    allocate_buffers,
+    choose_gpu,
+    free_all,
+    new_cache,
+    upload_weights,
+)
+from cheetah.runtime.build.memory import memory_of_buffers
+from cheetah.runtime.engine.kv_cache import CachedSequence
+from cheetah.runtime.engine.launcher import Launcher, Part, Sampling
+from cheetah.tools.ceiling import STAGE_BYTES, generate_ceiling
+from cheetah.tools.circumstances import clocks
+from cheetah.tools.regenerate import generate_named
+
+if TYPE_CHECKING:
+    from cheetah.runtime.device.interface import Argument, Buffer, Device, Event, Kernel
+
+FIRST_TOKEN = 1
+TILE_ELEMENTS = 2**24 - 3  # a prime, so that no two rows of a matrix are the same
+CEILING_ROUNDS = 900  # chunks of 64 KB for each block: 7.8 GB on 132 blocks
+CEILING_CHAIN = 8  # launches that are timed together, as decode steps are: a launch's beginning and end cost 1 to 2 %
+CEILING_SAMPLES, CEILING_WARMUP = 7, 2
+DEFAULT_CONTEXT, DEFAULT_STEPS = 8192, 64  # of the plan
+EMULATED = "emulated: not a speed"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a launch finds and does. contexts: tokens cached of each sequence. shared: how many of them, from the first
+    on, are the same pages in all. per_step: tokens of a step that each sequence has; above 1, they are a prompt's."""
+
+    contexts: tuple[int, ...]
+    shared: int = 0
+    per_step: int = 1
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens whose keys and values have to be read in the first step, shared ones once."""
+        shared = self.shared if len(self.contexts) > 1 else 0
+        return sum(context - shared for context in self.contexts) + shared
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of all sequences."""
+        return len(self.contexts) * self.per_step
+
+    def __str__(self) -> str:
+        same = len(set(self.contexts)) == 1
+        text = str(self.contexts[0]) if same else "+".join(map(str, self.contexts))
+        text += f", {self.shared} shared" if self.shared else ""
+        return text + (f", {self.per_step} a step" if self.per_step > 1 else "")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One work. Every list has an entry for each repetition.
+
+    step_ms: by device events, a launch's time over its steps. host_step_ms: the same by the host's clock, preparing the
+    launch and reading its tokens out included. bytes_per_step: weights, and K and V of the tokens cached before, shared
+    ones once. ceilings_gb_per_s: before and after; None on the emulator. clocks: what nvidia-smi said right after,
+    empty where there is none.
+    """
+
+    work: Work
+    steps: int
+    step_ms: tuple[float, ...]
+    host_step_ms: tuple[float, ...]
+    bytes_per_step: int
+    ceilings_gb_per_s: tuple[float, float] | None
+    clocks: dict[str, float]
+
+    @property
+    def ms_per_step(self) -> float:
+        """The median."""
+        return median(self.step_ms)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all sequences together."""
+        return 1e3 * self.work.tokens_per_step / self.ms_per_step
+
+    @property
+    def host_tokens_per_s(self) -> float:
+        """Tokens a second as the host gets them, of all sequences together."""
+        return 1e3 * self.work.tokens_per_step / median(self.host_step_ms)
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.bytes_per_step / self.ms_per_step / 1e6
+
+    @property
+    def ceiling_gb_per_s(self) -> float | None:
+        """The mean of before and after."""
+        return None if self.ceilings_gb_per_s is None else fmean(self.ceilings_gb_per_s)
+
+    @property
+    def share(self) -> float | None:
+        """Of the ceiling, 0 to 1."""
+        ceiling = self.ceiling_gb_per_s
+        return None if ceiling is None else self.gb_per_s / ceiling
+
+
+@dataclass(frozen=True)
+class Traced:
+    """stamps: nanoseconds, u64 [launches, blocks, phases, events], of each launch's last step. step_ms: of each
+    launch, by device events, over its steps."""
+
+    stamps: NDArray[np.uint64]
+    step_ms: tuple[float, ...]
+
+
+class DecodeBench:
+    """A model on a device, ready to be measured.
+
+    name: as `cheetah generate` would be told. weights: the model's, or None for random ones, made in seconds. works,
+    steps: what the kernel has room for. gpu: to generate for, by default the device's. ordinal: the GPU's number for
+    nvidia-smi. plan: overrides. The kernel is the one that `cheetah generate` writes for these.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        name: str,
+        weights: Weights | None,
+        device: Device,
+        works: Sequence[Work | int],
+        steps: int,
+        gpu: str | None = None,
+        ordinal: int = 0,
+        **plan: Any,
+    ) -> None:
+        self.config, self.device, self._ordinal = config, device, ordinal
+        info = device.describe()
+        self.gpu = choose_gpu(info, gpu)
+        room = room_for([as_work(work) for work in works], config, steps)
+        self.generated = generate_named(config, name, self.gpu.name, {**room, **plan})
+        self.manifest = self.generated.manifest
+        for work in works:
+            check_room(as_work(work), steps, self.plan)
+        memory_of_buffers(config, self.manifest.buffers).check(info.free_bytes, info.name)
+        self._timed = TimedLaunches(device)
+        self._buffers: dict[str, Buffer] = {}
+        try:
+            self._prepare(weights)
+        except BaseException:
+            self.close()
+            raise
+
+    def _prepare(self, weights: Weights | None) -> None:
+        kernel = self.device.load(self.generated.text, self.manifest)
+        allocate_buffers(self.device, self.manifest, self._buffers)
+        if weights is None:
+            fill_random(self.config, self._buffers, int(self.manifest.plan["max_context"]))
+        else:
+            upload_weights(weights, self.manifest, self._buffers, lambda written: None)
+        fill_with(self._buffers["kv"], random_cache(self.plan))
+        timeout_s = None if self.gpu.emulated else GPU_TIMEOUT_S
+        cache = new_cache(self.config, self.plan)
+        device = cast("Device", self._timed)
+        self._launcher = Launcher(device, kernel, self.manifest, self.config, self._buffers, cache, timeout_s)
+
+    @property
+    def plan(self) -> Plan:
+        """The kernel's."""
+        return Plan.from_dict(self.manifest.plan)
+
+    @cached_property
+    def _ceiling(self) -> ReadCeiling | None:
+        return None if self.gpu.emulated else ReadCeiling(self.device, self.gpu, self._buffers["weights"])
+
+    def measure(self, work: Work | int, steps: int, repetitions: int, warmup: int) -> Measurement:
+        """Ceiling, the model `repetitions` times after `warmup` launches, ceiling again.
+
+        CheetahError if two repetitions make different tokens: such a kernel's speed is worth nothing.
+        """
+        work = as_work(work)
+        before = self._ceiling.gb_per_s() if self._ceiling else 0.0
+        launches = [self._launch(work, steps) for _ in range(warmup + repetitions)]
+        state = {} if self.gpu.emulated else clocks(self._ordinal)
+        after = self._ceiling.gb_per_s() if self._ceiling else 0.0
+        _check_same(work, launches)
+        timed = launches[warmup:]
+        step_bytes = self.manifest.step_bytes
+        return Measurement(
+            work=work,
+            steps=steps,
+            step_ms=tuple(milliseconds / steps for milliseconds, _, _ in timed),
+            host_step_ms=tuple(1e3 * seconds / steps for _, seconds, _ in timed),
+            bytes_per_step=step_bytes["weights"] + work.cached_tokens * step_bytes["kv_per_token"],
+            ceilings_gb_per_s=(before, after) if self._ceiling else None,
+            clocks=state,
+        )
+
+    def trace(self, work: Work | int, steps: int, repetitions: int, warmup: int) -> Traced:
+        """Time stamps of `repetitions` launches after `warmup` others; the plan has `trace`."""
+        spec, buffer = self.manifest.buffer("timeline"), self._buffers["timeline"]
+        launches, stamps = [], []
+        for _ in range(warmup + repetitions):
+            buffer.fill(0)
+            launches.append(self._launch(as_work(work), steps))
+            stamps.append(buffer.download(np.uint64, spec.shape))
+        _check_same(as_work(work), launches)
+        milliseconds = tuple(milliseconds / steps for milliseconds, _, _ in launches[warmup:])
+        return Traced(np.stack(stamps[warmup:]), milliseconds)
+
+    def _launch(self, work: Work, steps: int) -> Launched:
+        """One launch of the work."""
+        parts = [
+            Part(cache, (FIRST_TOKEN,) * (work.per_step * steps if work.per_step > 1 else 1), work.per_step * steps,
+                 Sampling(), work.per_step)
+            for cache in self._caches(work)
+        ]  # fmt: skip
+        results = self._launcher.launch_together(parts)
+        for part in reversed(parts):  # so that every launch finds the same pages, and the same random keys in them
+            part.cache.clear()
+        return self._timed.elapsed_ms(), results[0].seconds, tuple(result.token_ids for result in results)
+
+    def _caches(self, work: Work) -> list[CachedSequence]:
+        """Sequences with so many tokens cached, whatever their values; the first `shared` in the same pages."""
+        first = self._launcher.cache
+        first.clear()
+        first.reserve(work.shared)
+        first.length = work.shared
+        caches = [first, *(first.fork() for _ in work.contexts[1:])]
+        for cache, context in zip(caches, work.contexts, strict=True):
+            cache.length = context
+        return caches
+
+    def close(self) -> None:
+        """Gives the device's memory back."""
+        free_all(self._buffers)
+
+
+Launched = tuple[float, float, tuple[tuple[int, ...], ...]]
+"""Milliseconds by events, seconds by the host's clock, tokens of every sequence."""
+
+
+def as_work(work: Work | int) -> Work:
+    """One sequence with so many tokens cached, unless it is a work already."""
+    return work if isinstance(work, Work) else Work((work,))
+
+
+def _check_same(work: Work, launches: Sequence[Launched]) -> None:
+    if len({tokens for _, _, tokens in launches}) > 1:
+        raise CheetahError(f"context {work}: the same launch made different tokens: its speed is worth nothing")
+
+
+class TimedLaunches:
+    """A device that records an event before and after each launch; all else it leaves to the device it stands for."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._events: tuple[Event, Event] | None = None
+
+    def launch(self, kernel: Kernel, arguments: dict[str, Argument]) -> None:
+        before = self._device.record()
+        self._device.launch(kernel, arguments)
+        self._events = before, self._device.record()
+
+    def elapsed_ms(self) -> float:
+        """Milliseconds of the last launch on the device."""
+        assert self._events is not None
+        return self._device.elapsed_ms(*self._events)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+
+class ReadCeiling:
+    """How fast this device reads memory by bulk copies, measured when asked.
+
+    It reads memory of its own, or, where that does not fit beside the model, the model's weights.
+    """
+
+    def __init__(self, device: Device, gpu: Gpu, weights: Buffer) -> None:
+        self._device = device
+        text, manifest = generate_ceiling(gpu)
+        self._kernel = device.load(text, manifest)
+        self._sink = device.allocate(4 * gpu.blocks)
+        round_bytes = gpu.blocks * STAGE_BYTES
+        wanted = CEILING_ROUNDS * round_bytes
+        fits = device.describe().free_bytes > wanted + 2**28 or wanted > 4 * weights.nbytes
+        self._data = device.allocate(wanted) if fits else weights
+        if fits:
+            fill_with(self._data, random_bits(1.0))
+        self._rounds = min(CEILING_ROUNDS, self._data.nbytes // round_bytes)
+        self._bytes = self._rounds * round_bytes
+
+    def gb_per_s(self) -> float:
+        """The median of a few samples."""
+        samples = [self._sample() for _ in range(CEILING_WARMUP + CEILING_SAMPLES)]
+        return CEILING_CHAIN * self._bytes / median(samples[CEILING_WARMUP:]) / 1e6
+
+    def _sample(self) -> float:
+        """Milliseconds of CEILING_CHAIN launches."""
+        arguments: dict[str, Argument] = {"data": self._data, "sink": self._sink, "rounds": self._rounds}
+        before = self._device.record()
+        for _ in range(CEILING_CHAIN):
+            self._device.launch(self._kernel, arguments)
+        after = self._device.record()
+        self._device.synchronize(GPU_TIMEOUT_S)
+        return self._device.elapsed_ms(before, after)
+
+
+def room_for(works: Sequence[Work], config: LlamaConfig, steps: int) -> dict[str, int]:
+    """Plan fields for launches of these works. CheetahError where the model or a kernel has no room for them."""
+    for work in works:
+        check_depths(config, work.contexts, steps * work.per_step)
+        if work.shared > min(work.contexts):
+            raise CheetahError(f"context {work}: more tokens are shared than the shortest sequence has")
+    most = max(max(work.contexts) + steps * work.per_step for work in works)
+    batch = max(len(work.contexts) for work in works)
+    columns = max(work.tokens_per_step for work in works)
+    room = {**room_needed(config, most, steps), "batch": next(size for size in (1, 2, 4, 8, batch) if size >= batch)}
+    if columns > room["batch"]:
+        room["tokens"] = next((size for size in STEP_TOKENS if size >= columns), columns)
+    return room
+
+
+def check_room(work: Work, steps: int, plan: Plan) -> None:
+    """CheetahError where fields of the plan that were given leave no room for a work."""
+    if len(work.contexts) > plan.batch:
+        raise CheetahError(f"context {work}: {len(work.contexts)} sequences, and batch is {plan.batch}: leave it out")
+    if work.tokens_per_step > plan.tokens:
+        raise CheetahError(f"context {work}: {work.tokens_per_step} tokens a step, and tokens is {plan.tokens}")
+    if work.shared % plan.page_size:
+        raise CheetahError(f"context {work}: whole pages are shared: use a multiple of {plan.page_size}")
+    if steps > plan.max_steps:
+        raise CheetahError(f"context {work}: {steps} steps, and max_steps is {plan.max_steps}: use fewer --steps")
+    if max(work.contexts) + steps * work.per_step > plan.max_context:
+        raise CheetahError(f"context {work} and {steps} steps: max_context is {plan.max_context}: leave it out")
+
+
+def check_depths(config: LlamaConfig, contexts: Sequence[int], steps: int) -> None:
+    """CheetahError unless the model can make `steps` tokens after each of `contexts`."""
+    most = config.max_position_embeddings
+    for context in contexts:
+        if context < 0 or context + steps > most:
+            raise CheetahError(f"context {context} and {steps} steps: the model has positions for {most} tokens")
+
+
+def room_needed(config: LlamaConfig, tokens: int, steps: int) -> dict[str, int]:
+    """Plan fields for `tokens` in the cache and `steps` a launch; the usual ones where they are enough."""
+    usual = min(config.max_position_embeddings, DEFAULT_CONTEXT)
+    return {"max_context": max(tokens, usual), "max_steps": max(DEFAULT_STEPS, steps)}
+
+
+def fill_random(config: LlamaConfig, buffers: dict[str, Buffer], max_context: int) -> None:
+    """Weights of any shape in seconds: random matrices of a scale that keeps activations near 1, norm weights of 1."""
+    tile = random_bits(config.hidden_size**-0.5)
+    for name in ("weights", "embedding"):
+        fill_with(buffers[name], tile)
+    fill_with(buffers["norms"], np.ones(config.padded_hidden, ml_dtypes.bfloat16).view(np.uint16))
+    buffers["rope"].upload(rope_table(config, max_context))
+    if "kv_scales" in buffers:
+        buffers["kv_scales"].upload(np.ones(buffers["kv_scales"].nbytes // 4, np.float32))
+
+
+def random_bits(scale: float) -> NDArray[np.uint16]:
+    """Normal numbers times `scale` as bf16 bits, the same every time."""
+    numbers = np.random.default_rng(0).standard_normal(TILE_ELEMENTS, dtype=np.float32)
+    return np.asarray((numbers * np.float32(scale)).astype(ml_dtypes.bfloat16).view(np.uint16))
+
+
+def random_cache(plan: Plan) -> NDArray[np.uint16]:
+    """Random keys and values as the plan caches them, in words of 2 bytes; none of them is a NaN."""
+    if plan.kv_dtype == "bf16":
+        return random_bits(1.0)
+    codes = np.random.default_rng(0).integers(0, 256, 2 * TILE_ELEMENTS, np.uint8)
+    return (codes & 0xBF).view(np.uint16)  # the exponent's first bit is 0: numbers below 2
+
+
+def fill_with(buffer: Buffer, tile: NDArray[np.uint16]) -> None:
+    """Repeats `tile` over the whole buffer."""
+    for offset in range(0, buffer.nbytes, tile.nbytes):
+        buffer.upload(tile[: (buffer.nbytes - offset) // 2], offset)
+
+
+@contextmanager
+def open_bench(*arguments: Any, **options: Any) -> Iterator[DecodeBench]:
+    """A `DecodeBench` that is closed at the end."""
+    bench = DecodeBench(*arguments, **options)
+    try:
+        yield bench
+    finally:
+        bench.close()
+
+
+def record(measurement: Measurement, bench: DecodeBench, circumstances: dict[str, Any]) -> dict[str, Any]:
+    """One line of a results file. `circumstances`: commit, gpu, driver, backend, model, weights."""
+    emulated = {"note": EMULATED} if bench.gpu.emulated else {}
+    return {
+        **circumstances,
+        "clocks": measurement.clocks,
+        "system": "cheetah",
+        "batch": len(measurement.work.contexts),
+        "context": measurement.work.contexts[0],
+        "contexts": list(measurement.work.contexts),
+        "shared": measurement.work.shared,
+        "per_step": measurement.work.per_step,
+        "kernel": bench.manifest.text_sha256[:16],
+        **emulated,
+        "tokens_per_s": _rounded(measurement.tokens_per_s),
+        "ms_per_step": _rounded(measurement.ms_per_step),
+        "ms_per_step_samples": _rounded(measurement.step_ms),
+        "host_tokens_per_s": _rounded(measurement.host_tokens_per_s),
+        "host_ms_per_step_samples": _rounded(measurement.host_step_ms),
+        "bytes_per_step": measurement.bytes_per_step,
+        "gb_per_s": _rounded(measurement.gb_per_s),
+        "ceiling_gb_per_s": _rounded(measurement.ceiling_gb_per_s),
+        "ceiling_gb_per_s_samples": _rounded(measurement.ceilings_gb_per_s),
+        "share": _rounded(measurement.share),
+        "repetitions": len(measurement.step_ms),
+        "steps": measurement.steps,
+        "plan": bench.manifest.plan,
+    }
+
+
+def _rounded(value: float | Sequence[float] | None) -> float | list[float] | None:
+    """Six significant digits: more were never measured."""
+    if value is None:
+        return None
+    return float(f"{value:.6g}") if isinstance(value, float) else [float(f"{one:.6g}") for one in value]

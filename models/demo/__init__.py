@@ -1,0 +1,1 @@
+"""The demo model: its grammar, its training, its files."""

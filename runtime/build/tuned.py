@@ -1,0 +1,110 @@
+"""Plans that `cheetah tune` found fastest on a GPU, kept beside the cubins and used where nothing else is asked.
+
+One JSON file for a model's shape and a machine. What was measured with other sources of the generator counts for
+nothing: such a record is passed over, and `cheetah tune` writes it anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cheetah import __version__, manifest
+from cheetah.models.llama.config import LlamaConfig
+from cheetah.models.llama.weights import model_shape
+from cheetah.plan import Gpu
+from cheetah.runtime.build.cubin import cache_folder
+
+SEARCHED = ("stage_bytes", "in_flight", "math_warps", "kv_chunk_min", "sync")
+"""Fields of the plan that a record holds."""
+
+INDEPENDENT = ("max_context", "page_size", "max_steps", "trace")
+"""Fields that may be asked for beside a record; any other one means that the user chooses, and the rule the rest."""
+
+GENERATOR = ("lang", "plan", "blocks", "models/llama", "generate.py")
+"""What decides about a kernel's text, in the package's folder."""
+
+
+@dataclass(frozen=True)
+class TunedPlan:
+    """What was found. gpu: the plan's name of the machine; device: the driver's. generator: `generator_hash` then.
+
+    model: what the command line called it. plan: SEARCHED fields. ms_per_step, rule_ms_per_step: medians of the winner
+    and of the rule's plan, measured in turn, by context. commit: of the checkout.
+    """
+
+    model: str
+    shape: dict[str, int]
+    gpu: str
+    device: str
+    generator: str
+    commit: str
+    plan: dict[str, int | str]
+    ms_per_step: dict[str, float]
+    rule_ms_per_step: dict[str, float]
+
+    def store(self, cache: Path | None = None) -> Path:
+        """Write the record, whole or not at all; its path. OSError if the folder cannot be written."""
+        path = _path(self.shape, self.gpu, cache)
+        manifest.write_atomically(path, (json.dumps(asdict(self), indent=2) + "\n").encode())
+        return path
+
+
+def stored_plan(config: LlamaConfig, gpu: Gpu, cache: Path | None = None) -> TunedPlan | None:
+    """The record for this shape and machine, of whatever sources; None where there is none that can be read."""
+    shape = asdict(model_shape(config))
+    try:
+        record = TunedPlan(**json.loads(_path(shape, gpu.name, cache).read_text(encoding="utf-8")))
+        return record if record.shape == shape and set(record.plan) <= set(SEARCHED) else None
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def with_tuned(
+    config: LlamaConfig,
+    gpu: Gpu,
+    device: str | None,
+    overrides: Mapping[str, Any],
+    say: Callable[[str], None],
+    cache: Path | None = None,
+) -> dict[str, Any]:
+    """`overrides`, and the stored plan's fields where all else is left to the rule. Says in a line what it took.
+
+    device: the GPU as its driver calls it, which must be the one that was measured; None where there is none at hand.
+    """
+    given = {name: value for name, value in overrides.items() if value is not None}
+    record = stored_plan(config, gpu, cache)
+    if record is None or not set(given) <= set(INDEPENDENT) or device not in (None, record.device):
+        return given
+    if record.generator != generator_hash():
+        say(f"a plan tuned for {record.device} is from other sources and is not used: run cheetah tune again")
+        return given
+    say(f"plan tuned for {record.device}: {plan_text(record.plan)} (--no-tuned, or tuned=False: by rule)")
+    return {**record.plan, **given}
+
+
+def plan_text(plan: Mapping[str, int | str]) -> str:
+    """The fields in words, in the usual order."""
+    return ", ".join(f"{name} {plan[name]}" for name in SEARCHED if name in plan)
+
+
+@functools.cache
+def generator_hash() -> str:
+    """Of the version and of the sources that decide about a kernel's text: 16 hexadecimal digits."""
+    root = Path(manifest.__file__).parent
+    digest = hashlib.sha256(__version__.encode())
+    for name in GENERATOR:
+        place = root / name
+        for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _path(shape: Mapping[str, int], gpu: str, cache: Path | None) -> Path:
+    key = hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:16]
+    return (cache or cache_folder()) / "tuned" / f"{gpu}-{key}.json"

@@ -1,0 +1,176 @@
+"""From a model's name to a checkpoint that is known to be whole: configuration, tensors, and the files beside them.
+
+A name is a local folder, a hub id, "demo", or "random:" with a preset, a folder or a config.json. Everything is checked
+before a single weight is read: what is missing, extra, misshapen, quantised or contradictory is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cheetah.models.llama.config import (
+    DEMO,
+    DEMO_FOLDER,
+    PRESET_NAMES,
+    ConfigError,
+    LlamaConfig,
+    preset,
+    resolve_config,
+)
+from cheetah.models.llama.config_json import ONLY_UNQUANTISED, load_json, quantization_method
+from cheetah.models.llama.weights import Rows
+from cheetah.runtime.checkpoint import hub
+from cheetah.runtime.checkpoint.random_weights import Bits, random_tensors
+from cheetah.runtime.checkpoint.safetensors_files import LoadingError, StoredTensors, find_tensors
+from cheetah.runtime.checkpoint.tensor_checks import checked_tensors
+
+__all__ = ["Checkpoint", "LoadingError", "open_checkpoint"]
+
+RANDOM = "random:"
+QUANTISATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model that can be loaded.
+
+    name: as it was asked for. generation_config: that file's object, empty if there is none. eos_token_id and
+    bos_token_id: as config.json has them (an id, a list of ids, or None). files: the tokenizer's and the chat
+    template's files that are there, by name relative to the folder. notes: lines worth printing once.
+    tensor: a tensor's name -> its bf16 bits, uint16, read-only; names and shapes are `tensor_shapes(config)`.
+    rows: a matrix's name -> the same bits, to be read in parts: what is not asked for is neither read nor made.
+    """
+
+    name: str
+    config: LlamaConfig
+    tensor: Callable[[str], Bits]
+    rows: Callable[[str], Rows]
+    generation_config: Mapping[str, Any]
+    eos_token_id: Any
+    bos_token_id: Any
+    files: Mapping[str, Path]
+    notes: tuple[str, ...]
+    folder: Path | None
+
+
+Readers = tuple[Callable[[str], Bits], Callable[[str], Rows]]
+"""`tensor` and `rows` of a checkpoint."""
+
+
+def open_checkpoint(
+    name: str | Path,
+    revision: str | None = None,
+    local_files_only: bool | None = None,
+    *,
+    tie_word_embeddings: bool | None = None,
+    seed: int = 0,
+) -> Checkpoint:
+    """Open a model by name; weights are mapped or made only when their tensors are asked for.
+
+    revision: a hub repository's branch, tag or commit. local_files_only: never use the network; None does what
+    HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE say. A local folder never uses it. tie_word_embeddings: overrides the file.
+    seed: of random weights.
+    """
+    text = str(name)
+    if text.startswith(RANDOM):
+        return _random_checkpoint(text, seed, tie_word_embeddings)
+    folder = DEMO_FOLDER if text == DEMO else Path(name).expanduser()
+    if folder.is_dir():
+        if revision is not None:
+            raise LoadingError(f"{text}: is a local folder, revision {revision!r} is for hub ids only")
+        return _open_folder(text, folder, tie_word_embeddings)
+    if folder.exists() or not hub.is_hub_id(text):
+        raise LoadingError(_not_a_model(text, folder))
+    offline = hub.is_offline() if local_files_only is None else local_files_only
+    folder = hub.cached_folder(text, revision) if offline else hub.fetched_folder(text, revision)
+    try:
+        return _open_folder(text, folder, tie_word_embeddings)
+    except LoadingError as problem:
+        state = "offline, from the cache" if offline else "fetched"
+        raise LoadingError(f"{text}, revision {revision or 'main'} ({state}): {problem}") from problem
+
+
+def _not_a_model(name: str, path: Path) -> str:
+    if name in PRESET_NAMES:
+        return f"{name}: a preset has no weights: use {RANDOM}{name} for random ones, or a folder or hub id"
+    if path.exists():
+        return f"{name}: is a file: give the folder that holds config.json and model.safetensors"
+    return f"{name}: no such folder, and not a hub id (organisation/name); {RANDOM}PRESET gives random weights"
+
+
+def _open_folder(name: str, folder: Path, tied: bool | None) -> Checkpoint:
+    _refuse_quantisation_files(folder)
+    if not (folder / "config.json").is_file():
+        raise LoadingError(f"{folder}: has no config.json")
+    notes: list[str] = []
+    config = LlamaConfig.from_json(folder / "config.json", notes)
+    if tied is not None:
+        config = replace(config, tied_embeddings=tied)
+    stored = find_tensors(folder)
+    notes += stored.notes
+    tensors = checked_tensors(config, stored.tensors, str(folder), notes)
+    _note_dtype(folder, stored, notes)
+    readers = (lambda tensor: tensors[tensor].bf16_bits(), lambda matrix: tensors[matrix].rows())
+    return _checkpoint(name, config, folder, readers, notes)
+
+
+def _random_checkpoint(name: str, seed: int, tied: bool | None) -> Checkpoint:
+    source = name.removeprefix(RANDOM)
+    notes = [f"{name}: the weights are random numbers, and so will the text be"]
+    try:
+        config = preset(source) if source in PRESET_NAMES else resolve_config(source, notes)
+    except ConfigError as problem:
+        raise LoadingError(f"{name}: {problem}") from problem
+    if tied is not None:
+        config = replace(config, tied_embeddings=tied)
+    folder = DEMO_FOLDER if source == DEMO else None if source in PRESET_NAMES else Path(source).expanduser()
+    folder = folder.parent if folder is not None and folder.is_file() else folder
+    tensors = random_tensors(config, seed)
+    return _checkpoint(name, config, folder, (tensors, tensors.rows), notes)
+
+
+def _checkpoint(name: str, config: LlamaConfig, folder: Path | None, readers: Readers, notes: list[str]) -> Checkpoint:
+    raw = _optional_json(folder, "config.json")
+    return Checkpoint(
+        name=name,
+        config=config,
+        tensor=readers[0],
+        rows=readers[1],
+        generation_config=_optional_json(folder, "generation_config.json"),
+        eos_token_id=raw.get("eos_token_id"),
+        bos_token_id=raw.get("bos_token_id"),
+        files=_text_files(folder),
+        notes=tuple(notes),
+        folder=folder,
+    )
+
+
+def _optional_json(folder: Path | None, name: str) -> dict[str, Any]:
+    if folder is None or not (folder / name).is_file():
+        return {}
+    return load_json(folder / name)
+
+
+def _text_files(folder: Path | None) -> dict[str, Path]:
+    if folder is None:
+        return {}
+    paths = [folder / name for name in TEXT_FILES] + sorted(folder.glob("chat_templates/*.jinja"))
+    return {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
+
+
+def _refuse_quantisation_files(folder: Path) -> None:
+    for name, method in QUANTISATION_FILES.items():
+        if (folder / name).is_file():
+            method = quantization_method({"quant_method": method, **load_json(folder / name)})
+            raise LoadingError(f"{folder / name}: the weights are quantised ({method}): {ONLY_UNQUANTISED}")
+
+
+def _note_dtype(folder: Path, stored: StoredTensors, notes: list[str]) -> None:
+    """One line if weights have to be rounded."""
+    dtypes = sorted({tensor.dtype for tensor in stored.tensors.values()} & {"F16", "F32"})
+    if dtypes:
+        notes.append(f"{folder}: weights stored as {' and '.join(dtypes)} are rounded to the nearest bf16")

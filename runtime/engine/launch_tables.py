@@ -1,0 +1,110 @@
+"""What a launch's tables say: the order of its sequences, what of their caches they share, whose columns are whose.
+
+The records and their words are `plan.tables`'. Knows nothing of devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from cheetah.plan.kv.tables import ColumnRecord, SequenceRecord
+from cheetah.runtime.engine.kv_cache import CachedSequence, shared_prefix
+
+Shared = tuple[int, int, int]
+"""(first sequence, how many, tokens of the prefix that they share), by the order of a launch."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What one launch needs to know to sample: temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    seed: int = 0
+    stop_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Which keys a launch reads: (cached tokens, columns) of each sequence in order, and the prefixes that they share.
+
+    Launches of equal geometry have equal attention schedules.
+    """
+
+    sequences: tuple[tuple[int, int], ...]
+    shared: tuple[Shared, ...] = ()
+
+    @property
+    def column_count(self) -> int:
+        return sum(per_step for _, per_step in self.sequences)
+
+    def placed(self) -> list[tuple[int, int, int]]:
+        """(cached tokens, columns, first column) of each sequence."""
+        firsts = accumulate((per_step for _, per_step in self.sequences), initial=0)
+        return [(*sequence, first) for sequence, first in zip(self.sequences, firsts, strict=False)]
+
+
+def share_prefixes(
+    sequences: Sequence[CachedSequence], unit: int, minimum: int
+) -> tuple[list[int], tuple[Shared, ...]]:
+    """An order of sequences in which those that share their first pages are neighbours, and what is worth sharing.
+
+    A shared prefix is a multiple of `unit` tokens and at least `minimum`; of all ways to part the order into
+    neighbours, the one that saves most reads is taken. Without any the order is as given.
+    """
+    order = sorted(range(len(sequences)), key=lambda number: sequences[number].pages)
+    best: list[tuple[int, tuple[Shared, ...]]] = [(0, ())]
+    for end in range(1, len(order) + 1):
+        choices = [best[end - 1]]
+        for first in range(end - 1):
+            tokens = shared_prefix([sequences[number] for number in order[first:end]]) // unit * unit
+            if tokens >= max(minimum, 1):
+                saved, shared = best[first]
+                count = end - first
+                choices.append((saved + (count - 1) * tokens, (*shared, (first, count, tokens))))
+        best.append(max(choices, key=lambda choice: choice[0]))
+    shared = best[-1][1]
+    return (order if shared else list(range(len(sequences)))), shared
+
+
+def sequence_record(
+    placed: tuple[int, int, int], given: int, total: int, sampling: Sampling, stops: tuple[int, int]
+) -> SequenceRecord:
+    """The record of a sequence that has `placed` (see `Geometry`) and its `stops`, (first, count) of the stop ids."""
+    length, per_step, first_column = placed
+    return SequenceRecord(
+        length=length,
+        per_step=per_step,
+        given=given,
+        total=total,
+        first_column=first_column,
+        temperature=int(np.float32(sampling.temperature).view(np.uint32)),
+        seed_low=sampling.seed & 0xFFFFFFFF,
+        seed_high=sampling.seed >> 32,
+        stop_first=stops[0],
+        stop_count=stops[1],
+    )
+
+
+def column_records(geometry: Geometry) -> list[ColumnRecord]:
+    """The records of the columns, in order."""
+    counts = [per_step for _, per_step in geometry.sequences]
+    return [ColumnRecord(sequence, number) for sequence, count in enumerate(counts) for number in range(count)]
+
+
+def stop_lists(wanted: Sequence[tuple[int, ...]], room: int) -> tuple[list[int], list[tuple[int, int]]]:
+    """All stop ids one after the other, equal lists once, and (first, count) of each sequence's.
+
+    At most `room` in all: where that is too few, every list is cut alike, and the host must look for the others.
+    """
+    distinct = list(dict.fromkeys(wanted))
+    most = room if sum(map(len, distinct)) <= room else room // len(distinct)
+    ids: list[int] = []
+    places: dict[tuple[int, ...], tuple[int, int]] = {}
+    for stops in distinct:
+        places[stops] = (len(ids), min(len(stops), most))
+        ids += stops[:most]
+    return ids, [places[stops] for stops in wanted]

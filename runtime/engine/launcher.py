@@ -1,0 +1,340 @@
+"""Launches of a generated Llama kernel: its arguments by name, epochs, KV plans, tables, tokens in and out.
+
+The kernel's parameters and their meaning are the manifest's. Knows nothing of prompts, completions or text: `decode`
+decides what is launched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import lcm
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from cheetah.errors import CheetahError
+from cheetah.manifest import Manifest
+from cheetah.models.llama.config import LlamaConfig
+from cheetah.plan import Plan
+from cheetah.plan.kv import KvPlanLayout, kv_plans_for_launch, launch_tiles, max_plans
+from cheetah.plan.kv.tables import ColumnRecord, SequenceRecord, TileRecord, encode
+from cheetah.runtime.engine.kv_cache import CachedSequence
+from cheetah.runtime.engine.launch_tables import (
+    Geometry,
+    Sampling,
+    column_records,
+    sequence_record,
+    share_prefixes,
+    stop_lists,
+)
+from cheetah.runtime.engine.page_copies import copy_pages
+
+if TYPE_CHECKING:
+    from cheetah.runtime.device.interface import Argument, Buffer, Device, Kernel
+
+__all__ = ["EPOCH_LIMIT", "Epochs", "LaunchResult", "Launcher", "Part", "Sampling"]
+
+EPOCH_LIMIT = 2**32 - 1
+
+
+@dataclass(frozen=True)
+class Part:
+    """One sequence's part of a launch: `total` tokens go through the model, `inputs` first, then the sampled ones.
+
+    One input more than `total` samples nothing. per_step: how many tokens a step takes; above 1 all must be inputs.
+    """
+
+    cache: CachedSequence
+    inputs: Sequence[int]
+    total: int
+    sampling: Sampling = field(default_factory=Sampling)
+    per_step: int = 1
+
+    @property
+    def steps(self) -> int:
+        return -(-self.total // self.per_step)
+
+    @property
+    def samples(self) -> bool:
+        """Whether a token is sampled after the last input."""
+        return len(self.inputs) <= self.total
+
+    @property
+    def first_sample(self) -> int:
+        """The first step after which a token is sampled; `steps` if there is none."""
+        return (len(self.inputs) - 1) // self.per_step if self.samples else self.steps
+
+
+@dataclass(frozen=True)
+class LaunchResult:
+    """What a launch did for one sequence: `token_ids` were sampled, the last may be a stop id. All its sequences
+    together took `steps` steps and `seconds` by the host's clock."""
+
+    token_ids: tuple[int, ...]
+    steps: int
+    seconds: float
+
+
+class Epochs:
+    """The numbers that flagged words carry: a launch takes as many as it may need, and none is used twice.
+
+    They start at 1; before they would pass 2**32-1 the exchange must be zeroed and they start again.
+    """
+
+    def __init__(self, per_step: int, first: int = 1):
+        self._per_step = per_step
+        self._next = first
+
+    def take(self, steps: int) -> tuple[int, bool]:
+        """(first epoch of a launch of `steps` steps, whether the exchange must be zeroed before it)."""
+        needed = steps * self._per_step
+        restarted = self._next + needed > EPOCH_LIMIT
+        first = 1 if restarted else self._next
+        self._next = first + needed
+        return first, restarted
+
+
+class Launcher:
+    """Launches of one kernel over the caches of one to `batch` sequences; over one, `cache`, where none is named.
+
+    `buffers` holds the device buffers by parameter name; the launcher alone writes the tables among them. A launch
+    takes up to `max_steps` steps, a step up to `tokens` tokens. Of the tokens that were launched, those up to a stop id
+    are counted in a cache's `length`. After a launch that failed or did not end, nothing can be launched any more.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        kernel: Kernel,
+        manifest: Manifest,
+        config: LlamaConfig,
+        buffers: Mapping[str, Buffer],
+        cache: CachedSequence,
+        timeout_s: float | None = None,
+    ):
+        plan = Plan.from_dict(manifest.plan)
+        self._device, self._kernel, self._buffers, self.cache = device, kernel, dict(buffers), cache
+        self.vocab_size, self._plan = config.vocab_size, plan
+        self.batch, self.tokens, self.max_steps = plan.batch, plan.tokens, plan.max_steps
+        self.launch_tokens = plan.launch_tokens
+        self.columns: list[tuple[int, int]] = []
+        self._plans = _Plans(manifest, config, plan)
+        self._epochs = Epochs(config.layers + 1)
+        self._timeout_s = timeout_s
+        self._parameters = [parameter.name for parameter in manifest.parameters]
+        self._stop_room = buffers["stop_ids"].nbytes // 4
+        self._uploaded: dict[str, npt.NDArray[np.int32]] = {}
+        self._pool_shape = manifest.buffer("kv").shape
+        self._broken: str | None = None
+
+    def restart(self) -> None:
+        """Begins another sequence in `cache`: forgets what is cached."""
+        self.cache.clear()
+
+    def launch(self, inputs: Sequence[int], steps: int, sampling: Sampling, per_step: int = 1) -> LaunchResult:
+        """`steps` tokens of `cache` go through the model, `per_step` a step: `inputs`, then the sampled ones.
+
+        One input more than `steps` samples nothing. A sampled stop id ends the launch early.
+        """
+        return self.launch_together([Part(self.cache, inputs, steps, sampling, per_step)])[0]
+
+    def score(self, inputs: Sequence[int], logits: Buffer, per_step: int | None = None) -> npt.NDArray[np.float32]:
+        """float32 [len(inputs), vocab]: the logits after each input, `per_step` (default: `tokens`) of them a step.
+
+        At most `score_tokens(logits)` inputs of `cache`.
+        """
+        per_step = min(per_step or self.tokens, len(inputs))
+        part = Part(self.cache, inputs, len(inputs), Sampling(), per_step)
+        self.launch_together([part], logits)
+        found = logits.download(np.float32, (part.steps, self.tokens, self.vocab_size))
+        return found[:, :per_step].reshape(-1, self.vocab_size)[: len(inputs)]
+
+    def score_tokens(self, logits: Buffer) -> int:
+        """How many inputs `score` takes with this buffer, where it has room for one step at least."""
+        return min(self.max_steps, logits.nbytes // (4 * self.tokens * self.vocab_size)) * self.tokens
+
+    def launch_together(self, parts: Sequence[Part], logits: Buffer | None = None) -> list[LaunchResult]:
+        """One launch over several sequences, each of which has a token in every step. Results in the order of `parts`.
+
+        logits: f32 [steps, tokens, vocab], wanted of every column; `columns` then says which those were: (part, number
+        in the part). Sequences that share their first pages are neighbours, and the pages are read once for all.
+        A launch ends early once each sequence has sampled a stop id of its own.
+        """
+        if self._broken is not None:
+            raise CheetahError(f"an earlier launch failed, the device's state is lost: open a new LLM ({self._broken})")
+        self._check(parts)
+        started = time.perf_counter()
+        geometry, order = self._arrange(parts)
+        placed = [parts[number] for number in order]
+        self.columns = [(order[column.sequence], column.number) for column in column_records(geometry)]
+        arguments = self._prepare(placed, geometry, logits)
+        try:
+            self._device.launch(self._kernel, arguments)
+            self._prepare_next(placed, geometry)  # while the kernel runs
+            self._device.synchronize(self._timeout_s)  # says which phase each block reached if it is not done in time
+            steps, sampled = self._read(placed)
+        except Exception as error:
+            self._broken = str(error).partition("\n")[0]
+            raise
+        seconds = time.perf_counter() - started
+        results = {
+            number: LaunchResult(_kept(part, token_ids, steps), steps, seconds)
+            for number, part, token_ids in zip(order, placed, sampled, strict=True)
+        }
+        return [results[number] for number in range(len(parts))]
+
+    def _check(self, parts: Sequence[Part]) -> None:
+        """What the caller must see to."""
+        assert 1 <= len(parts) <= self.batch and sum(part.per_step for part in parts) <= self.tokens, len(parts)
+        steps = parts[0].steps
+        for part in parts:
+            inputs = len(part.inputs)
+            assert 1 <= inputs <= part.total + 1 and part.steps == steps <= self.max_steps, (inputs, part.total, steps)
+            assert part.per_step == 1 or inputs >= part.total, "with several tokens a step all must be inputs"
+
+    def _arrange(self, parts: Sequence[Part]) -> tuple[Geometry, list[int]]:
+        """The launch's geometry and the order of its parts, once each has pages of its own for what it will cache."""
+        self._make_room(parts)
+        plan = self._plan
+        order, shared = share_prefixes(
+            [part.cache for part in parts],
+            unit=lcm(plan.page_size, plan.kv_align),
+            # With fixed items no sequence's bits depend on its company: then nothing is shared.
+            minimum=plan.max_context + 1 if plan.kv_chunk else plan.kv_chunk_min,
+        )
+        return Geometry(tuple((parts[i].cache.length, parts[i].per_step) for i in order), shared), order
+
+    def _make_room(self, parts: Sequence[Part]) -> None:
+        """Pages for what each part will cache, and the copies of those that it held together with others."""
+        for part in parts:
+            part.cache.reserve(part.cache.length + part.total)
+        for part in parts:
+            copies = part.cache.pool.take_copies()
+            copy_pages(self._buffers["kv"], self._pool_shape, self._plan.kv_element_bytes, copies)
+
+    def _prepare(self, parts: Sequence[Part], geometry: Geometry, logits: Buffer | None) -> dict[str, Argument]:
+        """Uploads what changed; gives the arguments by parameter name."""
+        steps = parts[0].steps
+        columns = column_records(geometry)
+        stop_ids, stops = stop_lists([part.sampling.stop_ids for part in parts], self._stop_room)
+        records = [
+            sequence_record(place, len(part.inputs), part.total, part.sampling, stop)
+            for part, place, stop in zip(parts, geometry.placed(), stops, strict=True)
+        ]
+        tiles, plans = self._plans.encode(geometry, steps)
+        pages = self._plan.pages_per_sequence
+        self._upload("page_table", np.stack([part.cache.table(pages) for part in parts]))
+        self._upload("sequences", encode(records, SequenceRecord))
+        self._upload("columns", encode(columns, ColumnRecord))
+        self._upload("tiles", tiles)
+        self._upload("kv_plans", plans)
+        self._upload("stop_ids", np.array(stop_ids, np.int32))
+        for row, part in enumerate(parts):
+            self._buffers["tokens"].upload(np.array(part.inputs, np.int32), row * (self.launch_tokens + 1) * 4)
+        self._buffers["progress"].fill(0xFF)  # what a block has not written yet says "not started"
+        epoch, restarted = self._epochs.take(steps)
+        if restarted:
+            self._buffers["exchange"].fill(0)
+        scalars = {
+            "steps": steps,
+            "head_from": min(part.first_sample for part in parts),
+            "column_count": len(columns),
+            "sequence_count": len(parts),
+            "plan_count": len(plans),
+            "epoch": epoch,
+        }
+        known: dict[str, Argument] = {**self._buffers, **scalars, "logits": logits}
+        return {name: known[name] for name in self._parameters if name in known}
+
+    def _upload(self, name: str, words: npt.NDArray[np.int32]) -> None:
+        """Writes the beginning of a table, if it is not there already."""
+        if words.size and not np.array_equal(self._uploaded.get(name, np.empty(0)), words):
+            self._buffers[name].upload(words)
+            self._uploaded[name] = words.copy()
+
+    def _prepare_next(self, parts: Sequence[Part], geometry: Geometry) -> None:
+        """Makes the schedules of the launch that follows if this one makes all its steps and goes on as it is."""
+        following = Geometry(
+            tuple((part.cache.length + part.total, 1 if part.samples else part.per_step) for part in parts),
+            geometry.shared,
+        )
+        steps = min(
+            (part.cache.context - length) // per_step
+            for part, (length, per_step) in zip(parts, following.sequences, strict=True)
+        )
+        if steps > 0:
+            self._plans.prepare(following, min(steps, self.max_steps))
+
+    def _read(self, parts: Sequence[Part]) -> tuple[int, list[tuple[int, ...]]]:
+        """(steps done, sampled ids of each part). The token after token k is sampled if it is not given."""
+        steps = parts[0].steps
+        done = int(self._buffers["status"].download(np.int32, (8,))[0])
+        if not 1 <= done <= steps:
+            raise CheetahError(f"the kernel reports {done} of {steps} steps done: it did not run as its manifest says")
+        row = self.launch_tokens + 1
+        tokens = self._buffers["tokens"].download(np.int32, ((len(parts) - 1) * row + parts[-1].total + 1,))
+        sampled = []
+        for number, part in enumerate(parts):
+            reached = min(done * part.per_step, part.total)
+            ids = tokens[number * row + len(part.inputs) : number * row + reached + 1]
+            sampled.append(tuple(int(token) for token in ids))
+            if any(not 0 <= token < self.vocab_size for token in sampled[-1]):
+                vocabulary = f"0..{self.vocab_size - 1}"
+                raise CheetahError(f"the kernel sampled {sampled[-1]}, outside the vocabulary {vocabulary}")
+        return done, sampled
+
+
+def _kept(part: Part, token_ids: tuple[int, ...], steps: int) -> tuple[int, ...]:
+    """The ids up to the first stop id, which are what remains in the part's cache (but for the last of them)."""
+    cached = min(steps * part.per_step, part.total)
+    for position, token in enumerate(token_ids):
+        if token in part.sampling.stop_ids:
+            token_ids = token_ids[: position + 1]
+            cached = len(part.inputs) + position
+            break
+    part.cache.length += cached
+    return token_ids
+
+
+class _Plans:
+    """The tiles and KV plans of a launch in device form; those of the next one can be made while the kernel runs."""
+
+    def __init__(self, manifest: Manifest, config: LlamaConfig, plan: Plan):
+        self._layout = KvPlanLayout.for_step(plan, config.group, config.kv_heads, manifest.launch.blocks)
+        self._placing = {
+            "group": config.group,
+            "tile_columns": plan.tile_columns(config.group),
+            "pages_per_sequence": plan.pages_per_sequence,
+            "align": plan.kv_align,
+        }
+        self._scheduling = {
+            "kv_heads": config.kv_heads,
+            "blocks": manifest.launch.blocks,
+            "align": plan.kv_align,
+            "minimum": plan.kv_chunk_min,
+            "chunk": plan.kv_chunk,
+            "item_cost": plan.kv_item_cost,
+        }
+        self._geometry: Geometry | None = None
+        most = max_plans(plan.max_steps, plan.kv_align, self._layout.tiles, plan.tokens)
+        room = manifest.buffer("kv_plans").shape
+        if len(room) != 2 or room[0] < most or room[1] != self._layout.plan_words:
+            needed = [most, self._layout.plan_words]
+            raise CheetahError(f"manifest: buffer kv_plans is {list(room)}, a launch needs {needed}: generate it again")
+
+    def encode(self, geometry: Geometry, steps: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """int32 [tiles, 8] and [plans, plan_words] for `steps` steps."""
+        if self._geometry != geometry or self._steps < steps:
+            self.prepare(geometry, steps)
+        # The first word of a plan is its first step, ascending.
+        return self._tiles, self._words[: np.searchsorted(self._words[:, 0], steps)]
+
+    def prepare(self, geometry: Geometry, steps: int) -> None:
+        """Makes the plans of a launch to come, of at most `steps` steps, ready for `encode`."""
+        records, tiles = launch_tiles(geometry.placed(), shared=geometry.shared, **self._placing)
+        self._words = self._layout.encode_launch(kv_plans_for_launch(tiles, steps, **self._scheduling))
+        self._tiles = encode(records, TileRecord)
+        self._geometry, self._steps = geometry, steps

@@ -1,0 +1,186 @@
+"""Text to token ids and back, over the `tokenizers` library.
+
+Encodes as Hugging Face does, with exactly one beginning-of-text token where the checkpoint asks for one. Decoding goes
+token by token through bytes (`token_bytes`), so that a streamed text equals the one-shot decode. Knows nothing of
+models, devices or chat templates. Everything else in the runtime works on ids alone when there is no tokenizer.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cheetah.errors import CheetahError
+from cheetah.runtime.text.token_bytes import TokenBytes
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer.
+
+    `special_tokens` maps bos_token, eos_token, ... to their text, as far as the checkpoint names them.
+    `bos_id` is the id of the beginning-of-text token, None if the tokenizer has none.
+    """
+
+    def __init__(
+        self,
+        description: str,
+        config: Mapping[str, Any] | None = None,
+        special_tokens_map: Mapping[str, Any] | None = None,
+        bos_token_id: int | None = None,
+    ):
+        """`description`: text of tokenizer.json. `bos_token_id`: from config.json, used if nothing names bos_token."""
+        config = config or {}
+        self._tokenizer = _parse(description)
+        self._bytes = TokenBytes(json.loads(description).get("decoder"))
+        self._special_ids = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        self.special_tokens = _special_tokens(config, special_tokens_map or {})
+        self.bos_id = self._id_of_bos(bos_token_id)
+        self._adds_bos = _adds_bos(config)
+
+    @classmethod
+    def from_files(cls, files: Mapping[str, Path], bos_token_id: int | None = None) -> Tokenizer | None:
+        """The tokenizer of a checkpoint, from its files by name; None if there is no tokenizer.json."""
+        if "tokenizer.json" not in files:
+            return None
+        return cls(
+            files["tokenizer.json"].read_text(encoding="utf-8"),
+            read_json(files.get("tokenizer_config.json")),
+            read_json(files.get("special_tokens_map.json")),
+            bos_token_id,
+        )
+
+    @property
+    def size(self) -> int:
+        """One more than the highest id that the tokenizer can give."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a text.
+
+        With `add_special_tokens` the beginning-of-text token stands first where the checkpoint wants it, and never
+        twice, even if the text itself starts with it. Without (for the output of a chat template) nothing is added.
+        """
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._with_one_bos(ids) if add_special_tokens else ids
+
+    def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> str:
+        """The text of ids, without special tokens; invalid UTF-8 becomes U+FFFD.
+
+        `after`: the ids that come before them; their text is not given, but a space between the two is kept where the
+        decoder would strip it from the start of a text. Equals `tokenizers`' own decode, with one exception: in a run
+        of byte-fallback tokens that is not valid UTF-8, the valid characters survive (it replaces the whole run).
+        """
+        decoder = self.text_decoder(after)
+        return codecs.decode(b"".join(decoder.feed(token) for token in ids), "utf-8", "replace")
+
+    def text_decoder(self, after: Sequence[int] = ()) -> TokenDecoder:
+        """A decoder for one text that follows the ids `after`, for `TextStream`."""
+        decoder = TokenDecoder(self)
+        for token in after:
+            decoder.feed(token)
+        return decoder
+
+    def token_bytes(self, token_id: int, first: bool) -> bytes | None:
+        """The bytes of a token; None if it has no text (special, or unknown to the tokenizer)."""
+        token = None if token_id in self._special_ids else self._tokenizer.id_to_token(token_id)
+        return None if token is None else self._bytes.bytes_of(token, first)
+
+    @property
+    def stripped_at_start(self) -> tuple[bytes, int]:
+        """The byte that is removed from the start of a text, and how often at most."""
+        return self._bytes.stripped, self._bytes.strip_count
+
+    def _with_one_bos(self, ids: list[int]) -> list[int]:
+        if self.bos_id is None:
+            return ids
+        body = ids
+        while body and body[0] == self.bos_id:
+            body = body[1:]
+        wanted = len(body) < len(ids) if self._adds_bos is None else self._adds_bos or self._text_starts_with_bos(ids)
+        return [self.bos_id, *body] if wanted else body
+
+    def _text_starts_with_bos(self, ids: list[int]) -> bool:
+        """Whether the text itself started with the token: there is one more than the post-processor adds."""
+        assert self.bos_id is not None
+        added = self._tokenizer.encode("", add_special_tokens=True).ids.count(self.bos_id)
+        return ids[added : added + 1] == [self.bos_id]
+
+    def _id_of_bos(self, from_config: int | None) -> int | None:
+        named = self.special_tokens.get("bos_token")
+        if named is not None:
+            found: int | None = self._tokenizer.token_to_id(named)
+            return found
+        if from_config is not None:
+            token = self._tokenizer.id_to_token(from_config)
+            if token is None:
+                return None
+            self.special_tokens["bos_token"] = token
+        return from_config
+
+
+class TokenDecoder:
+    """The bytes of one text, token by token; keeps what depends on the start of the text."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._first = True
+        self._stripped, self._to_strip = tokenizer.stripped_at_start
+
+    def feed(self, token_id: int) -> bytes:
+        """The bytes that this token adds to the text."""
+        found = self._tokenizer.token_bytes(token_id, self._first)
+        if found is None:
+            return b""
+        self._first = False
+        while self._to_strip and found.startswith(self._stripped):
+            found, self._to_strip = found[1:], self._to_strip - 1
+        if found:
+            self._to_strip = 0
+        return found
+
+
+def read_json(path: Path | None) -> dict[str, Any]:
+    """The object in a JSON file, {} if there is no file."""
+    if path is None:
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheetahError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheetahError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _parse(description: str) -> Any:
+    import tokenizers
+
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(description)
+    except Exception as error:  # the library raises bare Exception
+        raise CheetahError(f"tokenizer.json: the tokenizers library cannot read it: {error}") from error
+    tokenizer.no_truncation()  # some checkpoints store the settings of their last training run
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _adds_bos(config: Mapping[str, Any]) -> bool | None:
+    """Whether tokenizer_config.json asks for a beginning-of-text token; None if the post-processor decides."""
+    if isinstance(config.get("add_bos_token"), bool):
+        return bool(config["add_bos_token"])
+    return True if config.get("tokenizer_class") in ("LlamaTokenizer", "LlamaTokenizerFast") else None
+
+
+def _special_tokens(config: Mapping[str, Any], special_tokens_map: Mapping[str, Any]) -> dict[str, str]:
+    found = {}
+    for name in SPECIAL_NAMES:
+        token = config.get(name) or special_tokens_map.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            found[name] = text
+    return found
