@@ -124,7 +124,7 @@ class BatchAttention:
         self.kernel = self.device.load(made.text, made.manifest)
         self.workspace = self._attach(workspace)
         self._planned: _Planned | None = None
-        self._arguments: dict[str, Any] | None = None
+        self._last_run: _Run | None = None
 
     @property
     def workspace_bytes(self) -> int:
@@ -163,6 +163,8 @@ class BatchAttention:
     ) -> KvPlan:
         """Take the requests' page tables (int32 arrays, FlashInfer 3.1.1) and decide who reads what.
 
+        What is refused leaves the plan of before, which goes on serving runs.
+
         qo_indptr: int32 [requests + 1], rows of q of each request; one each unless given. prefixes: levels of shared
         prefixes, outermost first; the requests' own keys follow them. kv_offset: absolute position of each request's
         first own key; behind its prefixes unless given. chunk: F for this plan. minimum: M. row_cost, token_cost, order
@@ -196,8 +198,13 @@ class BatchAttention:
         made = schedule(tables.tiles, scheduling)
         if order is not None:
             made = _reordered(made, order)
-        self._planned = _Planned(made, tables, int(rows[-1]))
-        self._upload(self._planned)
+        planned = _Planned(made, tables, int(rows[-1]))
+        sections = self._sections(planned)
+        self._planned = None  # while the workspace holds half of one plan and half of another
+        for name, words in sections.items():
+            if words.nbytes:
+                self.workspace.upload(words, self.spec.offsets[name])
+        self._planned = planned
         return made
 
     def _rows(self, qo_indptr: Int32Array | None, requests: int) -> Int32Array:
@@ -212,8 +219,8 @@ class BatchAttention:
             raise AttentionError(f"qo_indptr is {qo_indptr.tolist()}: give 0, then 1 to {self.spec.queries} rows each")
         return qo_indptr
 
-    def _upload(self, planned: _Planned) -> None:
-        """Lay the tables into the workspace. A running launch has finished before they change."""
+    def _sections(self, planned: _Planned) -> dict[str, NDArray[np.int32]]:
+        """What a plan puts into the workspace, by section; AttentionError or PlanError if it has no room there."""
         spec = self.spec
         sections = {
             "kv_plan": spec.layout.encode(planned.plan, 0),
@@ -227,9 +234,7 @@ class BatchAttention:
                     f"{name}: {words.nbytes} bytes, and the workspace has room for {spec.sections[name]}: make it for "
                     "more requests, levels or keys"
                 )
-        for name, words in sections.items():
-            if words.nbytes:
-                self.workspace.upload(words, spec.offsets[name])
+        return sections
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -268,7 +273,7 @@ class BatchAttention:
             "out": _Output.of(self.device, out, (rows, spec.heads, spec.head_dim), 2, queries.on_gpu),
             "lse": _Output.of(self.device, lse, (rows, spec.heads), 4, queries.on_gpu),
         }
-        self._arguments = {
+        arguments = {
             "q": self._argument(queries),
             "kv": self._argument(pool),
             **self._scales(scales),
@@ -276,15 +281,22 @@ class BatchAttention:
             **{name: output.buffer for name, output in outputs.items()},
             **self._variant_arguments(given),
         }
+        self._last_run = _Run(arguments, rows, pool.shape[0])
         self.launch()
         dtype = q.dtype if isinstance(q, np.ndarray) else np.dtype(ml_dtypes.bfloat16)
         return outputs["out"].finish(dtype), outputs["lse"].finish(np.dtype(np.float32))
 
     def launch(self) -> None:
         """Launch again with the arguments of the last `run` (whose arrays must still be there); returns at once."""
-        if self._arguments is None:
-            raise AttentionError("launch before run: run once first")
-        self.device.launch(self.kernel, self._arguments)
+        last, planned = self._last_run, self._planned
+        if last is None or planned is None:
+            raise AttentionError("launch before plan and run: plan, and run once, first")
+        if planned.rows > last.rows or planned.highest_page >= last.pages:
+            raise AttentionError(
+                f"launch: the arrays of the last run have {last.rows} rows and {last.pages} pages, and the plan reads "
+                f"{planned.rows} rows and names page {planned.highest_page}: run with arrays for this plan"
+            )
+        self.device.launch(self.kernel, last.arguments)
 
     def time_ms(self, launches: int = 1) -> float:
         """Milliseconds a launch, over `launches` launches of the last `run` one after another, by device events."""
@@ -315,9 +327,8 @@ class BatchAttention:
             raise ArrayError(
                 f"kv is {pool.dtype} {pool.shape}: give {spec.kv_dtype} (pages, {', '.join(map(str, inner))})"
             )
-        highest = int(planned.tables.page_table.max(initial=-1))
-        if highest >= pool.shape[0]:
-            raise ArrayError(f"kv has {pool.shape[0]} pages, and the page table names page {highest}")
+        if planned.highest_page >= pool.shape[0]:
+            raise ArrayError(f"kv has {pool.shape[0]} pages, and the page table names page {planned.highest_page}")
 
     def _argument(self, view: ArrayView) -> Any:
         if view.on_gpu:
@@ -354,6 +365,20 @@ class _Planned:
     plan: KvPlan
     tables: _Levels
     rows: int
+
+    @property
+    def highest_page(self) -> int:
+        """The highest id in the page table; -1 if it is empty."""
+        return int(self.tables.page_table.max(initial=-1))
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The arguments of a launch, and what their arrays have: rows of q, pages of the pool."""
+
+    arguments: dict[str, Any]
+    rows: int
+    pages: int
 
 
 class _Levels:

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, cast
 from cheetah.errors import CheetahError
 from cheetah.models.llama.config import LlamaConfig
 from cheetah.plan import Gpu, Plan
-from cheetah.runtime.build.assemble import FILL_BYTES, GPU_TIMEOUT_S, free_all, new_cache
+from cheetah.runtime.build.assemble import FILL_BYTES, GPU_TIMEOUT_S, SHARED, free_all, new_cache
 from cheetah.runtime.build.compile import compile_cubin
 from cheetah.runtime.build.memory import memory_of_buffers
 from cheetah.runtime.engine.launcher import Launcher, Sampling
-from cheetah.tools.bench import FIRST_TOKEN, TimedLaunches, fill_random, fill_with, random_bits, room_needed
+from cheetah.tools.bench import FIRST_TOKEN, TimedLaunches, fill_random, fill_with, random_cache, room_needed
 from cheetah.tools.regenerate import generate_named
 from cheetah.tools.tune import choice_of
 
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from cheetah.generate import Generated
     from cheetah.runtime.device.interface import Buffer, Device
 
-SHARED = ("weights", "norms", "embedding", "rope", "kv")
-"""Buffers that no searched field of the plan changes the size of."""
 MOST_COMPILERS = 8
 
 
@@ -81,14 +79,16 @@ class Variants:
         self._compiling: dict[Plan, Future[None]] = {}
 
     def fill(self, rule: Plan) -> None:
-        """Allocates what all share, and fills it. CheetahError if the model does not fit."""
+        """Allocates what all share (no searched field changes its size), and fills it. CheetahError if the model does
+        not fit."""
         manifest = self._generated(rule).manifest
         info = self._device.describe()
         memory_of_buffers(self.config, manifest.buffers).check(info.free_bytes, info.name)
-        for name in SHARED:
-            self._shared[name] = self._device.allocate(manifest.buffer(name).bytes)
+        for buffer in manifest.buffers:
+            if buffer.name in SHARED:
+                self._shared[buffer.name] = self._device.allocate(buffer.bytes)
         fill_random(self.config, self._shared, int(manifest.plan["max_context"]))
-        fill_with(self._shared["kv"], random_bits(1.0))
+        fill_with(self._shared["kv"], random_cache(rule))
 
     def compile_ahead(self, plans: Sequence[Plan]) -> None:
         """Has other processes compile into the cache: NVRTC compiles one text at a time in a process."""

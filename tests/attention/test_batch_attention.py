@@ -85,12 +85,13 @@ def test_what_is_no_array_is_named() -> None:
 
 def test_a_launch_never_changes(attention: BatchAttention) -> None:
     attention.run(QUERIES, POOL)
-    before = dict(attention._arguments or {})
+    assert attention._last_run is not None
+    before = dict(attention._last_run.arguments)
     offsets, nbytes = attention.spec.offsets, attention.workspace_bytes
     attention.launch()
     attention.plan(*page_table([[3], [0, 2]], [1, 16], 8))
     attention.launch()
-    assert attention._arguments == before
+    assert attention._last_run.arguments == before
     assert (attention.spec.offsets, attention.workspace_bytes) == (offsets, nbytes)
     assert attention.time_ms(2) > 0 and attention.kv_bytes == 17 * 2 * 2 * 64 * 2
 
@@ -172,6 +173,46 @@ def test_plans_and_runs_that_do_not_fit(attention: BatchAttention) -> None:
 def test_a_page_table_for_more_keys_than_there_is_room(attention: BatchAttention) -> None:
     with pytest.raises(AttentionError, match="page_table: .* room"):
         attention.plan(*page_table([[0] * 17, []], [136, 0], 8))
+
+
+def test_a_refused_plan_leaves_the_one_before(attention: BatchAttention) -> None:
+    """The tables of the plan before lie in the workspace still: a run must not take other rows or pages for them."""
+    output, _ = attention.run(QUERIES, POOL)
+    too_long = page_table([[0] * 17, [11]], [136, 8], 8)
+    with pytest.raises(AttentionError, match="room"):
+        attention.plan(*too_long, qo_indptr=np.array([0, 2, 3], np.int32))
+    with pytest.raises(ArrayError, match=r"the plan has bf16 \(2, 4, 64\)"):
+        attention.run(numbers(3, 4, 64), POOL)
+    np.testing.assert_array_equal(attention.run(QUERIES, POOL[:8])[0], output)
+
+
+def test_a_plan_that_did_not_arrive_whole_serves_nobody(
+    attention: BatchAttention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attention.run(QUERIES, POOL)
+
+    def refuse(words: np.ndarray, offset: int) -> None:
+        raise CheetahError("the device is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(attention.workspace, "upload", refuse)
+        with pytest.raises(CheetahError, match="gone"):
+            attention.plan(*TABLE)
+    for call in (attention.launch, lambda: attention.run(QUERIES, POOL)):
+        with pytest.raises(AttentionError, match="before plan"):
+            call()
+    attention.plan(*TABLE)
+    attention.launch()
+
+
+def test_arrays_of_the_last_run_that_are_too_small_for_the_plan_are_not_launched(attention: BatchAttention) -> None:
+    attention.run(QUERIES, POOL[:8])
+    attention.plan(*TABLE, qo_indptr=np.array([0, 2, 3], np.int32))
+    with pytest.raises(AttentionError, match="have 2 rows and 8 pages, and the plan reads 3 rows and names page 7"):
+        attention.launch()
+    attention.plan(*page_table([[8], [0]], [1, 1], 8))
+    with pytest.raises(AttentionError, match="names page 8"):
+        attention.launch()
 
 
 @pytest.mark.parametrize("variant", [streaming_llm(4, 60), combined(streaming_llm(4, 60), soft_cap(30.0))])

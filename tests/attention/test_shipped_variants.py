@@ -255,3 +255,10 @@ def test_variants_together() -> None:
 def test_variants_that_collide_are_refused() -> None:
     with pytest.raises(ValueError, match="logits_transform set twice"):
         shipped.combined(shipped.alibi(), shipped.soft_cap(30.0))
+
+
+def test_variants_with_a_parameter_of_one_name_are_refused() -> None:
+    """Both would be given one array, and the last type would win."""
+    biased = Variant("biased", logits_transform=lambda x, at: x, parameters={"sinks": ty.ptr(ty.bf16)})
+    with pytest.raises(ValueError, match="learned_sink_biased: parameter sinks of two variants"):
+        shipped.combined(shipped.learned_sink(), biased)

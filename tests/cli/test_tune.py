@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from commands import cheetah, refused
 
@@ -16,8 +17,10 @@ from cheetah.generate import choose_plan
 from cheetah.models.llama.config import preset
 from cheetah.models.llama.weights import model_shape
 from cheetah.plan import Plan, gpu_named
+from cheetah.runtime.build.assemble import SHARED
 from cheetah.runtime.build.tuned import SEARCHED, TunedPlan, generator_hash, stored_plan, with_tuned
-from cheetah.tools.plan_variants import Variants
+from cheetah.runtime.device import open_device
+from cheetah.tools.plan_variants import Variants, open_variants
 from cheetah.tools.tune import MARGIN, Space, choice_of, chosen, descend
 
 CONFIG, H200 = preset("llama-3.1-8b"), gpu_named("h200")
@@ -145,6 +148,20 @@ def test_a_stored_winner_is_used(cache: Path, monkeypatch: pytest.MonkeyPatch) -
     bench = ("bench", "random:demo", "--device", "emulator", "--contexts", "5", "--steps", "1", "--json", "-")
     assert json.loads(cheetah(*bench).stdout)["plan"]["sync"] == "barrier"
     assert json.loads(cheetah(*bench, "--no-tuned").stdout)["plan"]["sync"] == "flags"
+
+
+@pytest.mark.compiler
+def test_scales_of_cached_keys_belong_to_all_plans() -> None:
+    """Left to each plan's kernel they would be poison, and all its attention NaN."""
+    config, device, gpu = preset("demo"), open_device("emulator"), gpu_named("emulator")
+    with open_variants(config, "demo", device, gpu, contexts=(5,), steps=2, repetitions=1) as variants:
+        variants.room["kv_dtype"] = "e4m3"
+        rule = choose_plan(config, gpu, **variants.room)
+        variants.fill(rule)
+        variants.variant(rule)
+        assert all("kv_scales" not in own for own in variants._own) and set(variants._shared) == set(SHARED)
+        scales = variants._shared["kv_scales"]
+        assert (scales.download(np.float32, scales.nbytes // 4) == 1).all()
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ Each function gives a `Variant`, the same object for the same arguments. Exact r
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -151,9 +152,10 @@ def streaming_llm(sinks: int, recent: int) -> Variant:
 
 
 def combined(*variants: Variant) -> Variant:
-    """One variant with the functions of all: a window and a sink, say. Two that set the same function are refused.
+    """One variant with the functions of all: a window and a sink, say.
 
-    It is causal if all of them are: with `full` or `custom_mask` among them, the masks alone say what is kept.
+    ValueError where two set the same function, or have a parameter of the same name: each reads its own array. It is
+    causal if all of them are: with `full` or `custom_mask` among them, the masks alone say what is kept.
     """
     chosen: dict[str, Any] = {"name": "_".join(variant.name for variant in variants)}
     for variant in variants:
@@ -162,6 +164,12 @@ def combined(*variants: Variant) -> Variant:
         if twice := sorted(chosen.keys() & given.keys()):
             raise ValueError(f"{chosen['name']}: {', '.join(twice)} set twice: write a function that calls both")
         chosen |= given
+    names = Counter(name for variant in variants for name in variant.parameters)
+    if twice := sorted(name for name, count in names.items() if count > 1):
+        raise ValueError(
+            f"{chosen['name']}: parameter {', '.join(twice)} of two variants: one array cannot serve both; give a copy "
+            "of one with another name (its functions read at.parameters.NAME)"
+        )
     windows = [variant.window for variant in variants if variant.window is not None]
     parameters = {name: type_ for variant in variants for name, type_ in variant.parameters.items()}
     is_causal = all(variant.causal for variant in variants)
