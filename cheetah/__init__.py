@@ -1,21 +1,41 @@
-"""Cheetah: one persistent CUDA kernel for the whole decode step of a Llama model.
+"""Cheetah: one persistent CUDA kernel for the whole decode step of a Llama model, and the language it is written in.
 
-`cheetah.LLM` and `cheetah.SamplingParams` are those of `cheetah.runtime`, loaded when first asked for: the generator
-alone needs none of the runtime.
+`import cheetah as ch` gives the language (`ch.kernel`, `ch.if_`, `ch.render`; `cheetah.lang` by its short name) and the
+runtime's `ch.LLM` and `ch.SamplingParams`. Each is loaded when first asked for: importing `cheetah` loads neither.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cheetah.lang import *  # noqa: F403
     from cheetah.runtime import LLM, SamplingParams
 
 __all__ = ["LLM", "SamplingParams", "__version__"]
 __version__ = "0.1.0"
 
+_RUNTIME = ("LLM", "SamplingParams")
+_LANGUAGE = (
+    "Arena", "AsmError", "ConstStoreError", "ControlError", "CopySizeError", "DeviceBoolError", "Expr", "Index",
+    "IndexNameError", "Kernel", "LangError", "Layout", "MissingWithError", "Name", "NoKernelError", "NoMemberError",
+    "Params", "Primitive", "RangeError", "Role", "RoleError", "ScopeError", "SharedBudgetError", "SharedPointers",
+    "SignatureError", "Streams", "TypeMixError", "UnusedStageError", "Value", "View", "address_of", "array", "asm",
+    "block_dim_x", "block_idx_x", "break_", "cast", "comment", "const", "continue_", "else_", "for_", "grid_dim_x",
+    "if_", "inline", "kernel", "maximum", "minimum", "out", "prim", "raw_stmt", "reinterpret", "render", "render_file",
+    "return_", "roles_for", "select", "thread_idx_x", "ty", "var", "while_",
+)  # fmt: skip
+
 
 def __getattr__(name: str) -> Any:
-    if name in ("LLM", "SamplingParams"):
+    if name in _RUNTIME:
         from cheetah import runtime
 
         return getattr(runtime, name)
+    if name in _LANGUAGE:
+        from cheetah import lang
+
+        return getattr(lang, name)
     raise AttributeError(f"module 'cheetah' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LANGUAGE, *_RUNTIME})

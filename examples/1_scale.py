@@ -7,8 +7,8 @@ a device `if`. Names are kept: compare with `python examples/1_scale.py --cuda`.
 import numpy as np
 from emulate import check, emulate
 
-from cheetah import lang as ch
-from cheetah.lang import ty
+import cheetah as ch
+from cheetah import ty
 
 THREADS = 64
 

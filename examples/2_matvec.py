@@ -7,8 +7,8 @@ pointer `w`, and where an element lies is computed from its layout, the static p
 import numpy as np
 from emulate import check, emulate
 
-from cheetah import lang as ch
-from cheetah.lang import prim, ty
+import cheetah as ch
+from cheetah import prim, ty
 
 ROWS, COLUMNS = 50, 96
 WARPS = 4

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import numpy as np
 from emulate import check, emulate
 
-from cheetah import lang as ch
-from cheetah.lang import prim, ty
+import cheetah as ch
+from cheetah import prim, ty
 
 ROWS, COLUMNS = 128, 128
 WARPS = 4

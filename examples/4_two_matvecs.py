@@ -10,8 +10,8 @@ from importlib import import_module
 import numpy as np
 from emulate import check, emulate
 
-from cheetah import lang as ch
-from cheetah.lang import prim, ty
+import cheetah as ch
+from cheetah import prim, ty
 
 page = import_module("3_ring")  # a name that begins with a digit cannot be imported otherwise
 Ring, matvec, arena, MATH_THREADS, THREADS = page.Ring, page.matvec, page.arena, page.MATH_THREADS, page.THREADS

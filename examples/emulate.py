@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cheetah import lang as ch
+import cheetah as ch
 from cheetah.emulator import SCHEDULERS, compile_program
 
 

@@ -27,9 +27,10 @@ from cheetah.lang.errors import (
     TypeMixError,
     UnusedStageError,
 )
-from cheetah.lang.expressions import Expr, Name, Value
+from cheetah.lang.functions import inline
 from cheetah.lang.index import Index, Layout, View
-from cheetah.lang.kernel import Kernel, Params, inline, kernel
+from cheetah.lang.kernel import Kernel, Params, kernel
+from cheetah.lang.nodes import Expr, Name, Value
 from cheetah.lang.operators import address_of, cast, maximum, minimum, reinterpret, select
 from cheetah.lang.primitive import Primitive
 from cheetah.lang.render import render, render_file

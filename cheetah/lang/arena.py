@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from cheetah.lang import types as ty
 from cheetah.lang.binding import bind
 from cheetah.lang.errors import LangError, Location, RangeError, SharedBudgetError, here
-from cheetah.lang.expressions import Expr, Name
+from cheetah.lang.nodes import Declare, Expr, Name
 from cheetah.lang.operators import reinterpret
 from cheetah.lang.scope import declare_name, emit
-from cheetah.lang.statements import Declare
 
 ARENA_ALIGNMENT = 1024
 """Alignment of `prim.shared_arena()`: no region can ask for more."""

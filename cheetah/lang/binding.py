@@ -7,10 +7,10 @@ from typing import Any, NoReturn
 
 from cheetah.lang import types as ty
 from cheetah.lang.errors import ConstStoreError, TypeMixError
-from cheetah.lang.expressions import Call, Expr, Literal, Member, Name, Subscript, Value
+from cheetah.lang.meaning import meaning
+from cheetah.lang.nodes import Assign, Call, Declare, Expr, Literal, Member, Name, Subscript, Value
 from cheetah.lang.operators import cast, lift
 from cheetah.lang.scope import current, declare_name, emit, take_name
-from cheetah.lang.statements import Assign, Declare
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,9 @@ def store(target: Expr, value: Value) -> None:
     """Emit `target = value`, refusing constants."""
     require_mutable(target)
     emit(Assign(target, lift(value, target.type)))
+
+
+meaning.store = store
 
 
 def require_mutable(target: Expr) -> None:

@@ -11,10 +11,9 @@ from typing import NoReturn, TypeVar
 from cheetah.lang import types as ty
 from cheetah.lang.binding import is_fresh
 from cheetah.lang.errors import ControlError, MissingWithError, RangeError, TypeMixError, here
-from cheetah.lang.expressions import Expr, Literal, Name, Value, walk
+from cheetah.lang.nodes import Expr, For, If, Jump, Literal, Name, Value, While, walk
 from cheetah.lang.operators import lift
 from cheetah.lang.scope import Role, Scope, at, block, current, declare_name, emit, unique_in
-from cheetah.lang.statements import For, If, Jump, While
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from cheetah.lang import types as ty
 from cheetah.lang.errors import IndexNameError, RangeError, TypeMixError
-from cheetah.lang.expressions import Expr, Literal
+from cheetah.lang.nodes import Expr, Literal
 
 Position: TypeAlias = int | Expr
 """An index or an offset: a Python int or an integer on the device; ints in give an int out."""

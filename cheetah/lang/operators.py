@@ -15,7 +15,8 @@ from typing import Any
 
 from cheetah.lang import types as ty
 from cheetah.lang.errors import RangeError, TypeMixError
-from cheetah.lang.expressions import (
+from cheetah.lang.meaning import meaning
+from cheetah.lang.nodes import (
     Binary,
     Builtin,
     Cast,
@@ -330,3 +331,6 @@ def _is_mutable_place(place: Expr) -> bool:
         base = place.base
         return base.type.mutable if isinstance(base.type, ty.Pointer) else _is_mutable_place(base)
     return isinstance(place, Name) and place.mutable
+
+
+meaning.binary, meaning.unary, meaning.subscript, meaning.cast = binary, unary, subscript, cast

@@ -13,10 +13,9 @@ from typing import Any
 from cheetah.lang import types as ty
 from cheetah.lang.binding import store_result
 from cheetah.lang.errors import LangError, TypeMixError
-from cheetah.lang.expressions import Call, Expr
+from cheetah.lang.nodes import Call, Do, Expr
 from cheetah.lang.operators import lift
 from cheetah.lang.scope import emit, reserve
-from cheetah.lang.statements import Do
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,32 +10,30 @@ from collections.abc import Iterable
 from functools import singledispatch
 
 from cheetah.lang import types as ty
-from cheetah.lang.expressions import (
+from cheetah.lang.meaning import meaning
+from cheetah.lang.nodes import (
+    Asm,
+    Assign,
     Binary,
     Builtin,
     Call,
     Cast,
-    Expr,
-    Literal,
-    Member,
-    Name,
-    Select,
-    Subscript,
-    Unary,
-)
-from cheetah.lang.statements import (
-    Asm,
-    Assign,
     Comment,
     Declare,
     Do,
+    Expr,
     For,
     If,
     Jump,
+    Literal,
+    Member,
+    Name,
     Raw,
+    Select,
     Stmt,
+    Subscript,
+    Unary,
     While,
-    constraint_letter,
 )
 
 INDENT = "  "
@@ -54,6 +52,9 @@ _SURPRISING = {"<<": 14, ">>": 14, "&": 14, "^": 14, "|": 14, "==": 12, "!=": 12
 def render_expression(expression: Expr) -> str:
     """The C text of an expression."""
     return _expression(expression)[0]
+
+
+meaning.text = render_expression
 
 
 def _wrap(expression: Expr, minimum: int) -> str:
@@ -315,4 +316,4 @@ def _(node: Asm, printer: Printer) -> None:
 
 
 def _constraint(value: Expr, prefix: str) -> str:
-    return f'"{prefix}{constraint_letter(value.type)}"({_exact(value, 0)})'
+    return f'"{prefix}{ty.constraint_letter(value.type)}"({_exact(value, 0)})'

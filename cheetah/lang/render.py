@@ -8,13 +8,12 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from cheetah.lang import types as ty
-from cheetah.lang.expressions import Call, Expr, Literal, walk
+from cheetah.lang.nodes import Call, Expr, Literal, Raw, Stmt, walk
+from cheetah.lang.primitive import PRIMITIVES, Primitive, with_requirements
 from cheetah.lang.printer import INDENT, Printer, declaration
-from cheetah.lang.statements import Raw, Stmt
 
 if TYPE_CHECKING:
     from cheetah.lang.kernel import Kernel
-    from cheetah.lang.primitive import Primitive
 
 
 def statements_in(statements: Iterable[Stmt]) -> Iterator[Stmt]:
@@ -27,8 +26,6 @@ def statements_in(statements: Iterable[Stmt]) -> Iterator[Stmt]:
 
 def primitives_of(kernel: Kernel) -> list[Primitive]:
     """The primitives a kernel calls and those their bodies call, in the order in which they are declared."""
-    from cheetah.lang.primitives import PRIMITIVES, with_requirements
-
     found: set[Primitive | str] = set()
     for statement in statements_in(kernel.body):
         if isinstance(statement, Raw):

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from cheetah.lang import types as ty
 from cheetah.lang.errors import Location, MissingWithError, NoKernelError, RoleError, ScopeError, here
-from cheetah.lang.expressions import Expr, Name, walk
+from cheetah.lang.nodes import Expr, Name, walk
 
 if TYPE_CHECKING:
-    from cheetah.lang.statements import Stmt
+    from cheetah.lang.nodes import Stmt
 
 _reserved = set(
     # The words of C++ ...

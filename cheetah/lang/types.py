@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from cheetah.lang.errors import RangeError, SignatureError, TypeMixError
+from cheetah.lang.meaning import meaning
+
 if TYPE_CHECKING:
-    from cheetah.lang.expressions import Expr, Value
+    from cheetah.lang.nodes import Expr, Value
 
 
 @dataclass(frozen=True)
@@ -34,9 +37,7 @@ class Scalar:
         return -(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1
 
     def __call__(self, value: Value) -> Expr:
-        from cheetah.lang.expressions import cast
-
-        return cast(self, value)
+        return meaning.cast(self, value)
 
     def __str__(self) -> str:
         return self.c_name
@@ -146,8 +147,6 @@ def ptr_mut(element: Type) -> Pointer:
 
 
 def _pointer(element: Type, mutable: bool) -> Pointer:
-    from cheetah.lang.errors import TypeMixError
-
     if isinstance(element, Array):
         raise TypeMixError(f"a pointer to {element}: point to its elements, {element.element}.")
     return Pointer(element, mutable)
@@ -155,8 +154,6 @@ def _pointer(element: Type, mutable: bool) -> Pointer:
 
 def array(element: Scalar | Vector, *lengths: int) -> Array:
     """An array type, outermost length first: `array(f32, 8, 4)` is `float[8][4]`."""
-    from cheetah.lang.errors import RangeError
-
     if not lengths or min(lengths) < 1:
         raise RangeError(f"an array of {element} with lengths {lengths}: give at least one, each at least 1.")
     inner: Scalar | Vector | Array = element
@@ -168,10 +165,7 @@ def array(element: Scalar | Vector, *lengths: int) -> Array:
 
 def struct(c_name: str, **members: Type) -> Struct:
     """A structure; its members are read and stored to as `place.member`."""
-    from cheetah.lang.errors import SignatureError
-    from cheetah.lang.expressions import NODE_ATTRIBUTES
-
-    taken = sorted(NODE_ATTRIBUTES & members.keys())
+    taken = sorted(meaning.node_attributes & members.keys())
     if taken:
         raise SignatureError(f"struct {c_name}: a member cannot be called `{taken[0]}`, a word of the language itself.")
     if not members:
@@ -186,6 +180,18 @@ def alignment_of(type_: Type) -> int:
     if isinstance(type_, Struct):
         return type_.alignment
     return type_.bytes
+
+
+def constraint_letter(type_: Type) -> str | None:
+    """The register class of an operand of inline PTX, or None where no register holds the type."""
+    if isinstance(type_, Pointer):
+        return "l"
+    if not isinstance(type_, Scalar):
+        return None
+    return {
+        ("float", 32): "f", ("float", 64): "d", ("uint", 16): "h", ("int", 16): "h", ("uint", 32): "r",
+        ("int", 32): "r", ("uint", 64): "l", ("int", 64): "l",
+    }.get((type_.kind, type_.bits))  # fmt: skip
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from cheetah.lang import types as ty
 from cheetah.lang.binding import require_mutable
 from cheetah.lang.errors import AsmError
-from cheetah.lang.expressions import Builtin, Expr, Name, Value
+from cheetah.lang.nodes import Asm, Builtin, Comment, Expr, Name, Raw, Value
 from cheetah.lang.operators import natural
 from cheetah.lang.scope import emit
-from cheetah.lang.statements import Asm, Comment, Raw, constraint_letter
 
 
 def comment(text: str) -> None:
@@ -52,11 +51,9 @@ def asm(template: str, /, **operands: Value | Out) -> None:
     given = {name: value for name, value in operands.items() if name not in static}
     _require_operands(template, given)
     outputs = tuple(name for name, value in given.items() if isinstance(value, Out))
-    pairs = tuple(
-        (name, value.variable if isinstance(value, Out) else natural(value)) for name, value in given.items()
-    )
+    pairs = tuple((name, value.variable if isinstance(value, Out) else natural(value)) for name, value in given.items())
     for name, operand in pairs:
-        if constraint_letter(operand.type) is None:
+        if ty.constraint_letter(operand.type) is None:
             raise AsmError(
                 f"ch.asm: ${name} is `{operand}` of type {operand.type}, which no register holds; convert it."
             )

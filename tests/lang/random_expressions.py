@@ -11,7 +11,7 @@ import numpy as np
 
 from cheetah import lang as ch
 from cheetah.lang import ty
-from cheetah.lang.expressions import Expr, Literal, Name
+from cheetah.lang.nodes import Expr, Literal, Name
 
 TYPES = (ty.u32, ty.u64, ty.i32, ty.f32, ty.boolean)
 INTEGERS = (ty.u32, ty.u64, ty.i32)

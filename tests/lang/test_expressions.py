@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cheetah import lang as ch
 from cheetah.lang import ty
-from cheetah.lang.expressions import Literal, Name
+from cheetah.lang.nodes import Literal, Name
 from cheetah.lang.printer import literal_text, render_expression
 from tests.lang.compilers import run_cpp
 from tests.lang.random_expressions import TYPES, Expressions, Valued
@@ -48,9 +48,7 @@ def program(source: Expressions, drawn: list[Valued]) -> str:
         for type_, listed in source.variables.items()
         for variable in listed
     ]
-    lines = [
-        f"  {{ {item.expression.type} x = {render_expression(item.expression)}; show(x); }}" for item in drawn
-    ]
+    lines = [f"  {{ {item.expression.type} x = {render_expression(item.expression)}; show(x); }}" for item in drawn]
     return "\n".join([PREAMBLE, *variables, "int main() {", *lines, "}"]) + "\n"
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from cheetah import lang as ch
 from cheetah.lang import ty
-from cheetah.lang.expressions import Name
 from cheetah.lang.index import Position
+from cheetah.lang.nodes import Name
 from tests.lang.compilers import run_cpp
 from tests.lang.test_errors import refused
 

@@ -20,9 +20,7 @@ def kernel(x):
     with ch.if_(i == 1):
         x[i] = 2
         ch.raw_stmt("not_a_function(x);")  # the wrong line
-    x[0] = (
-        i + 1
-    )
+    x[0] = i + 1
 
 
 def line_of(text: str) -> int:

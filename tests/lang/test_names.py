@@ -189,7 +189,7 @@ def test_methods_super_and_generators_can_emit() -> None:
         @ch.inline
         def only(self, n):
             """A docstring
-        that is indented less than the code."""
+            that is indented less than the code."""
             limit = n * self.scale()
             with ch.if_(ch.thread_idx_x() < limit):
                 yield limit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cheetah.lang import types as ty
 from cheetah.lang.errors import CopySizeError
-from cheetah.lang.expressions import Binary, Cast, Expr, Literal, Subscript, Unary, Value
+from cheetah.lang.nodes import Binary, Cast, Expr, Literal, Subscript, Unary, Value
 from cheetah.lang.primitive import ANY, ANY_MUT, declare
 
 _BARRIER = ty.ptr_mut(ty.u64)

@@ -1,6 +1,6 @@
-"""Expression nodes: what a device value is made of. Every node is frozen and carries the user's file and line.
+"""Nodes: what a program is made of, expressions first, then statements. Each is frozen and carries the user's line.
 
-The rules of the operators (types, folding, refusals) are in `operators.py`; printing is in `render.py`.
+What the operators mean (types, folding, refusals) is in `operators.py`, printing in `printer.py`; see `meaning.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, Union
 
 from cheetah.lang import types as ty
 from cheetah.lang.errors import DeviceBoolError, Location, NoMemberError, TypeMixError, here
+from cheetah.lang.meaning import meaning
 
 if TYPE_CHECKING:
     from cheetah.lang.scope import Scope
@@ -47,9 +48,7 @@ class Expr:
         raise TypeMixError(f"`{self}` is a value on the device, not a Python float; convert it with `ty.f32(...)`.")
 
     def __str__(self) -> str:
-        from cheetah.lang.printer import render_expression
-
-        return render_expression(self)
+        return meaning.text(self)
 
     def __getattr__(self, name: str) -> Expr:
         if name.startswith("__"):
@@ -62,106 +61,104 @@ class Expr:
         )
 
     def __getitem__(self, index: Value) -> Expr:
-        return subscript(self, index)
+        return meaning.subscript(self, index)
 
     def __setitem__(self, index: Value, value: Value) -> None:
-        subscript(self, index).set(value)
+        meaning.subscript(self, index).set(value)
 
     def set(self, value: Value) -> None:
         """Emit `self = value`: a variable, an element or a member gets a new value."""
-        from cheetah.lang.binding import store
-
-        store(self, value)
+        meaning.store(self, value)
 
     def __add__(self, other: Value) -> Expr:
-        return binary("+", self, other)
+        return meaning.binary("+", self, other)
 
     def __radd__(self, other: Value) -> Expr:
-        return binary("+", other, self)
+        return meaning.binary("+", other, self)
 
     def __sub__(self, other: Value) -> Expr:
-        return binary("-", self, other)
+        return meaning.binary("-", self, other)
 
     def __rsub__(self, other: Value) -> Expr:
-        return binary("-", other, self)
+        return meaning.binary("-", other, self)
 
     def __mul__(self, other: Value) -> Expr:
-        return binary("*", self, other)
+        return meaning.binary("*", self, other)
 
     def __rmul__(self, other: Value) -> Expr:
-        return binary("*", other, self)
+        return meaning.binary("*", other, self)
 
     def __truediv__(self, other: Value) -> Expr:
-        return binary("/", self, other)
+        return meaning.binary("/", self, other)
 
     def __rtruediv__(self, other: Value) -> Expr:
-        return binary("/", other, self)
+        return meaning.binary("/", other, self)
 
     def __floordiv__(self, other: Value) -> Expr:
-        return binary("//", self, other)
+        return meaning.binary("//", self, other)
 
     def __rfloordiv__(self, other: Value) -> Expr:
-        return binary("//", other, self)
+        return meaning.binary("//", other, self)
 
     def __mod__(self, other: Value) -> Expr:
-        return binary("%", self, other)
+        return meaning.binary("%", self, other)
 
     def __rmod__(self, other: Value) -> Expr:
-        return binary("%", other, self)
+        return meaning.binary("%", other, self)
 
     def __lshift__(self, other: Value) -> Expr:
-        return binary("<<", self, other)
+        return meaning.binary("<<", self, other)
 
     def __rlshift__(self, other: Value) -> Expr:
-        return binary("<<", other, self)
+        return meaning.binary("<<", other, self)
 
     def __rshift__(self, other: Value) -> Expr:
-        return binary(">>", self, other)
+        return meaning.binary(">>", self, other)
 
     def __rrshift__(self, other: Value) -> Expr:
-        return binary(">>", other, self)
+        return meaning.binary(">>", other, self)
 
     def __and__(self, other: Value) -> Expr:
-        return binary("&", self, other)
+        return meaning.binary("&", self, other)
 
     def __rand__(self, other: Value) -> Expr:
-        return binary("&", other, self)
+        return meaning.binary("&", other, self)
 
     def __or__(self, other: Value) -> Expr:
-        return binary("|", self, other)
+        return meaning.binary("|", self, other)
 
     def __ror__(self, other: Value) -> Expr:
-        return binary("|", other, self)
+        return meaning.binary("|", other, self)
 
     def __xor__(self, other: Value) -> Expr:
-        return binary("^", self, other)
+        return meaning.binary("^", self, other)
 
     def __rxor__(self, other: Value) -> Expr:
-        return binary("^", other, self)
+        return meaning.binary("^", other, self)
 
     def __lt__(self, other: Value) -> Expr:
-        return binary("<", self, other)
+        return meaning.binary("<", self, other)
 
     def __le__(self, other: Value) -> Expr:
-        return binary("<=", self, other)
+        return meaning.binary("<=", self, other)
 
     def __gt__(self, other: Value) -> Expr:
-        return binary(">", self, other)
+        return meaning.binary(">", self, other)
 
     def __ge__(self, other: Value) -> Expr:
-        return binary(">=", self, other)
+        return meaning.binary(">=", self, other)
 
     def __eq__(self, other: object) -> Expr:  # type: ignore[override]
-        return binary("==", self, other)
+        return meaning.binary("==", self, other)
 
     def __ne__(self, other: object) -> Expr:  # type: ignore[override]
-        return binary("!=", self, other)
+        return meaning.binary("!=", self, other)
 
     def __neg__(self) -> Expr:
-        return unary("-", self)
+        return meaning.unary("-", self)
 
     def __invert__(self) -> Expr:
-        return unary("~", self)
+        return meaning.unary("~", self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -294,28 +291,91 @@ def _store_member(self: Expr, name: str, value: Value) -> None:
 
 
 _NODES = (Literal, Name, Unary, Binary, Select, Cast, Call, Subscript, Member, Builtin)
-NODE_ATTRIBUTES = {item.name for node in _NODES for item in fields(node)} | {"set"}
-"""What a structure's members cannot be called, because the nodes themselves have it."""
+meaning.node_attributes = frozenset(item.name for node in _NODES for item in fields(node)) | {"set"}
 for _node in _NODES:
     _node.__setattr__ = _store_member  # type: ignore[method-assign, assignment]
 
-# At the end, because these modules are written in terms of the nodes above.
-from cheetah.lang.operators import (  # noqa: E402
-    address_of,
-    binary,
-    cast,
-    lift,
-    maximum,
-    minimum,
-    natural,
-    reinterpret,
-    select,
-    subscript,
-    unary,
-)
 
-__all__ = [
-    "Binary", "Builtin", "Call", "Cast", "Expr", "Literal", "Member", "Name", "Select", "Subscript", "Unary", "Value",
-    "address_of", "binary", "cast", "children", "lift", "maximum", "minimum", "natural", "reinterpret", "select",
-    "subscript", "unary", "walk",
-]  # fmt: skip
+# -- statements -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Stmt:
+    location: Location = field(default_factory=here, kw_only=True, repr=False)
+
+    def expressions(self) -> Iterator[Expr]:
+        """The expressions written directly in this statement, not those of its bodies."""
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, Expr):
+                yield value
+            elif item.name == "operands":
+                yield from (operand for _, operand in value)
+
+
+@dataclass(frozen=True, eq=False)
+class Declare(Stmt):
+    name: Name
+    value: Expr | None = None
+    unrolled_zero: bool = False  # an array that starts as zeros
+    fresh: bool = False  # a primitive's result whose stand-in name awaits the user's
+
+
+@dataclass(frozen=True, eq=False)
+class Assign(Stmt):
+    target: Expr
+    value: Expr
+
+
+@dataclass(frozen=True, eq=False)
+class If(Stmt):
+    condition: Expr
+    body: tuple[Stmt, ...]
+    otherwise: tuple[Stmt, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class For(Stmt):
+    counter: Name
+    start: Expr
+    stop: Expr
+    step: Expr
+    body: tuple[Stmt, ...]
+    unroll: bool | int = False
+
+
+@dataclass(frozen=True, eq=False)
+class While(Stmt):
+    condition: Expr
+    body: tuple[Stmt, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Do(Stmt):
+    """An expression for its effect: the call of a primitive."""
+
+    call: Expr
+
+
+@dataclass(frozen=True, eq=False)
+class Raw(Stmt):
+    text: str
+
+
+@dataclass(frozen=True, eq=False)
+class Comment(Stmt):
+    text: str
+
+
+@dataclass(frozen=True, eq=False)
+class Asm(Stmt):
+    """Inline PTX: `$name` stands for an operand; outputs are variables."""
+
+    template: str
+    operands: tuple[tuple[str, Expr], ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Jump(Stmt):
+    word: str  # break, continue or return
