@@ -5,29 +5,21 @@ Everything is decided here without a GPU: the plan by rule (and overrides), the 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 from cheetah import __version__
 from cheetah import lang as ch
 from cheetah.blocks.timeline import EVENTS
 from cheetah.lang import ty
-from cheetah.manifest import Buffer, Launch, Manifest, Parameter, sha256_of_text, write_atomically
-from cheetah.models.llama.config import LlamaConfig
-from cheetah.models.llama.program import (
-    KERNEL_NAME,
-    LAYER_PHASES,
-    build_kernel,
-    kernel_parameters,
-    workspace_bytes,
-)
-from cheetah.models.llama.weights import model_shape
+from cheetah.manifest import Buffer, Launch, Manifest, Parameter, sha256_of_text
+from cheetah.models.config import ModelConfig
+from cheetah.models.registry import family_of
+from cheetah.package import DTYPES, Generated
 from cheetah.plan import Gpu, Plan, default_plan, gpu_named, shared_map, step_matrices
 from cheetah.plan.kv import KvPlanLayout, max_plans
 from cheetah.plan.kv.tables import COLUMN_WORDS, MAX_STOP_IDS, SEQUENCE_WORDS, TILE_WORDS
 
-DTYPES = {ty.u8: "u8", ty.u32: "u32", ty.u64: "u64", ty.i32: "i32", ty.f32: "f32", ty.bf16: "bf16"}
 ROLES = {
     "weights": "packed matrices of all layers, then the head",
     "norms": "norm weights: two a layer, then the last",
@@ -56,30 +48,15 @@ ROLES = {
 }
 
 
-@dataclass(frozen=True)
-class Generated:
-    """A kernel's text and what the runtime must know of it."""
-
-    text: str
-    manifest: Manifest
-
-    def write(self, folder: Path, name: str) -> tuple[Path, Path]:
-        """Write `name.cu` and `name.json`; each appears whole or not at all. Returns the two paths."""
-        source, manifest = folder / f"{name}.cu", folder / f"{name}.json"
-        write_atomically(source, self.text.encode())
-        self.manifest.write(manifest)
-        return source, manifest
-
-
-def choose_plan(config: LlamaConfig, gpu: Gpu, **overrides: Any) -> Plan:
+def choose_plan(config: ModelConfig, gpu: Gpu, **overrides: Any) -> Plan:
     """The plan by rule for a model on a machine; overrides are fields of `Plan`."""
     given = {name: value for name, value in overrides.items() if value is not None}
     given.setdefault("max_context", min(config.max_position_embeddings, 8192))
-    return default_plan(gpu, **asdict(model_shape(config)), **given)
+    return default_plan(gpu, **asdict(config.shape), **given)
 
 
 def generate_kernel(
-    config: LlamaConfig,
+    config: ModelConfig,
     gpu: str | Gpu = "h200",
     *,
     command: str = "cheetah generate",
@@ -92,13 +69,13 @@ def generate_kernel(
     """
     machine = gpu_named(gpu) if isinstance(gpu, str) else gpu
     plan = choose_plan(config, machine, **overrides)
-    kernel = build_kernel(config, machine, plan)
+    kernel = family_of(config).program.build_kernel(config, machine, plan)
     text = ch.render_file(kernel, header=_header(config, machine, plan, command), line_marks=line_marks)
     return Generated(text, _manifest(config, machine, plan, text, command))
 
 
-def _header(config: LlamaConfig, gpu: Gpu, plan: Plan, command: str) -> str:
-    shape = model_shape(config)
+def _header(config: ModelConfig, gpu: Gpu, plan: Plan, command: str) -> str:
+    shape = config.shape
     matrices = step_matrices(shape, plan, gpu)
     lines = [
         "The whole decode step of a Llama model in one persistent kernel. Generated; do not edit.",
@@ -114,12 +91,12 @@ def _header(config: LlamaConfig, gpu: Gpu, plan: Plan, command: str) -> str:
     return "\n".join(lines)
 
 
-def _manifest(config: LlamaConfig, gpu: Gpu, plan: Plan, text: str, command: str) -> Manifest:
-    shape = model_shape(config)
-    matrices = step_matrices(shape, plan, gpu)
-    shapes = buffer_shapes(config, gpu, plan)
+def _manifest(config: ModelConfig, gpu: Gpu, plan: Plan, text: str, command: str) -> Manifest:
+    shape = config.shape
+    matrices, program = step_matrices(shape, plan, gpu), family_of(config).program
+    parameters, shapes = program.kernel_parameters(plan), buffer_shapes(config, gpu, plan)
     return Manifest(
-        kernel=KERNEL_NAME,
+        kernel=program.KERNEL_NAME,
         text_sha256=sha256_of_text(text),
         generator=__version__,
         command=command,
@@ -127,13 +104,13 @@ def _manifest(config: LlamaConfig, gpu: Gpu, plan: Plan, text: str, command: str
         config=config.to_dict(),
         plan=plan.to_dict(),
         launch=Launch(gpu.blocks, plan.threads, shared_map(shape, plan, gpu).total_bytes),
-        parameters=tuple(_parameter(name, type_, shapes) for name, type_ in kernel_parameters(plan).items()),
+        parameters=tuple(_parameter(name, type_, shapes) for name, type_ in parameters.items()),
         matrices=matrices.describe(),
         layer_stride=matrices.layer_stride,
         weight_bytes=matrices.weight_bytes,
         buffers=tuple(
             _buffer(name, type_, shapes[name])
-            for name, type_ in kernel_parameters(plan).items()
+            for name, type_ in parameters.items()
             if name in shapes and name != "logits"
         ),
         phases=phase_names(config),
@@ -144,15 +121,16 @@ def _manifest(config: LlamaConfig, gpu: Gpu, plan: Plan, text: str, command: str
     )
 
 
-def phase_names(config: LlamaConfig) -> tuple[str, ...]:
+def phase_names(config: ModelConfig) -> tuple[str, ...]:
     """The phases of a step, as `progress` counts them."""
-    layers = tuple(f"layer {layer} {phase}" for layer in range(config.layers) for phase in LAYER_PHASES)
+    phases = family_of(config).program.LAYER_PHASES
+    layers = tuple(f"layer {layer} {phase}" for layer in range(config.layers) for phase in phases)
     return (*layers, "head", "sampling")
 
 
-def buffer_shapes(config: LlamaConfig, gpu: Gpu, plan: Plan) -> dict[str, tuple[int | str, ...]]:
+def buffer_shapes(config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, tuple[int | str, ...]]:
     """What each pointer points to; a string is the scalar parameter that gives the length."""
-    shape = model_shape(config)
+    shape = config.shape
     layout = KvPlanLayout.for_step(plan, shape.group, shape.kv_heads, gpu.blocks)
     plans = max_plans(plan.max_steps, plan.kv_align, layout.tiles, plan.tokens)
     return {
@@ -167,7 +145,7 @@ def buffer_shapes(config: LlamaConfig, gpu: Gpu, plan: Plan) -> dict[str, tuple[
         "tiles": (layout.tiles, TILE_WORDS),
         "sequences": (plan.batch, SEQUENCE_WORDS),
         "columns": (plan.tokens, COLUMN_WORDS),
-        "exchange": (workspace_bytes(config, gpu, plan),),
+        "exchange": (family_of(config).program.workspace_bytes(config, gpu, plan),),
         "tokens": (plan.batch, plan.launch_tokens + 1),
         "stop_ids": (MAX_STOP_IDS,),
         "logits": ("steps", plan.tokens, shape.vocab),

@@ -18,8 +18,7 @@ from typer.core import TyperGroup
 
 from cheetah.cli import app
 from cheetah.generate import choose_plan
-from cheetah.models.llama.config import PRESET_NAMES, preset
-from cheetah.models.llama.weights import model_shape
+from cheetah.models.registry import PRESET_NAMES, preset
 from cheetah.plan import gpu_named, shared_map
 from cheetah.runtime.build.memory import memory_estimate
 
@@ -165,7 +164,7 @@ def test_memory_in_the_readme(model: str) -> None:
 
 def test_shared_memory_in_the_architecture() -> None:
     config, gpu = preset("llama-3.1-8b"), gpu_named("h200")
-    shared = shared_map(model_shape(config), choose_plan(config, gpu), gpu)
+    shared = shared_map(config.shape, choose_plan(config, gpu), gpu)
     sizes = {region.name: region.nbytes for region in shared.regions if region.over is None}
     table = ARCHITECTURE[ARCHITECTURE.index("| region | bytes |") :].split("\n\n")[0]
     rows = re.findall(r"^\| ([a-z_, ]+) \| (\d+) \|", table, re.MULTILINE)

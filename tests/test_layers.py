@@ -7,8 +7,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LLAMA = "cheetah.models.llama"
-DATA = (LLAMA, "cheetah.manifest", "cheetah.plan")  # what the runtime knows: numbers, arrays and the manifest
+MODELS = "cheetah.models"
+DENSE = f"{MODELS}.dense"
+FAMILIES = (f"{MODELS}.llama",)
+# What the generator, the runtime, tools and commands know of models: numbers, arrays, and a family to ask.
+MODEL = (MODELS, f"{MODELS}.registry")
+DATA = (*MODEL, "cheetah.manifest", "cheetah.plan")
 
 # What each part may import of ours, besides itself and cheetah.errors. The longest name that fits a module is its part.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -16,21 +20,39 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cheetah.lang": set(),
     "cheetah.plan": set(),
     "cheetah.manifest": set(),
+    "cheetah.package": {"cheetah.lang", "cheetah.manifest"},
     "cheetah.blocks": {"cheetah.lang", "cheetah.plan"},
+    # The stand-alone attention: of models it needs none.
+    "cheetah.attention": {
+        *("cheetah.blocks", "cheetah.lang", "cheetah.manifest", "cheetah.package", "cheetah.plan"),
+        "cheetah.runtime.device",
+    },
     "cheetah.emulator": {"cheetah.lang", "cheetah.manifest"},
-    LLAMA: {"cheetah.plan"},  # config, weights and what they are made of: numbers and arrays only
-    f"{LLAMA}.reference": {LLAMA},
-    f"{LLAMA}.step": {*DATA, "cheetah.blocks", "cheetah.lang"},
-    f"{LLAMA}.program": {*DATA, f"{LLAMA}.step", "cheetah.blocks", "cheetah.lang"},
-    "cheetah.generate": {*DATA, f"{LLAMA}.program", "cheetah.blocks", "cheetah.lang"},
+    MODELS: {"cheetah.plan"},  # what every family stands on: numbers and arrays only
+    f"{MODELS}.registry": {MODELS, *FAMILIES},
+    DENSE: {MODELS, "cheetah.plan"},
+    f"{DENSE}.family": {MODELS, DENSE, "cheetah.models.llama.program", "cheetah.plan"},
+    **{family: {MODELS, f"{DENSE}.family"} for family in FAMILIES},
+    "cheetah.models.llama.step": {MODELS, "cheetah.plan", "cheetah.blocks", "cheetah.lang"},
+    "cheetah.models.llama.program": {
+        MODELS,
+        "cheetah.plan",
+        "cheetah.models.llama.step",
+        "cheetah.blocks",
+        "cheetah.lang",
+    },
+    f"{MODELS}.demo": {*MODEL, f"{MODELS}.llama"},
+    "cheetah.generate": {*DATA, "cheetah.blocks", "cheetah.lang", "cheetah.package"},
     "cheetah.tools.ceiling": {"cheetah.lang", "cheetah.manifest", "cheetah.plan"},
     "cheetah.runtime": {*DATA, "cheetah.runtime.build.assemble", "cheetah.runtime.device"},
     # The one place where the runtime asks the generator, and only for a text and its manifest.
     "cheetah.runtime.build.assemble": {*DATA, "cheetah.generate", "cheetah.runtime", "cheetah.runtime.device"},
     "cheetah.runtime.device": {"cheetah.manifest", "cheetah.emulator", "cheetah.runtime"},
 }
-# What has no longer name above: the command line and its helpers. They may import everything, and no part imports them.
+# What has no longer name above: the command line and its helpers. They may import everything but families, and no part
+# imports them.
 FRONT = "cheetah"
+OF_MODELS_ALONE = (DENSE, *FAMILIES)
 
 
 def module_files() -> dict[str, Path]:
@@ -73,6 +95,8 @@ def backward_imports(module: str, source: str) -> list[str]:
         imported = None if name == "cheetah.__version__" else part_of(name)
         if name.split(".")[0] in ("models", "runtime"):
             lines.append(f"{module}:{line}: {name} would be a second copy of the modules: import cheetah.{name}")
+        elif part == FRONT and any(is_within(name, family) for family in OF_MODELS_ALONE):
+            lines.append(f"{module}:{line}: names {name}: ask cheetah.models.registry for the family")
         elif part in MAY_IMPORT and imported not in (None, part, "cheetah.errors", *MAY_IMPORT[part]):
             lines.append(f"{module}:{line}: {part} must not import {name}; it may import {sorted(MAY_IMPORT[part])}")
     return lines
@@ -94,10 +118,17 @@ def test_every_part_has_modules() -> None:
         ("cheetah.lang.types", "from cheetah.plan import Plan"),
         ("cheetah.plan.split", "def f():\n    import cheetah.lang as ch"),
         ("cheetah.blocks.norm", "from cheetah import runtime"),
-        ("cheetah.blocks.norm", "from ..models.llama.config import LlamaConfig"),
-        ("cheetah.models.llama.config", "from .program import program"),
-        ("cheetah.runtime.loop", "from cheetah.models.llama.program import program"),
-        ("cheetah.runtime.loop", "from cheetah.models.llama import reference"),
+        ("cheetah.blocks.norm", "from ..models.llama import LlamaConfig"),
+        ("cheetah.models.config", "from cheetah.models.dense import weights"),
+        ("cheetah.models.dense.weights", "from cheetah.models.llama.program import build_kernel"),
+        ("cheetah.models.dense.weights", "from cheetah.models.registry import family_of"),
+        ("cheetah.attention.program", "from cheetah.models.config import ModelConfig"),
+        ("cheetah.attention.batch", "from cheetah.models.registry import family_of"),
+        ("cheetah.runtime.loop", "from cheetah.models.llama import LlamaConfig"),
+        ("cheetah.runtime.loop", "from cheetah.models.dense import reference"),
+        ("cheetah.generate", "from cheetah.models.dense.program import build_kernel"),
+        ("cheetah.cli.run", "from cheetah.models.llama import LlamaConfig"),
+        ("cheetah.tools.check", "from cheetah.models.dense.reference import Reference"),
         ("cheetah.runtime.loop", "from cheetah.generate import generate_kernel"),
         ("cheetah.runtime.loop", "from cheetah.emulator import build"),
         ("cheetah.runtime.loop", "from cheetah import cli"),

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from cheetah.blocks.timeline import EVENTS
 from cheetah.errors import CheetahError
-from cheetah.models.llama.config import preset
+from cheetah.models.registry import preset
 from cheetah.runtime.device import open_device
 from cheetah.tools.bench import DecodeBench
 from cheetah.tools.timeline import Spans, kind_of, layer_of, spans_of, summarise

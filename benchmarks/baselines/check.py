@@ -20,7 +20,7 @@ from benchmarks.baselines.weights import random_weights
 
 if TYPE_CHECKING:
     from benchmarks.baselines.weights import Weights
-    from cheetah.models.llama.config import LlamaConfig
+    from cheetah.models.llama import LlamaConfig
 
 MOST_KL = {torch.float32: 1e-9, torch.bfloat16: 5e-3}
 

@@ -16,11 +16,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.baselines.chain import FIRST_TOKEN
 from benchmarks.baselines.weights import EMBEDDING, HEAD, NORM
-from cheetah.models.llama.rope import rope_table
 
 if TYPE_CHECKING:
     from benchmarks.baselines.weights import Weights
-    from cheetah.models.llama.config import LlamaConfig
+    from cheetah.models.llama import LlamaConfig
 
 # Products of one row become reductions that the compiler writes and tunes itself: faster than the library's here.
 COMPILER_OPTIONS = {"coordinate_descent_tuning": True}
@@ -149,7 +148,7 @@ def new_state(model: PlainLlama, capacity: int) -> State:
 
     token, position = (torch.zeros(1, dtype=torch.int64, device=like.device) for _ in range(2))
     history = torch.zeros(capacity, dtype=torch.int64, device=like.device)
-    rope = torch.from_numpy(rope_table(config, capacity)).to(like.device)
+    rope = torch.from_numpy(config.rope_table(capacity)).to(like.device)
     return State(cache(), cache(), rope, token, position, history)
 
 

@@ -15,7 +15,7 @@ from benchmarks.baselines.chain import FIRST_TOKEN
 
 if TYPE_CHECKING:
     from benchmarks.baselines.weights import Weights
-    from cheetah.models.llama.config import LlamaConfig
+    from cheetah.models.llama import LlamaConfig
 
 MODE = "reduce-overhead"
 ROUND_CAPACITY = 64

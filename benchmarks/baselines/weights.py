@@ -9,7 +9,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cheetah.models.llama.config import LlamaConfig
+    from cheetah.models.llama import LlamaConfig
 
 SEED = 20
 Weights = dict[str, torch.Tensor]

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cheetah.manifest import Manifest
-from cheetah.models.llama.config import LlamaConfig
-from cheetah.models.llama.weights import model_shape
+from cheetah.models.llama import LlamaConfig
 from cheetah.plan import Gpu, Plan, step_matrices
 from cheetah.plan.kv import KvPlanLayout, kv_plans_for_launch, launch_tiles
 from cheetah.plan.kv.tables import ColumnRecord, SequenceRecord, TileRecord, encode
@@ -88,7 +87,7 @@ class DecodeState:
 
     def bytes_of(self, gpu: Gpu, names: tuple[str, ...], layers: int) -> int:
         """Bytes of these matrices of `layers` layers."""
-        matrices = step_matrices(model_shape(self.config), self.plan, gpu)
+        matrices = step_matrices(self.config.shape, self.plan, gpu)
         return layers * sum(layout.total_bytes for layout in matrices.of_layer if layout.name in names)
 
 

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 
 from cheetah import __version__
 from cheetah import lang as ch
-from cheetah.generate import DTYPES
 from cheetah.lang import ty
 from cheetah.manifest import Launch, Manifest, Parameter, sha256_of_text
+from cheetah.package import DTYPES
 from cheetah.plan import Gpu, Plan
 
 COMMAND = "python -m benchmarks.studies"

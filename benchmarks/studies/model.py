@@ -14,8 +14,10 @@ from benchmarks.studies.decode_state import TINY, DecodeState, decode_state
 from benchmarks.studies.measuring import Launch, Study, StudyError, Variant, in_graph, require_close
 from benchmarks.studies.step_kernels import MODEL
 from benchmarks.studies.unfused import Unfused
-from cheetah.generate import Generated, generate_kernel
-from cheetah.models.llama.config import LlamaConfig, preset
+from cheetah.generate import generate_kernel
+from cheetah.models.llama import LlamaConfig
+from cheetah.models.registry import preset
+from cheetah.package import Generated
 from cheetah.tools.bench import FIRST_TOKEN
 
 PRESETS = {"llama-3.1-8b": (128, 1024, 3072, 6144), "llama-3.2-1b": (32, 1024, 8000)}

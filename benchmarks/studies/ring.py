@@ -13,8 +13,10 @@ import numpy as np
 from benchmarks.studies.decode_state import TINY, decode_state
 from benchmarks.studies.measuring import Launch, Study, StudyError, Variant
 from benchmarks.studies.model import Fused
-from cheetah.generate import Generated, generate_kernel
-from cheetah.models.llama.config import LlamaConfig, preset
+from cheetah.generate import generate_kernel
+from cheetah.models.llama import LlamaConfig
+from cheetah.models.registry import preset
+from cheetah.package import Generated
 from cheetah.plan import PlanError
 
 MODEL, CONTEXT, STEPS = "llama-3.1-8b", 128, 4

@@ -20,17 +20,11 @@ from benchmarks.studies.measuring import Study, StudyError, Variant, in_graph, r
 from benchmarks.studies.step_kernels import STACKS, StepKernel, fused_stack
 from benchmarks.studies.unfused import Unfused
 from cheetah.generate import generate_kernel
-from cheetah.models.llama.config import LlamaConfig, preset
-from cheetah.models.llama.reference import Reference, embedding, residual, round_to_bf16, widen
-from cheetah.models.llama.rope import rope_table
-from cheetah.models.llama.weights import (
-    EMBEDDING,
-    logical_matrix,
-    matrix_tensors,
-    model_shape,
-    pack_matrix,
-    tensor_shapes,
-)
+from cheetah.models.dense.reference import Reference, embedding, residual
+from cheetah.models.dense.weights import EMBEDDING, logical_matrix, matrix_tensors, pack_matrix, tensor_shapes
+from cheetah.models.llama import LlamaConfig
+from cheetah.models.registry import preset
+from cheetah.models.rounding import round_to_bf16, widen
 from cheetah.plan import Gpu, step_matrices
 from cheetah.tools.bench import FIRST_TOKEN, random_bits
 
@@ -63,7 +57,7 @@ class StackReference(Reference):
         tensors = _tensors(state, config)
         super().__init__(config, tensors, round_to_bf16)
         self.state = state
-        matrices = step_matrices(model_shape(config), state.plan, gpu)
+        matrices = step_matrices(config.shape, state.plan, gpu)
         for layer, layout in product(range(layers), matrices.of_layer):
             parts = tuple(tensors(name) for name in matrix_tensors(config, layout.name, layer))
             packed = pack_matrix(layout, logical_matrix(config, layout.name, parts))
@@ -85,7 +79,7 @@ class StackReference(Reference):
         pool = widen(self.state.buffers["kv"].download(np.uint16, layers)).transpose(2, 0, 3, 1, 4, 5)
         tokens = pool.reshape(2, config.layers, config.kv_heads, -1, config.head_dim)
         self.keys, self.values = (part[:, :, : context + 1].copy() for part in tokens)
-        self.length, self.table = context, rope_table(config, context + 1)
+        self.length, self.table = context, config.rope_table(context + 1)
 
 
 def _tensors(state: DecodeState, config: LlamaConfig) -> Callable[[str], NDArray[np.uint16]]:

@@ -20,10 +20,9 @@ from cheetah.blocks.exchange import BarrierExchange, Exchange
 from cheetah.blocks.machine import Machine, emit_roles, start_machine
 from cheetah.blocks.sampling import Sampler
 from cheetah.lang import prim, ty
-from cheetah.models.llama.config import LlamaConfig
+from cheetah.models.llama import LlamaConfig
 from cheetah.models.llama.program import PARAMETERS, Step
 from cheetah.models.llama.step import StepPort, exchange_sizes
-from cheetah.models.llama.weights import model_shape
 from cheetah.plan import STRIP_ROWS, Gpu, Plan, shared_map, step_matrices
 
 MODEL = ("qkv", "attention", "merge", "o", "gate_up", "down")
@@ -63,7 +62,7 @@ def phase_kernel(config: LlamaConfig, gpu: Gpu, plan: Plan, phase: str, stack: s
 
 def residual_words(config: LlamaConfig, gpu: Gpu, plan: Plan) -> int:
     """Elements (f32) of the buffer `residual`: every block's rows."""
-    return gpu.blocks * step_matrices(model_shape(config), plan, gpu).o.rounds * STRIP_ROWS
+    return gpu.blocks * step_matrices(config.shape, plan, gpu).o.rounds * STRIP_ROWS
 
 
 def _step_kernel(
@@ -74,7 +73,7 @@ def _step_kernel(
     make: Callable[[LlamaConfig, Machine, SimpleNamespace], Piece],
     blocks: int | None = None,
 ) -> StepKernel:
-    shape = model_shape(config)
+    shape = config.shape
     shared = shared_map(shape, plan, gpu)
     made: list[Piece] = []
 

@@ -24,8 +24,8 @@ from cheetah.attention.arrays import ArrayError, ArrayView, host_bytes, view_arr
 from cheetah.attention.program import COLUMN_FIELDS, AttentionSpec, generate_attention, pages_for
 from cheetah.blocks.attention.variants import CAUSAL, Variant
 from cheetah.errors import CheetahError
-from cheetah.generate import Generated
 from cheetah.lang import ty
+from cheetah.package import Generated
 from cheetah.plan import Gpu
 from cheetah.plan.kv import KvPlan, Scheduling, Tile, schedule
 from cheetah.plan.kv.page_table import check_page_table, lengths_of

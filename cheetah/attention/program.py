@@ -21,9 +21,9 @@ from cheetah.blocks.attention.variants import CAUSAL, Variant
 from cheetah.blocks.exchange import BarrierExchange, FlaggedExchange, make_exchange
 from cheetah.blocks.machine import Machine, emit_roles, start_machine
 from cheetah.blocks.ring import Ring
-from cheetah.generate import DTYPES, Generated
 from cheetah.lang import prim, ty
 from cheetah.manifest import Launch, Manifest, Parameter, sha256_of_text
+from cheetah.package import DTYPES, Generated
 from cheetah.plan import Gpu, ModelShape, Plan, PlanError, Region, default_plan, gpu_named, shared_map
 from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.kv import KvPlanLayout, most_tiles

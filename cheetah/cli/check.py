@@ -13,7 +13,7 @@ from cheetah.cli.configs import NamedConfig, named_config, print_notes
 from cheetah.cli.options import takes_plan
 
 if TYPE_CHECKING:
-    from cheetah.models.llama.config import LlamaConfig
+    from cheetah.models.config import ModelConfig
     from cheetah.tools.check import Tensors, Verdict
 
 EPILOG = "Example: cheetah check llama-3.1-8b --seeds 50 --sync barrier"
@@ -68,7 +68,7 @@ def register(app: typer.Typer) -> None:
     app.command(epilog=EPILOG)(check)
 
 
-def shrunk(config: LlamaConfig) -> LlamaConfig:
+def shrunk(config: ModelConfig) -> ModelConfig:
     """A small model of the same kind: head_dim, query heads a KV head, RoPE and tied embeddings stay."""
     kv_heads = min(config.kv_heads, LARGEST_KV_HEADS)
     sizes: dict[str, Any] = {name: _cut(getattr(config, name), largest) for name, largest in LARGEST.items()}
@@ -80,9 +80,9 @@ def _cut(size: int, largest: int) -> int:
     return size if size <= largest else largest + size % 32
 
 
-def _model_of(named: NamedConfig) -> tuple[LlamaConfig, Tensors, str]:
+def _model_of(named: NamedConfig) -> tuple[ModelConfig, Tensors, str]:
     """(what is checked, its tensors, what that is in words)."""
-    from cheetah.models.llama.config import DEMO
+    from cheetah.models.registry import DEMO
     from cheetah.runtime.checkpoint.loading import open_checkpoint
     from cheetah.runtime.checkpoint.random_weights import random_tensors
 
@@ -96,7 +96,7 @@ def _model_of(named: NamedConfig) -> tuple[LlamaConfig, Tensors, str]:
 
 
 def _verdict(
-    config: LlamaConfig,
+    config: ModelConfig,
     tensors: Tensors,
     machine: tuple[str, dict[str, Any]],
     seeds: int,

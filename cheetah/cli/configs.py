@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cheetah.models.llama.config import LlamaConfig
+    from cheetah.models.config import ModelConfig
 
 RANDOM = "random:"
 
@@ -20,7 +20,7 @@ class NamedConfig:
     notes: lines worth printing.
     """
 
-    config: LlamaConfig
+    config: ModelConfig
     canonical: str
     stem: str
     notes: tuple[str, ...]
@@ -31,7 +31,7 @@ def named_config(name: str, revision: str | None = None) -> NamedConfig:
 
     A folder's canonical name is its own, without the path. "random:" in front changes nothing.
     """
-    from cheetah.models.llama.config import resolve_config
+    from cheetah.models.registry import resolve_config
 
     source, notes = name.removeprefix(RANDOM), list[str]()
     place = _config_of_hub(source, revision) if _is_hub_id(source) else source
@@ -50,7 +50,7 @@ def canonical_name(name: str) -> str:
 
 
 def _is_preset(source: str) -> bool:
-    from cheetah.models.llama.config import PRESET_NAMES
+    from cheetah.models.registry import PRESET_NAMES
 
     return source in PRESET_NAMES
 

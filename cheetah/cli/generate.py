@@ -16,7 +16,7 @@ from cheetah.errors import CheetahError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from cheetah.generate import Generated
+    from cheetah.package import Generated
     from cheetah.runtime.build.cubin import Cubin
 
 EPILOG = "Example: cheetah generate llama-3.1-8b -o kernels --sync barrier"

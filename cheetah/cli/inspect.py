@@ -41,7 +41,6 @@ def inspect(
     from rich.console import Console
 
     from cheetah.generate import choose_plan
-    from cheetah.models.llama.weights import model_shape
     from cheetah.plan import gpu_named
     from cheetah.plan.report import inspect_plan, plot_shares
 
@@ -50,7 +49,7 @@ def inspect(
     machine = gpu_named(gpu)
     chosen = choose_plan(named.config, machine, **plan)
     depth = min(DEFAULT_CONTEXT, chosen.max_context) if context is None else context
-    report = inspect_plan(model_shape(named.config), chosen, machine, depth)
+    report = inspect_plan(named.config.shape, chosen, machine, depth)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     for table in (_summary(named.canonical, report), _shares(report), _shared_memory(report.shared)):
         console.print(table)

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 from cheetah.cli.configs import RANDOM, named_config, print_notes
 
 if TYPE_CHECKING:
-    from cheetah.models.llama.config import LlamaConfig
+    from cheetah.models.config import ModelConfig
     from cheetah.runtime.build.assemble import Weights
     from cheetah.runtime.device import Device
 
 MODEL_HELP = "random:PRESET (weights made on the spot), a folder, a hub id, or demo."
 
 
-def measured_model(name: str, revision: str | None) -> tuple[LlamaConfig, str, Weights | None]:
+def measured_model(name: str, revision: str | None) -> tuple[ModelConfig, str, Weights | None]:
     """The configuration, its canonical name, and the checkpoint (None for random weights)."""
     from cheetah.runtime.checkpoint.loading import open_checkpoint
 
@@ -26,7 +26,7 @@ def measured_model(name: str, revision: str | None) -> tuple[LlamaConfig, str, W
     return checkpoint.config, named_config(name, revision).canonical, checkpoint
 
 
-def plan_for(config: LlamaConfig, device: Device, gpu: str | None, plan: dict[str, Any], tuned: bool) -> dict[str, Any]:
+def plan_for(config: ModelConfig, device: Device, gpu: str | None, plan: dict[str, Any], tuned: bool) -> dict[str, Any]:
     """`plan`, the fields that were given, with what `cheetah tune` found for the others if `tuned`."""
     from cheetah.runtime.build.assemble import choose_gpu
     from cheetah.runtime.build.tuned import with_tuned

@@ -11,8 +11,8 @@ import typer
 from cheetah.errors import CheetahError
 
 if TYPE_CHECKING:
-    from cheetah.generate import Generated
-    from cheetah.models.llama.config import LlamaConfig
+    from cheetah.models.config import ModelConfig
+    from cheetah.package import Generated
     from cheetah.runtime import LLM, SamplingParams, StreamPiece
     from cheetah.runtime.build.assemble import GenerateKernel
 
@@ -102,7 +102,7 @@ def _generator(model: str) -> GenerateKernel:
     from cheetah.cli.configs import canonical_name
     from cheetah.tools.regenerate import generate_named
 
-    def generate(config: LlamaConfig, gpu: str, **plan: Any) -> Generated:
+    def generate(config: ModelConfig, gpu: str, **plan: Any) -> Generated:
         return generate_named(config, canonical_name(model), gpu, plan)
 
     return generate

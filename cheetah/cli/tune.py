@@ -13,7 +13,7 @@ from cheetah.errors import CheetahError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from cheetah.models.llama.config import LlamaConfig
+    from cheetah.models.config import ModelConfig
     from cheetah.plan import Plan
     from cheetah.tools.plan_variants import Variants
     from cheetah.tools.tune import Space
@@ -94,7 +94,7 @@ def register(app: typer.Typer) -> None:
     app.command(epilog=EPILOG)(tune)
 
 
-def _fitting(config: LlamaConfig, steps: int) -> list[int]:
+def _fitting(config: ModelConfig, steps: int) -> list[int]:
     depths = parsed_contexts(CONTEXTS)
     return [depth for depth in depths if depth + steps <= config.max_position_embeddings] or depths[:1]
 
@@ -142,11 +142,10 @@ def _print(table: Table) -> None:
     Console(width=WIDTH, soft_wrap=True, highlight=False, markup=False).print(table)
 
 
-def _store(config: LlamaConfig, name: str, device: str, variants: Variants, rule: Plan, winner: Plan) -> str:
+def _store(config: ModelConfig, name: str, device: str, variants: Variants, rule: Plan, winner: Plan) -> str:
     """Keeps the winner, also where it is the rule's; a line that says where."""
     from dataclasses import asdict
 
-    from cheetah.models.llama.weights import model_shape
     from cheetah.runtime.build.tuned import TunedPlan, generator_hash
     from cheetah.tools.circumstances import commit
     from cheetah.tools.tune import choice_of
@@ -156,7 +155,7 @@ def _store(config: LlamaConfig, name: str, device: str, variants: Variants, rule
 
     record = TunedPlan(
         model=name,
-        shape=asdict(model_shape(config)),
+        shape=asdict(config.shape),
         gpu=variants.gpu.name,
         device=device,
         generator=generator_hash(),

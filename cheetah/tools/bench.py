@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.errors import CheetahError
-from cheetah.models.llama.config import LlamaConfig
-from cheetah.models.llama.rope import rope_table
+from cheetah.models.config import ModelConfig
 from cheetah.plan import Gpu, Plan
 from cheetah.plan.plan import STEP_TOKENS
 from cheetah.runtime.build.assemble import (
@@ -147,7 +146,7 @@ class DecodeBench:
 
     def __init__(
         self,
-        config: LlamaConfig,
+        config: ModelConfig,
         name: str,
         weights: Weights | None,
         device: Device,
@@ -330,7 +329,7 @@ class ReadCeiling:
         return self._device.elapsed_ms(before, after)
 
 
-def room_for(works: Sequence[Work], config: LlamaConfig, steps: int) -> dict[str, int]:
+def room_for(works: Sequence[Work], config: ModelConfig, steps: int) -> dict[str, int]:
     """Plan fields for launches of these works. CheetahError where the model or a kernel has no room for them."""
     for work in works:
         check_depths(config, work.contexts, steps * work.per_step)
@@ -359,7 +358,7 @@ def check_room(work: Work, steps: int, plan: Plan) -> None:
         raise CheetahError(f"context {work} and {steps} steps: max_context is {plan.max_context}: leave it out")
 
 
-def check_depths(config: LlamaConfig, contexts: Sequence[int], steps: int) -> None:
+def check_depths(config: ModelConfig, contexts: Sequence[int], steps: int) -> None:
     """CheetahError unless the model can make `steps` tokens after each of `contexts`."""
     most = config.max_position_embeddings
     for context in contexts:
@@ -367,19 +366,19 @@ def check_depths(config: LlamaConfig, contexts: Sequence[int], steps: int) -> No
             raise CheetahError(f"context {context} and {steps} steps: the model has positions for {most} tokens")
 
 
-def room_needed(config: LlamaConfig, tokens: int, steps: int) -> dict[str, int]:
+def room_needed(config: ModelConfig, tokens: int, steps: int) -> dict[str, int]:
     """Plan fields for `tokens` in the cache and `steps` a launch; the usual ones where they are enough."""
     usual = min(config.max_position_embeddings, DEFAULT_CONTEXT)
     return {"max_context": max(tokens, usual), "max_steps": max(DEFAULT_STEPS, steps)}
 
 
-def fill_random(config: LlamaConfig, buffers: dict[str, Buffer], max_context: int) -> None:
+def fill_random(config: ModelConfig, buffers: dict[str, Buffer], max_context: int) -> None:
     """Weights of any shape in seconds: random matrices of a scale that keeps activations near 1, norm weights of 1."""
     tile = random_bits(config.hidden_size**-0.5)
     for name in ("weights", "embedding"):
         fill_with(buffers[name], tile)
     fill_with(buffers["norms"], np.ones(config.padded_hidden, ml_dtypes.bfloat16).view(np.uint16))
-    buffers["rope"].upload(rope_table(config, max_context))
+    buffers["rope"].upload(config.rope_table(max_context))
     if "kv_scales" in buffers:
         buffers["kv_scales"].upload(np.ones(buffers["kv_scales"].nbytes // 4, np.float32))
 

@@ -18,9 +18,11 @@ from cheetah.emulator import SCHEDULERS, EmulatorError, ExploreReport, compile_p
 from cheetah.emulator.program import Program
 from cheetah.errors import CheetahError
 from cheetah.manifest import Manifest
-from cheetah.models.llama.config import LlamaConfig
-from cheetah.models.llama.reference import F32, Reference, round_to_bf16
-from cheetah.models.llama.sampling import gumbel_noise
+from cheetah.models.config import ModelConfig
+from cheetah.models.family import ReferenceModel
+from cheetah.models.registry import family_of
+from cheetah.models.rounding import F32, round_to_bf16
+from cheetah.models.sampling import gumbel_noise
 from cheetah.plan import Plan
 from cheetah.runtime.build.assemble import allocate_buffers, upload_weights
 from cheetah.runtime.device.emulator import EmulatorBuffer, EmulatorDevice, EmulatorKernel
@@ -99,7 +101,7 @@ class Verdict:
 def check_kernel(
     text: str,
     manifest: Manifest,
-    config: LlamaConfig,
+    config: ModelConfig,
     tensors: Tensors,
     seeds: Iterable[int] = range(20),
     schedulers: Sequence[str] = SCHEDULERS,
@@ -132,7 +134,7 @@ def check_kernel(
     return Verdict(exploration, agreement, sanitized=True, race=find_races(text, manifest, config, tensors))
 
 
-def find_races(text: str, manifest: Manifest, config: LlamaConfig, tensors: Tensors) -> str:
+def find_races(text: str, manifest: Manifest, config: ModelConfig, tensors: Tensors) -> str:
     """The same launches once under ThreadSanitizer: its report, or how the run failed, or "" if nothing was found."""
     program = _compiled(text, manifest, sanitize=True)
     try:
@@ -200,12 +202,12 @@ class Course:
        tokens of a sequence: that whole sequence again, so many tokens a step.
     """
 
-    def __init__(self, manifest: Manifest, config: LlamaConfig, tensors: Tensors) -> None:
+    def __init__(self, manifest: Manifest, config: ModelConfig, tensors: Tensors) -> None:
         read = tensors.__getitem__ if isinstance(tensors, Mapping) else tensors
         self.manifest, self.config = manifest, config
         self.plan = Plan.from_dict(manifest.plan)
-        self.reference = Reference(config, read)
-        self.rounded = Reference(config, read, round_to_bf16)
+        self.reference = family_of(config).reference(config, read)
+        self.rounded = family_of(config).reference(config, read, round_to_bf16)
         draw = np.random.default_rng(0)
         context = min(self.plan.max_context, config.max_position_embeddings)
         needed = PROMPT_TOKENS + 3 + 3 + 3 + 2
@@ -330,7 +332,7 @@ class Course:
                 )
         return problems
 
-    def _after_filling(self, reference: Reference) -> F32:
+    def _after_filling(self, reference: ReferenceModel) -> F32:
         """The reference's logits of the given tokens after `filling`."""
         reference.reset()
         for token in self.filling:
@@ -362,7 +364,7 @@ class Course:
 class _Weights:
     """A model's tensors as the runtime's packing wants them."""
 
-    config: LlamaConfig
+    config: ModelConfig
     tensor: Callable[[str], Bits]
 
 

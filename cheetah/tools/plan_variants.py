@@ -17,7 +17,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, cast
 
 from cheetah.errors import CheetahError
-from cheetah.models.llama.config import LlamaConfig
+from cheetah.models.config import ModelConfig
 from cheetah.plan import Gpu, Plan
 from cheetah.runtime.build.assemble import FILL_BYTES, GPU_TIMEOUT_S, SHARED, free_all, new_cache
 from cheetah.runtime.build.compile import compile_cubin
@@ -28,7 +28,7 @@ from cheetah.tools.regenerate import generate_named
 from cheetah.tools.tune import choice_of
 
 if TYPE_CHECKING:
-    from cheetah.generate import Generated
+    from cheetah.package import Generated
     from cheetah.runtime.device.interface import Buffer, Device
 
 MOST_COMPILERS = 8
@@ -59,7 +59,7 @@ class Variants:
 
     def __init__(
         self,
-        config: LlamaConfig,
+        config: ModelConfig,
         name: str,
         device: Device,
         gpu: Gpu,

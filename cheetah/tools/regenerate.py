@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from cheetah.generate import Generated, choose_plan, generate_kernel
-from cheetah.models.llama.config import LlamaConfig
+from cheetah.generate import choose_plan, generate_kernel
+from cheetah.models.config import ModelConfig
+from cheetah.package import Generated
 from cheetah.plan import PlanError, gpu_named
 
 DEFAULT_GPU = "h200"
 
 
 def generate_named(
-    config: LlamaConfig, name: str, gpu: str, plan: dict[str, Any], *, line_marks: bool = False
+    config: ModelConfig, name: str, gpu: str, plan: dict[str, Any], *, line_marks: bool = False
 ) -> Generated:
     """The kernel of the model called `name`, with its command in the header. `plan`: overrides, of which some may be
     what the rule says anyway."""
@@ -24,7 +25,7 @@ def generate_named(
     return generate_kernel(config, gpu, command=command, line_marks=line_marks, **chosen)
 
 
-def needed_options(config: LlamaConfig, gpu: str, plan: dict[str, Any]) -> dict[str, Any]:
+def needed_options(config: ModelConfig, gpu: str, plan: dict[str, Any]) -> dict[str, Any]:
     """The overrides without those that the rule would have chosen beside the others."""
     machine = gpu_named(gpu)
     wanted, needed = choose_plan(config, machine, **plan), dict(plan)

@@ -14,7 +14,7 @@ from typing import Any
 
 from cheetah.errors import CheetahError
 from cheetah.generate import choose_plan
-from cheetah.models.llama.config import LlamaConfig
+from cheetah.models.config import ModelConfig
 from cheetah.plan import Gpu, Plan, PlanError
 from cheetah.plan.plan import SYNCS
 from cheetah.runtime.build.tuned import SEARCHED
@@ -47,7 +47,7 @@ def choice_of(plan: Plan) -> Choice:
 class Space:
     """The plans around a rule's. fixed: fields that are not searched, e.g. max_context. fields: those that are."""
 
-    config: LlamaConfig
+    config: ModelConfig
     gpu: Gpu
     fixed: Mapping[str, Any]
     fields: tuple[str, ...] = SEARCHED

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from cheetah.models.demo.grammar import Turn
-from cheetah.models.llama.config import LlamaConfig
+from cheetah.models.llama import LlamaConfig
 
 BEGIN, END, USER, ASSISTANT = SPECIALS = ("<|begin|>", "<|end|>", "<|user|>", "<|assistant|>")  # ids 0 to 3
 

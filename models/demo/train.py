@@ -23,8 +23,8 @@ from torch.nn import functional
 
 from cheetah.models.demo import grammar as demo_grammar
 from cheetah.models.demo.format import ASSISTANT, BEGIN, CHAT_TEMPLATE, END, SPECIALS, SPLIT, marked, model_card
-from cheetah.models.llama.config import DEMO_FOLDER, LlamaConfig
-from cheetah.models.llama.rope import rope_table
+from cheetah.models.llama import LlamaConfig
+from cheetah.models.registry import DEMO_FOLDER
 
 SEED = 2026
 CONFIG = {
@@ -158,7 +158,7 @@ class Llama(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        table = torch.from_numpy(rope_table(config, config.max_position_embeddings))
+        table = torch.from_numpy(config.rope_table(config.max_position_embeddings))
         self.register_buffer("table", table, persistent=False)
         self._initialise(config)
 

@@ -15,9 +15,8 @@ from cheetah.blocks.linear.epilogue import HALF, add_residual, swiglu
 from cheetah.blocks.linear.prologue import prefetch
 from cheetah.blocks.machine import emit_roles, start_machine
 from cheetah.lang import ty
-from cheetah.models.llama.config import LlamaConfig
+from cheetah.models.config import ModelConfig
 from cheetah.models.llama.step import LAYER_PHASES, StepParts, exchange_sizes
-from cheetah.models.llama.weights import model_shape
 from cheetah.plan import Gpu, Plan, shared_map
 from cheetah.plan.index import ceil_div
 
@@ -61,16 +60,16 @@ def kernel_parameters(plan: Plan) -> ch.Params:
     return ch.Params(**parameters)
 
 
-def workspace_bytes(config: LlamaConfig, gpu: Gpu, plan: Plan) -> int:
+def workspace_bytes(config: ModelConfig, gpu: Gpu, plan: Plan) -> int:
     """Bytes of the `exchange` buffer."""
     kind = {"flags": FlaggedExchange, "barrier": BarrierExchange}[plan.sync]
-    return kind.size_bytes(exchange_sizes(model_shape(config), gpu, plan))
+    return kind.size_bytes(exchange_sizes(config.shape, gpu, plan))
 
 
-def build_kernel(config: LlamaConfig, gpu: Gpu, plan: Plan) -> ch.Kernel:
+def build_kernel(config: ModelConfig, gpu: Gpu, plan: Plan) -> ch.Kernel:
     """The kernel of `plan.max_steps` or fewer decode steps of `plan.batch` or fewer sequences. Shapes of the
     parameters: see the manifest."""
-    shape = model_shape(config)
+    shape = config.shape
 
     @ch.kernel(kernel_parameters(plan), name=KERNEL_NAME, max_threads=plan.threads)
     def decode_step(**arguments: Any) -> None:

@@ -34,7 +34,7 @@ from cheetah.blocks.ring import Ring
 from cheetah.blocks.sampling import Sampler
 from cheetah.blocks.timeline import Timeline
 from cheetah.lang import prim, ty
-from cheetah.models.llama.config import LlamaConfig
+from cheetah.models.config import ModelConfig
 from cheetah.plan import PAIR_COLUMNS, STRIP_ROWS, Gpu, MatrixLayout, ModelShape, Plan, step_matrices
 from cheetah.plan.index import ceil_div
 from cheetah.plan.kv import KvPlanLayout
@@ -109,7 +109,7 @@ class StepPort(AttentionPort):
 class StepParts:
     """The blocks of a launch and the small parts of its steps. `launch` has the kernel's parameters by name."""
 
-    def __init__(self, config: LlamaConfig, machine: Machine, launch: SimpleNamespace) -> None:
+    def __init__(self, config: ModelConfig, machine: Machine, launch: SimpleNamespace) -> None:
         self.config, self.machine, self.launch = config, machine, launch
         self.shape = machine.shape
         self.matrices = step_matrices(self.shape, machine.plan, machine.gpu)

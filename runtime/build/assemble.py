@@ -18,11 +18,10 @@ from numpy.typing import NDArray
 from cheetah.errors import CheetahError
 from cheetah.manifest import Buffer as BufferSpec
 from cheetah.manifest import Manifest
-from cheetah.models.llama.config import LlamaConfig
-from cheetah.models.llama.pack_weights import pack_all
-from cheetah.models.llama.rope import rope_table
-from cheetah.models.llama.weights import Rows, model_shape
-from cheetah.plan import GPUS, Gpu, Plan, PlanError, StepMatrices, gpu_named, step_matrices
+from cheetah.models.config import ModelConfig
+from cheetah.models.family import Rows
+from cheetah.models.registry import family_of
+from cheetah.plan import GPUS, Gpu, Plan, PlanError, StepMatrices, gpu_named
 from cheetah.plan.kv.tables import MAX_STOP_IDS
 from cheetah.runtime.device import Say, open_device, say_to_stderr
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
@@ -70,7 +69,7 @@ class Weights(Protocol):
     """
 
     @property
-    def config(self) -> LlamaConfig: ...
+    def config(self) -> ModelConfig: ...
 
     def tensor(self, name: str) -> NDArray[np.uint16]: ...
 
@@ -172,7 +171,7 @@ def assemble(
 
 
 def _prompt_kernel(
-    config: LlamaConfig,
+    config: ModelConfig,
     machine: Gpu,
     generate: GenerateKernel,
     plan: Mapping[str, Any],
@@ -264,7 +263,7 @@ def _gpu_of(info: DeviceInfo) -> str:
     )
 
 
-def memory_needed(config: LlamaConfig, manifest: Manifest, prompts: Manifest | None = None) -> MemoryEstimate:
+def memory_needed(config: ModelConfig, manifest: Manifest, prompts: Manifest | None = None) -> MemoryEstimate:
     """Device memory of the manifest's buffers, of what a second kernel has of its own, and of the logits that
     `LLM.score` needs."""
     plan = Plan.from_dict(manifest.plan)
@@ -279,7 +278,7 @@ def _logits_rows(plan: Plan) -> int:
     return max(1, plan.max_steps // plan.tokens) * plan.tokens
 
 
-def check_packing(config: LlamaConfig, manifest: Manifest) -> None:
+def check_packing(config: ModelConfig, manifest: Manifest) -> None:
     """CheetahError unless the manifest's matrices are those that this version packs for the configuration."""
     ours = [dict(entry) for entry in _matrices(config, manifest).describe()]
     if list(manifest.matrices) != ours:
@@ -303,7 +302,7 @@ def free_all(buffers: dict[str, Buffer]) -> None:
 
 
 def upload_weights(weights: Weights, manifest: Manifest, buffers: Mapping[str, Buffer], progress: Progress) -> None:
-    """Writes the rope table, and packs every tensor into its buffer."""
+    """Writes the family's tables, and packs every tensor into its buffer."""
 
     def write(name: str, offset: int, data: NDArray[np.uint8]) -> None:
         buffers[name].upload(data, offset)
@@ -311,19 +310,21 @@ def upload_weights(weights: Weights, manifest: Manifest, buffers: Mapping[str, B
     rows: Callable[[str], Rows] | None = getattr(weights, "rows", None)
     if "kv_scales" in buffers:
         buffers["kv_scales"].upload(np.ones(manifest.buffer("kv_scales").shape, np.float32))
-    buffers["rope"].upload(rope_table(weights.config, int(manifest.plan["max_context"])))
-    pack_all(weights.config, _matrices(weights.config, manifest), weights.tensor, write, progress, rows=rows)
+    config, family = weights.config, family_of(weights.config)
+    for name, table in family.tables(config, Plan.from_dict(manifest.plan)).items():
+        buffers[name].upload(table)
+    family.pack_weights(config, _matrices(config, manifest), weights.tensor, write, progress, rows=rows)
 
 
-def new_cache(config: LlamaConfig, plan: Plan) -> CachedSequence:
+def new_cache(config: ModelConfig, plan: Plan) -> CachedSequence:
     """The empty cache of one sequence over a pool of its own; `fork` gives others over the same."""
     context = min(plan.max_context, config.max_position_embeddings)
     reason = "max_context" if context == plan.max_context else "max_position_embeddings of the model"
     return CachedSequence(PagePool(plan.kv_pages), plan.page_size, context, reason)
 
 
-def _matrices(config: LlamaConfig, manifest: Manifest) -> StepMatrices:
-    return step_matrices(model_shape(config), Plan.from_dict(manifest.plan), gpu_named(manifest.gpu["name"]))
+def _matrices(config: ModelConfig, manifest: Manifest) -> StepMatrices:
+    return family_of(config).matrices(config, Plan.from_dict(manifest.plan), gpu_named(manifest.gpu["name"]))
 
 
 def _memory_line(memory: MemoryEstimate, info: DeviceInfo) -> str:

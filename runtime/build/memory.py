@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from cheetah.errors import CheetahError
 from cheetah.manifest import Buffer
-from cheetah.models.llama.config import LlamaConfig, round_up
+from cheetah.models.config import ModelConfig, round_up
 
 STRIP_ROWS = 16  # rows and columns of a packed matrix are padded to whole strips and tile pairs
 PAIR_COLUMNS = 32
@@ -77,7 +77,7 @@ class MemoryEstimate:
         return f"the cache could hold about {tokens} tokens, use max_context={each} {or_less}"
 
 
-def memory_of_buffers(config: LlamaConfig, buffers: Iterable[Buffer], batch: int = 1) -> MemoryEstimate:
+def memory_of_buffers(config: ModelConfig, buffers: Iterable[Buffer], batch: int = 1) -> MemoryEstimate:
     """The memory that a manifest's buffers take, for `batch` sequences."""
     sizes = dict.fromkeys([*LABELS.values(), WORKSPACE], 0)
     per_token = config.kv_bytes_per_token  # of bf16
@@ -89,7 +89,7 @@ def memory_of_buffers(config: LlamaConfig, buffers: Iterable[Buffer], batch: int
 
 
 def memory_estimate(
-    config: LlamaConfig,
+    config: ModelConfig,
     *,
     max_context: int,
     page_size: int = 16,
@@ -115,7 +115,7 @@ def memory_estimate(
     return MemoryEstimate((*parts, (WORKSPACE, workspace_bytes)), tokens, config.kv_bytes_per_token, batch)
 
 
-def packed_weight_bytes(config: LlamaConfig) -> int:
+def packed_weight_bytes(config: ModelConfig) -> int:
     """Bytes of the `weights` buffer; the same for every plan, because padding depends on the shapes alone."""
     hidden, ffn = config.hidden_size, config.intermediate_size
     gate_up_rows = 2 * round_up(ffn, STRIP_ROWS // 2)

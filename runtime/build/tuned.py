@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cheetah import __version__, manifest
-from cheetah.models.llama.config import LlamaConfig
-from cheetah.models.llama.weights import model_shape
+from cheetah.models.config import ModelConfig
 from cheetah.plan import Gpu
 from cheetah.runtime.build.cubin import cache_folder
 
@@ -26,7 +25,7 @@ SEARCHED = ("stage_bytes", "in_flight", "math_warps", "kv_chunk_min", "sync")
 INDEPENDENT = ("max_context", "page_size", "max_steps", "trace")
 """Fields that may be asked for beside a record; any other one means that the user chooses, and the rule the rest."""
 
-GENERATOR = ("lang", "plan", "blocks", "models/llama", "generate.py")
+GENERATOR = ("lang", "plan", "blocks", "models", "generate.py")
 """What decides about a kernel's text, in the package's folder."""
 
 
@@ -55,9 +54,9 @@ class TunedPlan:
         return path
 
 
-def stored_plan(config: LlamaConfig, gpu: Gpu, cache: Path | None = None) -> TunedPlan | None:
+def stored_plan(config: ModelConfig, gpu: Gpu, cache: Path | None = None) -> TunedPlan | None:
     """The record for this shape and machine, of whatever sources; None where there is none that can be read."""
-    shape = asdict(model_shape(config))
+    shape = asdict(config.shape)
     try:
         record = TunedPlan(**json.loads(_path(shape, gpu.name, cache).read_text(encoding="utf-8")))
         return record if record.shape == shape and set(record.plan) <= set(SEARCHED) else None
@@ -66,7 +65,7 @@ def stored_plan(config: LlamaConfig, gpu: Gpu, cache: Path | None = None) -> Tun
 
 
 def with_tuned(
-    config: LlamaConfig,
+    config: ModelConfig,
     gpu: Gpu,
     device: str | None,
     overrides: Mapping[str, Any],

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cheetah.models.llama.config import LlamaConfig
+from cheetah.models.registry import read_config
 from cheetah.runtime.checkpoint.safetensors_files import INDEX_FILE, SINGLE_FILE, LoadingError, shard_names
 
 SMALL_FILES = ["*.json", "*.jinja", "chat_templates/*.jinja"]
@@ -70,7 +70,7 @@ def fetched_folder(repository: str, revision: str | None) -> Path:
         return _reported(repository, revision, lambda: call(repository, *arguments, cache_dir=cache_folder(), **named))
 
     config = Path(str(fetch(huggingface_hub.hf_hub_download, "config.json", revision=revision)))
-    LlamaConfig.from_json(config)
+    read_config(config)
     commit = config.parent.name
     fetch(huggingface_hub.snapshot_download, revision=commit, allow_patterns=SMALL_FILES, ignore_patterns=NEVER)
     try:

@@ -11,17 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cheetah.models.llama.config import (
-    DEMO,
-    DEMO_FOLDER,
-    PRESET_NAMES,
-    ConfigError,
-    LlamaConfig,
-    preset,
-    resolve_config,
-)
-from cheetah.models.llama.config_json import ONLY_UNQUANTISED, load_json, quantization_method
-from cheetah.models.llama.weights import Rows
+from cheetah.models.config import ModelConfig
+from cheetah.models.config_json import ONLY_UNQUANTISED, ConfigError, load_json, quantization_method
+from cheetah.models.family import Rows
+from cheetah.models.registry import DEMO, DEMO_FOLDER, PRESET_NAMES, preset, read_config, resolve_config
 from cheetah.runtime.checkpoint import hub
 from cheetah.runtime.checkpoint.random_weights import Bits, random_tensors
 from cheetah.runtime.checkpoint.safetensors_files import LoadingError, StoredTensors, find_tensors
@@ -46,7 +39,7 @@ class Checkpoint:
     """
 
     name: str
-    config: LlamaConfig
+    config: ModelConfig
     tensor: Callable[[str], Bits]
     rows: Callable[[str], Rows]
     generation_config: Mapping[str, Any]
@@ -107,7 +100,7 @@ def _open_folder(name: str, folder: Path, tied: bool | None) -> Checkpoint:
     if not (folder / "config.json").is_file():
         raise LoadingError(f"{folder}: has no config.json")
     notes: list[str] = []
-    config = LlamaConfig.from_json(folder / "config.json", notes)
+    config = read_config(folder / "config.json", notes)
     if tied is not None:
         config = replace(config, tied_embeddings=tied)
     stored = find_tensors(folder)
@@ -133,7 +126,7 @@ def _random_checkpoint(name: str, seed: int, tied: bool | None) -> Checkpoint:
     return _checkpoint(name, config, folder, (tensors, tensors.rows), notes)
 
 
-def _checkpoint(name: str, config: LlamaConfig, folder: Path | None, readers: Readers, notes: list[str]) -> Checkpoint:
+def _checkpoint(name: str, config: ModelConfig, folder: Path | None, readers: Readers, notes: list[str]) -> Checkpoint:
     raw = _optional_json(folder, "config.json")
     return Checkpoint(
         name=name,

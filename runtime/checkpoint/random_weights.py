@@ -16,8 +16,9 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from cheetah.models.llama.config import LlamaConfig
-from cheetah.models.llama.weights import Rows, tensor_shapes
+from cheetah.models.config import ModelConfig
+from cheetah.models.family import Rows
+from cheetah.models.registry import family_of
 
 Bits = npt.NDArray[np.uint16]
 _Element = TypeVar("_Element", np.uint16, np.float32)
@@ -28,7 +29,7 @@ SMALL_BLOCK = 2**20 - 3
 NORM_SPREAD = 0.1
 
 
-def random_tensors(config: LlamaConfig, seed: int = 0) -> RandomTensors:
+def random_tensors(config: ModelConfig, seed: int = 0) -> RandomTensors:
     """A function from a tensor's name to its values, which also reads matrices in parts."""
     return RandomTensors(config, seed)
 
@@ -37,8 +38,8 @@ class RandomTensors:
     """The tensors of a configuration; the block is drawn when the first is asked for. Called with a tensor's name:
     its values, bf16 bits as uint16 in the tensor's shape."""
 
-    def __init__(self, config: LlamaConfig, seed: int = 0) -> None:
-        self._shapes = tensor_shapes(config)
+    def __init__(self, config: ModelConfig, seed: int = 0) -> None:
+        self._shapes = family_of(config).tensor_shapes(config)
         self._size = LARGE_BLOCK if config.parameter_count > LARGE_BLOCK else SMALL_BLOCK
         self._seed = seed
         self._scaled: dict[int, Bits] = {}

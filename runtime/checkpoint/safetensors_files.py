@@ -1,7 +1,7 @@
 """Weights on disk: the safetensors files of a folder, their headers checked, their tensors mapped into memory.
 
 A file is a little-endian u64 (the header's length), a JSON header {name: {dtype, shape, data_offsets: [begin, end]}}
-whose offsets count from the header's end, then the data, row-major. Nothing here knows what a Llama is. A tensor is
+whose offsets count from the header's end, then the data, row-major. Nothing here knows what a model is. A tensor is
 mapped when it is asked for and unmapped when it is let go, so that the host holds no more than what is in use.
 """
 
@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cheetah.errors import CheetahError
-from cheetah.models.llama.config_json import ConfigError, load_json, parse_json
-from cheetah.models.llama.weights import Rows
+from cheetah.models.config_json import ConfigError, load_json, parse_json
+from cheetah.models.family import Rows
 
 Bits = npt.NDArray[np.uint16]
 

@@ -5,14 +5,14 @@ Where configuration and tensors disagree, the checkpoint is refused with both si
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from cheetah.models.llama.config import LlamaConfig
-from cheetah.models.llama.config_json import ONLY_UNQUANTISED
-from cheetah.models.llama.weights import EMBEDDING, HEAD, tensor_shapes
+from cheetah.models.config import ModelConfig
+from cheetah.models.config_json import ONLY_UNQUANTISED
+from cheetah.models.family import ModelFamily
+from cheetah.models.registry import family_of
 from cheetah.runtime.checkpoint.safetensors_files import WEIGHT_DTYPES, LoadingError, StoredTensor
 
 IGNORED_SUFFIX = ".rotary_emb.inv_freq"  # a constant that old checkpoints store
@@ -24,32 +24,21 @@ QUANTISED_SUFFIXES = (
 SHOWN_LINES = 6
 COMPARED_ROWS = 4096
 
-# What of the configuration makes each shape, for messages.
-SHAPE_MEANING = {
-    "embed_tokens": "[vocab_size, hidden_size]",
-    "lm_head": "[vocab_size, hidden_size]",
-    "q_proj": "[num_attention_heads * head_dim, hidden_size]",
-    "k_proj": "[num_key_value_heads * head_dim, hidden_size]",
-    "v_proj": "[num_key_value_heads * head_dim, hidden_size]",
-    "o_proj": "[hidden_size, num_attention_heads * head_dim]",
-    "gate_proj": "[intermediate_size, hidden_size]",
-    "up_proj": "[intermediate_size, hidden_size]",
-    "down_proj": "[hidden_size, intermediate_size]",
-    "norm": "[hidden_size]",
-    "input_layernorm": "[hidden_size]",
-    "post_attention_layernorm": "[hidden_size]",
-}
-
 
 def checked_tensors(
-    config: LlamaConfig, stored: Mapping[str, StoredTensor], place: str, notes: list[str]
+    config: ModelConfig, stored: Mapping[str, StoredTensor], place: str, notes: list[str]
 ) -> dict[str, StoredTensor]:
     """The tensors of `tensor_shapes(config)`, each present with its shape; LoadingError lists what is wrong."""
-    expected = tensor_shapes(config)
+    family = family_of(config)
+    expected = family.tensor_shapes(config)
     _refuse_quantised(stored, place)
     _check_layer_count(config, stored, place)
     _check_head(config, stored, place)
-    problems = [*_missing(expected, stored), *_misshapen(expected, stored), *_unknown(config, expected, stored, notes)]
+    problems = [
+        *_missing(expected, stored),
+        *_misshapen(family, expected, stored),
+        *_unknown(config, expected, stored, notes),
+    ]
     if problems:
         raise LoadingError(f"{place}: the tensors are not those that config.json describes:\n{_lines(problems)}")
     return {name: stored[name] for name in expected}
@@ -66,26 +55,27 @@ def _refuse_quantised(stored: Mapping[str, StoredTensor], place: str) -> None:
             )
 
 
-def _check_layer_count(config: LlamaConfig, stored: Mapping[str, StoredTensor], place: str) -> None:
-    found = {int(match[1]) for name in stored if (match := re.match(r"model\.layers\.(\d+)\.", name))}
-    count = max(found, default=-1) + 1
+def _check_layer_count(config: ModelConfig, stored: Mapping[str, StoredTensor], place: str) -> None:
+    layer_of = family_of(config).layer_of
+    count = max((layer for name in stored if (layer := layer_of(name)) is not None), default=-1) + 1
     if count != config.layers:
         raise LoadingError(
             f"{place}: the tensors have {count} layers, config.json says num_hidden_layers = {config.layers}"
         )
 
 
-def _check_head(config: LlamaConfig, stored: Mapping[str, StoredTensor], place: str) -> None:
-    if EMBEDDING not in stored:
+def _check_head(config: ModelConfig, stored: Mapping[str, StoredTensor], place: str) -> None:
+    embedding, head = family_of(config).embedding_tensor, family_of(config).head_tensor
+    if embedding not in stored:
         return
-    if not config.tied_embeddings and HEAD not in stored:
+    if not config.tied_embeddings and head not in stored:
         raise LoadingError(
-            f"{place}: {HEAD} is missing and tie_word_embeddings is false: if the head is the embedding, set it to "
+            f"{place}: {head} is missing and tie_word_embeddings is false: if the head is the embedding, set it to "
             "true in config.json, or open with tie_word_embeddings=True"
         )
-    if config.tied_embeddings and HEAD in stored and not _same_bits(stored[HEAD], stored[EMBEDDING]):
+    if config.tied_embeddings and head in stored and not _same_bits(stored[head], stored[embedding]):
         raise LoadingError(
-            f"{place}: tie_word_embeddings is true, but {HEAD} differs from {EMBEDDING}: if the head is its own "
+            f"{place}: tie_word_embeddings is true, but {head} differs from {embedding}: if the head is its own "
             "matrix, set it to false in config.json, or open with tie_word_embeddings=False"
         )
 
@@ -94,24 +84,26 @@ def _missing(expected: Mapping[str, tuple[int, ...]], stored: Mapping[str, Store
     return [f"missing: {name} {list(shape)}" for name, shape in expected.items() if name not in stored]
 
 
-def _misshapen(expected: Mapping[str, tuple[int, ...]], stored: Mapping[str, StoredTensor]) -> list[str]:
+def _misshapen(
+    family: ModelFamily, expected: Mapping[str, tuple[int, ...]], stored: Mapping[str, StoredTensor]
+) -> list[str]:
     return [
-        f"misshapen: {name} is {list(stored[name].shape)}, expected {list(shape)} = {_meaning(name)}"
+        f"misshapen: {name} is {list(stored[name].shape)}, expected {list(shape)} = {family.shape_meaning(name)}"
         for name, shape in expected.items()
         if name in stored and stored[name].shape != shape
     ]
 
 
 def _unknown(
-    config: LlamaConfig,
+    config: ModelConfig,
     expected: Mapping[str, tuple[int, ...]],
     stored: Mapping[str, StoredTensor],
     notes: list[str],
 ) -> list[str]:
-    """Tensors that no Llama has. Biases of zeros change nothing and are dropped with a note."""
+    """Tensors that the configuration does not have. Biases of zeros change nothing and are dropped with a note."""
     extra = [name for name in stored if name not in expected and not name.endswith(IGNORED_SUFFIX)]
-    if config.tied_embeddings and HEAD in extra:
-        extra.remove(HEAD)
+    if config.tied_embeddings and family_of(config).head_tensor in extra:
+        extra.remove(family_of(config).head_tensor)
     biases = [name for name in extra if name.endswith(".bias")]
     zeros = {name for name in biases if not np.any(stored[name].bf16_bits() & 0x7FFF)}
     if zeros:
@@ -127,10 +119,6 @@ def _same_bits(first: StoredTensor, second: StoredTensor) -> bool:
     a, b = first.bf16_bits(), second.bf16_bits()
     starts = range(0, len(a), COMPARED_ROWS)
     return all(np.array_equal(a[at : at + COMPARED_ROWS], b[at : at + COMPARED_ROWS]) for at in starts)
-
-
-def _meaning(name: str) -> str:
-    return SHAPE_MEANING[name.removesuffix(".weight").rsplit(".", 1)[-1]]
 
 
 def _lines(problems: Iterable[str]) -> str:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from cheetah.errors import CheetahError
 from cheetah.manifest import Manifest
-from cheetah.models.llama.config import LlamaConfig
+from cheetah.models.config import ModelConfig
 from cheetah.plan import Plan
 from cheetah.plan.kv import KvPlanLayout, kv_plans_for_launch, launch_tiles, max_plans
 from cheetah.plan.kv.tables import ColumnRecord, SequenceRecord, TileRecord, encode
@@ -110,7 +110,7 @@ class Launcher:
         device: Device,
         kernel: Kernel,
         manifest: Manifest,
-        config: LlamaConfig,
+        config: ModelConfig,
         buffers: Mapping[str, Buffer],
         cache: CachedSequence,
         timeout_s: float | None = None,
@@ -302,7 +302,7 @@ def _kept(part: Part, token_ids: tuple[int, ...], steps: int) -> tuple[int, ...]
 class _Plans:
     """The tiles and KV plans of a launch in device form; those of the next one can be made while the kernel runs."""
 
-    def __init__(self, manifest: Manifest, config: LlamaConfig, plan: Plan):
+    def __init__(self, manifest: Manifest, config: ModelConfig, plan: Plan):
         self._layout = KvPlanLayout.for_step(plan, config.group, config.kv_heads, manifest.launch.blocks)
         self._placing = {
             "group": config.group,

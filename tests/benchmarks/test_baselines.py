@@ -21,7 +21,8 @@ from benchmarks.baselines import plain_llama  # noqa: E402
 from benchmarks.baselines.chain import run  # noqa: E402
 from benchmarks.baselines.session import SYSTEMS, make_system  # noqa: E402
 from benchmarks.baselines.weights import random_weights, step_bytes  # noqa: E402
-from cheetah.models.llama.config import LlamaConfig, preset  # noqa: E402
+from cheetah.models.llama import LlamaConfig  # noqa: E402
+from cheetah.models.registry import preset  # noqa: E402
 from cheetah.tools.regenerate import generate_named  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]

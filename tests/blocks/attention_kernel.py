@@ -23,7 +23,7 @@ from cheetah.blocks.attention.variants import CAUSAL, Variant
 from cheetah.blocks.exchange import BarrierExchange, FlaggedExchange, make_exchange
 from cheetah.emulator import allocate
 from cheetah.lang import prim, ty
-from cheetah.models.llama.reference import widen
+from cheetah.models.rounding import widen
 from cheetah.plan import ModelShape
 from cheetah.plan.kv import KvPlan, KvPlanLayout, kv_plans_for_launch, launch_tiles
 from cheetah.plan.kv.tables import TileRecord, encode

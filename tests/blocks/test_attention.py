@@ -17,7 +17,7 @@ from cheetah.blocks.attention.tile import LN_2, LOG2_E
 from cheetah.blocks.attention.variants import Pair, Variant
 from cheetah.emulator import explore
 from cheetah.lang import ty
-from cheetah.models.llama.reference import widen
+from cheetah.models.rounding import widen
 from cheetah.plan.kv import ITEM_WORDS, KvPlan
 from tests.blocks.attention_kernel import Core, Inputs, attend, attend_all, exact, plan_for, random_inputs
 from tests.program.rig import as_bf16, relative_error

@@ -14,8 +14,8 @@ from cheetah.blocks.linear.prologue import Part, load_vector
 from cheetah.emulator import allocate, explore
 from cheetah.generate import generate_kernel
 from cheetah.lang import UnusedStageError, prim, ty
-from cheetah.models.llama.packing import pack_matrix
-from cheetah.models.llama.reference import widen
+from cheetah.models.dense.packing import pack_matrix
+from cheetah.models.rounding import widen
 from cheetah.plan import MatrixLayout, ModelShape, PlanError
 from tests.blocks.small_kernel import SmallKernel, filled, plan_of
 from tests.program.rig import as_bf16, emulated_gpu, model, relative_error

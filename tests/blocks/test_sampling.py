@@ -12,7 +12,7 @@ from cheetah import lang as ch
 from cheetah.blocks.sampling import gumbel, philox_word
 from cheetah.emulator import allocate
 from cheetah.lang import ty
-from cheetah.models.llama.sampling import gumbel_noise, philox4x32
+from cheetah.models.sampling import gumbel_noise, philox4x32
 from cheetah.plan import ModelShape
 from tests.blocks.small_kernel import SmallKernel, plan_of
 

@@ -15,7 +15,7 @@ from commands import cheetah, refused
 from cheetah.cli.bench import parsed_works
 from cheetah.errors import CheetahError
 from cheetah.generate import choose_plan
-from cheetah.models.llama.config import preset
+from cheetah.models.registry import preset
 from cheetah.plan import gpu_named
 from cheetah.runtime.device import open_device
 from cheetah.runtime.device.emulator import EmulatorDevice

@@ -10,9 +10,11 @@ import pytest
 from commands import cheetah, refused
 
 from cheetah.cli.check import shrunk
-from cheetah.generate import Generated, generate_kernel
+from cheetah.generate import generate_kernel
 from cheetah.manifest import sha256_of_text
-from cheetah.models.llama.config import LlamaConfig, preset
+from cheetah.models.llama import LlamaConfig
+from cheetah.models.registry import preset
+from cheetah.package import Generated
 from cheetah.runtime.checkpoint.random_weights import random_tensors
 from cheetah.tools.check import Verdict, check_kernel
 

@@ -9,7 +9,7 @@ import pytest
 from commands import cheetah, refused
 
 from cheetah.manifest import Manifest
-from cheetah.models.llama.config import DEMO_FOLDER, preset
+from cheetah.models.registry import DEMO_FOLDER, preset
 from cheetah.runtime.build.compile import CompileError
 from cheetah.runtime.build.cubin import Cubin, ResourceReport
 

@@ -6,8 +6,7 @@ import pytest
 from commands import cheetah, refused
 
 from cheetah.generate import choose_plan
-from cheetah.models.llama.config import preset
-from cheetah.models.llama.weights import model_shape
+from cheetah.models.registry import preset
 from cheetah.plan import gpu_named
 from cheetah.plan.report import inspect_plan
 
@@ -20,7 +19,7 @@ def row(text: str, name: str) -> list[str]:
 
 def test_prints_the_report() -> None:
     gpu, config = gpu_named("h200"), preset("llama-3.1-8b")
-    report = inspect_plan(model_shape(config), choose_plan(config, gpu, sync="barrier"), gpu, 6144)
+    report = inspect_plan(config.shape, choose_plan(config, gpu, sync="barrier"), gpu, 6144)
     text = cheetah("inspect", "llama-3.1-8b", "--context", "6144", "--sync", "barrier").stdout
     for phase in report.phases:
         assert row(text, phase.name)[1:6] == [

@@ -9,7 +9,7 @@ import pytest
 from commands import cheetah, refused
 
 from cheetah.generate import generate_kernel
-from cheetah.models.llama.config import preset
+from cheetah.models.registry import preset
 
 QUICK = ("--device", "emulator", "--context", "40", "--steps", "2", "--repetitions", "1", "--warmup", "0")
 KINDS = ["qkv", "attention", "merge", "o", "gate_up", "down", "head", "sampling", "all"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cheetah.manifest import Manifest
-from cheetah.models.llama.config import preset
+from cheetah.models.registry import preset
 from cheetah.runtime.build.compile import CompileError, compile_cubin, find_compiler
 from cheetah.tools.regenerate import DEFAULT_GPU, generate_named
 

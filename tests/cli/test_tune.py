@@ -14,8 +14,7 @@ from commands import cheetah, refused
 
 from cheetah.errors import CheetahError
 from cheetah.generate import choose_plan
-from cheetah.models.llama.config import preset
-from cheetah.models.llama.weights import model_shape
+from cheetah.models.registry import preset
 from cheetah.plan import Plan, gpu_named
 from cheetah.runtime.build.assemble import SHARED
 from cheetah.runtime.build.tuned import SEARCHED, TunedPlan, generator_hash, stored_plan, with_tuned
@@ -37,9 +36,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def record(**changes: Any) -> TunedPlan:
     plan: dict[str, int | str] = {"stage_bytes": 8192, "in_flight": 2, "sync": "barrier"}
-    demo = TunedPlan(
-        "demo", asdict(model_shape(preset("demo"))), "emulator", "emulator", generator_hash(), "c", plan, {}, {}
-    )
+    demo = TunedPlan("demo", asdict(preset("demo").shape), "emulator", "emulator", generator_hash(), "c", plan, {}, {})
     return replace(demo, **changes)
 
 

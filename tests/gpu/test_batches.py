@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cheetah.models.llama.config import LlamaConfig
+from cheetah.models.llama import LlamaConfig
 from cheetah.runtime.build.assemble import Assembly, assemble
 from cheetah.runtime.device import open_device
 from cheetah.runtime.engine.kv_cache import CachedSequence

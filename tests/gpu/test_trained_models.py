@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cheetah.models.llama.config import DEMO_FOLDER
-from cheetah.models.llama.reference import Reference
+from cheetah.models.dense.reference import Reference
+from cheetah.models.registry import DEMO_FOLDER
 from cheetah.runtime import LLM, SamplingParams
 from cheetah.runtime.checkpoint.loading import open_checkpoint
 from tests.program.test_against_reference import first_small, trained_checkpoint

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cheetah.models.llama.config import LlamaConfig
+from cheetah.models.llama import LlamaConfig
 from cheetah.runtime.build.assemble import Assembly, assemble
 from cheetah.runtime.checkpoint.loading import Checkpoint, open_checkpoint
 from cheetah.runtime.engine.decode import Decoder

@@ -23,13 +23,13 @@ from cheetah.blocks.attention.schedule import Schedule
 from cheetah.blocks.exchange import BarrierExchange, Exchange, FlaggedExchange
 from cheetah.emulator import SCHEDULERS
 from cheetah.errors import CheetahError
-from cheetah.generate import Generated, generate_kernel
+from cheetah.generate import generate_kernel
 from cheetah.lang import prim, ty
 from cheetah.manifest import sha256_of_text
-from cheetah.models.llama import step
-from cheetah.models.llama.config import LlamaConfig
+from cheetah.models.llama import LlamaConfig, step
 from cheetah.models.llama.program import Step
-from cheetah.models.llama.reference import widen
+from cheetah.models.rounding import widen
+from cheetah.package import Generated
 from cheetah.runtime.engine.launcher import Sampling
 from tests.program.rig import (
     F32,

@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.emulator import compile_program
-from cheetah.generate import Generated, generate_kernel
-from cheetah.models.llama.config import LlamaConfig
-from cheetah.models.llama.reference import Reference
-from cheetah.models.llama.weights import tensor_shapes
+from cheetah.generate import generate_kernel
+from cheetah.models.dense.reference import Reference
+from cheetah.models.dense.weights import tensor_shapes
+from cheetah.models.llama import LlamaConfig
+from cheetah.package import Generated
 from cheetah.plan import GPUS, Gpu, Plan
 from cheetah.runtime.build.assemble import allocate_buffers, upload_weights
 from cheetah.runtime.device.emulator import EmulatorDevice, EmulatorKernel

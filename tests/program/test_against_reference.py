@@ -13,9 +13,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from cheetah.emulator import SCHEDULERS
-from cheetah.models.llama.config import DEMO_FOLDER
-from cheetah.models.llama.reference import Reference
-from cheetah.models.llama.rope import Rope
+from cheetah.models.dense.reference import Reference
+from cheetah.models.registry import DEMO_FOLDER
+from cheetah.models.rope import Rope
 from cheetah.runtime.checkpoint.loading import Checkpoint, open_checkpoint
 from tests.program.rig import Rig, float32_logits, model, random_weights, relative_error, token_ids
 from tests.tolerances import LOGITS, SMALL_MARGIN

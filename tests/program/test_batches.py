@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cheetah.emulator import SCHEDULERS
-from cheetah.models.llama.reference import widen
+from cheetah.models.rounding import widen
 from cheetah.plan.kv.tables import TileRecord, word
 from cheetah.runtime.engine.launcher import Part, Sampling
 from tests.program.rig import (

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cheetah.emulator import SCHEDULERS, explore
-from cheetah.models.llama.sampling import gumbel_noise
+from cheetah.models.sampling import gumbel_noise
 from cheetah.runtime.engine.launcher import EPOCH_LIMIT, Sampling
 from tests.program.rig import Rig, bits, float32_logits, model, random_weights, token_ids
 from tests.tolerances import SAMPLING_MARGIN, SMALL_MARGIN

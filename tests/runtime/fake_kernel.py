@@ -19,20 +19,20 @@ from numpy.typing import DTypeLike, NDArray
 
 from cheetah.manifest import Buffer as BufferSpec
 from cheetah.manifest import Launch, Manifest, Parameter, sha256_of_text
-from cheetah.models.llama.config import LlamaConfig
-from cheetah.models.llama.reference import Reference, round_to_bf16
-from cheetah.models.llama.sampling import sample
-from cheetah.models.llama.weights import (
+from cheetah.models.dense.reference import Reference
+from cheetah.models.dense.weights import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
     buffer_bytes,
     logical_matrix,
     matrix_tensors,
-    model_shape,
     tensor_shapes,
     unpack_matrix,
 )
+from cheetah.models.llama import LlamaConfig
+from cheetah.models.rounding import round_to_bf16
+from cheetah.models.sampling import sample
 from cheetah.plan import GPUS, Gpu, Plan, default_plan, gpu_named, step_matrices
 from cheetah.plan.kv import KvPlanLayout, max_plans
 from cheetah.plan.kv.tables import COLUMN_WORDS, MAX_STOP_IDS, SEQUENCE_WORDS, TILE_WORDS, SequenceRecord, TileRecord
@@ -53,7 +53,7 @@ class Generated:
 def generate_kernel(config: LlamaConfig, gpu_name: str, **overrides: Any) -> Generated:
     """Stands for `cheetah.generate.generate_kernel`: the same manifest, no kernel."""
     gpu = gpu_named(gpu_name)
-    shape = model_shape(config)
+    shape = config.shape
     plan = default_plan(gpu, **dataclasses.asdict(shape), **overrides)
     matrices = step_matrices(shape, plan, gpu)
     manifest = Manifest(
@@ -101,7 +101,7 @@ def _parameters(config: LlamaConfig, plan: Plan) -> tuple[Parameter, ...]:
 
 
 def _buffers(config: LlamaConfig, plan: Plan, gpu: Gpu) -> tuple[BufferSpec, ...]:
-    weights = buffer_bytes(config, step_matrices(model_shape(config), plan, gpu))
+    weights = buffer_bytes(config, step_matrices(config.shape, plan, gpu))
     layout = KvPlanLayout.for_step(plan, config.group, config.kv_heads, gpu.blocks)
     plans = max_plans(plan.max_steps, plan.kv_align, layout.tiles, plan.tokens)
     kv_shape = (config.layers, plan.kv_pages, 2, config.kv_heads, plan.page_size, config.head_dim)
@@ -231,7 +231,7 @@ def model_in_buffers(manifest: Manifest, buffers: Mapping[str, Any]) -> Referenc
     """The reference, with its weights unpacked from the device's buffers, rounding where bf16 must round."""
     config = dataclasses.replace(LlamaConfig.from_json(manifest.config), tied_embeddings=False)
     gpu = gpu_named(manifest.gpu["name"])
-    matrices = step_matrices(model_shape(config), Plan.from_dict(manifest.plan), gpu)
+    matrices = step_matrices(config.shape, Plan.from_dict(manifest.plan), gpu)
     hidden, padded = config.hidden_size, config.padded_hidden
     norms = buffers["norms"].view(np.uint16, (2 * config.layers + 1, padded))[:, :hidden]
     tensors = {

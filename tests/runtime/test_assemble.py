@@ -11,7 +11,7 @@ from tiny_models import tiny_config, tiny_weights
 
 from cheetah.errors import CheetahError
 from cheetah.manifest import Manifest
-from cheetah.models.llama.config import LlamaConfig
+from cheetah.models.llama import LlamaConfig
 from cheetah.runtime.build.assemble import SHARED, assemble, choose_gpu
 from cheetah.runtime.device.interface import DeviceError, DeviceInfo
 

@@ -12,7 +12,8 @@ from fake_kernel import FakeDevice, generate_kernel
 from tiny_models import tiny_weights
 
 from cheetah.errors import CheetahError
-from cheetah.models.llama.reference import Reference, round_to_bf16
+from cheetah.models.dense.reference import Reference
+from cheetah.models.rounding import round_to_bf16
 from cheetah.runtime.build.assemble import Assembly, assemble
 from cheetah.runtime.device.interface import LaunchTimeout
 from cheetah.runtime.engine.decode import Completion, Decoder, LaunchPace, Request

@@ -14,7 +14,8 @@ from tiny_models import TinyWeights, tiny_config, tiny_weights, write_checkpoint
 from tiny_tokenizers import byte_fallback, byte_level
 
 from cheetah.errors import CheetahError
-from cheetah.models.llama.reference import Reference, round_to_bf16
+from cheetah.models.dense.reference import Reference
+from cheetah.models.rounding import round_to_bf16
 from cheetah.runtime import LLM, RequestOutput, SamplingParams, StreamPiece
 from cheetah.runtime.sampling import seed_of
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from tiny_models import tiny_weights, write_checkpoint
 
-from cheetah.models.llama.reference import Reference
-from cheetah.models.llama.sampling import sample
+from cheetah.models.dense.reference import Reference
+from cheetah.models.sampling import sample
 from cheetah.runtime import LLM, SamplingParams
 from cheetah.runtime.engine.decode import LaunchPace
 from cheetah.runtime.engine.launcher import EPOCH_LIMIT, Epochs

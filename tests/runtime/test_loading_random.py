@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from written_checkpoints import BF16, CONFIG, EMBEDDING, Q, write_config
 
-from cheetah.models.llama.config import PRESETS
-from cheetah.models.llama.weights import tensor_shapes
+from cheetah.models.dense.weights import tensor_shapes
+from cheetah.models.registry import PRESETS
 from cheetah.runtime.checkpoint.loading import open_checkpoint
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from cheetah.manifest import Buffer
-from cheetah.models.llama.config import PRESETS
-from cheetah.models.llama.weights import buffer_bytes, model_shape
+from cheetah.models.dense.weights import buffer_bytes
+from cheetah.models.registry import PRESETS
 from cheetah.plan import GPUS, default_plan, step_matrices
 from cheetah.runtime.build.memory import (
     MemoryShortage,
@@ -22,7 +22,7 @@ ODD = replace(PRESETS["llama-3.1-8b"], hidden_size=328, intermediate_size=1004, 
 @pytest.mark.parametrize("config", [*PRESETS.values(), ODD])
 @pytest.mark.parametrize("gpu", ["h200", "emulator"])
 def test_weights_and_embedding_are_those_that_are_packed(config, gpu):
-    shape = model_shape(config)
+    shape = config.shape
     sizes = buffer_bytes(config, step_matrices(shape, default_plan(GPUS[gpu], **vars(shape)), GPUS[gpu]))
     estimate = memory_estimate(config, max_context=100)
     assert packed_weight_bytes(config) == estimate.bytes_of("weights") == sizes["weights"]

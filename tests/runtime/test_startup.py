@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from cheetah.models.llama.config import preset
+from cheetah.models.registry import preset
 from cheetah.tools.regenerate import generate_named
 
 SLOW = ("cuda", "pycuda", "torch", "matplotlib", "jinja2", "huggingface_hub", "tokenizers", "safetensors", "pydantic")

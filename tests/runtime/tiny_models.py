@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cheetah.models.llama.config import LlamaConfig
-from cheetah.models.llama.weights import tensor_shapes
+from cheetah.models.dense.weights import tensor_shapes
+from cheetah.models.llama import LlamaConfig
 
 
 @cache

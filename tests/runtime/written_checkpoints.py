@@ -8,8 +8,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from cheetah.errors import CheetahError
-from cheetah.models.llama.config import LlamaConfig
-from cheetah.models.llama.weights import tensor_shapes
+from cheetah.models.dense.weights import tensor_shapes
+from cheetah.models.llama import LlamaConfig
 from cheetah.runtime.checkpoint.loading import open_checkpoint
 
 CONFIG = LlamaConfig(

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 
 from cheetah.models.demo import grammar as demo_grammar
 from cheetah.models.demo.format import ASSISTANT, BEGIN, END, SPECIALS, marked
-from cheetah.models.llama.config import DEMO_FOLDER, LlamaConfig
-from cheetah.models.llama.rope import rope_table
+from cheetah.models.llama import LlamaConfig
+from cheetah.models.registry import DEMO_FOLDER
 
 Array = NDArray[np.float32]
 MAX_BYTES = 4 * 2**20
@@ -96,7 +96,7 @@ def weights() -> dict[str, Array]:
 
 @cache
 def turns() -> Array:
-    return rope_table(demo_config(), demo_config().max_position_embeddings)
+    return demo_config().rope_table(demo_config().max_position_embeddings)
 
 
 def chat_text(messages: list[dict[str, str]], add_generation_prompt: bool = False) -> str:

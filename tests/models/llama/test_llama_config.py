@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from cheetah.models.llama.config import PRESETS, ConfigError, LlamaConfig, preset, resolve_config
-from cheetah.models.llama.config_json import load_json
-from cheetah.models.llama.rope import Rope
+from cheetah.models.config_json import ConfigError, load_json
+from cheetah.models.llama import LlamaConfig
+from cheetah.models.registry import PRESETS, preset, resolve_config
+from cheetah.models.rope import Rope
 
 SMALL = {
     "architectures": ["LlamaForCausalLM"],
@@ -155,7 +156,7 @@ def test_refused_by_name(changes, message):
     [
         ({"vocab_size": 128256}, "rope_theta = 10000 with the vocabulary of Llama 3"),
         ({"rope_theta": 5e5, "max_position_embeddings": 131072}, "without llama3 scaling"),
-        ({"surprise": 1, "use_cache": True}, "ignored, not part of a Llama: surprise"),
+        ({"surprise": 1, "use_cache": True}, "ignored, not part of LlamaForCausalLM: surprise"),
         ({"rope_parameters": {"rope_theta": 5e5, "factor": 2.0}}, "rope type 'default' does not use factor"),
     ],
 )

@@ -8,10 +8,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cheetah.models.llama import reference as ref
-from cheetah.models.llama.config import LlamaConfig
-from cheetah.models.llama.rope import Rope
-from cheetah.models.llama.weights import tensor_shapes
+from cheetah.models.dense import reference as ref
+from cheetah.models.dense.weights import tensor_shapes
+from cheetah.models.llama import LlamaConfig
+from cheetah.models.rope import Rope
+from cheetah.models.rounding import round_to_bf16
 
 TINY = LlamaConfig(
     hidden_size=48,
@@ -112,7 +113,7 @@ def test_whole_model_against_plain_loops():
     def norm(x, name):
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + TINY.rms_norm_eps) * tensors[name]
 
-    from cheetah.models.llama.rope import frequencies
+    from cheetah.models.rope import frequencies
 
     turns = np.exp(1j * np.arange(len(ids))[:, None] * frequencies(TINY.rope, 64).astype(np.float64))
 
@@ -142,10 +143,10 @@ def test_whole_model_against_plain_loops():
 
 def test_rounding_to_bf16_changes_little_and_is_the_libraries():
     values = np.concatenate([normal(10_000) * 1e3, [0.0, -0.0, 1.00390625, 1.01171875]]).astype(np.float32)
-    assert np.array_equal(ref.round_to_bf16(values), values.astype(ml_dtypes.bfloat16).astype(np.float32))
+    assert np.array_equal(round_to_bf16(values), values.astype(ml_dtypes.bfloat16).astype(np.float32))
     tensors, ids = random_tensors(TINY), [1, 2, 3, 4]
     exact = ref.Reference(TINY, tensors).forward(ids)
-    rounded = ref.Reference(TINY, tensors, ref.round_to_bf16).forward(ids)
+    rounded = ref.Reference(TINY, tensors, round_to_bf16).forward(ids)
     assert 1e-4 < np.linalg.norm(rounded - exact) / np.linalg.norm(exact) < 2e-2
 
 

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from cheetah.models.llama.config import PRESETS
-from cheetah.models.llama.rope import Rope, RopeError, frequencies, rope_table
+from cheetah.models.registry import PRESETS
+from cheetah.models.rope import Rope, RopeError, frequencies
 
 EXACT = 2e-7  # relative: goldens are given to 8 digits and computed in float32
 
@@ -74,7 +74,7 @@ def test_yarn_attention_scale():
 
 def test_table_is_exact_at_late_positions():
     config = PRESETS["llama-3.1-8b"]
-    table = rope_table(config, 8192)
+    table = config.rope_table(8192)
     assert table.shape == (8192, 64, 2) and table.dtype == np.float32
     assert np.all(table[0] == [1.0, 0.0])
     for position, k in [(1, 0), (4097, 5), (8191, 0), (8191, 63)]:
@@ -86,7 +86,7 @@ def test_yarn_table_carries_the_attention_scale():
     from dataclasses import replace
 
     yarn = Rope(1e4, "yarn", 4.0, original_max_position_embeddings=2048)
-    table = rope_table(replace(PRESETS["llama-3.1-8b"], rope=yarn), 2)
+    table = replace(PRESETS["llama-3.1-8b"], rope=yarn).rope_table(2)
     assert table[0, 0, 0] == np.float32(yarn.attention_scale())
 
 

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from cheetah.models.llama.sampling import gumbel_noise, philox4x32, sample, uniform
+from cheetah.models.sampling import gumbel_noise, philox4x32, sample, uniform
 
 ONES = 0xFFFFFFFF
 KNOWN = [  # counter, key, output: the known-answer tests published with Random123

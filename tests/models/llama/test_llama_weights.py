@@ -8,17 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cheetah.models.llama.config import PRESETS, LlamaConfig
-from cheetah.models.llama.pack_weights import pack_all
-from cheetah.models.llama.packing import PackingError, pack_matrix, pack_strips, unpack_matrix
-from cheetah.models.llama.weights import (
-    MATRICES,
-    buffer_bytes,
-    logical_matrix,
-    matrix_tensors,
-    model_shape,
-    tensor_shapes,
-)
+from cheetah.models.dense.pack_weights import pack_all
+from cheetah.models.dense.packing import PackingError, pack_matrix, pack_strips, unpack_matrix
+from cheetah.models.dense.weights import MATRICES, buffer_bytes, logical_matrix, matrix_tensors, tensor_shapes
+from cheetah.models.llama import LlamaConfig
+from cheetah.models.registry import PRESETS
 from cheetah.plan import GPUS, MatrixLayout, default_plan, step_matrices
 
 ODD = LlamaConfig(
@@ -148,7 +142,7 @@ def test_gate_up_row_order_fills_the_last_strip_with_zeros():
 
 
 def matrices_of(config, gpu="emulator"):
-    shape = model_shape(config)
+    shape = config.shape
     return step_matrices(shape, default_plan(GPUS[gpu], **vars(shape)), GPUS[gpu])
 
 
@@ -218,8 +212,8 @@ def test_pieces_are_handed_out_in_order_and_memory_is_used_again(small_pieces):
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    monkeypatch.setattr("cheetah.models.llama.pack_weights.PIECE_BYTES", 40_000)
-    monkeypatch.setattr("cheetah.models.llama.pack_weights.BLOCK_BYTES", 20_000)
+    monkeypatch.setattr("cheetah.models.dense.pack_weights.PIECE_BYTES", 40_000)
+    monkeypatch.setattr("cheetah.models.dense.pack_weights.BLOCK_BYTES", 20_000)
 
 
 @pytest.mark.parametrize("nbytes", [1, 40_000, 2**25])
@@ -227,7 +221,7 @@ def small_pieces(monkeypatch):
 @pytest.mark.parametrize("hidden", [72, 96, 320])
 def test_pack_all(monkeypatch, nbytes, tied, hidden):
     for name in ("PIECE_BYTES", "BLOCK_BYTES"):
-        monkeypatch.setattr(f"cheetah.models.llama.pack_weights.{name}", nbytes)
+        monkeypatch.setattr(f"cheetah.models.dense.pack_weights.{name}", nbytes)
     config = replace(ODD, hidden_size=hidden, tied_embeddings=tied)
     tensors, matrices = some_tensors(config), matrices_of(config)
     assert ("lm_head.weight" in tensors) != tied

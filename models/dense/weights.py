@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cheetah.models.llama.config import LlamaConfig
-from cheetah.models.llama.packing import Bits, PackingError, pack_matrix, unpack_matrix
-from cheetah.plan import STRIP_ROWS, ModelShape, StepMatrices
+from cheetah.models.config import ModelConfig
+from cheetah.models.dense.packing import PackingError, pack_matrix, unpack_matrix
+from cheetah.models.family import Rows
+from cheetah.models.rounding import Bits
+from cheetah.plan import STRIP_ROWS, StepMatrices
 
 __all__ = [
     "EMBEDDING",
@@ -26,14 +27,13 @@ __all__ = [
     "MATRICES",
     "PackingError",
     "RowGroups",
-    "Rows",
     "buffer_bytes",
     "head_tensor",
     "logical_matrix",
     "matrix_tensors",
-    "model_shape",
     "pack_matrix",
     "row_groups",
+    "shape_meaning",
     "tensor_shapes",
     "unpack_matrix",
     "weight_sources",
@@ -45,6 +45,7 @@ HEAD = "lm_head.weight"
 MATRICES = ("qkv", "o", "gate_up", "down", "head")
 
 _LAYER = "model.layers.{layer}."
+LAYER_PATTERN = r"model\.layers\.(\d+)\."
 INPUT_NORM = _LAYER + "input_layernorm.weight"
 POST_ATTENTION_NORM = _LAYER + "post_attention_layernorm.weight"
 _SOURCES = {
@@ -57,32 +58,7 @@ _SOURCES = {
 GROUP_ROWS = 8  # a strip is two groups of 8 consecutive rows of one tensor: the rows g and g + 8 of an mma fragment
 
 
-class Rows(Protocol):
-    """A matrix that is read in parts, as bf16 bits: an array, or what reads or makes its rows when they are asked for.
-
-    What it gives may be overwritten when the same thread asks for other rows, of this or another matrix.
-    """
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def __getitem__(self, part: slice) -> Bits: ...
-
-
-def model_shape(config: LlamaConfig) -> ModelShape:
-    """The numbers of the model that the plan works with."""
-    return ModelShape(
-        hidden=config.hidden_size,
-        ffn=config.intermediate_size,
-        vocab=config.vocab_size,
-        heads=config.query_heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        layers=config.layers,
-    )
-
-
-def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor a checkpoint must hold, with its shape ([out, in], row-major). A tied head is not among them."""
     hidden, ffn = config.hidden_size, config.intermediate_size
     of_layer: dict[str, tuple[int, ...]] = {
@@ -105,22 +81,44 @@ def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def head_tensor(config: LlamaConfig) -> str:
+# What of config.json makes each shape, for messages.
+_SHAPE_MEANING = {
+    "embed_tokens": "[vocab_size, hidden_size]",
+    "lm_head": "[vocab_size, hidden_size]",
+    "q_proj": "[num_attention_heads * head_dim, hidden_size]",
+    "k_proj": "[num_key_value_heads * head_dim, hidden_size]",
+    "v_proj": "[num_key_value_heads * head_dim, hidden_size]",
+    "o_proj": "[hidden_size, num_attention_heads * head_dim]",
+    "gate_proj": "[intermediate_size, hidden_size]",
+    "up_proj": "[intermediate_size, hidden_size]",
+    "down_proj": "[hidden_size, intermediate_size]",
+    "norm": "[hidden_size]",
+    "input_layernorm": "[hidden_size]",
+    "post_attention_layernorm": "[hidden_size]",
+}
+
+
+def shape_meaning(tensor: str) -> str:
+    """What of config.json makes the shape of a tensor."""
+    return _SHAPE_MEANING[tensor.removesuffix(".weight").rsplit(".", 1)[-1]]
+
+
+def head_tensor(config: ModelConfig) -> str:
     """The tensor that makes the head: the embedding itself where they are tied."""
     return EMBEDDING if config.tied_embeddings else HEAD
 
 
-def weight_sources(config: LlamaConfig) -> dict[str, tuple[str, ...]]:
+def weight_sources(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     """Which tensors make which matrix; `{layer}` stands for the layer's number."""
     return {**_SOURCES, "head": (head_tensor(config),)}
 
 
-def matrix_tensors(config: LlamaConfig, matrix: str, layer: int = 0) -> tuple[str, ...]:
+def matrix_tensors(config: ModelConfig, matrix: str, layer: int = 0) -> tuple[str, ...]:
     """The tensors that make `matrix` in `layer`."""
     return tuple(name.format(layer=layer) for name in weight_sources(config)[matrix])
 
 
-def buffer_bytes(config: LlamaConfig, matrices: StepMatrices) -> dict[str, int]:
+def buffer_bytes(config: ModelConfig, matrices: StepMatrices) -> dict[str, int]:
     """Bytes of the three buffers."""
     row = config.padded_hidden * 2
     return {
@@ -130,7 +128,7 @@ def buffer_bytes(config: LlamaConfig, matrices: StepMatrices) -> dict[str, int]:
     }
 
 
-def logical_matrix(config: LlamaConfig, matrix: str, tensors: Sequence[Bits]) -> Bits:
+def logical_matrix(config: ModelConfig, matrix: str, tensors: Sequence[Bits]) -> Bits:
     """`matrix` in strip order, uint16 [rows, columns], from its tensors: what `unpack_matrix` gives back."""
     groups = row_groups(config, matrix)
     rows = np.zeros((len(groups) * GROUP_ROWS, tensors[0].shape[1]), dtype=np.uint16)
@@ -207,7 +205,7 @@ class RowGroups:
 
 
 @lru_cache(maxsize=64)
-def row_groups(config: LlamaConfig, matrix: str) -> RowGroups:
+def row_groups(config: ModelConfig, matrix: str) -> RowGroups:
     """How the rows of `matrix` are made from its tensors."""
     if matrix == "qkv":
         heads = [(0, config.query_heads, True), (1, config.kv_heads, True), (2, config.kv_heads, False)]

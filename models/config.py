@@ -1,7 +1,8 @@
-"""What a Llama model is: its numbers, checked at construction, and how they are read from a config.json.
+"""What every model is: its numbers, checked at construction, and how they are read from a config.json.
 
-A shape that no kernel can be generated for is refused here, with the field's name. How the fields are read from JSON,
-and which are refused, stands in `config_json`. Nothing here touches weights.
+A family's configuration is a subclass that states what the family does differently. A shape that no kernel can be
+generated for is refused here, with the field's name. How the fields are read from JSON, and which are refused, stands
+in `config_json`. Nothing here touches weights.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
-from cheetah.models.llama.config_json import JSON_NAMES, place_of, read_fields
-from cheetah.models.llama.config_json import ConfigError as ConfigError
-from cheetah.models.llama.rope import Rope
+import numpy as np
+from numpy.typing import NDArray
+
+from cheetah.models.config_json import JSON_NAMES, ConfigError, Dialect, load_source, place_of, read_fields
+from cheetah.models.rope import Rope, rope_table
+from cheetah.plan import ModelShape
 
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 8
@@ -21,8 +25,13 @@ COLUMN_ALIGN = 32  # columns of a packed matrix, and vectors that feed one, are 
 
 
 @dataclass(frozen=True)
-class LlamaConfig:
-    """A Llama model's shape and constants. Field names are short; errors name the field of config.json."""
+class ModelConfig:
+    """A decoder's shape and constants. Field names are short; errors name the field of config.json.
+
+    A family's subclass says how its config.json reads (`dialect`).
+    """
+
+    dialect: ClassVar[Dialect]
 
     hidden_size: int
     intermediate_size: int
@@ -53,6 +62,19 @@ class LlamaConfig:
             )
         if not self.rms_norm_eps > 0:
             raise ConfigError(f"rms_norm_eps = {self.rms_norm_eps}: must be positive")
+
+    @property
+    def shape(self) -> ModelShape:
+        """The numbers that the plan works with."""
+        return ModelShape(
+            hidden=self.hidden_size,
+            ffn=self.intermediate_size,
+            vocab=self.vocab_size,
+            heads=self.query_heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            layers=self.layers,
+        )
 
     @property
     def group(self) -> int:
@@ -97,12 +119,16 @@ class LlamaConfig:
         heads = 1 if self.tied_embeddings else 2
         return self.layers * layer + heads * self.vocab_size * h + h
 
+    def rope_table(self, positions: int) -> NDArray[np.float32]:
+        """Cosine and sine of every position's angles: float32 [positions, head_dim/2, 2]."""
+        return rope_table(self.rope, self.head_dim, positions)
+
     def to_dict(self) -> dict[str, Any]:
         """The config.json object (transformers 5 spelling) from which `from_json` reads this value back."""
         shape = {json_name: getattr(self, name) for name, json_name in JSON_NAMES.items()}
         return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+            "architectures": [self.dialect.architecture],
+            "model_type": self.dialect.model_type,
             **shape,
             "rms_norm_eps": self.rms_norm_eps,
             "tie_word_embeddings": self.tied_embeddings,
@@ -111,52 +137,20 @@ class LlamaConfig:
         }
 
     @classmethod
-    def from_json(cls, source: str | Path | Mapping[str, Any], notes: list[str] | None = None) -> LlamaConfig:
+    def from_json(cls, source: str | Path | Mapping[str, Any], notes: list[str] | None = None) -> Self:
         """Read a config.json (its path, or the object itself). Lines worth printing are appended to `notes`."""
-        fields = read_fields(source, [] if notes is None else notes)
+        place, lines = place_of(source), list[str]() if notes is None else notes
+        fields = read_fields(place, load_source(source), cls.dialect, lines)
         try:
-            return cls(**fields)
+            config = cls(**fields)
         except ConfigError as problem:
-            raise ConfigError(f"{place_of(source)}: {problem}") from problem
+            raise ConfigError(f"{place}: {problem}") from problem
+        lines += [f"{place}: {line}" for line in config.suspicions()]
+        return config
 
-
-_LLAMA3_8X = Rope(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
-_LLAMA3_32X = Rope(500000.0, "llama3", 32.0, 1.0, 4.0, 8192)
-_LLAMA3: dict[str, Any] = {"vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
-
-PRESETS: dict[str, LlamaConfig] = {
-    "llama-3.2-1b": LlamaConfig(2048, 8192, 16, 32, 8, 64, **_LLAMA3, tied_embeddings=True, rope=_LLAMA3_32X),
-    "llama-3.2-3b": LlamaConfig(3072, 8192, 28, 24, 8, 128, **_LLAMA3, tied_embeddings=True, rope=_LLAMA3_32X),
-    "llama-3.1-8b": LlamaConfig(4096, 14336, 32, 32, 8, 128, **_LLAMA3, rope=_LLAMA3_8X),
-    "llama-3.1-70b": LlamaConfig(8192, 28672, 80, 64, 8, 128, **_LLAMA3, rope=_LLAMA3_8X),
-}
-DEMO = "demo"
-DEMO_FOLDER = Path(__file__).parent.parent / "demo" / "files"
-PRESET_NAMES = (*PRESETS, DEMO)
-
-
-def preset(name: str) -> LlamaConfig:
-    """The configuration of that name; "demo" is read from the demo model that the package carries."""
-    if name == DEMO:
-        return LlamaConfig.from_json(DEMO_FOLDER / "config.json")
-    if name not in PRESETS:
-        raise ConfigError(f"there is no preset {name!r}; presets: {', '.join(PRESET_NAMES)}")
-    return PRESETS[name]
-
-
-def resolve_config(name_or_path: str | Path, notes: list[str] | None = None) -> LlamaConfig:
-    """A preset's name, a model folder, or the path of a config.json. Never touches the network."""
-    if str(name_or_path) in PRESET_NAMES:
-        return preset(str(name_or_path))
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
-        path = path / "config.json"
-    if not path.is_file():
-        raise ConfigError(
-            f"{name_or_path}: neither a preset ({', '.join(PRESET_NAMES)}) nor a folder with a config.json "
-            "nor the path of a config.json"
-        )
-    return LlamaConfig.from_json(path, notes)
+    def suspicions(self) -> list[str]:
+        """What looks like a file that lost something, in words."""
+        return []
 
 
 def round_up(value: int, multiple: int) -> int:

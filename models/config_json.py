@@ -6,16 +6,18 @@ The rule is "accept exactly, or refuse by name": a field that would change the r
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cheetah.errors import CheetahError
-from cheetah.models.llama.rope import FIELDS_OF_KIND, REQUIRED_OF_KIND, Rope, RopeError
+from cheetah.models.rope import FIELDS_OF_KIND, REQUIRED_OF_KIND, Rope, RopeError
 
-# field of LlamaConfig -> field of config.json
+# field of ModelConfig -> field of config.json
 JSON_NAMES = {
     "hidden_size": "hidden_size",
     "intermediate_size": "intermediate_size",
@@ -27,7 +29,7 @@ JSON_NAMES = {
     "max_position_embeddings": "max_position_embeddings",
 }
 
-# What has to hold of a field for this implementation to compute the same; absent and null always do.
+# What has to hold of a field of any family for this implementation to compute the same; absent and null always do.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
@@ -59,7 +61,7 @@ READ_ELSEWHERE = {
     *("torch_dtype", "dtype", "bos_token_id", "eos_token_id", "pad_token_id"),
 }
 
-# Fields that transformers' Llama does not read for inference.
+# Fields that transformers does not read for the inference of any family.
 IGNORED = {
     *("pretraining_tp", "use_cache", "initializer_range", "transformers_version", "attention_dropout", "_name_or_path"),
     *("auto_map", "id2label", "label2id", "output_attentions", "output_hidden_states", "return_dict", "layer_types"),
@@ -71,10 +73,30 @@ class ConfigError(CheetahError):
     """A configuration that is incomplete, contradictory, or asks for something that is not implemented."""
 
 
-def read_fields(source: str | Path | Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
-    """The constructor arguments of `LlamaConfig` from a config.json (its path, or the object itself)."""
-    values = source if isinstance(source, Mapping) else load_json(Path(source))
-    return _Reader(place_of(source), values, notes).fields()
+@dataclass(frozen=True)
+class Dialect:
+    """How a family's config.json reads.
+
+    model_type, architecture: as the file names them. absent: what transformers takes for a field that the file leaves
+    out, where that does not follow from other fields. neutral: further entries of NEUTRAL_VALUES, or others in their
+    place. ignored: further fields that are not read for inference.
+    """
+
+    model_type: str
+    architecture: str
+    absent: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    neutral: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    ignored: frozenset[str] = frozenset()
+
+
+def read_fields(place: str, values: Mapping[str, Any], dialect: Dialect, notes: list[str]) -> dict[str, Any]:
+    """The constructor arguments of `ModelConfig` from the object of a config.json; `place` names it in messages."""
+    return _Reader(place, values, dialect, notes).fields()
+
+
+def load_source(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
+    """The object of a config.json, from its path or as it is."""
+    return source if isinstance(source, Mapping) else load_json(Path(source))
 
 
 def place_of(source: str | Path | Mapping[str, Any]) -> str:
@@ -117,8 +139,9 @@ def parse_json(data: bytes, place: str) -> dict[str, Any]:
 class _Reader:
     """One pass over one config object; every message starts with the place it was read from."""
 
-    def __init__(self, place: str, values: Mapping[str, Any], notes: list[str]):
-        self.place = place
+    def __init__(self, place: str, values: Mapping[str, Any], dialect: Dialect, notes: list[str]):
+        self.place, self.dialect = place, dialect
+        self.neutral = {**NEUTRAL_VALUES, **dialect.neutral}
         self.values = {name: value for name, value in values.items() if value is not None}
         self.notes = notes
 
@@ -132,25 +155,22 @@ class _Reader:
             "intermediate_size": self._count("intermediate_size"),
             "layers": self._count("num_hidden_layers"),
             "query_heads": heads,
-            "kv_heads": self._count("num_key_value_heads", default=heads),
+            "kv_heads": self._count("num_key_value_heads", self._absent("num_key_value_heads", heads)),
             "head_dim": self._head_dim(),
             "vocab_size": self._count("vocab_size"),
             "rms_norm_eps": self._epsilon(),
-            "max_position_embeddings": self._count("max_position_embeddings", default=2048),
+            "max_position_embeddings": self._max_positions(),
             "tied_embeddings": self._flag("tie_word_embeddings"),
             "rope": self._rope(),
         }
-        self._note_suspicions(fields)
         self._note_unknown()
         return fields
 
     def _check_model(self) -> None:
-        model_type = self.values.get("model_type")
-        if model_type != "llama":
-            raise self._error(f"model_type is {_shown(model_type)}, supported is 'llama'")
-        architectures = self.values.get("architectures")
-        if architectures != ["LlamaForCausalLM"]:
-            raise self._error(f"architectures is {_shown(architectures)}, supported is ['LlamaForCausalLM']")
+        expected = {"model_type": self.dialect.model_type, "architectures": [self.dialect.architecture]}
+        for name, supported in expected.items():
+            if (found := self.values.get(name)) != supported:
+                raise self._error(f"{name} is {shown(found)}, supported is {supported!r}")
 
     def _check_quantization(self) -> None:
         quantization = self.values.get("quantization_config")
@@ -158,7 +178,7 @@ class _Reader:
             raise self._error(f"the weights are quantised ({quantization_method(quantization)}): {ONLY_UNQUANTISED}")
 
     def _check_neutral(self) -> None:
-        for name, neutral in NEUTRAL_VALUES.items():
+        for name, neutral in self.neutral.items():
             if name in self.values and self.values[name] not in neutral:
                 wanted = " or ".join([*map(repr, neutral[:1]), "absent"])
                 raise self._error(f"{name} = {self.values[name]!r} is not supported; supported: {wanted}")
@@ -172,6 +192,13 @@ class _Reader:
         if type(value) is not int or value < 1:
             raise self._error(f"{name} = {value!r}: must be a positive integer")
         return value
+
+    def _absent(self, name: str, otherwise: Any) -> Any:
+        """What a field that is left out stands for: the family's value, or what follows from other fields."""
+        return self.dialect.absent.get(name, otherwise)
+
+    def _max_positions(self) -> int:
+        return self._count("max_position_embeddings", self._absent("max_position_embeddings", 2048))
 
     def _number(self, values: Mapping[str, Any], name: str, where: str = "") -> float:
         value = values[name]
@@ -187,11 +214,12 @@ class _Reader:
 
     def _head_dim(self) -> int:
         hidden, heads = self._count("hidden_size"), self._count("num_attention_heads")
-        if "head_dim" not in self.values and hidden % heads:
+        stated = self._absent("head_dim", None)
+        if "head_dim" not in self.values and stated is None and hidden % heads:
             raise self._error(
                 f"head_dim is missing and hidden_size / num_attention_heads = {hidden} / {heads} is no integer"
             )
-        return self._count("head_dim", default=hidden // heads)
+        return self._count("head_dim", default=stated or hidden // heads)
 
     def _epsilon(self) -> float:
         if "rms_norm_eps" in self.values:
@@ -248,7 +276,7 @@ class _Reader:
 
     def _original_context(self, values: Mapping[str, Any]) -> int:
         name = "original_max_position_embeddings"
-        inner = values.get(name, self.values.get("max_position_embeddings", 2048))
+        inner = values.get(name, self._max_positions())
         value = self.values.get(name, inner)
         if type(value) is float and value.is_integer():
             value = int(value)
@@ -256,23 +284,10 @@ class _Reader:
             raise self._error(f"{name} = {value!r}: must be a positive integer")
         return value
 
-    def _note_suspicions(self, fields: Mapping[str, Any]) -> None:
-        rope, context = fields["rope"], fields["max_position_embeddings"]
-        if rope.rope_theta == 10000.0 and fields["vocab_size"] == 128256:
-            self.notes.append(
-                f"{self.place}: rope_theta = 10000 with the vocabulary of Llama 3, whose theta is 500000: "
-                "the text will degrade if the file lost its rope_theta"
-            )
-        if rope.rope_theta == 500000.0 and rope.rope_type == "default" and context > 8192:
-            self.notes.append(
-                f"{self.place}: max_position_embeddings = {context} at rope_theta = 500000 without llama3 scaling: "
-                "Llama 3.1 and later need rope_scaling"
-            )
-
     def _note_unknown(self) -> None:
-        unknown = sorted(set(self.values) - READ_ELSEWHERE - IGNORED - set(NEUTRAL_VALUES))
+        unknown = sorted(set(self.values) - READ_ELSEWHERE - IGNORED - self.dialect.ignored - set(self.neutral))
         if unknown:
-            self.notes.append(f"{self.place}: ignored, not part of a Llama: {', '.join(unknown)}")
+            self.notes.append(f"{self.place}: ignored, not part of {self.dialect.architecture}: {', '.join(unknown)}")
 
     def _error(self, message: str) -> ConfigError:
         return ConfigError(f"{self.place}: {message}")
@@ -292,5 +307,6 @@ def quantization_method(quantization: object) -> str:
     return f"{named}, {form}" if form and form != method else named
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value of config.json for a message."""
     return "missing" if value is None else repr(value)

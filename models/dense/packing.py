@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.errors import CheetahError
+from cheetah.models.rounding import Bits
 from cheetah.plan import PAIR_COLUMNS, STRIP_ROWS, MatrixLayout
 
-Bits = NDArray[np.uint16]
 Bytes = NDArray[np.uint8]
 Words = NDArray[np.uint32]
 

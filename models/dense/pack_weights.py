@@ -18,18 +18,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cheetah.models.llama.config import LlamaConfig
-from cheetah.models.llama.packing import Bits, Bytes, PackingError, pack_strips
-from cheetah.models.llama.weights import (
+from cheetah.models.config import ModelConfig
+from cheetah.models.dense.packing import Bytes, PackingError, pack_strips
+from cheetah.models.dense.weights import (
     EMBEDDING,
     FINAL_NORM,
     INPUT_NORM,
     POST_ATTENTION_NORM,
     RowGroups,
-    Rows,
     matrix_tensors,
     row_groups,
 )
+from cheetah.models.family import Progress, ReadRows, ReadTensor, Rows, WriteBytes
+from cheetah.models.rounding import Bits
 from cheetah.plan import STRIP_ROWS, MatrixLayout, StepMatrices
 
 BLOCK_BYTES = 4 * 2**20
@@ -40,14 +41,9 @@ BLOCKS_AHEAD = 3
 """For each thread, so much memory in pieces that are being made or wait for the calling thread."""
 MOST_THREADS = 16
 
-ReadTensor = Callable[[str], Bits]
-ReadRows = Callable[[str], Rows]
-WriteBytes = Callable[[str, int, Bytes], None]
-Progress = Callable[[int], None]
-
 
 def pack_all(
-    config: LlamaConfig,
+    config: ModelConfig,
     matrices: StepMatrices,
     tensor: ReadTensor,
     write: WriteBytes,
@@ -123,7 +119,7 @@ class _Piece:
     jobs: tuple[Job, ...]
 
 
-def _pieces(config: LlamaConfig, matrices: StepMatrices, tensor: ReadTensor, rows: ReadRows) -> Iterator[_Piece]:
+def _pieces(config: ModelConfig, matrices: StepMatrices, tensor: ReadTensor, rows: ReadRows) -> Iterator[_Piece]:
     """Everything. A tensor is opened when its first piece is wanted, and let go with its last."""
     yield from _embedding_pieces(config, rows(EMBEDDING))
     yield _norms_piece(config, tensor)
@@ -133,7 +129,7 @@ def _pieces(config: LlamaConfig, matrices: StepMatrices, tensor: ReadTensor, row
     yield from _matrix_pieces(config, matrices.head, matrices.head.offset, 0, rows)
 
 
-def _norms_piece(config: LlamaConfig, tensor: ReadTensor) -> _Piece:
+def _norms_piece(config: ModelConfig, tensor: ReadTensor) -> _Piece:
     names = [name.format(layer=layer) for layer in range(config.layers) for name in (INPUT_NORM, POST_ATTENTION_NORM)]
 
     def make(memory: Bytes) -> None:
@@ -145,7 +141,7 @@ def _norms_piece(config: LlamaConfig, tensor: ReadTensor) -> _Piece:
     return _Piece("norms", 0, (len(names) + 1) * config.padded_hidden * 2, (make,))
 
 
-def _embedding_pieces(config: LlamaConfig, embedding: Rows) -> Iterator[_Piece]:
+def _embedding_pieces(config: ModelConfig, embedding: Rows) -> Iterator[_Piece]:
     row_bytes = config.padded_hidden * 2
     count = max(1, PIECE_BYTES // row_bytes)
 
@@ -163,7 +159,7 @@ def _embedding_pieces(config: LlamaConfig, embedding: Rows) -> Iterator[_Piece]:
 
 
 def _matrix_pieces(
-    config: LlamaConfig, layout: MatrixLayout, offset: int, layer: int, rows: ReadRows
+    config: ModelConfig, layout: MatrixLayout, offset: int, layer: int, rows: ReadRows
 ) -> Iterator[_Piece]:
     groups = row_groups(config, layout.name)
     if len(groups) != 2 * layout.strips:

@@ -10,15 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from cheetah.models.llama.config import LlamaConfig
-from cheetah.models.llama.rope import rope_table
-from cheetah.models.llama.sampling import sample
-from cheetah.models.llama.weights import (
+from cheetah.models.config import ModelConfig
+from cheetah.models.dense.weights import (
     EMBEDDING,
     FINAL_NORM,
     INPUT_NORM,
@@ -27,9 +23,9 @@ from cheetah.models.llama.weights import (
     tensor_shapes,
     weight_sources,
 )
-
-F32 = NDArray[np.float32]
-Rounding = Callable[[F32], F32]
+from cheetah.models.family import Tensors
+from cheetah.models.rounding import F32, Rounding, exact, widen
+from cheetah.models.sampling import sample
 
 
 def embedding(table: F32, token: int) -> F32:
@@ -124,25 +120,6 @@ def head(weight: F32, x: F32) -> F32:
     return matvec(weight, x)
 
 
-def widen(tensor: NDArray[Any]) -> F32:
-    """float32 values of a tensor: bf16 bits as uint16, or any floating dtype. Exact for bf16 and fp16."""
-    if tensor.dtype == np.uint16:
-        return (tensor.astype(np.uint32) << 16).view(np.float32)
-    return tensor.astype(np.float32)
-
-
-def round_to_bf16(x: F32) -> F32:
-    """Finite values rounded to the nearest bf16, ties to even, as float32."""
-    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
-    even = (bits >> 16) & 1
-    return ((bits + 0x7FFF + even) & np.uint32(0xFFFF0000)).view(np.float32)
-
-
-def exact(x: F32) -> F32:
-    """No rounding."""
-    return x
-
-
 @dataclass(frozen=True)
 class Layer:
     """One layer's weights in float32."""
@@ -168,8 +145,8 @@ class Reference:
 
     def __init__(
         self,
-        config: LlamaConfig,
-        tensors: Mapping[str, NDArray[Any]] | Callable[[str], NDArray[Any]],
+        config: ModelConfig,
+        tensors: Tensors,
         rounding: Rounding = exact,
     ):
         read = tensors.__getitem__ if isinstance(tensors, Mapping) else tensors
@@ -192,7 +169,7 @@ class Reference:
     def reset(self) -> None:
         """Forget the sequence."""
         self.length = 0
-        self.table = rope_table(self.config, 64)
+        self.table = self.config.rope_table(64)
         self.keys, self.values = self._new_cache(64), self._new_cache(64)
 
     def step(self, token: int) -> F32:
@@ -256,13 +233,13 @@ class Reference:
         room = len(self.table)
         if self.length < room:
             return
-        self.table = rope_table(self.config, 2 * room)
+        self.table = self.config.rope_table(2 * room)
         empty = self._new_cache(room)
         self.keys = np.concatenate([self.keys, empty], axis=2)
         self.values = np.concatenate([self.values, empty], axis=2)
 
 
-def _layer(config: LlamaConfig, layer: int, weight: Callable[[str], F32]) -> Layer:
+def _layer(config: ModelConfig, layer: int, weight: Callable[[str], F32]) -> Layer:
     sources = weight_sources(config)
     names = (INPUT_NORM, *sources["qkv"], *sources["o"], POST_ATTENTION_NORM, *sources["gate_up"], *sources["down"])
     return Layer(*(weight(name.format(layer=layer)) for name in names))

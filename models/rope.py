@@ -10,15 +10,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.errors import CheetahError
-
-if TYPE_CHECKING:
-    from cheetah.models.llama.config import LlamaConfig
 
 KINDS = ("default", "linear", "llama3", "yarn")
 
@@ -116,16 +112,16 @@ def frequencies(rope: Rope, head_dim: int) -> NDArray[np.float32]:
     return _frequencies_f64(rope, head_dim).astype(np.float32)
 
 
-def rope_table(config: LlamaConfig, max_context: int) -> NDArray[np.float32]:
+def rope_table(rope: Rope, head_dim: int, max_context: int) -> NDArray[np.float32]:
     """Cosine and sine of position * f'_k, times the attention scale: float32 [max_context, head_dim/2, 2].
 
     f'_k is the float32 frequency; angle, cosine and sine are taken in float64 and rounded once, so that a late
     position is as exact as an early one.
     """
-    turns = frequencies(config.rope, config.head_dim).astype(np.float64)
+    turns = frequencies(rope, head_dim).astype(np.float64)
     angles = np.arange(max_context, dtype=np.float64)[:, None] * turns
-    scale = config.rope.attention_scale()
-    table = np.empty((max_context, config.head_dim // 2, 2), dtype=np.float32)
+    scale = rope.attention_scale()
+    table = np.empty((max_context, head_dim // 2, 2), dtype=np.float32)
     table[..., 0] = scale * np.cos(angles)
     table[..., 1] = scale * np.sin(angles)
     return table

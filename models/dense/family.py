@@ -1,0 +1,76 @@
+"""The family of dense decoders as `ModelFamily` wants it: every part is a module of this folder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+
+from cheetah.models.config import ModelConfig
+from cheetah.models.dense import weights
+from cheetah.models.dense.pack_weights import pack_all
+from cheetah.models.family import (
+    ModelFamily,
+    Progress,
+    ReadRows,
+    ReadTensor,
+    ReferenceModel,
+    StepProgram,
+    Tensors,
+    WriteBytes,
+)
+from cheetah.models.rounding import Rounding, exact
+from cheetah.plan import Gpu, Plan, StepMatrices, step_matrices
+
+
+@dataclass(frozen=True)
+class DenseFamily(ModelFamily):
+    """config_type: states what the family does otherwise than Llama. presets: published models by name."""
+
+    config_type: type[ModelConfig]
+    presets: Mapping[str, ModelConfig]
+    embedding_tensor = weights.EMBEDDING
+    head_tensor = weights.HEAD
+
+    def tensor_shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        return weights.tensor_shapes(config)
+
+    def shape_meaning(self, tensor: str) -> str:
+        return weights.shape_meaning(tensor)
+
+    def layer_of(self, tensor: str) -> int | None:
+        found = re.match(weights.LAYER_PATTERN, tensor)
+        return int(found[1]) if found else None
+
+    def matrices(self, config: ModelConfig, plan: Plan, gpu: Gpu) -> StepMatrices:
+        return step_matrices(config.shape, plan, gpu)
+
+    def tables(self, config: ModelConfig, plan: Plan) -> dict[str, NDArray[Any]]:
+        return {"rope": config.rope_table(plan.max_context)}
+
+    def pack_weights(
+        self,
+        config: ModelConfig,
+        matrices: StepMatrices,
+        tensor: ReadTensor,
+        write: WriteBytes,
+        progress: Progress | None = None,
+        *,
+        rows: ReadRows | None = None,
+        threads: int | None = None,
+    ) -> None:
+        pack_all(config, matrices, tensor, write, progress, rows=rows, threads=threads)
+
+    @property
+    def program(self) -> StepProgram:
+        from cheetah.models.llama import program
+
+        return program
+
+    def reference(self, config: ModelConfig, tensors: Tensors, rounding: Rounding = exact) -> ReferenceModel:
+        from cheetah.models.dense.reference import Reference
+
+        return Reference(config, tensors, rounding)

@@ -1,0 +1,135 @@
+"""What a family of models gives to the generator, the runtime, the tools and the command line.
+
+They know a model as a `ModelConfig` and ask everything else of its family (`cheetah.models.registry.family_of`): which
+tensors a checkpoint has, how they become the kernel's buffers, the kernel itself, and its meaning in float32. Dense
+decoders share one implementation, `cheetah.models.dense.family`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cheetah.models.config import ModelConfig
+from cheetah.models.rounding import F32, Bits, Rounding, exact
+from cheetah.plan import Gpu, Plan, StepMatrices
+
+Bytes = NDArray[np.uint8]
+
+
+class Rows(Protocol):
+    """A matrix that is read in parts, as bf16 bits: an array, or what reads or makes its rows when they are asked for.
+
+    What it gives may be overwritten when the same thread asks for other rows, of this or another matrix.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def __getitem__(self, part: slice) -> Bits: ...
+
+
+ReadTensor = Callable[[str], Bits]
+ReadRows = Callable[[str], Rows]
+WriteBytes = Callable[[str, int, Bytes], None]
+Progress = Callable[[int], None]
+Tensors = Mapping[str, NDArray[Any]] | Callable[[str], NDArray[Any]]
+
+
+class StepProgram(Protocol):
+    """The module with a family's decode step: what the generator makes a kernel's text and manifest of."""
+
+    KERNEL_NAME: str
+
+    @property
+    def LAYER_PHASES(self) -> tuple[str, ...]: ...
+
+    def build_kernel(self, config: ModelConfig, gpu: Gpu, plan: Plan) -> Any: ...
+
+    def kernel_parameters(self, plan: Plan) -> Any: ...
+
+    def workspace_bytes(self, config: ModelConfig, gpu: Gpu, plan: Plan) -> int: ...
+
+
+class ReferenceModel(Protocol):
+    """A model's meaning: float32 numpy, one sequence with its cache."""
+
+    keys: F32
+    values: F32
+    length: int
+
+    def reset(self) -> None: ...
+
+    def step(self, token: int) -> F32: ...
+
+    def forward(self, ids: Sequence[int]) -> F32: ...
+
+    def generate(
+        self,
+        ids: Sequence[int],
+        max_tokens: int,
+        stop_ids: Iterable[int] = (),
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> list[int]: ...
+
+
+class ModelFamily(ABC):
+    """A family: its configurations, and what is made of one."""
+
+    config_type: type[ModelConfig]
+    presets: Mapping[str, ModelConfig]
+    embedding_tensor: str
+    head_tensor: str
+
+    @property
+    def name(self) -> str:
+        """model_type in config.json."""
+        return self.config_type.dialect.model_type
+
+    @abstractmethod
+    def tensor_shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        """Every tensor a checkpoint must hold, with its shape ([out, in], row-major). A tied head is not among them."""
+
+    @abstractmethod
+    def shape_meaning(self, tensor: str) -> str:
+        """What of config.json makes a tensor's shape, for messages."""
+
+    @abstractmethod
+    def layer_of(self, tensor: str) -> int | None:
+        """The layer that a tensor of this name would belong to; None for one of no layer."""
+
+    @abstractmethod
+    def matrices(self, config: ModelConfig, plan: Plan, gpu: Gpu) -> StepMatrices:
+        """Where the matrices of a step lie in the buffer `weights`."""
+
+    @abstractmethod
+    def tables(self, config: ModelConfig, plan: Plan) -> dict[str, NDArray[Any]]:
+        """What the kernel reads beside the checkpoint's tensors, by buffer: the rotary table and the like."""
+
+    @abstractmethod
+    def pack_weights(
+        self,
+        config: ModelConfig,
+        matrices: StepMatrices,
+        tensor: ReadTensor,
+        write: WriteBytes,
+        progress: Progress | None = None,
+        *,
+        rows: ReadRows | None = None,
+        threads: int | None = None,
+    ) -> None:
+        """Pack every tensor and hand the bytes out: `write(buffer, byte offset, uint8 [n])`, in the calling thread."""
+
+    @property
+    @abstractmethod
+    def program(self) -> StepProgram:
+        """The decode step. The generator alone asks for it: the runtime works without the language."""
+
+    @abstractmethod
+    def reference(self, config: ModelConfig, tensors: Tensors, rounding: Rounding = exact) -> ReferenceModel:
+        """The meaning. rounding: applied where a bf16 implementation must round; by default nowhere."""

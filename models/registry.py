@@ -1,0 +1,64 @@
+"""Which families there are, and how a model's name or config.json leads to its configuration and its family.
+
+The only place that lists families. Nothing here touches weights or the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cheetah.models import llama
+from cheetah.models.config import ModelConfig
+from cheetah.models.config_json import ConfigError, load_source, place_of, shown
+from cheetah.models.family import ModelFamily
+
+FAMILIES: dict[str, ModelFamily] = {family.name: family for family in (llama.FAMILY,)}
+"""By model_type, as config.json has it."""
+
+PRESETS: dict[str, ModelConfig] = {name: one for family in FAMILIES.values() for name, one in family.presets.items()}
+DEMO = "demo"
+DEMO_FOLDER = Path(__file__).parent / "demo" / "files"
+PRESET_NAMES = (*PRESETS, DEMO)
+
+
+def family_of(config: ModelConfig) -> ModelFamily:
+    """The family of a configuration."""
+    return FAMILIES[config.dialect.model_type]
+
+
+def read_config(source: str | Path | Mapping[str, Any], notes: list[str] | None = None) -> ModelConfig:
+    """Read a config.json (its path, or the object itself) of any family. Lines worth printing are appended to `notes`.
+
+    ConfigError names the file, and what was found and what would work.
+    """
+    model_type = load_source(source).get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        supported = ", ".join(map(repr, FAMILIES))
+        raise ConfigError(f"{place_of(source)}: model_type is {shown(model_type)}, supported: {supported}")
+    return FAMILIES[model_type].config_type.from_json(source, notes)
+
+
+def preset(name: str) -> ModelConfig:
+    """The configuration of that name; "demo" is read from the demo model that the package carries."""
+    if name == DEMO:
+        return read_config(DEMO_FOLDER / "config.json")
+    if name not in PRESETS:
+        raise ConfigError(f"there is no preset {name!r}; presets: {', '.join(PRESET_NAMES)}")
+    return PRESETS[name]
+
+
+def resolve_config(name_or_path: str | Path, notes: list[str] | None = None) -> ModelConfig:
+    """A preset's name, a model folder, or the path of a config.json. Never touches the network."""
+    if str(name_or_path) in PRESET_NAMES:
+        return preset(str(name_or_path))
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"{name_or_path}: neither a preset ({', '.join(PRESET_NAMES)}) nor a folder with a config.json "
+            "nor the path of a config.json"
+        )
+    return read_config(path, notes)
