@@ -7,10 +7,10 @@ in the same order. Two mbarriers a stage keep them apart:
   it sees the copied data, because completion of the copy releases and the wait acquires.
 * empty[s]: one arrival a math warp, made after the warp's last read of the stage (`warp_barrier` orders the
   other lanes' reads before it). A load that was issued has not read yet, and an arrival may overtake it where the
-  memory pipeline is busy: whoever reads a stage calls `wait_for_u32` with what came of it before giving it back. The
-  copy lane waits for it before it announces the next bytes, so a stage is never overwritten early. In attention the
-  warps share stages out: who works on one arrives for the others too, and nobody else touches it. A warp that waits
-  for a stage of its own cannot be a lap behind, since its arrival is needed.
+  memory pipeline is busy: so a stage takes what came of it (`Stage.has_read`), and one whose body says nothing is
+  refused while the kernel is generated. The copy lane waits for it before it announces the next bytes, so a stage is
+  never overwritten early. In attention the warps share stages out: who works on one arrives for the others too, and
+  nobody else touches it. A warp that waits for a stage of its own cannot be a lap behind, since its arrival is needed.
 
 At most `plan.in_flight` chunks are requested and not yet landed: more requests would delay the exchanges (8B on an
 H200, 16 KB chunks, 3 / 4 / 5 / 6 in flight: 3.68 / 3.63 / 3.71 / 3.72 ms a step). Landed chunks pile up until they are
@@ -25,7 +25,7 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.machine import Machine
-from cheetah.lang import prim, ty
+from cheetah.lang import UnusedStageError, prim, ty
 
 
 class Cursor:
@@ -39,6 +39,30 @@ class Cursor:
         with ch.if_(self.stage == self.stages):
             self.stage.set(0)
             self.parity ^= 1
+
+
+class Stage:
+    """A full stage in the hands of a math warp: its bytes begin at `address`, and end in the ring's `use`."""
+
+    def __init__(self, address: ch.Expr) -> None:
+        self.address = address
+        self._is_read = False
+
+    def has_read(self, word: ch.Value) -> None:
+        """Go on once `word` (u32), which came of every load from the stage since the last call, is there.
+
+        Each lane calls it behind its last loads; without, the next copy could land before they have read.
+        """
+        self._is_read = True
+        prim.wait_for_u32(word)
+
+    def require_read(self) -> None:
+        """While generating: UnusedStageError if nothing was said of what was read."""
+        if not self._is_read:
+            raise UnusedStageError(
+                "a stage of the ring is given back, and nothing says that its loads have read: call "
+                "`stage.has_read(word)` with a word that came of them, or `ring.discard()` where nobody reads it"
+            )
 
 
 class Ring:
@@ -104,12 +128,23 @@ class Ring:
         self.filling.advance()
 
     @contextmanager
+    def use(self) -> Iterator[Stage]:
+        """In the math role: the next stage, full. The body says what it has read; then this warp gives it back."""
+        with self._next_stage() as stage:
+            yield stage
+            stage.require_read()
+
+    def discard(self) -> None:
+        """In the math role: give the next stage back as soon as it is full; nobody reads it."""
+        with self._next_stage():
+            pass
+
+    @contextmanager
     @ch.inline
-    def use(self) -> Iterator[ch.Expr]:
-        """In the math role: the next stage, full; after the body this warp gives it back."""
+    def _next_stage(self) -> Iterator[Stage]:
         prim.mbarrier_wait(self.full + self.using.stage, self.using.parity)
         chunk = self.memory + self.using.stage * self.stage_bytes
-        yield chunk
+        yield Stage(chunk)
         prim.warp_barrier()  # orders every lane's reads of the stage before the arrival
         with ch.if_(self.machine.lane == 0):
             prim.mbarrier_arrive(self.empty + self.using.stage)
@@ -117,20 +152,22 @@ class Ring:
 
     @contextmanager
     @ch.inline
-    def use_ahead(self, ahead: ch.Expr, arrivals: ch.Expr, when: ch.Expr) -> Iterator[ch.Expr]:
-        """In the math role, where the warps share stages out: the stage `ahead` of the cursor, full. After the body
-        this warp arrives for `arrivals` warps; those that work on a stage make up for all others, which do not touch
-        it. A parity tells two neighbouring passes apart only: a warp must not look at a stage before the pass that
-        precedes has landed. It has, if the stage is at most `stages - in_flight` behind one that is known to have
-        landed, because the copy lane waited for the chunk `in_flight` places before that one. `skip` moves the cursor.
-        Unless `when` holds no stage is taken, and the body finds something else to work on.
+    def use_ahead(self, ahead: ch.Expr, arrivals: ch.Expr, when: ch.Expr) -> Iterator[Stage]:
+        """In the math role, where the warps share stages out: the stage `ahead` of the cursor, full. After the body,
+        which says what it has read, this warp arrives for `arrivals` warps; those that work on a stage make up for all
+        others, which do not touch it. A parity tells two neighbouring passes apart only: a warp must not look at a
+        stage before the pass that precedes has landed. It has, if the stage is at most `stages - in_flight` behind one
+        that is known to have landed, because the copy lane waited for the chunk `in_flight` places before that one.
+        `skip` moves the cursor. Unless `when` holds no stage is taken, and the body finds something else to work on.
         """
         place = self.using.stage + ahead
         stage = ch.const(ty.u32, place % self.stages, name="stage")
         with ch.if_(when):
             prim.mbarrier_wait(self.full + stage, (self.using.parity + place // self.stages) % 2)
         chunk = self.memory + stage * self.stage_bytes
-        yield chunk
+        taken = Stage(chunk)
+        yield taken
+        taken.require_read()
         prim.warp_barrier()  # orders every lane's reads of the stage before the arrival
         with ch.if_((self.machine.lane == 0) & when):
             prim.mbarrier_arrive_many(self.empty + stage, arrivals)

@@ -73,7 +73,7 @@ class CopySizeError(LangError):
 
 
 class UnusedStageError(LangError):
-    """A stage of the ring that is filled but never used, or used but never filled."""
+    """A stage of the ring that is filled but never used, used but never filled, or given back with loads under way."""
 
 
 class SharedBudgetError(LangError):

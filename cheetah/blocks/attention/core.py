@@ -344,9 +344,9 @@ class Attention:
             count = ch.var(ty.u32, ch.minimum(end - first_key, sizes.stage_tokens))
             is_cached = tile < tiles
             arrivals = self._arrivals(share, first_tile, last_tile)
-            with self.ring.use_ahead(stage, arrivals, is_cached) as chunk:
-                keys = ch.var(ty.ptr_mut(ty.u8), chunk)
-                values = ch.var(ty.ptr_mut(ty.u8), chunk + machine.plan.stage_bytes // 2)
+            with self.ring.use_ahead(stage, arrivals, is_cached) as taken:
+                keys = ch.var(ty.ptr_mut(ty.u8), taken.address)
+                values = ch.var(ty.ptr_mut(ty.u8), taken.address + machine.plan.stage_bytes // 2)
                 self.timeline.stamp_first("first_chunk")
                 if port.has_newest:
                     with ch.if_(tile >= tiles):
@@ -362,8 +362,8 @@ class Attention:
                     row = (tile - first_tile) * TILE_KEYS
                     self.product.attend(rows, row, count - row, first_key + row, queries, states)
                     tile += share.key_groups
-                for state in states:  # a sum of all that was read: the stage may be given back
-                    prim.wait_for_u32(prim.float_bits(state.output[0][0]))
+                for state in states:  # a sum of all that was read
+                    taken.has_read(prim.float_bits(state.output[0][0]))
                 self.timeline.stamp_here("last_chunk")
         self.ring.skip((cached + (sizes.stage_tokens - 1)) // sizes.stage_tokens)
 

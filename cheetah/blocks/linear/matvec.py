@@ -20,7 +20,7 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.columns import UNITS_PER_PAIR, Columns
-from cheetah.blocks.ring import Ring
+from cheetah.blocks.ring import Ring, Stage
 from cheetah.blocks.timeline import NO_TIMELINE, Timeline
 from cheetah.lang import prim, ty
 from cheetah.plan import PAIR_BYTES, STRIP_ROWS, MatrixLayout
@@ -114,8 +114,7 @@ class Matvec:
         """In the math role: use up the block's chunks of a matrix that were fetched in vain."""
         with ch.for_(layout.position(self.machine.block), layout.strips, layout.blocks, unroll=1):
             with ch.for_(layout.chunks, unroll=1):
-                with self.ring.use():
-                    pass
+                self.ring.discard()
 
     @ch.inline
     def multiply(self, layout: MatrixLayout, load: Load, finish: Finish) -> None:
@@ -138,9 +137,9 @@ class Matvec:
         with ch.for_(position, layout.strips, layout.blocks, unroll=1) as strip:
             sums = ch.array(ty.f32, self.columns.tiles, 4, zero=True)
             with ch.for_(layout.chunks, unroll=2) as chunk:
-                with self.ring.use() as tiles:
+                with self.ring.use() as stage:
                     self.timeline.stamp_first("first_chunk")
-                    self._multiply_chunk(layout, chunk, chunk, tiles, sums)
+                    self._multiply_chunk(layout, chunk, chunk, stage, sums)
             self.timeline.stamp_here("last_chunk")
             self._reduce(layout, strip, sums, finish)
 
@@ -156,9 +155,9 @@ class Matvec:
             for round in range(layout.rounds):
                 with self._has_strip(layout, position, round):
                     with ch.for_(first, end, unroll=2) as chunk:
-                        with self.ring.use() as tiles:
+                        with self.ring.use() as stage:
                             self.timeline.stamp_first("first_chunk")
-                            self._multiply_chunk(layout, chunk, chunk - first, tiles, sums[round])
+                            self._multiply_chunk(layout, chunk, chunk - first, stage, sums[round])
         self.timeline.stamp_here("last_chunk")
         for round in range(layout.rounds):
             with self._has_strip(layout, position, round):
@@ -171,11 +170,11 @@ class Matvec:
         return nullcontext() if full else ch.if_(position + round * layout.blocks < layout.strips)
 
     @ch.inline
-    def _multiply_chunk(self, layout: MatrixLayout, chunk: ch.Expr, place: ch.Expr, tiles: ch.Expr, sums: Any) -> None:
+    def _multiply_chunk(self, layout: MatrixLayout, chunk: ch.Expr, place: ch.Expr, stage: Stage, sums: Any) -> None:
         """Chunk `chunk` of a strip by the vectors in shared memory, in which it is number `place`."""
         machine, tokens = self.machine, self.columns.limit
         vector = machine.region("vector", ty.u32x4)
-        fragments = ch.reinterpret(ty.ptr(ty.u32x4), tiles)
+        fragments = ch.reinterpret(ty.ptr(ty.u32x4), stage.address)
         with ch.for_(machine.plan.pairs_per_warp, unroll=True) as turn:
             pair = turn * machine.plan.math_warps + machine.warp
 
@@ -187,7 +186,7 @@ class Matvec:
                     values = units[self._operand_unit(tile)]
                     prim.mma_bf16(sums[tile], first, values.x, values.y)
                     prim.mma_bf16(sums[tile], second, values.z, values.w)
-                prim.wait_for_u32(first.x ^ second.x)  # both are read: the stage may be given back
+                stage.has_read(first.x ^ second.x)
 
             if layout.last_chunk_pairs == layout.pairs_per_chunk:
                 multiply_pair()
