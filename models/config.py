@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.models.config_json import JSON_NAMES, ConfigError, Dialect, load_source, place_of, read_fields
+from cheetah.models.plausible import implausible
 from cheetah.models.rope import Rope, rope_table
 from cheetah.plan import ModelShape
 
@@ -47,8 +48,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name, json_name in JSON_NAMES.items():
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{json_name} = {getattr(self, name)}: must be at least 1")
+            if problem := implausible(json_name, getattr(self, name)):
+                raise ConfigError(problem)
         if self.head_dim not in HEAD_DIMS:
             raise ConfigError(f"head_dim = {self.head_dim}: kernels exist for head_dim 64 and 128 only")
         if self.query_heads % self.kv_heads:
@@ -60,8 +61,8 @@ class ModelConfig:
                 f"num_attention_heads / num_key_value_heads = {self.query_heads} / {self.kv_heads} = {self.group}: "
                 f"at most {MAX_GROUP} query heads may share a key/value head"
             )
-        if not self.rms_norm_eps > 0:
-            raise ConfigError(f"rms_norm_eps = {self.rms_norm_eps}: must be positive")
+        if problem := implausible("rms_norm_eps", self.rms_norm_eps):
+            raise ConfigError(problem)
 
     @property
     def shape(self) -> ModelShape:

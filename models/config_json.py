@@ -7,15 +7,16 @@ The rule is "accept exactly, or refuse by name": a field that would change the r
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cheetah.errors import CheetahError
+from cheetah.models.plausible import implausible
 from cheetah.models.rope import FIELDS_OF_KIND, REQUIRED_OF_KIND, Rope, RopeError
+from cheetah.printable import shown
+from cheetah.untrusted import read_json
 
 # field of ModelConfig -> field of config.json
 JSON_NAMES = {
@@ -96,44 +97,12 @@ def read_fields(place: str, values: Mapping[str, Any], dialect: Dialect, notes: 
 
 def load_source(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     """The object of a config.json, from its path or as it is."""
-    return source if isinstance(source, Mapping) else load_json(Path(source))
+    return source if isinstance(source, Mapping) else read_json(Path(source), error=ConfigError)
 
 
 def place_of(source: str | Path | Mapping[str, Any]) -> str:
     """How messages name the source: its path, or "config"."""
     return "config" if isinstance(source, Mapping) else str(source)
-
-
-def load_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; duplicate keys, NaN and anything but an object are refused with the file's name."""
-    try:
-        data = path.read_bytes()
-    except OSError as problem:
-        raise ConfigError(f"{path}: cannot be read: {problem.strerror or problem}") from problem
-    return parse_json(data, str(path))
-
-
-def parse_json(data: bytes, place: str) -> dict[str, Any]:
-    """A JSON object from UTF-8 text, as strict as `load_json`; `place` names it in messages."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result: dict[str, Any] = {}
-        for name, value in pairs:
-            if name in result:
-                raise ConfigError(f"{place}: key {name!r} stands twice in one object: keep one of them")
-            result[name] = value
-        return result
-
-    def refuse_constant(text: str) -> Any:
-        raise ConfigError(f"{place}: {text} is not a JSON number")
-
-    try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse_constant)
-    except (ValueError, RecursionError) as problem:
-        raise ConfigError(f"{place}: cannot be read as JSON: {problem}") from problem
-    if not isinstance(value, dict):
-        raise ConfigError(f"{place}: holds a JSON {type(value).__name__}, expected an object")
-    return value
 
 
 class _Reader:
@@ -170,7 +139,7 @@ class _Reader:
         expected = {"model_type": self.dialect.model_type, "architectures": [self.dialect.architecture]}
         for name, supported in expected.items():
             if (found := self.values.get(name)) != supported:
-                raise self._error(f"{name} is {shown(found)}, supported is {supported!r}")
+                raise self._error(f"{name} is {stated(found)}, supported is {supported!r}")
 
     def _check_quantization(self) -> None:
         quantization = self.values.get("quantization_config")
@@ -181,7 +150,7 @@ class _Reader:
         for name, neutral in self.neutral.items():
             if name in self.values and self.values[name] not in neutral:
                 wanted = " or ".join([*map(repr, neutral[:1]), "absent"])
-                raise self._error(f"{name} = {self.values[name]!r} is not supported; supported: {wanted}")
+                raise self._error(f"{name} = {shown(self.values[name])} is not supported; supported: {wanted}")
 
     def _count(self, name: str, default: int | None = None) -> int:
         if name not in self.values:
@@ -190,7 +159,9 @@ class _Reader:
             return default
         value = self.values[name]
         if type(value) is not int or value < 1:
-            raise self._error(f"{name} = {value!r}: must be a positive integer")
+            raise self._error(f"{name} = {shown(value)}: must be a positive integer")
+        if problem := implausible(name, value):
+            raise self._error(problem)
         return value
 
     def _absent(self, name: str, otherwise: Any) -> Any:
@@ -202,24 +173,26 @@ class _Reader:
 
     def _number(self, values: Mapping[str, Any], name: str, where: str = "") -> float:
         value = values[name]
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise self._error(f"{where}{name} = {value!r}: must be a number")
+        if type(value) not in (int, float):
+            raise self._error(f"{where}{name} = {shown(value)}: must be a number")
+        if problem := implausible(name, value):  # before it becomes a float: an integer may be too large for one
+            raise self._error(f"{where}{problem}")
         return float(value)
 
     def _flag(self, name: str) -> bool:
         value = self.values.get(name, False)
         if type(value) is not bool:
-            raise self._error(f"{name} = {value!r}: must be true or false")
+            raise self._error(f"{name} = {shown(value)}: must be true or false")
         return value
 
     def _head_dim(self) -> int:
         hidden, heads = self._count("hidden_size"), self._count("num_attention_heads")
-        stated = self._absent("head_dim", None)
-        if "head_dim" not in self.values and stated is None and hidden % heads:
+        usual = self._absent("head_dim", None)
+        if "head_dim" not in self.values and usual is None and hidden % heads:
             raise self._error(
                 f"head_dim is missing and hidden_size / num_attention_heads = {hidden} / {heads} is no integer"
             )
-        return self._count("head_dim", default=stated or hidden // heads)
+        return self._count("head_dim", default=usual or hidden // heads)
 
     def _epsilon(self) -> float:
         if "rms_norm_eps" in self.values:
@@ -231,14 +204,14 @@ class _Reader:
         values = self._rope_values()
         kind = values.get("rope_type", values.get("type", "default"))
         if not isinstance(kind, str):
-            raise self._error(f"rope_type = {kind!r}: must be a string")
+            raise self._error(f"rope_type = {shown(kind)}: must be a string")
         numbers: dict[str, Any] = {
             name: self._number(values, name, "rope ") for name in self._rope_fields(kind, values)
         }
         if kind in ("llama3", "yarn"):
             numbers["original_max_position_embeddings"] = self._original_context(values)
         if kind == "yarn" and type(values.get("truncate", True)) is not bool:
-            raise self._error(f"rope truncate = {values['truncate']!r}: must be true or false")
+            raise self._error(f"rope truncate = {shown(values['truncate'])}: must be true or false")
         numbers["truncate"] = values.get("truncate", True) if kind == "yarn" else True
         theta = values if "rope_theta" in values else {"rope_theta": self.values.get("rope_theta", 10000.0)}
         try:
@@ -253,12 +226,12 @@ class _Reader:
             if not values:
                 continue
             if not isinstance(values, dict):
-                raise self._error(f"{name} = {values!r}: must be an object")
+                raise self._error(f"{name} = {shown(values)}: must be an object")
             if any(isinstance(value, dict) for value in values.values()):
                 raise self._error(f"{name} differs from layer to layer ({', '.join(values)}): not supported")
             partial = values.get("partial_rotary_factor")
             if partial not in (None, 1):
-                raise self._error(f"{name}.partial_rotary_factor = {partial}: only 1 is supported")
+                raise self._error(f"{name}.partial_rotary_factor = {shown(partial)}: only 1 is supported")
             return {key: value for key, value in values.items() if value is not None}
         return {}
 
@@ -281,7 +254,7 @@ class _Reader:
         if type(value) is float and value.is_integer():
             value = int(value)
         if type(value) is not int or value < 1:
-            raise self._error(f"{name} = {value!r}: must be a positive integer")
+            raise self._error(f"{name} = {shown(value)}: must be a positive integer")
         return value
 
     def _note_unknown(self) -> None:
@@ -300,13 +273,13 @@ ONLY_UNQUANTISED = "only unquantised weights (bf16, fp16, fp32) are supported; u
 def quantization_method(quantization: object) -> str:
     """The name of the method in a quantization_config object, with its format where it states one."""
     if not isinstance(quantization, Mapping):
-        return f"quantization_config = {quantization!r}"
+        return f"quantization_config = {shown(quantization)}"
     method = quantization.get("quant_method")
     form = quantization.get("format") or quantization.get("checkpoint_format") or quantization.get("version")
     named = str(method) if method else "method not named"
     return f"{named}, {form}" if form and form != method else named
 
 
-def shown(value: object) -> str:
+def stated(value: object) -> str:
     """A value of config.json for a message."""
-    return "missing" if value is None else repr(value)
+    return "missing" if value is None else shown(value)

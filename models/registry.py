@@ -11,7 +11,7 @@ from typing import Any
 
 from cheetah.models import llama
 from cheetah.models.config import ModelConfig
-from cheetah.models.config_json import ConfigError, load_source, place_of, shown
+from cheetah.models.config_json import ConfigError, load_source, place_of, stated
 from cheetah.models.family import ModelFamily
 
 FAMILIES: dict[str, ModelFamily] = {family.name: family for family in (llama.FAMILY,)}
@@ -36,7 +36,7 @@ def read_config(source: str | Path | Mapping[str, Any], notes: list[str] | None 
     model_type = load_source(source).get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         supported = ", ".join(map(repr, FAMILIES))
-        raise ConfigError(f"{place_of(source)}: model_type is {shown(model_type)}, supported: {supported}")
+        raise ConfigError(f"{place_of(source)}: model_type is {stated(model_type)}, supported: {supported}")
     return FAMILIES[model_type].config_type.from_json(source, notes)
 
 

@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.errors import CheetahError
+from cheetah.models.plausible import RANGES, implausible
+from cheetah.printable import shown
 
 KINDS = ("default", "linear", "llama3", "yarn")
 
@@ -45,20 +47,15 @@ class Rope:
 
     def __post_init__(self) -> None:
         if self.rope_type not in KINDS:
-            raise RopeError(f"rope type {self.rope_type!r} is not supported; supported: {', '.join(KINDS)}")
-        _require(self.rope_theta > 1, "rope_theta", self.rope_theta, "greater than 1")
-        if self.rope_type != "default":
-            _require(self.factor > 0, "factor", self.factor, "positive")
-        if self.rope_type in ("llama3", "yarn"):
-            original = self.original_max_position_embeddings
-            _require(original > 0, "original_max_position_embeddings", original, "positive")
-        if self.rope_type == "llama3":
-            _require(self.low_freq_factor > 0, "low_freq_factor", self.low_freq_factor, "positive")
+            raise RopeError(f"rope type {shown(self.rope_type)} is not supported; supported: {', '.join(KINDS)}")
+        for name in ("rope_theta", *FIELDS_OF_KIND[self.rope_type]):
+            value = getattr(self, name)
+            problem = implausible(name, value) if name in RANGES and value is not None else None
+            if problem:
+                raise RopeError(f"rope {problem}")
+        if self.rope_type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             above = f"greater than low_freq_factor = {self.low_freq_factor:g}"
-            _require(self.high_freq_factor > self.low_freq_factor, "high_freq_factor", self.high_freq_factor, above)
-        if self.rope_type == "yarn":
-            _require(self.beta_slow > 0, "beta_slow", self.beta_slow, "positive")
-            _require(self.beta_fast > 0, "beta_fast", self.beta_fast, "positive")
+            raise RopeError(f"rope high_freq_factor = {self.high_freq_factor}: must be {above}")
 
     def to_dict(self) -> dict[str, object]:
         """The `rope_parameters` object of config.json that gives this value back, without fields at their default."""
@@ -166,8 +163,3 @@ def _yarn_pair(rope: Rope, turns: float, head_dim: int) -> float:
     """The (fractional) pair index whose frequency makes `turns` turns over the original context."""
     positions = rope.original_max_position_embeddings
     return head_dim * math.log(positions / (2 * math.pi * turns)) / (2 * math.log(rope.rope_theta))
-
-
-def _require(holds: bool, name: str, value: object, wanted: str) -> None:
-    if not holds:
-        raise RopeError(f"rope {name} = {value}: must be {wanted}")

@@ -14,6 +14,8 @@ from operator import index
 from typing import Any, Self
 
 from cheetah.errors import CheetahError
+from cheetah.models.plausible import LARGEST_ID
+from cheetah.printable import shown
 
 UNSUPPORTED = (
     "allowed_token_ids bad_words best_of do_sample frequency_penalty guided_decoding length_penalty logit_bias "
@@ -31,6 +33,8 @@ IGNORED_DEFAULTS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "typical_p": 1.0, "r
 """Entries of generation_config.json that are not supported, with the value that changes nothing."""
 
 SMALLEST_TEMPERATURE = 1e-6
+LARGEST_TEMPERATURE = 1e6
+"""Logits differ by less than 1000: beyond this every token is as likely as any other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +80,7 @@ class SamplingParams:
         self._check_temperature()
         self._check_counts()
         if self.seed is not None and not _is_int(self.seed, 0, 2**64 - 1):
-            raise CheetahError(f"seed={self.seed!r}: expected an integer from 0 to 2**64-1")
+            raise CheetahError(f"seed={shown(self.seed)}: expected an integer from 0 to 2**64-1")
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise CheetahError(f"stop: {text!r} is not a text of at least one character")
@@ -88,8 +92,8 @@ class SamplingParams:
         value = self.temperature
         if value is None:
             return
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-            raise CheetahError(f"temperature={value!r}: expected a finite number >= 0 (0 is greedy)")
+        if not _is_temperature(value):
+            raise CheetahError(f"temperature={shown(value)}: expected a number from 0 (greedy) to 1e6")
         if 0 < value < SMALLEST_TEMPERATURE:
             raise CheetahError(f"temperature={value!r} would overflow float32 logits: write 0 for greedy")
 
@@ -148,14 +152,14 @@ def _default_temperature(generation: Mapping[str, Any]) -> float:
     if not generation.get("do_sample"):
         return 0.0
     value = generation.get("temperature", 1.0)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise CheetahError(f"generation_config.json: temperature {value!r} is not a finite number >= 0")
+    if not _is_temperature(value):
+        raise CheetahError(f"generation_config.json: temperature {shown(value)} is not a number from 0 to 1e6")
     return float(value) if value == 0 or value >= SMALLEST_TEMPERATURE else 0.0
 
 
 def _ignored_defaults(generation: Mapping[str, Any]) -> list[str]:
     found = [
-        f"{name}={generation[name]}"
+        f"{name}={shown(generation[name])}"
         for name, neutral in IGNORED_DEFAULTS.items()
         if generation.get(name) is not None and generation[name] != neutral
     ]
@@ -168,9 +172,13 @@ def _token_ids(entry: Any) -> list[int]:
         return []
     entries = entry if isinstance(entry, list | tuple) else [entry]
     for token in entries:
-        if not _is_int(token, 0):
-            raise CheetahError(f"eos_token_id: {token!r} is not a token id")
+        if not _is_int(token, 0, LARGEST_ID):
+            raise CheetahError(f"eos_token_id: {shown(token)} is not a token id: expected an integer below 2**31")
     return list(dict.fromkeys(entries))
+
+
+def _is_temperature(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= LARGEST_TEMPERATURE
 
 
 def _is_int(value: Any, least: int, most: float = math.inf) -> bool:

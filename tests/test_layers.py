@@ -14,9 +14,10 @@ FAMILIES = (f"{MODELS}.llama",)
 MODEL = (MODELS, f"{MODELS}.registry")
 DATA = (*MODEL, "cheetah.manifest", "cheetah.plan")
 
-# What each part may import of ours, besides itself and cheetah.errors. The longest name that fits a module is its part.
+# What each part may import of ours, besides itself and FOUNDATION. The longest name that fits a module is its part.
+FOUNDATION = ("cheetah.printable", "cheetah.errors", "cheetah.untrusted")  # in this order
 MAY_IMPORT: dict[str, set[str]] = {
-    "cheetah.errors": set(),
+    **{part: set() for part in FOUNDATION},
     "cheetah.lang": set(),
     "cheetah.plan": set(),
     "cheetah.manifest": set(),
@@ -87,6 +88,11 @@ def part_of(name: str) -> str | None:
     return max((part for part in (*MAY_IMPORT, FRONT) if is_within(name, part)), key=len, default=None)
 
 
+def _foundation_of(part: str) -> tuple[str, ...]:
+    """All of FOUNDATION; for a part of it, what stands before it."""
+    return FOUNDATION[: FOUNDATION.index(part)] if part in FOUNDATION else FOUNDATION
+
+
 def backward_imports(module: str, source: str) -> list[str]:
     """A line for each import that this module must not have."""
     lines = []
@@ -97,7 +103,7 @@ def backward_imports(module: str, source: str) -> list[str]:
             lines.append(f"{module}:{line}: {name} would be a second copy of the modules: import cheetah.{name}")
         elif part == FRONT and any(is_within(name, family) for family in OF_MODELS_ALONE):
             lines.append(f"{module}:{line}: names {name}: ask cheetah.models.registry for the family")
-        elif part in MAY_IMPORT and imported not in (None, part, "cheetah.errors", *MAY_IMPORT[part]):
+        elif part in MAY_IMPORT and imported not in (None, part, *_foundation_of(part), *MAY_IMPORT[part]):
             lines.append(f"{module}:{line}: {part} must not import {name}; it may import {sorted(MAY_IMPORT[part])}")
     return lines
 

@@ -45,7 +45,7 @@ HEAD = "lm_head.weight"
 MATRICES = ("qkv", "o", "gate_up", "down", "head")
 
 _LAYER = "model.layers.{layer}."
-LAYER_PATTERN = r"model\.layers\.(\d+)\."
+LAYER_PATTERN = r"model\.layers\.([0-9]{1,9})\."  # a longer number is no layer's
 INPUT_NORM = _LAYER + "input_layernorm.weight"
 POST_ATTENTION_NORM = _LAYER + "post_attention_layernorm.weight"
 _SOURCES = {

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from cheetah.models.registry import read_config
 from cheetah.runtime.checkpoint.safetensors_files import INDEX_FILE, SINGLE_FILE, LoadingError, shard_names
+from cheetah.untrusted import read_text
 
 SMALL_FILES = ["*.json", "*.jinja", "chat_templates/*.jinja"]
 NEVER = ["original/*", "*.py", "onnx/*", "*/*.json"]
@@ -48,7 +49,7 @@ def cached_folder(repository: str, revision: str | None) -> Path:
     revision = revision or "main"
     repository_folder = cache_folder() / f"models--{repository.replace('/', '--')}"
     reference = repository_folder / "refs" / revision
-    commit = reference.read_text().strip() if reference.is_file() else revision
+    commit = read_text(reference, 1000, LoadingError).strip() if reference.is_file() else revision
     folder = repository_folder / "snapshots" / commit
     if not (folder / "config.json").is_file():
         raise LoadingError(

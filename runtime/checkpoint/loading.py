@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from cheetah.models.config import ModelConfig
-from cheetah.models.config_json import ONLY_UNQUANTISED, ConfigError, load_json, quantization_method
+from cheetah.models.config_json import ONLY_UNQUANTISED, ConfigError, quantization_method
 from cheetah.models.family import Rows
 from cheetah.models.registry import DEMO, DEMO_FOLDER, PRESET_NAMES, preset, read_config, resolve_config
 from cheetah.runtime.checkpoint import hub
 from cheetah.runtime.checkpoint.random_weights import Bits, random_tensors
 from cheetah.runtime.checkpoint.safetensors_files import LoadingError, StoredTensors, find_tensors
 from cheetah.runtime.checkpoint.tensor_checks import checked_tensors
+from cheetah.untrusted import read_json
 
 __all__ = ["Checkpoint", "LoadingError", "open_checkpoint"]
 
@@ -145,7 +146,7 @@ def _checkpoint(name: str, config: ModelConfig, folder: Path | None, readers: Re
 def _optional_json(folder: Path | None, name: str) -> dict[str, Any]:
     if folder is None or not (folder / name).is_file():
         return {}
-    return load_json(folder / name)
+    return read_json(folder / name, error=LoadingError)
 
 
 def _text_files(folder: Path | None) -> dict[str, Path]:
@@ -158,7 +159,7 @@ def _text_files(folder: Path | None) -> dict[str, Path]:
 def _refuse_quantisation_files(folder: Path) -> None:
     for name, method in QUANTISATION_FILES.items():
         if (folder / name).is_file():
-            method = quantization_method({"quant_method": method, **load_json(folder / name)})
+            method = quantization_method({"quant_method": method, **read_json(folder / name, error=LoadingError)})
             raise LoadingError(f"{folder / name}: the weights are quantised ({method}): {ONLY_UNQUANTISED}")
 
 

@@ -22,14 +22,18 @@ import numpy as np
 import numpy.typing as npt
 
 from cheetah.errors import CheetahError
-from cheetah.models.config_json import ConfigError, load_json, parse_json
 from cheetah.models.family import Rows
+from cheetah.printable import shown, shown_name
+from cheetah.untrusted import parse_json, read_json
 
 Bits = npt.NDArray[np.uint16]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-HEADER_LIMIT_BYTES = 100_000_000  # the library's own limit
+HEADER_LIMIT_BYTES = 32_000_000  # a quarter of a million tensors; the library's own limit is 100 MB
+FILE_NAME_BYTES = 255  # of what a file system takes
+MOST_DIMENSIONS = 64
+LARGEST_SIZE = 2**63 - 1
 
 # Bits of an element of each dtype that safetensors names.
 DTYPE_BITS = {"BF16": 16, "F16": 16, "F32": 32, "F64": 64, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8} | {
@@ -155,7 +159,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             raise LoadingError(
                 f"{path}: not a whole safetensors file: {size} bytes, and a header of {length} bytes is announced"
             )
-        header = _parse(file.read(length), str(path))
+        header = parse_json(file.read(length), str(path), LoadingError)
     header.pop("__metadata__", None)
     tensors = {name: _stored_tensor(path, name, entry, 8 + length) for name, entry in header.items()}
     _check_coverage(path, tensors, 8 + length, size)
@@ -164,12 +168,13 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 def shard_names(folder: Path) -> list[str]:
     """The files that the index of a folder names, sorted."""
-    return sorted(set(_weight_map(folder / INDEX_FILE, _load(folder / INDEX_FILE)).values()))
+    path = folder / INDEX_FILE
+    return sorted(set(_weight_map(path, read_json(path, error=LoadingError)).values()))
 
 
 def _find_sharded(folder: Path) -> StoredTensors:
     path = folder / INDEX_FILE
-    index = _load(path)
+    index = read_json(path, error=LoadingError)
     weight_map = _weight_map(path, index)
     tensors: dict[str, StoredTensor] = {}
     for shard in sorted(set(weight_map.values())):
@@ -196,7 +201,7 @@ def _size_notes(path: Path, index: Mapping[str, Any], tensors: Mapping[str, Stor
     found = sum(tensor.nbytes for tensor in tensors.values())
     if stated is None or stated == found:
         return []
-    return [f"{path}: total_size is {stated}, the tensors have {found} bytes"]
+    return [f"{path}: total_size is {shown(stated)}, the tensors have {found} bytes"]
 
 
 def _weight_map(path: Path, index: Mapping[str, Any]) -> dict[str, str]:
@@ -204,23 +209,33 @@ def _weight_map(path: Path, index: Mapping[str, Any]) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise LoadingError(f"{path}: weight_map is missing or empty: it must map each tensor to its file")
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise LoadingError(f"{path}: weight_map places {name} in {shard!r}: expected a .safetensors file beside it")
+        if not _is_file_name(shard) or not shard.endswith(".safetensors"):
+            placed = f"{shown_name(name)} in {shown(shard)}"
+            raise LoadingError(f"{path}: weight_map places {placed}: expected a .safetensors file beside it")
     return weight_map
 
 
+def _is_file_name(name: Any) -> bool:
+    """Whether a folder can have a file of that name."""
+    if not isinstance(name, str) or Path(name).name != name or "\0" in name:
+        return False
+    return len(name.encode("utf-8", "surrogatepass")) <= FILE_NAME_BYTES
+
+
 def _stored_tensor(path: Path, name: str, entry: Any, data_begin: int) -> StoredTensor:
+    place = f"{path}: tensor {shown_name(name)}"
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
-        raise LoadingError(f"{path}: tensor {name}: its header entry must hold dtype, shape and data_offsets")
+        raise LoadingError(f"{place}: its header entry must hold dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise LoadingError(f"{path}: tensor {name}: dtype {dtype!r} is not known")
+        raise LoadingError(f"{place}: dtype {shown(dtype)} is not known")
     if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
-        raise LoadingError(f"{path}: tensor {name}: shape {shape} or data_offsets {offsets} are not lists of sizes")
+        found = f"shape {shown(shape)} or data_offsets {shown(offsets)}"
+        raise LoadingError(f"{place}: {found} are not lists of at most {MOST_DIMENSIONS} sizes below 2**63")
     wanted = math.prod(shape) * DTYPE_BITS[dtype] // 8
     begin, end = offsets
     if end - begin != wanted:
-        raise LoadingError(f"{path}: tensor {name}: {end - begin} bytes, but {dtype} {shape} needs {wanted}")
+        raise LoadingError(f"{place}: {end - begin} bytes, but {dtype} {shown(shape)} needs {shown(wanted)}")
     return StoredTensor(path, dtype, tuple(shape), data_begin + begin, wanted)
 
 
@@ -237,18 +252,8 @@ def _check_coverage(path: Path, tensors: Mapping[str, StoredTensor], data_begin:
 
 
 def _is_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
+    """Whether this may be a shape: short enough that the product of its sizes is no work."""
+    if not isinstance(value, list) or len(value) > MOST_DIMENSIONS:
+        return False
+    return all(type(size) is int and 0 <= size <= LARGEST_SIZE for size in value)
 
-
-def _parse(data: bytes, place: str) -> dict[str, Any]:
-    try:
-        return parse_json(data, place)
-    except ConfigError as problem:
-        raise LoadingError(str(problem)) from problem
-
-
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        return load_json(path)
-    except ConfigError as problem:
-        raise LoadingError(str(problem)) from problem

@@ -13,6 +13,7 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.config_json import ONLY_UNQUANTISED
 from cheetah.models.family import ModelFamily
 from cheetah.models.registry import family_of
+from cheetah.printable import shown_name
 from cheetah.runtime.checkpoint.safetensors_files import WEIGHT_DTYPES, LoadingError, StoredTensor
 
 IGNORED_SUFFIX = ".rotary_emb.inv_freq"  # a constant that old checkpoints store
@@ -49,9 +50,9 @@ def _refuse_quantised(stored: Mapping[str, StoredTensor], place: str) -> None:
         quantised = name.endswith(QUANTISED_SUFFIXES)
         if quantised or (tensor.dtype not in WEIGHT_DTYPES and not name.endswith(IGNORED_SUFFIX)):
             what = "is part of a quantised weight" if quantised else "is not a plain weight"
+            described = f"tensor {shown_name(name)} ({tensor.dtype} {list(tensor.shape)})"
             raise LoadingError(
-                f"{place}: tensor {name} ({tensor.dtype} {list(tensor.shape)}) {what}, though config.json names no "
-                f"quantisation: {ONLY_UNQUANTISED}"
+                f"{place}: {described} {what}, though config.json names no quantisation: {ONLY_UNQUANTISED}"
             )
 
 
@@ -108,9 +109,10 @@ def _unknown(
     zeros = {name for name in biases if not np.any(stored[name].bf16_bits() & 0x7FFF)}
     if zeros:
         notes.append(f"{len(zeros)} biases are all zero and are left out")
-    problems = [f"a bias that is not zero, which is not supported: {name}" for name in biases if name not in zeros]
+    others = [shown_name(name) for name in biases if name not in zeros]
+    problems = [f"a bias that is not zero, which is not supported: {name}" for name in others]
     unknown = [name for name in extra if name not in biases]
-    return problems + [f"extra: {name} {list(stored[name].shape)}" for name in unknown]
+    return problems + [f"extra: {shown_name(name)} {list(stored[name].shape)}" for name in unknown]
 
 
 def _same_bits(first: StoredTensor, second: StoredTensor) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 
+from cheetah.printable import printable
 from cheetah.runtime.device.interface import (
     Argument,
     ArgumentError,
@@ -47,8 +48,8 @@ DEVICE_NAMES = ("cuda", "pycuda", "emulator")
 
 
 def say_to_stderr(line: str) -> None:
-    """The usual `Say`: a line on stderr, so that stdout carries the generated text alone."""
-    print(line, file=sys.stderr, flush=True)
+    """The usual `Say`: a line on stderr, so that stdout carries the generated text alone. It may quote any file."""
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 def open_device(name: str | None = None, *, compiler: str = "nvrtc", say: Say = say_to_stderr) -> Device:

@@ -55,11 +55,28 @@ def test_tensor_in_two_shards(tmp_path):
     assert Q in message and ("stands in two files" in message or "places in" in message)
 
 
-@pytest.mark.parametrize("shard", ["../other.safetensors", "model.bin", 7])
+@pytest.mark.parametrize("shard", ["../other.safetensors", "model.bin", 7, "a\0.safetensors"])
 def test_index_may_name_only_safetensors_beside_it(tmp_path, shard):
     weight_map = write_shards(tmp_path)
     write_index(tmp_path, {**weight_map, Q: shard}, None)
     assert f"places {Q} in {shard!r}: expected a .safetensors file beside it" in refusal(tmp_path)
+
+
+def test_index_may_name_only_files_that_can_be(tmp_path):
+    weight_map = write_shards(tmp_path)
+    write_index(tmp_path, {**weight_map, Q: "x" * 5000 + ".safetensors"}, None)
+    assert "expected a .safetensors file beside it" in refusal(tmp_path)
+
+
+def test_a_layer_number_that_no_model_has(tmp_path):
+    name = f"model.layers.{'9' * 5000}.self_attn.q_proj.weight"
+    write_model(tmp_path, {**random_values(), name: random_values()[Q]})
+    assert "extra: model.layers.9999" in refusal(tmp_path) and len(refusal(tmp_path)) < 1000
+
+
+def test_a_bias_without_elements_is_a_bias_of_zeros(tmp_path):
+    write_model(tmp_path, {**random_values(), "a.bias": np.zeros((0, 2**40), np.float32)})
+    assert open_checkpoint(tmp_path).notes[0] == "1 biases are all zero and are left out"
 
 
 def test_total_size_that_lies_is_noted(tmp_path):
@@ -86,7 +103,12 @@ def entry(begin, end, shape=(2,), dtype="BF16"):
         ({"a": entry(0, 4), "b": entry(6, 10)}, 10, "tensor b leaves a hole"),
         ({"a": entry(0, 6)}, 6, "tensor a: 6 bytes, but BF16 [2] needs 4"),
         ({"a": entry(0, 4, dtype="Q4")}, 4, "tensor a: dtype 'Q4' is not known"),
-        ({"a": entry(0, 4, shape=(-2,))}, 4, "are not lists of sizes"),
+        ({"a": entry(0, 4, shape=(-2,))}, 4, "are not lists of at most 64 sizes below 2**63"),
+        ({"a": entry(0, 4, shape=[10**300] * 100_000)}, 4, "are not lists of at most 64 sizes"),
+        ({"a": entry(0, 4, shape=[2**63])}, 4, "are not lists of at most 64 sizes"),
+        ({"a": entry(0, 4, shape=[2**62] * 64)}, 4, "needs an integer of about"),
+        ({"\x1b[2J": entry(0, 6)}, 6, "tensor \\x1b[2J: 6 bytes"),
+        (b"[" * 1_000_000, 0, "its brackets are nested too deeply"),
         ({"a": {"dtype": "BF16"}}, 0, "must hold dtype, shape and data_offsets"),
         (b'{"a": 1, "a": 2}', 0, "key 'a' stands twice"),
         (b"[", 0, "cannot be read as JSON"),

@@ -16,7 +16,8 @@ from cheetah.runtime.sampling import SamplingDefaults, SamplingParams, as_token_
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"temperature": -0.1}, "temperature=-0.1: expected a finite number >= 0"),
+        ({"temperature": -0.1}, r"temperature=-0.1: expected a number from 0 \(greedy\) to 1e6"),
+        ({"temperature": 10**400}, "temperature=an integer of about 401 digits"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"temperature": float("inf")}, "temperature=inf"),
         ({"temperature": "hot"}, "temperature='hot'"),
@@ -79,7 +80,7 @@ def test_differing_end_ids_are_noted_in_one_line() -> None:
     assert "[2, 3, 5]" in note and "\n" not in note
 
 
-@pytest.mark.parametrize("entry", [-1, "2", [True], 1.0])
+@pytest.mark.parametrize("entry", [-1, "2", [True], 1.0, 2**31, 10**30])
 def test_end_ids_of_another_kind_are_refused(entry: Any) -> None:
     with pytest.raises(CheetahError, match="is not a token id"):
         SamplingDefaults.from_configs({"eos_token_id": entry})
@@ -106,6 +107,12 @@ def test_temperature_comes_from_the_checkpoint_only_if_it_samples(
     generation: dict[str, Any] | None, expected: float
 ) -> None:
     assert SamplingDefaults.from_configs(generation).temperature == expected
+
+
+@pytest.mark.parametrize("value", [-1, "hot", True, 10**400, 1e300])
+def test_a_default_temperature_that_is_none_is_refused(value: Any) -> None:
+    with pytest.raises(CheetahError, match="generation_config.json: temperature .* is not a number from 0 to 1e6"):
+        SamplingDefaults.from_configs({"do_sample": True, "temperature": value})
 
 
 def test_defaults_that_cannot_be_honoured_are_noted() -> None:

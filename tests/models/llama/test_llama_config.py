@@ -1,13 +1,18 @@
 """Configurations: presets, both spellings of config.json, and every refusal with its message."""
 
+import itertools
 import json
+import math
+from dataclasses import asdict
 
+import numpy as np
 import pytest
 
-from cheetah.models.config_json import ConfigError, load_json
+from cheetah.models.config_json import ConfigError
 from cheetah.models.llama import LlamaConfig
+from cheetah.models.plausible import RANGES
 from cheetah.models.registry import PRESETS, preset, resolve_config
-from cheetah.models.rope import Rope
+from cheetah.models.rope import FIELDS_OF_KIND, Rope, frequencies
 
 SMALL = {
     "architectures": ["LlamaForCausalLM"],
@@ -118,7 +123,19 @@ REFUSED = [
     ({"num_attention_heads": 32}, "32 / 2 = 16: at most 8 query heads"),
     ({"head_dim": 96}, "head_dim = 96: kernels exist for head_dim 64 and 128 only"),
     ({"head_dim": None, "hidden_size": 257}, "257 / 8 is no integer"),
-    ({"rms_norm_eps": 0}, "rms_norm_eps = 0.0: must be positive"),
+    ({"rms_norm_eps": 0}, "rms_norm_eps = 0: must be from 1e-37 to 0.1 (a part of"),
+    ({"rms_norm_eps": 4}, "rms_norm_eps = 4: must be from 1e-37 to 0.1"),
+    ({"rms_norm_eps": 1e18}, "rms_norm_eps = 1e+18: must be"),
+    ({"rms_norm_eps": 10**400}, "rms_norm_eps = an integer of about 401 digits: must be from"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan: must be from"),
+    ({"num_hidden_layers": 2**31}, "num_hidden_layers = 2147483648: must be from 1 to 1024 (published models have"),
+    ({"num_hidden_layers": 10**30}, "num_hidden_layers = 1000000000000000000000000000000: must be"),
+    ({"num_hidden_layers": 10**999}, "num_hidden_layers = an integer of about 1000 digits: must be"),
+    ({"hidden_size": 2**40}, "hidden_size = 1099511627776: must be from"),
+    ({"intermediate_size": 10**9}, "intermediate_size = 1000000000: must be from"),
+    ({"num_attention_heads": 2**20}, "num_attention_heads = 1048576: must be from"),
+    ({"vocab_size": 10**30}, "vocab_size = 1000000000000000000000000000000: must be from 1 to 4194304"),
+    ({"max_position_embeddings": 10**30}, "must be from 1 to 2147483647 (positions are 32-bit integers)"),
     ({"rms_norm_eps": "1e-5"}, "rms_norm_eps = '1e-5': must be a number"),
     ({"tie_word_embeddings": 1}, "tie_word_embeddings = 1: must be true or false"),
     ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; supported: 'silu'"),
@@ -133,11 +150,19 @@ REFUSED = [
     ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear' needs factor"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope type 'llama3' needs low_freq_factor"),
     ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "rope factor = '2': must be a number"),
-    ({"rope_scaling": {"rope_type": "linear", "factor": -2}}, "rope factor = -2.0: must be positive"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": -2}}, "rope factor = -2: must be from 1 to 1000000"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "rope factor = 0.5: must be from 1"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 10**400}}, "rope factor = an integer of about 401 digits"),
+    ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 1e30}}, "2147483647"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "attention_factor": -1}}, "rope attention_factor = -1: must"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "mscale": -10}}, "rope mscale = -10: must be from 0"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "beta_fast": 1e300}}, "rope beta_fast = 1e+300: must"),
     ({"rope_parameters": {"full_attention": {"rope_theta": 1}}}, "rope_parameters differs from layer to layer"),
     ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
-    ({"rope_theta": 0}, "rope rope_theta = 0.0: must be greater than 1"),
+    ({"rope_theta": 0}, "rope_theta = 0: must be from 2 to 1e+20"),
+    ({"rope_theta": 10**400}, "rope_theta = an integer of about 401 digits: must be"),
+    ({"rope_theta": float("inf")}, "rope_theta = inf: must be"),
     ({"rope_scaling": "linear"}, "rope_scaling = 'linear': must be an object"),
     ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, "greater than low_freq_factor = 1"),
 ]
@@ -166,19 +191,12 @@ def test_suspicious_values_are_noted(changes, note):
     assert len(notes) == 1 and note in notes[0]
 
 
-def test_duplicate_keys_are_refused(tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text('{"rope": {"a": 1, "a": 2}}')
-    with pytest.raises(ConfigError, match="config.json: key 'a' stands twice"):
-        load_json(path)
-
-
-@pytest.mark.parametrize("text", ["[1]", "{", '{"a": NaN}', "\xff"])
+@pytest.mark.parametrize("text", ["[1]", "{", '{"a": NaN}', "\xff", "[" * 100_000, '{"rope": {"a": 1, "a": 2}}'])
 def test_broken_json_is_refused_with_the_file(tmp_path, text):
     path = tmp_path / "config.json"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match="config.json: "):
-        load_json(path)
+        resolve_config(path)
 
 
 def test_resolve_takes_presets_folders_and_files(tmp_path):
@@ -193,3 +211,28 @@ def test_messages_name_the_file(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, "head_dim": 80}))
     with pytest.raises(ConfigError, match=r"config\.json: head_dim = 80"):
         resolve_config(tmp_path)
+
+
+def test_what_is_built_by_hand_is_bounded_too():
+    values = {**asdict(PRESETS["llama-3.1-8b"]), "rope": Rope()}
+    for changes in ({"layers": 10**30}, {"layers": 0}, {"rms_norm_eps": 4.0}, {"vocab_size": 2**31}):
+        with pytest.raises(ConfigError, match="must be from"):
+            LlamaConfig(**{**values, **changes})
+
+
+def test_the_text_of_a_value_reaches_no_terminal_as_it_is():
+    with pytest.raises(ConfigError) as raised:
+        read(hidden_act="\x1b]0;owned\x07" + "\ud800" * 10_000)
+    assert "\\x1b]0;owned" in str(raised.value) and len(str(raised.value)) < 600
+    assert str(raised.value).isprintable()
+
+
+def test_any_plausible_rope_gives_a_finite_table():
+    """At the ends of every range, two fields at a time: no division by zero, no overflow, no NaN."""
+    fields = FIELDS_OF_KIND["yarn"]
+    ends = [(name, end) for name in fields if name in RANGES for end in (RANGES[name].least, RANGES[name].most)]
+    for (one, first), (other, second) in itertools.combinations(ends, 2):
+        for theta in (RANGES["rope_theta"].least, RANGES["rope_theta"].most):
+            scaling = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 128}
+            rope = read(rope_theta=theta, rope_scaling={**scaling, one: first, other: second}).rope
+            assert np.isfinite(frequencies(rope, 64)).all() and math.isfinite(rope.attention_scale())

@@ -69,7 +69,7 @@ def test_yarn_attention_scale():
     assert both.attention_scale() == pytest.approx(wanted)
     given = Rope(1e4, "yarn", 4.0, original_max_position_embeddings=2048, attention_factor=1.25)
     assert given.attention_scale() == 1.25
-    assert Rope(1e4, "yarn", 0.5, original_max_position_embeddings=2048).attention_scale() == 1.0
+    assert Rope(1e4, "yarn", 1.0, original_max_position_embeddings=2048).attention_scale() == 1.0
 
 
 def test_table_is_exact_at_late_positions():

@@ -1,0 +1,63 @@
+"""What the numbers of a config.json may plausibly be, whatever the family: beyond it a file is broken, or means harm.
+
+A number out of its range would not fail by itself: it would make a program that never ends, or text without sense. Each
+range says why it ends where it does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cheetah.printable import shown
+
+LARGEST_ID = 2**31 - 1
+"""Token ids and positions are 32-bit integers on the device."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Least and most that a number may be, and why."""
+
+    least: float
+    most: float
+    why: str
+
+    def __contains__(self, value: float) -> bool:
+        return self.least <= value <= self.most  # exact for any integer, however large; false for NaN
+
+
+_SCALING = Range(1.0, 1e6, "positions are divided by it, to make a context longer; published models have up to 128")
+_TURNS = Range(1e-6, 1e6, "published models have 1 to 32")
+_MAGNITUDE = Range(0.0, 1e3, "published models have up to 1.5")
+
+RANGES = {
+    "hidden_size": Range(1, 2**17, "published models have up to 18,432"),
+    "intermediate_size": Range(1, 2**20, "published models have up to 73,728"),
+    "num_hidden_layers": Range(1, 1024, "published models have up to 126"),
+    "num_attention_heads": Range(1, 1024, "published models have up to 128"),
+    "num_key_value_heads": Range(1, 1024, "published models have up to 128"),
+    "head_dim": Range(1, 1024, "published models have up to 256"),
+    "vocab_size": Range(1, 2**22, "published models have up to 262,400"),
+    "max_position_embeddings": Range(1, LARGEST_ID, "positions are 32-bit integers"),
+    "rms_norm_eps": Range(1e-37, 0.1, "a part of the mean of squares, and not zero in float32; models have 1e-5"),
+    "rope_theta": Range(2, 1e20, "every pair of a head must turn, each slower than the last; models have 1e4 to 5e10"),
+    "factor": _SCALING,
+    "low_freq_factor": _TURNS,
+    "high_freq_factor": _TURNS,
+    "beta_fast": _TURNS,
+    "beta_slow": _TURNS,
+    "original_max_position_embeddings": Range(1, LARGEST_ID, "positions are 32-bit integers"),
+    "mscale": _MAGNITUDE,
+    "mscale_all_dim": _MAGNITUDE,
+    "attention_factor": Range(1e-3, 1e3, "cosines and sines are multiplied by it; published models have up to 1.5"),
+}
+"""By the field's name in config.json, or in its rope_parameters."""
+
+
+def implausible(name: str, value: Any) -> str | None:
+    """What is wrong with the number of field `name`, in words; None if nothing is."""
+    allowed = RANGES[name]
+    if value in allowed:
+        return None
+    return f"{name} = {shown(value)}: must be from {allowed.least:.12g} to {allowed.most:.12g} ({allowed.why})"
