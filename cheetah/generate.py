@@ -33,7 +33,7 @@ ROLES = {
     "sequences": "the launch's sequences: see cheetah.plan.kv.tables",
     "columns": "the launch's columns: see cheetah.plan.kv.tables",
     "exchange": "workspace through which blocks exchange vectors; zeroed once",
-    "tokens": "of every sequence: inputs, and what the kernel makes of them",
+    "tokens": "of every sequence: inputs, and what the kernel makes of them; -1 where no logit is a number",
     "stop_ids": "token ids that end a sequence",
     "logits": "of every step and column, if wanted",
     "progress": "how far each block is",
@@ -42,7 +42,6 @@ ROLES = {
     "steps": "most steps to make",
     "head_from": "first step whose samples are wanted",
     "column_count": "columns in use",
-    "sequence_count": "sequences in use",
     "plan_count": "schedules in `kv_plans`",
     "epoch": "first of the launch's exchange epochs: steps * (layers + 1) are used",
 }

@@ -311,7 +311,7 @@ __device__ __forceinline__ uint4 make_u32x4(uint32_t x, uint32_t y, uint32_t z, 
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* weights, const bf16* norms, const bf16* embedding, const float* rope, bf16* kv, const int32_t* page_table, const int32_t* kv_plans, const int32_t* tiles, const int32_t* sequences, const int32_t* columns, uint8_t* exchange, int32_t* tokens, const int32_t* stop_ids, float* logits, uint32_t* progress, int32_t* status, uint32_t steps, uint32_t head_from, uint32_t column_count, uint32_t sequence_count, uint32_t plan_count, uint32_t epoch) {
+extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* weights, const bf16* norms, const bf16* embedding, const float* rope, bf16* kv, const int32_t* page_table, const int32_t* kv_plans, const int32_t* tiles, const int32_t* sequences, const int32_t* columns, uint8_t* exchange, int32_t* tokens, const int32_t* stop_ids, float* logits, uint32_t* progress, int32_t* status, uint32_t steps, uint32_t head_from, uint32_t column_count, uint32_t plan_count, uint32_t epoch) {
   uint8_t* arena = shared_arena();
   uint32_t block = blockIdx.x;
   uint32_t thread = threadIdx.x;
@@ -2063,7 +2063,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           uint32_t given = value;
           uint32_t value_2 = load_constant_u32(sequences + (sequence * 16 + 1));
           uint32_t per_step = value_2;
-          uint32_t sampled = ((uint32_t*)(arena + 229376))[column] < 128255 ? ((uint32_t*)(arena + 229376))[column] : 128255;
+          uint32_t sampled = ((uint32_t*)(arena + 229376))[column];
           uint32_t stopped = ((uint32_t*)(arena + 229344))[column * 8 + 7];
           if (number + 1 >= given && number < total) {
             if (block == 0) {
@@ -2088,7 +2088,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             going_on = 1;
           }
           if (following_2 >= given && per_step == 1) {
-            next_token[column] = sampled;
+            next_token[column] = sampled < 128255 ? sampled : 128255;
           } else {
             uint32_t token = 0;
             uint32_t value_3 = load_constant_u32(sequences + (sequence * 16 + 2));

@@ -10,6 +10,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from cheetah.plan.kv.tables import NO_TOKEN
+
 U32 = NDArray[np.uint32]
 
 ROUNDS = 10
@@ -44,8 +46,12 @@ def gumbel_noise(tokens: ArrayLike, seed: int, position: int) -> NDArray[np.floa
 
 
 def sample(logits: NDArray[np.float32], temperature: float, seed: int, position: int) -> int:
-    """The token at `position`, from the logits [vocab] before it. Temperature 0: the largest, the lowest id on ties."""
-    if temperature == 0:
-        return int(np.argmax(logits))
-    noise = gumbel_noise(np.arange(len(logits)), seed, position)
-    return int(np.argmax(logits / np.float32(temperature) + noise))
+    """The token at `position`, from the logits [vocab] before it. Temperature 0: the largest, the lowest id on ties.
+
+    NaN is never taken; NO_TOKEN if nothing else is there but -infinity.
+    """
+    candidates = logits
+    if temperature != 0:
+        candidates = logits / np.float32(temperature) + gumbel_noise(np.arange(len(logits)), seed, position)
+    best = int(np.argmax(np.where(np.isnan(candidates), -np.inf, candidates)))
+    return best if candidates[best] > -np.inf else NO_TOKEN

@@ -19,11 +19,11 @@ from cheetah.blocks.linear.matvec import Matvec, Rows
 from cheetah.blocks.timeline import NO_TIMELINE, Timeline
 from cheetah.lang import prim, ty
 from cheetah.plan import STRIP_ROWS
+from cheetah.plan.kv.tables import NO_TOKEN
 
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
 PHILOX_ROUNDS = 10
-NOBODY = 0xFFFFFFFF
 
 
 @ch.inline
@@ -79,7 +79,7 @@ class Sampler:
         self.best, self.best_token = [], []
         for _ in range(self.matvec.slots):
             best = ch.var(ty.f32, -math.inf)
-            best_token = ch.var(ty.u32, NOBODY)
+            best_token = ch.var(ty.u32, NO_TOKEN)
             self.best.append(best)
             self.best_token.append(best_token)
 
@@ -100,7 +100,8 @@ class Sampler:
 
     @ch.inline
     def choose(self, epoch: ch.Expr, step: ch.Expr) -> None:
-        """Leave the grid's best token of every column in the region `chosen`; ends with a barrier of the math warps.
+        """Leave the grid's best token of every column in the region `chosen`, NO_TOKEN where no logit is a number above
+        -infinity; ends with a barrier of the math warps.
 
         Every block publishes here in every step, even if it has no candidate: with release, and all blocks' words are
         read with acquire. So after it each block sees what every block wrote in this step, its keys and values above
@@ -172,7 +173,7 @@ class Sampler:
         machine = self.machine
         candidates = machine.region(region, ty.u32x2)
         best = ch.var(ty.f32, -math.inf)
-        best_token = ch.var(ty.u32, NOBODY)
+        best_token = ch.var(ty.u32, NO_TOKEN)
         with ch.for_(machine.lane, count, 32, unroll=1) as other:
             candidate = candidates[other * stride + column]
             self._take(best, best_token, prim.bits_float(candidate.x), candidate.y)

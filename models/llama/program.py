@@ -44,7 +44,6 @@ PARAMETERS: dict[str, ty.Type] = {
     "steps": ty.u32,
     "head_from": ty.u32,
     "column_count": ty.u32,
-    "sequence_count": ty.u32,
     "plan_count": ty.u32,
     "epoch": ty.u32,
 }

@@ -259,7 +259,7 @@ class StepParts:
         total = ch.const(ty.u32, columns.state(column, TOTAL), name="total")
         given = ch.const(ty.u32, columns.sequence(sequence, "given"), name="given")
         per_step = ch.const(ty.u32, columns.sequence(sequence, "per_step"), name="per_step")
-        sampled = ch.minimum(machine.region("chosen", ty.u32)[column], self.shape.vocab - 1)
+        sampled = ch.const(ty.u32, machine.region("chosen", ty.u32)[column], name="sampled")
         stopped = ch.var(ty.u32, columns.state(column, STOPPED))
         with ch.if_((number + 1 >= given) & (number < total)):
             with ch.if_(machine.block == 0):
@@ -275,7 +275,8 @@ class StepParts:
         with ch.if_(stopped == 0):
             going_on.set(1)
         with ch.if_((following >= given) & (per_step == 1)):
-            self.next_token[column] = sampled
+            # No logit was a number: the host is told so, and an address in the embedding must be one.
+            self.next_token[column] = ch.minimum(sampled, self.shape.vocab - 1)
         with ch.else_():
             self.next_token[column] = self._given(sequence, following)
 

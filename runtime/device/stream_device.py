@@ -237,9 +237,9 @@ class StreamDevice:
         if not hasattr(self._driver, "begin_capture"):
             raise DeviceError(f"device {self.name} cannot capture a graph: use device cuda")
         driver = cast(GraphDriver, self._driver)
-        self._captured = []
         with self._in_use():
             driver.begin_capture(self._stream)
+            launches = self._captured = list[Mapping[str, Argument]]()
             try:
                 work()
             except BaseException:
@@ -247,7 +247,7 @@ class StreamDevice:
                     driver.free_graph(driver.end_capture(self._stream))
                 raise
             finally:
-                launches, self._captured = self._captured, None
+                self._captured = None
             return StreamGraph(self, driver.end_capture(self._stream), launches, self._last)
 
     def launch_graph(self, graph: StreamGraph) -> None:

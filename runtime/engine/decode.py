@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from cheetah.errors import CheetahError
 from cheetah.runtime.engine.kv_cache import CachedSequence, pages_for
-from cheetah.runtime.engine.launcher import Launcher, LaunchResult, Part, Sampling
+from cheetah.runtime.engine.launcher import NOT_A_NUMBER, Launcher, LaunchResult, Part, Sampling
 from cheetah.runtime.engine.prefix_cache import PrefixCache
 from cheetah.runtime.outputs import Timings
 from cheetah.runtime.sampling import seed_of
@@ -88,6 +88,7 @@ class Completion:
         self.ids = list(request.prompt_ids)
         self.stop_id: int | None = None
         self.refusal: str | None = None
+        self.has_failed = False
         self.cached_tokens = 0
         self._taken = len(self.ids)
         self._prefill_s = self._decode_s = 0.0
@@ -160,6 +161,9 @@ class Completion:
         self.ids += result.token_ids
         if result.token_ids and result.token_ids[-1] in part.sampling.stop_ids:
             self.stop_id = result.token_ids[-1]
+        if result.has_failed:
+            self.has_failed = True
+            self.refusal = NOT_A_NUMBER.format(position=len(self.ids))
 
 
 class Decoder:
@@ -329,7 +333,7 @@ class Decoder:
 
     def _remember(self, completion: Completion) -> None:
         cache = completion.cache
-        if self._prefixes is not None and cache is not None:
+        if self._prefixes is not None and cache is not None and not completion.has_failed:
             self._prefixes.insert(completion.ids[: cache.length], cache.pages)
 
     def _overtake(self) -> None:
@@ -400,7 +404,7 @@ class Decoder:
             completion.take(part, result)
 
     def _let_go(self, completions: Sequence[Completion]) -> None:
-        """Ends those that are complete."""
+        """Ends those that are complete, or cannot go on."""
         for completion in completions:
-            if completion.is_complete and completion in self._running:
+            if (completion.is_complete or completion.has_failed) and completion in self._running:
                 self._leave(completion)

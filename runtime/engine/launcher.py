@@ -20,7 +20,7 @@ from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
 from cheetah.plan import Plan
 from cheetah.plan.kv import KvPlanLayout, kv_plans_for_launch, launch_tiles, max_plans
-from cheetah.plan.kv.tables import ColumnRecord, SequenceRecord, TileRecord, encode
+from cheetah.plan.kv.tables import NO_TOKEN, ColumnRecord, SequenceRecord, TileRecord, encode
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launch_tables import (
     Geometry,
@@ -35,9 +35,14 @@ from cheetah.runtime.engine.page_copies import copy_pages
 if TYPE_CHECKING:
     from cheetah.runtime.device.interface import Argument, Buffer, Device, Kernel
 
-__all__ = ["EPOCH_LIMIT", "Epochs", "LaunchResult", "Launcher", "Part", "Sampling"]
+__all__ = ["EPOCH_LIMIT", "NOT_A_NUMBER", "Epochs", "LaunchResult", "Launcher", "Part", "Sampling"]
 
 EPOCH_LIMIT = 2**32 - 1
+
+NOT_A_NUMBER = (
+    "no token can be chosen for position {position}: none of its logits is a number above -infinity. Look for NaN and "
+    "infinities in the checkpoint's weights (a broken download or conversion)"
+)
 
 
 @dataclass(frozen=True)
@@ -71,11 +76,15 @@ class Part:
 @dataclass(frozen=True)
 class LaunchResult:
     """What a launch did for one sequence: `token_ids` were sampled, the last may be a stop id. All its sequences
-    together took `steps` steps and `seconds` by the host's clock."""
+    together took `steps` steps and `seconds` by the host's clock.
+
+    has_failed: after these ids none could be chosen, since no logit was a number: what is cached may be none either.
+    """
 
     token_ids: tuple[int, ...]
     steps: int
     seconds: float
+    has_failed: bool = False
 
 
 class Epochs:
@@ -137,9 +146,13 @@ class Launcher:
     def launch(self, inputs: Sequence[int], steps: int, sampling: Sampling, per_step: int = 1) -> LaunchResult:
         """`steps` tokens of `cache` go through the model, `per_step` a step: `inputs`, then the sampled ones.
 
-        One input more than `steps` samples nothing. A sampled stop id ends the launch early.
+        One input more than `steps` samples nothing. A sampled stop id ends the launch early. CheetahError where none
+        could be sampled.
         """
-        return self.launch_together([Part(self.cache, inputs, steps, sampling, per_step)])[0]
+        result = self.launch_together([Part(self.cache, inputs, steps, sampling, per_step)])[0]
+        if result.has_failed:
+            raise CheetahError(NOT_A_NUMBER.format(position=self.cache.length))
+        return result
 
     def score(self, inputs: Sequence[int], logits: Buffer, per_step: int | None = None) -> npt.NDArray[np.float32]:
         """float32 [len(inputs), vocab]: the logits after each input, `per_step` (default: `tokens`) of them a step.
@@ -180,10 +193,11 @@ class Launcher:
             self._broken = str(error).partition("\n")[0]
             raise
         seconds = time.perf_counter() - started
-        results = {
-            number: LaunchResult(_kept(part, token_ids, steps), steps, seconds)
-            for number, part, token_ids in zip(order, placed, sampled, strict=True)
-        }
+        results = {}
+        for number, part, token_ids in zip(order, placed, sampled, strict=True):
+            part.cache.length += _cached(part, token_ids, steps)
+            has_failed = token_ids[-1:] == (NO_TOKEN,)
+            results[number] = LaunchResult(token_ids[:-1] if has_failed else token_ids, steps, seconds, has_failed)
         return [results[number] for number in range(len(parts))]
 
     def _check(self, parts: Sequence[Part]) -> None:
@@ -242,7 +256,6 @@ class Launcher:
             "steps": steps,
             "head_from": min(part.first_sample for part in parts),
             "column_count": len(columns),
-            "sequence_count": len(parts),
             "plan_count": len(plans),
             "epoch": epoch,
         }
@@ -280,23 +293,23 @@ class Launcher:
         for number, part in enumerate(parts):
             reached = min(done * part.per_step, part.total)
             ids = tokens[number * row + len(part.inputs) : number * row + reached + 1]
-            sampled.append(tuple(int(token) for token in ids))
-            if any(not 0 <= token < self.vocab_size for token in sampled[-1]):
+            sampled.append(_up_to_stop(tuple(int(token) & NO_TOKEN for token in ids), part.sampling.stop_ids))
+            if any(token >= self.vocab_size for token in sampled[-1] if token != NO_TOKEN):
                 vocabulary = f"0..{self.vocab_size - 1}"
                 raise CheetahError(f"the kernel sampled {sampled[-1]}, outside the vocabulary {vocabulary}")
         return done, sampled
 
 
-def _kept(part: Part, token_ids: tuple[int, ...], steps: int) -> tuple[int, ...]:
-    """The ids up to the first stop id, which are what remains in the part's cache (but for the last of them)."""
-    cached = min(steps * part.per_step, part.total)
-    for position, token in enumerate(token_ids):
-        if token in part.sampling.stop_ids:
-            token_ids = token_ids[: position + 1]
-            cached = len(part.inputs) + position
-            break
-    part.cache.length += cached
-    return token_ids
+def _up_to_stop(token_ids: tuple[int, ...], stop_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """The ids up to the first stop id or NO_TOKEN."""
+    ends = (place for place, token in enumerate(token_ids) if token in stop_ids or token == NO_TOKEN)
+    return token_ids[: next(ends, len(token_ids)) + 1]
+
+
+def _cached(part: Part, token_ids: tuple[int, ...], steps: int) -> int:
+    """How many tokens a part has in its cache after `steps` steps, with `token_ids` sampled: all but the last of those.
+    What follows a stop id was computed for nobody."""
+    return len(part.inputs) + len(token_ids) - 1 if token_ids else min(steps * part.per_step, part.total)
 
 
 class _Plans:

@@ -57,6 +57,15 @@ def test_the_folder_has_the_kernels_of_the_makefile_and_no_others() -> None:
     assert sorted(found) == sorted(committed())
 
 
+def test_a_kernel_reads_every_parameter_that_it_has() -> None:
+    for path in (ROOT / "kernels_generated").glob("*.json"):
+        kernel = Manifest.read(path)
+        text = re.sub(r"//.*", "", path.with_suffix(".cu").read_text())
+        body = text.partition(f" {kernel.kernel}(")[2].partition("{")[2]
+        unread = [one.name for one in kernel.parameters if not re.search(rf"\b{one.name}\b", body)]
+        assert body and not unread, (path.name, unread)
+
+
 def test_a_stage_is_given_back_after_its_loads_have_come() -> None:
     """An arrival may overtake a load that was only issued; the emulator, where loads take no time, cannot see it."""
     for path in sorted((ROOT / "kernels_generated").glob("*.cu")):

@@ -89,7 +89,7 @@ def _parameters(config: LlamaConfig, plan: Plan) -> tuple[Parameter, ...]:
         ("logits", "float*", "f32", ("steps", plan.tokens, config.vocab_size)),
         ("progress", "uint32_t*", "u32", None), ("status", "int32_t*", "i32", (8,)),
     ]  # fmt: skip
-    names = ("steps", "head_from", "column_count", "sequence_count", "plan_count", "epoch")
+    names = ("steps", "head_from", "column_count", "plan_count", "epoch")
     scalars = [(name, "uint32_t", "u32") for name in names]
     return (
         *(
@@ -275,7 +275,8 @@ class Tables:
 
     @classmethod
     def read(cls, plan: Plan, arguments: Mapping[str, Any]) -> Tables:
-        count, columns = int(arguments["sequence_count"]), int(arguments["column_count"])
+        columns = int(arguments["column_count"])
+        count = 1 + int(arguments["columns"].view(np.int32, (columns, COLUMN_WORDS))[-1, 0])
         assert 1 <= count <= plan.batch and count <= columns <= plan.tokens
         words = arguments["sequences"].view(np.int32, (count, SEQUENCE_WORDS))
         sequences = [SequenceRecord(*map(int, row[: len(dataclasses.fields(SequenceRecord))])) for row in words]
@@ -336,13 +337,14 @@ def _sequence_step(tables: Tables, model: Reference, number: int, step: int) -> 
         if k >= sequence.total:
             return True
         position = sequence.length + k
-        logits = _cached_step(model.config, plan, model, tables, number, position, int(tokens[k]))
+        token = min(int(tokens[k]) & 0xFFFFFFFF, vocab - 1)  # after NO_TOKEN any will do
+        logits = _cached_step(model.config, plan, model, tables, number, position, token)
         if logits_buffer is not None:
             rows = logits_buffer.view(np.float32, (int(tables.arguments["steps"]), plan.tokens, vocab))
             rows[step, sequence.first_column + column] = logits
         if k + 1 >= sequence.given:
             assert step >= int(tables.arguments["head_from"]) or logits_buffer is not None, "a sample without its head"
-            tokens[k + 1] = sample(logits, temperature, seed, position + 1)
+            tokens[k + 1] = np.uint32(sample(logits, temperature, seed, position + 1)).view(np.int32)
             has_stopped |= int(tokens[k + 1]) in tables.stops(sequence)
     return has_stopped or (step + 1) * sequence.per_step >= sequence.total
 

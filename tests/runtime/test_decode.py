@@ -18,6 +18,7 @@ from cheetah.runtime.engine import launcher as launcher_module
 from cheetah.runtime.engine.decode import Completion, Decoder, LaunchPace, Request
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
 from cheetah.runtime.engine.launcher import Epochs, Sampling
+from cheetah.runtime.engine.prefix_cache import PrefixCache
 
 PROMPT = (5, 17, 250, 3, 99, 7, 7, 81, 200, 12, 45)
 
@@ -189,6 +190,36 @@ def test_nonsense_from_the_kernel_is_noticed(what: str, message: str) -> None:
     arguments = assembly.buffers
     with pytest.raises(CheetahError, match=message):
         tokens_of(Decoder(assembly.launcher).complete(Request(PROMPT, 1, Sampling())))
+
+
+class WithoutNumbers(FakeDevice):
+    """Finds no number among the logits before position 14 of whoever is there."""
+
+    buffers_by_name: dict[str, Any]
+
+    def synchronize(self, timeout_s: float | None = None, progress: object = None) -> None:
+        row_bytes = self.buffers_by_name["tokens"].nbytes // 2  # with a batch of 2
+        for row, sequence in enumerate(self.launches[-1]["sequences"]):
+            place = 14 - sequence.length
+            if sequence.given <= place <= sequence.total:
+                self.buffers_by_name["tokens"].upload(np.array([-1], np.int32), row * row_bytes + 4 * place)
+
+
+def test_a_completion_without_a_number_in_its_logits_fails_alone_and_is_not_remembered() -> None:
+    device = WithoutNumbers()
+    assembly = assembled(device, batch=2, page_size=4)
+    device.buffers_by_name = assembly.buffers
+    cache = assembly.launcher.cache
+    one = Decoder(assembly.launcher, 4, PrefixCache(cache.pool, cache.page_size))
+    failing, healthy = one.complete(Request(PROMPT, 9, Sampling())), one.complete(Request(PROMPT[:5], 9, Sampling()))
+    one.submit([failing, healthy])
+    made = []
+    with pytest.raises(CheetahError, match="no token can be chosen for position 14: none of its logits is a number"):
+        for part in failing:
+            made += part
+    assert made == expected(PROMPT, 3)
+    assert tokens_of(healthy) == expected(PROMPT[:5], 9)
+    assert one._prefixes.lookup(PROMPT)[1] == 8 and one._prefixes.lookup((*PROMPT, *made, 0))[1] == 8
 
 
 def test_the_pace_keeps_launches_near_their_target() -> None:

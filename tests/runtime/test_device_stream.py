@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -564,6 +565,23 @@ def test_work_that_fails_ends_the_capture() -> None:
     launch(2)
     device.synchronize()
     assert ran == [2] and driver.freed == 1
+
+
+def test_a_capture_that_cannot_begin_keeps_no_arguments_of_later_launches() -> None:
+    device, driver, launch, ran = capturing()
+
+    def refused(stream: FakeStream) -> None:
+        raise DriverError("cuStreamBeginCapture", "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED")
+
+    driver.begin_capture = refused  # type: ignore[method-assign]
+    with pytest.raises(DriverError, match="cuStreamBeginCapture"):
+        device.capture(lambda: launch(1))
+    kernel, freed = device.load(TEXT, manifest()), weakref.ref(late := device.allocate(16))
+    device.launch(kernel, {"progress": late, "n": 2})
+    del late
+    launch(3)
+    device.synchronize()
+    assert ran == [2, 3] and freed() is None
 
 
 def test_a_driver_without_graphs_says_so() -> None:

@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_models import tiny_weights, write_checkpoint
+from tiny_models import TinyWeights, tiny_config, tiny_weights, write_checkpoint
 
+from cheetah.errors import CheetahError
 from cheetah.models.dense.reference import Reference
+from cheetah.models.dense.weights import FINAL_NORM
 from cheetah.models.sampling import sample
 from cheetah.runtime import LLM, SamplingParams
 from cheetah.runtime.engine.decode import LaunchPace
@@ -25,6 +27,7 @@ DEVICES = [
     *(pytest.param({"device": name}, marks=pytest.mark.gpu, id=name) for name in ("cuda", "pycuda")),
 ]
 PROMPT = (5, 17, 250, 3, 99, 7, 7, 81, 200, 12, 45)
+BF16_NAN = 0x7FC0
 LOGIT_TOLERANCE = 0.05
 """Relative L2 error of the logits of a position against float32 (rounding the reference to bf16 alone gives 0.04)."""
 
@@ -92,6 +95,18 @@ def test_sampled_tokens_are_the_references_draws_from_the_scores(llm: LLM) -> No
     scores = llm.score(PROMPT + made)
     drawn = [sample(scores[at - 1], 0.8, seed, position=at) for at in range(len(PROMPT), len(PROMPT + made))]
     assert tuple(drawn) == made != llm.generate(PROMPT, SamplingParams(max_tokens=25)).token_ids
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_logits_that_are_not_numbers_are_an_error_and_not_a_token(
+    tmp_path: Path, place: dict[str, Any], temperature: float
+) -> None:
+    broken = TinyWeights(tiny_config())
+    broken.tensors[FINAL_NORM][3] = BF16_NAN
+    with opened(write_checkpoint(tmp_path, broken), place) as llm:
+        assert np.isnan(llm.score(PROMPT)).all()
+        with pytest.raises(CheetahError, match=rf"no token can be chosen for position {len(PROMPT)}: none of its"):
+            llm.generate(PROMPT, SamplingParams(max_tokens=5, temperature=temperature))
 
 
 def check_early_ends(llm: LLM) -> None:

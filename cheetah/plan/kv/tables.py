@@ -25,6 +25,8 @@ COLUMN_WORDS = 4
 TILE_WORDS = 8
 MAX_STOP_IDS = 64
 """Stop ids that a launch can check on the device, of all its sequences; the host checks the rest."""
+NO_TOKEN = 0xFFFFFFFF
+"""What is sampled where no logit is a number above -infinity; -1 in the int32 buffer `tokens`."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import math
 import numpy as np
 
 from cheetah.models.sampling import gumbel_noise, philox4x32, sample, uniform
+from cheetah.plan.kv.tables import NO_TOKEN
 
 ONES = 0xFFFFFFFF
 KNOWN = [  # counter, key, output: the known-answer tests published with Random123
@@ -33,6 +34,13 @@ def test_uniform_is_exact_and_inside_the_open_interval():
     words = np.array([0, 511, 512, ONES], dtype=np.uint32)
     assert uniform(words).dtype == np.float32
     assert uniform(words).tolist() == [2**-24, 2**-24, 3 * 2**-24, 1 - 2**-24]
+
+
+def test_nan_is_never_taken_and_nothing_is_where_no_logit_is_a_number():
+    for temperature in (0.0, 0.7):
+        assert sample(np.array([np.nan, -50.0, np.nan], np.float32), temperature, seed=1, position=4) == 1
+        for nothing in (np.nan, -np.inf):
+            assert sample(np.full(8, nothing, np.float32), temperature, seed=1, position=4) == NO_TOKEN
 
 
 def test_noise_is_finite_at_both_ends():
