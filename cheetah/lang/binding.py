@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from cheetah.lang import types as ty
 from cheetah.lang.errors import ConstStoreError, TypeMixError
 from cheetah.lang.meaning import meaning
-from cheetah.lang.nodes import Assign, Call, Declare, Expr, Literal, Member, Name, Subscript, Value
+from cheetah.lang.nodes import Assign, Call, Declare, Do, Expr, Function, Literal, Member, Name, Stmt, Subscript, Value
 from cheetah.lang.operators import cast, lift
 from cheetah.lang.scope import current, declare_name, emit, take_name
 
@@ -88,19 +89,40 @@ _FRESH = "value"
 
 
 def is_fresh(value: Name) -> bool:
-    """Whether `value` is the result of a primitive called in the statement that is being written now."""
+    """Whether `value` is the result of the call made in the statement that is being written now."""
+    return _fresh_declaration(value) is not None
+
+
+def _fresh_declaration(value: Name) -> int | None:
+    """Where the last statements declare `value` as a result: last of all, or among several before their call."""
     statements = current().top.statements
-    return any(isinstance(last, Declare) and last.fresh and last.name is value for last in statements[-1:])
+    several = bool(statements) and _gives_several(statements[-1])
+    for number in range(len(statements) - 1 - several, -1, -1):
+        statement = statements[number]
+        if not isinstance(statement, Declare) or not statement.fresh:
+            return None
+        if statement.name is value:
+            return number
+        if not several:
+            return None
+    return None
+
+
+def _gives_several(statement: Stmt) -> bool:
+    return isinstance(statement, Do) and isinstance(statement.call.callee, Function)
 
 
 def _rename(value: Name, wanted: str) -> None:
     """Give a fresh result the user's name. In place: expressions may hold the name already."""
     scope = current().top
-    last = scope.statements[-1]
-    assert isinstance(last, Declare)
+    number = _fresh_declaration(value)
+    assert number is not None
+    declaration = scope.statements[number]
+    assert isinstance(declaration, Declare)
     scope.names.discard(value.name)
     object.__setattr__(value, "name", take_name(wanted, scope))
-    scope.statements[-1] = replace(last, fresh=False)
+    object.__setattr__(value, "wanted", wanted)
+    scope.statements[number] = replace(declaration, fresh=False)
 
 
 def store_result(call: Call) -> Name:
@@ -108,6 +130,15 @@ def store_result(call: Call) -> Name:
     target = declare_name(_FRESH, call.type)
     emit(Declare(target, call, fresh=True))
     return target
+
+
+def store_results(call: Call, types: Sequence[ty.Type]) -> list[Name]:
+    """Evaluate the call of a function that gives several results, through references that come last."""
+    targets = [declare_name(_FRESH, type_) for type_ in types]
+    for target in targets:
+        emit(Declare(target, fresh=True))
+    emit(Do(replace(call, arguments=(*call.arguments, *targets))))
+    return targets
 
 
 def var(type_: ty.Type, value: Value | None = None, *, name: str | None = None) -> Any:

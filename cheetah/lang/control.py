@@ -13,12 +13,12 @@ from cheetah.lang.binding import is_fresh
 from cheetah.lang.errors import ControlError, MissingWithError, RangeError, TypeMixError, here
 from cheetah.lang.nodes import Expr, For, If, Jump, Literal, Name, Value, While, walk
 from cheetah.lang.operators import lift
-from cheetah.lang.scope import Role, Scope, at, block, current, declare_name, emit, unique_in
+from cheetah.lang.scope import Role, Scope, at, block, current, declare_name, emit, is_in_function, unique_in
 
 T = TypeVar("T")
 
 
-class _Block:
+class Block:
     """A `with` statement of the language; using it any other way is refused."""
 
     verb = "?"
@@ -46,9 +46,9 @@ class _Block:
         if self in unentered:
             unentered.remove(self)
 
-    def _open(self, title: str, *, is_loop: bool = False) -> Scope:
+    def _open(self, title: str, *, is_loop: bool = False, is_function: bool = False) -> Scope:
         self._forget()
-        return self._stack.enter_context(block(title, is_loop=is_loop))
+        return self._stack.enter_context(block(title, is_loop=is_loop, is_function=is_function))
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
@@ -64,7 +64,7 @@ class _Block:
         raise NotImplementedError
 
 
-class if_(_Block):
+class if_(Block):
     """`with ch.if_(condition):`, optionally followed by `with ch.else_():`."""
 
     verb = "ch.if_(...)"
@@ -85,7 +85,7 @@ class if_(_Block):
         emit(If(self.condition, tuple(self.scope.statements), location=self.location))
 
 
-class else_(_Block):
+class else_(Block):
     """`with ch.else_():` directly after an `if_` block."""
 
     verb = "ch.else_()"
@@ -103,7 +103,7 @@ class else_(_Block):
         current().top.statements[-1] = replace(self.branch, otherwise=tuple(self.scope.statements))
 
 
-class for_(_Block):
+class for_(Block):
     """`with ch.for_(stop) as i:` or `(start, stop[, step])`; counts upwards.
 
     The counter has the type of the bounds (u32 where all are Python numbers). `unroll=True` asks the compiler to unroll
@@ -142,7 +142,7 @@ class for_(_Block):
         current().top.statements.append(For(*parts, location=self.location))
 
 
-class while_(_Block):
+class while_(Block):
     """`with ch.while_(condition):`; the condition is evaluated again before each round."""
 
     verb = "ch.while_(...)"
@@ -165,7 +165,7 @@ class while_(_Block):
         emit(While(self.condition, tuple(self.scope.statements), location=self.location))
 
 
-class roles_for(_Block):
+class roles_for(Block):
     """The same loop in several roles: `with ch.roles_for(roles, stop) as layer:`; each of them sees the counter."""
 
     verb = "ch.roles_for(...)"
@@ -211,11 +211,16 @@ def continue_() -> None:
 
 
 def _jump(word: str) -> None:
-    if not any(scope.is_loop for scope in current().scopes):
-        raise ControlError(f"ch.{word}_() outside of a loop.")
-    emit(Jump(word))
+    for scope in reversed(current().scopes):
+        if scope.is_loop:
+            return emit(Jump(word))
+        if scope.is_function:
+            raise ControlError(f"ch.{word}_() in {scope.title}, outside of its loops: it cannot leave its caller's.")
+    raise ControlError(f"ch.{word}_() outside of a loop.")
 
 
 def return_() -> None:
     """End this thread's run of the kernel."""
+    if is_in_function():
+        raise ControlError("ch.return_() ends the kernel, not a function: give the caller a value to decide by.")
     emit(Jump("return"))

@@ -1,12 +1,48 @@
-"""`@ch.inline`: functions that emit device code where they are called, with Python's names kept."""
+"""Functions that emit device code: `@ch.inline` where it is called, `@ch.function` and `ch.outline` once, to be called.
+
+A function of the program runs its Python at every call, as an inline one does, and what it emitted becomes the body of
+a `__device__ __forceinline__` function. Calls that made the same body are calls of one function: static arguments
+specialise it, layers and strips share it. Names of the caller that the body uses become parameters by themselves. So a
+function may stand wherever an inline one does, means the same and needs the same registers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+from cheetah.lang import types as ty
+from cheetah.lang.binding import store_result, store_results
+from cheetah.lang.control import Block
+from cheetah.lang.errors import TypeMixError
 from cheetah.lang.names import keeping_names
+from cheetah.lang.nodes import (
+    Asm,
+    Assign,
+    Call,
+    Declare,
+    Do,
+    Expr,
+    For,
+    Function,
+    Literal,
+    Member,
+    Name,
+    Parameter,
+    Return,
+    Stmt,
+    Subscript,
+    Unary,
+    expressions_in,
+    statements_in,
+    walk,
+)
+from cheetah.lang.operators import is_mutable_place
+from cheetah.lang.printer import function_text
+from cheetah.lang.scope import current, declare_name, emit, is_reserved
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -15,3 +51,254 @@ R = TypeVar("R")
 def inline(function: Callable[P, R]) -> Callable[P, R]:
     """A function that emits its statements where it is called; its names are made unique there."""
     return wraps(function)(keeping_names(function))
+
+
+def function(function: Callable[P, R]) -> Callable[P, R]:
+    """A function whose statements become one device function of the text for all calls that emit the same.
+
+    Device values among its arguments, also in tuples and lists, become parameters under their Python names: variables
+    and arrays by reference where the body stores to them. Literals and everything else are static. It may return
+    nothing, a device value, or a tuple or list of them; what it returns is a constant in the caller.
+    """
+    keeping, signature = keeping_names(function), inspect.signature(function)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        body = outline(function.__name__, comment=_summary(function))
+        with body:
+            given = signature.bind(*args, **kwargs)
+            for name, value in given.arguments.items():
+                given.arguments[name] = body.parameters(name, value)
+            result = keeping(*given.args, **given.kwargs)
+            body.keep_results(result)
+        returned: R = body.returned(result)
+        return returned
+
+    return call
+
+
+def _summary(function: Callable[..., Any]) -> str:
+    """The first paragraph of a docstring, as the comment over the device function."""
+    return (inspect.getdoc(function) or "").partition("\n\n")[0]
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A parameter and what the caller gives for it."""
+
+    name: Name
+    value: Expr
+
+
+class outline(Block):
+    """`with ch.outline("qkv"):` makes what is emitted inside one device function, and calls it here.
+
+    What the body uses of the caller's names becomes parameters; names bound inside are not seen after it.
+    """
+
+    verb = "ch.outline(...)"
+
+    def __init__(self, name: str, comment: str = "") -> None:
+        super().__init__()
+        self.name, self.comment = name.lstrip("_"), comment
+        self.given: list[_Given] = []
+        self.outputs: list[Name] = []
+        self.returns: ty.Type = ty.void
+        self.values: list[Name] = []
+
+    def __enter__(self) -> None:
+        self.scope = self._open(f"the function {self.name}", is_function=True)
+
+    def parameters(self, name: str, value: Any) -> Any:
+        """`value` with a parameter in the place of every device value."""
+        return _mapped(value, name, self._parameter)
+
+    def _parameter(self, value: Expr, name: str) -> Expr:
+        if isinstance(value, Literal):
+            return value
+        current().require_visible(value)
+        mutable = is_mutable_place(value) and (isinstance(value, Name) or isinstance(value.type, ty.Array))
+        parameter = declare_name(name, value.type, mutable=mutable)
+        self.given.append(_Given(parameter, value))
+        return parameter
+
+    def keep_results(self, result: Any) -> None:
+        """End the body with what the function returns: one value by `return`, several through references."""
+        results: list[Expr] = []
+        _mapped(result, self.name, lambda value, _: results.append(value) if self._is_new(value) else None)
+        for value in results:
+            self._require_returnable(value)
+        if len(results) == 1:
+            self.returns = results[0].type
+            emit(Return(results[0]))
+        elif results:
+            self.outputs = [declare_name(_output_name(value), value.type, mutable=True) for value in results]
+            for target, value in zip(self.outputs, results, strict=True):
+                emit(Assign(target, value))
+
+    def _is_new(self, value: Expr) -> bool:
+        """Whether a returned value is made here: the caller's own names and literals go back as they are."""
+        is_callers = isinstance(value, Name) and self.scope not in value.scopes
+        return not isinstance(value, Literal) and not is_callers
+
+    def _require_returnable(self, value: Expr) -> None:
+        current().require_visible(value)
+        if isinstance(value.type, ty.Array):
+            raise TypeMixError(f"{self.name} returns the array `{value}`: let its caller make the array and give it.")
+
+    def returned(self, result: Any) -> Any:
+        """`result` as the caller sees it: with the names that hold what the call gave."""
+        values = iter(self.values)
+        return _mapped(result, self.name, lambda value, _: next(values) if self._is_new(value) else value)
+
+    def _finish(self) -> None:
+        body = tuple(self.scope.statements)
+        given = [*self.given, *_captured(body, [*(item.name for item in self.given), *self.outputs])]
+        stored = _stored_names(body)
+        for item in given:
+            if item.name.name in stored:
+                self._require_alone(item, [other for other in given if other is not item])
+        called = self._function(body, given, stored)
+        call = Call(self.returns, called.name, tuple(item.value for item in given), called)
+        if self.outputs:
+            self.values = store_results(call, [target.type for target in self.outputs])
+        elif self.returns != ty.void:
+            self.values = [store_result(call)]
+        else:
+            emit(Do(call))
+
+    def _function(self, body: tuple[Stmt, ...], given: list[_Given], stored: set[str]) -> Function:
+        """The body under names of its own, so that it reads the same whoever calls it."""
+        inputs = [item.name for item in given]
+        names = _own_names([*inputs, *self.outputs], body)
+        parameters = [Parameter(names[name.name], name.type, _is_place(name, stored)) for name in inputs]
+        parameters += [Parameter(names[name.name], name.type, True) for name in self.outputs]
+        renamed = tuple(_renamed(statement, names) for statement in body)
+        return _shared(Function(self.name, tuple(parameters), self.returns, renamed, self.comment))
+
+    def _require_alone(self, changed: _Given, others: list[_Given]) -> None:
+        """A place that the body stores to comes in by one way only: by two, one would or would not see the change."""
+        place = str(changed.value)
+        for other in others:
+            again = any(str(node) == place for node in walk(other.value))
+            if again or isinstance(other.value, Name) and other.value.name == _root_name(changed.value):
+                raise TypeMixError(
+                    f"{self.name} changes `{place}`, its `{changed.name.name}`, and gets it a second time as "
+                    f"`{other.name.name}`: give it once, or a copy of it, `x = ch.var({other.name.type}, ...)`."
+                )
+
+
+def _output_name(value: Expr) -> str:
+    return f"{value.wanted or value.name}_out" if isinstance(value, Name) else "result"
+
+
+def _mapped(value: Any, name: str, change: Callable[[Expr, str], Any]) -> Any:
+    """`value` with every device value in it changed: itself, or in tuples and lists."""
+    if isinstance(value, Expr):
+        return change(value, name)
+    if isinstance(value, (tuple, list)):
+        items = [_mapped(item, f"{name}_{number}", change) for number, item in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def _captured(body: tuple[Stmt, ...], bound: Iterable[Name]) -> list[_Given]:
+    """What the body uses of its caller's names, in the order in which they appear."""
+    inside = {name.name for name in bound} | {name.name for name in _declared(body)}
+    captured: dict[str, Name] = {}
+    for node in expressions_in(body):
+        if isinstance(node, Name) and node.name not in inside:
+            captured.setdefault(node.name, node)
+    return [_Given(name, name) for name in captured.values()]
+
+
+def _declared(body: tuple[Stmt, ...]) -> Iterator[Name]:
+    for statement in statements_in(body):
+        if isinstance(statement, Declare):
+            yield statement.name
+        elif isinstance(statement, For):
+            yield statement.counter
+
+
+def _is_place(name: Name, stored: set[str]) -> bool:
+    return isinstance(name.type, ty.Array) or name.name in stored
+
+
+def _stored_names(body: tuple[Stmt, ...]) -> set[str]:
+    """Names of variables and arrays that the body stores to, itself or through what it calls."""
+    places: list[Expr] = []
+    for statement in statements_in(body):
+        if isinstance(statement, Assign):
+            places.append(statement.target)
+        elif isinstance(statement, Asm):
+            places += [operand for name, operand in statement.operands if name in statement.outputs]
+    for node in expressions_in(body):
+        if isinstance(node, Unary) and node.operator == "&":
+            places.append(node.operand)
+        elif isinstance(node, Call):
+            places += _places_given(node)
+    return {name for name in map(_root_name, places) if name is not None}
+
+
+def _places_given(call: Call) -> Iterator[Expr]:
+    """The arguments that the callee may store to: arrays, and what a function takes by reference."""
+    parameters = call.callee.parameters if isinstance(call.callee, Function) else ()
+    by_reference = {number for number, parameter in enumerate(parameters) if parameter.by_reference}
+    for number, argument in enumerate(call.arguments):
+        if number in by_reference or isinstance(argument.type, ty.Array):
+            yield argument
+
+
+def _root_name(place: Expr) -> str | None:
+    """The variable or array that a place is a part of; None for memory behind a pointer."""
+    while isinstance(place, (Subscript, Member)):
+        if isinstance(place.base.type, ty.Pointer):
+            return None
+        place = place.base
+    return place.name if isinstance(place, Name) else None
+
+
+# -- names of its own ---------------------------------------------------------------------------------------------
+
+
+def _own_names(parameters: list[Name], body: tuple[Stmt, ...]) -> dict[str, str]:
+    """For each name of the body the one that it has in the function: as in Python, numbered where two wanted one."""
+    taken = {node.function for node in expressions_in(body) if isinstance(node, Call)}
+    names: dict[str, str] = {}
+    for node in (*parameters, *expressions_in(body)):
+        if isinstance(node, Name) and node.name not in names:
+            names[node.name] = _free(node.wanted or node.name, taken)
+            taken.add(names[node.name])
+    return names
+
+
+def _free(wanted: str, taken: set[str]) -> str:
+    name, count = wanted, 1
+    while name in taken or is_reserved(name):
+        count += 1
+        name = f"{wanted}_{count}"
+    return name
+
+
+def _renamed(node: Any, names: Mapping[str, str]) -> Any:
+    """A statement or expression, or a tuple of such, with its names replaced."""
+    if isinstance(node, tuple):
+        return tuple(_renamed(item, names) for item in node)
+    if not isinstance(node, (Expr, Stmt)):
+        return node
+    changes: dict[str, Any] = {"name": names[node.name]} if isinstance(node, Name) else {}
+    for item in fields(node):
+        value = getattr(node, item.name)
+        if isinstance(value, (Expr, Stmt, tuple)) and item.name != "scopes":
+            changes[item.name] = _renamed(value, names)
+    return replace(node, **changes)
+
+
+def _shared(made: Function) -> Function:
+    """The function of that text, where the program has it; else `made` under a free name, from now on one of them."""
+    functions, bound = current().functions, current().bound
+    text = function_text(replace(made, name=""))
+    if text not in functions:
+        taken = bound | {function.name for function in functions.values()}
+        functions[text] = replace(made, name=_free(made.name, taken))
+    return functions[text]

@@ -52,6 +52,7 @@ def kernel(
             scope.names.add(parameter)
             arguments[parameter] = Name(type_, parameter, (scope,), location=scope.location)
         with at(Cursor([scope])) as cursor:
+            cursor.bound.update({name or function.__name__, *scope.names})
             keeping_names(function)(**arguments)
             cursor.close()
         return Kernel(name or function.__name__, params, tuple(scope.statements), max_threads)

@@ -5,7 +5,7 @@ What the operators mean (types, folding, refusals) is in `operators.py`, printin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import FrozenInstanceError, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, Union
 
@@ -173,6 +173,7 @@ class Name(Expr):
     name: str
     scopes: tuple[Scope, ...] = field(repr=False)
     mutable: bool = False
+    wanted: str = field(default="", repr=False)  # the Python name, where that was taken
 
     def _assign(self, value: Expr) -> Name:
         self.set(value)
@@ -239,11 +240,11 @@ class Cast(Expr):
 
 @dataclass(frozen=True, eq=False)
 class Call(Expr):
-    """A call of a primitive or of a C function; `primitive` is what the prelude must define."""
+    """A call of a primitive, of a function of the program, or of a C function that needs no definition."""
 
     function: str
     arguments: tuple[Expr, ...]
-    primitive: Any = None
+    callee: Any = None  # the Primitive or the Function that the text must define
 
 
 @dataclass(frozen=True, eq=False)
@@ -352,9 +353,9 @@ class While(Stmt):
 
 @dataclass(frozen=True, eq=False)
 class Do(Stmt):
-    """An expression for its effect: the call of a primitive."""
+    """A call for its effect."""
 
-    call: Expr
+    call: Call
 
 
 @dataclass(frozen=True, eq=False)
@@ -379,3 +380,48 @@ class Asm(Stmt):
 @dataclass(frozen=True, eq=False)
 class Jump(Stmt):
     word: str  # break, continue or return
+
+
+@dataclass(frozen=True, eq=False)
+class Return(Stmt):
+    """The end of a function that gives a value."""
+
+    value: Expr
+
+
+def statements_in(statements: Iterable[Stmt]) -> Iterator[Stmt]:
+    """All statements, outer before inner."""
+    for statement in statements:
+        yield statement
+        for part in ("body", "otherwise"):
+            yield from statements_in(getattr(statement, part, ()))
+
+
+def expressions_in(statements: Iterable[Stmt]) -> Iterator[Expr]:
+    """All expressions of all statements, with all that they are made of."""
+    for statement in statements_in(statements):
+        for expression in statement.expressions():
+            yield from walk(expression)
+
+
+# -- functions ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Parameter:
+    """What a function is given: a value, or (`by_reference`) a place of the caller that it may store to."""
+
+    name: str
+    type: ty.Type
+    by_reference: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """A function of the program: one `__device__ __forceinline__` function of the text, under a comment."""
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    returns: ty.Type
+    body: tuple[Stmt, ...]
+    comment: str = ""

@@ -323,13 +323,14 @@ def address_of(place: Expr) -> Expr:
     """`&place`, of an element or member of memory or of a local array; constant where the place is."""
     if not isinstance(place, (Subscript, Member)):
         raise TypeMixError(f"`{place}` has no address: only elements and members of memory have one.")
-    return Unary(ty.Pointer(place.type, _is_mutable_place(place)), "&", place)
+    return Unary(ty.Pointer(place.type, is_mutable_place(place)), "&", place)
 
 
-def _is_mutable_place(place: Expr) -> bool:
+def is_mutable_place(place: Expr) -> bool:
+    """Whether a value is a place that can be stored to."""
     if isinstance(place, (Subscript, Member)):
         base = place.base
-        return base.type.mutable if isinstance(base.type, ty.Pointer) else _is_mutable_place(base)
+        return base.type.mutable if isinstance(base.type, ty.Pointer) else is_mutable_place(base)
     return isinstance(place, Name) and place.mutable
 
 

@@ -15,6 +15,7 @@ from cheetah.lang.binding import store_result
 from cheetah.lang.errors import LangError, TypeMixError
 from cheetah.lang.nodes import Call, Do, Expr
 from cheetah.lang.operators import lift
+from cheetah.lang.printer import parameter_text
 from cheetah.lang.scope import emit, reserve
 
 
@@ -69,15 +70,9 @@ class Primitive:
 
     def cuda_text(self) -> str:
         """The definition for the GPU."""
-        parameters = ", ".join(_parameter_text(name, type_) for name, type_ in self.parameters.items())
+        parameters = ", ".join(parameter_text(name, type_) for name, type_ in self.parameters.items())
         head = f"__device__ __forceinline__ {self.returns} {self.name}({parameters}) {{"
         return f"{head}\n{textwrap.indent(textwrap.dedent(self.cuda).strip(), '  ')}\n}}\n"
-
-
-def _parameter_text(name: str, type_: ty.Type) -> str:
-    if isinstance(type_, ty.Array):
-        return f"{type_.element} (&{name})[{type_.length}]"
-    return f"{type_} {name}"
 
 
 PRIMITIVES: dict[str, Primitive] = {}

@@ -23,12 +23,14 @@ from cheetah.lang.nodes import (
     Do,
     Expr,
     For,
+    Function,
     If,
     Jump,
     Literal,
     Member,
     Name,
     Raw,
+    Return,
     Select,
     Stmt,
     Subscript,
@@ -37,6 +39,7 @@ from cheetah.lang.nodes import (
 )
 
 INDENT = "  "
+WIDTH = 120
 _ATOM, _POSTFIX, _UNARY, _SELECT = 17, 16, 15, 4
 _PRECEDENCE = {
     "*": 14, "/": 14, "%": 14, "+": 13, "-": 13, "<<": 12, ">>": 12, "<": 11, "<=": 11, ">": 11, ">=": 11,
@@ -215,6 +218,37 @@ class Printer:
             _statement(statement, self)
         self.depth -= 1
 
+    def listing(self, before: str, items: Iterable[str], after: str) -> None:
+        """A line with a list in it, over several lines where it is too wide for one."""
+        line, *rest = [INDENT * self.depth + before, *(f"{item}, " for item in items)]
+        for item in [*rest[:-1], *(item.removesuffix(", ") + after for item in rest[-1:])] or [after]:
+            if len(line + item.rstrip()) > WIDTH:
+                self.lines.append(line.rstrip())
+                line = INDENT * (self.depth + 2)
+            line += item
+        self.lines.append(line)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines) + "\n"
+
+
+def function_text(function: Function, *, line_marks: bool = False) -> str:
+    """A function of the program, under its comment."""
+    printer = Printer(line_marks)
+    if function.comment:
+        _statement(Comment(function.comment), printer)
+    parameters = [parameter_text(item.name, item.type, item.by_reference) for item in function.parameters]
+    printer.listing(f"__device__ __forceinline__ {function.returns} {function.name}(", parameters, ") {")
+    printer.body(function.body)
+    printer.line("}")
+    return printer.text
+
+
+def parameter_text(name: str, type_: ty.Type, by_reference: bool = False) -> str:
+    """A parameter of a device function; an array is always one by reference."""
+    return declaration(type_, f"(&{name})") if isinstance(type_, ty.Array) else f"{type_}{'&' * by_reference} {name}"
+
 
 @singledispatch
 def _statement(node: Stmt, printer: Printer) -> None:
@@ -223,7 +257,11 @@ def _statement(node: Stmt, printer: Printer) -> None:
 
 @_statement.register
 def _(node: Declare, printer: Printer) -> None:
-    printer.line(f"{declaration(node.name.type, node.name.name)}{_initial(node)};")
+    before = declaration(node.name.type, node.name.name)
+    if isinstance(node.value, Call) and isinstance(node.value.callee, Function):
+        _print_call(node.value, printer, f"{before} = ")
+    else:
+        printer.line(f"{before}{_initial(node)};")
 
 
 def declaration(type_: ty.Type, name: str) -> str:
@@ -282,7 +320,15 @@ def _(node: While, printer: Printer) -> None:
 
 @_statement.register
 def _(node: Do, printer: Printer) -> None:
-    printer.line(f"{render_expression(node.call)};")
+    if isinstance(node.call.callee, Function):
+        _print_call(node.call, printer, "")
+    else:
+        printer.line(f"{render_expression(node.call)};")
+
+
+def _print_call(node: Call, printer: Printer, before: str) -> None:
+    arguments = [render_expression(argument) for argument in node.arguments]
+    printer.listing(f"{before}{node.function}(", arguments, ");")
 
 
 @_statement.register
@@ -295,6 +341,11 @@ def _(node: Raw, printer: Printer) -> None:
 def _(node: Comment, printer: Printer) -> None:
     for line in node.text.splitlines():
         printer.line(f"// {line}{' .' if line.endswith(chr(92)) else ''}")  # a backslash would swallow the next line
+
+
+@_statement.register
+def _(node: Return, printer: Printer) -> None:
+    printer.line(f"return {render_expression(node.value)};")
 
 
 @_statement.register

@@ -8,31 +8,43 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from cheetah.lang import types as ty
-from cheetah.lang.nodes import Call, Expr, Literal, Raw, Stmt, walk
+from cheetah.lang.nodes import Call, Expr, Function, Literal, Raw, Stmt, expressions_in, statements_in, walk
 from cheetah.lang.primitive import PRIMITIVES, Primitive, with_requirements
-from cheetah.lang.printer import INDENT, Printer, declaration
+from cheetah.lang.printer import INDENT, Printer, declaration, function_text
 
 if TYPE_CHECKING:
     from cheetah.lang.kernel import Kernel
 
 
-def statements_in(statements: Iterable[Stmt]) -> Iterator[Stmt]:
-    """All statements, outer before inner."""
-    for statement in statements:
-        yield statement
-        for part in ("body", "otherwise"):
-            yield from statements_in(getattr(statement, part, ()))
+def functions_of(kernel: Kernel) -> list[Function]:
+    """The functions that the kernel calls, each after those that it calls itself."""
+    found: dict[Function, None] = {}
+    _collect_functions(kernel.body, found)
+    return list(found)
+
+
+def _collect_functions(statements: Iterable[Stmt], found: dict[Function, None]) -> None:
+    for node in expressions_in(statements):
+        if isinstance(node, Call) and isinstance(node.callee, Function) and node.callee not in found:
+            _collect_functions(node.callee.body, found)
+            found[node.callee] = None
+
+
+def _all_statements(kernel: Kernel) -> Iterator[Stmt]:
+    for function in functions_of(kernel):
+        yield from statements_in(function.body)
+    yield from statements_in(kernel.body)
 
 
 def primitives_of(kernel: Kernel) -> list[Primitive]:
     """The primitives a kernel calls and those their bodies call, in the order in which they are declared."""
     found: set[Primitive | str] = set()
-    for statement in statements_in(kernel.body):
+    for statement in _all_statements(kernel):
         if isinstance(statement, Raw):
             found |= set(re.findall(r"\w+", statement.text)) & PRIMITIVES.keys()
         for node in _nodes(statement):
-            if isinstance(node, Call) and node.primitive is not None:
-                found.add(node.primitive)
+            if isinstance(node, Call) and isinstance(node.callee, Primitive):
+                found.add(node.callee)
             if isinstance(node, Literal) and isinstance(node.value, float) and not math.isfinite(node.value):
                 found.add("bits_float")
     return with_requirements(found)
@@ -48,7 +60,10 @@ def structs_of(kernel: Kernel) -> list[ty.Struct]:
     found: dict[ty.Struct, None] = {}
     for _, type_ in kernel.params.items():
         _collect_structs(type_, found)
-    for statement in statements_in(kernel.body):
+    for function in functions_of(kernel):
+        for parameter in function.parameters:
+            _collect_structs(parameter.type, found)
+    for statement in _all_statements(kernel):
         for node in _nodes(statement):
             _collect_structs(node.type, found)
     return list(found)
@@ -64,7 +79,8 @@ def _collect_structs(type_: ty.Type, found: dict[ty.Struct, None]) -> None:
 
 
 def render(kernel: Kernel, *, line_marks: bool = False) -> str:
-    """The kernel function alone, as CUDA C++."""
+    """The kernel function and the functions that it calls, as CUDA C++."""
+    functions = [function_text(function, line_marks=line_marks) for function in functions_of(kernel)]
     printer = Printer(line_marks)
     parameters = ", ".join(f"{type_} {name}" for name, type_ in kernel.params.items())
     bounds = f" __launch_bounds__({kernel.max_threads}, 1)" if kernel.max_threads else ""
@@ -72,11 +88,11 @@ def render(kernel: Kernel, *, line_marks: bool = False) -> str:
     printer.line(f"{linkage}__global__ void{bounds} {kernel.name}({parameters}) {{")
     printer.body(kernel.body)
     printer.line("}")
-    return "\n".join(printer.lines) + "\n"
+    return "\n".join([*functions, printer.text])
 
 
 def render_file(kernel: Kernel, *, header: str = "", line_marks: bool = False) -> str:
-    """A compilable file: header comment, primitives (or the emulator's header), structures, kernel."""
+    """A compilable file: header comment, primitives (or the emulator's header), structures, functions, kernel."""
     parts = ["".join(f"// {line}\n".replace(" \n", "\n") for line in header.splitlines())]
     primitives = primitives_of(kernel)
     parts.append(f'#ifdef CHEETAH_EMULATOR\n#include "cheetah_emulator.h"\n#else\n{_prelude(primitives)}#endif\n')

@@ -13,7 +13,7 @@ from cheetah.lang.errors import Location, MissingWithError, NoKernelError, RoleE
 from cheetah.lang.nodes import Expr, Name, walk
 
 if TYPE_CHECKING:
-    from cheetah.lang.nodes import Stmt
+    from cheetah.lang.nodes import Function, Stmt
 
 _reserved = set(
     # The words of C++ ...
@@ -54,6 +54,7 @@ class Scope:
     title: str
     role: str | None = None
     is_loop: bool = False
+    is_function: bool = False
     location: Location = field(default_factory=here)
     statements: list[Stmt] = field(default_factory=list, repr=False)
     names: set[str] = field(default_factory=set, repr=False)
@@ -69,6 +70,10 @@ class Cursor:
         self.inherited = len(parent.scopes) if parent else 0
         self.root: Cursor = parent.root if parent else self
         self.used: set[str] = set()
+        self.bound: set[str] = self.root.bound if parent else set()
+        """Every name that was ever bound in the program, in any role."""
+        self.functions: dict[str, Function] = self.root.functions if parent else {}
+        """The program's functions, by their text without the name."""
         self.unentered: list[Opening] = []
         self.at_end: list[Callable[[], None]] = []
 
@@ -79,7 +84,8 @@ class Cursor:
     def is_taken(self, name: str) -> bool:
         """Whether a value bound here cannot have this name."""
         in_roles = len(self.scopes) > self.inherited and any(name in used for used in self.top.guests)
-        return is_reserved(name) or in_roles or any(name in scope.names for scope in self.scopes)
+        is_function = any(function.name == name for function in self.functions.values())
+        return is_reserved(name) or in_roles or is_function or any(name in scope.names for scope in self.scopes)
 
     def unique(self, wanted: str) -> str:
         """`wanted`, or `wanted_2`, `wanted_3`, ... where an open scope has that name already."""
@@ -164,10 +170,10 @@ def at(cursor: Cursor) -> Iterator[Cursor]:
 
 
 @contextmanager
-def block(title: str, role: str | None = None, *, is_loop: bool = False) -> Iterator[Scope]:
+def block(title: str, *, is_loop: bool = False, is_function: bool = False) -> Iterator[Scope]:
     """Open a scope at the current place and collect what is emitted into it."""
     cursor = current()
-    scope = Scope(title, role if role is not None else cursor.top.role, is_loop)
+    scope = Scope(title, cursor.top.role, is_loop, is_function)
     cursor.scopes.append(scope)
     try:
         yield scope
@@ -180,7 +186,7 @@ def declare_name(wanted: str, type_: ty.Type, *, mutable: bool = False, scope: S
     """Reserve a C name in a scope (the innermost open one) and give the expression that stands for it."""
     cursor = current()
     target = scope or cursor.top
-    return Name(type_, take_name(wanted, target), (target,), mutable)
+    return Name(type_, take_name(wanted, target), (target,), mutable, wanted)
 
 
 def take_name(wanted: str, scope: Scope) -> str:
@@ -189,7 +195,13 @@ def take_name(wanted: str, scope: Scope) -> str:
     name = cursor.unique(wanted)
     scope.names.add(name)
     cursor.used.add(name)
+    cursor.bound.add(name)
     return name
+
+
+def is_in_function() -> bool:
+    """Whether statements go to a function of the program now."""
+    return any(scope.is_function for scope in current().scopes)
 
 
 class Role:

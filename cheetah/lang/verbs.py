@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from cheetah.lang import types as ty
 from cheetah.lang.binding import require_mutable
-from cheetah.lang.errors import AsmError
+from cheetah.lang.errors import AsmError, ControlError
 from cheetah.lang.nodes import Asm, Builtin, Comment, Expr, Name, Raw, Value
 from cheetah.lang.operators import natural
-from cheetah.lang.scope import emit
+from cheetah.lang.scope import emit, is_in_function
 
 
 def comment(text: str) -> None:
@@ -20,6 +20,8 @@ def comment(text: str) -> None:
 
 def raw_stmt(text: str) -> None:
     """A statement taken literally; the language does not look inside."""
+    if is_in_function():
+        raise ControlError("ch.raw_stmt in a function, whose names are its own and may be printed differently.")
     emit(Raw(text))
 
 

@@ -1,0 +1,557 @@
+"""Functions of the program: one text for calls that emit the same, the meaning of inlining, and what they refuse."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cheetah import lang as ch
+from cheetah.emulator import compile_program
+from cheetah.lang import prim, ty
+from tests.lang.compilers import compile_cpp, compile_cuda
+
+HERE = Path(__file__)
+THREADS = 64
+STATE = ty.struct("State", best=ty.f32, token=ty.u32)
+
+
+def functions(kernel: ch.Kernel) -> list[str]:
+    """The text's functions, without the kernel."""
+    return ch.render(kernel).split("\n\n")[:-1]
+
+
+def lines_of_kernel(kernel: ch.Kernel) -> list[str]:
+    return [line.strip() for line in ch.render(kernel).split("\n\n")[-1].splitlines()[1:-1]]
+
+
+# -- text ---------------------------------------------------------------------------------------------------------
+
+
+class Counter:
+    """What a block does to a variable of its own, from wherever it is called."""
+
+    def __init__(self, decorator: Callable[..., Any]) -> None:
+        self.total = ch.var(ty.f32, 0, name="total")
+        self.limit = ch.var(ty.u32, 7, name="limit")
+        self.add = decorator(self._add)
+
+    def _add(self, value: ch.Expr, scale: float, rounds: ch.Value) -> None:
+        """Add a value, scaled.
+
+        What a second paragraph says stays in Python.
+        """
+        scaled = value * scale
+        with ch.for_(rounds) as i:
+            with ch.if_(i < self.limit):
+                self.total += scaled
+
+
+def plain(decorator: Callable[..., Any]) -> Callable[..., Any]:
+    """`decorator` for what is bound to an object already: the function below it is decorated."""
+    return lambda method: decorator(method.__func__).__get__(method.__self__)
+
+
+def counting(decorator: Callable[..., Any]) -> ch.Kernel:
+    @ch.kernel(ch.Params(x=ty.ptr_mut(ty.f32), n=ty.u32), max_threads=THREADS)
+    def kernel(x, n):
+        lane = ch.thread_idx_x()
+        counter = Counter(plain(decorator))
+        counter.add(x[lane], 1.0, n)
+        with ch.if_(lane < 5):
+            scaled = x[lane] * 3
+            counter.add(scaled + 1, 1.0, n)
+            counter.add(scaled, 2.0, n)
+            counter.add(scaled, 2.0, 3)
+        x[lane] = counter.total
+
+    return kernel
+
+
+def test_calls_that_emit_the_same_share_a_function_and_static_arguments_make_another() -> None:
+    first, second, third = functions(counting(ch.function))
+    assert first == (
+        "// Add a value, scaled.\n"
+        "__device__ __forceinline__ void add(float value, uint32_t rounds, uint32_t limit, float& total) {\n"
+        "  float scaled = value * 1.0f;\n"
+        "  for (uint32_t i = 0; i < rounds; ++i) {\n"
+        "    if (i < limit) {\n"
+        "      total = total + scaled;\n"
+        "    }\n"
+        "  }\n"
+        "}"
+    )
+    assert "void add_2(float value, uint32_t rounds, uint32_t limit, float& total)" in second
+    assert "void add_3(float value, uint32_t limit, float& total)" in third and "i < 3" in third
+    assert lines_of_kernel(counting(ch.function)) == [
+        "uint32_t lane = threadIdx.x;",
+        "float total = 0.0f;",
+        "uint32_t limit = 7;",
+        "add(x[lane], n, limit, total);",
+        "if (lane < 5) {",
+        "float scaled = x[lane] * 3.0f;",
+        "add(scaled + 1.0f, n, limit, total);",
+        "add_2(scaled, n, limit, total);",
+        "add_3(scaled, limit, total);",
+        "}",
+        "x[lane] = total;",
+    ]
+
+
+def test_results_get_the_callers_names() -> None:
+    @ch.function
+    def ordered(a, b):
+        low = ch.minimum(a, b)
+        return low, ch.maximum(a, b)
+
+    @ch.function
+    def half(value):
+        return value * 0.5
+
+    @ch.kernel(ch.Params(x=ty.ptr_mut(ty.f32)))
+    def kernel(x):
+        low, high = ordered(x[0], x[1])
+        middle = half(low + high)
+        x[2] = middle
+        x[3] = half(middle)
+
+    assert functions(kernel) == [
+        "__device__ __forceinline__ void ordered(float a, float b, float& low_out, float& result) {\n"
+        "  float low = a < b ? a : b;\n"
+        "  low_out = low;\n"
+        "  result = a < b ? b : a;\n"
+        "}",
+        "__device__ __forceinline__ float half(float value) {\n  return value * 0.5f;\n}",
+    ]
+    assert lines_of_kernel(kernel) == [
+        "float low;",
+        "float high;",
+        "ordered(x[0], x[1], low, high);",
+        "float middle = half(low + high);",
+        "x[2] = middle;",
+        "float value = half(middle);",
+        "x[3] = value;",
+    ]
+
+
+def test_what_needs_no_device_comes_back_as_it_is() -> None:
+    @ch.function
+    def described(x, count):
+        x[0] = 1.0
+        return x, count + 1, ty.u32(5)
+
+    @ch.kernel(ch.Params(x=ty.ptr_mut(ty.f32)))
+    def kernel(x):
+        place, count, five = described(x, 2)
+        assert count == 3
+        place[count] = ty.f32(five)
+
+    assert "void described(float* x)" not in ch.render(kernel)  # x is the parameter's own name: a result
+    assert lines_of_kernel(kernel)[-1] == "place[3] = 5.0f;"
+
+
+def test_a_callers_variable_goes_back_as_it_is() -> None:
+    @ch.kernel(ch.Params(x=ty.ptr_mut(ty.f32)))
+    def kernel(x):
+        total = ch.var(ty.f32, 1)
+
+        @ch.function
+        def mine():
+            x[1] = 2.0
+            return total
+
+        same = mine()
+        same_again = ch.var(ty.f32, same)
+        x[0] = same_again
+
+    assert "void mine(float* x)" in ch.render(kernel)
+    assert lines_of_kernel(kernel)[1:3] == ["mine(x);", "float same = total;"]
+
+
+def test_names_do_not_depend_on_the_caller() -> None:
+    @ch.function
+    def twice(value):
+        doubled = value * 2
+        return doubled + 1
+
+    @ch.kernel(ch.Params(x=ty.ptr_mut(ty.u32)))
+    def kernel(x):
+        doubled = twice(x[0])
+        with ch.if_(doubled > 1):
+            value = twice(doubled)
+            x[1] = twice(value)
+
+    (only,) = functions(kernel)
+    assert "uint32_t twice(uint32_t value) {\n  uint32_t doubled = value * 2;" in only
+
+
+def test_a_functions_name_is_free_where_it_is_called() -> None:
+    @ch.function
+    def total(x):
+        x[0] = 1
+
+    write_total = total
+
+    @ch.kernel(ch.Params(x=ty.ptr_mut(ty.u32)))
+    def kernel(x):
+        with ch.if_(x[1] == 1):
+            total = ch.var(ty.u32, 2)
+            x[1] = total
+        write_total(x)
+        total_2 = x[3] + 1
+        x[4] = total_2
+
+    assert lines_of_kernel(kernel)[-3:] == ["total_2(x);", "uint32_t total_2_2 = x[3] + 1;", "x[4] = total_2_2;"]
+
+
+def test_functions_call_functions_and_stand_in_the_order_of_their_calls() -> None:
+    @ch.function
+    def inner(sums, x):
+        sums[1] += x[0]
+
+    @ch.function
+    def outer(x):
+        sums = ch.array(ty.f32, 4, zero=True)
+        inner(sums, x)
+        inner(sums, x + 1)
+        return sums[1]
+
+    @ch.kernel(ch.Params(x=ty.ptr_mut(ty.f32)))
+    def kernel(x):
+        x[0] = outer(x)
+
+    first, second = functions(kernel)
+    assert first.startswith("__device__ __forceinline__ void inner(float (&sums)[4], float* x)")
+    assert second.startswith("__device__ __forceinline__ float outer(float* x)")
+
+
+def test_an_outline_takes_what_it_uses() -> None:
+    @ch.kernel(ch.Params(x=ty.ptr_mut(ty.f32), n=ty.u32))
+    def kernel(x, n):
+        total = ch.var(ty.f32, 0)
+        with ch.outline("sum", "The sum of all."):
+            with ch.for_(n) as i:
+                total += x[i]
+        x[0] = total
+
+    assert functions(kernel)[0].startswith(
+        "// The sum of all.\n__device__ __forceinline__ void sum(uint32_t n, float& total, float* x) {\n"
+    )
+    assert lines_of_kernel(kernel)[1] == "sum(n, total, x);"
+
+
+def test_long_lists_are_broken() -> None:
+    names = [f"parameter_number_{number}" for number in range(12)]
+
+    @ch.kernel(ch.Params(x=ty.ptr_mut(ty.u32), **dict.fromkeys(names, ty.u32)))
+    def kernel(**given):
+        with ch.outline("all_of_them"):
+            for name in names:
+                given["x"][0] += given[name]
+
+    lines = ch.render(kernel).splitlines()
+    function = lines[: lines.index("}") + 1]
+    assert max(map(len, function)) <= 120 and len(function) > 14
+    assert function[1].startswith("    uint32_t parameter_number_")
+
+
+# -- roles --------------------------------------------------------------------------------------------------------
+
+
+def test_a_function_grows_in_the_role_that_calls_it() -> None:
+    @ch.function
+    def advance(stage):
+        stage += 1
+
+    @ch.kernel(ch.Params(x=ty.ptr_mut(ty.u32)))
+    def kernel(x):
+        copy, math = ch.Role("copy"), ch.Role("math")
+        for role, place in ((copy, 0), (math, 1)):
+            with role:
+                stage = ch.var(ty.u32, 0)
+                advance(stage)
+                x[place] = stage
+        with ch.if_(ch.thread_idx_x() < 32):
+            copy.emit_here()
+        with ch.else_():
+            math.emit_here()
+
+    assert functions(kernel) == ["__device__ __forceinline__ void advance(uint32_t& stage) {\n  stage = stage + 1;\n}"]
+    assert lines_of_kernel(kernel).count("advance(stage);") == 2
+
+
+def test_what_a_function_says_to_another_role_goes_to_that_roles_program() -> None:
+    @ch.kernel(ch.Params(x=ty.ptr_mut(ty.u32)))
+    def kernel(x):
+        copy, math = ch.Role("copy"), ch.Role("math")
+
+        @ch.function
+        def both():
+            with copy:
+                x[0] = 1
+            with math:
+                x[1] = 2
+
+        with math:
+            both()
+        with ch.if_(x[5] == 0):
+            copy.emit_here()
+        with ch.else_():
+            math.emit_here()
+
+    assert functions(kernel) == ["__device__ __forceinline__ void both(uint32_t* x) {\n  x[1] = 2;\n}"]
+    assert lines_of_kernel(kernel) == ["if (x[5] == 0) {", "x[0] = 1;", "} else {", "both(x);", "}"]
+
+
+# -- meaning ------------------------------------------------------------------------------------------------------
+
+
+def run(kernel: ch.Kernel, *arguments: np.ndarray | int) -> None:
+    parameters = [(name, str(type_)) for name, type_ in kernel.params.items()]
+    compile_program(ch.render_file(kernel), kernel.name, parameters).launch(1, THREADS, 0, arguments)
+
+
+@pytest.mark.compiler
+def test_a_function_means_what_the_same_function_inlined_means() -> None:
+    found = []
+    for decorator in (ch.inline, ch.function):
+        x = np.linspace(-3, 4, THREADS, dtype=np.float32)
+        run(counting(decorator), x, 9)
+        found.append(x)
+    start = np.linspace(-3, 4, THREADS, dtype=np.float32)
+    assert found[1].tobytes() == found[0].tobytes() and not np.array_equal(found[0], start)
+
+
+def everything(decorator: Callable[..., Any]) -> ch.Kernel:
+    """Variables, arrays of arrays, vectors, structures and warps' primitives as arguments and results."""
+
+    @decorator
+    def scale(vector, factor):
+        vector.x = vector.x * factor
+        vector.w += 1
+
+    @decorator
+    def row_sum(row, count):
+        total = ch.var(ty.u32, 0)
+        for number in range(count):
+            total += row[number]
+            row[number] = number
+        return total
+
+    @decorator
+    def better(state, value, token):
+        with ch.if_(value > state.best):
+            state.best = value
+            state.token = token
+
+    @decorator
+    def spread(values):
+        first, second = values
+        return [prim.shuffle_xor_f32(first, 1), first + second], second > first
+
+    @ch.kernel(ch.Params(x=ty.ptr_mut(ty.u32)), max_threads=THREADS)
+    def kernel(x):
+        lane = ch.thread_idx_x()
+        vector = ch.var(ty.u32x4, prim.make_u32x4(lane, 1, 2, 3))
+        scale(vector, 3)
+        scale(vector, lane)
+        grid = ch.array(ty.u32, 2, 3)
+        for number in range(6):
+            grid[number // 3][number % 3] = lane + number
+        total = ch.var(ty.u32, row_sum(grid[1], 3) + row_sum(grid[0], 2))
+        state = ch.var(STATE)
+        state.best = 0.5
+        state.token = 100
+        (other, both), larger = spread((ty.f32(lane), ty.f32(x[lane])))
+        better(state, other, lane)
+        better(state, both, lane + 1)
+        with ch.if_(larger):
+            total += 1000
+        x[lane] = vector.x + vector.w + total * 7 + grid[1][2] + state.token * 13 + ty.u32(state.best)
+
+    return kernel
+
+
+@pytest.mark.compiler
+def test_every_kind_of_argument_and_result() -> None:
+    found = []
+    for decorator in (ch.inline, ch.function):
+        x = np.arange(THREADS, dtype=np.uint32) ** 2 % 37
+        run(everything(decorator), x)
+        found.append(x.tolist())
+    assert found[0] == found[1] and len(set(found[0])) > 20
+    assert "State& state" in ch.render(everything(ch.function))
+    assert "uint32_t (&row)[3]" in ch.render(everything(ch.function))
+
+
+@pytest.mark.compiler
+def test_nvrtc_takes_the_text() -> None:
+    compile_cuda(ch.render_file(everything(ch.function)))
+
+
+@pytest.mark.compiler
+def test_a_wait_inside_a_function_lets_other_threads_run() -> None:
+    @ch.function
+    def meet(counter):
+        with ch.if_(ch.thread_idx_x() % 32 == 0):
+            prim.add_release_u64(counter, 1)
+        prim.wait_at_least_u64(counter, THREADS // 32)
+
+    @ch.kernel(ch.Params(counter=ty.ptr_mut(ty.u64), x=ty.ptr_mut(ty.u32)), max_threads=THREADS)
+    def kernel(counter, x):
+        meet(counter)
+        x[ch.thread_idx_x()] = ty.u32(counter[0])
+
+    counter, x = np.zeros(1, dtype=np.uint64), np.zeros(THREADS, dtype=np.uint32)
+    run(kernel, counter, x)
+    assert set(x.tolist()) == {THREADS // 32}
+
+
+# -- messages -----------------------------------------------------------------------------------------------------
+
+
+def in_kernel(body: Callable[..., Any]) -> None:
+    @ch.kernel(ch.Params(x=ty.ptr_mut(ty.f32), n=ty.u32))
+    def kernel(x, n):
+        body(x, n)
+
+
+def gives_an_array() -> None:
+    @ch.function
+    def sums():
+        made = ch.array(ty.f32, 4)
+        return made
+
+    in_kernel(lambda x, n: sums())  # wrong
+
+
+def keeps_a_name_of_the_body() -> None:
+    kept = []
+
+    @ch.function
+    def keep(x):
+        doubled = x[0] * 2
+        kept.append(doubled)
+
+    def body(x: ch.Expr, n: ch.Expr) -> None:
+        keep(x)
+        x[1] = kept[0]  # wrong
+
+    in_kernel(body)
+
+
+def changes_what_it_gets_twice() -> None:
+    @ch.function
+    def move(to, value):
+        to += value
+
+    def body(x: ch.Expr, n: ch.Expr) -> None:
+        total = ch.var(ty.f32, 0, name="total")
+        move(total, total * 2)  # wrong
+
+    in_kernel(body)
+
+
+def ends_the_kernel() -> None:
+    @ch.function
+    def leave():
+        ch.return_()  # wrong
+
+    in_kernel(lambda x, n: leave())
+
+
+def leaves_its_callers_loop() -> None:
+    @ch.function
+    def leave():
+        ch.break_()  # wrong
+
+    def body(x: ch.Expr, n: ch.Expr) -> None:
+        with ch.for_(n):
+            leave()
+
+    in_kernel(body)
+
+
+def writes_raw_text() -> None:
+    @ch.function
+    def raw():
+        ch.raw_stmt("x[0] = 1;")  # wrong
+
+    in_kernel(lambda x, n: raw())
+
+
+def opens_no_block() -> None:
+    def body(x: ch.Expr, n: ch.Expr) -> None:
+        ch.outline("part")  # wrong
+        x[0] = 1.0
+
+    in_kernel(body)
+
+
+def stores_to_a_value() -> None:
+    @ch.function
+    def clear(value):
+        value.set(0)  # wrong
+
+    in_kernel(lambda x, n: clear(x[0]))
+
+
+def stands_outside() -> None:
+    @ch.function
+    def alone():
+        pass
+
+    alone()  # wrong
+
+
+@pytest.mark.parametrize(
+    ("program", "error", "message"),
+    [
+        (gives_an_array, ch.TypeMixError, "sums returns the array `made`: let its caller make the array and give it."),
+        (
+            keeps_a_name_of_the_body,
+            ch.ScopeError,
+            "`doubled` was bound in the function keep (",
+        ),
+        (
+            changes_what_it_gets_twice,
+            ch.TypeMixError,
+            "move changes `total`, its `to`, and gets it a second time as `value`: "
+            "give it once, or a copy of it, `x = ch.var(float, ...)`.",
+        ),
+        (ends_the_kernel, ch.ControlError, "ch.return_() ends the kernel, not a function: give the caller a value"),
+        (leaves_its_callers_loop, ch.ControlError, "ch.break_() in the function leave, outside of its loops"),
+        (writes_raw_text, ch.ControlError, "ch.raw_stmt in a function, whose names are its own"),
+        (opens_no_block, ch.MissingWithError, "`ch.outline(...)` was called but opens no block"),
+        (stores_to_a_value, ch.ConstStoreError, "`value` is a constant; make it with `ch.var` to store to it."),
+        (stands_outside, ch.NoKernelError, "a device statement outside of a kernel"),
+    ],
+)
+def test_refused(program: Callable[[], None], error: type[ch.LangError], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)) as caught:
+        program()
+    start = program.__code__.co_firstlineno
+    lines = HERE.read_text().splitlines()[start:]
+    wrong = next(start + n for n, line in enumerate(lines, 1) if "# wrong" in line)
+    assert caught.value.location == ch.errors.Location(str(HERE), wrong)
+
+
+@pytest.mark.compiler
+def test_the_compilers_complaint_points_into_the_function(tmp_path: Path) -> None:
+    @ch.function
+    def broken(x):
+        ch.asm("this is no instruction $x;", x=x)  # the wrong line
+
+    @ch.kernel(ch.Params(x=ty.ptr_mut(ty.u32)), max_threads=32)
+    def kernel(x):
+        broken(x)
+
+    emulator = HERE.parents[2] / "cheetah" / "emulator" / "runtime"
+    text = ch.render_file(kernel, line_marks=True).replace("asm volatile", "no_asm_here")
+    found = compile_cpp(text, tmp_path, "-DCHEETAH_EMULATOR", "-fsyntax-only", "-I", str(emulator))
+    wrong = next(n for n, line in enumerate(HERE.read_text().splitlines(), 1) if "# the wrong line" in line)
+    assert f"{HERE}:{wrong}:" in found.stderr
