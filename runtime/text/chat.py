@@ -1,24 +1,30 @@
 """Chat messages to prompt text, by the checkpoint's own template.
 
-The template is Jinja text from the checkpoint and is not trusted: it runs in jinja2's immutable sandbox, set up as
-Hugging Face does. Knows nothing of token ids; its output already holds the special tokens, so it is encoded without
-adding any.
+The template is Jinja text from the checkpoint and is not trusted: it runs in jinja2's immutable sandbox, in a process
+of its own with limits. Knows nothing of token ids; its output already holds the special tokens, so it is encoded
+without adding any.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from cheetah.errors import CheetahError
+from cheetah.printable import shown
+from cheetah.runtime.text.guarded_process import GuardedProcess, Limits
+from cheetah.untrusted import read_text
 
 Message = Mapping[str, Any]
 """{"role": "user", "content": "..."} and whatever else the template understands."""
 
-JINJA2_MINIMUM = (3, 1, 6)
+TEMPLATE_BYTES = 1_000_000
+"""Most bytes of a template: the longest of published models have 20,000."""
+
+_PROCESS = GuardedProcess("chat template", {"work": "templates"}, Limits(3.0, 256_000_000, 4_000_000))
+"""Renders every template: one process for all checkpoints, started with the first conversation."""
 
 
 class ChatTemplates:
@@ -51,9 +57,9 @@ class ChatTemplates:
         templates = _templates_of_config(tokenizer_config.get("chat_template"))
         for name, path in sorted(files.items()):
             if name == "chat_template.jinja":
-                templates["default"] = path.read_text(encoding="utf-8")
+                templates["default"] = read_text(path, TEMPLATE_BYTES)
             elif name.startswith("chat_templates/") and name.endswith(".jinja"):
-                templates[Path(name).stem] = path.read_text(encoding="utf-8")
+                templates[Path(name).stem] = read_text(path, TEMPLATE_BYTES)
         return cls(templates, special_tokens, now)
 
     def render(
@@ -67,70 +73,27 @@ class ChatTemplates:
     ) -> str:
         """The prompt text for a conversation. `template`: the name of one of the checkpoint's, or Jinja text."""
         _check_messages(messages)
-        compiled = self._compile(self._source(template))
-        try:
-            return str(
-                compiled.render(
-                    messages=[dict(message) for message in messages],
-                    tools=tools,
-                    documents=documents,
-                    add_generation_prompt=add_generation_prompt,
-                    **self._special_tokens,
-                )
-            )
-        except CheetahError:
-            raise
-        except Exception as error:  # a template can fail in as many ways as a program
-            raise CheetahError(f"chat template: {type(error).__name__}: {error}") from error
+        variables = {
+            "messages": [dict(message) for message in messages],
+            "tools": tools,
+            "documents": documents,
+            "add_generation_prompt": add_generation_prompt,
+            **self._special_tokens,
+        }
+        question = {"source": self._source(template), "now": self._now().isoformat(), "variables": variables}
+        return str(_PROCESS.ask(question))
 
     def _source(self, template: str | None) -> str:
-        if template is not None:
-            return self.templates.get(template, template)
-        if "default" in self.templates:
-            return self.templates["default"]
+        source = self.templates.get("default") if template is None else self.templates.get(template, template)
+        if source is not None and len(source) > TEMPLATE_BYTES:
+            raise CheetahError(f"chat template: has {len(source)} characters, at most {TEMPLATE_BYTES} are taken")
+        if source is not None:
+            return source
         named = f" (it has {', '.join(sorted(self.templates))})" if self.templates else ""
         raise CheetahError(
             f"the checkpoint has no default chat template{named}: pass chat_template=..., or write the prompt yourself "
             "and use generate()"
         )
-
-    def _compile(self, source: str) -> Any:
-        import jinja2
-
-        try:
-            return _environment(self._now).from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise CheetahError(f"chat template, line {error.lineno}: {error.message}") from error
-
-
-def _environment(now: Callable[[], datetime]) -> Any:
-    """The sandbox with what Hugging Face's templates may use, and nothing else."""
-    import jinja2
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    if tuple(int(part) for part in jinja2.__version__.split(".")[:3]) < JINJA2_MINIMUM:
-        raise CheetahError(f"jinja2 {jinja2.__version__} has escapes from its sandbox: install jinja2 >= 3.1.6")
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: now().strftime(form)
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """json.dumps without jinja2's escaping of <, >, & and '."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise CheetahError(f"chat template: {message}")
 
 
 def _templates_of_config(entry: Any) -> dict[str, str]:
@@ -149,4 +112,4 @@ def _check_messages(messages: Sequence[Message]) -> None:
         raise CheetahError('chat() takes a list of messages: [{"role": "user", "content": "Hello"}]')
     for position, message in enumerate(messages):
         if not isinstance(message, Mapping) or "role" not in message:
-            raise CheetahError(f'message {position}: expected {{"role": ..., "content": ...}}, found {message!r}')
+            raise CheetahError(f'message {position}: expected {{"role": ..., "content": ...}}, found {shown(message)}')

@@ -65,6 +65,7 @@ class Tokenizer:
         With `add_special_tokens` the beginning-of-text token stands first where the checkpoint wants it, and never
         twice, even if the text itself starts with it. Without (for the output of a chat template) nothing is added.
         """
+        _refuse_surrogates(text)
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return self._with_one_bos(ids) if add_special_tokens else ids
 
@@ -142,6 +143,15 @@ class TokenDecoder:
         if found:
             self._to_strip = 0
         return found
+
+
+def _refuse_surrogates(text: str) -> None:
+    """A message, a template's output or a prompt may hold one; no tokenizer takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as problem:
+        place = f"{text[problem.start]!r} at character {problem.start}"
+        raise CheetahError(f"the text has a lone surrogate, {place}, which is no Unicode text: remove it") from None
 
 
 def read_json(path: Path | None) -> dict[str, Any]:

@@ -101,3 +101,15 @@ def test_no_default_template_says_what_there_is() -> None:
 def test_a_config_entry_of_another_kind_is_refused() -> None:
     with pytest.raises(CheetahError, match="chat_template must be text"):
         ChatTemplates.from_files({}, {"chat_template": [{"name": "default"}]})
+
+
+def test_templates_that_are_no_text_or_too_large_are_refused_with_their_file(tmp_path: Path) -> None:
+    for name, content, message in (
+        ("chat_template.jinja", b"\xff\xfe", "is not UTF-8 text: byte 0 is 0xff"),
+        ("chat_templates/tool.jinja", b"x" * 1_000_001, "has 1000001 bytes, at most 1000000 are read"),
+    ):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+        with pytest.raises(CheetahError, match=f"{name}: {message}"):
+            ChatTemplates.from_files({name: path}, {})

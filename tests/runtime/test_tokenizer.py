@@ -71,6 +71,11 @@ def test_ignore_merges_is_respected() -> None:
     assert [tokenizer.decode([token]) for token in tokenizer.encode("lex", add_special_tokens=False)] == ["lex"]
 
 
+def test_a_lone_surrogate_is_refused_with_its_place() -> None:
+    with pytest.raises(CheetahError, match=r"lone surrogate, '\\ud800' at character 3"):
+        ours("byte_level").encode("abc\ud800")
+
+
 def test_a_continuation_keeps_its_leading_space() -> None:
     tokenizer = ours("byte_fallback")
     prompt, rest = tokenizer.encode("ab"), tokenizer.encode("the")
