@@ -4,9 +4,10 @@
 // that waits hands the processor to another fibre. The runtime behind the declarations of `cheetah_emulator` is
 // compiled apart, without the sanitizer, also when this text is compiled with it: what stands in this header is
 // seen by the race detector as the kernel's own accesses, what stands in the runtime is not.
+// It is read with every kernel, and <cmath> alone would cost more than half of a small kernel's time in g++: functions
+// of mathematics are called as the compiler's own.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <source_location>
@@ -309,7 +310,7 @@ namespace cheetah_emulator {
 // Sign, four bits of exponent (bias 7), three of mantissa; the code with all bits set, NaN, gives 480 as on the GPU.
 __forceinline__ uint32_t bf16_of_e4m3(uint32_t code) {
   const int exponent = code >> 3 & 15, mantissa = code & 7;
-  const float size = exponent ? std::ldexp(8.0f + mantissa, exponent - 10) : std::ldexp(float(mantissa), -9);
+  const float size = exponent ? __builtin_ldexpf(8.0f + mantissa, exponent - 10) : __builtin_ldexpf(float(mantissa), -9);
   return float_bits(code & 128 ? -size : size) >> 16;
 }
 
@@ -319,7 +320,8 @@ __forceinline__ uint32_t e4m3_of_f32(float value) {
   if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return 0x7F;
   const float size = bits_float(bits & 0x7FFFFFFFu);
   if (size >= 448.0f) return sign | 0x7E;
-  if (size < 0x1p-6f) return sign | uint32_t(std::nearbyint(size * 512.0f));  // 8 of these is the first normal number
+  // 8 of these is the first normal number.
+  if (size < 0x1p-6f) return sign | uint32_t(__builtin_nearbyintf(size * 512.0f));
   const uint32_t code = ((float_bits(size) + 0x7FFFFu + (float_bits(size) >> 20 & 1)) >> 20) - ((127 - 7) << 3);
   return sign | (code > 0x7E ? 0x7E : code);
 }
@@ -335,11 +337,11 @@ CHEETAH_PRIMITIVE uint32_t e4m3x2_from_f32(float low, float high) {
   return cheetah_emulator::e4m3_of_f32(low) | cheetah_emulator::e4m3_of_f32(high) << 8;
 }
 
-CHEETAH_PRIMITIVE float tanh_f32(float value) { return std::tanh(value); }
-CHEETAH_PRIMITIVE float exp2_f32(float value) { return std::exp2(value); }
-CHEETAH_PRIMITIVE float exp_f32(float value) { return std::exp(value); }
-CHEETAH_PRIMITIVE float log_f32(float value) { return std::log(value); }
-CHEETAH_PRIMITIVE float rsqrt_f32(float value) { return 1.0f / std::sqrt(value); }
+CHEETAH_PRIMITIVE float tanh_f32(float value) { return __builtin_tanhf(value); }
+CHEETAH_PRIMITIVE float exp2_f32(float value) { return __builtin_exp2f(value); }
+CHEETAH_PRIMITIVE float exp_f32(float value) { return __builtin_expf(value); }
+CHEETAH_PRIMITIVE float log_f32(float value) { return __builtin_logf(value); }
+CHEETAH_PRIMITIVE float rsqrt_f32(float value) { return 1.0f / __builtin_sqrtf(value); }
 CHEETAH_PRIMITIVE float divide_f32(float a, float b) { return a / b; }
 
 CHEETAH_PRIMITIVE uint32_t multiply_high_u32(uint32_t a, uint32_t b) { return uint64_t(a) * b >> 32; }

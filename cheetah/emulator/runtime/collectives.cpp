@@ -1,6 +1,8 @@
 // Rendezvous of the 32 lanes of a warp: each lane leaves its operands in its slot, the last one computes for all.
 //
 // Only warp_barrier orders memory; shuffles, sums, mma and transposes do not, and the race detector is told nothing.
+#include <cmath>
+
 #include "machine.h"
 #include "sanitizer.h"
 
