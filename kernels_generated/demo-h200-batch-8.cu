@@ -513,6 +513,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             }
           }
         }
+        // sampling
       }
     }
   } else {
@@ -705,7 +706,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               scales[thread] = rsqrt_f32(total * 0.0078125f + 1e-05f);
             }
           } else {
-            uint32_t epoch_2 = layer_epoch - 1;
             uint4* vector = (uint4*)(arena + 196864);
             float squares = 0.0f;
             if (thread < 128) {
@@ -2254,8 +2254,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       if (step >= head_from || logits != nullptr) {
         uint32_t position = (block + 124) % 132;
         if (position < 32) {
-          uint32_t last = step_epoch + 2;
-          const bf16* norm = norms + 768;
           uint4* vector = (uint4*)(arena + 196864);
           float squares = 0.0f;
           if (thread < 128) {
@@ -2263,7 +2261,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             uint4 weights_2[8];
             #pragma unroll
             for (uint32_t number = 0; number < 1; ++number) {
-              uint4 value = load_constant_u32x4(norm + ((first_unit + number * 256) / 32 * 4 + (first_unit + number * 256) % 4) * 8);
+              uint4 value = load_constant_u32x4(norms + 768 + ((first_unit + number * 256) / 32 * 4 + (first_unit + number * 256) % 4) * 8);
               weights_2[number] = value;
             }
             if (thread / 4 % 8 < column_count) {
@@ -2420,6 +2418,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           }
         }
       }
+      // sampling
       if (thread == 0) {
         store_relaxed_u32(progress + block, step * 17 + 16);
       }

@@ -578,6 +578,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             }
           }
         }
+        // sampling
       }
     }
   } else {
@@ -765,7 +766,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               scales[thread] = rsqrt_f32(total * 0.0078125f + 1e-05f);
             }
           } else {
-            uint32_t epoch_2 = layer_epoch - 1;
             uint4* vector = (uint4*)(arena + 213248);
             float squares = 0.0f;
             if (thread < 16) {
@@ -777,7 +777,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 weights_2[number] = value;
               }
               uint4 units[8];
-              wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 1, epoch_2);
+              wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 1, layer_epoch - 1);
               #pragma unroll
               for (uint32_t number = 0; number < 1; ++number) {
                 float low = bf16x2_low(units[number].x);
@@ -1789,8 +1789,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       if (step >= head_from || logits != nullptr) {
         uint32_t position = (block + 124) % 132;
         if (position < 32) {
-          uint32_t last = step_epoch + 2;
-          const bf16* norm = norms + 768;
           uint4* vector = (uint4*)(arena + 213248);
           float squares = 0.0f;
           if (thread < 16) {
@@ -1798,11 +1796,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             uint4 weights_2[8];
             #pragma unroll
             for (uint32_t number = 0; number < 1; ++number) {
-              uint4 value = load_constant_u32x4(norm + (first_unit + number * 256) * 8);
+              uint4 value = load_constant_u32x4(norms + 768 + (first_unit + number * 256) * 8);
               weights_2[number] = value;
             }
             uint4 units[8];
-            wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 1, last);
+            wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 1, step_epoch + 2);
             #pragma unroll
             for (uint32_t number = 0; number < 1; ++number) {
               float low = bf16x2_low(units[number].x);
@@ -1952,6 +1950,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           }
         }
       }
+      // sampling
       if (thread == 0) {
         store_relaxed_u32(progress + block, step * 17 + 16);
       }

@@ -584,6 +584,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             }
           }
         }
+        // sampling
       }
     }
   } else {
@@ -769,7 +770,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               scales[thread] = rsqrt_f32(total * 0.00012207031f + 1e-05f);
             }
           } else {
-            uint32_t epoch_2 = layer_epoch - 1;
             uint4* vector = (uint4*)(arena + 196864);
             float squares = 0.0f;
             uint32_t first_unit = thread;
@@ -780,11 +780,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               weights_2[number] = value;
             }
             if (lane == 0) {
-              uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 32), epoch_2);
+              uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 32), layer_epoch - 1);
             }
             warp_barrier();
             uint4 units[8];
-            wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 4, epoch_2);
+            wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 4, layer_epoch - 1);
             #pragma unroll
             for (uint32_t number = 0; number < 4; ++number) {
               float low = bf16x2_low(units[number].x);
@@ -2210,23 +2210,21 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       if (step >= head_from || logits != nullptr) {
         uint32_t position = (block + 16) % 132;
         if (position < 8016) {
-          uint32_t last = step_epoch + 79;
-          const bf16* norm = norms + 1310720;
           uint4* vector = (uint4*)(arena + 196864);
           float squares = 0.0f;
           uint32_t first_unit = thread;
           uint4 weights_2[8];
           #pragma unroll
           for (uint32_t number = 0; number < 4; ++number) {
-            uint4 value = load_constant_u32x4(norm + (first_unit + number * 256) * 8);
+            uint4 value = load_constant_u32x4(norms + 1310720 + (first_unit + number * 256) * 8);
             weights_2[number] = value;
           }
           if (lane == 0) {
-            uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 32), last);
+            uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 32), step_epoch + 79);
           }
           warp_barrier();
           uint4 units[8];
-          wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 4, last);
+          wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 4, step_epoch + 79);
           #pragma unroll
           for (uint32_t number = 0; number < 4; ++number) {
             float low = bf16x2_low(units[number].x);
@@ -2373,6 +2371,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           }
         }
       }
+      // sampling
       if (thread == 0) {
         store_relaxed_u32(progress + block, step * 402 + 401);
       }

@@ -519,6 +519,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             }
           }
         }
+        // sampling
       }
     }
   } else {
@@ -781,7 +782,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               scales[thread] = rsqrt_f32(total * 0.000244140625f + 1e-05f);
             }
           } else {
-            uint32_t epoch_2 = layer_epoch - 1;
             uint4* vector = (uint4*)(arena + 147712);
             float squares = 0.0f;
             uint32_t first_unit = thread;
@@ -2923,15 +2923,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       if (step >= head_from || logits != nullptr) {
         uint32_t position = (block + 8) % 132;
         if (position < 8016) {
-          uint32_t last = step_epoch + 31;
-          const bf16* norm = norms + 262144;
           uint4* vector = (uint4*)(arena + 147712);
           float squares = 0.0f;
           uint32_t first_unit = thread;
           uint4 weights_2[8];
           #pragma unroll
           for (uint32_t number = 0; number < 6; ++number) {
-            uint4 value = load_constant_u32x4(norm + ((first_unit + number * 256) / 32 * 4 + (first_unit + number * 256) % 4) * 8);
+            uint4 value = load_constant_u32x4(norms + 262144 + ((first_unit + number * 256) / 32 * 4 + (first_unit + number * 256) % 4) * 8);
             weights_2[number] = value;
           }
           if (thread / 4 % 8 < column_count) {
@@ -2966,7 +2964,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           uint4 weights_3[8];
           #pragma unroll
           for (uint32_t number = 0; number < 6; ++number) {
-            uint4 value = load_constant_u32x4(norm + ((first_unit_2 + number * 256) / 32 * 4 + (first_unit_2 + number * 256) % 4) * 8);
+            uint4 value = load_constant_u32x4(norms + 262144 + ((first_unit_2 + number * 256) / 32 * 4 + (first_unit_2 + number * 256) % 4) * 8);
             weights_3[number] = value;
           }
           if (thread / 4 % 8 < column_count) {
@@ -3001,7 +2999,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           uint4 weights_4[8];
           #pragma unroll
           for (uint32_t number = 0; number < 4; ++number) {
-            uint4 value = load_constant_u32x4(norm + ((first_unit_3 + number * 256) / 32 * 4 + (first_unit_3 + number * 256) % 4) * 8);
+            uint4 value = load_constant_u32x4(norms + 262144 + ((first_unit_3 + number * 256) / 32 * 4 + (first_unit_3 + number * 256) % 4) * 8);
             weights_4[number] = value;
           }
           if (thread / 4 % 8 < column_count) {
@@ -3155,6 +3153,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           }
         }
       }
+      // sampling
       if (thread == 0) {
         store_relaxed_u32(progress + block, step * 162 + 161);
       }

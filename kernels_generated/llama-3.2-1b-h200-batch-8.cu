@@ -517,6 +517,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             }
           }
         }
+        // sampling
       }
     }
   } else {
@@ -743,7 +744,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               scales[thread] = rsqrt_f32(total * 0.00048828125f + 1e-05f);
             }
           } else {
-            uint32_t epoch_2 = layer_epoch - 1;
             uint4* vector = (uint4*)(arena + 180480);
             float squares = 0.0f;
             uint32_t first_unit = thread;
@@ -2435,15 +2435,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       if (step >= head_from || logits != nullptr) {
         uint32_t position = (block + 4) % 132;
         if (position < 8016) {
-          uint32_t last = step_epoch + 15;
-          const bf16* norm = norms + 65536;
           uint4* vector = (uint4*)(arena + 180480);
           float squares = 0.0f;
           uint32_t first_unit = thread;
           uint4 weights_2[8];
           #pragma unroll
           for (uint32_t number = 0; number < 6; ++number) {
-            uint4 value = load_constant_u32x4(norm + ((first_unit + number * 256) / 32 * 4 + (first_unit + number * 256) % 4) * 8);
+            uint4 value = load_constant_u32x4(norms + 65536 + ((first_unit + number * 256) / 32 * 4 + (first_unit + number * 256) % 4) * 8);
             weights_2[number] = value;
           }
           if (thread / 4 % 8 < column_count) {
@@ -2478,7 +2476,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           uint4 weights_3[8];
           #pragma unroll
           for (uint32_t number = 0; number < 2; ++number) {
-            uint4 value = load_constant_u32x4(norm + ((first_unit_2 + number * 256) / 32 * 4 + (first_unit_2 + number * 256) % 4) * 8);
+            uint4 value = load_constant_u32x4(norms + 65536 + ((first_unit_2 + number * 256) / 32 * 4 + (first_unit_2 + number * 256) % 4) * 8);
             weights_3[number] = value;
           }
           if (thread / 4 % 8 < column_count) {
@@ -2632,6 +2630,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           }
         }
       }
+      // sampling
       if (thread == 0) {
         store_relaxed_u32(progress + block, step * 82 + 81);
       }

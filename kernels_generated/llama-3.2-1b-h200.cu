@@ -582,6 +582,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             }
           }
         }
+        // sampling
       }
     }
   } else {
@@ -767,7 +768,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               scales[thread] = rsqrt_f32(total * 0.00048828125f + 1e-05f);
             }
           } else {
-            uint32_t epoch_2 = layer_epoch - 1;
             uint4* vector = (uint4*)(arena + 213248);
             float squares = 0.0f;
             uint32_t first_unit = thread;
@@ -778,11 +778,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               weights_2[number] = value;
             }
             if (lane == 0) {
-              uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 32), epoch_2);
+              uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 32), layer_epoch - 1);
             }
             warp_barrier();
             uint4 units[8];
-            wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 1, epoch_2);
+            wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 1, layer_epoch - 1);
             #pragma unroll
             for (uint32_t number = 0; number < 1; ++number) {
               float low = bf16x2_low(units[number].x);
@@ -1800,23 +1800,21 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       if (step >= head_from || logits != nullptr) {
         uint32_t position = (block + 4) % 132;
         if (position < 8016) {
-          uint32_t last = step_epoch + 15;
-          const bf16* norm = norms + 65536;
           uint4* vector = (uint4*)(arena + 213248);
           float squares = 0.0f;
           uint32_t first_unit = thread;
           uint4 weights_2[8];
           #pragma unroll
           for (uint32_t number = 0; number < 1; ++number) {
-            uint4 value = load_constant_u32x4(norm + (first_unit + number * 256) * 8);
+            uint4 value = load_constant_u32x4(norms + 65536 + (first_unit + number * 256) * 8);
             weights_2[number] = value;
           }
           if (lane == 0) {
-            uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 32), last);
+            uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 32), step_epoch + 15);
           }
           warp_barrier();
           uint4 units[8];
-          wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 1, last);
+          wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 1, step_epoch + 15);
           #pragma unroll
           for (uint32_t number = 0; number < 1; ++number) {
             float low = bf16x2_low(units[number].x);
@@ -1963,6 +1961,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           }
         }
       }
+      // sampling
       if (thread == 0) {
         store_relaxed_u32(progress + block, step * 82 + 81);
       }

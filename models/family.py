@@ -45,14 +45,17 @@ class StepProgram(Protocol):
 
     KERNEL_NAME: str
 
-    @property
-    def LAYER_PHASES(self) -> tuple[str, ...]: ...
+    def build_kernel(self, config: ModelConfig, gpu: Gpu, plan: Plan) -> Any:
+        """The kernel, a `cheetah.lang.Kernel`."""
 
-    def build_kernel(self, config: ModelConfig, gpu: Gpu, plan: Plan) -> Any: ...
+    def kernel_parameters(self, plan: Plan) -> Mapping[str, Any]:
+        """Its parameters by name, each a `cheetah.package.KernelParameter`."""
 
-    def kernel_parameters(self, plan: Plan) -> Any: ...
+    def sizes(self, config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
+        """The sizes that the parameters' shapes name."""
 
-    def workspace_bytes(self, config: ModelConfig, gpu: Gpu, plan: Plan) -> int: ...
+    def phase_names(self, config: ModelConfig) -> tuple[str, ...]:
+        """The phases of a step, as the kernel counts them for reports."""
 
 
 class ReferenceModel(Protocol):

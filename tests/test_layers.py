@@ -14,6 +14,9 @@ FAMILIES = (f"{MODELS}.llama",)
 MODEL = (MODELS, f"{MODELS}.registry")
 DATA = (*MODEL, "cheetah.manifest", "cheetah.plan")
 
+# What a decode step is written with.
+KERNEL = (MODELS, "cheetah.blocks", "cheetah.lang", "cheetah.plan")
+
 # What each part may import of ours, besides itself and FOUNDATION. The longest name that fits a module is its part.
 FOUNDATION = ("cheetah.printable", "cheetah.errors", "cheetah.untrusted")  # in this order
 MAY_IMPORT: dict[str, set[str]] = {
@@ -32,16 +35,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     MODELS: {"cheetah.plan"},  # what every family stands on: numbers and arrays only
     f"{MODELS}.registry": {MODELS, *FAMILIES},
     DENSE: {MODELS, "cheetah.plan"},
-    f"{DENSE}.family": {MODELS, DENSE, "cheetah.models.llama.program", "cheetah.plan"},
+    f"{DENSE}.family": {MODELS, DENSE, f"{DENSE}.program", "cheetah.plan"},
     **{family: {MODELS, f"{DENSE}.family"} for family in FAMILIES},
-    "cheetah.models.llama.step": {MODELS, "cheetah.plan", "cheetah.blocks", "cheetah.lang"},
-    "cheetah.models.llama.program": {
-        MODELS,
-        "cheetah.plan",
-        "cheetah.models.llama.step",
-        "cheetah.blocks",
-        "cheetah.lang",
-    },
+    f"{DENSE}.launch": {"cheetah.blocks", "cheetah.lang", "cheetah.package", "cheetah.plan"},
+    f"{DENSE}.step": {*KERNEL, f"{DENSE}.launch"},
+    f"{DENSE}.program": {*KERNEL, f"{DENSE}.launch", f"{DENSE}.step"},
     f"{MODELS}.demo": {*MODEL, f"{MODELS}.llama"},
     "cheetah.generate": {*DATA, "cheetah.blocks", "cheetah.lang", "cheetah.package"},
     "cheetah.tools.ceiling": {"cheetah.lang", "cheetah.manifest", "cheetah.plan"},
@@ -126,7 +124,7 @@ def test_every_part_has_modules() -> None:
         ("cheetah.blocks.norm", "from cheetah import runtime"),
         ("cheetah.blocks.norm", "from ..models.llama import LlamaConfig"),
         ("cheetah.models.config", "from cheetah.models.dense import weights"),
-        ("cheetah.models.dense.weights", "from cheetah.models.llama.program import build_kernel"),
+        ("cheetah.models.dense.weights", "from cheetah.models.dense.program import build_kernel"),
         ("cheetah.models.dense.weights", "from cheetah.models.registry import family_of"),
         ("cheetah.attention.program", "from cheetah.models.config import ModelConfig"),
         ("cheetah.attention.batch", "from cheetah.models.registry import family_of"),

@@ -14,8 +14,9 @@ from benchmarks.studies.kernels import Text, finish_kernel
 from cheetah import lang as ch
 from cheetah.blocks.columns import UNIT, Columns
 from cheetah.blocks.exchange import make_exchange
-from cheetah.blocks.linear.matvec import Matvec, Rows
-from cheetah.blocks.linear.prologue import Part, load_vector
+from cheetah.blocks.linear.interface import Prologue, Rows
+from cheetah.blocks.linear.matvec import Matvec
+from cheetah.blocks.linear.prologue import Slices, Units
 from cheetah.blocks.machine import Machine, emit_roles, start_machine
 from cheetah.blocks.ring import Ring
 from cheetah.lang import prim, ty
@@ -88,6 +89,20 @@ def linear_kernel(size: int, gpu: Gpu, variant: Variant, **plan_fields: Any) -> 
 
     text = finish_kernel(deep_linear, gpu, plan, shared.total_bytes, cooperative=variant.fused)
     return LinearKernel(variant, layout, exchange_bytes, text)
+
+
+@dataclass(frozen=True, eq=False)
+class Told(Prologue):
+    """A prologue after which `who` arrives at a barrier."""
+
+    prologue: Prologue
+    who: ch.Expr
+    barrier: ch.Expr
+
+    def load(self, matrix: MatrixLayout, number: int) -> None:
+        self.prologue.load(matrix, number)
+        with ch.if_(self.who):
+            prim.mbarrier_arrive(self.barrier)
 
 
 class DeepLinear:
@@ -171,13 +186,12 @@ class DeepLinear:
     @ch.inline
     def _copy(self, layer: Any) -> None:
         with self.machine.copy:
-            offset = ty.u64(layer) * self.layout.total_bytes
-            self.matvec.copy(self.layout, offset)
+            self.matvec.begin_layer(layer, self.layout.total_bytes)
+            self.matvec.copy(self.layout)
 
     @ch.inline
     def _multiply(self, read: Any, publish: Any, layer: Any = None) -> None:
         """One layer's product: `publish(rows, pair)` gets a bf16 pair on each even lane of the first 16."""
-        machine, layout = self.machine, self.layout
 
         def finish(rows: Rows) -> None:
             neighbour = prim.shuffle_xor_f32(rows.sum, 1)
@@ -185,13 +199,14 @@ class DeepLinear:
             with ch.if_((rows.lane < STRIP_ROWS) & (rows.lane % 2 == 0)):
                 publish(rows, pair)
 
-        def load(_: int) -> None:
-            load_vector(self.columns, Part(layout.padded_columns, layout.padded_columns), read)
-            if layer is not None and not self.variant.overlap:
-                with ch.if_((machine.thread == 0) & (layer > 0)):
-                    prim.mbarrier_arrive(self.input_there)
+        whole = Slices(self.columns, Units(read), self.layout.padded_columns)
+        self.matvec.multiply(self.layout, self._told(whole, layer), finish)
 
-        self.matvec.multiply(layout, load, finish)
+    def _told(self, prologue: Prologue, layer: Any) -> Prologue:
+        """The same, but where copies do not overlap the copy lane is told that the input is there."""
+        if layer is None or self.variant.overlap:
+            return prologue
+        return Told(prologue, (self.machine.thread == 0) & (layer > 0), self.input_there)
 
     def _owns_rows(self) -> Any:
         return self.layout.position(self.machine.block) < self.layout.strips

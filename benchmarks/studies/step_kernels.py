@@ -1,6 +1,6 @@
 """Parts of the decode step as kernels of their own: the unfused step, and stacks of attention or of GLU blocks.
 
-The phases are those of `cheetah.models.llama.program`, not written again. Unfused, every phase is a kernel: vectors
+The phases are written with the parts of `cheetah.models.dense.step`. Unfused, every phase is a kernel: vectors
 pass through plain memory (the launches' order is their order), and the residual, which the fused kernel keeps in shared
 memory, through a buffer. A stack repeats one block of the layer; its input is the embedding of tokens[0], its output
 the vector `hidden`.
@@ -11,18 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.studies.kernels import Text, finish_kernel
 from cheetah import lang as ch
 from cheetah.blocks.exchange import BarrierExchange, Exchange
+from cheetah.blocks.linear.epilogue import add_residual, swiglu
 from cheetah.blocks.machine import Machine, emit_roles, start_machine
 from cheetah.blocks.sampling import Sampler
+from cheetah.blocks.tokens import Tokens
 from cheetah.lang import prim, ty
+from cheetah.models.dense.launch import Launch, kernel_parameters
+from cheetah.models.dense.step import StepParts, exchange_sizes
 from cheetah.models.llama import LlamaConfig
-from cheetah.models.llama.program import PARAMETERS, Step
-from cheetah.models.llama.step import StepPort, exchange_sizes
 from cheetah.plan import STRIP_ROWS, Gpu, Plan, shared_map, step_matrices
 
 MODEL = ("qkv", "attention", "merge", "o", "gate_up", "down")
@@ -30,8 +31,9 @@ STACKS = {"attention": MODEL[:4], "glu": MODEL[4:]}
 """The phases of a stack's layer, as unfused kernels."""
 NEED_POSITIONS = ("qkv", "attention", "head")
 NEED_RECORDS = ("attention", "merge")
-FUSED_PARAMETERS = ch.Params(**PARAMETERS, epochs=ty.ptr_mut(ty.u32), layers=ty.u32)
-PHASE_PARAMETERS = ch.Params(**PARAMETERS, residual=ty.ptr_mut(ty.f32), layer=ty.u32)
+FUSED_PARAMETERS = {"epochs": ty.ptr_mut(ty.u32), "layers": ty.u32}
+PHASE_PARAMETERS = {"residual": ty.ptr_mut(ty.f32), "layer": ty.u32}
+"""What a kernel has beside the parameters of the decode step."""
 
 
 @dataclass(frozen=True)
@@ -66,90 +68,87 @@ def residual_words(config: LlamaConfig, gpu: Gpu, plan: Plan) -> int:
 
 
 def _step_kernel(
-    parameters: ch.Params,
+    others: dict[str, ty.Type],
     config: LlamaConfig,
     gpu: Gpu,
     plan: Plan,
-    make: Callable[[LlamaConfig, Machine, SimpleNamespace], Piece],
+    make: Callable[[LlamaConfig, Machine, Launch], FusedStack | OnePhase],
     blocks: int | None = None,
 ) -> StepKernel:
     shape = config.shape
     shared = shared_map(shape, plan, gpu)
-    made: list[Piece] = []
+    of_step = {name: parameter.type for name, parameter in kernel_parameters(plan).items()}
+    made: list[FusedStack | OnePhase] = []
 
-    @ch.kernel(parameters, name="step_piece", max_threads=plan.threads)
+    @ch.kernel(ch.Params(**of_step, **others), name="step_piece", max_threads=plan.threads)
     def step_piece(**arguments: Any) -> None:
         machine = start_machine(shape, plan, gpu, shared)
-        made.append(make(config, machine, SimpleNamespace(**arguments)))
-        made[0].emit()
+        own = [arguments.pop(name) for name in others]
+        made.append(make(config, machine, Launch(**arguments)))
+        made[0].emit(*own)
 
     exchange: Exchange = made[0].exchange
-    cooperative = parameters is FUSED_PARAMETERS
+    cooperative = others is FUSED_PARAMETERS
     text = finish_kernel(step_piece, gpu, plan, shared.total_bytes, cooperative=cooperative, blocks=blocks)
     word = exchange.word.bytes
     size = exchange.size_bytes(exchange_sizes(shape, gpu, plan))
     return StepKernel(text, size, exchange.vectors["hidden"].offset * word, word)
 
 
-class Piece(Step):
+class Piece(StepParts):
     """Some phases of the decode step, once: step 0 of a launch with one token. stack: which block a layer is, or None.
 
     In a stack, a block's input is the output of the same block a layer before."""
 
-    def __init__(self, config: LlamaConfig, machine: Machine, launch: SimpleNamespace, stack: str | None) -> None:
-        super().__init__(config, machine, launch)
+    def __init__(
+        self,
+        config: LlamaConfig,
+        machine: Machine,
+        launch: Launch,
+        stack: str | None,
+        exchange: Exchange | None = None,
+    ) -> None:
+        super().__init__(config, machine, launch, exchange)
         self.stack = stack
         self.step = ty.u32(0)
 
-    @ch.inline
-    def _begin_layer(self, layer: Any) -> None:
-        super()._begin_layer(layer)
-        self.layer = layer
-
-    @ch.inline
-    def _o(self, step: Any, layer: Any) -> None:
-        target = "middle" if self.stack is None else "hidden"
-        self._project_onto_residual(step, layer, "o", self.matrices.o, "attention", target, self.shape.query_rows)
-
-    def _reader(self, name: str, epoch: Any) -> Any:
-        if name == "middle" and self.stack is not None:
-            return self._read_previous_hidden
-        return super()._reader(name, epoch)
-
-    def _waiter(self, name: str, epoch: Any) -> Any:
-        if name == "middle" and self.stack is not None:
-            return self._wait_for_previous_hidden
-        return super()._waiter(name, epoch)
-
-    def _wait_for_previous_hidden(self, unit: Any, when: Any) -> None:
-        later = self.layer > 0  # the first layer reads the embedding
-        self.exchange.wait_for_one("hidden", unit, self.layer_epoch - 1, later if when is True else later & when)
-
-    def _read_previous_hidden(self, data: Any, unit: Any, count: int) -> None:
-        with ch.if_(self.layer == 0):
-            self._read_embedding(data, unit, count)
-        with ch.else_():
-            self._reader("hidden", self.layer_epoch - 1)(data, unit, count)
+    def layer_phases(self, layer: Any) -> dict[str, Callable[[], None]]:
+        """The phases of a layer, by name."""
+        machine, matrices, linear = self.machine, self.matrices, self.linear
+        middle, hidden = self.vector("middle"), self.vector("hidden")
+        ffn_input = self.rms_norm(middle, layer * 2 + 1) if self.stack is None else self.input_of(layer)
+        after_o = middle if self.stack is None else hidden
+        return {
+            "qkv": lambda: linear(matrices.qkv, self.input_of(layer), self.project_heads(layer)),
+            "attention": lambda: self.attend(self.step, layer),
+            "o": lambda: linear(matrices.o, self.heads(), add_residual(machine, after_o)),
+            "gate_up": lambda: linear(matrices.gate_up, ffn_input, swiglu(machine, self.vector("gated"))),
+            "down": lambda: linear(matrices.down, self.gated(), add_residual(machine, hidden)),
+        }
 
 
 class FusedStack(Piece):
     """All layers of a stack in one kernel. The first epoch of a launch comes from memory, so a graph can repeat it."""
 
     @ch.inline
-    def emit(self) -> None:
-        machine, launch = self.machine, self.launch
-        launch.epoch = launch.epochs[machine.block]
-        self._set_up()
-        self._begin_step(self.step)
-        with ch.roles_for(machine.roles, launch.layers, name="layer") as layer:
-            self._begin_layer(layer)
-            for phase in STACKS[self.stack or ""]:
-                if phase != "merge":  # it is the end of the fused attention
-                    getattr(self, f"_{phase}")(self.step, layer)
+    def emit(self, epochs: ch.Expr, layers: ch.Expr) -> None:
+        machine = self.machine
+        first_epoch = ch.const(ty.u32, epochs[machine.block])
+        self.set_up()
+        self.begin_step(self.step)
+        with machine.math:
+            self.step_epoch = first_epoch
+        with ch.roles_for(machine.roles, layers, name="layer") as layer:
+            self.begin_layer(layer)
+            phases = self.layer_phases(layer)
+            for name in STACKS[self.stack or ""]:
+                if name in phases:  # the merge is the end of the fused attention
+                    with self.phase(name):
+                        phases[name]()
         with machine.math:
             machine.meet()  # every thread has read the epoch
             with ch.if_(machine.thread == 0):
-                launch.epochs[machine.block] = self.step_epoch + launch.layers
+                epochs[machine.block] = self.step_epoch + layers
         emit_roles(machine)
 
 
@@ -166,34 +165,37 @@ class KernelBoundary(BarrierExchange):
 class OnePhase(Piece):
     """One phase of one layer."""
 
-    sampler: SamplerInTwoKernels
-
     def __init__(
-        self, config: LlamaConfig, machine: Machine, launch: SimpleNamespace, phase: str, stack: str | None
+        self, config: LlamaConfig, machine: Machine, launch: Launch, phase: str, stack: str | None
     ) -> None:
-        super().__init__(config, machine, launch, stack)
-        self.phase = phase
-        sizes = exchange_sizes(self.shape, machine.gpu, machine.plan)
-        self.exchange = KernelBoundary(machine, launch.exchange, sizes)
-        self.attention.exchange = self.exchange
-        self.attention.port = StepPort(machine, self.exchange, self.columns)
-        self.sampler = SamplerInTwoKernels(self.matvec, self.exchange, self.shape.vocab)
+        sizes = exchange_sizes(machine.shape, machine.gpu, machine.plan)
+        super().__init__(config, machine, launch, stack, KernelBoundary(machine, launch.exchange, sizes))
+        self.name = phase
+        self.tokens = FirstToken(self.columns, launch)
+        self.two_kernels = SamplerInTwoKernels(self.linear, self.exchange, self.shape.vocab)
+        self.sampler = self.two_kernels
 
     @ch.inline
-    def emit(self) -> None:
-        machine, layer = self.machine, self.launch.layer
+    def emit(self, residual: ch.Expr, layer: ch.Expr) -> None:
+        machine = self.machine
+        self.residual = residual
         self._set_up()
         self._begin_phase(layer)
-        self._begin_layer(layer)
-        emit_phase = getattr(self, f"_{self.phase}")
-        if self.phase in ("head", "sampling"):
-            emit_phase(self.step)
-        else:
-            emit_phase(self.step, layer)
-        if self.phase in ("o", "down"):
+        self.begin_layer(layer)
+        self._phases(layer)[self.name]()
+        if self.name in ("o", "down"):
             with machine.math:
                 self._store_residual()
         emit_roles(machine)
+
+    def _phases(self, layer: Any) -> dict[str, Callable[[], None]]:
+        return {
+            **self.layer_phases(layer),
+            "attention": lambda: self._attention(layer),
+            "merge": self._merge,
+            "head": self._head,
+            "sampling": self._sampling,
+        }
 
     @ch.inline
     def _set_up(self) -> None:
@@ -209,24 +211,21 @@ class OnePhase(Piece):
         machine = self.machine
         with machine.math:
             self.step_epoch = ty.u32(0)
-            if self.phase in NEED_POSITIONS:
+            if self.name in NEED_POSITIONS:
                 self.columns.begin_step(self.step)
-            if self.phase in NEED_RECORDS:
+            if self.name in NEED_RECORDS:
                 self.schedule.keep()
-            if self.phase in NEED_POSITIONS + NEED_RECORDS:
+            if self.name in NEED_POSITIONS + NEED_RECORDS:
                 machine.meet()
-            if self.phase == "qkv":
-                self._load_angles()
-            if self.phase == ("down" if self.stack == "glu" else "o"):
+            if self.name == "qkv":
+                self.load_angles()
+            if self.name == ("down" if self.stack == "glu" else "o"):
                 with ch.if_(layer == 0):
-                    self._start_residual()
+                    self.start_residual()
                 with ch.else_():
                     self._load_residual()
-            elif self.phase in ("o", "down"):
+            elif self.name in ("o", "down"):
                 self._load_residual()
-
-    def _embedded(self, column: Any) -> Any:
-        return self.launch.embedding + ty.u64(self.launch.tokens[0]) * self.shape.padded_hidden
 
     @ch.inline
     def _load_residual(self) -> None:
@@ -245,38 +244,56 @@ class OnePhase(Piece):
     def _residual_places(self) -> tuple[Any, Any, int]:
         """The block's rows in shared memory and in the buffer, and how many places there are."""
         places = self.matrices.o.rounds * STRIP_ROWS
-        kept = self.launch.residual + self.machine.block * places
+        kept = self.residual + self.machine.block * places
         return self.machine.region("residual", ty.f32), kept, places
 
     @ch.inline
-    def _attention(self, step: Any, layer: Any) -> None:
+    def _attention(self, layer: Any) -> None:
         """The block's items: outputs of whole heads, partial states of split ones."""
         with self.machine.copy:
-            self.attention.copy(layer, step)
+            self.attention.copy(layer, self.step)
         with self.machine.math:
-            self.attention.attend(step, self.layer_epoch)
+            self.port.layer = layer
+            self.attention.attend(self.step, self.layer_epoch)
 
     @ch.inline
-    def _merge(self, step: Any, layer: Any) -> None:
+    def _merge(self) -> None:
         with self.machine.math:
             self.attention.merge(self.layer_epoch)
 
+    def _head(self) -> None:
+        """The logits, and the block's best candidates. The last layer's output is in memory."""
+        self.linear.end_layers()
+        self.start_sampling()
+        norm = self.rms_norm(self.vector("hidden"), ty.u32(2 * self.shape.layers))
+        self.linear(self.matrices.head, norm, self.take_logits(self.step), when=self.needs_head(self.step))
+        with self.machine.math:
+            self.two_kernels.publish_best()
+
     @ch.inline
-    def _sampling(self, step: Any) -> None:
+    def _sampling(self) -> None:
         """One block takes the best of all blocks' candidates."""
         with self.machine.math:
-            self.sampler.choose_of_blocks()
+            self.two_kernels.choose_of_blocks()
             with ch.if_(self.machine.thread == 0):
                 chosen = self.machine.region("chosen", ty.u32)[0]
                 self.launch.tokens[1] = ty.i32(ch.minimum(chosen, self.shape.vocab - 1))
                 self.launch.status[0] = 1
 
 
+class FirstToken(Tokens):
+    """The token that the launch begins with."""
+
+    def embedding(self, column: Any) -> Any:
+        return self.launch.embedding + ty.u64(self.launch.tokens[0]) * self.shape.padded_hidden
+
+
 class SamplerInTwoKernels(Sampler):
-    """`choose` ends the head's kernel: it publishes the block's best; `choose_of_blocks` is the kernel after it."""
+    """`publish_best` ends the head's kernel; `choose_of_blocks` is the kernel after it."""
 
     @ch.inline
-    def choose(self, epoch: Any, step: Any) -> None:
+    def publish_best(self) -> None:
+        """Publish the block's best candidates."""
         machine = self.machine
         self._lay_down_warps()
         machine.meet()
@@ -285,7 +302,7 @@ class SamplerInTwoKernels(Sampler):
             with ch.if_(machine.lane < 2):
                 word = ch.select(machine.lane == 0, prim.float_bits(best), best_token)
                 place = (machine.block * self.places + column) * 2 + machine.lane
-                self.exchange.publish("candidates", place, word, epoch)
+                self.exchange.publish("candidates", place, word, ty.u32(0))
 
     @ch.inline
     def choose_of_blocks(self) -> None:

@@ -33,6 +33,27 @@ class Vector:
     offset: int
 
 
+@dataclass(frozen=True, eq=False)
+class Published:
+    """A vector of an exchange at one epoch: what its writers publish and its readers wait for and read."""
+
+    exchange: Exchange
+    name: str
+    epoch: ch.Expr
+
+    def publish(self, index: ch.Value, data: ch.Value) -> None:
+        """Store payload word `index`."""
+        self.exchange.publish(self.name, index, data, self.epoch)
+
+    def read(self, data: Any, unit: ch.Expr, count: int) -> None:
+        """Units `unit`, `unit + math_threads`, ... (`count` of them) into the array `data`."""
+        self.exchange.read_units(self.name, data, unit, self.exchange.machine.math_threads, count, self.epoch)
+
+    def wait(self, unit: ch.Expr, when: ch.Value) -> None:
+        """Wait for one unit on behalf of a warp, before all of it is polled."""
+        self.exchange.wait_for_one(self.name, unit, self.epoch, when)
+
+
 class Exchange(ABC):
     """What both kinds share: where vectors lie in the workspace."""
 
@@ -64,6 +85,10 @@ class Exchange(ABC):
     def _declare(self) -> None:
         exchange_words = ch.reinterpret(ty.ptr_mut(self.word), self.workspace)
         self.words = exchange_words
+
+    def at(self, name: str, epoch: ch.Expr) -> Published:
+        """A vector as it is published at an epoch."""
+        return Published(self, name, epoch)
 
     def place(self, name: str, index: ch.Value) -> ch.Expr:
         """The address of payload word `index` of a vector."""

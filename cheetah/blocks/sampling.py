@@ -15,7 +15,8 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.columns import POSITION, SEED_HIGH, SEED_LOW, TEMPERATURE
 from cheetah.blocks.exchange import Exchange
-from cheetah.blocks.linear.matvec import Matvec, Rows
+from cheetah.blocks.linear.interface import Rows
+from cheetah.blocks.linear.matvec import Matvec
 from cheetah.blocks.timeline import NO_TIMELINE, Timeline
 from cheetah.lang import prim, ty
 from cheetah.plan import STRIP_ROWS

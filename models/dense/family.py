@@ -66,7 +66,7 @@ class DenseFamily(ModelFamily):
 
     @property
     def program(self) -> StepProgram:
-        from cheetah.models.llama import program
+        from cheetah.models.dense import program
 
         return program
 

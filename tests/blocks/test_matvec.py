@@ -10,7 +10,7 @@ import pytest
 from cheetah import lang as ch
 from cheetah.blocks.columns import Columns, fragment_word
 from cheetah.blocks.linear.matvec import Matvec
-from cheetah.blocks.linear.prologue import Part, load_vector
+from cheetah.blocks.linear.prologue import Slices, Units
 from cheetah.emulator import allocate, explore
 from cheetah.generate import generate_kernel
 from cheetah.lang import UnusedStageError, prim, ty
@@ -57,8 +57,6 @@ def product(rows: int, elements: int, blocks: int, fields: dict[str, Any]) -> tu
     plan = plan_of(shape, blocks, **{"down_slices": 1, **fields})
     start, slices = plan.start_residual, plan.down_slices
     layout = MatrixLayout("w", rows, elements, blocks, plan.stage_bytes, start, slices=slices)
-    padded, tokens = layout.padded_columns, plan.tokens
-    chunk_elements = layout.pairs_per_chunk * 32
 
     def body(machine: Any, ring: Any, given: dict[str, Any]) -> None:
         columns = Columns(machine, given["column_count"], given["x"], given["x"])
@@ -68,20 +66,12 @@ def product(rows: int, elements: int, blocks: int, fields: dict[str, Any]) -> tu
             for number in range(count):
                 data[number] = prim.load_constant_u32x4(given["x"] + (unit + number * machine.math_threads) * 4)
 
-        def load(number: int) -> None:
-            first, end = (chunk * chunk_elements for chunk in layout.slice_range(number))
-            end = min(end, padded)
-            load_vector(columns, Part(end - first, end - first, first // 8 * tokens), read)
-
         def store(done: Any) -> None:
             row = done.strip * 16 + done.row
             with ch.if_((done.lane < 16) & (row < rows)):
                 given["y"][done.column * rows + row] = done.sum
 
-        with machine.copy:
-            matvec.copy(layout, ty.u64(0))
-        with machine.math:
-            matvec.multiply(layout, load, store)
+        matvec(layout, Slices(columns, Units(read), layout.padded_columns), store)
 
     return SmallKernel(shape, blocks, plan, PARAMETERS, body), layout
 

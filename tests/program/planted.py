@@ -21,13 +21,15 @@ from cheetah.blocks.attention.core import Attention
 from cheetah.blocks.attention.merge import Merger
 from cheetah.blocks.attention.schedule import Schedule
 from cheetah.blocks.exchange import BarrierExchange, Exchange, FlaggedExchange
+from cheetah.blocks.linear import prologue
+from cheetah.blocks.tokens import Tokens
 from cheetah.emulator import SCHEDULERS
 from cheetah.errors import CheetahError
 from cheetah.generate import generate_kernel
 from cheetah.lang import prim, ty
 from cheetah.manifest import sha256_of_text
-from cheetah.models.llama import LlamaConfig, step
-from cheetah.models.llama.program import Step
+from cheetah.models.dense.step import StepParts
+from cheetah.models.llama import LlamaConfig
 from cheetah.models.rounding import widen
 from cheetah.package import Generated
 from cheetah.runtime.engine.launcher import Sampling
@@ -333,28 +335,28 @@ def merge_the_first_state_twice(patch: Patch) -> None:
 
 def load_without_meeting(patch: Patch) -> None:
     """The input of o and down is multiplied without waiting for the other warps' share of it."""
-    load_vector = step.load_vector
+    load_vector = prologue.load_vector
 
     def load(columns: Any, *arguments: Any) -> None:
         with Patch.context() as inner:
             inner.setattr(type(columns.machine), "meet", lambda self: None)
             load_vector(columns, *arguments)
 
-    patch.setattr(step, "load_vector", load)
+    patch.setattr(prologue, "load_vector", load)
 
 
 def wait_for_the_step_too_late(patch: Patch) -> None:
     """The copy lane fetches the first layer's keys and values, and then waits for the end of the last step."""
-    wait, project = Step._wait_for_step, Step._o
+    wait, attend = Tokens.wait_for_step, StepParts.attend
 
-    def o(self: Any, step: Any, layer: Any) -> None:
+    def attend_and_wait(self: Any, step: Any, layer: Any) -> None:
+        attend(self, step, layer)
         with self.machine.copy:
             with ch.if_(layer == 0):
-                wait(self, step)
-        project(self, step, layer)
+                wait(self.tokens, step)
 
-    patch.setattr(Step, "_wait_for_step", lambda self, step: None)
-    patch.setattr(Step, "_o", o)
+    patch.setattr(Tokens, "wait_for_step", lambda self, step: None)
+    patch.setattr(StepParts, "attend", attend_and_wait)
 
 
 def leave_out_meeting(number: int) -> Callable[[Patch], None]:

@@ -1,4 +1,4 @@
-"""What happens to the rows of a finished strip: residual, SwiGLU, rotary embedding. One warp and token, one row a
+"""What becomes of the rows of a finished strip: residual, SwiGLU, rotary embedding. One warp and token, one row a
 lane."""
 
 from __future__ import annotations
@@ -7,8 +7,8 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.columns import fragment_word
-from cheetah.blocks.exchange import Exchange
-from cheetah.blocks.linear.matvec import Rows
+from cheetah.blocks.exchange import Published
+from cheetah.blocks.linear.interface import Epilogue, Rows
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
 from cheetah.plan import STRIP_ROWS
@@ -16,44 +16,51 @@ from cheetah.plan import STRIP_ROWS
 HALF = STRIP_ROWS // 2
 
 
+def add_residual(machine: Machine, into: Published) -> Epilogue:
+    """residual += rows, kept in f32 by the block that owns them, and published rounded to bf16."""
+
+    @ch.inline
+    def finish(rows: Rows) -> None:
+        residual = machine.region("residual", ty.f32)
+        value = ch.var(ty.f32, rows.sum)
+        with ch.if_(rows.lane < STRIP_ROWS):
+            place = (rows.round * STRIP_ROWS + rows.row) * machine.plan.tokens + rows.column
+            value += residual[place]
+            residual[place] = value
+        publish_rows(machine, into, rows, value, rows.strip * STRIP_ROWS, STRIP_ROWS)
+
+    return finish
+
+
+def swiglu(machine: Machine, into: Published) -> Epilogue:
+    """silu(gate) * up: a strip holds 8 gate rows and, 8 lanes further, their up rows."""
+
+    @ch.inline
+    def finish(rows: Rows) -> None:
+        value = scaled(machine, rows)
+        other = prim.shuffle_xor_f32(value, HALF)
+        # Lanes of the up rows compute something too; only the first 8 lanes publish.
+        gated = prim.divide_f32(value, 1.0 + prim.exp_f32(-value)) * other
+        publish_rows(machine, into, rows, gated, rows.strip * HALF, HALF)
+
+    return finish
+
+
 @ch.inline
 def publish_rows(
-    exchange: Exchange, name: str, rows: Rows, value: ch.Expr, first: ch.Value, count: int, epoch: ch.Expr
+    machine: Machine, into: Published, rows: Rows, value: ch.Expr, first: ch.Value, count: int
 ) -> None:
     """Publish `count` values, one a lane from lane 0 on, as pairs of bf16 beginning at element `first` (even)."""
-    tokens = exchange.machine.plan.tokens
     neighbour = prim.shuffle_xor_f32(value, 1)
     pair = prim.pack_bf16x2(value, neighbour)
     with ch.if_((rows.lane < count) & (rows.lane % 2 == 0)):
-        exchange.publish(name, fragment_word(first + rows.lane, rows.column, tokens), pair, epoch)
-
-
-@ch.inline
-def add_residual(machine: Machine, exchange: Exchange, name: str, rows: Rows, epoch: ch.Expr) -> None:
-    """residual += rows, kept in f32 by the block that owns them, and published rounded to bf16."""
-    residual = machine.region("residual", ty.f32)
-    value = ch.var(ty.f32, rows.sum)
-    with ch.if_(rows.lane < STRIP_ROWS):
-        place = (rows.round * STRIP_ROWS + rows.row) * machine.plan.tokens + rows.column
-        value += residual[place]
-        residual[place] = value
-    publish_rows(exchange, name, rows, value, rows.strip * STRIP_ROWS, STRIP_ROWS, epoch)
+        into.publish(fragment_word(first + rows.lane, rows.column, machine.plan.tokens), pair)
 
 
 @ch.inline
 def scaled(machine: Machine, rows: Rows) -> Any:
     """The rows of a product whose input was normalised: times 1/rms of their token."""
     return rows.sum * machine.region("scales", ty.f32)[rows.column]
-
-
-@ch.inline
-def swiglu(machine: Machine, exchange: Exchange, name: str, rows: Rows, epoch: ch.Expr) -> None:
-    """silu(gate) * up: a strip holds 8 gate rows and, 8 lanes further, their up rows."""
-    value = scaled(machine, rows)
-    other = prim.shuffle_xor_f32(value, HALF)
-    # Lanes of the up rows compute something too; only the first 8 lanes publish.
-    gated = prim.divide_f32(value, 1.0 + prim.exp_f32(-value)) * other
-    publish_rows(exchange, name, rows, gated, rows.strip * HALF, HALF, epoch)
 
 
 @ch.inline

@@ -13,13 +13,12 @@ The loops over strips and chunks stay (almost) rolled: unrolled, the kernel is t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.columns import UNITS_PER_PAIR, Columns
+from cheetah.blocks.linear.interface import Epilogue, Linear, Prologue, Rows
 from cheetah.blocks.ring import Ring, Stage
 from cheetah.blocks.timeline import NO_TIMELINE, Timeline
 from cheetah.lang import prim, ty
@@ -27,35 +26,35 @@ from cheetah.plan import PAIR_BYTES, STRIP_ROWS, MatrixLayout
 from cheetah.plan.plan import COLUMNS
 
 
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """What a finishing warp gets of a strip and a token: lane `l` and lane `l + 16` hold the sum of row `l % 16`.
-
-    round counts the block's strips of this matrix from 0. slot is which of its columns this is to the warp (static): a
-    warp finishes the same columns of every strip.
-    """
-
-    strip: ch.Expr
-    round: ch.Expr
-    row: ch.Expr
-    lane: ch.Expr
-    column: ch.Expr
-    slot: int
-    sum: ch.Expr
-
-
-Finish = Callable[[Rows], None]
-Load = Callable[[int], None]
-"""Brings part `number` of the vectors into shared memory, ending with a barrier of the math warps."""
-
-
-class Matvec:
+class Matvec(Linear):
     """The products of a kernel: they share the ring, the reduction buffers and the rotation of the finishing warps."""
 
     def __init__(self, columns: Columns, ring: Ring, weights: ch.Expr, timeline: Timeline = NO_TIMELINE) -> None:
         self.machine, self.columns, self.ring = columns.machine, columns, ring
         self.weights, self.timeline = weights, timeline
+        self.layer_offset: ch.Expr = ty.u64(0)
         self._start()
+
+    @ch.inline
+    def begin_layer(self, layer: ch.Expr, layer_stride: int) -> None:
+        """In the copy role: the products that follow are of this layer, `layer_stride` bytes after the one before."""
+        layer_offset = ty.u64(layer) * layer_stride
+        self.layer_offset = layer_offset
+
+    def end_layers(self) -> None:
+        """The products that follow belong to no layer."""
+        self.layer_offset = ty.u64(0)
+
+    def __call__(
+        self, matrix: MatrixLayout, prologue: Prologue, epilogue: Epilogue, when: ch.Expr | None = None
+    ) -> None:
+        with self.machine.copy, ch.if_(when) if when is not None else nullcontext():
+            self.copy(matrix)
+        with self.machine.math:
+            prologue.prepare()
+            with ch.if_(when) if when is not None else nullcontext():
+                self.multiply(matrix, prologue, epilogue)
+                self.timeline.stamp_here("done")
 
     @property
     def _finishers(self) -> int:
@@ -81,11 +80,11 @@ class Matvec:
             self.turn, self.finisher = turn, finisher
 
     @ch.inline
-    def copy(self, layout: MatrixLayout, layer_offset: ch.Expr) -> None:
-        """In the copy role: fetch the block's strips of a matrix. `layer_offset` is the layer's first byte (u64)."""
+    def copy(self, layout: MatrixLayout) -> None:
+        """In the copy role: fetch the block's strips of a matrix of the present layer."""
         self.ring.fills(layout.name)
         position = layout.position(self.machine.block)
-        first_byte = layer_offset + layout.offset
+        first_byte = self.layer_offset + layout.offset
         matrix = self.weights + first_byte
         if layout.slices == 1:
             self._copy_chunks(layout, matrix, position, 0, layout.chunks)
@@ -117,8 +116,8 @@ class Matvec:
                 self.ring.discard()
 
     @ch.inline
-    def multiply(self, layout: MatrixLayout, load: Load, finish: Finish) -> None:
-        """In the math role: multiply the block's strips by the vectors that `load` brings; `finish` gets the rows.
+    def multiply(self, layout: MatrixLayout, prologue: Prologue, epilogue: Epilogue) -> None:
+        """In the math role: multiply the block's strips by the vectors that the prologue brings.
 
         A block without a strip loads nothing and waits for nobody.
         """
@@ -127,13 +126,13 @@ class Matvec:
         position = layout.position(machine.block)
         with ch.if_(position < layout.strips):
             if layout.slices == 1:
-                self._multiply_whole(layout, position, load, finish)
+                self._multiply_whole(layout, position, prologue, epilogue)
             else:
-                self._multiply_sliced(layout, position, load, finish)
+                self._multiply_sliced(layout, position, prologue, epilogue)
 
     @ch.inline
-    def _multiply_whole(self, layout: MatrixLayout, position: ch.Expr, load: Load, finish: Finish) -> None:
-        load(0)
+    def _multiply_whole(self, layout: MatrixLayout, position: ch.Expr, prologue: Prologue, epilogue: Epilogue) -> None:
+        self._load(layout, prologue, 0)
         with ch.for_(position, layout.strips, layout.blocks, unroll=1) as strip:
             sums = ch.array(ty.f32, self.columns.tiles, 4, zero=True)
             with ch.for_(layout.chunks, unroll=2) as chunk:
@@ -141,17 +140,17 @@ class Matvec:
                     self.timeline.stamp_first("first_chunk")
                     self._multiply_chunk(layout, chunk, chunk, stage, sums)
             self.timeline.stamp_here("last_chunk")
-            self._reduce(layout, strip, sums, finish)
+            self._reduce(layout, strip, sums, epilogue)
 
     @ch.inline
-    def _multiply_sliced(self, layout: MatrixLayout, position: ch.Expr, load: Load, finish: Finish) -> None:
+    def _multiply_sliced(self, layout: MatrixLayout, position: ch.Expr, prologue: Prologue, epilogue: Epilogue) -> None:
         """Slices outside, strips inside."""
         sums = [ch.array(ty.f32, self.columns.tiles, 4, zero=True, name="sums") for _ in range(layout.rounds)]
         for number in range(layout.slices):
             first, end = layout.slice_range(number)
             if number > 0:
                 self.machine.meet()  # everybody has read the last part before it is loaded over
-            load(number)
+            self._load(layout, prologue, number)
             for round in range(layout.rounds):
                 with self._has_strip(layout, position, round):
                     with ch.for_(first, end, unroll=2) as chunk:
@@ -161,7 +160,12 @@ class Matvec:
         self.timeline.stamp_here("last_chunk")
         for round in range(layout.rounds):
             with self._has_strip(layout, position, round):
-                self._reduce(layout, position + round * layout.blocks, sums[round], finish)
+                self._reduce(layout, position + round * layout.blocks, sums[round], epilogue)
+
+    def _load(self, layout: MatrixLayout, prologue: Prologue, number: int) -> None:
+        prologue.load(layout, number)
+        if number == 0:
+            self.timeline.stamp_here("ready")
 
     @staticmethod
     def _has_strip(layout: MatrixLayout, position: ch.Expr, round: int) -> AbstractContextManager[Any]:
@@ -203,7 +207,7 @@ class Matvec:
         return lane % (UNITS_PER_PAIR * min(tokens, COLUMNS)) + tile * (COLUMNS * UNITS_PER_PAIR)
 
     @ch.inline
-    def _reduce(self, layout: MatrixLayout, strip: ch.Expr, sums: Any, finish: Finish) -> None:
+    def _reduce(self, layout: MatrixLayout, strip: ch.Expr, sums: Any, epilogue: Epilogue) -> None:
         machine, warps = self.machine, self.machine.plan.math_warps
         reductions = machine.region("reductions", ty.f32) + self.turn * (warps * STRIP_ROWS * self.columns.limit)
         self._lay_down(reductions, sums)
@@ -212,7 +216,7 @@ class Matvec:
             for slot in range(self.slots):
                 column = ch.const(ty.u32, self.column_of_warp(slot), name="column")
                 with self.columns.if_active(column):
-                    self._finish(layout, strip, reductions, column, slot, finish)
+                    self._finish(layout, strip, reductions, column, slot, epilogue)
         self.turn ^= 1
         self.finisher += 1
         with ch.if_(self.finisher == warps // self._finishers):
@@ -233,7 +237,7 @@ class Matvec:
 
     @ch.inline
     def _finish(
-        self, layout: MatrixLayout, strip: ch.Expr, reductions: ch.Expr, column: ch.Expr, slot: int, finish: Finish
+        self, layout: MatrixLayout, strip: ch.Expr, reductions: ch.Expr, column: ch.Expr, slot: int, epilogue: Epilogue
     ) -> None:
         """Add the warps' sums of a column, in order: half of the warps on each half of the lanes."""
         machine, warps, tokens = self.machine, self.machine.plan.math_warps, self.columns.limit
@@ -244,4 +248,4 @@ class Matvec:
             place = (half * (warps // 2) + other) * STRIP_ROWS + row
             half_sum += reductions[place * tokens + column]
         row_sum = half_sum + prim.shuffle_xor_f32(half_sum, STRIP_ROWS)
-        finish(Rows(strip, strip // layout.blocks, row, machine.lane, column, slot, row_sum))
+        epilogue(Rows(strip, strip // layout.blocks, row, machine.lane, column, slot, row_sum))

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from cheetah import lang as ch
 from cheetah.blocks.columns import UNIT, UNITS_PER_PAIR, Columns
+from cheetah.blocks.linear.interface import Prologue
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
 from cheetah.lang.primitives.exchange import UNITS
-from cheetah.plan import PAIR_COLUMNS
+from cheetah.plan import PAIR_COLUMNS, MatrixLayout
 from cheetah.plan.plan import COLUMNS
 
 LINE_BYTES = 128
@@ -29,6 +30,89 @@ Wait = Callable[[ch.Expr, ch.Value], None]
 and whether it is to come at all.
 
 While a vector is awaited, polling all of it crowds the memory: 32 times fewer polls are worth 3 % on 1B (H200)."""
+
+
+class Source(Protocol):
+    """Where a vector comes from: a vector of the exchange, or the embeddings of the tokens."""
+
+    @property
+    def read(self) -> Read: ...
+
+    @property
+    def wait(self) -> Wait | None: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """A source that is read by a function, and has no end to wait for unless one is given."""
+
+    read: Read
+    wait: Wait | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class RmsNorm(Prologue):
+    """x * weight, and 1/rms of every token beside it, of the whole vector.
+
+    elements: of the vector, over which the mean of squares runs; available: those that the source has, the rest of its
+    tile pairs is zero. weight: bf16, padded like the vector. following: the weights of the norm after this one, which
+    are brought into L2 while this one is worked on.
+    """
+
+    columns: Columns
+    source: Source
+    elements: int
+    available: int
+    epsilon: float
+    weight: ch.Expr
+    following: ch.Expr | None = None
+
+    def prepare(self) -> None:
+        if self.following is not None:
+            prefetch(self.columns.machine, self.following, self._padded * 2)
+
+    def load(self, matrix: MatrixLayout, number: int) -> None:
+        part = Part(self._padded, self.available)
+        source = self.source
+        load_normalised(self.columns, part, self.elements, self.epsilon, self.weight, source.read, source.wait)
+
+    @property
+    def _padded(self) -> int:
+        return -(-self.elements // PAIR_COLUMNS) * PAIR_COLUMNS
+
+
+@dataclass(frozen=True, eq=False)
+class Slices(Prologue):
+    """The parts of a vector as the matrix is sliced; `available` of its elements exist."""
+
+    columns: Columns
+    source: Source
+    available: int
+
+    def load(self, matrix: MatrixLayout, number: int) -> None:
+        chunk_elements = matrix.pairs_per_chunk * PAIR_COLUMNS
+        first, end = (chunk * chunk_elements for chunk in matrix.slice_range(number))
+        end = min(end, matrix.padded_columns)
+        part = Part(end - first, min(end, self.available) - first, first // UNIT * self.columns.limit)
+        load_vector(self.columns, part, self.source.read, self.source.wait)
+
+
+@dataclass(frozen=True, eq=False)
+class Either(Prologue):
+    """One prologue where `condition` holds, else the other; what is prepared is the other's."""
+
+    condition: ch.Expr
+    then: Prologue
+    otherwise: Prologue
+
+    def prepare(self) -> None:
+        self.otherwise.prepare()
+
+    def load(self, matrix: MatrixLayout, number: int) -> None:
+        with ch.if_(self.condition):
+            self.then.load(matrix, number)
+        with ch.else_():
+            self.otherwise.load(matrix, number)
 
 
 @dataclass(frozen=True, eq=False)

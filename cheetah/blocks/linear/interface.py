@@ -1,0 +1,56 @@
+"""What a product of the step is to the model: a matrix, what brings its input, what becomes of its rows."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cheetah import lang as ch
+from cheetah.plan import MatrixLayout
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """What a finishing warp gets of a strip and a token: lane `l` and lane `l + 16` hold the sum of row `l % 16`.
+
+    round counts the block's strips of this matrix from 0. slot is which of its columns this is to the warp (static): a
+    warp finishes the same columns of every strip.
+    """
+
+    strip: ch.Expr
+    round: ch.Expr
+    row: ch.Expr
+    lane: ch.Expr
+    column: ch.Expr
+    slot: int
+    sum: ch.Expr
+
+
+Epilogue = Callable[[Rows], None]
+"""What becomes of the finished rows of a strip, of one token: called by one warp."""
+
+
+class Prologue(ABC):
+    """What brings the input of a product into shared memory. All calls are the math role's."""
+
+    def prepare(self) -> None:  # noqa: B027 - most have nothing to prepare
+        """Called when the phase begins, also by blocks that own no strip: what can be asked for early."""
+
+    @abstractmethod
+    def load(self, matrix: MatrixLayout, number: int) -> None:
+        """Bring slice `number` of the input of `matrix`, ending with a barrier of the math warps."""
+
+
+class Linear(ABC):
+    """Products of a kernel. Both roles: what is fetched, and what is done with it."""
+
+    @abstractmethod
+    def __call__(
+        self, matrix: MatrixLayout, prologue: Prologue, epilogue: Epilogue, when: ch.Expr | None = None
+    ) -> None:
+        """The matrix of the present layer times the step's vectors; `when`: only if that holds."""
+
+    @abstractmethod
+    def skip(self, matrix: MatrixLayout) -> None:
+        """In the math role: use up what was fetched in vain of the matrix."""

@@ -1,0 +1,81 @@
+"""The phases of a step: what is said of each in the text, what the host is told, and the meeting that ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from cheetah import lang as ch
+from cheetah.blocks.exchange import Exchange
+from cheetah.blocks.machine import Machine
+from cheetah.blocks.timeline import Timeline
+from cheetah.lang import prim
+
+
+@dataclass(frozen=True)
+class PhaseNames:
+    """The phases of a step in order: those of every layer, layer by layer, then those that come once."""
+
+    of_layer: tuple[str, ...]
+    once: tuple[str, ...]
+    layers: int
+
+    @property
+    def count(self) -> int:
+        return self.layers * len(self.of_layer) + len(self.once)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """As reports call them."""
+        layers = tuple(f"layer {layer} {phase}" for layer in range(self.layers) for phase in self.of_layer)
+        return (*layers, *self.once)
+
+    def index(self, name: str, layer: Any) -> Any:
+        """The number of a phase in the step; `layer` may be a device value, and does not count for those that come
+        once."""
+        if name in self.of_layer:
+            return layer * len(self.of_layer) + self.of_layer.index(name)
+        return self.count - len(self.once) + self.once.index(name)
+
+
+class Phases:
+    """`with phase("o", "projection onto the residual"):` around what the roles do in a phase.
+
+    step and layer are the present ones (device values that both roles see). `progress` is where each block tells the
+    host how far it is, for a report if the launch hangs.
+    """
+
+    def __init__(
+        self, machine: Machine, exchange: Exchange, timeline: Timeline, names: PhaseNames, progress: ch.Expr
+    ) -> None:
+        self.machine, self.exchange, self.timeline = machine, exchange, timeline
+        self.names, self.progress = names, progress
+        self.step: Any = None
+        self.layer: Any = None
+
+    @contextmanager
+    def __call__(self, name: str, about: str = "", *, fetched: str = "", meets: bool = True) -> Iterator[None]:
+        """about: what the math role does; fetched: what the copy role does, if not the same. meets: whether a vector
+        is exchanged at the end, between its writers here and its readers in the next phase."""
+        machine = self.machine
+        with machine.copy:
+            ch.comment(fetched or name)
+        with machine.math:
+            ch.comment(f"{name}: {about}" if about else name)
+            self._note(self.names.index(name, self.layer))
+        yield
+        if meets:
+            self.meet()
+
+    def meet(self) -> None:
+        """Between the writers of what was published in this phase and its readers."""
+        with self.machine.math:
+            self.exchange.meet()
+
+    @ch.inline
+    def _note(self, phase: ch.Value) -> None:
+        with ch.if_(self.machine.thread == 0):
+            prim.store_relaxed_u32(self.progress + self.machine.block, self.step * self.names.count + phase)
+        self.timeline.stamp(phase, "begin")

@@ -1,0 +1,173 @@
+"""The tokens of a launch from step to step: who takes which token next, when a step is over, when the launch ends.
+
+Two mbarriers pass the end of a step from the math warps to the copy lane: `step_done` says that every block has written
+its keys and values, `step_taken` that the copy lane has seen that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from cheetah import lang as ch
+from cheetah.blocks.columns import NUMBER, SEQUENCE, STATE_WORDS, STOPPED, TOTAL, UNIT, Columns
+from cheetah.blocks.linear.prologue import Read, unit_of_token
+from cheetah.lang import prim, ty
+from cheetah.plan import PAIR_COLUMNS
+
+
+class LaunchTokens(Protocol):
+    """What a launch knows of its tokens: parameters of the kernel."""
+
+    @property
+    def tokens(self) -> ch.Expr: ...
+    @property
+    def stop_ids(self) -> ch.Expr: ...
+    @property
+    def status(self) -> ch.Expr: ...
+    @property
+    def steps(self) -> ch.Expr: ...
+    @property
+    def embedding(self) -> ch.Expr: ...
+
+
+class Tokens:
+    """The tokens of the columns in use, step after step."""
+
+    def __init__(self, columns: Columns, launch: LaunchTokens) -> None:
+        self.machine, self.columns, self.launch = columns.machine, columns, launch
+        self.shape = self.machine.shape
+
+    @ch.inline
+    def declare(self) -> None:
+        """Name what lies in shared memory."""
+        step_done = self.machine.region("step_done", ty.u64)
+        next_token = self.machine.region("next_token", ty.u32)
+        self.step_done, self.step_taken, self.next_token = step_done, step_done + 1, next_token
+
+    @ch.inline
+    def initialise(self) -> None:
+        """Set the barriers up; one thread does, and a block barrier must follow before anyone uses them."""
+        prim.mbarrier_init(self.step_done, 1)
+        prim.mbarrier_init(self.step_taken, 1)
+
+    @ch.inline
+    def take_first(self) -> None:
+        """The first token of every column. A block barrier must follow."""
+        machine = self.machine
+        with ch.if_(machine.thread < self.columns.count):
+            sequence = ch.const(ty.u32, self.columns.record(machine.thread, "sequence"), name="sequence")
+            number = ch.const(ty.u32, self.columns.record(machine.thread, "number"), name="number")
+            self.next_token[machine.thread] = self._given(sequence, number)
+            machine.region("columns", ty.u32)[machine.thread * STATE_WORDS + STOPPED] = 0
+
+    @ch.inline
+    def wait_for_step(self, step: Any) -> None:
+        """In the copy role: no key or value of the last step is fetched before all blocks have written theirs.
+
+        The math warps arrive at `step_done` after the rendezvous of all blocks that ends a step (release by each block
+        after its stores, acquire by this one); the fence orders those ordinary stores before the copy engine's reads.
+        Weights of the first layer are requested before this, so the memory stays busy. If the sequence has ended, the
+        math warps use those up and the copy lane leaves.
+        """
+        with ch.if_(step > 0):
+            prim.mbarrier_wait(self.step_done, (step + 1) % 2)
+            prim.fence_proxy_async()
+            stop = ch.const(ty.u32, self.next_token[self.columns.limit])
+            prim.mbarrier_arrive(self.step_taken)
+            with ch.if_(stop != 0):
+                ch.return_()
+
+    @ch.inline
+    def end_step(self, step: Any, use_up: Callable[[], None]) -> None:
+        """In the math role: a warp takes every column's next token, given or chosen, and finds whether to go on; then
+        all pass on together. `use_up` uses what the copy lane has fetched of the next step, if the launch ends."""
+        machine = self.machine
+        ch.comment("the next tokens, and whether the launch ends")
+        with ch.if_(machine.warp == 0):
+            going_on = ch.var(ty.u32, 0)
+            with ch.for_(machine.lane, self.columns.count, 32, unroll=1, name="column") as column:
+                self._take(column, going_on)
+            with ch.for_(5, unroll=1) as level:
+                going_on |= prim.shuffle_xor_u32(going_on, ty.u32(16) >> level)
+            prim.warp_barrier()  # every lane's tokens are written before lane 0 lets them be read
+            with ch.if_(machine.thread == 0):
+                with ch.if_(machine.block == 0):
+                    self.launch.status[0] = ty.i32(step + 1)
+                # The copy lane has seen the end of the last step: a block with nothing to fetch could come two
+                # steps ahead of it, and a parity tells two neighbouring phases apart only. Long since true for the
+                # others.
+                prim.mbarrier_wait(self.step_taken, (step + 1) % 2)
+                self.next_token[self.columns.limit] = ch.select(going_on == 0, ty.u32(1), ty.u32(0))
+                prim.fence_proxy_async()  # what other blocks wrote to the cache, before our copy engine reads it
+                prim.mbarrier_arrive(self.step_done)
+        machine.meet()
+        with ch.if_(self.next_token[self.columns.limit] != 0):
+            ch.comment("the copy lane has fetched what it does not need the tokens for: use it up")
+            with ch.if_(step + 1 < self.launch.steps):
+                use_up()
+            ch.break_()
+
+    @ch.inline
+    def _take(self, column: ch.Expr, going_on: Any) -> None:
+        """One lane, one column: note what was sampled after its token, and the token that it has in the next step."""
+        machine, launch, columns = self.machine, self.launch, self.columns
+        sequence = ch.const(ty.u32, columns.state(column, SEQUENCE), name="sequence")
+        number = ch.const(ty.u32, columns.state(column, NUMBER), name="number")
+        total = ch.const(ty.u32, columns.state(column, TOTAL), name="total")
+        given = ch.const(ty.u32, columns.sequence(sequence, "given"), name="given")
+        per_step = ch.const(ty.u32, columns.sequence(sequence, "per_step"), name="per_step")
+        sampled = ch.const(ty.u32, machine.region("chosen", ty.u32)[column], name="sampled")
+        stopped = ch.var(ty.u32, columns.state(column, STOPPED))
+        with ch.if_((number + 1 >= given) & (number < total)):
+            with ch.if_(machine.block == 0):
+                launch.tokens[sequence * (machine.plan.launch_tokens + 1) + number + 1] = ty.i32(sampled)
+            first_stop = ch.const(ty.u32, columns.sequence(sequence, "stop_first"), name="first_stop")
+            with ch.for_(columns.sequence(sequence, "stop_count"), unroll=1) as stop:
+                with ch.if_(ty.u32(launch.stop_ids[first_stop + stop]) == sampled):
+                    stopped.set(1)
+        following = number + per_step
+        with ch.if_(following >= total):
+            stopped.set(1)
+        machine.region("columns", ty.u32)[column * STATE_WORDS + STOPPED] = stopped
+        with ch.if_(stopped == 0):
+            going_on.set(1)
+        with ch.if_((following >= given) & (per_step == 1)):
+            # No logit was a number: the host is told so, and an address in the embedding must be one.
+            self.next_token[column] = ch.minimum(sampled, self.shape.vocab - 1)
+        with ch.else_():
+            self.next_token[column] = self._given(sequence, following)
+
+    @ch.inline
+    def _given(self, sequence: ch.Expr, number: ch.Expr) -> Any:
+        """An input of a sequence, or 0 where it has none left."""
+        launch = self.launch
+        token = ch.var(ty.u32, 0)
+        with ch.if_(number < self.columns.sequence(sequence, "given")):
+            place = sequence * (self.machine.plan.launch_tokens + 1) + number
+            token.set(ch.minimum(ty.u32(launch.tokens[place]), self.shape.vocab - 1))
+        return token
+
+    def embedding(self, column: Any) -> Any:
+        """The embedding of a column's token."""
+        return self.launch.embedding + ty.u64(self.next_token[column]) * self.shape.padded_hidden
+
+
+class Embeddings:
+    """The tokens' embeddings as the source of a prologue: there is nothing to wait for."""
+
+    wait = None
+
+    def __init__(self, tokens: Tokens) -> None:
+        self.tokens = tokens
+
+    @property
+    def read(self) -> Read:
+        return self._read
+
+    @ch.inline
+    def _read(self, data: Any, unit: Any, count: int) -> None:
+        limit, threads = self.tokens.columns.limit, self.tokens.machine.math_threads
+        embedded = self.tokens.embedding(unit // (PAIR_COLUMNS // UNIT) % limit)
+        with ch.for_(count, unroll=True, name="number") as number:
+            data[number] = prim.load_constant_u32x4(embedded + unit_of_token(unit + number * threads, limit) * UNIT)

@@ -1,0 +1,99 @@
+"""The parameters of a launch of the decode step: name, type, meaning and shape of each, said once.
+
+The kernel's signature, the manifest and the check of a launch's arguments are made from `Launch`; inside the program
+its fields are the kernel's parameters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from cheetah.blocks.timeline import EVENTS
+from cheetah.lang import Expr, ty
+from cheetah.package import KernelParameter
+from cheetah.plan import Plan
+from cheetah.plan.kv.tables import COLUMN_WORDS, MAX_STOP_IDS, SEQUENCE_WORDS, TILE_WORDS
+
+
+def _buffer(type_: ty.Type, meaning: str, *shape: int | str, fill: str = "host", given: bool = False) -> Any:
+    return field(metadata={"parameter": KernelParameter(type_, meaning, shape, fill, given)})
+
+
+def _number(meaning: str) -> Any:
+    return field(metadata={"parameter": KernelParameter(ty.u32, meaning)})
+
+
+def _only(buffer: Any) -> Any:
+    """A buffer that some plans have."""
+    return field(default=None, metadata=buffer.metadata)
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """The kernel's parameters, in order."""
+
+    weights: Expr = _buffer(ty.ptr(ty.u8), "packed matrices of all layers, then the head", "weight_bytes")
+    norms: Expr = _buffer(ty.ptr(ty.bf16), "norm weights: two a layer, then the last", "norms", "padded_hidden")
+    embedding: Expr = _buffer(ty.ptr(ty.bf16), "one row a token id", "vocab", "padded_hidden")
+    rope: Expr = _buffer(ty.ptr(ty.f32), "cos and sin of every position", "max_context", "half_head_dim", 2)
+    kv: Expr = _buffer(
+        *(ty.ptr_mut(ty.bf16), "paged key/value pool (HND)"),
+        *("layers", "kv_pages", 2, "kv_heads", "page_size", "head_dim"),
+        fill="poison",
+    )
+    page_table: Expr = _buffer(ty.ptr(ty.i32), "every sequence's pages, in order", "batch", "pages_per_sequence")
+    kv_plans: Expr = _buffer(ty.ptr(ty.i32), "attention schedules of the launch", "plans", "plan_words")
+    tiles: Expr = _buffer(
+        ty.ptr(ty.i32), "which columns read which keys: see cheetah.plan.kv.tables", "tiles", TILE_WORDS
+    )
+    sequences: Expr = _buffer(
+        ty.ptr(ty.i32), "the launch's sequences: see cheetah.plan.kv.tables", "batch", SEQUENCE_WORDS
+    )
+    columns: Expr = _buffer(ty.ptr(ty.i32), "the launch's columns: see cheetah.plan.kv.tables", "columns", COLUMN_WORDS)
+    exchange: Expr = _buffer(
+        *(ty.ptr_mut(ty.u8), "workspace through which blocks exchange vectors; zeroed once", "exchange_bytes"),
+        fill="zero",
+    )
+    tokens: Expr = _buffer(
+        ty.ptr_mut(ty.i32),
+        "of every sequence: inputs, and what the kernel makes of them; -1 where no logit is a number",
+        *("batch", "token_room"),
+    )
+    stop_ids: Expr = _buffer(ty.ptr(ty.i32), "token ids that end a sequence", MAX_STOP_IDS)
+    logits: Expr = _buffer(
+        ty.ptr_mut(ty.f32), "of every step and column, if wanted", "steps", "columns", "vocab", given=True
+    )
+    progress: Expr = _buffer(ty.ptr_mut(ty.u32), "how far each block is", "blocks", fill="zero")
+    status: Expr = _buffer(ty.ptr_mut(ty.i32), "[0]: steps done", 8, fill="zero")
+    steps: Expr = _number("most steps to make")
+    head_from: Expr = _number("first step whose samples are wanted")
+    column_count: Expr = _number("columns in use")
+    plan_count: Expr = _number("schedules in `kv_plans`")
+    epoch: Expr = _number("first of the launch's exchange epochs: steps * (layers + 1) are used")
+    kv_scales: Expr | None = _only(
+        _buffer(
+            *(ty.ptr(ty.f32), "what e4m3 codes of each layer's keys, then values, are multiplied by"),
+            *("layers", 2, "kv_heads"),
+        )
+    )
+    timeline: Expr | None = _only(
+        _buffer(
+            ty.ptr_mut(ty.u64),
+            "nanoseconds of the events of every phase in the last step: see cheetah.blocks.timeline",
+            *("blocks", "phases", len(EVENTS)),
+            fill="poison",
+        )
+    )
+
+
+def kernel_parameters(plan: Plan) -> dict[str, KernelParameter]:
+    """The parameters of a plan's kernel by name, in the order of its signature."""
+    parameters = {one.name: one.metadata["parameter"] for one in fields(Launch)}
+    if plan.kv_dtype == "e4m3":
+        parameters["kv"] = replace(parameters["kv"], type=ty.ptr_mut(ty.u8))
+    else:
+        del parameters["kv_scales"]
+    if not plan.trace:
+        del parameters["timeline"]
+    return parameters

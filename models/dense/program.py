@@ -1,0 +1,82 @@
+"""The decode step of a dense decoder as one kernel: the model as a page, written with the building blocks.
+
+A phase says what the copy lane fetches and what the math warps do with it; the products say it themselves. Nothing here
+knows a phase bit, a stage or a barrier. Numerics: bf16 weights and activations, f32 accumulation and softmax, residual
+in f32, logits f32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cheetah import lang as ch
+from cheetah.blocks.linear.epilogue import add_residual, swiglu
+from cheetah.blocks.machine import emit_roles, start_machine
+from cheetah.lang import ty
+from cheetah.models.config import ModelConfig
+from cheetah.models.dense.launch import Launch, kernel_parameters
+from cheetah.models.dense.step import StepParts, phase_names, sizes
+from cheetah.plan import Gpu, Plan, shared_map
+
+__all__ = ["KERNEL_NAME", "Step", "build_kernel", "kernel_parameters", "phase_names", "sizes"]
+
+KERNEL_NAME = "decode_step"
+
+
+def build_kernel(config: ModelConfig, gpu: Gpu, plan: Plan) -> ch.Kernel:
+    """The kernel of `plan.max_steps` or fewer decode steps of `plan.batch` or fewer sequences. Shapes of the
+    parameters: see the manifest."""
+    shape = config.shape
+    types = {name: parameter.type for name, parameter in kernel_parameters(plan).items()}
+
+    @ch.kernel(ch.Params(**types), name=KERNEL_NAME, max_threads=plan.threads)
+    def decode_step(**arguments: Any) -> None:
+        machine = start_machine(shape, plan, gpu, shared_map(shape, plan, gpu))
+        Step(config, machine, Launch(**arguments)).emit()
+
+    return decode_step
+
+
+class Step(StepParts):
+    """The program of the launch: steps, layers, phases."""
+
+    @ch.inline
+    def emit(self) -> None:
+        """Set up, then every step: the layers, the head, the choice of the next token."""
+        roles = self.machine.roles
+        self.set_up()
+        with ch.roles_for(roles, self.launch.steps, name="step") as step:
+            self.begin_step(step)
+            with ch.roles_for(roles, self.shape.layers, name="layer") as layer:
+                self.begin_layer(layer)
+                self.emit_layer(step, layer)
+            self.end_layers()
+            self.emit_head(step)
+            self.end_step(step)
+        emit_roles(self.machine)
+
+    def emit_layer(self, step: Any, layer: Any) -> None:
+        """Attention and feed-forward, each added to the residual."""
+        machine, matrices, phase, linear = self.machine, self.matrices, self.phase, self.linear
+        ffn_norm, next_norm = layer * 2 + 1, layer * 2 + 2
+        with phase("qkv", "input norm, q, k and v of these tokens, rotary embedding"):
+            linear(matrices.qkv, self.input_of(layer), self.project_heads(layer))
+        with phase("attention", fetched="keys and values of earlier tokens"):
+            self.attend(step, layer)
+        with phase("o", "projection onto the residual"):
+            linear(matrices.o, self.heads(), add_residual(machine, self.vector("middle")))
+        with phase("gate_up", "norm, gate and up, SwiGLU"):
+            norm = self.rms_norm(self.vector("middle"), ffn_norm, following=next_norm)
+            linear(matrices.gate_up, norm, swiglu(machine, self.vector("gated")))
+        with phase("down", "projection onto the residual"):
+            linear(matrices.down, self.gated(), add_residual(machine, self.vector("hidden")))
+
+    def emit_head(self, step: Any) -> None:
+        """Logits, and the next token of every column; the head is left out for tokens whose logits nobody wants."""
+        hidden, final_norm = self.vector("hidden"), ty.u32(2 * self.shape.layers)
+        with self.phase("head", "final norm, logits, candidates", meets=False):
+            self.start_sampling()
+            norm = self.rms_norm(hidden, final_norm)
+            self.linear(self.matrices.head, norm, self.take_logits(step), when=self.needs_head(step))
+        with self.phase("sampling", meets=False):
+            self.choose(step)

@@ -1,0 +1,294 @@
+"""What the decode step stands on: the blocks of a launch put together, and the vectors that its phases exchange.
+
+The model itself is in `program`. Here is what would hide it: how blocks are wired, where a step and a layer begin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from cheetah import lang as ch
+from cheetah.blocks.attention.cache import KvCache
+from cheetah.blocks.attention.core import LSE_WORDS, Attention
+from cheetah.blocks.attention.schedule import Schedule
+from cheetah.blocks.attention.step_port import Projection, StepPort
+from cheetah.blocks.columns import POSITION, Columns, vector_words
+from cheetah.blocks.exchange import BarrierExchange, Exchange, FlaggedExchange, Published, make_exchange
+from cheetah.blocks.linear.epilogue import HALF, scaled
+from cheetah.blocks.linear.interface import Epilogue, Prologue, Rows
+from cheetah.blocks.linear.matvec import Matvec
+from cheetah.blocks.linear.prologue import Either, RmsNorm, Slices, Source
+from cheetah.blocks.machine import Machine
+from cheetah.blocks.phase import PhaseNames, Phases
+from cheetah.blocks.ring import Ring
+from cheetah.blocks.sampling import Sampler
+from cheetah.blocks.timeline import Timeline
+from cheetah.blocks.tokens import Embeddings, Tokens
+from cheetah.lang import prim, ty
+from cheetah.models.config import ModelConfig
+from cheetah.models.dense.launch import Launch
+from cheetah.plan import STRIP_ROWS, Gpu, ModelShape, Plan, step_matrices
+from cheetah.plan.index import round_up
+from cheetah.plan.kv import KvPlanLayout, max_plans
+
+LAYER_PHASES = ("qkv", "attention", "o", "gate_up", "down")
+LAST_PHASES = ("head", "sampling")
+
+
+def kv_layout(shape: ModelShape, gpu: Gpu, plan: Plan) -> KvPlanLayout:
+    """How the KV plans of a launch are encoded."""
+    return KvPlanLayout.for_step(plan, shape.group, shape.kv_heads, gpu.blocks)
+
+
+def exchange_sizes(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:
+    """Payload words of each exchanged vector."""
+    partial_rows = kv_layout(shape, gpu, plan).max_partial_rows
+    return {
+        "hidden": vector_words(shape.hidden, plan.tokens),
+        "qkv": plan.tokens * shape.qkv_rows // 2,
+        "partials": partial_rows * (shape.head_dim + LSE_WORDS),
+        "attention": vector_words(shape.query_rows, plan.tokens),
+        "middle": vector_words(shape.hidden, plan.tokens),
+        "gated": vector_words(shape.ffn, plan.tokens),
+        "candidates": 2 * 2 * max(plan.tokens, 2) * gpu.blocks,
+    }
+
+
+def workspace_bytes(shape: ModelShape, gpu: Gpu, plan: Plan) -> int:
+    """Bytes of the `exchange` buffer."""
+    kind = {"flags": FlaggedExchange, "barrier": BarrierExchange}[plan.sync]
+    return kind.size_bytes(exchange_sizes(shape, gpu, plan))
+
+
+def sizes(config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
+    """The sizes that the shapes of the kernel's parameters name."""
+    shape = config.shape
+    layout = kv_layout(shape, gpu, plan)
+    return {
+        **asdict(shape),
+        "weight_bytes": step_matrices(shape, plan, gpu).weight_bytes,
+        "norms": 2 * shape.layers + 1,
+        "padded_hidden": shape.padded_hidden,
+        "max_context": plan.max_context,
+        "half_head_dim": shape.head_dim // 2,
+        "kv_pages": plan.kv_pages,
+        "page_size": plan.page_size,
+        "batch": plan.batch,
+        "pages_per_sequence": plan.pages_per_sequence,
+        "plans": max_plans(plan.max_steps, plan.kv_align, layout.tiles, plan.tokens),
+        "plan_words": layout.plan_words,
+        "tiles": layout.tiles,
+        "columns": plan.tokens,
+        "exchange_bytes": workspace_bytes(shape, gpu, plan),
+        "token_room": plan.launch_tokens + 1,
+        "blocks": gpu.blocks,
+        "phases": len(phase_names(config)),
+    }
+
+
+def phase_names(config: ModelConfig) -> tuple[str, ...]:
+    """The phases of a step, as `progress` counts them."""
+    return phases_of(config.layers).names
+
+
+def phases_of(layers: int) -> PhaseNames:
+    """The phases of a step of so many layers."""
+    return PhaseNames(LAYER_PHASES, LAST_PHASES, layers)
+
+
+class StepParts:
+    """The blocks of a launch, and what the phases are written with."""
+
+    def __init__(
+        self, config: ModelConfig, machine: Machine, launch: Launch, exchange: Exchange | None = None
+    ) -> None:
+        self.config, self.machine, self.launch = config, machine, launch
+        self.shape = machine.shape
+        self.matrices = step_matrices(self.shape, machine.plan, machine.gpu)
+        names = phases_of(self.shape.layers)
+        self.timeline = Timeline(machine, launch.timeline, names.count)
+        self.exchange = exchange or self._make_exchange()
+        self.columns = Columns(machine, launch.column_count, launch.columns, launch.sequences)
+        self.ring = Ring(machine)
+        self.linear = Matvec(self.columns, self.ring, launch.weights, self.timeline)
+        self.cache = KvCache(machine, launch.kv, launch.page_table)
+        self.schedule = Schedule(
+            machine, kv_layout(self.shape, machine.gpu, machine.plan), launch.kv_plans, launch.plan_count, launch.tiles
+        )
+        self.port = StepPort(machine, self.exchange, self.columns, launch.kv_scales)
+        self.attention = Attention(
+            machine, self.ring, self.exchange, self.schedule, self.cache, self.port, self.timeline
+        )
+        self.projection = Projection(self.port, self.cache)
+        self.sampler = Sampler(self.linear, self.exchange, self.shape.vocab, self.timeline)
+        self.tokens = Tokens(self.columns, launch)
+        self.phase = Phases(machine, self.exchange, self.timeline, names, launch.progress)
+
+    def _make_exchange(self) -> Exchange:
+        machine = self.machine
+        return make_exchange(machine, self.launch.exchange, exchange_sizes(self.shape, machine.gpu, machine.plan))
+
+    # -- setting up and stepping ----------------------------------------------------------------------------------
+
+    @ch.inline
+    def set_up(self) -> None:
+        """Barriers, cursors, and every column's first token."""
+        machine = self.machine
+        self.tokens.declare()
+        with ch.if_(machine.thread == 0):
+            self.ring.initialise()
+            self.tokens.initialise()
+            prim.mbarrier_fence_init()
+        self.tokens.take_first()
+        prim.block_barrier()  # orders the barriers' initialisation before their first use by either role
+        self.ring.start()
+        with machine.math:
+            self.exchange.start()
+
+    @ch.inline
+    def begin_step(self, step: Any) -> None:
+        """The step's KV plan, its columns, the angles of their positions, the residual of their tokens."""
+        machine = self.machine
+        self.phase.step = step
+        with machine.copy:
+            self.schedule.advance(machine.copy, step)
+        with machine.math:
+            has_new_plan = self.schedule.advance(machine.math, step)
+            step_epoch = self.launch.epoch + step * (self.shape.layers + 1)
+            self.step_epoch = step_epoch
+            self.columns.begin_step(step)
+            with ch.if_(has_new_plan):
+                self.schedule.keep()
+            machine.meet()
+            self.load_angles()
+            self.start_residual()
+            machine.meet()
+
+    @ch.inline
+    def load_angles(self) -> None:
+        """cos and sin of every column's position."""
+        machine, head_dim = self.machine, self.shape.head_dim
+        angles = machine.region("rope", ty.f32)
+        with ch.for_(machine.thread, self.launch.column_count * head_dim, machine.math_threads, unroll=1) as number:
+            position = self.columns.state(number // head_dim, POSITION)
+            angles[number] = self.launch.rope[ty.u64(position) * head_dim + ty.u64(number % head_dim)]
+
+    @ch.inline
+    def start_residual(self) -> None:
+        """The rows of the tokens' embeddings that this block owns, in f32."""
+        machine, matrix, tokens = self.machine, self.matrices.o, self.columns.limit
+        residual = machine.region("residual", ty.f32)
+        count = matrix.rounds * STRIP_ROWS * tokens
+        with ch.for_(machine.thread, count, machine.math_threads, unroll=1, name="place") as place:
+            own_row = place // tokens
+            strip = matrix.strip(own_row // STRIP_ROWS, matrix.position(machine.block))
+            row = strip * STRIP_ROWS + own_row % STRIP_ROWS
+            with ch.if_((row < self.shape.hidden) & (place % tokens < self.launch.column_count)):
+                residual[place] = prim.bf16_to_f32(self.tokens.embedding(place % tokens)[row])
+            with ch.else_():
+                residual[place] = 0.0
+
+    @ch.inline
+    def begin_layer(self, layer: Any) -> None:
+        """The products and vectors that follow are this layer's."""
+        self.phase.layer = layer
+        with self.machine.copy:
+            self.linear.begin_layer(layer, self.matrices.layer_stride)
+        with self.machine.math:
+            layer_epoch = self.step_epoch + layer
+            self.layer_epoch = layer_epoch
+
+    def end_layers(self) -> None:
+        """What follows belongs to no layer; its input is the last one's output."""
+        self.linear.end_layers()
+        self.layer_epoch = self.step_epoch + (self.shape.layers - 1)
+
+    @ch.inline
+    def end_step(self, step: Any) -> None:
+        """The next tokens are taken; if the launch ends, what was fetched of the next step is used up."""
+        with self.machine.math:
+            self.tokens.end_step(step, lambda: self.linear.skip(self.matrices.qkv))
+
+    # -- attention and sampling -----------------------------------------------------------------------------------
+
+    def attend(self, step: Any, layer: Any) -> None:
+        """The block's items of the KV plan, then its merges of heads that were split."""
+        machine, attention = self.machine, self.attention
+        with machine.copy:
+            with ch.if_(layer == 0):
+                self.tokens.wait_for_step(step)
+            attention.copy(layer, step)
+        with machine.math:
+            self.port.layer = layer
+            attention.attend(step, self.layer_epoch)
+            self.timeline.stamp_here("attended")
+        self.phase.meet()
+        with machine.math:
+            ch.comment("merge of partial states")
+            attention.merge(self.layer_epoch)
+            self.timeline.stamp_here("done")
+
+    def start_sampling(self) -> None:
+        with self.machine.math:
+            self.sampler.start()
+
+    def choose(self, step: Any) -> None:
+        """Every column's next token, in the region `chosen`."""
+        with self.machine.math:
+            self.sampler.choose(self.step_epoch + self.shape.layers, step)
+            self.timeline.stamp_here("done")
+
+    # -- vectors, prologues and epilogues -------------------------------------------------------------------------
+
+    def vector(self, name: str) -> Published:
+        """A vector of the present layer."""
+        return self.exchange.at(name, self.layer_epoch)
+
+    def rms_norm(self, source: Source, norm: ch.Expr, following: ch.Expr | None = None) -> Prologue:
+        """RMSNorm of a hidden vector. norm: number of the norm; following: of the one after it."""
+        shape, epsilon = self.shape, self.config.rms_norm_eps
+        weight = self._norm(norm)
+        next_weight = None if following is None else self._norm(following)
+        available = round_up(shape.hidden, STRIP_ROWS)
+        return RmsNorm(self.columns, source, shape.hidden, available, epsilon, weight, next_weight)
+
+    def input_of(self, layer: Any) -> Prologue:
+        """The norm before attention: in the first layer of the embeddings, then of what the layer before made."""
+        embedded = self.rms_norm(Embeddings(self.tokens), ty.u32(0))
+        before = self.exchange.at("hidden", self.layer_epoch - 1)
+        return Either(layer == 0, embedded, self.rms_norm(before, layer * 2, layer * 2 + 1))
+
+    def heads(self) -> Prologue:
+        """Attention's output, slice by slice."""
+        return Slices(self.columns, self.vector("attention"), self.shape.query_rows)
+
+    def gated(self) -> Prologue:
+        """The output of SwiGLU, slice by slice."""
+        return Slices(self.columns, self.vector("gated"), round_up(self.shape.ffn, HALF))
+
+    def project_heads(self, layer: Any) -> Epilogue:
+        """Rotated queries and keys, and values: appended to the cache and published."""
+        return lambda rows: self.projection.finish(rows, layer, self.layer_epoch)
+
+    def needs_head(self, step: Any) -> Any:
+        """Whether somebody wants the logits of a step, or what is sampled from them."""
+        return (step >= self.launch.head_from) | (self.launch.logits != None)  # noqa: E711 (a device comparison)
+
+    def take_logits(self, step: Any) -> Epilogue:
+        """Logits to who wants them, and to the sampler."""
+
+        @ch.inline
+        def finish(rows: Rows) -> None:
+            launch, vocab = self.launch, self.shape.vocab
+            logit = scaled(self.machine, rows)
+            token = rows.strip * STRIP_ROWS + rows.row
+            with ch.if_((launch.logits != None) & (rows.lane < STRIP_ROWS) & (token < vocab)):  # noqa: E711
+                row = ty.u64(step * self.columns.limit + rows.column)
+                launch.logits[row * vocab + ty.u64(token)] = logit
+            self.sampler.consider(rows, logit)
+
+        return finish
+
+    def _norm(self, number: Any) -> Any:
+        return self.launch.norms + number * self.shape.padded_hidden
