@@ -5,6 +5,7 @@ The C side is `runtime/launch.h`; `_Launch` and `_Buffer` are its structures, fi
 
 import ctypes
 import math
+import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -97,13 +98,16 @@ class Program(ABC):
         seed: int = 0,
         switch_limit: int | None = None,
         timeout_s: float | None = None,
+        watch: Callable[[], None] | None = None,
     ) -> LaunchStats:
         """Runs the kernel to its end; arrays are read and written in place.
 
         `arguments` follow the parameters: an array or None (null) for a pointer, a number for a scalar. Arrays are
         C-contiguous; addresses are theirs, so `allocate` gives arrays aligned as a GPU allocation is.
         `scheduler` is one of SCHEDULERS; equal seeds give equal schedules. `switch_limit` bounds fibre switches.
-        Raises Deadlock, Misuse, Race, SwitchLimit or TimeLimit with a report, CheetahError for wrong arguments.
+        Raises Deadlock, Misuse, Race, SwitchLimit or TimeLimit with a report, CheetahError for wrong arguments. `watch`
+        is called every few milliseconds (not of a sanitized program); what it raises, and KeyboardInterrupt, ends the
+        launch where it is. The next one starts afresh, whatever this one left in the arrays.
         """
         shape = _shape(grid, block, shared_bytes, scheduler, seed, switch_limit)
         if len(arguments) != len(self.parameters):
@@ -113,36 +117,63 @@ class Program(ABC):
             )
         for parameter, argument in zip(self.parameters, arguments, strict=True):
             _check(self.kernel, parameter, argument)
-        return self._run(shape, arguments, timeout_s)
+        return self._run(shape, arguments, timeout_s, watch)
 
     @abstractmethod
-    def _run(self, shape: LaunchShape, arguments: Sequence[Argument], timeout_s: float | None) -> LaunchStats: ...
+    def _run(
+        self,
+        shape: LaunchShape,
+        arguments: Sequence[Argument],
+        timeout_s: float | None,
+        watch: Callable[[], None] | None,
+    ) -> LaunchStats: ...
+
+
+_one_launch = threading.Lock()
+"""Held by the launch that runs: the handlers of faults are the process's, the stacks a library's."""
 
 
 class LoadedProgram(Program):
-    """A program loaded into this process. Launches in one process run one after the other."""
+    """A program loaded into this process. Launches in one process run one after the other, from whatever thread."""
 
     def __init__(self, kernel: str, parameters: Sequence[tuple[str, str]], path: Path) -> None:
         super().__init__(kernel, parameters, path)
         self._library = ctypes.CDLL(str(path))
         self._library.cheetah_emulator_launch.argtypes = [ctypes.POINTER(_Launch)]
         self._library.cheetah_emulator_launch.restype = None
-        weakref.finalize(self, self._library.cheetah_emulator_release)
+        weakref.finalize(self, _release, self._library)
 
-    def _run(self, shape: LaunchShape, arguments: Sequence[Argument], timeout_s: float | None) -> LaunchStats:
-        poll = _Poll(timeout_s)
+    def _run(
+        self,
+        shape: LaunchShape,
+        arguments: Sequence[Argument],
+        timeout_s: float | None,
+        watch: Callable[[], None] | None,
+    ) -> LaunchStats:
+        poll = _Poll(timeout_s, watch)
         pairs = list(zip(self.parameters, arguments, strict=True))
         values = [_value(parameter, argument) for parameter, argument in pairs]
         arrays = [(parameter.name, a) for parameter, a in pairs if isinstance(a, np.ndarray)]
         report = ctypes.create_string_buffer(_REPORT_BYTES)
         launch = _launch_structure(shape, values, arrays, poll, report)
-        started = time.perf_counter()
-        self._library.cheetah_emulator_launch(ctypes.byref(launch))
-        seconds = time.perf_counter() - started
+        with _one_launch:
+            started = time.perf_counter()
+            self._library.cheetah_emulator_launch(ctypes.byref(launch))
+            seconds = time.perf_counter() - started
         if poll.interruption is not None:
             raise poll.interruption
         raise_for_outcome(launch.outcome, report.value.decode(errors="replace"))
         return LaunchStats(launch.switches, launch.collectives, launch.copies, launch.copied_bytes, seconds)
+
+
+def _release(library: ctypes.CDLL) -> None:
+    """Gives the memory of a library's stacks back, unless a launch runs: a program may be collected in the middle of
+    one, by the very thread that launched it, and its library may be another program's too."""
+    if _one_launch.acquire(blocking=False):
+        try:
+            library.cheetah_emulator_release()
+        finally:
+            _one_launch.release()
 
 
 def compile_program(
@@ -226,15 +257,18 @@ class _Launch(ctypes.Structure):
 
 
 class _Poll:
-    """Looks every few milliseconds whether the time is over or the user pressed Ctrl-C."""
+    """Looks every few milliseconds whether the time is over, or the caller or Ctrl-C wants the launch to end."""
 
-    def __init__(self, timeout_s: float | None) -> None:
+    def __init__(self, timeout_s: float | None, watch: Callable[[], None] | None) -> None:
         self.interruption: BaseException | None = None
+        self._watch = watch
         self._deadline = None if timeout_s is None else time.perf_counter() + timeout_s
         self.callback: Callable[[], int] = _POLL(self._poll)
 
     def _poll(self) -> int:
         try:
+            if self._watch is not None:
+                self._watch()
             return int(self._deadline is not None and time.perf_counter() > self._deadline)
         except BaseException as interruption:
             self.interruption = interruption

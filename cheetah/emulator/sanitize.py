@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +39,13 @@ _FRAME_FORMAT = "    @%f|%s|%l"
 class SanitizedProgram(Program):
     """Raises Race with one line for each pair of accesses that nothing orders."""
 
-    def _run(self, shape: LaunchShape, arguments: Sequence[Argument], timeout_s: float | None) -> LaunchStats:
+    def _run(
+        self,
+        shape: LaunchShape,
+        arguments: Sequence[Argument],
+        timeout_s: float | None,
+        watch: Callable[[], None] | None,
+    ) -> LaunchStats:
         threads = int(np.prod(shape.grid)) * int(np.prod(shape.block))
         if threads > MAXIMUM_FIBRES:
             raise CheetahError(f"{threads} threads; the race detector has room for {MAXIMUM_FIBRES}: use fewer blocks")

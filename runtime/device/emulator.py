@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from cheetah.manifest import Manifest
+from cheetah.runtime import interrupts
 from cheetah.runtime.device.arguments import CheckedArgument, check_arguments
 from cheetah.runtime.device.interface import (
     Argument,
@@ -28,6 +29,7 @@ from cheetah.runtime.device.interface import (
     DeviceError,
     DeviceInfo,
     Event,
+    LaunchCancelled,
     ProgressSource,
     Say,
     as_bytes,
@@ -141,9 +143,12 @@ class EmulatorDevice:
             raise ArgumentError(f"launch takes a kernel that this device loaded, not a {type(kernel).__name__}")
         values = [_as_emulated(argument) for argument in check_arguments(kernel.manifest, arguments)]
         launch = kernel.manifest.launch
+        shape = (launch.blocks, launch.threads, launch.shared_bytes)
         try:
-            kernel.program.launch(launch.blocks, launch.threads, launch.shared_bytes, values, **self._schedule)
-        except BaseException as error:  # Ctrl-C as well leaves the buffers half written
+            kernel.program.launch(*shape, values, watch=_end_if_interrupted, **self._schedule)
+        except LaunchCancelled:
+            raise
+        except Exception as error:
             first_line = str(error).partition("\n")[0] or type(error).__name__
             self._unusable = f"kernel {kernel.manifest.kernel} failed: {first_line}"
             raise
@@ -176,6 +181,11 @@ class EmulatorDevice:
     def _check_usable(self) -> None:
         if self._unusable is not None:
             raise DeviceError(f"this device cannot be used any more: {self._unusable}")
+
+
+def _end_if_interrupted() -> None:
+    if interrupts.is_pending():
+        raise LaunchCancelled("the launch was ended early: it was interrupted")
 
 
 def _as_emulated(argument: CheckedArgument) -> Any:

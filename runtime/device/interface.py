@@ -33,6 +33,11 @@ class LaunchTimeout(DeviceError):
         self.progress = progress
 
 
+class LaunchCancelled(DeviceError):
+    """A launch that was ended early for an interrupt that waits (`runtime.interrupts`): what it writes is half written.
+    The device is none the worse."""
+
+
 @dataclass(frozen=True)
 class DeviceInfo:
     """What a device is and has now.
@@ -112,6 +117,10 @@ class Device(Protocol):
 
     After a fault or a timeout in a launch nothing that the device holds can be trusted: every later call raises
     DeviceError with the reason, and a new process is needed (the emulator: a new device).
+
+    Ctrl-C while a launch runs loses nothing but what that launch writes. A GPU goes on with it, and what is asked of
+    the device afterwards comes after it; the emulator ends it, with the KeyboardInterrupt, or with LaunchCancelled if
+    that waits.
     """
 
     name: str

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cheetah.errors import CheetahError
+from cheetah.runtime import interrupts
 from cheetah.runtime.engine.kv_cache import CachedSequence, pages_for
 from cheetah.runtime.engine.launcher import NOT_A_NUMBER, Launcher, LaunchResult, Part, Sampling
 from cheetah.runtime.engine.prefix_cache import PrefixCache
@@ -251,8 +252,11 @@ class Decoder:
                 self._decode()
         most = min(launcher.score_tokens(logits), self.launch_steps * launcher.tokens)
         launcher.restart()
+        parts = []
         try:
-            parts = [launcher.score(token_ids[i : i + most], logits) for i in range(0, len(token_ids), most)]
+            for first in range(0, len(token_ids), most):
+                with self._stepping():
+                    parts.append(launcher.score(token_ids[first : first + most], logits))
         finally:
             launcher.restart()
         return np.concatenate(parts)
@@ -264,10 +268,11 @@ class Decoder:
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:
-        """While pages are being written, those who drop out keep theirs."""
+        """While pages are being written, those who drop out keep theirs, and interrupts wait."""
         self._is_stepping = True
         try:
-            yield
+            with interrupts.deferred():
+                yield
         finally:
             self._is_stepping = False
             while self._dropped:

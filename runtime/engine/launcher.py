@@ -21,6 +21,7 @@ from cheetah.models.config import ModelConfig
 from cheetah.plan import Plan
 from cheetah.plan.kv import KvPlanLayout, kv_plans_for_launch, launch_tiles, max_plans
 from cheetah.plan.kv.tables import NO_TOKEN, ColumnRecord, SequenceRecord, TileRecord, encode
+from cheetah.runtime.device.interface import LaunchCancelled
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launch_tables import (
     Geometry,
@@ -96,6 +97,10 @@ class Epochs:
     def __init__(self, per_step: int, first: int = 1):
         self._per_step = per_step
         self._next = first
+
+    def begin_again(self) -> None:
+        """From the start at the next `take`: a launch ended in the middle, and with it what blocks count."""
+        self._next = EPOCH_LIMIT
 
     def take(self, steps: int) -> tuple[int, bool]:
         """(first epoch of a launch of `steps` steps, whether the exchange must be zeroed before it)."""
@@ -174,7 +179,8 @@ class Launcher:
 
         logits: f32 [steps, tokens, vocab], wanted of every column; `columns` then says which those were: (part, number
         in the part). Sequences that share their first pages are neighbours, and the pages are read once for all.
-        A launch ends early once each sequence has sampled a stop id of its own.
+        A launch ends early once each sequence has sampled a stop id of its own. After one that was interrupted the
+        caches are as before it.
         """
         if self._broken is not None:
             raise CheetahError(f"an earlier launch failed, the device's state is lost: open a new LLM ({self._broken})")
@@ -189,6 +195,9 @@ class Launcher:
             self._prepare_next(placed, geometry)  # while the kernel runs
             self._device.synchronize(self._timeout_s)  # says which phase each block reached if it is not done in time
             steps, sampled = self._read(placed)
+        except (LaunchCancelled, KeyboardInterrupt):  # as if it had not been made: nothing that is counted was written
+            self._epochs.begin_again()
+            raise
         except Exception as error:
             self._broken = str(error).partition("\n")[0]
             raise
@@ -265,6 +274,7 @@ class Launcher:
     def _upload(self, name: str, words: npt.NDArray[np.int32]) -> None:
         """Writes the beginning of a table, if it is not there already."""
         if words.size and not np.array_equal(self._uploaded.get(name, np.empty(0)), words):
+            self._uploaded.pop(name, None)  # until the upload has ended it is not known what lies there
             self._buffers[name].upload(words)
             self._uploaded[name] = words.copy()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import numpy as np
@@ -174,6 +175,29 @@ def test_a_launch_that_hangs_is_reported_and_nothing_runs_after_it() -> None:
     device.hang = False
     with pytest.raises(CheetahError, match=r"an earlier launch failed.*open a new LLM \(the launch did not finish"):
         tokens_of(one.complete(Request(PROMPT, 3, Sampling())))
+
+
+def test_a_launch_is_waited_for_before_an_interrupt_is_raised_and_the_next_request_is_right() -> None:
+    """Ctrl-C while the kernel runs: every launch in turn."""
+    device = FakeDevice()
+    one = Decoder(assembled(device, batch=2).launcher, 3)
+    wanted, synchronize = expected(PROMPT, 9), device.synchronize
+
+    def interrupted(timeout_s: float | None = None, progress: object = None) -> None:
+        device.synchronize = synchronize  # type: ignore[method-assign]
+        signal.raise_signal(signal.SIGINT)
+
+    for launches in range(7):
+        made, parts = list[int](), iter(one.complete(Request(PROMPT, 9, Sampling())))
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                if len(made) >= launches:
+                    device.synchronize = interrupted  # type: ignore[method-assign]
+                made += next(parts)
+        assert made == wanted[: len(made)]
+        assert tokens_of(one.complete(Request(PROMPT, 9, Sampling()))) == wanted
+    pool = one.launcher.cache.pool
+    assert pool.free_pages == pool.pages
 
 
 @pytest.mark.parametrize("what, message", [("steps", "reports 0 of 11 steps done"), ("token", "outside the vocab")])

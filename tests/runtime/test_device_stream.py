@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import signal
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from cheetah.manifest import Launch, Manifest, Parameter, sha256_of_text
+from cheetah.runtime import interrupts
 from cheetah.runtime.build.cubin import Cubin, ResourceReport
 from cheetah.runtime.device import stream_device
 from cheetah.runtime.device.driver import DriverError
@@ -468,6 +470,44 @@ def test_a_with_block_closes_and_an_error_in_it_is_not_held_up() -> None:
         device.launch(device.load(TEXT, manifest()), {"progress": device.allocate(16), "n": 0})
         raise KeyboardInterrupt
     assert driver.calls[-1] == "abandon" and "close" not in driver.calls
+
+
+def interrupted_at(driver: FakeDriver, *questions: int) -> None:
+    """Has Ctrl-C come when the driver is asked for the so manyeth time whether something is done."""
+    asked = iter(range(1, 1000))
+    is_done = driver.is_done
+
+    def interrupted(event: FakeEvent) -> bool:
+        if next(asked) in questions:
+            signal.raise_signal(signal.SIGINT)
+        return is_done(event)
+
+    driver.is_done = interrupted  # type: ignore[method-assign]
+
+
+def test_an_interrupt_that_waits_lets_the_launch_end() -> None:
+    device, driver = opened()
+    ran = []
+    driver.kernel = lambda stream, values: ran.append(values[1])
+    kernel, buffer = device.load(TEXT, manifest()), device.allocate(16, fill=0)
+    interrupted_at(driver, 1)
+    with pytest.raises(KeyboardInterrupt), interrupts.deferred():
+        for number in range(3):
+            device.launch(kernel, {"progress": buffer, "n": number})
+        device.synchronize(timeout_s=10)
+        assert ran == [0, 1, 2]
+    device.launch(kernel, {"progress": buffer, "n": 3})
+    device.synchronize(timeout_s=10)
+    assert ran == [0, 1, 2, 3]
+
+
+def test_a_second_interrupt_ends_the_wait_for_a_launch_that_hangs() -> None:
+    device, driver = opened()
+    driver.kernel = hanging([0, 0, 0, 0])
+    interrupted_at(driver, 2, 5)
+    with pytest.raises(KeyboardInterrupt), interrupts.deferred():
+        device.launch(device.load(TEXT, manifest()), {"progress": device.allocate(16), "n": 0})
+        device.synchronize()
 
 
 def test_loading_checks_text_machine_and_occupancy() -> None:

@@ -1,0 +1,54 @@
+"""Interrupts itself by SIGINT at many offsets into requests on the emulator; prints how many hit one.
+
+Run as a program: batch, sync. Ends with an error if anything is not as it was after an interrupt.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+
+from cheetah.runtime import LLM, SamplingParams
+
+OFFSETS = 12
+PROMPTS = ["One morning, the fox", "The owl"]
+
+
+def interrupted_after(llm: LLM, seconds: float, params: SamplingParams) -> bool:
+    """Whether the interrupt came before the end."""
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
+    try:
+        timer.start()
+        llm.generate(PROMPTS, params)
+        timer.join()
+        time.sleep(0.01)  # the signal is on its way
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def main(batch: int, sync: str) -> None:
+    with LLM("demo", device="emulator", batch=batch, sync=sync, quiet=True, max_context=64) as llm:
+        params = SamplingParams(max_tokens=12, temperature=0.8, seed=3)
+        llm.generate(PROMPTS, params)
+        started = time.monotonic()
+        wanted = [output.token_ids for output in llm.generate(PROMPTS, params)]
+        whole = time.monotonic() - started
+        pool = llm._decoder.launcher.cache.pool
+        hits = 0
+        for number in range(OFFSETS):
+            try:
+                hits += interrupted_after(llm, whole * 1.1 * number / OFFSETS, params)
+            except KeyboardInterrupt:
+                pass  # after the last token
+            assert llm.generate(PROMPTS[1], params).token_ids == wanted[1], number
+            assert pool.available_pages == pool.pages, (number, pool.available_pages, pool.pages)
+        assert [output.token_ids for output in llm.generate(PROMPTS, params)] == wanted
+    print(hits, "of", OFFSETS)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])
