@@ -163,7 +163,27 @@ def _raise_exception(message: object) -> None:
     raise Failure(f": {message}")
 
 
-WORKS = {"templates": Templates()}
+class TokenizerRules:
+    """A tokenizer.json in the `tokenizers` library."""
+
+    def set_up(self, question: dict[str, Any]) -> dict[str, Any]:
+        """The ids by token, and those of special tokens."""
+        import tokenizers
+
+        self._library = tokenizers.Tokenizer.from_str(question["description"])
+        self._library.no_truncation()
+        self._library.no_padding()
+        added = self._library.get_added_tokens_decoder()
+        special = [token_id for token_id, token in added.items() if token.special]
+        return {"ids": self._library.get_vocab(with_added_tokens=True), "special": special}
+
+    def ask(self, question: dict[str, Any], answer_bytes: int) -> list[int]:
+        """question: text and add_special_tokens; the ids."""
+        ids: list[int] = self._library.encode(question["text"], add_special_tokens=question["add_special_tokens"]).ids
+        return ids
+
+
+WORKS: dict[str, Any] = {"templates": Templates(), "tokenizer": TokenizerRules()}
 
 if __name__ == "__main__":
     main()

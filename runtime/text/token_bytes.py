@@ -16,6 +16,10 @@ from cheetah.errors import CheetahError
 Rule = Callable[[str, bool], str | bytes]
 """(token or what is left of it, whether it is the text's first token) -> text, or bytes when no later rule applies."""
 
+TOKEN_CHARACTERS = 4096
+"""Most characters of a token before a rule of the decoder: the longest of published models have 256."""
+MOST_RULES = 16
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -50,8 +54,12 @@ class TokenBytes:
         for rule in self._rules:
             if isinstance(value, bytes):
                 return value
+            _check_length(value)
             value = rule(value, first)
-        return value.encode("utf-8", "replace") if isinstance(value, str) else value
+        if isinstance(value, bytes):
+            return value
+        _check_length(value)
+        return value.encode("utf-8", "replace")
 
     def _add(self, decoder: Mapping[str, Any]) -> None:
         kind = str(decoder.get("type"))
@@ -62,6 +70,8 @@ class TokenBytes:
                 "Fuse, Strip and sequences of them are): pass tokenizer=False and use token ids"
             )
         add(decoder)
+        if len(self._rules) > MOST_RULES:
+            raise CheetahError(f"tokenizer.json: its decoder has more than {MOST_RULES} rules: pass tokenizer=False")
 
     def _add_sequence(self, decoder: Mapping[str, Any]) -> None:
         for part in decoder["decoders"]:
@@ -80,6 +90,8 @@ class TokenBytes:
         pattern, content = decoder["pattern"].get("String"), decoder["content"]
         if pattern is None or self._fused:
             raise CheetahError("tokenizer.json: decoder 'Replace' is supported for plain strings, before 'Fuse' only")
+        if len(content) > TOKEN_CHARACTERS:
+            raise CheetahError(f"tokenizer.json: decoder 'Replace' puts in {len(content)} characters")
         self._rules.append(lambda token, first: token.replace(pattern, content))
 
     def _add_metaspace(self, decoder: Mapping[str, Any]) -> None:
@@ -91,6 +103,12 @@ class TokenBytes:
         if not self._fused or decoder.get("stop") or len(decoder["content"].encode()) != 1:
             raise CheetahError("tokenizer.json: decoder 'Strip' is supported at the start of a fused text only")
         self.stripped, self.strip_count = decoder["content"].encode(), int(decoder["start"])
+
+
+def _check_length(token: str) -> None:
+    """Replacements may lengthen a token again and again."""
+    if len(token) > TOKEN_CHARACTERS:
+        raise CheetahError(f"tokenizer.json: its decoder makes {len(token)} characters of one token: at most 4096")
 
 
 def _from_byte_level(token: str) -> bytes:

@@ -8,13 +8,20 @@ models, devices or chat templates. Everything else in the runtime works on ids a
 from __future__ import annotations
 
 import codecs
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cheetah import untrusted
 from cheetah.errors import CheetahError
+from cheetah.models.plausible import LARGEST_ID
+from cheetah.printable import shown
+from cheetah.runtime.text.encoders import open_encoder
 from cheetah.runtime.text.token_bytes import TokenBytes
+from cheetah.untrusted import parse_json, read_text
+
+TOKENIZER_BYTES = 40_000_000
+"""Most bytes of tokenizer.json: that of Gemma 3 has 33,000,000."""
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -35,9 +42,9 @@ class Tokenizer:
     ):
         """`description`: text of tokenizer.json. `bos_token_id`: from config.json, used if nothing names bos_token."""
         config = config or {}
-        self._tokenizer = _parse(description)
-        self._bytes = TokenBytes(json.loads(description).get("decoder"))
-        self._special_ids = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        described = parse_json(description.encode("utf-8", "surrogatepass"), "tokenizer.json", CheetahError)
+        self._encoder = open_encoder(description, described)
+        self._bytes = TokenBytes(described.get("decoder"))
         self.special_tokens = _special_tokens(config, special_tokens_map or {})
         self.bos_id = self._id_of_bos(bos_token_id)
         self._adds_bos = _adds_bos(config)
@@ -48,7 +55,7 @@ class Tokenizer:
         if "tokenizer.json" not in files:
             return None
         return cls(
-            files["tokenizer.json"].read_text(encoding="utf-8"),
+            read_text(files["tokenizer.json"], TOKENIZER_BYTES),
             read_json(files.get("tokenizer_config.json")),
             read_json(files.get("special_tokens_map.json")),
             bos_token_id,
@@ -57,7 +64,7 @@ class Tokenizer:
     @property
     def size(self) -> int:
         """One more than the highest id that the tokenizer can give."""
-        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        return self._encoder.size
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text.
@@ -66,7 +73,7 @@ class Tokenizer:
         twice, even if the text itself starts with it. Without (for the output of a chat template) nothing is added.
         """
         _refuse_surrogates(text)
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        ids = self._encoder.encode(text, add_special_tokens)
         return self._with_one_bos(ids) if add_special_tokens else ids
 
     def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> str:
@@ -88,7 +95,7 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int, first: bool) -> bytes | None:
         """The bytes of a token; None if it has no text (special, or unknown to the tokenizer)."""
-        token = None if token_id in self._special_ids else self._tokenizer.id_to_token(token_id)
+        token = None if token_id in self._encoder.special_ids else self._encoder.token_of(token_id)
         return None if token is None else self._bytes.bytes_of(token, first)
 
     @property
@@ -108,16 +115,17 @@ class Tokenizer:
     def _text_starts_with_bos(self, ids: list[int]) -> bool:
         """Whether the text itself started with the token: there is one more than the post-processor adds."""
         assert self.bos_id is not None
-        added = self._tokenizer.encode("", add_special_tokens=True).ids.count(self.bos_id)
+        added = self._encoder.encode("", add_special_tokens=True).count(self.bos_id)
         return ids[added : added + 1] == [self.bos_id]
 
     def _id_of_bos(self, from_config: int | None) -> int | None:
         named = self.special_tokens.get("bos_token")
         if named is not None:
-            found: int | None = self._tokenizer.token_to_id(named)
-            return found
+            return self._encoder.id_of(named)
         if from_config is not None:
-            token = self._tokenizer.id_to_token(from_config)
+            if not 0 <= from_config <= LARGEST_ID:
+                raise CheetahError(f"config.json: bos_token_id = {shown(from_config)}: must be from 0 to {LARGEST_ID}")
+            token = self._encoder.token_of(from_config)
             if token is None:
                 return None
             self.special_tokens["bos_token"] = token
@@ -156,27 +164,7 @@ def _refuse_surrogates(text: str) -> None:
 
 def read_json(path: Path | None) -> dict[str, Any]:
     """The object in a JSON file, {} if there is no file."""
-    if path is None:
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheetahError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheetahError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value
-
-
-def _parse(description: str) -> Any:
-    import tokenizers
-
-    try:
-        tokenizer = tokenizers.Tokenizer.from_str(description)
-    except Exception as error:  # the library raises bare Exception
-        raise CheetahError(f"tokenizer.json: the tokenizers library cannot read it: {error}") from error
-    tokenizer.no_truncation()  # some checkpoints store the settings of their last training run
-    tokenizer.no_padding()
-    return tokenizer
+    return {} if path is None else untrusted.read_json(path)
 
 
 def _adds_bos(config: Mapping[str, Any]) -> bool | None:

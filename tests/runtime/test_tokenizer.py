@@ -144,5 +144,5 @@ def test_unknown_decoders_are_refused_by_name(decoder: dict[str, object], messag
 
 
 def test_a_broken_file_is_refused() -> None:
-    with pytest.raises(CheetahError, match=r"tokenizer\.json: the tokenizers library cannot read it"):
+    with pytest.raises(CheetahError, match=r"tokenizer\.json: .*Model missing"):
         Tokenizer("{}")
