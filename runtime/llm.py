@@ -53,14 +53,17 @@ class LLM:
     plan: other fields of the plan, e.g. {"page_size": 64}.
     gpu: the machine that the kernel is generated for, e.g. "emulator-8"; by default the device's.
     batch: how many completions may be decoded together, 1 to 8 (default 1): the weights are read once for all of them.
-        Who the others are changes the last bits of attention's sums, unless `kv_chunk` says how keys are split.
+        Who the others are changes the last bits of attention's sums, unless `kv_chunk` is given.
     prompt_tokens: how many tokens of a prompt a step reads, a power of two up to 64; by default 16 on a GPU, or 8, and
         what a step decodes on the emulator. If that is more than the batch, a second kernel reads prompts. Bits
         depend on it.
     prefix_cache: keep keys and values of prompts and completions in the pages that nobody needs, for requests that
-        begin with the same tokens: these are not read again. What was computed in steps of other sizes agrees closely.
+        begin with the same tokens: these are not read again. What was computed in steps of other sizes agrees closely,
+        but not to the bit, unless `kv_chunk` is given.
     kv_dtype: how keys and values are cached: "bf16" (the default), or "e4m3", which takes half the memory.
-    kv_chunk: keys of one work item of attention: then no completion's bits depend on the others. By default by rule.
+    kv_chunk: keys of one work item of attention. Then the same request gives the same bits, whatever runs beside it and
+        whatever the prefix cache holds, which then keeps prompts only; a completion may take one step more. By default
+        by rule.
     launch_steps: most steps of one launch; by default the plan's max_steps. Changes no token.
     timeout_s: after so many seconds a launch is reported as hanging; by default 60 on a GPU, never on the emulator.
     quiet: neither notes nor progress on standard error.

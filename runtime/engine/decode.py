@@ -3,7 +3,8 @@
 Decides who is launched together, how many tokens each launch makes and when a completion ends. A completion joins
 between two launches: its prompt is read in launches of its own, then it decodes along with the others, until it ends
 and the next in line takes its place. How steps are grouped into launches changes no bits. Who else is decoded changes
-how attention splits the keys, thus the last bits of its sums; with a plan of a fixed `kv_chunk` not even those.
+how attention splits the keys, thus the last bits of its sums; with a plan of a fixed `kv_chunk` not even those, and
+then what the prefix cache holds changes no bit either (see `prompt_reading`).
 Knows nothing of text, checkpoints or the kernel's parameters (`launcher` does).
 """
 
@@ -23,6 +24,7 @@ from cheetah.runtime import interrupts
 from cheetah.runtime.engine.kv_cache import CachedSequence, pages_for
 from cheetah.runtime.engine.launcher import NOT_A_NUMBER, Launcher, LaunchResult, Part, Sampling
 from cheetah.runtime.engine.prefix_cache import PrefixCache
+from cheetah.runtime.engine.prompt_reading import FewestSteps, SameSteps
 from cheetah.runtime.outputs import Timings
 from cheetah.runtime.sampling import seed_of
 
@@ -171,7 +173,8 @@ class Decoder:
     """Decodes up to `launcher.batch` completions together.
 
     launch_steps: most steps of one launch (default: what the kernel allows); for tests and for finding faults.
-    prefixes: keeps the pages of prompts and completions for later ones that begin alike, which then read only the rest.
+    prefixes: keeps the pages of prompts and completions for later ones that begin alike, which then read only the rest;
+    with a plan of a fixed `kv_chunk` those of prompts.
     prompts: launches of another kernel over the same caches, that reads prompts; by default the same.
 
     With a batch of 1, a request ends an unfinished one. With more, requests wait for a place and for pages: one is
@@ -188,6 +191,8 @@ class Decoder:
         self.launcher, self._prompts = launcher, prompts or launcher
         self.launch_steps = min(launch_steps or launcher.max_steps, launcher.max_steps, self._prompts.max_steps)
         self._prefixes = prefixes
+        reading = SameSteps if launcher.kv_chunk else FewestSteps
+        self._reading = reading(self._prompts.tokens, launcher.cache.page_size)
         self._pace = LaunchPace(self.launch_steps)
         self._waiting: deque[Completion] = deque()
         self._running: list[Completion] = []
@@ -317,7 +322,9 @@ class Decoder:
         sequence = self.launcher.cache.fork()
         sequence.clear()
         if self._prefixes is not None:
-            sequence.adopt(*self._prefixes.lookup(prompt_ids))
+            pages, tokens = self._prefixes.lookup(prompt_ids)
+            reused = self._reading.reused(tokens)
+            sequence.adopt(pages[: reused // sequence.page_size], reused)
         return sequence
 
     def _unclaimed_pages(self) -> int:
@@ -339,7 +346,8 @@ class Decoder:
     def _remember(self, completion: Completion) -> None:
         cache = completion.cache
         if self._prefixes is not None and cache is not None and not completion.has_failed:
-            self._prefixes.insert(completion.ids[: cache.length], cache.pages)
+            kept = self._reading.kept(len(completion.request.prompt_ids), cache.length)
+            self._prefixes.insert(completion.ids[:kept], cache.pages)
 
     def _overtake(self) -> None:
         """Ends all who run or wait."""
@@ -351,11 +359,11 @@ class Decoder:
 
     def _begin(self, group: list[Completion]) -> None:
         """Reads the prompt of completions of one request, once, and makes the first token of each."""
+        prompt = len(group[0].ids)
+        end = self._reading.end(prompt, len(group))
         try:
-            if len(group) == 1:
-                self._read(group, len(group[0].ids))
-            else:
-                self._read(group, len(group[0].ids) - 1)  # the last token samples: each reads it with its own seed
+            self._read(group, end)
+            if end < prompt:
                 self._fork(group)
                 self._launch(group, [1] * len(group), self.launcher)
             self._remember(group[0])
@@ -377,13 +385,13 @@ class Decoder:
         """Brings the first `end` tokens of a prompt into the cache, in as few launches as may be."""
         ids, cache = group[0].ids, group[0].cache
         assert cache is not None
-        columns, most = self._prompts.tokens, self.launch_steps * self._prompts.tokens
+        most = self.launch_steps * self._prompts.tokens
         prompt = len(ids)
         while cache.length < end:
             count = min(most, end - cache.length)
             # One input more than tokens, where there is one: nothing is sampled, and the head need not run.
             inputs = ids[cache.length : min(cache.length + count + 1, prompt)]
-            part = group[0].part(cache, inputs, count, min(columns, count))
+            part = group[0].part(cache, inputs, count, self._reading.columns_of_step(count))
             result = self._prompts.launch_together([part])[0]
             self._pace.note(result.steps, result.seconds)
             for completion in group:

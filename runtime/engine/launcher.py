@@ -133,7 +133,7 @@ class Launcher:
         self._device, self._kernel, self._buffers, self.cache = device, kernel, dict(buffers), cache
         self.vocab_size, self._plan = config.vocab_size, plan
         self.batch, self.tokens, self.max_steps = plan.batch, plan.tokens, plan.max_steps
-        self.launch_tokens = plan.launch_tokens
+        self.launch_tokens, self.kv_chunk = plan.launch_tokens, plan.kv_chunk
         self.columns: list[tuple[int, int]] = []
         self._plans = _Plans(manifest, config, plan)
         self._epochs = Epochs(config.layers + 1)
@@ -162,9 +162,10 @@ class Launcher:
     def score(self, inputs: Sequence[int], logits: Buffer, per_step: int | None = None) -> npt.NDArray[np.float32]:
         """float32 [len(inputs), vocab]: the logits after each input, `per_step` (default: `tokens`) of them a step.
 
-        At most `score_tokens(logits)` inputs of `cache`.
+        At most `score_tokens(logits)` inputs of `cache`. Every step has all its columns, so the logits after an input
+        do not depend on how many follow it, where `kv_chunk` is fixed.
         """
-        per_step = min(per_step or self.tokens, len(inputs))
+        per_step = per_step or self.tokens
         part = Part(self.cache, inputs, len(inputs), Sampling(), per_step)
         self.launch_together([part], logits)
         found = logits.download(np.float32, (part.steps, self.tokens, self.vocab_size))

@@ -1,0 +1,61 @@
+"""How a prompt comes into the cache: where its steps begin, how many columns they have, whose pages it may begin with.
+
+The last bits of a token's keys, values and logits depend on how attention read it: by which kernel, in a step that
+begins at which position, in a tile of how many columns. All else, the weights' products too, is the same for a column
+in any step of a kernel. So who wants the same bits whatever the cache holds lets these follow from a token's position.
+Knows nothing of launches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm
+
+
+@dataclass(frozen=True)
+class FewestSteps:
+    """As few steps as may be, of up to `columns` tokens: bits depend on what was cached before. Tokens count from 0."""
+
+    columns: int
+    page_size: int
+
+    def reused(self, cached: int) -> int:
+        """Of `cached` known tokens, whole pages, how many a prompt begins with."""
+        return cached
+
+    def columns_of_step(self, tokens: int) -> int:
+        """Columns of the steps of a launch that reads `tokens` tokens."""
+        return min(self.columns, tokens)
+
+    def end(self, prompt: int, completions: int) -> int:
+        """How many tokens of a prompt are read before completions part. Behind the whole prompt the first token is
+        sampled with it; else the last token of the prompt is left, for each completion to decode with its own seed."""
+        return prompt if completions == 1 else prompt - 1
+
+    def kept(self, prompt: int, cached: int) -> int:
+        """Of `cached` tokens of a completion, how many another prompt may begin with."""
+        return cached
+
+
+@dataclass(frozen=True)
+class SameSteps(FewestSteps):
+    """Position alone says how a token of a prompt is read, and so its bits are those of reading the prompt from its
+    first token on: where items of attention have a fixed length, which makes them independent of the other sequences.
+
+    A step begins at a multiple of `columns` and has all of them, also where the prompt has fewer tokens left: the other
+    columns are computed for nobody, and no token sees them. The last token samples, so it is decoded like those after
+    it, with one column, however many completions begin there. What was decoded is no beginning of another prompt.
+    """
+
+    def reused(self, cached: int) -> int:
+        unit = lcm(self.columns, self.page_size)
+        return cached // unit * unit
+
+    def columns_of_step(self, tokens: int) -> int:
+        return self.columns
+
+    def end(self, prompt: int, completions: int) -> int:
+        return prompt - 1
+
+    def kept(self, prompt: int, cached: int) -> int:
+        return min(cached, prompt - 1)

@@ -1,0 +1,122 @@
+"""Requests that are answered while others are, with the bits of every logit written down by what they follow from."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from cheetah.runtime.build.assemble import Assembly
+from cheetah.runtime.engine.decode import Completion, Decoder, Request
+from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
+from cheetah.runtime.engine.launcher import Launcher, LaunchResult, Part
+from cheetah.runtime.engine.prefix_cache import PrefixCache
+from cheetah.runtime.sampling import seed_of
+
+
+@dataclass
+class Record:
+    """Bits by name: whatever has been written down once must be the same for ever after. `changed` names what was not.
+
+    What is computed of a token of a prompt has the name of the tokens up to it, whichever prompt they begin; the last
+    token of a prompt and those behind it also that of the prompt's length, since they were decoded.
+    """
+
+    known: dict[Any, bytes] = field(default_factory=dict)
+    changed: list[str] = field(default_factory=list)
+
+    def note(self, what: str, prompt: int, ids: Sequence[int], bits: np.ndarray[Any, Any]) -> None:
+        """The bits of `what` that belong to the last of `ids`, of which the first `prompt` are a prompt."""
+        decoded_behind = prompt if len(ids) >= prompt else None
+        digest = hashlib.blake2b(np.ascontiguousarray(bits).tobytes(), digest_size=16).digest()
+        if self.known.setdefault((what, decoded_behind, tuple(ids)), digest) != digest:
+            self.changed.append(f"{what} of token {len(ids) - 1} behind a prompt of {prompt}")
+
+
+class Service:
+    """A decoder over an assembly, with an empty KV cache and an empty prefix cache, whose bits are recorded.
+
+    Completions that are decoded at the same time need seeds of their own, by which their parts are told apart.
+    """
+
+    def __init__(
+        self, assembly: Assembly, record: Record, *, launch_steps: int | None = None, prefix_cache: bool = True
+    ):
+        launcher = assembly.launcher
+        old = launcher.cache
+        launcher.cache = CachedSequence(PagePool(old.pool.pages), old.page_size, old.context)
+        self.assembly, self.record = assembly, record
+        self.prefixes = PrefixCache(launcher.cache.pool, old.page_size) if prefix_cache else None
+        self.decoder = Decoder(launcher, launch_steps, self.prefixes, assembly.prompts)
+        self.cached_tokens: list[int] = []
+        self._ids: dict[int, tuple[int, list[int]]] = {}
+
+    def answers(self, requests: Sequence[Request]) -> list[tuple[int, ...]]:
+        """The token ids of all completions of requests that are submitted together in this order."""
+        completions = [one for request in requests for one in self.decoder.complete_several(request)]
+        with self._recording():
+            self.begin(completions)
+            found = [tuple(token for part in one for token in part) for one in completions]
+        self.cached_tokens += [one.cached_tokens for one in completions]
+        self._note_pages(requests)
+        return found
+
+    def begin(self, completions: Sequence[Completion]) -> None:
+        """Puts completions in line."""
+        for one in completions:
+            seed = seed_of(one.request.sampling.seed, one.index)
+            self._ids[seed] = len(one.request.prompt_ids), list(one.request.prompt_ids)
+        self.decoder.submit(completions)
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """While all launches give logits, which are written down."""
+        launchers = [one for one in (self.assembly.launcher, self.assembly.prompts) if one is not None]
+        for launcher in launchers:
+            room = launcher.max_steps * launcher.tokens * launcher.vocab_size * 4
+            logits = self.assembly.device.allocate(room, 0xFF)
+            self.assembly.buffers[f"logits of {launcher.tokens}"] = logits
+            launcher.launch_together = self._recorded(launcher, logits)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            for launcher in launchers:
+                del launcher.launch_together  # the method of the class is back
+                self.assembly.buffers.pop(f"logits of {launcher.tokens}").free()
+
+    def _recorded(self, launcher: Launcher, logits: Any) -> Any:
+        launch = launcher.launch_together
+
+        def recorded(parts: Sequence[Part]) -> list[LaunchResult]:
+            lengths = [part.cache.length for part in parts]
+            results = launch(parts, logits)
+            found = logits.download(np.float32, (results[0].steps, launcher.tokens, launcher.vocab_size))
+            for part, result in zip(parts, results, strict=True):
+                self._ids[part.sampling.seed][1].extend(result.token_ids)
+            for column, (number, within) in enumerate(launcher.columns):
+                part = parts[number]
+                rows = found[:, column][: -(-(part.total - within) // part.per_step)]
+                prompt, ids = self._ids[part.sampling.seed]
+                for step, row in enumerate(rows):
+                    position = lengths[number] + step * part.per_step + within
+                    if position < len(ids):
+                        self.record.note("logits", prompt, ids[: position + 1], row)
+            return results
+
+        return recorded
+
+    def _note_pages(self, requests: Sequence[Request]) -> None:
+        """The keys and values that the prefix cache holds of these prompts."""
+        if self.prefixes is None:
+            return
+        shape = self.assembly.manifest.buffer("kv").shape
+        kv = self.assembly.buffers["kv"].download(np.uint16, shape)
+        for request in requests:
+            pages, _ = self.prefixes.lookup(request.prompt_ids)
+            for number, page in enumerate(pages, 1):
+                ids = request.prompt_ids[: number * self.prefixes.page_size]
+                self.record.note("page", len(request.prompt_ids), ids, kv[:, page])
