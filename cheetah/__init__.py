@@ -15,13 +15,13 @@ __version__ = "0.1.0"
 
 _RUNTIME = ("LLM", "SamplingParams")
 _LANGUAGE = (
-    "Arena", "AsmError", "ConstStoreError", "ControlError", "CopySizeError", "DeviceBoolError", "Expr", "Index",
-    "IndexNameError", "Kernel", "LangError", "Layout", "MissingWithError", "Name", "NoKernelError", "NoMemberError",
-    "Params", "Primitive", "RangeError", "Role", "RoleError", "ScopeError", "SharedBudgetError", "SharedPointers",
-    "SignatureError", "Streams", "TypeMixError", "UnusedStageError", "Value", "View", "address_of", "array", "asm",
-    "block_dim_x", "block_idx_x", "break_", "cast", "comment", "const", "continue_", "else_", "for_", "function",
-    "grid_dim_x", "if_", "inline", "kernel", "maximum", "minimum", "out", "outline", "prim", "raw_stmt", "reinterpret",
-    "render", "render_file", "return_", "roles_for", "select", "thread_idx_x", "ty", "var", "while_",
+    "AsmError", "ConstStoreError", "ControlError", "CopySizeError", "DeviceBoolError", "Expr", "Kernel", "LangError",
+    "MissingWithError", "Name", "NoKernelError", "NoMemberError", "Params", "Primitive", "RangeError", "Role",
+    "RoleError", "ScopeError", "SignatureError", "Streams", "TypeMixError", "UnusedStageError", "Value", "address_of",
+    "array", "asm", "block_dim_x", "block_idx_x", "break_", "cast", "comment", "const", "constexpr", "continue_",
+    "else_", "for_", "function", "grid_dim_x", "if_", "inline", "kernel", "maximum", "minimum", "out", "outline",
+    "prim", "raw_stmt", "reinterpret", "render", "render_file", "return_", "roles_for", "select", "thread_idx_x", "ty",
+    "var", "while_",
 )  # fmt: skip
 
 

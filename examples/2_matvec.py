@@ -1,7 +1,7 @@
 """y = W x: a warp for each row.
 
-New since 1_scale: a primitive (`warp_sum_f32`), a loop, a variable, and named dimensions: `weights` is a view of the
-pointer `w`, and where an element lies is computed from its layout, the static part while generating.
+New since 1_scale: a primitive (`warp_sum_f32`), a loop, a variable, and a function of the program: what `@ch.function`
+emits stands once in the text, and is called.
 """
 
 import numpy as np
@@ -12,7 +12,15 @@ from cheetah import prim, ty
 
 ROWS, COLUMNS = 50, 96
 WARPS = 4
-MATRIX = ch.Layout(row=ROWS, column=COLUMNS)
+
+
+@ch.function
+def dot(a, b, lane):
+    """The product of two vectors, added up by the lanes of a warp."""
+    total = ch.var(ty.f32, 0)
+    with ch.for_(lane, COLUMNS, 32, unroll=True) as column:
+        total += a[column] * b[column]
+    return prim.warp_sum_f32(total)
 
 
 @ch.kernel(
@@ -20,16 +28,12 @@ MATRIX = ch.Layout(row=ROWS, column=COLUMNS)
     max_threads=WARPS * 32,
 )
 def matvec(w, x, y):
-    weights = ch.View(w, MATRIX)
     lane = ch.thread_idx_x() % 32
     warp = ch.block_idx_x() * WARPS + ch.thread_idx_x() // 32
     with ch.for_(warp, ROWS, ch.grid_dim_x() * WARPS) as row:
-        total = ch.var(ty.f32, 0)
-        with ch.for_(lane, COLUMNS, 32, unroll=True) as column:
-            total += weights.at(row=row, column=column) * x[column]
-        dot = prim.warp_sum_f32(total)
+        row_sum = dot(w + row * COLUMNS, x, lane)
         with ch.if_(lane == 0):
-            y[row] = dot
+            y[row] = row_sum
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """y = W x, the weights brought by a copy warp through a ring of stages in shared memory.
 
-New since 2_matvec: two warp roles whose programs grow side by side, an arena of shared memory, mbarriers and bulk
+New since 2_matvec: two warp roles whose programs grow side by side, regions of shared memory, mbarriers and bulk
 copies. The ring hides its phase bits: a matvec says `with ring.strips(...) as (strip, chunk)` and writes the body for
 the math warps; the copy warp's loop is appended at the same time.
 
@@ -14,18 +14,20 @@ from emulate import check, emulate
 
 import cheetah as ch
 from cheetah import prim, ty
+from cheetah.blocks.machine import shared_region
+from cheetah.plan import Region, SharedMap
 
 ROWS, COLUMNS = 128, 128
 WARPS = 4
 MATH_THREADS = WARPS * 32
 THREADS = MATH_THREADS + 32  # the last warp copies
 STAGES = 3
-CHUNK = ch.Layout(row=WARPS, column=COLUMNS)
+CHUNK = WARPS * COLUMNS  # elements of a stage
 
-arena = ch.Arena(budget_bytes=227 * 1024)
-arena.add("stages", ty.f32, STAGES * CHUNK.count, align=128)
-arena.add("full", ty.u64, STAGES)
-arena.add("empty", ty.u64, STAGES)
+shared = SharedMap(
+    (Region("stages", STAGES * CHUNK * 4, 128), Region("full", STAGES * 8), Region("empty", STAGES * 8)),
+    budget_bytes=227 * 1024,
+)
 
 
 class Place:
@@ -47,12 +49,16 @@ class Place:
 class Ring:
     """Stages that the copy role fills and the math role uses, in the same order."""
 
+    @ch.inline
     def __init__(self):
-        self.shared = arena.declare()
+        arena = prim.shared_arena()
+        self.stages = shared_region(shared, arena, "stages", ty.f32)
+        self.full = shared_region(shared, arena, "full", ty.u64)
+        self.empty = shared_region(shared, arena, "empty", ty.u64)
         with ch.if_(ch.thread_idx_x() == 0):
             with ch.for_(STAGES, unroll=True) as stage:
-                prim.mbarrier_init(self.shared.full + stage, 1)
-                prim.mbarrier_init(self.shared.empty + stage, WARPS)
+                prim.mbarrier_init(self.full + stage, 1)
+                prim.mbarrier_init(self.empty + stage, WARPS)
             prim.mbarrier_fence_init()  # the copy engine sees the barriers only after this
         prim.block_barrier()  # and the other threads after this
         self.copy, self.math = ch.Role("copy"), ch.Role("math")
@@ -64,28 +70,28 @@ class Ring:
 
     @contextmanager
     def strips(self, name, matrix, rows):
-        """The body runs in the math warps, for each strip of this block; `chunk` is a view of its rows."""
+        """The body runs in the math warps, for each strip of this block; `chunk` points to its rows."""
         stream = self.streams.open(name)
         roles = (self.copy, self.math)
         with ch.roles_for(roles, ch.block_idx_x(), rows // WARPS, ch.grid_dim_x(), name="strip") as strip:
             with self.copy:
-                self.fill(matrix + strip * CHUNK.count)
+                self.fill(matrix + strip * CHUNK)
             with self.math:
                 place = self.used
-                prim.mbarrier_wait(self.shared.full + place.stage, place.parity)
-                yield strip, ch.View(self.shared.stages, CHUNK, start=place.stage * CHUNK.count)
+                prim.mbarrier_wait(self.full + place.stage, place.parity)
+                yield strip, self.stages + place.stage * CHUNK
                 prim.warp_barrier()  # every lane has read its part before the warp gives the stage back
                 with ch.if_(ch.thread_idx_x() % 32 == 0):
-                    prim.mbarrier_arrive(self.shared.empty + place.stage)
+                    prim.mbarrier_arrive(self.empty + place.stage)
                 place.advance()
         self.streams.consume(stream)
 
     def fill(self, source):
-        place, chunk_bytes = self.filled, CHUNK.count * 4
-        prim.mbarrier_wait(self.shared.empty + place.stage, place.parity ^ 1)  # passes at once the first time round
-        prim.mbarrier_arrive_expect_tx(self.shared.full + place.stage, chunk_bytes)
-        stage = self.shared.stages + place.stage * CHUNK.count
-        prim.bulk_copy(stage, source, chunk_bytes, self.shared.full + place.stage)
+        place, chunk_bytes = self.filled, CHUNK * 4
+        prim.mbarrier_wait(self.empty + place.stage, place.parity ^ 1)  # passes at once the first time round
+        prim.mbarrier_arrive_expect_tx(self.full + place.stage, chunk_bytes)
+        stage = self.stages + place.stage * CHUNK
+        prim.bulk_copy(stage, source, chunk_bytes, self.full + place.stage)
         place.advance()
 
     def place_roles(self):
@@ -104,7 +110,7 @@ def matvec(ring, name, w, x, y, rows):
         warp = ch.thread_idx_x() // 32
         total = ch.var(ty.f32, 0)
         with ch.for_(lane, COLUMNS, 32, unroll=True) as column:
-            total += chunk.at(row=warp, column=column) * x[column]
+            total += chunk[warp * COLUMNS + column] * x[column]
         dot = prim.warp_sum_f32(total)
         with ch.if_(lane == 0):
             y[strip * WARPS + warp] = dot
@@ -125,5 +131,5 @@ if __name__ == "__main__":
     w = random.standard_normal((ROWS, COLUMNS), dtype=np.float32)
     x = random.standard_normal(COLUMNS, dtype=np.float32)
     y = np.full(ROWS, np.nan, dtype=np.float32)
-    emulate(ring_matvec, grid=3, block=THREADS, shared_bytes=arena.total_bytes, arguments=[w, x, y])
+    emulate(ring_matvec, grid=3, block=THREADS, shared_bytes=shared.total_bytes, arguments=[w, x, y])
     check("y", y, w @ x)

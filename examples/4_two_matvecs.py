@@ -14,7 +14,7 @@ import cheetah as ch
 from cheetah import prim, ty
 
 page = import_module("3_ring")  # a name that begins with a digit cannot be imported otherwise
-Ring, matvec, arena, MATH_THREADS, THREADS = page.Ring, page.matvec, page.arena, page.MATH_THREADS, page.THREADS
+Ring, matvec, shared, MATH_THREADS, THREADS = page.Ring, page.matvec, page.shared, page.MATH_THREADS, page.THREADS
 SIZE = page.COLUMNS  # A and B are square
 MATH_BARRIER = 1
 
@@ -59,6 +59,6 @@ if __name__ == "__main__":
     x = random.standard_normal(SIZE, dtype=np.float32)
     y, z = np.full((2, SIZE), np.nan, dtype=np.float32)
     counter = np.zeros(1, dtype=np.uint64)
-    emulate(two_matvecs, grid=3, block=THREADS, shared_bytes=arena.total_bytes, arguments=[a, b, x, y, z, counter])
+    emulate(two_matvecs, grid=3, block=THREADS, shared_bytes=shared.total_bytes, arguments=[a, b, x, y, z, counter])
     check("y", y, a @ x)
     check("z", z, b @ (a @ x))

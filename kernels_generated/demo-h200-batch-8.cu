@@ -246,6 +246,26 @@ __device__ __forceinline__ uint4 make_u32x4(uint32_t x, uint32_t y, uint32_t z, 
 }
 #endif
 
+constexpr uint32_t RING = 0;
+constexpr uint32_t RING_BARRIERS = 196608;
+constexpr uint32_t VECTOR = 196864;
+constexpr uint32_t CANDIDATES = 196864;
+constexpr uint32_t ATTENTION = 196864;
+constexpr uint32_t QUERIES = 213248;
+constexpr uint32_t NEWEST = 215296;
+constexpr uint32_t REDUCTIONS = 219392;
+constexpr uint32_t RESIDUAL = 227584;
+constexpr uint32_t PARTIAL_SUMS = 228096;
+constexpr uint32_t SCALES = 228352;
+constexpr uint32_t ROPE = 228384;
+constexpr uint32_t STATISTICS = 230432;
+constexpr uint32_t RECORDS = 230944;
+constexpr uint32_t WARP_CANDIDATES = 231536;
+constexpr uint32_t COLUMNS = 231600;
+constexpr uint32_t CHOSEN = 231856;
+constexpr uint32_t STEP_DONE = 231888;
+constexpr uint32_t NEXT_TOKEN = 231904;
+
 extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* weights, const bf16* norms, const bf16* embedding, const float* rope, bf16* kv, const int32_t* page_table, const int32_t* kv_plans, const int32_t* tiles, const int32_t* sequences, const int32_t* columns, uint8_t* exchange, int32_t* tokens, const int32_t* stop_ids, float* logits, uint32_t* progress, int32_t* status, uint32_t steps, uint32_t head_from, uint32_t column_count, uint32_t plan_count, uint32_t epoch) {
   uint8_t* arena = shared_arena();
   uint32_t block = blockIdx.x;
@@ -253,10 +273,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
   uint32_t* exchange_words = (uint32_t*)(exchange);
-  uint64_t* full = (uint64_t*)(arena + 196608);
+  uint64_t* full = (uint64_t*)(arena + RING_BARRIERS);
   uint64_t* empty = full + 12;
-  uint64_t* step_done = (uint64_t*)(arena + 231888);
-  uint32_t* next_token = (uint32_t*)(arena + 231904);
+  uint8_t* ring = arena + RING;
+  uint64_t* step_done = (uint64_t*)(arena + STEP_DONE);
+  uint32_t* next_token = (uint32_t*)(arena + NEXT_TOKEN);
   if (thread == 0) {
     for (uint32_t stage = 0; stage < 12; ++stage) {
       mbarrier_init(full + stage, 1);
@@ -278,7 +299,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       token = (uint32_t)(tokens[place]) < 511 ? (uint32_t)(tokens[place]) : 511;
     }
     next_token[thread] = token;
-    ((uint32_t*)(arena + 231600))[thread * 8 + 7] = 0;
+    ((uint32_t*)(arena + COLUMNS))[thread * 8 + 7] = 0;
   }
   block_barrier();
   if (warp >= 8) {
@@ -320,7 +341,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 landed_parity = landed_parity ^ 1;
               }
               uint64_t* barrier = full + fill_stage;
-              uint8_t* destination = arena + fill_stage * 16384;
+              uint8_t* destination = ring + fill_stage * 16384;
               mbarrier_arrive_expect_tx(barrier, 4096);
               bulk_copy(destination, source, 4096, barrier);
               fill_stage = fill_stage + 1;
@@ -371,7 +392,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 landed_parity = landed_parity ^ 1;
               }
               uint64_t* barrier = full + fill_stage;
-              uint8_t* destination = arena + fill_stage * 16384;
+              uint8_t* destination = ring + fill_stage * 16384;
               mbarrier_arrive_expect_tx(barrier, count * 256);
               #pragma unroll
               for (uint32_t number_2 = 0; number_2 < 4; ++number_2) {
@@ -410,7 +431,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 landed_parity = landed_parity ^ 1;
               }
               uint64_t* barrier = full + fill_stage;
-              uint8_t* destination = arena + fill_stage * 16384;
+              uint8_t* destination = ring + fill_stage * 16384;
               mbarrier_arrive_expect_tx(barrier, 8192);
               bulk_copy(destination, source, 8192, barrier);
               fill_stage = fill_stage + 1;
@@ -439,7 +460,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 landed_parity = landed_parity ^ 1;
               }
               uint64_t* barrier = full + fill_stage;
-              uint8_t* destination = arena + fill_stage * 16384;
+              uint8_t* destination = ring + fill_stage * 16384;
               mbarrier_arrive_expect_tx(barrier, 4096);
               bulk_copy(destination, source, 4096, barrier);
               fill_stage = fill_stage + 1;
@@ -471,7 +492,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                   landed_parity = landed_parity ^ 1;
                 }
                 uint64_t* barrier = full + fill_stage;
-                uint8_t* destination = arena + fill_stage * 16384;
+                uint8_t* destination = ring + fill_stage * 16384;
                 mbarrier_arrive_expect_tx(barrier, 10240);
                 bulk_copy(destination, source, 10240, barrier);
                 fill_stage = fill_stage + 1;
@@ -502,7 +523,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 landed_parity = landed_parity ^ 1;
               }
               uint64_t* barrier = full + fill_stage;
-              uint8_t* destination = arena + fill_stage * 16384;
+              uint8_t* destination = ring + fill_stage * 16384;
               mbarrier_arrive_expect_tx(barrier, 4096);
               bulk_copy(destination, source, 4096, barrier);
               fill_stage = fill_stage + 1;
@@ -544,7 +565,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       }
       bool has_new_plan = is_new;
       uint32_t step_epoch = epoch + step * 4;
-      uint32_t* state = (uint32_t*)(arena + 231600);
+      uint32_t* state = (uint32_t*)(arena + COLUMNS);
       if (thread < column_count) {
         uint32_t value = load_constant_u32(columns + thread * 4);
         uint32_t sequence = value;
@@ -567,7 +588,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         words[6] = sequence;
       }
       if (has_new_plan) {
-        uint4* kept = (uint4*)(arena + 230944);
+        uint4* kept = (uint4*)(arena + RECORDS);
         uint4 header = load_constant_u32x4(kv_plans + plan_index * 4928);
         if (thread < 4) {
           uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 4928 + (block + 64)));
@@ -589,7 +610,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           }
         }
         if (warp % 4 == 0 && warp / 4 * 132 + block < header.z * header.w) {
-          uint4* place = (uint4*)(arena + 230944) + (21 + warp / 4 * 8);
+          uint4* place = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
           uint32_t number = load_constant_u32(kv_plans + (plan_index * 4928 + ((warp / 4 * 132 + block) / header.w * 2 + 2688)));
           uint32_t head = load_constant_u32(kv_plans + (plan_index * 4928 + ((warp / 4 * 132 + block) / header.w * 2 + 1 + 2688)));
           uint32_t begin = load_constant_u32(kv_plans + (plan_index * 4928 + ((warp / 4 * 132 + block) / header.w + 2624)));
@@ -610,13 +631,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         }
       }
       named_barrier(1, 256);
-      float* angles = (float*)(arena + 228384);
+      float* angles = (float*)(arena + ROPE);
       #pragma unroll 1
       for (uint32_t number = thread; number < column_count * 64; number += 256) {
-        uint32_t position = ((uint32_t*)(arena + 231600))[number / 64 * 8];
+        uint32_t position = ((uint32_t*)(arena + COLUMNS))[number / 64 * 8];
         angles[number] = rope[(uint64_t)(position) * 64 + (uint64_t)(number % 64)];
       }
-      float* residual = (float*)(arena + 227584);
+      float* residual = (float*)(arena + RESIDUAL);
       #pragma unroll 1
       for (uint32_t place = thread; place < 128; place += 256) {
         uint32_t own_row = place / 8;
@@ -645,7 +666,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         uint32_t position = (block + 124) % 132;
         if (position < 32) {
           if (layer == 0) {
-            uint4* vector = (uint4*)(arena + 196864);
+            uint4* vector = (uint4*)(arena + VECTOR);
             float squares = 0.0f;
             if (thread < 128) {
               uint32_t first_unit = thread;
@@ -685,8 +706,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
               }
             }
-            float* partial_sums = (float*)(arena + 228096);
-            float* scales = (float*)(arena + 228352);
+            float* partial_sums = (float*)(arena + PARTIAL_SUMS);
+            float* scales = (float*)(arena + SCALES);
             float sum_of_token = squares;
             float value = shuffle_xor_f32(sum_of_token, 2);
             sum_of_token = sum_of_token + value;
@@ -706,7 +727,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               scales[thread] = rsqrt_f32(total * 0.0078125f + 1e-05f);
             }
           } else {
-            uint4* vector = (uint4*)(arena + 196864);
+            uint4* vector = (uint4*)(arena + VECTOR);
             float squares = 0.0f;
             if (thread < 128) {
               uint32_t first_unit = thread;
@@ -745,8 +766,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
               }
             }
-            float* partial_sums = (float*)(arena + 228096);
-            float* scales = (float*)(arena + 228352);
+            float* partial_sums = (float*)(arena + PARTIAL_SUMS);
+            float* scales = (float*)(arena + SCALES);
             float sum_of_token = squares;
             float value = shuffle_xor_f32(sum_of_token, 2);
             sum_of_token = sum_of_token + value;
@@ -772,8 +793,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             #pragma unroll 2
             for (uint32_t chunk = 0; chunk < 1; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector = (uint4*)(arena + 196864);
+              uint8_t* chunk_2 = ring + use_stage * 16384;
+              uint4* vector = (uint4*)(arena + VECTOR);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -798,7 +819,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 use_parity = use_parity ^ 1;
               }
             }
-            float* reductions = (float*)(arena + 219392) + turn * 1024;
+            float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
             uint32_t row = warp * 16 + lane / 4;
             uint32_t first = lane % 4 * 2;
             uint32_t place = row * 8 + first;
@@ -823,10 +844,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 float row_sum = half_sum + value;
                 uint32_t head = strip / 4;
                 uint32_t strip_of_head = strip % 4;
-                float value_2 = row_sum * ((float*)(arena + 228352))[column];
+                float value_2 = row_sum * ((float*)(arena + SCALES))[column];
                 uint32_t dim = strip_of_head * 16 + row_2;
                 if (head < 6) {
-                  float2* angles_2 = (float2*)(arena + 228384) + column * 32;
+                  float2* angles_2 = (float2*)(arena + ROPE) + column * 32;
                   uint32_t frequency = strip_of_head * 8 + row_2 % 8;
                   float2 angle = angles_2[frequency];
                   float partner = shuffle_xor_f32(value_2, 8);
@@ -841,11 +862,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 if (lane < 16 && lane % 2 == 0) {
                   uint32_t place_3 = (column * 512 + head * 64 + dim) / 2;
                   if (head >= 4) {
-                    if (((uint32_t*)(arena + 231600))[column * 8 + 1] < ((uint32_t*)(arena + 231600))[column * 8 + 2]) {
-                      uint32_t table = ((uint32_t*)(arena + 231600))[column * 8 + 6] * 32;
-                      uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + 231600))[column * 8] / 16));
+                    if (((uint32_t*)(arena + COLUMNS))[column * 8 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 8 + 2]) {
+                      uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 32;
+                      uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 8] / 16));
                       uint64_t offset = (uint64_t)(layer) * 1048576 + (uint64_t)(page) * 4096;
-                      bf16* key = kv + (offset + (uint64_t)((head - 4) % 2 * 1024 + ((uint32_t*)(arena + 231600))[column * 8] % 16 * 64));
+                      bf16* key = kv + (offset + (uint64_t)((head - 4) % 2 * 1024 + ((uint32_t*)(arena + COLUMNS))[column * 8] % 16 * 64));
                       bf16* place_4 = head - 4 < 2 ? key : key + 2048;
                       ((uint32_t*)(place_4 + dim))[0] = pair;
                       fence_proxy_async();
@@ -874,11 +895,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         if (thread == 0) {
           store_relaxed_u32(progress + block, step * 17 + (layer * 5 + 1));
         }
-        uint4 numbers = ((uint4*)(arena + 230944))[0];
+        uint4 numbers = ((uint4*)(arena + RECORDS))[0];
         #pragma unroll 1
         for (uint32_t number = numbers.x; number < numbers.y; ++number) {
           uint32_t index = number - numbers.x;
-          uint4* record = (uint4*)(arena + 230944) + (1 + (index < 4 ? index : 4) * 4);
+          uint4* record = (uint4*)(arena + RECORDS) + (1 + (index < 4 ? index : 4) * 4);
           if (index >= 4) {
             named_barrier(1, 256);
             if (thread == 0) {
@@ -900,7 +921,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           uint32_t newest_begin = what.w < record[3].x + record[3].y * step ? record[3].x + record[3].y * step : what.w;
           uint32_t newest_end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
           uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
-          uint4* queries = (uint4*)(arena + 213248);
+          uint4* queries = (uint4*)(arena + QUERIES);
           uint32_t query_units = record[1].z * 8;
           uint32_t newest_units = newest * 8;
           #pragma unroll 1
@@ -915,8 +936,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint32_t unit = is_value ? number_2 - query_units - newest_units : number_2 - query_units;
               uint32_t column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + unit / 8;
               uint4 words = ((const uint4*)(exchange_words + ((column * 64 + ((is_value ? 6u : 4u) + what.z) * 8 + unit % 8) * 4 + 576)))[0];
-              uint4* keys = (uint4*)(arena + 215296);
-              uint4* values = (uint4*)(arena + 215296) + 128;
+              uint4* keys = (uint4*)(arena + NEWEST);
+              uint4* values = (uint4*)(arena + NEWEST) + 128;
               if (is_value) {
                 values[unit] = words;
               } else {
@@ -926,21 +947,21 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           }
           named_barrier(1, 256);
           if (record[1].z <= 8) {
-            uint4* shared = (uint4*)(arena + 213248);
+            uint4* shared = (uint4*)(arena + QUERIES);
             uint32_t row = lane / 4 < 15 ? lane / 4 : 15;
             uint4* query = shared + row * 8;
             uint32_t limits[2];
             uint32_t fused = lane % 4 * 2;
             uint32_t present = fused < record[1].z - 1 ? fused : record[1].z - 1;
             uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_2 = ((uint32_t*)(arena + 231600))[(record[2].x + present / 2) * 8];
+            uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 2) * 8];
             uint32_t following_2 = position_2 + 1;
             uint32_t visible = following_2 > record[2].w ? following_2 - record[2].w : 0;
             limits[0] = fused < record[1].z ? (end < visible ? end : visible) : 0;
             uint32_t fused_2 = lane % 4 * 2 + 1;
             uint32_t present_2 = fused_2 < record[1].z - 1 ? fused_2 : record[1].z - 1;
             uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_3 = ((uint32_t*)(arena + 231600))[(record[2].x + present_2 / 2) * 8];
+            uint32_t position_3 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 2) * 8];
             uint32_t following_3 = position_3 + 1;
             uint32_t visible_2 = following_3 > record[2].w ? following_3 - record[2].w : 0;
             limits[1] = fused_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
@@ -968,12 +989,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               if (is_cached) {
                 mbarrier_wait(full + stage_2, (use_parity + place / 12) % 2);
               }
-              uint8_t* chunk = arena + stage_2 * 16384;
+              uint8_t* chunk = ring + stage_2 * 16384;
               uint8_t* keys = chunk;
               uint8_t* values = chunk + 8192;
               if (tile >= tiles_2) {
-                uint8_t* newest_keys = arena + 215296;
-                uint8_t* newest_values = arena + 215296 + 2048;
+                uint8_t* newest_keys = arena + NEWEST;
+                uint8_t* newest_values = arena + NEWEST + 2048;
                 first_tile = tiles_2;
                 last_tile = all_tiles;
                 first_key = newest_begin;
@@ -1121,7 +1142,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             uint32_t place = use_stage + (cached + 63) / 64;
             use_parity = (use_parity + place / 12) % 2;
             use_stage = place % 12;
-            float* words = (float*)(arena + 230432);
+            float* words = (float*)(arena + STATISTICS);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               float total = weight_sum[column];
@@ -1138,7 +1159,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 words[place_2 + 1] = total;
               }
             }
-            uint4* scratch = (uint4*)(arena + 196864);
+            uint4* scratch = (uint4*)(arena + ATTENTION);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               uint32_t number_2 = lane % 4 * 2 + column;
@@ -1153,8 +1174,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             for (uint32_t output_2 = thread; output_2 < rows * 32; output_2 += 256) {
               uint32_t place_2 = output_2 / 32;
               uint32_t pair = output_2 % 32;
-              float2* scratch_2 = (float2*)(arena + 196864);
-              float2* statistics = (float2*)(arena + 230432);
+              float2* scratch_2 = (float2*)(arena + ATTENTION);
+              float2* statistics = (float2*)(arena + STATISTICS);
               float low = 0.0f;
               float high = 0.0f;
               float highest_2 = -bits_float(0x7f800000);
@@ -1197,39 +1218,39 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             uint32_t warp_group = warp / column_groups;
             uint32_t column_group = warp % column_groups;
             uint32_t key_group = warp_group < key_groups ? warp_group : 134217728;
-            uint4* shared = (uint4*)(arena + 213248);
+            uint4* shared = (uint4*)(arena + QUERIES);
             uint32_t row = column_group * 2 * 8 + lane / 4 < 15 ? column_group * 2 * 8 + lane / 4 : 15;
             uint4* query = shared + row * 8;
             uint32_t limits[2];
             uint32_t fused = column_group * 2 * 8 + lane % 4 * 2;
             uint32_t present = fused < record[1].z - 1 ? fused : record[1].z - 1;
             uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_2 = ((uint32_t*)(arena + 231600))[(record[2].x + present / 2) * 8];
+            uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 2) * 8];
             uint32_t following_2 = position_2 + 1;
             uint32_t visible = following_2 > record[2].w ? following_2 - record[2].w : 0;
             limits[0] = fused < record[1].z ? (end < visible ? end : visible) : 0;
             uint32_t fused_2 = column_group * 2 * 8 + lane % 4 * 2 + 1;
             uint32_t present_2 = fused_2 < record[1].z - 1 ? fused_2 : record[1].z - 1;
             uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_3 = ((uint32_t*)(arena + 231600))[(record[2].x + present_2 / 2) * 8];
+            uint32_t position_3 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 2) * 8];
             uint32_t following_3 = position_3 + 1;
             uint32_t visible_2 = following_3 > record[2].w ? following_3 - record[2].w : 0;
             limits[1] = fused_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
-            uint4* shared_2 = (uint4*)(arena + 213248);
+            uint4* shared_2 = (uint4*)(arena + QUERIES);
             uint32_t row_2 = (column_group * 2 + 1) * 8 + lane / 4 < 15 ? (column_group * 2 + 1) * 8 + lane / 4 : 15;
             uint4* query_2 = shared_2 + row_2 * 8;
             uint32_t limits_2[2];
             uint32_t fused_3 = (column_group * 2 + 1) * 8 + lane % 4 * 2;
             uint32_t present_3 = fused_3 < record[1].z - 1 ? fused_3 : record[1].z - 1;
             uint32_t end_3 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_4 = ((uint32_t*)(arena + 231600))[(record[2].x + present_3 / 2) * 8];
+            uint32_t position_4 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_3 / 2) * 8];
             uint32_t following_4 = position_4 + 1;
             uint32_t visible_3 = following_4 > record[2].w ? following_4 - record[2].w : 0;
             limits_2[0] = fused_3 < record[1].z ? (end_3 < visible_3 ? end_3 : visible_3) : 0;
             uint32_t fused_4 = (column_group * 2 + 1) * 8 + lane % 4 * 2 + 1;
             uint32_t present_4 = fused_4 < record[1].z - 1 ? fused_4 : record[1].z - 1;
             uint32_t end_4 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_5 = ((uint32_t*)(arena + 231600))[(record[2].x + present_4 / 2) * 8];
+            uint32_t position_5 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_4 / 2) * 8];
             uint32_t following_5 = position_5 + 1;
             uint32_t visible_4 = following_5 > record[2].w ? following_5 - record[2].w : 0;
             limits_2[1] = fused_4 < record[1].z ? (end_4 < visible_4 ? end_4 : visible_4) : 0;
@@ -1264,12 +1285,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               if (is_cached) {
                 mbarrier_wait(full + stage_2, (use_parity + place / 12) % 2);
               }
-              uint8_t* chunk = arena + stage_2 * 16384;
+              uint8_t* chunk = ring + stage_2 * 16384;
               uint8_t* keys = chunk;
               uint8_t* values = chunk + 8192;
               if (tile >= tiles_2) {
-                uint8_t* newest_keys = arena + 215296;
-                uint8_t* newest_values = arena + 215296 + 2048;
+                uint8_t* newest_keys = arena + NEWEST;
+                uint8_t* newest_values = arena + NEWEST + 2048;
                 first_tile = tiles_2;
                 last_tile = all_tiles;
                 first_key = newest_begin;
@@ -1473,7 +1494,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             uint32_t place = use_stage + (cached + 63) / 64;
             use_parity = (use_parity + place / 12) % 2;
             use_stage = place % 12;
-            float* words = (float*)(arena + 230432);
+            float* words = (float*)(arena + STATISTICS);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               float total = weight_sum[column];
@@ -1490,7 +1511,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 words[place_2 + 1] = total;
               }
             }
-            uint4* scratch = (uint4*)(arena + 196864);
+            uint4* scratch = (uint4*)(arena + ATTENTION);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               uint32_t number_2 = lane % 4 * 2 + column;
@@ -1508,8 +1529,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint32_t row_3 = place_2 / 8 * 2 * 8 + place_2 % 8;
               if (row_3 < record[1].z) {
                 uint32_t stride = column_groups * 8;
-                float2* scratch_2 = (float2*)(arena + 196864);
-                float2* statistics = (float2*)(arena + 230432);
+                float2* scratch_2 = (float2*)(arena + ATTENTION);
+                float2* statistics = (float2*)(arena + STATISTICS);
                 float low = 0.0f;
                 float high = 0.0f;
                 float highest_3 = -bits_float(0x7f800000);
@@ -1547,7 +1568,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
             }
             named_barrier(1, 256);
-            float* words_2 = (float*)(arena + 230432);
+            float* words_2 = (float*)(arena + STATISTICS);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               float total = weight_sum_2[column];
@@ -1564,7 +1585,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 words_2[place_2 + 1] = total;
               }
             }
-            uint4* scratch_2 = (uint4*)(arena + 196864);
+            uint4* scratch_2 = (uint4*)(arena + ATTENTION);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               uint32_t number_2 = lane % 4 * 2 + column;
@@ -1582,8 +1603,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint32_t row_3 = (place_2 / 8 * 2 + 1) * 8 + place_2 % 8;
               if (row_3 < record[1].z) {
                 uint32_t stride = column_groups * 8;
-                float2* scratch_3 = (float2*)(arena + 196864);
-                float2* statistics = (float2*)(arena + 230432);
+                float2* scratch_3 = (float2*)(arena + ATTENTION);
+                float2* statistics = (float2*)(arena + STATISTICS);
                 float low = 0.0f;
                 float high = 0.0f;
                 float highest_3 = -bits_float(0x7f800000);
@@ -1632,15 +1653,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         }
         named_barrier(1, 256);
         // merge of partial states
-        uint4 numbers_2 = ((uint4*)(arena + 230944))[0];
-        uint4* record = (uint4*)(arena + 230944) + (21 + warp / 4 * 8);
+        uint4 numbers_2 = ((uint4*)(arena + RECORDS))[0];
+        uint4* record = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
         uint32_t first_job = warp / 4 * 132 + block;
         #pragma unroll 1
         for (uint32_t job = first_job; job < numbers_2.z; job += 264) {
           if (job != first_job) {
             named_barrier(warp / 4 + 2, 128);
             if (warp % 4 == 0) {
-              uint4* place = (uint4*)(arena + 230944) + (21 + warp / 4 * 8);
+              uint4* place = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
               uint32_t number = load_constant_u32(kv_plans + (plan_index * 4928 + (job / numbers_2.w * 2 + 2688)));
               uint32_t head = load_constant_u32(kv_plans + (plan_index * 4928 + (job / numbers_2.w * 2 + 1 + 2688)));
               uint32_t begin = load_constant_u32(kv_plans + (plan_index * 4928 + (job / numbers_2.w + 2624)));
@@ -1675,7 +1696,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                   uint32_t number = first + (lane < count - 1 ? lane : count - 1);
                   uint32_t source;
                   if (number < 20) {
-                    source = ((const uint32_t*)((uint4*)(arena + 230944) + (21 + warp / 4 * 8) + 3))[number];
+                    source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[number];
                   } else {
                     uint32_t value = load_constant_u32(kv_plans + (plan_index * 4928 + (record[0].z + number + 2752)));
                     source = value;
@@ -1722,7 +1743,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint32_t number = warp % 4 + first * 4 + (lane < count - 1 ? lane : count - 1) * 4;
                 uint32_t source;
                 if (number < 20) {
-                  source = ((const uint32_t*)((uint4*)(arena + 230944) + (21 + warp / 4 * 8) + 3))[number];
+                  source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[number];
                 } else {
                   uint32_t value = load_constant_u32(kv_plans + (plan_index * 4928 + (record[0].z + number + 2752)));
                   source = value;
@@ -1760,7 +1781,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                   }
                 }
               }
-              uint4* place = (uint4*)(arena + 196864) + warp * 33;
+              uint4* place = (uint4*)(arena + ATTENTION) + warp * 33;
               place[lane] = make_u32x4(float_bits(sums[0]), float_bits(sums[1]), float_bits(sums[2]), float_bits(sums[3]));
               if (lane == 0) {
                 place[32] = make_u32x4(float_bits(highest), float_bits(weight_sum), 0, 0);
@@ -1769,7 +1790,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               if (warp % 4 == 0) {
                 #pragma unroll
                 for (uint32_t number = 1; number < 4; ++number) {
-                  uint4* place_2 = (uint4*)(arena + 196864) + (warp + number) * 33;
+                  uint4* place_2 = (uint4*)(arena + ATTENTION) + (warp + number) * 33;
                   uint4 part = place_2[lane];
                   uint4 shared = place_2[32];
                   float new_highest = maximum_f32(highest, bits_float(shared.x));
@@ -1806,7 +1827,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         if (first_job + 264 < numbers_2.z) {
           named_barrier(warp / 4 + 2, 128);
           if (warp % 4 == 0) {
-            uint4* place = (uint4*)(arena + 230944) + (21 + warp / 4 * 8);
+            uint4* place = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
             uint32_t number = load_constant_u32(kv_plans + (plan_index * 4928 + (first_job / numbers_2.w * 2 + 2688)));
             uint32_t head = load_constant_u32(kv_plans + (plan_index * 4928 + (first_job / numbers_2.w * 2 + 1 + 2688)));
             uint32_t begin = load_constant_u32(kv_plans + (plan_index * 4928 + (first_job / numbers_2.w + 2624)));
@@ -1844,7 +1865,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         }
         uint32_t position_2 = block % 132;
         if (position_2 < 8) {
-          uint4* vector = (uint4*)(arena + 196864);
+          uint4* vector = (uint4*)(arena + VECTOR);
           uint32_t first_unit = thread;
           if (thread / 4 % 8 < column_count) {
             uint4 units[8];
@@ -1865,8 +1886,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             #pragma unroll 2
             for (uint32_t chunk = 0; chunk < 1; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_2 = (uint4*)(arena + 196864);
+              uint8_t* chunk_2 = ring + use_stage * 16384;
+              uint4* vector_2 = (uint4*)(arena + VECTOR);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -1891,7 +1912,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 use_parity = use_parity ^ 1;
               }
             }
-            float* reductions = (float*)(arena + 219392) + turn * 1024;
+            float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
             uint32_t row = warp * 16 + lane / 4;
             uint32_t first = lane % 4 * 2;
             uint32_t place = row * 8 + first;
@@ -1914,7 +1935,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
                 float value = shuffle_xor_f32(half_sum, 16);
                 float row_sum = half_sum + value;
-                float* residual_2 = (float*)(arena + 227584);
+                float* residual_2 = (float*)(arena + RESIDUAL);
                 float value_2 = row_sum;
                 if (lane < 16) {
                   uint32_t place_3 = (strip / 132 * 16 + row_2) * 8 + column;
@@ -1956,7 +1977,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         }
         uint32_t position_3 = (block + 124) % 132;
         if (position_3 < 40) {
-          uint4* vector = (uint4*)(arena + 196864);
+          uint4* vector = (uint4*)(arena + VECTOR);
           float squares = 0.0f;
           if (thread < 128) {
             uint32_t first_unit = thread;
@@ -1995,8 +2016,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
             }
           }
-          float* partial_sums = (float*)(arena + 228096);
-          float* scales = (float*)(arena + 228352);
+          float* partial_sums = (float*)(arena + PARTIAL_SUMS);
+          float* scales = (float*)(arena + SCALES);
           float sum_of_token = squares;
           float value = shuffle_xor_f32(sum_of_token, 2);
           sum_of_token = sum_of_token + value;
@@ -2021,8 +2042,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             #pragma unroll 2
             for (uint32_t chunk = 0; chunk < 1; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_2 = (uint4*)(arena + 196864);
+              uint8_t* chunk_2 = ring + use_stage * 16384;
+              uint4* vector_2 = (uint4*)(arena + VECTOR);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2047,7 +2068,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 use_parity = use_parity ^ 1;
               }
             }
-            float* reductions = (float*)(arena + 219392) + turn * 1024;
+            float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
             uint32_t row = warp * 16 + lane / 4;
             uint32_t first = lane % 4 * 2;
             uint32_t place = row * 8 + first;
@@ -2070,7 +2091,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
                 float value_3 = shuffle_xor_f32(half_sum, 16);
                 float row_sum = half_sum + value_3;
-                float value_4 = row_sum * ((float*)(arena + 228352))[column];
+                float value_4 = row_sum * ((float*)(arena + SCALES))[column];
                 float other = shuffle_xor_f32(value_4, 8);
                 float gated = divide_f32(value_4, 1.0f + exp_f32(-value_4)) * other;
                 float neighbour = shuffle_xor_f32(gated, 1);
@@ -2102,7 +2123,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         uint32_t position_4 = block % 132;
         if (position_4 < 8) {
           float sums[1][4] = {};
-          uint4* vector = (uint4*)(arena + 196864);
+          uint4* vector = (uint4*)(arena + VECTOR);
           uint32_t first_unit = thread;
           if (thread / 4 % 8 < column_count) {
             uint4 units[8];
@@ -2135,8 +2156,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           #pragma unroll 2
           for (uint32_t chunk = 0; chunk < 1; ++chunk) {
             mbarrier_wait(full + use_stage, use_parity);
-            uint8_t* chunk_2 = arena + use_stage * 16384;
-            uint4* vector_2 = (uint4*)(arena + 196864);
+            uint8_t* chunk_2 = ring + use_stage * 16384;
+            uint4* vector_2 = (uint4*)(arena + VECTOR);
             const uint4* fragments = (const uint4*)(chunk_2);
             #pragma unroll
             for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2162,13 +2183,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             }
           }
           named_barrier(1, 256);
-          uint4* vector_2 = (uint4*)(arena + 196864);
+          uint4* vector_2 = (uint4*)(arena + VECTOR);
           named_barrier(1, 256);
           #pragma unroll 2
           for (uint32_t chunk = 1; chunk < 1; ++chunk) {
             mbarrier_wait(full + use_stage, use_parity);
-            uint8_t* chunk_2 = arena + use_stage * 16384;
-            uint4* vector_3 = (uint4*)(arena + 196864);
+            uint8_t* chunk_2 = ring + use_stage * 16384;
+            uint4* vector_3 = (uint4*)(arena + VECTOR);
             const uint4* fragments = (const uint4*)(chunk_2);
             #pragma unroll
             for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2193,7 +2214,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               use_parity = use_parity ^ 1;
             }
           }
-          float* reductions = (float*)(arena + 219392) + turn * 1024;
+          float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
           uint32_t row = warp * 16 + lane / 4;
           uint32_t first = lane % 4 * 2;
           uint32_t place = row * 8 + first;
@@ -2216,7 +2237,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
               float value = shuffle_xor_f32(half_sum, 16);
               float row_sum = half_sum + value;
-              float* residual_2 = (float*)(arena + 227584);
+              float* residual_2 = (float*)(arena + RESIDUAL);
               float value_2 = row_sum;
               if (lane < 16) {
                 uint32_t place_3 = (position_4 / 132 * 16 + row_2) * 8 + column;
@@ -2254,7 +2275,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       if (step >= head_from || logits != nullptr) {
         uint32_t position = (block + 124) % 132;
         if (position < 32) {
-          uint4* vector = (uint4*)(arena + 196864);
+          uint4* vector = (uint4*)(arena + VECTOR);
           float squares = 0.0f;
           if (thread < 128) {
             uint32_t first_unit = thread;
@@ -2293,8 +2314,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
             }
           }
-          float* partial_sums = (float*)(arena + 228096);
-          float* scales = (float*)(arena + 228352);
+          float* partial_sums = (float*)(arena + PARTIAL_SUMS);
+          float* scales = (float*)(arena + SCALES);
           float sum_of_token = squares;
           float value = shuffle_xor_f32(sum_of_token, 2);
           sum_of_token = sum_of_token + value;
@@ -2319,8 +2340,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             #pragma unroll 2
             for (uint32_t chunk = 0; chunk < 1; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_2 = (uint4*)(arena + 196864);
+              uint8_t* chunk_2 = ring + use_stage * 16384;
+              uint4* vector_2 = (uint4*)(arena + VECTOR);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2345,7 +2366,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 use_parity = use_parity ^ 1;
               }
             }
-            float* reductions = (float*)(arena + 219392) + turn * 1024;
+            float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
             uint32_t row = warp * 16 + lane / 4;
             uint32_t first = lane % 4 * 2;
             uint32_t place = row * 8 + first;
@@ -2368,7 +2389,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
                 float value_3 = shuffle_xor_f32(half_sum, 16);
                 float row_sum = half_sum + value_3;
-                float logit = row_sum * ((float*)(arena + 228352))[column];
+                float logit = row_sum * ((float*)(arena + SCALES))[column];
                 uint32_t token = strip * 16 + row_2;
                 if (logits != nullptr && lane < 16 && token < 512) {
                   uint64_t row_3 = (uint64_t)(step * 8 + column);
@@ -2376,10 +2397,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
                 uint32_t token_2 = strip * 16 + row_2;
                 float candidate = logit;
-                float temperature = bits_float(((uint32_t*)(arena + 231600))[column * 8 + 3]);
+                float temperature = bits_float(((uint32_t*)(arena + COLUMNS))[column * 8 + 3]);
                 if (temperature > 0.0f) {
-                  uint64_t seed = ((uint64_t)(((uint32_t*)(arena + 231600))[column * 8 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + 231600))[column * 8 + 4]);
-                  uint32_t position_2 = ((uint32_t*)(arena + 231600))[column * 8] + 1;
+                  uint64_t seed = ((uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 8 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 8 + 4]);
+                  uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[column * 8] + 1;
                   uint32_t c0 = token_2;
                   uint32_t c1 = position_2;
                   uint32_t c2 = 0;
@@ -2423,7 +2444,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         store_relaxed_u32(progress + block, step * 17 + 16);
       }
       uint32_t first_word = step % 2 * 132 * 16;
-      uint32_t* words = (uint32_t*)(arena + 231536);
+      uint32_t* words = (uint32_t*)(arena + WARP_CANDIDATES);
       #pragma unroll 1
       for (uint32_t level = 0; level < 5; ++level) {
         uint32_t mask = 16u >> level;
@@ -2440,7 +2461,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         words[place + 1] = best_token;
       }
       named_barrier(1, 256);
-      uint2* candidates = (uint2*)(arena + 231536);
+      uint2* candidates = (uint2*)(arena + WARP_CANDIDATES);
       float best_2 = -bits_float(0x7f800000);
       uint32_t best_token_2 = 4294967295u;
       #pragma unroll 1
@@ -2476,15 +2497,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         wait_at_least_u64(counter, arrivals_due);
       }
       named_barrier(1, 256);
-      uint4* units = (uint4*)(arena + 196864);
+      uint4* units = (uint4*)(arena + CANDIDATES);
       #pragma unroll 1
       for (uint32_t other = thread; other < 528; other += 256) {
         uint4 words_2 = ((const uint4*)(exchange_words + ((first_word / 4 + other) * 4 + 297024)))[0];
         units[other] = words_2;
       }
       named_barrier(1, 256);
-      uint32_t* chosen = (uint32_t*)(arena + 231856);
-      uint2* candidates_2 = (uint2*)(arena + 196864);
+      uint32_t* chosen = (uint32_t*)(arena + CHOSEN);
+      uint2* candidates_2 = (uint2*)(arena + CANDIDATES);
       float best_4 = -bits_float(0x7f800000);
       uint32_t best_token_4 = 4294967295u;
       #pragma unroll 1
@@ -2516,15 +2537,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         uint32_t going_on = 0;
         #pragma unroll 1
         for (uint32_t column = lane; column < column_count; column += 32) {
-          uint32_t sequence = ((uint32_t*)(arena + 231600))[column * 8 + 6];
-          uint32_t number = ((uint32_t*)(arena + 231600))[column * 8 + 1];
-          uint32_t total = ((uint32_t*)(arena + 231600))[column * 8 + 2];
+          uint32_t sequence = ((uint32_t*)(arena + COLUMNS))[column * 8 + 6];
+          uint32_t number = ((uint32_t*)(arena + COLUMNS))[column * 8 + 1];
+          uint32_t total = ((uint32_t*)(arena + COLUMNS))[column * 8 + 2];
           uint32_t value = load_constant_u32(sequences + (sequence * 16 + 2));
           uint32_t given = value;
           uint32_t value_2 = load_constant_u32(sequences + (sequence * 16 + 1));
           uint32_t per_step = value_2;
-          uint32_t sampled = ((uint32_t*)(arena + 231856))[column];
-          uint32_t stopped = ((uint32_t*)(arena + 231600))[column * 8 + 7];
+          uint32_t sampled = ((uint32_t*)(arena + CHOSEN))[column];
+          uint32_t stopped = ((uint32_t*)(arena + COLUMNS))[column * 8 + 7];
           if (number + 1 >= given && number < total) {
             if (block == 0) {
               tokens[sequence * 513 + number + 1] = (int32_t)(sampled);
@@ -2543,7 +2564,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           if (following_2 >= total) {
             stopped = 1;
           }
-          ((uint32_t*)(arena + 231600))[column * 8 + 7] = stopped;
+          ((uint32_t*)(arena + COLUMNS))[column * 8 + 7] = stopped;
           if (stopped == 0) {
             going_on = 1;
           }
@@ -2584,7 +2605,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             #pragma unroll 1
             for (uint32_t i_2 = 0; i_2 < 1; ++i_2) {
               mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk = arena + use_stage * 16384;
+              uint8_t* chunk = ring + use_stage * 16384;
               warp_barrier();
               if (lane == 0) {
                 mbarrier_arrive(empty + use_stage);

@@ -311,6 +311,26 @@ __device__ __forceinline__ uint4 make_u32x4(uint32_t x, uint32_t y, uint32_t z, 
 }
 #endif
 
+constexpr uint32_t RING = 0;
+constexpr uint32_t RING_BARRIERS = 180224;
+constexpr uint32_t VECTOR = 180480;
+constexpr uint32_t CANDIDATES = 180480;
+constexpr uint32_t ATTENTION = 180480;
+constexpr uint32_t QUERIES = 196864;
+constexpr uint32_t NEWEST = 200960;
+constexpr uint32_t REDUCTIONS = 213248;
+constexpr uint32_t RESIDUAL = 217344;
+constexpr uint32_t PARTIAL_SUMS = 217856;
+constexpr uint32_t SCALES = 218112;
+constexpr uint32_t ROPE = 218128;
+constexpr uint32_t STATISTICS = 220176;
+constexpr uint32_t RECORDS = 220688;
+constexpr uint32_t WARP_CANDIDATES = 221280;
+constexpr uint32_t COLUMNS = 221344;
+constexpr uint32_t CHOSEN = 221472;
+constexpr uint32_t STEP_DONE = 221488;
+constexpr uint32_t NEXT_TOKEN = 221504;
+
 extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* weights, const bf16* norms, const bf16* embedding, const float* rope, bf16* kv, const int32_t* page_table, const int32_t* kv_plans, const int32_t* tiles, const int32_t* sequences, const int32_t* columns, uint8_t* exchange, int32_t* tokens, const int32_t* stop_ids, float* logits, uint32_t* progress, int32_t* status, uint32_t steps, uint32_t head_from, uint32_t column_count, uint32_t plan_count, uint32_t epoch) {
   uint8_t* arena = shared_arena();
   uint32_t block = blockIdx.x;
@@ -318,10 +338,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
   uint64_t* exchange_words = (uint64_t*)(exchange);
-  uint64_t* full = (uint64_t*)(arena + 180224);
+  uint64_t* full = (uint64_t*)(arena + RING_BARRIERS);
   uint64_t* empty = full + 11;
-  uint64_t* step_done = (uint64_t*)(arena + 221488);
-  uint32_t* next_token = (uint32_t*)(arena + 221504);
+  uint8_t* ring = arena + RING;
+  uint64_t* step_done = (uint64_t*)(arena + STEP_DONE);
+  uint32_t* next_token = (uint32_t*)(arena + NEXT_TOKEN);
   if (thread == 0) {
     for (uint32_t stage = 0; stage < 11; ++stage) {
       mbarrier_init(full + stage, 1);
@@ -343,7 +364,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       token = (uint32_t)(tokens[place]) < 128255 ? (uint32_t)(tokens[place]) : 128255;
     }
     next_token[thread] = token;
-    ((uint32_t*)(arena + 221344))[thread * 8 + 7] = 0;
+    ((uint32_t*)(arena + COLUMNS))[thread * 8 + 7] = 0;
   }
   block_barrier();
   if (warp >= 8) {
@@ -386,7 +407,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 landed_parity = landed_parity ^ 1;
               }
               uint64_t* barrier = full + fill_stage;
-              uint8_t* destination = arena + fill_stage * 16384;
+              uint8_t* destination = ring + fill_stage * 16384;
               mbarrier_arrive_expect_tx(barrier, 16384);
               bulk_copy(destination, source, 16384, barrier);
               fill_stage = fill_stage + 1;
@@ -437,7 +458,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 landed_parity = landed_parity ^ 1;
               }
               uint64_t* barrier = full + fill_stage;
-              uint8_t* destination = arena + fill_stage * 16384;
+              uint8_t* destination = ring + fill_stage * 16384;
               mbarrier_arrive_expect_tx(barrier, count * 512);
               #pragma unroll
               for (uint32_t number_2 = 0; number_2 < 2; ++number_2) {
@@ -477,7 +498,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 landed_parity = landed_parity ^ 1;
               }
               uint64_t* barrier = full + fill_stage;
-              uint8_t* destination = arena + fill_stage * 16384;
+              uint8_t* destination = ring + fill_stage * 16384;
               mbarrier_arrive_expect_tx(barrier, 16384);
               bulk_copy(destination, source, 16384, barrier);
               fill_stage = fill_stage + 1;
@@ -507,7 +528,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 landed_parity = landed_parity ^ 1;
               }
               uint64_t* barrier = full + fill_stage;
-              uint8_t* destination = arena + fill_stage * 16384;
+              uint8_t* destination = ring + fill_stage * 16384;
               mbarrier_arrive_expect_tx(barrier, 16384);
               bulk_copy(destination, source, 16384, barrier);
               fill_stage = fill_stage + 1;
@@ -541,7 +562,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                   landed_parity = landed_parity ^ 1;
                 }
                 uint64_t* barrier = full + fill_stage;
-                uint8_t* destination = arena + fill_stage * 16384;
+                uint8_t* destination = ring + fill_stage * 16384;
                 mbarrier_arrive_expect_tx(barrier, 16384);
                 bulk_copy(destination, source, 16384, barrier);
                 fill_stage = fill_stage + 1;
@@ -573,7 +594,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 landed_parity = landed_parity ^ 1;
               }
               uint64_t* barrier = full + fill_stage;
-              uint8_t* destination = arena + fill_stage * 16384;
+              uint8_t* destination = ring + fill_stage * 16384;
               mbarrier_arrive_expect_tx(barrier, 16384);
               bulk_copy(destination, source, 16384, barrier);
               fill_stage = fill_stage + 1;
@@ -607,7 +628,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       }
       bool has_new_plan = is_new;
       uint32_t step_epoch = epoch + step * 33;
-      uint32_t* state = (uint32_t*)(arena + 221344);
+      uint32_t* state = (uint32_t*)(arena + COLUMNS);
       if (thread < column_count) {
         uint32_t value = load_constant_u32(columns + thread * 4);
         uint32_t sequence = value;
@@ -630,7 +651,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         words[6] = sequence;
       }
       if (has_new_plan) {
-        uint4* kept = (uint4*)(arena + 220688);
+        uint4* kept = (uint4*)(arena + RECORDS);
         uint4 header = load_constant_u32x4(kv_plans + plan_index * 4352);
         if (thread < 4) {
           uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 4352 + (block + 64)));
@@ -652,7 +673,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           }
         }
         if (warp % 4 == 0 && warp / 4 * 132 + block < header.z * header.w) {
-          uint4* place = (uint4*)(arena + 220688) + (21 + warp / 4 * 8);
+          uint4* place = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
           uint32_t number = load_constant_u32(kv_plans + (plan_index * 4352 + ((warp / 4 * 132 + block) / header.w * 2 + 3008)));
           uint32_t head = load_constant_u32(kv_plans + (plan_index * 4352 + ((warp / 4 * 132 + block) / header.w * 2 + 1 + 3008)));
           uint32_t begin = load_constant_u32(kv_plans + (plan_index * 4352 + ((warp / 4 * 132 + block) / header.w + 2880)));
@@ -673,13 +694,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         }
       }
       named_barrier(1, 256);
-      float* angles = (float*)(arena + 218128);
+      float* angles = (float*)(arena + ROPE);
       #pragma unroll 1
       for (uint32_t number = thread; number < column_count * 128; number += 256) {
-        uint32_t position = ((uint32_t*)(arena + 221344))[number / 128 * 8];
+        uint32_t position = ((uint32_t*)(arena + COLUMNS))[number / 128 * 8];
         angles[number] = rope[(uint64_t)(position) * 128 + (uint64_t)(number % 128)];
       }
-      float* residual = (float*)(arena + 217344);
+      float* residual = (float*)(arena + RESIDUAL);
       #pragma unroll 1
       for (uint32_t place = thread; place < 128; place += 256) {
         uint32_t own_row = place / 4;
@@ -708,7 +729,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         uint32_t position = (block + 8) % 132;
         if (position < 384) {
           if (layer == 0) {
-            uint4* vector = (uint4*)(arena + 180480);
+            uint4* vector = (uint4*)(arena + VECTOR);
             float squares = 0.0f;
             uint32_t first_unit = thread;
             uint4 weights_2[8];
@@ -782,8 +803,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 vector[first_unit_2 + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_4), high * bf16x2_high(weights_4)), pack_bf16x2(low_2 * bf16x2_low(weights_5), high_2 * bf16x2_high(weights_5)), pack_bf16x2(low_3 * bf16x2_low(weights_6), high_3 * bf16x2_high(weights_6)), pack_bf16x2(low_4 * bf16x2_low(weights_7), high_4 * bf16x2_high(weights_7)));
               }
             }
-            float* partial_sums = (float*)(arena + 217856);
-            float* scales = (float*)(arena + 218112);
+            float* partial_sums = (float*)(arena + PARTIAL_SUMS);
+            float* scales = (float*)(arena + SCALES);
             float sum_of_token = squares;
             float value = shuffle_xor_f32(sum_of_token, 16);
             sum_of_token = sum_of_token + value;
@@ -805,7 +826,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               scales[thread] = rsqrt_f32(total * 0.000244140625f + 1e-05f);
             }
           } else {
-            uint4* vector = (uint4*)(arena + 180480);
+            uint4* vector = (uint4*)(arena + VECTOR);
             float squares = 0.0f;
             uint32_t first_unit = thread;
             uint4 weights_2[8];
@@ -873,8 +894,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 vector[first_unit_2 + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_4), high * bf16x2_high(weights_4)), pack_bf16x2(low_2 * bf16x2_low(weights_5), high_2 * bf16x2_high(weights_5)), pack_bf16x2(low_3 * bf16x2_low(weights_6), high_3 * bf16x2_high(weights_6)), pack_bf16x2(low_4 * bf16x2_low(weights_7), high_4 * bf16x2_high(weights_7)));
               }
             }
-            float* partial_sums = (float*)(arena + 217856);
-            float* scales = (float*)(arena + 218112);
+            float* partial_sums = (float*)(arena + PARTIAL_SUMS);
+            float* scales = (float*)(arena + SCALES);
             float sum_of_token = squares;
             float value = shuffle_xor_f32(sum_of_token, 16);
             sum_of_token = sum_of_token + value;
@@ -902,8 +923,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             #pragma unroll 2
             for (uint32_t chunk = 0; chunk < 8; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector = (uint4*)(arena + 180480);
+              uint8_t* chunk_2 = ring + use_stage * 16384;
+              uint4* vector = (uint4*)(arena + VECTOR);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -926,7 +947,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 use_parity = use_parity ^ 1;
               }
             }
-            float* reductions = (float*)(arena + 213248) + turn * 512;
+            float* reductions = (float*)(arena + REDUCTIONS) + turn * 512;
             uint32_t row = warp * 16 + lane / 4;
             uint32_t first = lane % 4 * 2;
             if (first < 4) {
@@ -953,10 +974,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 float row_sum = half_sum + value;
                 uint32_t head = strip / 8;
                 uint32_t strip_of_head = strip % 8;
-                float value_2 = row_sum * ((float*)(arena + 218112))[column];
+                float value_2 = row_sum * ((float*)(arena + SCALES))[column];
                 uint32_t dim = strip_of_head * 16 + row_2;
                 if (head < 40) {
-                  float2* angles_2 = (float2*)(arena + 218128) + column * 64;
+                  float2* angles_2 = (float2*)(arena + ROPE) + column * 64;
                   uint32_t frequency = strip_of_head * 8 + row_2 % 8;
                   float2 angle = angles_2[frequency];
                   float partner = shuffle_xor_f32(value_2, 8);
@@ -971,11 +992,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 if (lane < 16 && lane % 2 == 0) {
                   uint32_t place = (column * 6144 + head * 128 + dim) / 2;
                   if (head >= 32) {
-                    if (((uint32_t*)(arena + 221344))[column * 8 + 1] < ((uint32_t*)(arena + 221344))[column * 8 + 2]) {
-                      uint32_t table = ((uint32_t*)(arena + 221344))[column * 8 + 6] * 512;
-                      uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + 221344))[column * 8] / 16));
+                    if (((uint32_t*)(arena + COLUMNS))[column * 8 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 8 + 2]) {
+                      uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 512;
+                      uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 8] / 16));
                       uint64_t offset = (uint64_t)(layer) * 67108864 + (uint64_t)(page) * 32768;
-                      bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 2048 + ((uint32_t*)(arena + 221344))[column * 8] % 16 * 128));
+                      bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 2048 + ((uint32_t*)(arena + COLUMNS))[column * 8] % 16 * 128));
                       bf16* place_2 = head - 32 < 8 ? key : key + 16384;
                       ((uint32_t*)(place_2 + dim))[0] = pair;
                       fence_proxy_async();
@@ -996,11 +1017,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         if (thread == 0) {
           store_relaxed_u32(progress + block, step * 162 + (layer * 5 + 1));
         }
-        uint4 numbers = ((uint4*)(arena + 220688))[0];
+        uint4 numbers = ((uint4*)(arena + RECORDS))[0];
         #pragma unroll 1
         for (uint32_t number = numbers.x; number < numbers.y; ++number) {
           uint32_t index = number - numbers.x;
-          uint4* record = (uint4*)(arena + 220688) + (1 + (index < 4 ? index : 4) * 4);
+          uint4* record = (uint4*)(arena + RECORDS) + (1 + (index < 4 ? index : 4) * 4);
           if (index >= 4) {
             named_barrier(1, 256);
             if (thread == 0) {
@@ -1022,7 +1043,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           uint32_t newest_begin = what.w < record[3].x + record[3].y * step ? record[3].x + record[3].y * step : what.w;
           uint32_t newest_end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
           uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
-          uint4* queries = (uint4*)(arena + 196864);
+          uint4* queries = (uint4*)(arena + QUERIES);
           uint32_t query_units = record[1].z * 16;
           uint32_t newest_units = newest * 16;
           #pragma unroll 1
@@ -1037,8 +1058,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint32_t unit = is_value ? number_2 - query_units - newest_units : number_2 - query_units;
               uint32_t column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + unit / 16;
               uint4 words = wait_flagged4(exchange_words + ((column * 768 + ((is_value ? 40u : 32u) + what.z) * 16 + unit % 16) * 4 + 8224), layer_epoch);
-              uint4* keys = (uint4*)(arena + 200960);
-              uint4* values = (uint4*)(arena + 200960) + 256;
+              uint4* keys = (uint4*)(arena + NEWEST);
+              uint4* values = (uint4*)(arena + NEWEST) + 256;
               if (is_value) {
                 values[unit] = words;
               } else {
@@ -1048,21 +1069,21 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           }
           named_barrier(1, 256);
           if (record[1].z <= 8) {
-            uint4* shared = (uint4*)(arena + 196864);
+            uint4* shared = (uint4*)(arena + QUERIES);
             uint32_t row = lane / 4 < 15 ? lane / 4 : 15;
             uint4* query = shared + row * 16;
             uint32_t limits[2];
             uint32_t fused = lane % 4 * 2;
             uint32_t present = fused < record[1].z - 1 ? fused : record[1].z - 1;
             uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_2 = ((uint32_t*)(arena + 221344))[(record[2].x + present / 4) * 8];
+            uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 4) * 8];
             uint32_t following_2 = position_2 + 1;
             uint32_t visible = following_2 > record[2].w ? following_2 - record[2].w : 0;
             limits[0] = fused < record[1].z ? (end < visible ? end : visible) : 0;
             uint32_t fused_2 = lane % 4 * 2 + 1;
             uint32_t present_2 = fused_2 < record[1].z - 1 ? fused_2 : record[1].z - 1;
             uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_3 = ((uint32_t*)(arena + 221344))[(record[2].x + present_2 / 4) * 8];
+            uint32_t position_3 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 4) * 8];
             uint32_t following_3 = position_3 + 1;
             uint32_t visible_2 = following_3 > record[2].w ? following_3 - record[2].w : 0;
             limits[1] = fused_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
@@ -1090,12 +1111,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               if (is_cached) {
                 mbarrier_wait(full + stage_2, (use_parity + place / 11) % 2);
               }
-              uint8_t* chunk = arena + stage_2 * 16384;
+              uint8_t* chunk = ring + stage_2 * 16384;
               uint8_t* keys = chunk;
               uint8_t* values = chunk + 8192;
               if (tile >= tiles_2) {
-                uint8_t* newest_keys = arena + 200960;
-                uint8_t* newest_values = arena + 200960 + 4096;
+                uint8_t* newest_keys = arena + NEWEST;
+                uint8_t* newest_values = arena + NEWEST + 4096;
                 first_tile = tiles_2;
                 last_tile = all_tiles;
                 first_key = newest_begin;
@@ -1312,7 +1333,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             uint32_t place = use_stage + (cached + 31) / 32;
             use_parity = (use_parity + place / 11) % 2;
             use_stage = place % 11;
-            float* words = (float*)(arena + 220176);
+            float* words = (float*)(arena + STATISTICS);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               float total = weight_sum[column];
@@ -1329,7 +1350,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 words[place_2 + 1] = total;
               }
             }
-            uint4* scratch = (uint4*)(arena + 180480);
+            uint4* scratch = (uint4*)(arena + ATTENTION);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               uint32_t number_2 = lane % 4 * 2 + column;
@@ -1344,8 +1365,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             for (uint32_t output_2 = thread; output_2 < rows * 32; output_2 += 256) {
               uint32_t place_2 = output_2 / 32;
               uint32_t pair = output_2 % 32;
-              float2* scratch_2 = (float2*)(arena + 180480);
-              float2* statistics = (float2*)(arena + 220176);
+              float2* scratch_2 = (float2*)(arena + ATTENTION);
+              float2* statistics = (float2*)(arena + STATISTICS);
               float low = 0.0f;
               float high = 0.0f;
               float highest_2 = -bits_float(0x7f800000);
@@ -1382,7 +1403,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
             }
             named_barrier(1, 256);
-            uint4* scratch_2 = (uint4*)(arena + 180480);
+            uint4* scratch_2 = (uint4*)(arena + ATTENTION);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               uint32_t number_2 = lane % 4 * 2 + column;
@@ -1397,8 +1418,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             for (uint32_t output_2 = thread; output_2 < rows_2 * 32; output_2 += 256) {
               uint32_t place_2 = output_2 / 32;
               uint32_t pair = output_2 % 32;
-              float2* scratch_3 = (float2*)(arena + 180480);
-              float2* statistics = (float2*)(arena + 220176);
+              float2* scratch_3 = (float2*)(arena + ATTENTION);
+              float2* statistics = (float2*)(arena + STATISTICS);
               float low = 0.0f;
               float high = 0.0f;
               float highest_2 = -bits_float(0x7f800000);
@@ -1441,39 +1462,39 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             uint32_t warp_group = warp / column_groups;
             uint32_t column_group = warp % column_groups;
             uint32_t key_group = warp_group < key_groups ? warp_group : 134217728;
-            uint4* shared = (uint4*)(arena + 196864);
+            uint4* shared = (uint4*)(arena + QUERIES);
             uint32_t row = column_group * 2 * 8 + lane / 4 < 15 ? column_group * 2 * 8 + lane / 4 : 15;
             uint4* query = shared + row * 16;
             uint32_t limits[2];
             uint32_t fused = column_group * 2 * 8 + lane % 4 * 2;
             uint32_t present = fused < record[1].z - 1 ? fused : record[1].z - 1;
             uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_2 = ((uint32_t*)(arena + 221344))[(record[2].x + present / 4) * 8];
+            uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 4) * 8];
             uint32_t following_2 = position_2 + 1;
             uint32_t visible = following_2 > record[2].w ? following_2 - record[2].w : 0;
             limits[0] = fused < record[1].z ? (end < visible ? end : visible) : 0;
             uint32_t fused_2 = column_group * 2 * 8 + lane % 4 * 2 + 1;
             uint32_t present_2 = fused_2 < record[1].z - 1 ? fused_2 : record[1].z - 1;
             uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_3 = ((uint32_t*)(arena + 221344))[(record[2].x + present_2 / 4) * 8];
+            uint32_t position_3 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 4) * 8];
             uint32_t following_3 = position_3 + 1;
             uint32_t visible_2 = following_3 > record[2].w ? following_3 - record[2].w : 0;
             limits[1] = fused_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
-            uint4* shared_2 = (uint4*)(arena + 196864);
+            uint4* shared_2 = (uint4*)(arena + QUERIES);
             uint32_t row_2 = (column_group * 2 + 1) * 8 + lane / 4 < 15 ? (column_group * 2 + 1) * 8 + lane / 4 : 15;
             uint4* query_2 = shared_2 + row_2 * 16;
             uint32_t limits_2[2];
             uint32_t fused_3 = (column_group * 2 + 1) * 8 + lane % 4 * 2;
             uint32_t present_3 = fused_3 < record[1].z - 1 ? fused_3 : record[1].z - 1;
             uint32_t end_3 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_4 = ((uint32_t*)(arena + 221344))[(record[2].x + present_3 / 4) * 8];
+            uint32_t position_4 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_3 / 4) * 8];
             uint32_t following_4 = position_4 + 1;
             uint32_t visible_3 = following_4 > record[2].w ? following_4 - record[2].w : 0;
             limits_2[0] = fused_3 < record[1].z ? (end_3 < visible_3 ? end_3 : visible_3) : 0;
             uint32_t fused_4 = (column_group * 2 + 1) * 8 + lane % 4 * 2 + 1;
             uint32_t present_4 = fused_4 < record[1].z - 1 ? fused_4 : record[1].z - 1;
             uint32_t end_4 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_5 = ((uint32_t*)(arena + 221344))[(record[2].x + present_4 / 4) * 8];
+            uint32_t position_5 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_4 / 4) * 8];
             uint32_t following_5 = position_5 + 1;
             uint32_t visible_4 = following_5 > record[2].w ? following_5 - record[2].w : 0;
             limits_2[1] = fused_4 < record[1].z ? (end_4 < visible_4 ? end_4 : visible_4) : 0;
@@ -1508,12 +1529,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               if (is_cached) {
                 mbarrier_wait(full + stage_2, (use_parity + place / 11) % 2);
               }
-              uint8_t* chunk = arena + stage_2 * 16384;
+              uint8_t* chunk = ring + stage_2 * 16384;
               uint8_t* keys = chunk;
               uint8_t* values = chunk + 8192;
               if (tile >= tiles_2) {
-                uint8_t* newest_keys = arena + 200960;
-                uint8_t* newest_values = arena + 200960 + 4096;
+                uint8_t* newest_keys = arena + NEWEST;
+                uint8_t* newest_values = arena + NEWEST + 4096;
                 first_tile = tiles_2;
                 last_tile = all_tiles;
                 first_key = newest_begin;
@@ -1793,7 +1814,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             uint32_t place = use_stage + (cached + 31) / 32;
             use_parity = (use_parity + place / 11) % 2;
             use_stage = place % 11;
-            float* words = (float*)(arena + 220176);
+            float* words = (float*)(arena + STATISTICS);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               float total = weight_sum[column];
@@ -1810,7 +1831,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 words[place_2 + 1] = total;
               }
             }
-            uint4* scratch = (uint4*)(arena + 180480);
+            uint4* scratch = (uint4*)(arena + ATTENTION);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               uint32_t number_2 = lane % 4 * 2 + column;
@@ -1828,8 +1849,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint32_t row_3 = place_2 / 8 * 2 * 8 + place_2 % 8;
               if (row_3 < record[1].z) {
                 uint32_t stride = column_groups * 8;
-                float2* scratch_2 = (float2*)(arena + 180480);
-                float2* statistics = (float2*)(arena + 220176);
+                float2* scratch_2 = (float2*)(arena + ATTENTION);
+                float2* statistics = (float2*)(arena + STATISTICS);
                 float low = 0.0f;
                 float high = 0.0f;
                 float highest_3 = -bits_float(0x7f800000);
@@ -1867,7 +1888,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
             }
             named_barrier(1, 256);
-            uint4* scratch_2 = (uint4*)(arena + 180480);
+            uint4* scratch_2 = (uint4*)(arena + ATTENTION);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               uint32_t number_2 = lane % 4 * 2 + column;
@@ -1885,8 +1906,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint32_t row_3 = place_2 / 8 * 2 * 8 + place_2 % 8;
               if (row_3 < record[1].z) {
                 uint32_t stride = column_groups * 8;
-                float2* scratch_3 = (float2*)(arena + 180480);
-                float2* statistics = (float2*)(arena + 220176);
+                float2* scratch_3 = (float2*)(arena + ATTENTION);
+                float2* statistics = (float2*)(arena + STATISTICS);
                 float low = 0.0f;
                 float high = 0.0f;
                 float highest_3 = -bits_float(0x7f800000);
@@ -1924,7 +1945,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
             }
             named_barrier(1, 256);
-            float* words_2 = (float*)(arena + 220176);
+            float* words_2 = (float*)(arena + STATISTICS);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               float total = weight_sum_2[column];
@@ -1941,7 +1962,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 words_2[place_2 + 1] = total;
               }
             }
-            uint4* scratch_3 = (uint4*)(arena + 180480);
+            uint4* scratch_3 = (uint4*)(arena + ATTENTION);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               uint32_t number_2 = lane % 4 * 2 + column;
@@ -1959,8 +1980,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint32_t row_3 = (place_2 / 8 * 2 + 1) * 8 + place_2 % 8;
               if (row_3 < record[1].z) {
                 uint32_t stride = column_groups * 8;
-                float2* scratch_4 = (float2*)(arena + 180480);
-                float2* statistics = (float2*)(arena + 220176);
+                float2* scratch_4 = (float2*)(arena + ATTENTION);
+                float2* statistics = (float2*)(arena + STATISTICS);
                 float low = 0.0f;
                 float high = 0.0f;
                 float highest_3 = -bits_float(0x7f800000);
@@ -1998,7 +2019,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
             }
             named_barrier(1, 256);
-            uint4* scratch_4 = (uint4*)(arena + 180480);
+            uint4* scratch_4 = (uint4*)(arena + ATTENTION);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               uint32_t number_2 = lane % 4 * 2 + column;
@@ -2016,8 +2037,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint32_t row_3 = (place_2 / 8 * 2 + 1) * 8 + place_2 % 8;
               if (row_3 < record[1].z) {
                 uint32_t stride = column_groups * 8;
-                float2* scratch_5 = (float2*)(arena + 180480);
-                float2* statistics = (float2*)(arena + 220176);
+                float2* scratch_5 = (float2*)(arena + ATTENTION);
+                float2* statistics = (float2*)(arena + STATISTICS);
                 float low = 0.0f;
                 float high = 0.0f;
                 float highest_3 = -bits_float(0x7f800000);
@@ -2058,15 +2079,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           }
         }
         // merge of partial states
-        uint4 numbers_2 = ((uint4*)(arena + 220688))[0];
-        uint4* record = (uint4*)(arena + 220688) + (21 + warp / 4 * 8);
+        uint4 numbers_2 = ((uint4*)(arena + RECORDS))[0];
+        uint4* record = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
         uint32_t first_job = warp / 4 * 132 + block;
         #pragma unroll 1
         for (uint32_t job = first_job; job < numbers_2.z; job += 264) {
           if (job != first_job) {
             named_barrier(warp / 4 + 2, 128);
             if (warp % 4 == 0) {
-              uint4* place = (uint4*)(arena + 220688) + (21 + warp / 4 * 8);
+              uint4* place = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
               uint32_t number = load_constant_u32(kv_plans + (plan_index * 4352 + (job / numbers_2.w * 2 + 3008)));
               uint32_t head = load_constant_u32(kv_plans + (plan_index * 4352 + (job / numbers_2.w * 2 + 1 + 3008)));
               uint32_t begin = load_constant_u32(kv_plans + (plan_index * 4352 + (job / numbers_2.w + 2880)));
@@ -2101,7 +2122,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                   uint32_t number = first + (lane < count - 1 ? lane : count - 1);
                   uint32_t source;
                   if (number < 20) {
-                    source = ((const uint32_t*)((uint4*)(arena + 220688) + (21 + warp / 4 * 8) + 3))[number];
+                    source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[number];
                   } else {
                     uint32_t value = load_constant_u32(kv_plans + (plan_index * 4352 + (record[0].z + number + 3136)));
                     source = value;
@@ -2142,7 +2163,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint32_t number = warp % 4 + first * 4 + (lane < count - 1 ? lane : count - 1) * 4;
                 uint32_t source;
                 if (number < 20) {
-                  source = ((const uint32_t*)((uint4*)(arena + 220688) + (21 + warp / 4 * 8) + 3))[number];
+                  source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[number];
                 } else {
                   uint32_t value = load_constant_u32(kv_plans + (plan_index * 4352 + (record[0].z + number + 3136)));
                   source = value;
@@ -2174,7 +2195,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                   }
                 }
               }
-              uint4* place = (uint4*)(arena + 180480) + warp * 33;
+              uint4* place = (uint4*)(arena + ATTENTION) + warp * 33;
               place[lane] = make_u32x4(float_bits(sums[0]), float_bits(sums[1]), float_bits(sums[2]), float_bits(sums[3]));
               if (lane == 0) {
                 place[32] = make_u32x4(float_bits(highest), float_bits(weight_sum), 0, 0);
@@ -2183,7 +2204,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               if (warp % 4 == 0) {
                 #pragma unroll
                 for (uint32_t number = 1; number < 4; ++number) {
-                  uint4* place_2 = (uint4*)(arena + 180480) + (warp + number) * 33;
+                  uint4* place_2 = (uint4*)(arena + ATTENTION) + (warp + number) * 33;
                   uint4 part = place_2[lane];
                   uint4 shared = place_2[32];
                   float new_highest = maximum_f32(highest, bits_float(shared.x));
@@ -2220,7 +2241,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         if (first_job + 264 < numbers_2.z) {
           named_barrier(warp / 4 + 2, 128);
           if (warp % 4 == 0) {
-            uint4* place = (uint4*)(arena + 220688) + (21 + warp / 4 * 8);
+            uint4* place = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
             uint32_t number = load_constant_u32(kv_plans + (plan_index * 4352 + (first_job / numbers_2.w * 2 + 3008)));
             uint32_t head = load_constant_u32(kv_plans + (plan_index * 4352 + (first_job / numbers_2.w * 2 + 1 + 3008)));
             uint32_t begin = load_constant_u32(kv_plans + (plan_index * 4352 + (first_job / numbers_2.w + 2880)));
@@ -2250,7 +2271,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         }
         uint32_t position_2 = block % 132;
         if (position_2 < 256) {
-          uint4* vector = (uint4*)(arena + 180480);
+          uint4* vector = (uint4*)(arena + VECTOR);
           uint32_t first_unit = thread;
           if (lane == 0) {
             uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 611872), layer_epoch);
@@ -2271,8 +2292,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             #pragma unroll 2
             for (uint32_t chunk = 0; chunk < 8; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_2 = (uint4*)(arena + 180480);
+              uint8_t* chunk_2 = ring + use_stage * 16384;
+              uint4* vector_2 = (uint4*)(arena + VECTOR);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2295,7 +2316,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 use_parity = use_parity ^ 1;
               }
             }
-            float* reductions = (float*)(arena + 213248) + turn * 512;
+            float* reductions = (float*)(arena + REDUCTIONS) + turn * 512;
             uint32_t row = warp * 16 + lane / 4;
             uint32_t first = lane % 4 * 2;
             if (first < 4) {
@@ -2320,7 +2341,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
                 float value = shuffle_xor_f32(half_sum, 16);
                 float row_sum = half_sum + value;
-                float* residual_2 = (float*)(arena + 217344);
+                float* residual_2 = (float*)(arena + RESIDUAL);
                 float value_2 = row_sum;
                 if (lane < 16) {
                   uint32_t place = (strip / 132 * 16 + row_2) * 4 + column;
@@ -2354,7 +2375,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         }
         uint32_t position_3 = (block + 8) % 132;
         if (position_3 < 1792) {
-          uint4* vector = (uint4*)(arena + 180480);
+          uint4* vector = (uint4*)(arena + VECTOR);
           float squares = 0.0f;
           uint32_t first_unit = thread;
           uint4 weights_2[8];
@@ -2422,8 +2443,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               vector[first_unit_2 + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_4), high * bf16x2_high(weights_4)), pack_bf16x2(low_2 * bf16x2_low(weights_5), high_2 * bf16x2_high(weights_5)), pack_bf16x2(low_3 * bf16x2_low(weights_6), high_3 * bf16x2_high(weights_6)), pack_bf16x2(low_4 * bf16x2_low(weights_7), high_4 * bf16x2_high(weights_7)));
             }
           }
-          float* partial_sums = (float*)(arena + 217856);
-          float* scales = (float*)(arena + 218112);
+          float* partial_sums = (float*)(arena + PARTIAL_SUMS);
+          float* scales = (float*)(arena + SCALES);
           float sum_of_token = squares;
           float value = shuffle_xor_f32(sum_of_token, 16);
           sum_of_token = sum_of_token + value;
@@ -2450,8 +2471,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             #pragma unroll 2
             for (uint32_t chunk = 0; chunk < 8; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_2 = (uint4*)(arena + 180480);
+              uint8_t* chunk_2 = ring + use_stage * 16384;
+              uint4* vector_2 = (uint4*)(arena + VECTOR);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2474,7 +2495,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 use_parity = use_parity ^ 1;
               }
             }
-            float* reductions = (float*)(arena + 213248) + turn * 512;
+            float* reductions = (float*)(arena + REDUCTIONS) + turn * 512;
             uint32_t row = warp * 16 + lane / 4;
             uint32_t first = lane % 4 * 2;
             if (first < 4) {
@@ -2499,7 +2520,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
                 float value_4 = shuffle_xor_f32(half_sum, 16);
                 float row_sum = half_sum + value_4;
-                float value_5 = row_sum * ((float*)(arena + 218112))[column];
+                float value_5 = row_sum * ((float*)(arena + SCALES))[column];
                 float other = shuffle_xor_f32(value_5, 8);
                 float gated = divide_f32(value_5, 1.0f + exp_f32(-value_5)) * other;
                 float neighbour = shuffle_xor_f32(gated, 1);
@@ -2524,7 +2545,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         if (position_4 < 256) {
           float sums[1][4] = {};
           float sums_2[1][4] = {};
-          uint4* vector = (uint4*)(arena + 180480);
+          uint4* vector = (uint4*)(arena + VECTOR);
           uint32_t first_unit = thread;
           if (lane == 0) {
             uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 628256), layer_epoch);
@@ -2542,8 +2563,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           #pragma unroll 2
           for (uint32_t chunk = 0; chunk < 7; ++chunk) {
             mbarrier_wait(full + use_stage, use_parity);
-            uint8_t* chunk_2 = arena + use_stage * 16384;
-            uint4* vector_2 = (uint4*)(arena + 180480);
+            uint8_t* chunk_2 = ring + use_stage * 16384;
+            uint4* vector_2 = (uint4*)(arena + VECTOR);
             const uint4* fragments = (const uint4*)(chunk_2);
             #pragma unroll
             for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2570,8 +2591,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             #pragma unroll 2
             for (uint32_t chunk = 0; chunk < 7; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_2 = (uint4*)(arena + 180480);
+              uint8_t* chunk_2 = ring + use_stage * 16384;
+              uint4* vector_2 = (uint4*)(arena + VECTOR);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2596,7 +2617,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             }
           }
           named_barrier(1, 256);
-          uint4* vector_2 = (uint4*)(arena + 180480);
+          uint4* vector_2 = (uint4*)(arena + VECTOR);
           uint32_t first_unit_2 = thread;
           if (lane == 0) {
             uint4 value = wait_flagged4(exchange_words + ((first_unit_2 + 1792) * 4 + 628256), layer_epoch);
@@ -2614,8 +2635,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           #pragma unroll 2
           for (uint32_t chunk = 7; chunk < 14; ++chunk) {
             mbarrier_wait(full + use_stage, use_parity);
-            uint8_t* chunk_2 = arena + use_stage * 16384;
-            uint4* vector_3 = (uint4*)(arena + 180480);
+            uint8_t* chunk_2 = ring + use_stage * 16384;
+            uint4* vector_3 = (uint4*)(arena + VECTOR);
             const uint4* fragments = (const uint4*)(chunk_2);
             #pragma unroll
             for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2642,8 +2663,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             #pragma unroll 2
             for (uint32_t chunk = 7; chunk < 14; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_3 = (uint4*)(arena + 180480);
+              uint8_t* chunk_2 = ring + use_stage * 16384;
+              uint4* vector_3 = (uint4*)(arena + VECTOR);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2668,7 +2689,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             }
           }
           named_barrier(1, 256);
-          uint4* vector_3 = (uint4*)(arena + 180480);
+          uint4* vector_3 = (uint4*)(arena + VECTOR);
           uint32_t first_unit_3 = thread;
           if (lane == 0) {
             uint4 value = wait_flagged4(exchange_words + ((first_unit_3 + 3584) * 4 + 628256), layer_epoch);
@@ -2686,8 +2707,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           #pragma unroll 2
           for (uint32_t chunk = 14; chunk < 21; ++chunk) {
             mbarrier_wait(full + use_stage, use_parity);
-            uint8_t* chunk_2 = arena + use_stage * 16384;
-            uint4* vector_4 = (uint4*)(arena + 180480);
+            uint8_t* chunk_2 = ring + use_stage * 16384;
+            uint4* vector_4 = (uint4*)(arena + VECTOR);
             const uint4* fragments = (const uint4*)(chunk_2);
             #pragma unroll
             for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2714,8 +2735,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             #pragma unroll 2
             for (uint32_t chunk = 14; chunk < 21; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_4 = (uint4*)(arena + 180480);
+              uint8_t* chunk_2 = ring + use_stage * 16384;
+              uint4* vector_4 = (uint4*)(arena + VECTOR);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2740,7 +2761,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             }
           }
           named_barrier(1, 256);
-          uint4* vector_4 = (uint4*)(arena + 180480);
+          uint4* vector_4 = (uint4*)(arena + VECTOR);
           uint32_t first_unit_4 = thread;
           if (lane == 0) {
             uint4 value = wait_flagged4(exchange_words + ((first_unit_4 + 5376) * 4 + 628256), layer_epoch);
@@ -2758,8 +2779,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           #pragma unroll 2
           for (uint32_t chunk = 21; chunk < 28; ++chunk) {
             mbarrier_wait(full + use_stage, use_parity);
-            uint8_t* chunk_2 = arena + use_stage * 16384;
-            uint4* vector_5 = (uint4*)(arena + 180480);
+            uint8_t* chunk_2 = ring + use_stage * 16384;
+            uint4* vector_5 = (uint4*)(arena + VECTOR);
             const uint4* fragments = (const uint4*)(chunk_2);
             #pragma unroll
             for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2786,8 +2807,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             #pragma unroll 2
             for (uint32_t chunk = 21; chunk < 28; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_5 = (uint4*)(arena + 180480);
+              uint8_t* chunk_2 = ring + use_stage * 16384;
+              uint4* vector_5 = (uint4*)(arena + VECTOR);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2811,7 +2832,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
             }
           }
-          float* reductions = (float*)(arena + 213248) + turn * 512;
+          float* reductions = (float*)(arena + REDUCTIONS) + turn * 512;
           uint32_t row = warp * 16 + lane / 4;
           uint32_t first = lane % 4 * 2;
           if (first < 4) {
@@ -2836,7 +2857,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
               float value = shuffle_xor_f32(half_sum, 16);
               float row_sum = half_sum + value;
-              float* residual_2 = (float*)(arena + 217344);
+              float* residual_2 = (float*)(arena + RESIDUAL);
               float value_2 = row_sum;
               if (lane < 16) {
                 uint32_t place = (position_4 / 132 * 16 + row_2) * 4 + column;
@@ -2856,7 +2877,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             finisher = 0;
           }
           if (position_4 + 132 < 256) {
-            float* reductions_2 = (float*)(arena + 213248) + turn * 512;
+            float* reductions_2 = (float*)(arena + REDUCTIONS) + turn * 512;
             uint32_t row_2 = warp * 16 + lane / 4;
             uint32_t first_2 = lane % 4 * 2;
             if (first_2 < 4) {
@@ -2881,7 +2902,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
                 float value = shuffle_xor_f32(half_sum, 16);
                 float row_sum = half_sum + value;
-                float* residual_2 = (float*)(arena + 217344);
+                float* residual_2 = (float*)(arena + RESIDUAL);
                 float value_2 = row_sum;
                 if (lane < 16) {
                   uint32_t place = ((position_4 + 132) / 132 * 16 + row_3) * 4 + column;
@@ -2912,7 +2933,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       if (step >= head_from || logits != nullptr) {
         uint32_t position = (block + 8) % 132;
         if (position < 8016) {
-          uint4* vector = (uint4*)(arena + 180480);
+          uint4* vector = (uint4*)(arena + VECTOR);
           float squares = 0.0f;
           uint32_t first_unit = thread;
           uint4 weights_2[8];
@@ -2980,8 +3001,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               vector[first_unit_2 + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_4), high * bf16x2_high(weights_4)), pack_bf16x2(low_2 * bf16x2_low(weights_5), high_2 * bf16x2_high(weights_5)), pack_bf16x2(low_3 * bf16x2_low(weights_6), high_3 * bf16x2_high(weights_6)), pack_bf16x2(low_4 * bf16x2_low(weights_7), high_4 * bf16x2_high(weights_7)));
             }
           }
-          float* partial_sums = (float*)(arena + 217856);
-          float* scales = (float*)(arena + 218112);
+          float* partial_sums = (float*)(arena + PARTIAL_SUMS);
+          float* scales = (float*)(arena + SCALES);
           float sum_of_token = squares;
           float value = shuffle_xor_f32(sum_of_token, 16);
           sum_of_token = sum_of_token + value;
@@ -3008,8 +3029,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             #pragma unroll 2
             for (uint32_t chunk = 0; chunk < 8; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_2 = (uint4*)(arena + 180480);
+              uint8_t* chunk_2 = ring + use_stage * 16384;
+              uint4* vector_2 = (uint4*)(arena + VECTOR);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -3032,7 +3053,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 use_parity = use_parity ^ 1;
               }
             }
-            float* reductions = (float*)(arena + 213248) + turn * 512;
+            float* reductions = (float*)(arena + REDUCTIONS) + turn * 512;
             uint32_t row = warp * 16 + lane / 4;
             uint32_t first = lane % 4 * 2;
             if (first < 4) {
@@ -3057,7 +3078,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
                 float value_4 = shuffle_xor_f32(half_sum, 16);
                 float row_sum = half_sum + value_4;
-                float logit = row_sum * ((float*)(arena + 218112))[column];
+                float logit = row_sum * ((float*)(arena + SCALES))[column];
                 uint32_t token = strip * 16 + row_2;
                 if (logits != nullptr && lane < 16 && token < 128256) {
                   uint64_t row_3 = (uint64_t)(step * 4 + column);
@@ -3065,10 +3086,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
                 uint32_t token_2 = strip * 16 + row_2;
                 float candidate = logit;
-                float temperature = bits_float(((uint32_t*)(arena + 221344))[column * 8 + 3]);
+                float temperature = bits_float(((uint32_t*)(arena + COLUMNS))[column * 8 + 3]);
                 if (temperature > 0.0f) {
-                  uint64_t seed = ((uint64_t)(((uint32_t*)(arena + 221344))[column * 8 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + 221344))[column * 8 + 4]);
-                  uint32_t position_2 = ((uint32_t*)(arena + 221344))[column * 8] + 1;
+                  uint64_t seed = ((uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 8 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 8 + 4]);
+                  uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[column * 8] + 1;
                   uint32_t c0 = token_2;
                   uint32_t c1 = position_2;
                   uint32_t c2 = 0;
@@ -3112,7 +3133,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         store_relaxed_u32(progress + block, step * 162 + 161);
       }
       uint32_t first_word = step % 2 * 132 * 8;
-      uint32_t* words = (uint32_t*)(arena + 221280);
+      uint32_t* words = (uint32_t*)(arena + WARP_CANDIDATES);
       #pragma unroll 1
       for (uint32_t level = 0; level < 5; ++level) {
         uint32_t mask = 16u >> level;
@@ -3130,7 +3151,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       }
       named_barrier(1, 256);
       if (warp < 4) {
-        uint2* candidates = (uint2*)(arena + 221280);
+        uint2* candidates = (uint2*)(arena + WARP_CANDIDATES);
         float best_2 = -bits_float(0x7f800000);
         uint32_t best_token_2 = 4294967295u;
         #pragma unroll 1
@@ -3159,16 +3180,16 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           publish_flagged_release(exchange_words + (place + 656928), word, step_epoch + 32);
         }
       }
-      uint4* units = (uint4*)(arena + 180480);
+      uint4* units = (uint4*)(arena + CANDIDATES);
       #pragma unroll 1
       for (uint32_t other = thread; other < 264; other += 256) {
         uint4 value = wait_flagged4_acquire(exchange_words + ((first_word / 4 + other) * 4 + 656928), step_epoch + 32);
         units[other] = value;
       }
       named_barrier(1, 256);
-      uint32_t* chosen = (uint32_t*)(arena + 221472);
+      uint32_t* chosen = (uint32_t*)(arena + CHOSEN);
       if (warp < 4) {
-        uint2* candidates = (uint2*)(arena + 180480);
+        uint2* candidates = (uint2*)(arena + CANDIDATES);
         float best_2 = -bits_float(0x7f800000);
         uint32_t best_token_2 = 4294967295u;
         #pragma unroll 1
@@ -3201,15 +3222,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         uint32_t going_on = 0;
         #pragma unroll 1
         for (uint32_t column = lane; column < column_count; column += 32) {
-          uint32_t sequence = ((uint32_t*)(arena + 221344))[column * 8 + 6];
-          uint32_t number = ((uint32_t*)(arena + 221344))[column * 8 + 1];
-          uint32_t total = ((uint32_t*)(arena + 221344))[column * 8 + 2];
+          uint32_t sequence = ((uint32_t*)(arena + COLUMNS))[column * 8 + 6];
+          uint32_t number = ((uint32_t*)(arena + COLUMNS))[column * 8 + 1];
+          uint32_t total = ((uint32_t*)(arena + COLUMNS))[column * 8 + 2];
           uint32_t value = load_constant_u32(sequences + (sequence * 16 + 2));
           uint32_t given = value;
           uint32_t value_2 = load_constant_u32(sequences + (sequence * 16 + 1));
           uint32_t per_step = value_2;
-          uint32_t sampled = ((uint32_t*)(arena + 221472))[column];
-          uint32_t stopped = ((uint32_t*)(arena + 221344))[column * 8 + 7];
+          uint32_t sampled = ((uint32_t*)(arena + CHOSEN))[column];
+          uint32_t stopped = ((uint32_t*)(arena + COLUMNS))[column * 8 + 7];
           if (number + 1 >= given && number < total) {
             if (block == 0) {
               tokens[sequence * 257 + number + 1] = (int32_t)(sampled);
@@ -3228,7 +3249,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           if (following_2 >= total) {
             stopped = 1;
           }
-          ((uint32_t*)(arena + 221344))[column * 8 + 7] = stopped;
+          ((uint32_t*)(arena + COLUMNS))[column * 8 + 7] = stopped;
           if (stopped == 0) {
             going_on = 1;
           }
@@ -3269,7 +3290,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             #pragma unroll 1
             for (uint32_t i_2 = 0; i_2 < 8; ++i_2) {
               mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk = arena + use_stage * 16384;
+              uint8_t* chunk = ring + use_stage * 16384;
               warp_barrier();
               if (lane == 0) {
                 mbarrier_arrive(empty + use_stage);

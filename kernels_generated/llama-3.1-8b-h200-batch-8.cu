@@ -246,6 +246,26 @@ __device__ __forceinline__ uint4 make_u32x4(uint32_t x, uint32_t y, uint32_t z, 
 }
 #endif
 
+constexpr uint32_t RING = 0;
+constexpr uint32_t RING_BARRIERS = 147456;
+constexpr uint32_t VECTOR = 147712;
+constexpr uint32_t CANDIDATES = 147712;
+constexpr uint32_t ATTENTION = 147712;
+constexpr uint32_t QUERIES = 180480;
+constexpr uint32_t NEWEST = 188672;
+constexpr uint32_t REDUCTIONS = 213248;
+constexpr uint32_t RESIDUAL = 221440;
+constexpr uint32_t PARTIAL_SUMS = 222464;
+constexpr uint32_t SCALES = 222720;
+constexpr uint32_t ROPE = 222752;
+constexpr uint32_t STATISTICS = 226848;
+constexpr uint32_t RECORDS = 227360;
+constexpr uint32_t WARP_CANDIDATES = 227952;
+constexpr uint32_t COLUMNS = 228016;
+constexpr uint32_t CHOSEN = 228272;
+constexpr uint32_t STEP_DONE = 228304;
+constexpr uint32_t NEXT_TOKEN = 228320;
+
 extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* weights, const bf16* norms, const bf16* embedding, const float* rope, bf16* kv, const int32_t* page_table, const int32_t* kv_plans, const int32_t* tiles, const int32_t* sequences, const int32_t* columns, uint8_t* exchange, int32_t* tokens, const int32_t* stop_ids, float* logits, uint32_t* progress, int32_t* status, uint32_t steps, uint32_t head_from, uint32_t column_count, uint32_t plan_count, uint32_t epoch) {
   uint8_t* arena = shared_arena();
   uint32_t block = blockIdx.x;
@@ -253,10 +273,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
   uint32_t* exchange_words = (uint32_t*)(exchange);
-  uint64_t* full = (uint64_t*)(arena + 147456);
+  uint64_t* full = (uint64_t*)(arena + RING_BARRIERS);
   uint64_t* empty = full + 9;
-  uint64_t* step_done = (uint64_t*)(arena + 228304);
-  uint32_t* next_token = (uint32_t*)(arena + 228320);
+  uint8_t* ring = arena + RING;
+  uint64_t* step_done = (uint64_t*)(arena + STEP_DONE);
+  uint32_t* next_token = (uint32_t*)(arena + NEXT_TOKEN);
   if (thread == 0) {
     for (uint32_t stage = 0; stage < 9; ++stage) {
       mbarrier_init(full + stage, 1);
@@ -278,7 +299,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       token = (uint32_t)(tokens[place]) < 128255 ? (uint32_t)(tokens[place]) : 128255;
     }
     next_token[thread] = token;
-    ((uint32_t*)(arena + 228016))[thread * 8 + 7] = 0;
+    ((uint32_t*)(arena + COLUMNS))[thread * 8 + 7] = 0;
   }
   block_barrier();
   if (warp >= 8) {
@@ -321,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 landed_parity = landed_parity ^ 1;
               }
               uint64_t* barrier = full + fill_stage;
-              uint8_t* destination = arena + fill_stage * 16384;
+              uint8_t* destination = ring + fill_stage * 16384;
               mbarrier_arrive_expect_tx(barrier, 16384);
               bulk_copy(destination, source, 16384, barrier);
               fill_stage = fill_stage + 1;
@@ -372,7 +393,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 landed_parity = landed_parity ^ 1;
               }
               uint64_t* barrier = full + fill_stage;
-              uint8_t* destination = arena + fill_stage * 16384;
+              uint8_t* destination = ring + fill_stage * 16384;
               mbarrier_arrive_expect_tx(barrier, count * 512);
               #pragma unroll
               for (uint32_t number_2 = 0; number_2 < 2; ++number_2) {
@@ -412,7 +433,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 landed_parity = landed_parity ^ 1;
               }
               uint64_t* barrier = full + fill_stage;
-              uint8_t* destination = arena + fill_stage * 16384;
+              uint8_t* destination = ring + fill_stage * 16384;
               mbarrier_arrive_expect_tx(barrier, 16384);
               bulk_copy(destination, source, 16384, barrier);
               fill_stage = fill_stage + 1;
@@ -442,7 +463,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 landed_parity = landed_parity ^ 1;
               }
               uint64_t* barrier = full + fill_stage;
-              uint8_t* destination = arena + fill_stage * 16384;
+              uint8_t* destination = ring + fill_stage * 16384;
               mbarrier_arrive_expect_tx(barrier, 16384);
               bulk_copy(destination, source, 16384, barrier);
               fill_stage = fill_stage + 1;
@@ -476,7 +497,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                   landed_parity = landed_parity ^ 1;
                 }
                 uint64_t* barrier = full + fill_stage;
-                uint8_t* destination = arena + fill_stage * 16384;
+                uint8_t* destination = ring + fill_stage * 16384;
                 mbarrier_arrive_expect_tx(barrier, 16384);
                 bulk_copy(destination, source, 16384, barrier);
                 fill_stage = fill_stage + 1;
@@ -508,7 +529,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 landed_parity = landed_parity ^ 1;
               }
               uint64_t* barrier = full + fill_stage;
-              uint8_t* destination = arena + fill_stage * 16384;
+              uint8_t* destination = ring + fill_stage * 16384;
               mbarrier_arrive_expect_tx(barrier, 16384);
               bulk_copy(destination, source, 16384, barrier);
               fill_stage = fill_stage + 1;
@@ -550,7 +571,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       }
       bool has_new_plan = is_new;
       uint32_t step_epoch = epoch + step * 33;
-      uint32_t* state = (uint32_t*)(arena + 228016);
+      uint32_t* state = (uint32_t*)(arena + COLUMNS);
       if (thread < column_count) {
         uint32_t value = load_constant_u32(columns + thread * 4);
         uint32_t sequence = value;
@@ -573,7 +594,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         words[6] = sequence;
       }
       if (has_new_plan) {
-        uint4* kept = (uint4*)(arena + 227360);
+        uint4* kept = (uint4*)(arena + RECORDS);
         uint4 header = load_constant_u32x4(kv_plans + plan_index * 6208);
         if (thread < 4) {
           uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 6208 + (block + 64)));
@@ -595,7 +616,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           }
         }
         if (warp % 4 == 0 && warp / 4 * 132 + block < header.z * header.w) {
-          uint4* place = (uint4*)(arena + 227360) + (21 + warp / 4 * 8);
+          uint4* place = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
           uint32_t number = load_constant_u32(kv_plans + (plan_index * 6208 + ((warp / 4 * 132 + block) / header.w * 2 + 3584)));
           uint32_t head = load_constant_u32(kv_plans + (plan_index * 6208 + ((warp / 4 * 132 + block) / header.w * 2 + 1 + 3584)));
           uint32_t begin = load_constant_u32(kv_plans + (plan_index * 6208 + ((warp / 4 * 132 + block) / header.w + 3392)));
@@ -616,13 +637,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         }
       }
       named_barrier(1, 256);
-      float* angles = (float*)(arena + 222752);
+      float* angles = (float*)(arena + ROPE);
       #pragma unroll 1
       for (uint32_t number = thread; number < column_count * 128; number += 256) {
-        uint32_t position = ((uint32_t*)(arena + 228016))[number / 128 * 8];
+        uint32_t position = ((uint32_t*)(arena + COLUMNS))[number / 128 * 8];
         angles[number] = rope[(uint64_t)(position) * 128 + (uint64_t)(number % 128)];
       }
-      float* residual = (float*)(arena + 221440);
+      float* residual = (float*)(arena + RESIDUAL);
       #pragma unroll 1
       for (uint32_t place = thread; place < 256; place += 256) {
         uint32_t own_row = place / 8;
@@ -651,7 +672,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         uint32_t position = (block + 8) % 132;
         if (position < 384) {
           if (layer == 0) {
-            uint4* vector = (uint4*)(arena + 147712);
+            uint4* vector = (uint4*)(arena + VECTOR);
             float squares = 0.0f;
             uint32_t first_unit = thread;
             uint4 weights_2[8];
@@ -761,8 +782,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 vector[first_unit_3 + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_5), high * bf16x2_high(weights_5)), pack_bf16x2(low_2 * bf16x2_low(weights_6), high_2 * bf16x2_high(weights_6)), pack_bf16x2(low_3 * bf16x2_low(weights_7), high_3 * bf16x2_high(weights_7)), pack_bf16x2(low_4 * bf16x2_low(weights_8), high_4 * bf16x2_high(weights_8)));
               }
             }
-            float* partial_sums = (float*)(arena + 222464);
-            float* scales = (float*)(arena + 222720);
+            float* partial_sums = (float*)(arena + PARTIAL_SUMS);
+            float* scales = (float*)(arena + SCALES);
             float sum_of_token = squares;
             float value = shuffle_xor_f32(sum_of_token, 2);
             sum_of_token = sum_of_token + value;
@@ -782,7 +803,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               scales[thread] = rsqrt_f32(total * 0.000244140625f + 1e-05f);
             }
           } else {
-            uint4* vector = (uint4*)(arena + 147712);
+            uint4* vector = (uint4*)(arena + VECTOR);
             float squares = 0.0f;
             uint32_t first_unit = thread;
             uint4 weights_2[8];
@@ -889,8 +910,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 vector[first_unit_3 + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_5), high * bf16x2_high(weights_5)), pack_bf16x2(low_2 * bf16x2_low(weights_6), high_2 * bf16x2_high(weights_6)), pack_bf16x2(low_3 * bf16x2_low(weights_7), high_3 * bf16x2_high(weights_7)), pack_bf16x2(low_4 * bf16x2_low(weights_8), high_4 * bf16x2_high(weights_8)));
               }
             }
-            float* partial_sums = (float*)(arena + 222464);
-            float* scales = (float*)(arena + 222720);
+            float* partial_sums = (float*)(arena + PARTIAL_SUMS);
+            float* scales = (float*)(arena + SCALES);
             float sum_of_token = squares;
             float value = shuffle_xor_f32(sum_of_token, 2);
             sum_of_token = sum_of_token + value;
@@ -916,8 +937,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             #pragma unroll 2
             for (uint32_t chunk = 0; chunk < 8; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector = (uint4*)(arena + 147712);
+              uint8_t* chunk_2 = ring + use_stage * 16384;
+              uint4* vector = (uint4*)(arena + VECTOR);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -940,7 +961,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 use_parity = use_parity ^ 1;
               }
             }
-            float* reductions = (float*)(arena + 213248) + turn * 1024;
+            float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
             uint32_t row = warp * 16 + lane / 4;
             uint32_t first = lane % 4 * 2;
             uint32_t place = row * 8 + first;
@@ -965,10 +986,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 float row_sum = half_sum + value;
                 uint32_t head = strip / 8;
                 uint32_t strip_of_head = strip % 8;
-                float value_2 = row_sum * ((float*)(arena + 222720))[column];
+                float value_2 = row_sum * ((float*)(arena + SCALES))[column];
                 uint32_t dim = strip_of_head * 16 + row_2;
                 if (head < 40) {
-                  float2* angles_2 = (float2*)(arena + 222752) + column * 64;
+                  float2* angles_2 = (float2*)(arena + ROPE) + column * 64;
                   uint32_t frequency = strip_of_head * 8 + row_2 % 8;
                   float2 angle = angles_2[frequency];
                   float partner = shuffle_xor_f32(value_2, 8);
@@ -983,11 +1004,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 if (lane < 16 && lane % 2 == 0) {
                   uint32_t place_3 = (column * 6144 + head * 128 + dim) / 2;
                   if (head >= 32) {
-                    if (((uint32_t*)(arena + 228016))[column * 8 + 1] < ((uint32_t*)(arena + 228016))[column * 8 + 2]) {
-                      uint32_t table = ((uint32_t*)(arena + 228016))[column * 8 + 6] * 512;
-                      uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + 228016))[column * 8] / 16));
+                    if (((uint32_t*)(arena + COLUMNS))[column * 8 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 8 + 2]) {
+                      uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 512;
+                      uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 8] / 16));
                       uint64_t offset = (uint64_t)(layer) * 134217728 + (uint64_t)(page) * 32768;
-                      bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 2048 + ((uint32_t*)(arena + 228016))[column * 8] % 16 * 128));
+                      bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 2048 + ((uint32_t*)(arena + COLUMNS))[column * 8] % 16 * 128));
                       bf16* place_4 = head - 32 < 8 ? key : key + 16384;
                       ((uint32_t*)(place_4 + dim))[0] = pair;
                       fence_proxy_async();
@@ -1016,11 +1037,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         if (thread == 0) {
           store_relaxed_u32(progress + block, step * 162 + (layer * 5 + 1));
         }
-        uint4 numbers = ((uint4*)(arena + 227360))[0];
+        uint4 numbers = ((uint4*)(arena + RECORDS))[0];
         #pragma unroll 1
         for (uint32_t number = numbers.x; number < numbers.y; ++number) {
           uint32_t index = number - numbers.x;
-          uint4* record = (uint4*)(arena + 227360) + (1 + (index < 4 ? index : 4) * 4);
+          uint4* record = (uint4*)(arena + RECORDS) + (1 + (index < 4 ? index : 4) * 4);
           if (index >= 4) {
             named_barrier(1, 256);
             if (thread == 0) {
@@ -1042,7 +1063,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           uint32_t newest_begin = what.w < record[3].x + record[3].y * step ? record[3].x + record[3].y * step : what.w;
           uint32_t newest_end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
           uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
-          uint4* queries = (uint4*)(arena + 180480);
+          uint4* queries = (uint4*)(arena + QUERIES);
           uint32_t query_units = record[1].z * 16;
           uint32_t newest_units = newest * 16;
           #pragma unroll 1
@@ -1057,8 +1078,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint32_t unit = is_value ? number_2 - query_units - newest_units : number_2 - query_units;
               uint32_t column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + unit / 16;
               uint4 words = ((const uint4*)(exchange_words + ((column * 768 + ((is_value ? 40u : 32u) + what.z) * 16 + unit % 16) * 4 + 16448)))[0];
-              uint4* keys = (uint4*)(arena + 188672);
-              uint4* values = (uint4*)(arena + 188672) + 256;
+              uint4* keys = (uint4*)(arena + NEWEST);
+              uint4* values = (uint4*)(arena + NEWEST) + 256;
               if (is_value) {
                 values[unit] = words;
               } else {
@@ -1068,21 +1089,21 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           }
           named_barrier(1, 256);
           if (record[1].z <= 8) {
-            uint4* shared = (uint4*)(arena + 180480);
+            uint4* shared = (uint4*)(arena + QUERIES);
             uint32_t row = lane / 4 < 31 ? lane / 4 : 31;
             uint4* query = shared + row * 16;
             uint32_t limits[2];
             uint32_t fused = lane % 4 * 2;
             uint32_t present = fused < record[1].z - 1 ? fused : record[1].z - 1;
             uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_2 = ((uint32_t*)(arena + 228016))[(record[2].x + present / 4) * 8];
+            uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 4) * 8];
             uint32_t following_2 = position_2 + 1;
             uint32_t visible = following_2 > record[2].w ? following_2 - record[2].w : 0;
             limits[0] = fused < record[1].z ? (end < visible ? end : visible) : 0;
             uint32_t fused_2 = lane % 4 * 2 + 1;
             uint32_t present_2 = fused_2 < record[1].z - 1 ? fused_2 : record[1].z - 1;
             uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_3 = ((uint32_t*)(arena + 228016))[(record[2].x + present_2 / 4) * 8];
+            uint32_t position_3 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 4) * 8];
             uint32_t following_3 = position_3 + 1;
             uint32_t visible_2 = following_3 > record[2].w ? following_3 - record[2].w : 0;
             limits[1] = fused_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
@@ -1110,12 +1131,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               if (is_cached) {
                 mbarrier_wait(full + stage_2, (use_parity + place / 9) % 2);
               }
-              uint8_t* chunk = arena + stage_2 * 16384;
+              uint8_t* chunk = ring + stage_2 * 16384;
               uint8_t* keys = chunk;
               uint8_t* values = chunk + 8192;
               if (tile >= tiles_2) {
-                uint8_t* newest_keys = arena + 188672;
-                uint8_t* newest_values = arena + 188672 + 4096;
+                uint8_t* newest_keys = arena + NEWEST;
+                uint8_t* newest_values = arena + NEWEST + 4096;
                 first_tile = tiles_2;
                 last_tile = all_tiles;
                 first_key = newest_begin;
@@ -1332,7 +1353,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             uint32_t place = use_stage + (cached + 31) / 32;
             use_parity = (use_parity + place / 9) % 2;
             use_stage = place % 9;
-            float* words = (float*)(arena + 226848);
+            float* words = (float*)(arena + STATISTICS);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               float total = weight_sum[column];
@@ -1349,7 +1370,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 words[place_2 + 1] = total;
               }
             }
-            uint4* scratch = (uint4*)(arena + 147712);
+            uint4* scratch = (uint4*)(arena + ATTENTION);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               uint32_t number_2 = lane % 4 * 2 + column;
@@ -1367,8 +1388,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             for (uint32_t output_2 = thread; output_2 < rows * 64; output_2 += 256) {
               uint32_t place_2 = output_2 / 64;
               uint32_t pair = output_2 % 64;
-              float2* scratch_2 = (float2*)(arena + 147712);
-              float2* statistics = (float2*)(arena + 226848);
+              float2* scratch_2 = (float2*)(arena + ATTENTION);
+              float2* statistics = (float2*)(arena + STATISTICS);
               float low = 0.0f;
               float high = 0.0f;
               float highest_2 = -bits_float(0x7f800000);
@@ -1414,39 +1435,39 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             uint32_t warp_group = warp / column_groups;
             uint32_t column_group = warp % column_groups;
             uint32_t key_group = warp_group < key_groups ? warp_group : 134217728;
-            uint4* shared = (uint4*)(arena + 180480);
+            uint4* shared = (uint4*)(arena + QUERIES);
             uint32_t row = column_group * 2 * 8 + lane / 4 < 31 ? column_group * 2 * 8 + lane / 4 : 31;
             uint4* query = shared + row * 16;
             uint32_t limits[2];
             uint32_t fused = column_group * 2 * 8 + lane % 4 * 2;
             uint32_t present = fused < record[1].z - 1 ? fused : record[1].z - 1;
             uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_2 = ((uint32_t*)(arena + 228016))[(record[2].x + present / 4) * 8];
+            uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 4) * 8];
             uint32_t following_2 = position_2 + 1;
             uint32_t visible = following_2 > record[2].w ? following_2 - record[2].w : 0;
             limits[0] = fused < record[1].z ? (end < visible ? end : visible) : 0;
             uint32_t fused_2 = column_group * 2 * 8 + lane % 4 * 2 + 1;
             uint32_t present_2 = fused_2 < record[1].z - 1 ? fused_2 : record[1].z - 1;
             uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_3 = ((uint32_t*)(arena + 228016))[(record[2].x + present_2 / 4) * 8];
+            uint32_t position_3 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 4) * 8];
             uint32_t following_3 = position_3 + 1;
             uint32_t visible_2 = following_3 > record[2].w ? following_3 - record[2].w : 0;
             limits[1] = fused_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
-            uint4* shared_2 = (uint4*)(arena + 180480);
+            uint4* shared_2 = (uint4*)(arena + QUERIES);
             uint32_t row_2 = (column_group * 2 + 1) * 8 + lane / 4 < 31 ? (column_group * 2 + 1) * 8 + lane / 4 : 31;
             uint4* query_2 = shared_2 + row_2 * 16;
             uint32_t limits_2[2];
             uint32_t fused_3 = (column_group * 2 + 1) * 8 + lane % 4 * 2;
             uint32_t present_3 = fused_3 < record[1].z - 1 ? fused_3 : record[1].z - 1;
             uint32_t end_3 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_4 = ((uint32_t*)(arena + 228016))[(record[2].x + present_3 / 4) * 8];
+            uint32_t position_4 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_3 / 4) * 8];
             uint32_t following_4 = position_4 + 1;
             uint32_t visible_3 = following_4 > record[2].w ? following_4 - record[2].w : 0;
             limits_2[0] = fused_3 < record[1].z ? (end_3 < visible_3 ? end_3 : visible_3) : 0;
             uint32_t fused_4 = (column_group * 2 + 1) * 8 + lane % 4 * 2 + 1;
             uint32_t present_4 = fused_4 < record[1].z - 1 ? fused_4 : record[1].z - 1;
             uint32_t end_4 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-            uint32_t position_5 = ((uint32_t*)(arena + 228016))[(record[2].x + present_4 / 4) * 8];
+            uint32_t position_5 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_4 / 4) * 8];
             uint32_t following_5 = position_5 + 1;
             uint32_t visible_4 = following_5 > record[2].w ? following_5 - record[2].w : 0;
             limits_2[1] = fused_4 < record[1].z ? (end_4 < visible_4 ? end_4 : visible_4) : 0;
@@ -1481,12 +1502,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               if (is_cached) {
                 mbarrier_wait(full + stage_2, (use_parity + place / 9) % 2);
               }
-              uint8_t* chunk = arena + stage_2 * 16384;
+              uint8_t* chunk = ring + stage_2 * 16384;
               uint8_t* keys = chunk;
               uint8_t* values = chunk + 8192;
               if (tile >= tiles_2) {
-                uint8_t* newest_keys = arena + 188672;
-                uint8_t* newest_values = arena + 188672 + 4096;
+                uint8_t* newest_keys = arena + NEWEST;
+                uint8_t* newest_values = arena + NEWEST + 4096;
                 first_tile = tiles_2;
                 last_tile = all_tiles;
                 first_key = newest_begin;
@@ -1766,7 +1787,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             uint32_t place = use_stage + (cached + 31) / 32;
             use_parity = (use_parity + place / 9) % 2;
             use_stage = place % 9;
-            float* words = (float*)(arena + 226848);
+            float* words = (float*)(arena + STATISTICS);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               float total = weight_sum[column];
@@ -1783,7 +1804,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 words[place_2 + 1] = total;
               }
             }
-            uint4* scratch = (uint4*)(arena + 147712);
+            uint4* scratch = (uint4*)(arena + ATTENTION);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               uint32_t number_2 = lane % 4 * 2 + column;
@@ -1804,8 +1825,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint32_t row_3 = place_2 / 8 * 2 * 8 + place_2 % 8;
               if (row_3 < record[1].z) {
                 uint32_t stride = column_groups * 8;
-                float2* scratch_2 = (float2*)(arena + 147712);
-                float2* statistics = (float2*)(arena + 226848);
+                float2* scratch_2 = (float2*)(arena + ATTENTION);
+                float2* statistics = (float2*)(arena + STATISTICS);
                 float low = 0.0f;
                 float high = 0.0f;
                 float highest_3 = -bits_float(0x7f800000);
@@ -1843,7 +1864,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
             }
             named_barrier(1, 256);
-            float* words_2 = (float*)(arena + 226848);
+            float* words_2 = (float*)(arena + STATISTICS);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               float total = weight_sum_2[column];
@@ -1860,7 +1881,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 words_2[place_2 + 1] = total;
               }
             }
-            uint4* scratch_2 = (uint4*)(arena + 147712);
+            uint4* scratch_2 = (uint4*)(arena + ATTENTION);
             #pragma unroll
             for (uint32_t column = 0; column < 2; ++column) {
               uint32_t number_2 = lane % 4 * 2 + column;
@@ -1881,8 +1902,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint32_t row_3 = (place_2 / 8 * 2 + 1) * 8 + place_2 % 8;
               if (row_3 < record[1].z) {
                 uint32_t stride = column_groups * 8;
-                float2* scratch_3 = (float2*)(arena + 147712);
-                float2* statistics = (float2*)(arena + 226848);
+                float2* scratch_3 = (float2*)(arena + ATTENTION);
+                float2* statistics = (float2*)(arena + STATISTICS);
                 float low = 0.0f;
                 float high = 0.0f;
                 float highest_3 = -bits_float(0x7f800000);
@@ -1931,15 +1952,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         }
         named_barrier(1, 256);
         // merge of partial states
-        uint4 numbers_2 = ((uint4*)(arena + 227360))[0];
-        uint4* record = (uint4*)(arena + 227360) + (21 + warp / 4 * 8);
+        uint4 numbers_2 = ((uint4*)(arena + RECORDS))[0];
+        uint4* record = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
         uint32_t first_job = warp / 4 * 132 + block;
         #pragma unroll 1
         for (uint32_t job = first_job; job < numbers_2.z; job += 264) {
           if (job != first_job) {
             named_barrier(warp / 4 + 2, 128);
             if (warp % 4 == 0) {
-              uint4* place = (uint4*)(arena + 227360) + (21 + warp / 4 * 8);
+              uint4* place = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
               uint32_t number = load_constant_u32(kv_plans + (plan_index * 6208 + (job / numbers_2.w * 2 + 3584)));
               uint32_t head = load_constant_u32(kv_plans + (plan_index * 6208 + (job / numbers_2.w * 2 + 1 + 3584)));
               uint32_t begin = load_constant_u32(kv_plans + (plan_index * 6208 + (job / numbers_2.w + 3392)));
@@ -1974,7 +1995,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                   uint32_t number = first + (lane < count - 1 ? lane : count - 1);
                   uint32_t source;
                   if (number < 20) {
-                    source = ((const uint32_t*)((uint4*)(arena + 227360) + (21 + warp / 4 * 8) + 3))[number];
+                    source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[number];
                   } else {
                     uint32_t value = load_constant_u32(kv_plans + (plan_index * 6208 + (record[0].z + number + 3840)));
                     source = value;
@@ -2021,7 +2042,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint32_t number = warp % 4 + first * 4 + (lane < count - 1 ? lane : count - 1) * 4;
                 uint32_t source;
                 if (number < 20) {
-                  source = ((const uint32_t*)((uint4*)(arena + 227360) + (21 + warp / 4 * 8) + 3))[number];
+                  source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[number];
                 } else {
                   uint32_t value = load_constant_u32(kv_plans + (plan_index * 6208 + (record[0].z + number + 3840)));
                   source = value;
@@ -2059,7 +2080,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                   }
                 }
               }
-              uint4* place = (uint4*)(arena + 147712) + warp * 33;
+              uint4* place = (uint4*)(arena + ATTENTION) + warp * 33;
               place[lane] = make_u32x4(float_bits(sums[0]), float_bits(sums[1]), float_bits(sums[2]), float_bits(sums[3]));
               if (lane == 0) {
                 place[32] = make_u32x4(float_bits(highest), float_bits(weight_sum), 0, 0);
@@ -2068,7 +2089,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               if (warp % 4 == 0) {
                 #pragma unroll
                 for (uint32_t number = 1; number < 4; ++number) {
-                  uint4* place_2 = (uint4*)(arena + 147712) + (warp + number) * 33;
+                  uint4* place_2 = (uint4*)(arena + ATTENTION) + (warp + number) * 33;
                   uint4 part = place_2[lane];
                   uint4 shared = place_2[32];
                   float new_highest = maximum_f32(highest, bits_float(shared.x));
@@ -2105,7 +2126,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         if (first_job + 264 < numbers_2.z) {
           named_barrier(warp / 4 + 2, 128);
           if (warp % 4 == 0) {
-            uint4* place = (uint4*)(arena + 227360) + (21 + warp / 4 * 8);
+            uint4* place = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
             uint32_t number = load_constant_u32(kv_plans + (plan_index * 6208 + (first_job / numbers_2.w * 2 + 3584)));
             uint32_t head = load_constant_u32(kv_plans + (plan_index * 6208 + (first_job / numbers_2.w * 2 + 1 + 3584)));
             uint32_t begin = load_constant_u32(kv_plans + (plan_index * 6208 + (first_job / numbers_2.w + 3392)));
@@ -2143,7 +2164,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         }
         uint32_t position_2 = block % 132;
         if (position_2 < 256) {
-          uint4* vector = (uint4*)(arena + 147712);
+          uint4* vector = (uint4*)(arena + VECTOR);
           uint32_t first_unit = thread;
           if (thread / 4 % 8 < column_count) {
             uint4 units[8];
@@ -2177,8 +2198,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             #pragma unroll 2
             for (uint32_t chunk = 0; chunk < 8; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_2 = (uint4*)(arena + 147712);
+              uint8_t* chunk_2 = ring + use_stage * 16384;
+              uint4* vector_2 = (uint4*)(arena + VECTOR);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2201,7 +2222,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 use_parity = use_parity ^ 1;
               }
             }
-            float* reductions = (float*)(arena + 213248) + turn * 1024;
+            float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
             uint32_t row = warp * 16 + lane / 4;
             uint32_t first = lane % 4 * 2;
             uint32_t place = row * 8 + first;
@@ -2224,7 +2245,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
                 float value = shuffle_xor_f32(half_sum, 16);
                 float row_sum = half_sum + value;
-                float* residual_2 = (float*)(arena + 221440);
+                float* residual_2 = (float*)(arena + RESIDUAL);
                 float value_2 = row_sum;
                 if (lane < 16) {
                   uint32_t place_3 = (strip / 132 * 16 + row_2) * 8 + column;
@@ -2266,7 +2287,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         }
         uint32_t position_3 = (block + 8) % 132;
         if (position_3 < 1792) {
-          uint4* vector = (uint4*)(arena + 147712);
+          uint4* vector = (uint4*)(arena + VECTOR);
           float squares = 0.0f;
           uint32_t first_unit = thread;
           uint4 weights_2[8];
@@ -2373,8 +2394,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               vector[first_unit_3 + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_5), high * bf16x2_high(weights_5)), pack_bf16x2(low_2 * bf16x2_low(weights_6), high_2 * bf16x2_high(weights_6)), pack_bf16x2(low_3 * bf16x2_low(weights_7), high_3 * bf16x2_high(weights_7)), pack_bf16x2(low_4 * bf16x2_low(weights_8), high_4 * bf16x2_high(weights_8)));
             }
           }
-          float* partial_sums = (float*)(arena + 222464);
-          float* scales = (float*)(arena + 222720);
+          float* partial_sums = (float*)(arena + PARTIAL_SUMS);
+          float* scales = (float*)(arena + SCALES);
           float sum_of_token = squares;
           float value = shuffle_xor_f32(sum_of_token, 2);
           sum_of_token = sum_of_token + value;
@@ -2399,8 +2420,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             #pragma unroll 2
             for (uint32_t chunk = 0; chunk < 8; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_2 = (uint4*)(arena + 147712);
+              uint8_t* chunk_2 = ring + use_stage * 16384;
+              uint4* vector_2 = (uint4*)(arena + VECTOR);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2423,7 +2444,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 use_parity = use_parity ^ 1;
               }
             }
-            float* reductions = (float*)(arena + 213248) + turn * 1024;
+            float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
             uint32_t row = warp * 16 + lane / 4;
             uint32_t first = lane % 4 * 2;
             uint32_t place = row * 8 + first;
@@ -2446,7 +2467,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
                 float value_3 = shuffle_xor_f32(half_sum, 16);
                 float row_sum = half_sum + value_3;
-                float value_4 = row_sum * ((float*)(arena + 222720))[column];
+                float value_4 = row_sum * ((float*)(arena + SCALES))[column];
                 float other = shuffle_xor_f32(value_4, 8);
                 float gated = divide_f32(value_4, 1.0f + exp_f32(-value_4)) * other;
                 float neighbour = shuffle_xor_f32(gated, 1);
@@ -2479,7 +2500,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         if (position_4 < 256) {
           float sums[1][4] = {};
           float sums_2[1][4] = {};
-          uint4* vector = (uint4*)(arena + 147712);
+          uint4* vector = (uint4*)(arena + VECTOR);
           uint32_t first_unit = thread;
           if (thread / 4 % 8 < column_count) {
             uint4 units[8];
@@ -2510,8 +2531,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           #pragma unroll 2
           for (uint32_t chunk = 0; chunk < 7; ++chunk) {
             mbarrier_wait(full + use_stage, use_parity);
-            uint8_t* chunk_2 = arena + use_stage * 16384;
-            uint4* vector_2 = (uint4*)(arena + 147712);
+            uint8_t* chunk_2 = ring + use_stage * 16384;
+            uint4* vector_2 = (uint4*)(arena + VECTOR);
             const uint4* fragments = (const uint4*)(chunk_2);
             #pragma unroll
             for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2538,8 +2559,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             #pragma unroll 2
             for (uint32_t chunk = 0; chunk < 7; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_2 = (uint4*)(arena + 147712);
+              uint8_t* chunk_2 = ring + use_stage * 16384;
+              uint4* vector_2 = (uint4*)(arena + VECTOR);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2564,7 +2585,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             }
           }
           named_barrier(1, 256);
-          uint4* vector_2 = (uint4*)(arena + 147712);
+          uint4* vector_2 = (uint4*)(arena + VECTOR);
           uint32_t first_unit_3 = thread;
           if (thread / 4 % 8 < column_count) {
             uint4 units[8];
@@ -2595,8 +2616,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           #pragma unroll 2
           for (uint32_t chunk = 7; chunk < 14; ++chunk) {
             mbarrier_wait(full + use_stage, use_parity);
-            uint8_t* chunk_2 = arena + use_stage * 16384;
-            uint4* vector_3 = (uint4*)(arena + 147712);
+            uint8_t* chunk_2 = ring + use_stage * 16384;
+            uint4* vector_3 = (uint4*)(arena + VECTOR);
             const uint4* fragments = (const uint4*)(chunk_2);
             #pragma unroll
             for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2623,8 +2644,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             #pragma unroll 2
             for (uint32_t chunk = 7; chunk < 14; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_3 = (uint4*)(arena + 147712);
+              uint8_t* chunk_2 = ring + use_stage * 16384;
+              uint4* vector_3 = (uint4*)(arena + VECTOR);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2649,7 +2670,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             }
           }
           named_barrier(1, 256);
-          uint4* vector_3 = (uint4*)(arena + 147712);
+          uint4* vector_3 = (uint4*)(arena + VECTOR);
           uint32_t first_unit_5 = thread;
           if (thread / 4 % 8 < column_count) {
             uint4 units[8];
@@ -2680,8 +2701,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           #pragma unroll 2
           for (uint32_t chunk = 14; chunk < 21; ++chunk) {
             mbarrier_wait(full + use_stage, use_parity);
-            uint8_t* chunk_2 = arena + use_stage * 16384;
-            uint4* vector_4 = (uint4*)(arena + 147712);
+            uint8_t* chunk_2 = ring + use_stage * 16384;
+            uint4* vector_4 = (uint4*)(arena + VECTOR);
             const uint4* fragments = (const uint4*)(chunk_2);
             #pragma unroll
             for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2708,8 +2729,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             #pragma unroll 2
             for (uint32_t chunk = 14; chunk < 21; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_4 = (uint4*)(arena + 147712);
+              uint8_t* chunk_2 = ring + use_stage * 16384;
+              uint4* vector_4 = (uint4*)(arena + VECTOR);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2734,7 +2755,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             }
           }
           named_barrier(1, 256);
-          uint4* vector_4 = (uint4*)(arena + 147712);
+          uint4* vector_4 = (uint4*)(arena + VECTOR);
           uint32_t first_unit_7 = thread;
           if (thread / 4 % 8 < column_count) {
             uint4 units[8];
@@ -2765,8 +2786,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           #pragma unroll 2
           for (uint32_t chunk = 21; chunk < 28; ++chunk) {
             mbarrier_wait(full + use_stage, use_parity);
-            uint8_t* chunk_2 = arena + use_stage * 16384;
-            uint4* vector_5 = (uint4*)(arena + 147712);
+            uint8_t* chunk_2 = ring + use_stage * 16384;
+            uint4* vector_5 = (uint4*)(arena + VECTOR);
             const uint4* fragments = (const uint4*)(chunk_2);
             #pragma unroll
             for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2793,8 +2814,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             #pragma unroll 2
             for (uint32_t chunk = 21; chunk < 28; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_5 = (uint4*)(arena + 147712);
+              uint8_t* chunk_2 = ring + use_stage * 16384;
+              uint4* vector_5 = (uint4*)(arena + VECTOR);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2818,7 +2839,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
             }
           }
-          float* reductions = (float*)(arena + 213248) + turn * 1024;
+          float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
           uint32_t row = warp * 16 + lane / 4;
           uint32_t first = lane % 4 * 2;
           uint32_t place = row * 8 + first;
@@ -2841,7 +2862,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
               float value = shuffle_xor_f32(half_sum, 16);
               float row_sum = half_sum + value;
-              float* residual_2 = (float*)(arena + 221440);
+              float* residual_2 = (float*)(arena + RESIDUAL);
               float value_2 = row_sum;
               if (lane < 16) {
                 uint32_t place_3 = (position_4 / 132 * 16 + row_2) * 8 + column;
@@ -2861,7 +2882,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             finisher = 0;
           }
           if (position_4 + 132 < 256) {
-            float* reductions_2 = (float*)(arena + 213248) + turn * 1024;
+            float* reductions_2 = (float*)(arena + REDUCTIONS) + turn * 1024;
             uint32_t row_2 = warp * 16 + lane / 4;
             uint32_t first_2 = lane % 4 * 2;
             uint32_t place_3 = row_2 * 8 + first_2;
@@ -2884,7 +2905,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
                 float value = shuffle_xor_f32(half_sum, 16);
                 float row_sum = half_sum + value;
-                float* residual_2 = (float*)(arena + 221440);
+                float* residual_2 = (float*)(arena + RESIDUAL);
                 float value_2 = row_sum;
                 if (lane < 16) {
                   uint32_t place_5 = ((position_4 + 132) / 132 * 16 + row_3) * 8 + column;
@@ -2923,7 +2944,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       if (step >= head_from || logits != nullptr) {
         uint32_t position = (block + 8) % 132;
         if (position < 8016) {
-          uint4* vector = (uint4*)(arena + 147712);
+          uint4* vector = (uint4*)(arena + VECTOR);
           float squares = 0.0f;
           uint32_t first_unit = thread;
           uint4 weights_2[8];
@@ -3030,8 +3051,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               vector[first_unit_3 + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_5), high * bf16x2_high(weights_5)), pack_bf16x2(low_2 * bf16x2_low(weights_6), high_2 * bf16x2_high(weights_6)), pack_bf16x2(low_3 * bf16x2_low(weights_7), high_3 * bf16x2_high(weights_7)), pack_bf16x2(low_4 * bf16x2_low(weights_8), high_4 * bf16x2_high(weights_8)));
             }
           }
-          float* partial_sums = (float*)(arena + 222464);
-          float* scales = (float*)(arena + 222720);
+          float* partial_sums = (float*)(arena + PARTIAL_SUMS);
+          float* scales = (float*)(arena + SCALES);
           float sum_of_token = squares;
           float value = shuffle_xor_f32(sum_of_token, 2);
           sum_of_token = sum_of_token + value;
@@ -3056,8 +3077,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             #pragma unroll 2
             for (uint32_t chunk = 0; chunk < 8; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_2 = (uint4*)(arena + 147712);
+              uint8_t* chunk_2 = ring + use_stage * 16384;
+              uint4* vector_2 = (uint4*)(arena + VECTOR);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -3080,7 +3101,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 use_parity = use_parity ^ 1;
               }
             }
-            float* reductions = (float*)(arena + 213248) + turn * 1024;
+            float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
             uint32_t row = warp * 16 + lane / 4;
             uint32_t first = lane % 4 * 2;
             uint32_t place = row * 8 + first;
@@ -3103,7 +3124,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
                 float value_3 = shuffle_xor_f32(half_sum, 16);
                 float row_sum = half_sum + value_3;
-                float logit = row_sum * ((float*)(arena + 222720))[column];
+                float logit = row_sum * ((float*)(arena + SCALES))[column];
                 uint32_t token = strip * 16 + row_2;
                 if (logits != nullptr && lane < 16 && token < 128256) {
                   uint64_t row_3 = (uint64_t)(step * 8 + column);
@@ -3111,10 +3132,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 }
                 uint32_t token_2 = strip * 16 + row_2;
                 float candidate = logit;
-                float temperature = bits_float(((uint32_t*)(arena + 228016))[column * 8 + 3]);
+                float temperature = bits_float(((uint32_t*)(arena + COLUMNS))[column * 8 + 3]);
                 if (temperature > 0.0f) {
-                  uint64_t seed = ((uint64_t)(((uint32_t*)(arena + 228016))[column * 8 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + 228016))[column * 8 + 4]);
-                  uint32_t position_2 = ((uint32_t*)(arena + 228016))[column * 8] + 1;
+                  uint64_t seed = ((uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 8 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 8 + 4]);
+                  uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[column * 8] + 1;
                   uint32_t c0 = token_2;
                   uint32_t c1 = position_2;
                   uint32_t c2 = 0;
@@ -3158,7 +3179,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         store_relaxed_u32(progress + block, step * 162 + 161);
       }
       uint32_t first_word = step % 2 * 132 * 16;
-      uint32_t* words = (uint32_t*)(arena + 227952);
+      uint32_t* words = (uint32_t*)(arena + WARP_CANDIDATES);
       #pragma unroll 1
       for (uint32_t level = 0; level < 5; ++level) {
         uint32_t mask = 16u >> level;
@@ -3175,7 +3196,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         words[place + 1] = best_token;
       }
       named_barrier(1, 256);
-      uint2* candidates = (uint2*)(arena + 227952);
+      uint2* candidates = (uint2*)(arena + WARP_CANDIDATES);
       float best_2 = -bits_float(0x7f800000);
       uint32_t best_token_2 = 4294967295u;
       #pragma unroll 1
@@ -3211,15 +3232,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         wait_at_least_u64(counter, arrivals_due);
       }
       named_barrier(1, 256);
-      uint4* units = (uint4*)(arena + 147712);
+      uint4* units = (uint4*)(arena + CANDIDATES);
       #pragma unroll 1
       for (uint32_t other = thread; other < 528; other += 256) {
         uint4 words_2 = ((const uint4*)(exchange_words + ((first_word / 4 + other) * 4 + 1313856)))[0];
         units[other] = words_2;
       }
       named_barrier(1, 256);
-      uint32_t* chosen = (uint32_t*)(arena + 228272);
-      uint2* candidates_2 = (uint2*)(arena + 147712);
+      uint32_t* chosen = (uint32_t*)(arena + CHOSEN);
+      uint2* candidates_2 = (uint2*)(arena + CANDIDATES);
       float best_4 = -bits_float(0x7f800000);
       uint32_t best_token_4 = 4294967295u;
       #pragma unroll 1
@@ -3251,15 +3272,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         uint32_t going_on = 0;
         #pragma unroll 1
         for (uint32_t column = lane; column < column_count; column += 32) {
-          uint32_t sequence = ((uint32_t*)(arena + 228016))[column * 8 + 6];
-          uint32_t number = ((uint32_t*)(arena + 228016))[column * 8 + 1];
-          uint32_t total = ((uint32_t*)(arena + 228016))[column * 8 + 2];
+          uint32_t sequence = ((uint32_t*)(arena + COLUMNS))[column * 8 + 6];
+          uint32_t number = ((uint32_t*)(arena + COLUMNS))[column * 8 + 1];
+          uint32_t total = ((uint32_t*)(arena + COLUMNS))[column * 8 + 2];
           uint32_t value = load_constant_u32(sequences + (sequence * 16 + 2));
           uint32_t given = value;
           uint32_t value_2 = load_constant_u32(sequences + (sequence * 16 + 1));
           uint32_t per_step = value_2;
-          uint32_t sampled = ((uint32_t*)(arena + 228272))[column];
-          uint32_t stopped = ((uint32_t*)(arena + 228016))[column * 8 + 7];
+          uint32_t sampled = ((uint32_t*)(arena + CHOSEN))[column];
+          uint32_t stopped = ((uint32_t*)(arena + COLUMNS))[column * 8 + 7];
           if (number + 1 >= given && number < total) {
             if (block == 0) {
               tokens[sequence * 513 + number + 1] = (int32_t)(sampled);
@@ -3278,7 +3299,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           if (following_2 >= total) {
             stopped = 1;
           }
-          ((uint32_t*)(arena + 228016))[column * 8 + 7] = stopped;
+          ((uint32_t*)(arena + COLUMNS))[column * 8 + 7] = stopped;
           if (stopped == 0) {
             going_on = 1;
           }
@@ -3319,7 +3340,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             #pragma unroll 1
             for (uint32_t i_2 = 0; i_2 < 8; ++i_2) {
               mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk = arena + use_stage * 16384;
+              uint8_t* chunk = ring + use_stage * 16384;
               warp_barrier();
               if (lane == 0) {
                 mbarrier_arrive(empty + use_stage);

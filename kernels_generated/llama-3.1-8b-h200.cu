@@ -311,6 +311,26 @@ __device__ __forceinline__ uint4 make_u32x4(uint32_t x, uint32_t y, uint32_t z, 
 }
 #endif
 
+constexpr uint32_t RING = 0;
+constexpr uint32_t RING_BARRIERS = 196608;
+constexpr uint32_t VECTOR = 196864;
+constexpr uint32_t CANDIDATES = 196864;
+constexpr uint32_t ATTENTION = 196864;
+constexpr uint32_t QUERIES = 213248;
+constexpr uint32_t NEWEST = 215296;
+constexpr uint32_t REDUCTIONS = 223488;
+constexpr uint32_t RESIDUAL = 224512;
+constexpr uint32_t PARTIAL_SUMS = 224640;
+constexpr uint32_t SCALES = 224896;
+constexpr uint32_t ROPE = 224912;
+constexpr uint32_t STATISTICS = 225424;
+constexpr uint32_t RECORDS = 225936;
+constexpr uint32_t WARP_CANDIDATES = 226528;
+constexpr uint32_t COLUMNS = 226592;
+constexpr uint32_t CHOSEN = 226624;
+constexpr uint32_t STEP_DONE = 226640;
+constexpr uint32_t NEXT_TOKEN = 226656;
+
 extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* weights, const bf16* norms, const bf16* embedding, const float* rope, bf16* kv, const int32_t* page_table, const int32_t* kv_plans, const int32_t* tiles, const int32_t* sequences, const int32_t* columns, uint8_t* exchange, int32_t* tokens, const int32_t* stop_ids, float* logits, uint32_t* progress, int32_t* status, uint32_t steps, uint32_t head_from, uint32_t column_count, uint32_t plan_count, uint32_t epoch) {
   uint8_t* arena = shared_arena();
   uint32_t block = blockIdx.x;
@@ -318,10 +338,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
   uint64_t* exchange_words = (uint64_t*)(exchange);
-  uint64_t* full = (uint64_t*)(arena + 196608);
+  uint64_t* full = (uint64_t*)(arena + RING_BARRIERS);
   uint64_t* empty = full + 12;
-  uint64_t* step_done = (uint64_t*)(arena + 226640);
-  uint32_t* next_token = (uint32_t*)(arena + 226656);
+  uint8_t* ring = arena + RING;
+  uint64_t* step_done = (uint64_t*)(arena + STEP_DONE);
+  uint32_t* next_token = (uint32_t*)(arena + NEXT_TOKEN);
   if (thread == 0) {
     for (uint32_t stage = 0; stage < 12; ++stage) {
       mbarrier_init(full + stage, 1);
@@ -343,7 +364,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       token = (uint32_t)(tokens[place]) < 128255 ? (uint32_t)(tokens[place]) : 128255;
     }
     next_token[thread] = token;
-    ((uint32_t*)(arena + 226592))[thread * 8 + 7] = 0;
+    ((uint32_t*)(arena + COLUMNS))[thread * 8 + 7] = 0;
   }
   block_barrier();
   if (warp >= 8) {
@@ -386,7 +407,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 landed_parity = landed_parity ^ 1;
               }
               uint64_t* barrier = full + fill_stage;
-              uint8_t* destination = arena + fill_stage * 16384;
+              uint8_t* destination = ring + fill_stage * 16384;
               mbarrier_arrive_expect_tx(barrier, 16384);
               bulk_copy(destination, source, 16384, barrier);
               fill_stage = fill_stage + 1;
@@ -437,7 +458,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 landed_parity = landed_parity ^ 1;
               }
               uint64_t* barrier = full + fill_stage;
-              uint8_t* destination = arena + fill_stage * 16384;
+              uint8_t* destination = ring + fill_stage * 16384;
               mbarrier_arrive_expect_tx(barrier, count * 512);
               #pragma unroll
               for (uint32_t number_2 = 0; number_2 < 2; ++number_2) {
@@ -477,7 +498,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 landed_parity = landed_parity ^ 1;
               }
               uint64_t* barrier = full + fill_stage;
-              uint8_t* destination = arena + fill_stage * 16384;
+              uint8_t* destination = ring + fill_stage * 16384;
               mbarrier_arrive_expect_tx(barrier, 16384);
               bulk_copy(destination, source, 16384, barrier);
               fill_stage = fill_stage + 1;
@@ -507,7 +528,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 landed_parity = landed_parity ^ 1;
               }
               uint64_t* barrier = full + fill_stage;
-              uint8_t* destination = arena + fill_stage * 16384;
+              uint8_t* destination = ring + fill_stage * 16384;
               mbarrier_arrive_expect_tx(barrier, 16384);
               bulk_copy(destination, source, 16384, barrier);
               fill_stage = fill_stage + 1;
@@ -541,7 +562,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                   landed_parity = landed_parity ^ 1;
                 }
                 uint64_t* barrier = full + fill_stage;
-                uint8_t* destination = arena + fill_stage * 16384;
+                uint8_t* destination = ring + fill_stage * 16384;
                 mbarrier_arrive_expect_tx(barrier, 16384);
                 bulk_copy(destination, source, 16384, barrier);
                 fill_stage = fill_stage + 1;
@@ -573,7 +594,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 landed_parity = landed_parity ^ 1;
               }
               uint64_t* barrier = full + fill_stage;
-              uint8_t* destination = arena + fill_stage * 16384;
+              uint8_t* destination = ring + fill_stage * 16384;
               mbarrier_arrive_expect_tx(barrier, 16384);
               bulk_copy(destination, source, 16384, barrier);
               fill_stage = fill_stage + 1;
@@ -607,7 +628,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       }
       bool has_new_plan = is_new;
       uint32_t step_epoch = epoch + step * 33;
-      uint32_t* state = (uint32_t*)(arena + 226592);
+      uint32_t* state = (uint32_t*)(arena + COLUMNS);
       if (thread < column_count) {
         uint32_t value = load_constant_u32(columns + thread * 4);
         uint32_t sequence = value;
@@ -630,7 +651,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         words[6] = sequence;
       }
       if (has_new_plan) {
-        uint4* kept = (uint4*)(arena + 225936);
+        uint4* kept = (uint4*)(arena + RECORDS);
         uint4 header = load_constant_u32x4(kv_plans + plan_index * 2880);
         if (thread < 4) {
           uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 2880 + (block + 64)));
@@ -652,7 +673,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           }
         }
         if (warp % 4 == 0 && warp / 4 * 132 + block < header.z * header.w) {
-          uint4* place = (uint4*)(arena + 225936) + (21 + warp / 4 * 8);
+          uint4* place = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
           uint32_t number = load_constant_u32(kv_plans + (plan_index * 2880 + ((warp / 4 * 132 + block) / header.w * 2 + 2496)));
           uint32_t head = load_constant_u32(kv_plans + (plan_index * 2880 + ((warp / 4 * 132 + block) / header.w * 2 + 1 + 2496)));
           uint32_t begin = load_constant_u32(kv_plans + (plan_index * 2880 + ((warp / 4 * 132 + block) / header.w + 2432)));
@@ -673,13 +694,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         }
       }
       named_barrier(1, 256);
-      float* angles = (float*)(arena + 224912);
+      float* angles = (float*)(arena + ROPE);
       #pragma unroll 1
       for (uint32_t number = thread; number < column_count * 128; number += 256) {
-        uint32_t position = ((uint32_t*)(arena + 226592))[number / 128 * 8];
+        uint32_t position = ((uint32_t*)(arena + COLUMNS))[number / 128 * 8];
         angles[number] = rope[(uint64_t)(position) * 128 + (uint64_t)(number % 128)];
       }
-      float* residual = (float*)(arena + 224512);
+      float* residual = (float*)(arena + RESIDUAL);
       #pragma unroll 1
       for (uint32_t place = thread; place < 32; place += 256) {
         uint32_t strip = place / 16 * 132 + block % 132;
@@ -707,7 +728,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         uint32_t position = (block + 8) % 132;
         if (position < 384) {
           if (layer == 0) {
-            uint4* vector = (uint4*)(arena + 196864);
+            uint4* vector = (uint4*)(arena + VECTOR);
             float squares = 0.0f;
             uint32_t first_unit = thread;
             uint4 weights_2[8];
@@ -743,8 +764,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint32_t weights_6 = weights_2[number].w;
               vector[first_unit + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_3), high * bf16x2_high(weights_3)), pack_bf16x2(low_2 * bf16x2_low(weights_4), high_2 * bf16x2_high(weights_4)), pack_bf16x2(low_3 * bf16x2_low(weights_5), high_3 * bf16x2_high(weights_5)), pack_bf16x2(low_4 * bf16x2_low(weights_6), high_4 * bf16x2_high(weights_6)));
             }
-            float* partial_sums = (float*)(arena + 224640);
-            float* scales = (float*)(arena + 224896);
+            float* partial_sums = (float*)(arena + PARTIAL_SUMS);
+            float* scales = (float*)(arena + SCALES);
             float sum_of_token = squares;
             float value = shuffle_xor_f32(sum_of_token, 16);
             sum_of_token = sum_of_token + value;
@@ -770,7 +791,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               scales[thread] = rsqrt_f32(total * 0.000244140625f + 1e-05f);
             }
           } else {
-            uint4* vector = (uint4*)(arena + 196864);
+            uint4* vector = (uint4*)(arena + VECTOR);
             float squares = 0.0f;
             uint32_t first_unit = thread;
             uint4 weights_2[8];
@@ -805,8 +826,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint32_t weights_6 = weights_2[number].w;
               vector[first_unit + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_3), high * bf16x2_high(weights_3)), pack_bf16x2(low_2 * bf16x2_low(weights_4), high_2 * bf16x2_high(weights_4)), pack_bf16x2(low_3 * bf16x2_low(weights_5), high_3 * bf16x2_high(weights_5)), pack_bf16x2(low_4 * bf16x2_low(weights_6), high_4 * bf16x2_high(weights_6)));
             }
-            float* partial_sums = (float*)(arena + 224640);
-            float* scales = (float*)(arena + 224896);
+            float* partial_sums = (float*)(arena + PARTIAL_SUMS);
+            float* scales = (float*)(arena + SCALES);
             float sum_of_token = squares;
             float value = shuffle_xor_f32(sum_of_token, 16);
             sum_of_token = sum_of_token + value;
@@ -838,8 +859,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             #pragma unroll 2
             for (uint32_t chunk = 0; chunk < 8; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector = (uint4*)(arena + 196864);
+              uint8_t* chunk_2 = ring + use_stage * 16384;
+              uint4* vector = (uint4*)(arena + VECTOR);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -862,7 +883,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 use_parity = use_parity ^ 1;
               }
             }
-            float* reductions = (float*)(arena + 223488) + turn * 128;
+            float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
             uint32_t row = warp * 16 + lane / 4;
             uint32_t first = lane % 4 * 2;
             if (first < 1) {
@@ -885,10 +906,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               float row_sum = half_sum + value;
               uint32_t head = strip / 8;
               uint32_t strip_of_head = strip % 8;
-              float value_2 = row_sum * ((float*)(arena + 224896))[column];
+              float value_2 = row_sum * ((float*)(arena + SCALES))[column];
               uint32_t dim = strip_of_head * 16 + row_2;
               if (head < 40) {
-                float2* angles_2 = (float2*)(arena + 224912) + column * 64;
+                float2* angles_2 = (float2*)(arena + ROPE) + column * 64;
                 uint32_t frequency = strip_of_head * 8 + row_2 % 8;
                 float2 angle = angles_2[frequency];
                 float partner = shuffle_xor_f32(value_2, 8);
@@ -903,11 +924,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               if (lane < 16 && lane % 2 == 0) {
                 uint32_t place = (column * 6144 + head * 128 + dim) / 2;
                 if (head >= 32) {
-                  if (((uint32_t*)(arena + 226592))[column * 8 + 1] < ((uint32_t*)(arena + 226592))[column * 8 + 2]) {
-                    uint32_t table = ((uint32_t*)(arena + 226592))[column * 8 + 6] * 512;
-                    uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + 226592))[column * 8] / 16));
+                  if (((uint32_t*)(arena + COLUMNS))[column * 8 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 8 + 2]) {
+                    uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 512;
+                    uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 8] / 16));
                     uint64_t offset = (uint64_t)(layer) * 16777216 + (uint64_t)(page) * 32768;
-                    bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 2048 + ((uint32_t*)(arena + 226592))[column * 8] % 16 * 128));
+                    bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 2048 + ((uint32_t*)(arena + COLUMNS))[column * 8] % 16 * 128));
                     bf16* place_2 = head - 32 < 8 ? key : key + 16384;
                     ((uint32_t*)(place_2 + dim))[0] = pair;
                     fence_proxy_async();
@@ -927,11 +948,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         if (thread == 0) {
           store_relaxed_u32(progress + block, step * 162 + (layer * 5 + 1));
         }
-        uint4 numbers = ((uint4*)(arena + 225936))[0];
+        uint4 numbers = ((uint4*)(arena + RECORDS))[0];
         #pragma unroll 1
         for (uint32_t number = numbers.x; number < numbers.y; ++number) {
           uint32_t index = number - numbers.x;
-          uint4* record = (uint4*)(arena + 225936) + (1 + (index < 4 ? index : 4) * 4);
+          uint4* record = (uint4*)(arena + RECORDS) + (1 + (index < 4 ? index : 4) * 4);
           if (index >= 4) {
             named_barrier(1, 256);
             if (thread == 0) {
@@ -953,7 +974,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           uint32_t newest_begin = what.w < record[3].x + record[3].y * step ? record[3].x + record[3].y * step : what.w;
           uint32_t newest_end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
           uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
-          uint4* queries = (uint4*)(arena + 213248);
+          uint4* queries = (uint4*)(arena + QUERIES);
           uint32_t query_units = record[1].z * 16;
           uint32_t newest_units = newest * 16;
           #pragma unroll 1
@@ -968,8 +989,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint32_t unit = is_value ? number_2 - query_units - newest_units : number_2 - query_units;
               uint32_t column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + unit / 16;
               uint4 words = wait_flagged4(exchange_words + ((column * 768 + ((is_value ? 40u : 32u) + what.z) * 16 + unit % 16) * 4 + 2080), layer_epoch);
-              uint4* keys = (uint4*)(arena + 215296);
-              uint4* values = (uint4*)(arena + 215296) + 256;
+              uint4* keys = (uint4*)(arena + NEWEST);
+              uint4* values = (uint4*)(arena + NEWEST) + 256;
               if (is_value) {
                 values[unit] = words;
               } else {
@@ -978,21 +999,21 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             }
           }
           named_barrier(1, 256);
-          uint4* shared = (uint4*)(arena + 213248);
+          uint4* shared = (uint4*)(arena + QUERIES);
           uint32_t row = lane / 4 < 7 ? lane / 4 : 7;
           uint4* query = shared + row * 16;
           uint32_t limits[2];
           uint32_t fused = lane % 4 * 2;
           uint32_t present = fused < record[1].z - 1 ? fused : record[1].z - 1;
           uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-          uint32_t position_2 = ((uint32_t*)(arena + 226592))[(record[2].x + present / 4) * 8];
+          uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 4) * 8];
           uint32_t following_2 = position_2 + 1;
           uint32_t visible = following_2 > record[2].w ? following_2 - record[2].w : 0;
           limits[0] = fused < record[1].z ? (end < visible ? end : visible) : 0;
           uint32_t fused_2 = lane % 4 * 2 + 1;
           uint32_t present_2 = fused_2 < record[1].z - 1 ? fused_2 : record[1].z - 1;
           uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-          uint32_t position_3 = ((uint32_t*)(arena + 226592))[(record[2].x + present_2 / 4) * 8];
+          uint32_t position_3 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 4) * 8];
           uint32_t following_3 = position_3 + 1;
           uint32_t visible_2 = following_3 > record[2].w ? following_3 - record[2].w : 0;
           limits[1] = fused_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
@@ -1020,12 +1041,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             if (is_cached) {
               mbarrier_wait(full + stage_2, (use_parity + place / 12) % 2);
             }
-            uint8_t* chunk = arena + stage_2 * 16384;
+            uint8_t* chunk = ring + stage_2 * 16384;
             uint8_t* keys = chunk;
             uint8_t* values = chunk + 8192;
             if (tile >= tiles_2) {
-              uint8_t* newest_keys = arena + 215296;
-              uint8_t* newest_values = arena + 215296 + 4096;
+              uint8_t* newest_keys = arena + NEWEST;
+              uint8_t* newest_values = arena + NEWEST + 4096;
               first_tile = tiles_2;
               last_tile = all_tiles;
               first_key = newest_begin;
@@ -1242,7 +1263,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           uint32_t place = use_stage + (cached + 31) / 32;
           use_parity = (use_parity + place / 12) % 2;
           use_stage = place % 12;
-          float* words = (float*)(arena + 225424);
+          float* words = (float*)(arena + STATISTICS);
           #pragma unroll
           for (uint32_t column = 0; column < 2; ++column) {
             float total = weight_sum[column];
@@ -1259,7 +1280,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               words[place_2 + 1] = total;
             }
           }
-          uint4* scratch = (uint4*)(arena + 196864);
+          uint4* scratch = (uint4*)(arena + ATTENTION);
           #pragma unroll
           for (uint32_t column = 0; column < 2; ++column) {
             uint32_t number_2 = lane % 4 * 2 + column;
@@ -1279,8 +1300,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           for (uint32_t output_2 = thread; output_2 < rows * 64; output_2 += 256) {
             uint32_t place_2 = output_2 / 64;
             uint32_t pair = output_2 % 64;
-            float2* scratch_2 = (float2*)(arena + 196864);
-            float2* statistics = (float2*)(arena + 225424);
+            float2* scratch_2 = (float2*)(arena + ATTENTION);
+            float2* statistics = (float2*)(arena + STATISTICS);
             float low = 0.0f;
             float high = 0.0f;
             float highest_2 = -bits_float(0x7f800000);
@@ -1319,15 +1340,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           named_barrier(1, 256);
         }
         // merge of partial states
-        uint4 numbers_2 = ((uint4*)(arena + 225936))[0];
-        uint4* record = (uint4*)(arena + 225936) + (21 + warp / 4 * 8);
+        uint4 numbers_2 = ((uint4*)(arena + RECORDS))[0];
+        uint4* record = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
         uint32_t first_job = warp / 4 * 132 + block;
         #pragma unroll 1
         for (uint32_t job = first_job; job < numbers_2.z; job += 264) {
           if (job != first_job) {
             named_barrier(warp / 4 + 2, 128);
             if (warp % 4 == 0) {
-              uint4* place = (uint4*)(arena + 225936) + (21 + warp / 4 * 8);
+              uint4* place = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
               uint32_t number = load_constant_u32(kv_plans + (plan_index * 2880 + (job / numbers_2.w * 2 + 2496)));
               uint32_t head = load_constant_u32(kv_plans + (plan_index * 2880 + (job / numbers_2.w * 2 + 1 + 2496)));
               uint32_t begin = load_constant_u32(kv_plans + (plan_index * 2880 + (job / numbers_2.w + 2432)));
@@ -1362,7 +1383,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                   uint32_t number = first + (lane < count - 1 ? lane : count - 1);
                   uint32_t source;
                   if (number < 20) {
-                    source = ((const uint32_t*)((uint4*)(arena + 225936) + (21 + warp / 4 * 8) + 3))[number];
+                    source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[number];
                   } else {
                     uint32_t value = load_constant_u32(kv_plans + (plan_index * 2880 + (record[0].z + number + 2560)));
                     source = value;
@@ -1403,7 +1424,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint32_t number = warp % 4 + first * 4 + (lane < count - 1 ? lane : count - 1) * 4;
                 uint32_t source;
                 if (number < 20) {
-                  source = ((const uint32_t*)((uint4*)(arena + 225936) + (21 + warp / 4 * 8) + 3))[number];
+                  source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[number];
                 } else {
                   uint32_t value = load_constant_u32(kv_plans + (plan_index * 2880 + (record[0].z + number + 2560)));
                   source = value;
@@ -1435,7 +1456,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                   }
                 }
               }
-              uint4* place = (uint4*)(arena + 196864) + warp * 33;
+              uint4* place = (uint4*)(arena + ATTENTION) + warp * 33;
               place[lane] = make_u32x4(float_bits(sums[0]), float_bits(sums[1]), float_bits(sums[2]), float_bits(sums[3]));
               if (lane == 0) {
                 place[32] = make_u32x4(float_bits(highest), float_bits(weight_sum), 0, 0);
@@ -1444,7 +1465,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               if (warp % 4 == 0) {
                 #pragma unroll
                 for (uint32_t number = 1; number < 4; ++number) {
-                  uint4* place_2 = (uint4*)(arena + 196864) + (warp + number) * 33;
+                  uint4* place_2 = (uint4*)(arena + ATTENTION) + (warp + number) * 33;
                   uint4 part = place_2[lane];
                   uint4 shared = place_2[32];
                   float new_highest = maximum_f32(highest, bits_float(shared.x));
@@ -1481,7 +1502,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         if (first_job + 264 < numbers_2.z) {
           named_barrier(warp / 4 + 2, 128);
           if (warp % 4 == 0) {
-            uint4* place = (uint4*)(arena + 225936) + (21 + warp / 4 * 8);
+            uint4* place = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
             uint32_t number = load_constant_u32(kv_plans + (plan_index * 2880 + (first_job / numbers_2.w * 2 + 2496)));
             uint32_t head = load_constant_u32(kv_plans + (plan_index * 2880 + (first_job / numbers_2.w * 2 + 1 + 2496)));
             uint32_t begin = load_constant_u32(kv_plans + (plan_index * 2880 + (first_job / numbers_2.w + 2432)));
@@ -1511,7 +1532,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         }
         uint32_t position_2 = block % 132;
         if (position_2 < 256) {
-          uint4* vector = (uint4*)(arena + 196864);
+          uint4* vector = (uint4*)(arena + VECTOR);
           uint32_t first_unit = thread;
           if (lane == 0) {
             uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 144544), layer_epoch);
@@ -1530,8 +1551,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             #pragma unroll 2
             for (uint32_t chunk = 0; chunk < 8; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_2 = (uint4*)(arena + 196864);
+              uint8_t* chunk_2 = ring + use_stage * 16384;
+              uint4* vector_2 = (uint4*)(arena + VECTOR);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -1554,7 +1575,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 use_parity = use_parity ^ 1;
               }
             }
-            float* reductions = (float*)(arena + 223488) + turn * 128;
+            float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
             uint32_t row = warp * 16 + lane / 4;
             uint32_t first = lane % 4 * 2;
             if (first < 1) {
@@ -1575,7 +1596,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
               float value = shuffle_xor_f32(half_sum, 16);
               float row_sum = half_sum + value;
-              float* residual_2 = (float*)(arena + 224512);
+              float* residual_2 = (float*)(arena + RESIDUAL);
               float value_2 = row_sum;
               if (lane < 16) {
                 uint32_t place = strip / 132 * 16 + row_2 + column;
@@ -1608,7 +1629,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         }
         uint32_t position_3 = (block + 8) % 132;
         if (position_3 < 1792) {
-          uint4* vector = (uint4*)(arena + 196864);
+          uint4* vector = (uint4*)(arena + VECTOR);
           float squares = 0.0f;
           uint32_t first_unit = thread;
           uint4 weights_2[8];
@@ -1643,8 +1664,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             uint32_t weights_6 = weights_2[number].w;
             vector[first_unit + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_3), high * bf16x2_high(weights_3)), pack_bf16x2(low_2 * bf16x2_low(weights_4), high_2 * bf16x2_high(weights_4)), pack_bf16x2(low_3 * bf16x2_low(weights_5), high_3 * bf16x2_high(weights_5)), pack_bf16x2(low_4 * bf16x2_low(weights_6), high_4 * bf16x2_high(weights_6)));
           }
-          float* partial_sums = (float*)(arena + 224640);
-          float* scales = (float*)(arena + 224896);
+          float* partial_sums = (float*)(arena + PARTIAL_SUMS);
+          float* scales = (float*)(arena + SCALES);
           float sum_of_token = squares;
           float value = shuffle_xor_f32(sum_of_token, 16);
           sum_of_token = sum_of_token + value;
@@ -1675,8 +1696,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             #pragma unroll 2
             for (uint32_t chunk = 0; chunk < 8; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_2 = (uint4*)(arena + 196864);
+              uint8_t* chunk_2 = ring + use_stage * 16384;
+              uint4* vector_2 = (uint4*)(arena + VECTOR);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -1699,7 +1720,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 use_parity = use_parity ^ 1;
               }
             }
-            float* reductions = (float*)(arena + 223488) + turn * 128;
+            float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
             uint32_t row = warp * 16 + lane / 4;
             uint32_t first = lane % 4 * 2;
             if (first < 1) {
@@ -1720,7 +1741,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
               float value_6 = shuffle_xor_f32(half_sum, 16);
               float row_sum = half_sum + value_6;
-              float value_7 = row_sum * ((float*)(arena + 224896))[column];
+              float value_7 = row_sum * ((float*)(arena + SCALES))[column];
               float other = shuffle_xor_f32(value_7, 8);
               float gated = divide_f32(value_7, 1.0f + exp_f32(-value_7)) * other;
               float neighbour = shuffle_xor_f32(gated, 1);
@@ -1744,7 +1765,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         if (position_4 < 256) {
           float sums[1][4] = {};
           float sums_2[1][4] = {};
-          uint4* vector = (uint4*)(arena + 196864);
+          uint4* vector = (uint4*)(arena + VECTOR);
           uint32_t first_unit = thread;
           if (lane == 0) {
             uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 148640), layer_epoch);
@@ -1769,8 +1790,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           #pragma unroll 2
           for (uint32_t chunk = 0; chunk < 14; ++chunk) {
             mbarrier_wait(full + use_stage, use_parity);
-            uint8_t* chunk_2 = arena + use_stage * 16384;
-            uint4* vector_2 = (uint4*)(arena + 196864);
+            uint8_t* chunk_2 = ring + use_stage * 16384;
+            uint4* vector_2 = (uint4*)(arena + VECTOR);
             const uint4* fragments = (const uint4*)(chunk_2);
             #pragma unroll
             for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -1797,8 +1818,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             #pragma unroll 2
             for (uint32_t chunk = 0; chunk < 14; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_2 = (uint4*)(arena + 196864);
+              uint8_t* chunk_2 = ring + use_stage * 16384;
+              uint4* vector_2 = (uint4*)(arena + VECTOR);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -1823,7 +1844,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             }
           }
           named_barrier(1, 256);
-          uint4* vector_2 = (uint4*)(arena + 196864);
+          uint4* vector_2 = (uint4*)(arena + VECTOR);
           uint32_t first_unit_2 = thread;
           if (lane == 0) {
             uint4 value = wait_flagged4(exchange_words + ((first_unit_2 + 896) * 4 + 148640), layer_epoch);
@@ -1848,8 +1869,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           #pragma unroll 2
           for (uint32_t chunk = 14; chunk < 28; ++chunk) {
             mbarrier_wait(full + use_stage, use_parity);
-            uint8_t* chunk_2 = arena + use_stage * 16384;
-            uint4* vector_3 = (uint4*)(arena + 196864);
+            uint8_t* chunk_2 = ring + use_stage * 16384;
+            uint4* vector_3 = (uint4*)(arena + VECTOR);
             const uint4* fragments = (const uint4*)(chunk_2);
             #pragma unroll
             for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -1876,8 +1897,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             #pragma unroll 2
             for (uint32_t chunk = 14; chunk < 28; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_3 = (uint4*)(arena + 196864);
+              uint8_t* chunk_2 = ring + use_stage * 16384;
+              uint4* vector_3 = (uint4*)(arena + VECTOR);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -1901,7 +1922,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
             }
           }
-          float* reductions = (float*)(arena + 223488) + turn * 128;
+          float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
           uint32_t row = warp * 16 + lane / 4;
           uint32_t first = lane % 4 * 2;
           if (first < 1) {
@@ -1922,7 +1943,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             }
             float value = shuffle_xor_f32(half_sum, 16);
             float row_sum = half_sum + value;
-            float* residual_2 = (float*)(arena + 224512);
+            float* residual_2 = (float*)(arena + RESIDUAL);
             float value_2 = row_sum;
             if (lane < 16) {
               uint32_t place = position_4 / 132 * 16 + row_2 + column;
@@ -1941,7 +1962,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             finisher = 0;
           }
           if (position_4 + 132 < 256) {
-            float* reductions_2 = (float*)(arena + 223488) + turn * 128;
+            float* reductions_2 = (float*)(arena + REDUCTIONS) + turn * 128;
             uint32_t row_2 = warp * 16 + lane / 4;
             uint32_t first_2 = lane % 4 * 2;
             if (first_2 < 1) {
@@ -1962,7 +1983,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
               float value = shuffle_xor_f32(half_sum, 16);
               float row_sum = half_sum + value;
-              float* residual_2 = (float*)(arena + 224512);
+              float* residual_2 = (float*)(arena + RESIDUAL);
               float value_2 = row_sum;
               if (lane < 16) {
                 uint32_t place = (position_4 + 132) / 132 * 16 + row_3 + column;
@@ -1992,7 +2013,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       if (step >= head_from || logits != nullptr) {
         uint32_t position = (block + 8) % 132;
         if (position < 8016) {
-          uint4* vector = (uint4*)(arena + 196864);
+          uint4* vector = (uint4*)(arena + VECTOR);
           float squares = 0.0f;
           uint32_t first_unit = thread;
           uint4 weights_2[8];
@@ -2027,8 +2048,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             uint32_t weights_6 = weights_2[number].w;
             vector[first_unit + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_3), high * bf16x2_high(weights_3)), pack_bf16x2(low_2 * bf16x2_low(weights_4), high_2 * bf16x2_high(weights_4)), pack_bf16x2(low_3 * bf16x2_low(weights_5), high_3 * bf16x2_high(weights_5)), pack_bf16x2(low_4 * bf16x2_low(weights_6), high_4 * bf16x2_high(weights_6)));
           }
-          float* partial_sums = (float*)(arena + 224640);
-          float* scales = (float*)(arena + 224896);
+          float* partial_sums = (float*)(arena + PARTIAL_SUMS);
+          float* scales = (float*)(arena + SCALES);
           float sum_of_token = squares;
           float value = shuffle_xor_f32(sum_of_token, 16);
           sum_of_token = sum_of_token + value;
@@ -2059,8 +2080,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             #pragma unroll 2
             for (uint32_t chunk = 0; chunk < 8; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_2 = (uint4*)(arena + 196864);
+              uint8_t* chunk_2 = ring + use_stage * 16384;
+              uint4* vector_2 = (uint4*)(arena + VECTOR);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -2083,7 +2104,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 use_parity = use_parity ^ 1;
               }
             }
-            float* reductions = (float*)(arena + 223488) + turn * 128;
+            float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
             uint32_t row = warp * 16 + lane / 4;
             uint32_t first = lane % 4 * 2;
             if (first < 1) {
@@ -2104,7 +2125,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
               float value_6 = shuffle_xor_f32(half_sum, 16);
               float row_sum = half_sum + value_6;
-              float logit = row_sum * ((float*)(arena + 224896))[column];
+              float logit = row_sum * ((float*)(arena + SCALES))[column];
               uint32_t token = strip * 16 + row_2;
               if (logits != nullptr && lane < 16 && token < 128256) {
                 uint64_t row_3 = (uint64_t)(step + column);
@@ -2112,10 +2133,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
               uint32_t token_2 = strip * 16 + row_2;
               float candidate = logit;
-              float temperature = bits_float(((uint32_t*)(arena + 226592))[column * 8 + 3]);
+              float temperature = bits_float(((uint32_t*)(arena + COLUMNS))[column * 8 + 3]);
               if (temperature > 0.0f) {
-                uint64_t seed = ((uint64_t)(((uint32_t*)(arena + 226592))[column * 8 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + 226592))[column * 8 + 4]);
-                uint32_t position_2 = ((uint32_t*)(arena + 226592))[column * 8] + 1;
+                uint64_t seed = ((uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 8 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 8 + 4]);
+                uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[column * 8] + 1;
                 uint32_t c0 = token_2;
                 uint32_t c1 = position_2;
                 uint32_t c2 = 0;
@@ -2158,7 +2179,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         store_relaxed_u32(progress + block, step * 162 + 161);
       }
       uint32_t first_word = step % 2 * 132 * 4;
-      uint32_t* words = (uint32_t*)(arena + 226528);
+      uint32_t* words = (uint32_t*)(arena + WARP_CANDIDATES);
       #pragma unroll 1
       for (uint32_t level = 0; level < 5; ++level) {
         uint32_t mask = 16u >> level;
@@ -2176,7 +2197,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       }
       named_barrier(1, 256);
       if (warp < 1) {
-        uint2* candidates = (uint2*)(arena + 226528);
+        uint2* candidates = (uint2*)(arena + WARP_CANDIDATES);
         float best_2 = -bits_float(0x7f800000);
         uint32_t best_token_2 = 4294967295u;
         #pragma unroll 1
@@ -2205,16 +2226,16 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           publish_flagged_release(exchange_words + (place + 155808), word, step_epoch + 32);
         }
       }
-      uint4* units = (uint4*)(arena + 196864);
+      uint4* units = (uint4*)(arena + CANDIDATES);
       #pragma unroll 1
       for (uint32_t other = thread; other < 132; other += 256) {
         uint4 value = wait_flagged4_acquire(exchange_words + ((first_word / 4 + other) * 4 + 155808), step_epoch + 32);
         units[other] = value;
       }
       named_barrier(1, 256);
-      uint32_t* chosen = (uint32_t*)(arena + 226624);
+      uint32_t* chosen = (uint32_t*)(arena + CHOSEN);
       if (warp < 1) {
-        uint2* candidates = (uint2*)(arena + 196864);
+        uint2* candidates = (uint2*)(arena + CANDIDATES);
         float best_2 = -bits_float(0x7f800000);
         uint32_t best_token_2 = 4294967295u;
         #pragma unroll 1
@@ -2247,15 +2268,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         uint32_t going_on = 0;
         #pragma unroll 1
         for (uint32_t column = lane; column < column_count; column += 32) {
-          uint32_t sequence = ((uint32_t*)(arena + 226592))[column * 8 + 6];
-          uint32_t number = ((uint32_t*)(arena + 226592))[column * 8 + 1];
-          uint32_t total = ((uint32_t*)(arena + 226592))[column * 8 + 2];
+          uint32_t sequence = ((uint32_t*)(arena + COLUMNS))[column * 8 + 6];
+          uint32_t number = ((uint32_t*)(arena + COLUMNS))[column * 8 + 1];
+          uint32_t total = ((uint32_t*)(arena + COLUMNS))[column * 8 + 2];
           uint32_t value = load_constant_u32(sequences + (sequence * 16 + 2));
           uint32_t given = value;
           uint32_t value_2 = load_constant_u32(sequences + (sequence * 16 + 1));
           uint32_t per_step = value_2;
-          uint32_t sampled = ((uint32_t*)(arena + 226624))[column];
-          uint32_t stopped = ((uint32_t*)(arena + 226592))[column * 8 + 7];
+          uint32_t sampled = ((uint32_t*)(arena + CHOSEN))[column];
+          uint32_t stopped = ((uint32_t*)(arena + COLUMNS))[column * 8 + 7];
           if (number + 1 >= given && number < total) {
             if (block == 0) {
               tokens[sequence * 65 + number + 1] = (int32_t)(sampled);
@@ -2274,7 +2295,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           if (following_2 >= total) {
             stopped = 1;
           }
-          ((uint32_t*)(arena + 226592))[column * 8 + 7] = stopped;
+          ((uint32_t*)(arena + COLUMNS))[column * 8 + 7] = stopped;
           if (stopped == 0) {
             going_on = 1;
           }
@@ -2315,7 +2336,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             #pragma unroll 1
             for (uint32_t i_2 = 0; i_2 < 8; ++i_2) {
               mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk = arena + use_stage * 16384;
+              uint8_t* chunk = ring + use_stage * 16384;
               warp_barrier();
               if (lane == 0) {
                 mbarrier_arrive(empty + use_stage);

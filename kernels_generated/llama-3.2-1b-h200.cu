@@ -311,6 +311,26 @@ __device__ __forceinline__ uint4 make_u32x4(uint32_t x, uint32_t y, uint32_t z, 
 }
 #endif
 
+constexpr uint32_t RING = 0;
+constexpr uint32_t RING_BARRIERS = 212992;
+constexpr uint32_t VECTOR = 213248;
+constexpr uint32_t CANDIDATES = 213248;
+constexpr uint32_t ATTENTION = 213248;
+constexpr uint32_t QUERIES = 221440;
+constexpr uint32_t NEWEST = 222464;
+constexpr uint32_t REDUCTIONS = 226560;
+constexpr uint32_t RESIDUAL = 227584;
+constexpr uint32_t PARTIAL_SUMS = 227648;
+constexpr uint32_t SCALES = 227904;
+constexpr uint32_t ROPE = 227920;
+constexpr uint32_t STATISTICS = 228176;
+constexpr uint32_t RECORDS = 228688;
+constexpr uint32_t WARP_CANDIDATES = 229280;
+constexpr uint32_t COLUMNS = 229344;
+constexpr uint32_t CHOSEN = 229376;
+constexpr uint32_t STEP_DONE = 229392;
+constexpr uint32_t NEXT_TOKEN = 229408;
+
 extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* weights, const bf16* norms, const bf16* embedding, const float* rope, bf16* kv, const int32_t* page_table, const int32_t* kv_plans, const int32_t* tiles, const int32_t* sequences, const int32_t* columns, uint8_t* exchange, int32_t* tokens, const int32_t* stop_ids, float* logits, uint32_t* progress, int32_t* status, uint32_t steps, uint32_t head_from, uint32_t column_count, uint32_t plan_count, uint32_t epoch) {
   uint8_t* arena = shared_arena();
   uint32_t block = blockIdx.x;
@@ -318,10 +338,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
   uint64_t* exchange_words = (uint64_t*)(exchange);
-  uint64_t* full = (uint64_t*)(arena + 212992);
+  uint64_t* full = (uint64_t*)(arena + RING_BARRIERS);
   uint64_t* empty = full + 13;
-  uint64_t* step_done = (uint64_t*)(arena + 229392);
-  uint32_t* next_token = (uint32_t*)(arena + 229408);
+  uint8_t* ring = arena + RING;
+  uint64_t* step_done = (uint64_t*)(arena + STEP_DONE);
+  uint32_t* next_token = (uint32_t*)(arena + NEXT_TOKEN);
   if (thread == 0) {
     for (uint32_t stage = 0; stage < 13; ++stage) {
       mbarrier_init(full + stage, 1);
@@ -343,7 +364,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       token = (uint32_t)(tokens[place]) < 128255 ? (uint32_t)(tokens[place]) : 128255;
     }
     next_token[thread] = token;
-    ((uint32_t*)(arena + 229344))[thread * 8 + 7] = 0;
+    ((uint32_t*)(arena + COLUMNS))[thread * 8 + 7] = 0;
   }
   block_barrier();
   if (warp >= 8) {
@@ -386,7 +407,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 landed_parity = landed_parity ^ 1;
               }
               uint64_t* barrier = full + fill_stage;
-              uint8_t* destination = arena + fill_stage * 16384;
+              uint8_t* destination = ring + fill_stage * 16384;
               mbarrier_arrive_expect_tx(barrier, 16384);
               bulk_copy(destination, source, 16384, barrier);
               fill_stage = fill_stage + 1;
@@ -437,7 +458,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 landed_parity = landed_parity ^ 1;
               }
               uint64_t* barrier = full + fill_stage;
-              uint8_t* destination = arena + fill_stage * 16384;
+              uint8_t* destination = ring + fill_stage * 16384;
               mbarrier_arrive_expect_tx(barrier, count * 256);
               #pragma unroll
               for (uint32_t number_2 = 0; number_2 < 4; ++number_2) {
@@ -476,7 +497,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 landed_parity = landed_parity ^ 1;
               }
               uint64_t* barrier = full + fill_stage;
-              uint8_t* destination = arena + fill_stage * 16384;
+              uint8_t* destination = ring + fill_stage * 16384;
               mbarrier_arrive_expect_tx(barrier, 16384);
               bulk_copy(destination, source, 16384, barrier);
               fill_stage = fill_stage + 1;
@@ -506,7 +527,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 landed_parity = landed_parity ^ 1;
               }
               uint64_t* barrier = full + fill_stage;
-              uint8_t* destination = arena + fill_stage * 16384;
+              uint8_t* destination = ring + fill_stage * 16384;
               mbarrier_arrive_expect_tx(barrier, 16384);
               bulk_copy(destination, source, 16384, barrier);
               fill_stage = fill_stage + 1;
@@ -539,7 +560,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                   landed_parity = landed_parity ^ 1;
                 }
                 uint64_t* barrier = full + fill_stage;
-                uint8_t* destination = arena + fill_stage * 16384;
+                uint8_t* destination = ring + fill_stage * 16384;
                 mbarrier_arrive_expect_tx(barrier, 16384);
                 bulk_copy(destination, source, 16384, barrier);
                 fill_stage = fill_stage + 1;
@@ -571,7 +592,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 landed_parity = landed_parity ^ 1;
               }
               uint64_t* barrier = full + fill_stage;
-              uint8_t* destination = arena + fill_stage * 16384;
+              uint8_t* destination = ring + fill_stage * 16384;
               mbarrier_arrive_expect_tx(barrier, 16384);
               bulk_copy(destination, source, 16384, barrier);
               fill_stage = fill_stage + 1;
@@ -605,7 +626,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       }
       bool has_new_plan = is_new;
       uint32_t step_epoch = epoch + step * 17;
-      uint32_t* state = (uint32_t*)(arena + 229344);
+      uint32_t* state = (uint32_t*)(arena + COLUMNS);
       if (thread < column_count) {
         uint32_t value = load_constant_u32(columns + thread * 4);
         uint32_t sequence = value;
@@ -628,7 +649,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         words[6] = sequence;
       }
       if (has_new_plan) {
-        uint4* kept = (uint4*)(arena + 228688);
+        uint4* kept = (uint4*)(arena + RECORDS);
         uint4 header = load_constant_u32x4(kv_plans + plan_index * 2880);
         if (thread < 4) {
           uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 2880 + (block + 64)));
@@ -650,7 +671,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           }
         }
         if (warp % 4 == 0 && warp / 4 * 132 + block < header.z * header.w) {
-          uint4* place = (uint4*)(arena + 228688) + (21 + warp / 4 * 8);
+          uint4* place = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
           uint32_t number = load_constant_u32(kv_plans + (plan_index * 2880 + ((warp / 4 * 132 + block) / header.w * 2 + 2496)));
           uint32_t head = load_constant_u32(kv_plans + (plan_index * 2880 + ((warp / 4 * 132 + block) / header.w * 2 + 1 + 2496)));
           uint32_t begin = load_constant_u32(kv_plans + (plan_index * 2880 + ((warp / 4 * 132 + block) / header.w + 2432)));
@@ -671,13 +692,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         }
       }
       named_barrier(1, 256);
-      float* angles = (float*)(arena + 227920);
+      float* angles = (float*)(arena + ROPE);
       #pragma unroll 1
       for (uint32_t number = thread; number < column_count * 64; number += 256) {
-        uint32_t position = ((uint32_t*)(arena + 229344))[number / 64 * 8];
+        uint32_t position = ((uint32_t*)(arena + COLUMNS))[number / 64 * 8];
         angles[number] = rope[(uint64_t)(position) * 64 + (uint64_t)(number % 64)];
       }
-      float* residual = (float*)(arena + 227584);
+      float* residual = (float*)(arena + RESIDUAL);
       #pragma unroll 1
       for (uint32_t place = thread; place < 16; place += 256) {
         uint32_t strip = place / 16 * 132 + block % 132;
@@ -705,7 +726,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         uint32_t position = (block + 4) % 132;
         if (position < 192) {
           if (layer == 0) {
-            uint4* vector = (uint4*)(arena + 213248);
+            uint4* vector = (uint4*)(arena + VECTOR);
             float squares = 0.0f;
             uint32_t first_unit = thread;
             uint4 weights_2[8];
@@ -741,8 +762,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint32_t weights_6 = weights_2[number].w;
               vector[first_unit + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_3), high * bf16x2_high(weights_3)), pack_bf16x2(low_2 * bf16x2_low(weights_4), high_2 * bf16x2_high(weights_4)), pack_bf16x2(low_3 * bf16x2_low(weights_5), high_3 * bf16x2_high(weights_5)), pack_bf16x2(low_4 * bf16x2_low(weights_6), high_4 * bf16x2_high(weights_6)));
             }
-            float* partial_sums = (float*)(arena + 227648);
-            float* scales = (float*)(arena + 227904);
+            float* partial_sums = (float*)(arena + PARTIAL_SUMS);
+            float* scales = (float*)(arena + SCALES);
             float sum_of_token = squares;
             float value = shuffle_xor_f32(sum_of_token, 16);
             sum_of_token = sum_of_token + value;
@@ -768,7 +789,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               scales[thread] = rsqrt_f32(total * 0.00048828125f + 1e-05f);
             }
           } else {
-            uint4* vector = (uint4*)(arena + 213248);
+            uint4* vector = (uint4*)(arena + VECTOR);
             float squares = 0.0f;
             uint32_t first_unit = thread;
             uint4 weights_2[8];
@@ -803,8 +824,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint32_t weights_6 = weights_2[number].w;
               vector[first_unit + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_3), high * bf16x2_high(weights_3)), pack_bf16x2(low_2 * bf16x2_low(weights_4), high_2 * bf16x2_high(weights_4)), pack_bf16x2(low_3 * bf16x2_low(weights_5), high_3 * bf16x2_high(weights_5)), pack_bf16x2(low_4 * bf16x2_low(weights_6), high_4 * bf16x2_high(weights_6)));
             }
-            float* partial_sums = (float*)(arena + 227648);
-            float* scales = (float*)(arena + 227904);
+            float* partial_sums = (float*)(arena + PARTIAL_SUMS);
+            float* scales = (float*)(arena + SCALES);
             float sum_of_token = squares;
             float value = shuffle_xor_f32(sum_of_token, 16);
             sum_of_token = sum_of_token + value;
@@ -836,8 +857,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             #pragma unroll 2
             for (uint32_t chunk = 0; chunk < 4; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector = (uint4*)(arena + 213248);
+              uint8_t* chunk_2 = ring + use_stage * 16384;
+              uint4* vector = (uint4*)(arena + VECTOR);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -860,7 +881,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 use_parity = use_parity ^ 1;
               }
             }
-            float* reductions = (float*)(arena + 226560) + turn * 128;
+            float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
             uint32_t row = warp * 16 + lane / 4;
             uint32_t first = lane % 4 * 2;
             if (first < 1) {
@@ -883,10 +904,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               float row_sum = half_sum + value;
               uint32_t head = strip / 4;
               uint32_t strip_of_head = strip % 4;
-              float value_2 = row_sum * ((float*)(arena + 227904))[column];
+              float value_2 = row_sum * ((float*)(arena + SCALES))[column];
               uint32_t dim = strip_of_head * 16 + row_2;
               if (head < 40) {
-                float2* angles_2 = (float2*)(arena + 227920) + column * 32;
+                float2* angles_2 = (float2*)(arena + ROPE) + column * 32;
                 uint32_t frequency = strip_of_head * 8 + row_2 % 8;
                 float2 angle = angles_2[frequency];
                 float partner = shuffle_xor_f32(value_2, 8);
@@ -901,11 +922,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               if (lane < 16 && lane % 2 == 0) {
                 uint32_t place = (column * 3072 + head * 64 + dim) / 2;
                 if (head >= 32) {
-                  if (((uint32_t*)(arena + 229344))[column * 8 + 1] < ((uint32_t*)(arena + 229344))[column * 8 + 2]) {
-                    uint32_t table = ((uint32_t*)(arena + 229344))[column * 8 + 6] * 512;
-                    uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + 229344))[column * 8] / 16));
+                  if (((uint32_t*)(arena + COLUMNS))[column * 8 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 8 + 2]) {
+                    uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 512;
+                    uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 8] / 16));
                     uint64_t offset = (uint64_t)(layer) * 8388608 + (uint64_t)(page) * 16384;
-                    bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 1024 + ((uint32_t*)(arena + 229344))[column * 8] % 16 * 64));
+                    bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 1024 + ((uint32_t*)(arena + COLUMNS))[column * 8] % 16 * 64));
                     bf16* place_2 = head - 32 < 8 ? key : key + 8192;
                     ((uint32_t*)(place_2 + dim))[0] = pair;
                     fence_proxy_async();
@@ -925,11 +946,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         if (thread == 0) {
           store_relaxed_u32(progress + block, step * 82 + (layer * 5 + 1));
         }
-        uint4 numbers = ((uint4*)(arena + 228688))[0];
+        uint4 numbers = ((uint4*)(arena + RECORDS))[0];
         #pragma unroll 1
         for (uint32_t number = numbers.x; number < numbers.y; ++number) {
           uint32_t index = number - numbers.x;
-          uint4* record = (uint4*)(arena + 228688) + (1 + (index < 4 ? index : 4) * 4);
+          uint4* record = (uint4*)(arena + RECORDS) + (1 + (index < 4 ? index : 4) * 4);
           if (index >= 4) {
             named_barrier(1, 256);
             if (thread == 0) {
@@ -951,7 +972,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           uint32_t newest_begin = what.w < record[3].x + record[3].y * step ? record[3].x + record[3].y * step : what.w;
           uint32_t newest_end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
           uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
-          uint4* queries = (uint4*)(arena + 221440);
+          uint4* queries = (uint4*)(arena + QUERIES);
           uint32_t query_units = record[1].z * 8;
           uint32_t newest_units = newest * 8;
           #pragma unroll 1
@@ -966,8 +987,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               uint32_t unit = is_value ? number_2 - query_units - newest_units : number_2 - query_units;
               uint32_t column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + unit / 8;
               uint4 words = wait_flagged4(exchange_words + ((column * 384 + ((is_value ? 40u : 32u) + what.z) * 8 + unit % 8) * 4 + 1056), layer_epoch);
-              uint4* keys = (uint4*)(arena + 222464);
-              uint4* values = (uint4*)(arena + 222464) + 128;
+              uint4* keys = (uint4*)(arena + NEWEST);
+              uint4* values = (uint4*)(arena + NEWEST) + 128;
               if (is_value) {
                 values[unit] = words;
               } else {
@@ -976,21 +997,21 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             }
           }
           named_barrier(1, 256);
-          uint4* shared = (uint4*)(arena + 221440);
+          uint4* shared = (uint4*)(arena + QUERIES);
           uint32_t row = lane / 4 < 7 ? lane / 4 : 7;
           uint4* query = shared + row * 8;
           uint32_t limits[2];
           uint32_t fused = lane % 4 * 2;
           uint32_t present = fused < record[1].z - 1 ? fused : record[1].z - 1;
           uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-          uint32_t position_2 = ((uint32_t*)(arena + 229344))[(record[2].x + present / 4) * 8];
+          uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 4) * 8];
           uint32_t following_2 = position_2 + 1;
           uint32_t visible = following_2 > record[2].w ? following_2 - record[2].w : 0;
           limits[0] = fused < record[1].z ? (end < visible ? end : visible) : 0;
           uint32_t fused_2 = lane % 4 * 2 + 1;
           uint32_t present_2 = fused_2 < record[1].z - 1 ? fused_2 : record[1].z - 1;
           uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-          uint32_t position_3 = ((uint32_t*)(arena + 229344))[(record[2].x + present_2 / 4) * 8];
+          uint32_t position_3 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 4) * 8];
           uint32_t following_3 = position_3 + 1;
           uint32_t visible_2 = following_3 > record[2].w ? following_3 - record[2].w : 0;
           limits[1] = fused_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
@@ -1018,12 +1039,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             if (is_cached) {
               mbarrier_wait(full + stage_2, (use_parity + place / 13) % 2);
             }
-            uint8_t* chunk = arena + stage_2 * 16384;
+            uint8_t* chunk = ring + stage_2 * 16384;
             uint8_t* keys = chunk;
             uint8_t* values = chunk + 8192;
             if (tile >= tiles_2) {
-              uint8_t* newest_keys = arena + 222464;
-              uint8_t* newest_values = arena + 222464 + 2048;
+              uint8_t* newest_keys = arena + NEWEST;
+              uint8_t* newest_values = arena + NEWEST + 2048;
               first_tile = tiles_2;
               last_tile = all_tiles;
               first_key = newest_begin;
@@ -1171,7 +1192,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           uint32_t place = use_stage + (cached + 63) / 64;
           use_parity = (use_parity + place / 13) % 2;
           use_stage = place % 13;
-          float* words = (float*)(arena + 228176);
+          float* words = (float*)(arena + STATISTICS);
           #pragma unroll
           for (uint32_t column = 0; column < 2; ++column) {
             float total = weight_sum[column];
@@ -1188,7 +1209,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               words[place_2 + 1] = total;
             }
           }
-          uint4* scratch = (uint4*)(arena + 213248);
+          uint4* scratch = (uint4*)(arena + ATTENTION);
           #pragma unroll
           for (uint32_t column = 0; column < 2; ++column) {
             uint32_t number_2 = lane % 4 * 2 + column;
@@ -1205,8 +1226,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           for (uint32_t output_2 = thread; output_2 < rows * 32; output_2 += 256) {
             uint32_t place_2 = output_2 / 32;
             uint32_t pair = output_2 % 32;
-            float2* scratch_2 = (float2*)(arena + 213248);
-            float2* statistics = (float2*)(arena + 228176);
+            float2* scratch_2 = (float2*)(arena + ATTENTION);
+            float2* statistics = (float2*)(arena + STATISTICS);
             float low = 0.0f;
             float high = 0.0f;
             float highest_2 = -bits_float(0x7f800000);
@@ -1245,15 +1266,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           named_barrier(1, 256);
         }
         // merge of partial states
-        uint4 numbers_2 = ((uint4*)(arena + 228688))[0];
-        uint4* record = (uint4*)(arena + 228688) + (21 + warp / 4 * 8);
+        uint4 numbers_2 = ((uint4*)(arena + RECORDS))[0];
+        uint4* record = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
         uint32_t first_job = warp / 4 * 132 + block;
         #pragma unroll 1
         for (uint32_t job = first_job; job < numbers_2.z; job += 264) {
           if (job != first_job) {
             named_barrier(warp / 4 + 2, 128);
             if (warp % 4 == 0) {
-              uint4* place = (uint4*)(arena + 228688) + (21 + warp / 4 * 8);
+              uint4* place = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
               uint32_t number = load_constant_u32(kv_plans + (plan_index * 2880 + (job / numbers_2.w * 2 + 2496)));
               uint32_t head = load_constant_u32(kv_plans + (plan_index * 2880 + (job / numbers_2.w * 2 + 1 + 2496)));
               uint32_t begin = load_constant_u32(kv_plans + (plan_index * 2880 + (job / numbers_2.w + 2432)));
@@ -1288,7 +1309,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                   uint32_t number = first + (lane < count - 1 ? lane : count - 1);
                   uint32_t source;
                   if (number < 20) {
-                    source = ((const uint32_t*)((uint4*)(arena + 228688) + (21 + warp / 4 * 8) + 3))[number];
+                    source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[number];
                   } else {
                     uint32_t value = load_constant_u32(kv_plans + (plan_index * 2880 + (record[0].z + number + 2560)));
                     source = value;
@@ -1329,7 +1350,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 uint32_t number = warp % 4 + first * 4 + (lane < count - 1 ? lane : count - 1) * 4;
                 uint32_t source;
                 if (number < 20) {
-                  source = ((const uint32_t*)((uint4*)(arena + 228688) + (21 + warp / 4 * 8) + 3))[number];
+                  source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[number];
                 } else {
                   uint32_t value = load_constant_u32(kv_plans + (plan_index * 2880 + (record[0].z + number + 2560)));
                   source = value;
@@ -1361,7 +1382,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                   }
                 }
               }
-              uint4* place = (uint4*)(arena + 213248) + warp * 33;
+              uint4* place = (uint4*)(arena + ATTENTION) + warp * 33;
               place[lane] = make_u32x4(float_bits(sums[0]), float_bits(sums[1]), float_bits(sums[2]), float_bits(sums[3]));
               if (lane == 0) {
                 place[32] = make_u32x4(float_bits(highest), float_bits(weight_sum), 0, 0);
@@ -1370,7 +1391,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               if (warp % 4 == 0) {
                 #pragma unroll
                 for (uint32_t number = 1; number < 4; ++number) {
-                  uint4* place_2 = (uint4*)(arena + 213248) + (warp + number) * 33;
+                  uint4* place_2 = (uint4*)(arena + ATTENTION) + (warp + number) * 33;
                   uint4 part = place_2[lane];
                   uint4 shared = place_2[32];
                   float new_highest = maximum_f32(highest, bits_float(shared.x));
@@ -1407,7 +1428,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         if (first_job + 264 < numbers_2.z) {
           named_barrier(warp / 4 + 2, 128);
           if (warp % 4 == 0) {
-            uint4* place = (uint4*)(arena + 228688) + (21 + warp / 4 * 8);
+            uint4* place = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
             uint32_t number = load_constant_u32(kv_plans + (plan_index * 2880 + (first_job / numbers_2.w * 2 + 2496)));
             uint32_t head = load_constant_u32(kv_plans + (plan_index * 2880 + (first_job / numbers_2.w * 2 + 1 + 2496)));
             uint32_t begin = load_constant_u32(kv_plans + (plan_index * 2880 + (first_job / numbers_2.w + 2432)));
@@ -1437,7 +1458,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         }
         uint32_t position_2 = block % 132;
         if (position_2 < 128) {
-          uint4* vector = (uint4*)(arena + 213248);
+          uint4* vector = (uint4*)(arena + VECTOR);
           uint32_t first_unit = thread;
           if (lane == 0) {
             uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 74400), layer_epoch);
@@ -1456,8 +1477,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             #pragma unroll 2
             for (uint32_t chunk = 0; chunk < 4; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_2 = (uint4*)(arena + 213248);
+              uint8_t* chunk_2 = ring + use_stage * 16384;
+              uint4* vector_2 = (uint4*)(arena + VECTOR);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -1480,7 +1501,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 use_parity = use_parity ^ 1;
               }
             }
-            float* reductions = (float*)(arena + 226560) + turn * 128;
+            float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
             uint32_t row = warp * 16 + lane / 4;
             uint32_t first = lane % 4 * 2;
             if (first < 1) {
@@ -1501,7 +1522,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
               float value = shuffle_xor_f32(half_sum, 16);
               float row_sum = half_sum + value;
-              float* residual_2 = (float*)(arena + 227584);
+              float* residual_2 = (float*)(arena + RESIDUAL);
               float value_2 = row_sum;
               if (lane < 16) {
                 uint32_t place = strip / 132 * 16 + row_2 + column;
@@ -1534,7 +1555,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         }
         uint32_t position_3 = (block + 4) % 132;
         if (position_3 < 1024) {
-          uint4* vector = (uint4*)(arena + 213248);
+          uint4* vector = (uint4*)(arena + VECTOR);
           float squares = 0.0f;
           uint32_t first_unit = thread;
           uint4 weights_2[8];
@@ -1569,8 +1590,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             uint32_t weights_6 = weights_2[number].w;
             vector[first_unit + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_3), high * bf16x2_high(weights_3)), pack_bf16x2(low_2 * bf16x2_low(weights_4), high_2 * bf16x2_high(weights_4)), pack_bf16x2(low_3 * bf16x2_low(weights_5), high_3 * bf16x2_high(weights_5)), pack_bf16x2(low_4 * bf16x2_low(weights_6), high_4 * bf16x2_high(weights_6)));
           }
-          float* partial_sums = (float*)(arena + 227648);
-          float* scales = (float*)(arena + 227904);
+          float* partial_sums = (float*)(arena + PARTIAL_SUMS);
+          float* scales = (float*)(arena + SCALES);
           float sum_of_token = squares;
           float value = shuffle_xor_f32(sum_of_token, 16);
           sum_of_token = sum_of_token + value;
@@ -1601,8 +1622,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             #pragma unroll 2
             for (uint32_t chunk = 0; chunk < 4; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_2 = (uint4*)(arena + 213248);
+              uint8_t* chunk_2 = ring + use_stage * 16384;
+              uint4* vector_2 = (uint4*)(arena + VECTOR);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -1625,7 +1646,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 use_parity = use_parity ^ 1;
               }
             }
-            float* reductions = (float*)(arena + 226560) + turn * 128;
+            float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
             uint32_t row = warp * 16 + lane / 4;
             uint32_t first = lane % 4 * 2;
             if (first < 1) {
@@ -1646,7 +1667,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
               float value_6 = shuffle_xor_f32(half_sum, 16);
               float row_sum = half_sum + value_6;
-              float value_7 = row_sum * ((float*)(arena + 227904))[column];
+              float value_7 = row_sum * ((float*)(arena + SCALES))[column];
               float other = shuffle_xor_f32(value_7, 8);
               float gated = divide_f32(value_7, 1.0f + exp_f32(-value_7)) * other;
               float neighbour = shuffle_xor_f32(gated, 1);
@@ -1669,7 +1690,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         uint32_t position_4 = block % 132;
         if (position_4 < 128) {
           float sums[1][4] = {};
-          uint4* vector = (uint4*)(arena + 213248);
+          uint4* vector = (uint4*)(arena + VECTOR);
           uint32_t first_unit = thread;
           if (lane == 0) {
             uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 76448), layer_epoch);
@@ -1685,8 +1706,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           #pragma unroll 2
           for (uint32_t chunk = 0; chunk < 8; ++chunk) {
             mbarrier_wait(full + use_stage, use_parity);
-            uint8_t* chunk_2 = arena + use_stage * 16384;
-            uint4* vector_2 = (uint4*)(arena + 213248);
+            uint8_t* chunk_2 = ring + use_stage * 16384;
+            uint4* vector_2 = (uint4*)(arena + VECTOR);
             const uint4* fragments = (const uint4*)(chunk_2);
             #pragma unroll
             for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -1710,7 +1731,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             }
           }
           named_barrier(1, 256);
-          uint4* vector_2 = (uint4*)(arena + 213248);
+          uint4* vector_2 = (uint4*)(arena + VECTOR);
           uint32_t first_unit_2 = thread;
           if (lane == 0) {
             uint4 value = wait_flagged4(exchange_words + ((first_unit_2 + 512) * 4 + 76448), layer_epoch);
@@ -1726,8 +1747,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           #pragma unroll 2
           for (uint32_t chunk = 8; chunk < 16; ++chunk) {
             mbarrier_wait(full + use_stage, use_parity);
-            uint8_t* chunk_2 = arena + use_stage * 16384;
-            uint4* vector_3 = (uint4*)(arena + 213248);
+            uint8_t* chunk_2 = ring + use_stage * 16384;
+            uint4* vector_3 = (uint4*)(arena + VECTOR);
             const uint4* fragments = (const uint4*)(chunk_2);
             #pragma unroll
             for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -1750,7 +1771,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               use_parity = use_parity ^ 1;
             }
           }
-          float* reductions = (float*)(arena + 226560) + turn * 128;
+          float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
           uint32_t row = warp * 16 + lane / 4;
           uint32_t first = lane % 4 * 2;
           if (first < 1) {
@@ -1771,7 +1792,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             }
             float value = shuffle_xor_f32(half_sum, 16);
             float row_sum = half_sum + value;
-            float* residual_2 = (float*)(arena + 227584);
+            float* residual_2 = (float*)(arena + RESIDUAL);
             float value_2 = row_sum;
             if (lane < 16) {
               uint32_t place = position_4 / 132 * 16 + row_2 + column;
@@ -1800,7 +1821,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       if (step >= head_from || logits != nullptr) {
         uint32_t position = (block + 4) % 132;
         if (position < 8016) {
-          uint4* vector = (uint4*)(arena + 213248);
+          uint4* vector = (uint4*)(arena + VECTOR);
           float squares = 0.0f;
           uint32_t first_unit = thread;
           uint4 weights_2[8];
@@ -1835,8 +1856,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             uint32_t weights_6 = weights_2[number].w;
             vector[first_unit + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_3), high * bf16x2_high(weights_3)), pack_bf16x2(low_2 * bf16x2_low(weights_4), high_2 * bf16x2_high(weights_4)), pack_bf16x2(low_3 * bf16x2_low(weights_5), high_3 * bf16x2_high(weights_5)), pack_bf16x2(low_4 * bf16x2_low(weights_6), high_4 * bf16x2_high(weights_6)));
           }
-          float* partial_sums = (float*)(arena + 227648);
-          float* scales = (float*)(arena + 227904);
+          float* partial_sums = (float*)(arena + PARTIAL_SUMS);
+          float* scales = (float*)(arena + SCALES);
           float sum_of_token = squares;
           float value = shuffle_xor_f32(sum_of_token, 16);
           sum_of_token = sum_of_token + value;
@@ -1867,8 +1888,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             #pragma unroll 2
             for (uint32_t chunk = 0; chunk < 4; ++chunk) {
               mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk_2 = arena + use_stage * 16384;
-              uint4* vector_2 = (uint4*)(arena + 213248);
+              uint8_t* chunk_2 = ring + use_stage * 16384;
+              uint4* vector_2 = (uint4*)(arena + VECTOR);
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
@@ -1891,7 +1912,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 use_parity = use_parity ^ 1;
               }
             }
-            float* reductions = (float*)(arena + 226560) + turn * 128;
+            float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
             uint32_t row = warp * 16 + lane / 4;
             uint32_t first = lane % 4 * 2;
             if (first < 1) {
@@ -1912,7 +1933,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
               float value_6 = shuffle_xor_f32(half_sum, 16);
               float row_sum = half_sum + value_6;
-              float logit = row_sum * ((float*)(arena + 227904))[column];
+              float logit = row_sum * ((float*)(arena + SCALES))[column];
               uint32_t token = strip * 16 + row_2;
               if (logits != nullptr && lane < 16 && token < 128256) {
                 uint64_t row_3 = (uint64_t)(step + column);
@@ -1920,10 +1941,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
               uint32_t token_2 = strip * 16 + row_2;
               float candidate = logit;
-              float temperature = bits_float(((uint32_t*)(arena + 229344))[column * 8 + 3]);
+              float temperature = bits_float(((uint32_t*)(arena + COLUMNS))[column * 8 + 3]);
               if (temperature > 0.0f) {
-                uint64_t seed = ((uint64_t)(((uint32_t*)(arena + 229344))[column * 8 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + 229344))[column * 8 + 4]);
-                uint32_t position_2 = ((uint32_t*)(arena + 229344))[column * 8] + 1;
+                uint64_t seed = ((uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 8 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 8 + 4]);
+                uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[column * 8] + 1;
                 uint32_t c0 = token_2;
                 uint32_t c1 = position_2;
                 uint32_t c2 = 0;
@@ -1966,7 +1987,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         store_relaxed_u32(progress + block, step * 82 + 81);
       }
       uint32_t first_word = step % 2 * 132 * 4;
-      uint32_t* words = (uint32_t*)(arena + 229280);
+      uint32_t* words = (uint32_t*)(arena + WARP_CANDIDATES);
       #pragma unroll 1
       for (uint32_t level = 0; level < 5; ++level) {
         uint32_t mask = 16u >> level;
@@ -1984,7 +2005,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       }
       named_barrier(1, 256);
       if (warp < 1) {
-        uint2* candidates = (uint2*)(arena + 229280);
+        uint2* candidates = (uint2*)(arena + WARP_CANDIDATES);
         float best_2 = -bits_float(0x7f800000);
         uint32_t best_token_2 = 4294967295u;
         #pragma unroll 1
@@ -2013,16 +2034,16 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           publish_flagged_release(exchange_words + (place + 80544), word, step_epoch + 16);
         }
       }
-      uint4* units = (uint4*)(arena + 213248);
+      uint4* units = (uint4*)(arena + CANDIDATES);
       #pragma unroll 1
       for (uint32_t other = thread; other < 132; other += 256) {
         uint4 value = wait_flagged4_acquire(exchange_words + ((first_word / 4 + other) * 4 + 80544), step_epoch + 16);
         units[other] = value;
       }
       named_barrier(1, 256);
-      uint32_t* chosen = (uint32_t*)(arena + 229376);
+      uint32_t* chosen = (uint32_t*)(arena + CHOSEN);
       if (warp < 1) {
-        uint2* candidates = (uint2*)(arena + 213248);
+        uint2* candidates = (uint2*)(arena + CANDIDATES);
         float best_2 = -bits_float(0x7f800000);
         uint32_t best_token_2 = 4294967295u;
         #pragma unroll 1
@@ -2055,15 +2076,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         uint32_t going_on = 0;
         #pragma unroll 1
         for (uint32_t column = lane; column < column_count; column += 32) {
-          uint32_t sequence = ((uint32_t*)(arena + 229344))[column * 8 + 6];
-          uint32_t number = ((uint32_t*)(arena + 229344))[column * 8 + 1];
-          uint32_t total = ((uint32_t*)(arena + 229344))[column * 8 + 2];
+          uint32_t sequence = ((uint32_t*)(arena + COLUMNS))[column * 8 + 6];
+          uint32_t number = ((uint32_t*)(arena + COLUMNS))[column * 8 + 1];
+          uint32_t total = ((uint32_t*)(arena + COLUMNS))[column * 8 + 2];
           uint32_t value = load_constant_u32(sequences + (sequence * 16 + 2));
           uint32_t given = value;
           uint32_t value_2 = load_constant_u32(sequences + (sequence * 16 + 1));
           uint32_t per_step = value_2;
-          uint32_t sampled = ((uint32_t*)(arena + 229376))[column];
-          uint32_t stopped = ((uint32_t*)(arena + 229344))[column * 8 + 7];
+          uint32_t sampled = ((uint32_t*)(arena + CHOSEN))[column];
+          uint32_t stopped = ((uint32_t*)(arena + COLUMNS))[column * 8 + 7];
           if (number + 1 >= given && number < total) {
             if (block == 0) {
               tokens[sequence * 65 + number + 1] = (int32_t)(sampled);
@@ -2082,7 +2103,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           if (following_2 >= total) {
             stopped = 1;
           }
-          ((uint32_t*)(arena + 229344))[column * 8 + 7] = stopped;
+          ((uint32_t*)(arena + COLUMNS))[column * 8 + 7] = stopped;
           if (stopped == 0) {
             going_on = 1;
           }
@@ -2123,7 +2144,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             #pragma unroll 1
             for (uint32_t i_2 = 0; i_2 < 4; ++i_2) {
               mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk = arena + use_stage * 16384;
+              uint8_t* chunk = ring + use_stage * 16384;
               warp_barrier();
               if (lane == 0) {
                 mbarrier_arrive(empty + use_stage);

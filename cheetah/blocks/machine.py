@@ -42,16 +42,27 @@ class Machine:
 
     def region(self, name: str, element: ty.Type) -> ch.Expr:
         """A pointer to a region of shared memory."""
-        return ch.reinterpret(ty.ptr_mut(element), self.arena + self.shared.offset(name))
+        return shared_region(self.shared, self.arena, name, element)
 
     def meet(self) -> None:
         """All math warps meet: what each wrote to shared memory before is seen by all after."""
         prim.named_barrier(MATH_BARRIER, self.math_threads)
 
 
+def shared_region(shared: SharedMap, arena: ch.Expr, name: str, element: ty.Type) -> ch.Expr:
+    """A pointer to a region of the arena; the text calls where it begins by its name: `(float*)(arena + SCALES)`."""
+    return ch.reinterpret(ty.ptr_mut(element), arena + _first_byte(shared, name))
+
+
+def _first_byte(shared: SharedMap, name: str) -> ch.Expr:
+    return ch.constexpr(ty.u32, name.upper(), shared.offset(name))
+
+
 @ch.inline
 def start_machine(shape: ModelShape, plan: Plan, gpu: Gpu, shared: SharedMap) -> Machine:
-    """Name the thread's place and open the two roles."""
+    """Name the thread's place and the regions of shared memory, and open the two roles."""
+    for region in shared.regions:
+        _first_byte(shared, region.name)  # so that the text lists them in the order in which they lie
     arena = prim.shared_arena()
     block = ch.block_idx_x()
     thread = ch.thread_idx_x()

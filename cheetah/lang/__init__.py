@@ -5,8 +5,7 @@ Plain Python runs while generating; the verbs here become device code. See docs/
 
 from cheetah.lang import primitives as prim
 from cheetah.lang import types as ty
-from cheetah.lang.arena import Arena, SharedPointers
-from cheetah.lang.binding import array, const, var
+from cheetah.lang.binding import array, const, constexpr, var
 from cheetah.lang.control import break_, continue_, else_, for_, if_, return_, roles_for, while_
 from cheetah.lang.errors import (
     AsmError,
@@ -14,7 +13,6 @@ from cheetah.lang.errors import (
     ControlError,
     CopySizeError,
     DeviceBoolError,
-    IndexNameError,
     LangError,
     MissingWithError,
     NoKernelError,
@@ -22,13 +20,11 @@ from cheetah.lang.errors import (
     RangeError,
     RoleError,
     ScopeError,
-    SharedBudgetError,
     SignatureError,
     TypeMixError,
     UnusedStageError,
 )
 from cheetah.lang.functions import function, inline, outline
-from cheetah.lang.index import Index, Layout, View
 from cheetah.lang.kernel import Kernel, Params, kernel
 from cheetah.lang.nodes import Expr, Name, Value
 from cheetah.lang.operators import address_of, cast, maximum, minimum, reinterpret, select
@@ -39,11 +35,11 @@ from cheetah.lang.streams import Streams
 from cheetah.lang.verbs import asm, block_dim_x, block_idx_x, comment, grid_dim_x, out, raw_stmt, thread_idx_x
 
 __all__ = [
-    "Arena", "AsmError", "ConstStoreError", "ControlError", "CopySizeError", "DeviceBoolError", "Expr", "Index",
-    "IndexNameError", "Kernel", "LangError", "Layout", "MissingWithError", "Name", "NoKernelError", "NoMemberError",
-    "Params", "Primitive", "RangeError", "Role", "RoleError", "ScopeError", "SharedBudgetError", "SharedPointers",
-    "SignatureError", "Streams", "TypeMixError", "UnusedStageError", "Value", "View", "address_of", "array", "asm",
-    "block_dim_x", "block_idx_x", "break_", "cast", "comment", "const", "continue_", "else_", "for_", "function",
-    "grid_dim_x", "if_", "inline", "kernel", "maximum", "minimum", "out", "outline", "prim", "raw_stmt", "reinterpret",
-    "render", "render_file", "return_", "roles_for", "select", "thread_idx_x", "ty", "var", "while_",
+    "AsmError", "ConstStoreError", "ControlError", "CopySizeError", "DeviceBoolError", "Expr", "Kernel", "LangError",
+    "MissingWithError", "Name", "NoKernelError", "NoMemberError", "Params", "Primitive", "RangeError", "Role",
+    "RoleError", "ScopeError", "SignatureError", "Streams", "TypeMixError", "UnusedStageError", "Value", "address_of",
+    "array", "asm", "block_dim_x", "block_idx_x", "break_", "cast", "comment", "const", "constexpr", "continue_",
+    "else_", "for_", "function", "grid_dim_x", "if_", "inline", "kernel", "maximum", "minimum", "out", "outline",
+    "prim", "raw_stmt", "reinterpret", "render", "render_file", "return_", "roles_for", "select", "thread_idx_x", "ty",
+    "var", "while_",
 ]  # fmt: skip

@@ -7,11 +7,25 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from cheetah.lang import types as ty
-from cheetah.lang.errors import ConstStoreError, TypeMixError
+from cheetah.lang.errors import ConstStoreError, SignatureError, TypeMixError
 from cheetah.lang.meaning import meaning
-from cheetah.lang.nodes import Assign, Call, Declare, Do, Expr, Function, Literal, Member, Name, Stmt, Subscript, Value
+from cheetah.lang.nodes import (
+    Assign,
+    Call,
+    Constant,
+    Declare,
+    Do,
+    Expr,
+    Function,
+    Literal,
+    Member,
+    Name,
+    Stmt,
+    Subscript,
+    Value,
+)
 from cheetah.lang.operators import cast, lift
-from cheetah.lang.scope import current, declare_name, emit, take_name
+from cheetah.lang.scope import current, declare_name, emit, is_reserved, take_name
 
 
 @dataclass(frozen=True)
@@ -61,7 +75,7 @@ def _needs_binding(value: Any) -> bool:
     """Expressions are evaluated where they are assigned, and variables copied; constants keep their first name."""
     if isinstance(value, Name):
         return value.mutable and not isinstance(value.type, ty.Array)
-    return isinstance(value, Expr) and not isinstance(value, Literal) and value.type != ty.void
+    return isinstance(value, Expr) and not isinstance(value, (Literal, Constant)) and value.type != ty.void
 
 
 def bind_each(names: tuple[str | None, ...], values: Any) -> Any:
@@ -154,6 +168,26 @@ def array(element: ty.Scalar | ty.Vector, *lengths: int, zero: bool = False, nam
 def const(type_: ty.Type, value: Value, *, name: str | None = None) -> Any:
     """A named constant of a stated type: `limit = ch.const(ty.u32, 7)` declares `uint32_t limit = 7;`."""
     return _named(name, Pending(type_, cast(type_, value), mutable=False))
+
+
+def constexpr(type_: ty.Scalar, name: str, value: int | float | bool) -> Constant:
+    """A static number under a name of its own: `ch.constexpr(ty.u32, "SCRATCH", 196608)`, in any order, any often.
+
+    The file defines it once, before its functions. SignatureError where the name is taken by something else.
+    """
+    literal = lift(value, type_)
+    assert isinstance(literal, Literal)
+    cursor = current()
+    made = cursor.constants.get(name)
+    if made is None:
+        if is_reserved(name) or name in cursor.bound:
+            raise SignatureError(f"ch.constexpr: the name `{name}` is taken, by a value or by a word of C++.")
+        made = cursor.constants[name] = Constant(type_, name, literal.value)
+    if (made.type, made.value) != (type_, literal.value):
+        raise SignatureError(
+            f"ch.constexpr: `{name}` is {type_} {literal.value} here and {made.type} {made.value} at {made.location}."
+        )
+    return made
 
 
 def _named(name: str | None, pending: Pending) -> Any:

@@ -76,10 +76,6 @@ class UnusedStageError(LangError):
     """A stage of the ring that is filled but never used, used but never filled, or given back with loads under way."""
 
 
-class SharedBudgetError(LangError):
-    """More shared memory than a block has."""
-
-
 class ControlError(LangError):
     """A control statement where it cannot stand: `else_` without its `if_`, `break_` outside of a loop, bad bounds."""
 
@@ -98,10 +94,6 @@ class AsmError(LangError):
 
 class NoKernelError(LangError):
     """A statement outside of any kernel."""
-
-
-class IndexNameError(LangError):
-    """Named indices that do not match the dimensions of a layout."""
 
 
 class RangeError(LangError):

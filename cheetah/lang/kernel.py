@@ -10,7 +10,7 @@ from typing import Any
 from cheetah.lang import types as ty
 from cheetah.lang.errors import SignatureError
 from cheetah.lang.names import keeping_names, location_of
-from cheetah.lang.nodes import Name, Stmt
+from cheetah.lang.nodes import Constant, Name, Stmt
 from cheetah.lang.scope import Cursor, Scope, at, is_reserved
 
 
@@ -37,6 +37,7 @@ class Kernel:
     params: Params
     body: tuple[Stmt, ...]
     max_threads: int | None = None
+    constants: tuple[Constant, ...] = ()
 
 
 def kernel(
@@ -55,7 +56,8 @@ def kernel(
             cursor.bound.update({name or function.__name__, *scope.names})
             keeping_names(function)(**arguments)
             cursor.close()
-        return Kernel(name or function.__name__, params, tuple(scope.statements), max_threads)
+        constants = tuple(cursor.constants.values())
+        return Kernel(name or function.__name__, params, tuple(scope.statements), max_threads, constants)
 
     return build
 

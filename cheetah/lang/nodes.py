@@ -167,6 +167,14 @@ class Literal(Expr):
 
 
 @dataclass(frozen=True, eq=False)
+class Constant(Expr):
+    """A static number that the text calls by its name, defined once at the head of the file."""
+
+    name: str
+    value: int | float | bool
+
+
+@dataclass(frozen=True, eq=False)
 class Name(Expr):
     """A bound name: a parameter, a constant, a loop counter or (mutable) a variable; visible inside `scopes`."""
 
@@ -291,7 +299,7 @@ def _store_member(self: Expr, name: str, value: Value) -> None:
     Member(members[name], self, name).set(value)
 
 
-_NODES = (Literal, Name, Unary, Binary, Select, Cast, Call, Subscript, Member, Builtin)
+_NODES = (Literal, Constant, Name, Unary, Binary, Select, Cast, Call, Subscript, Member, Builtin)
 meaning.node_attributes = frozenset(item.name for node in _NODES for item in fields(node)) | {"set"}
 for _node in _NODES:
     _node.__setattr__ = _store_member  # type: ignore[method-assign, assignment]

@@ -19,6 +19,7 @@ from cheetah.lang.nodes import (
     Call,
     Cast,
     Comment,
+    Constant,
     Declare,
     Do,
     Expr,
@@ -129,6 +130,17 @@ _F32_MAX = 3.4028235677973366e38  # below it, a number still rounds to a finite 
 @_expression.register
 def _(node: Name) -> tuple[str, int]:
     return node.name, _ATOM
+
+
+@_expression.register
+def _(node: Constant) -> tuple[str, int]:
+    return node.name, _ATOM
+
+
+def constant_text(node: Constant) -> str:
+    """The definition of a named constant."""
+    assert isinstance(node.type, ty.Scalar)
+    return f"constexpr {node.type} {node.name} = {literal_text(Literal(node.type, node.value))};"
 
 
 @_expression.register

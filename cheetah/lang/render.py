@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from cheetah.lang import types as ty
-from cheetah.lang.nodes import Call, Expr, Function, Literal, Raw, Stmt, expressions_in, statements_in, walk
+from cheetah.lang.nodes import Call, Constant, Expr, Function, Literal, Raw, Stmt, expressions_in, statements_in, walk
 from cheetah.lang.primitive import PRIMITIVES, Primitive, with_requirements
-from cheetah.lang.printer import INDENT, Printer, declaration, function_text
+from cheetah.lang.printer import INDENT, Printer, constant_text, declaration, function_text
 
 if TYPE_CHECKING:
     from cheetah.lang.kernel import Kernel
@@ -69,6 +69,13 @@ def structs_of(kernel: Kernel) -> list[ty.Struct]:
     return list(found)
 
 
+def constants_of(kernel: Kernel) -> list[Constant]:
+    """The named constants that the kernel and its functions use, in the order in which they were made."""
+    nodes = (node for statement in _all_statements(kernel) for node in _nodes(statement))
+    used = {node.name for node in nodes if isinstance(node, Constant)}
+    return [constant for constant in kernel.constants if constant.name in used]
+
+
 def _collect_structs(type_: ty.Type, found: dict[ty.Struct, None]) -> None:
     while isinstance(type_, (ty.Pointer, ty.Array)):
         type_ = type_.element
@@ -92,10 +99,11 @@ def render(kernel: Kernel, *, line_marks: bool = False) -> str:
 
 
 def render_file(kernel: Kernel, *, header: str = "", line_marks: bool = False) -> str:
-    """A compilable file: header comment, primitives (or the emulator's header), structures, functions, kernel."""
+    """A compilable file: header comment, primitives (or the emulator's header), constants, structures, the program."""
     parts = ["".join(f"// {line}\n".replace(" \n", "\n") for line in header.splitlines())]
     primitives = primitives_of(kernel)
     parts.append(f'#ifdef CHEETAH_EMULATOR\n#include "cheetah_emulator.h"\n#else\n{_prelude(primitives)}#endif\n')
+    parts.append("".join(f"{constant_text(constant)}\n" for constant in constants_of(kernel)))
     parts += [_struct_text(struct) for struct in structs_of(kernel)]
     parts.append(render(kernel, line_marks=line_marks))
     return "\n".join(part for part in parts if part)

@@ -13,7 +13,7 @@ from cheetah.lang.errors import Location, MissingWithError, NoKernelError, RoleE
 from cheetah.lang.nodes import Expr, Name, walk
 
 if TYPE_CHECKING:
-    from cheetah.lang.nodes import Function, Stmt
+    from cheetah.lang.nodes import Constant, Function, Stmt
 
 _reserved = set(
     # The words of C++ ...
@@ -74,6 +74,8 @@ class Cursor:
         """Every name that was ever bound in the program, in any role."""
         self.functions: dict[str, Function] = self.root.functions if parent else {}
         """The program's functions, by their text without the name."""
+        self.constants: dict[str, Constant] = self.root.constants if parent else {}
+        """The program's named constants, in the order in which they were first made."""
         self.unentered: list[Opening] = []
         self.at_end: list[Callable[[], None]] = []
 
@@ -85,7 +87,8 @@ class Cursor:
         """Whether a value bound here cannot have this name."""
         in_roles = len(self.scopes) > self.inherited and any(name in used for used in self.top.guests)
         is_function = any(function.name == name for function in self.functions.values())
-        return is_reserved(name) or in_roles or is_function or any(name in scope.names for scope in self.scopes)
+        is_global = is_function or name in self.constants
+        return is_reserved(name) or in_roles or is_global or any(name in scope.names for scope in self.scopes)
 
     def unique(self, wanted: str) -> str:
         """`wanted`, or `wanted_2`, `wanted_3`, ... where an open scope has that name already."""

@@ -24,14 +24,11 @@ def bulk_copy_kernel() -> ch.Kernel:
             )  # fmt: skip
             ch.asm("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$barrier], {size};", barrier=barrier_ptr, size=size)
 
-    arena = ch.Arena()
-    arena.add("stage", ty.u8, 1024, align=128)
-    arena.add("full", ty.u64, 1)
-
     @ch.kernel(ch.Params(weights=ty.ptr(ty.u8)), max_threads=128)
     def kernel(weights):
-        shared = arena.declare()
-        bulk_copy(shared.stage, weights, 1024, shared.full)
+        stage = prim.shared_arena()
+        full = ch.reinterpret(ty.ptr_mut(ty.u64), stage + 1024)
+        bulk_copy(stage, weights, 1024, full)
 
     return kernel
 

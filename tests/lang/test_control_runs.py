@@ -67,29 +67,26 @@ def test_loops_branches_and_jumps() -> None:
 @pytest.mark.compiler
 def test_structures_arrays_and_shared_memory() -> None:
     pair = ty.struct("Pair", flag=ty.u8, count=ty.u64, parts=ty.array(ty.f32, 2))
-    arena = ch.Arena()
-    arena.add("pairs", pair, COUNT)
 
     @ch.kernel(ch.Params(x=ty.ptr_mut(ty.f32)), max_threads=COUNT)
     def kernel(x):
         i = ch.thread_idx_x()
-        shared = arena.declare()
-        pairs = ch.View(shared.pairs, ch.Layout(thread=COUNT))
-        mine = ch.address_of(pairs.at(thread=i))
+        pairs = ch.reinterpret(ty.ptr_mut(pair), ch.prim.shared_arena())
+        mine = ch.address_of(pairs[i])
         mine[0].flag = ty.u8(i & 1)
         mine[0].count = ty.u64(i) << 33
-        pairs.at(thread=i).parts[1] = ty.f32(i) * 0.5
+        pairs[i].parts[1] = ty.f32(i) * 0.5
         ch.prim.block_barrier()
         other = COUNT - 1 - i
         local = ch.array(ty.f32, 2, 2, zero=True)
-        local[1][0] = shared.pairs[other].parts[1]
-        with ch.if_(shared.pairs[other].flag == 1):
-            local[1][0] += ty.f32(ty.u32(shared.pairs[other].count >> 33))
+        local[1][0] = pairs[other].parts[1]
+        with ch.if_(pairs[other].flag == 1):
+            local[1][0] += ty.f32(ty.u32(pairs[other].count >> 33))
         x[i] = local[1][0] + local[0][1]
 
     x = np.full(COUNT, np.nan, dtype=np.float32)
     parameters = [(name, str(type_)) for name, type_ in kernel.params.items()]
     program = compile_program(ch.render_file(kernel), kernel.name, parameters)
-    program.launch(1, COUNT, arena.total_bytes, [x], scheduler="random")
-    assert arena.total_bytes == COUNT * pair.bytes == COUNT * 24
+    program.launch(1, COUNT, COUNT * pair.bytes, [x], scheduler="random")
+    assert pair.bytes == 24
     assert x.tolist() == [other * 0.5 + (other & 1) * other for other in reversed(range(COUNT))]

@@ -518,23 +518,22 @@ def test_a_division_by_zero() -> None:
     ],
 )
 def test_bulk_copies_that_the_hardware_cannot_do(size: int, offset: int, message: str) -> None:
-    arena = ch.Arena.of([("stage", ty.u8, 2**20), ("full", ty.u64, 1)])
     with refused(ch.CopySizeError, message):
 
         @emits
         def kernel(n, m, c, x, w):
-            shared = arena.declare()
-            prim.bulk_copy(shared.stage, ch.reinterpret(ty.ptr(ty.u8), c) + offset, size, shared.full)  # wrong
+            stage = prim.shared_arena()
+            full = ch.reinterpret(ty.ptr_mut(ty.u64), stage + 2**20)
+            prim.bulk_copy(stage, ch.reinterpret(ty.ptr(ty.u8), c) + offset, size, full)  # wrong
 
 
 def test_alignment_is_judged_by_all_static_offsets_together() -> None:
-    arena = ch.Arena.of([("stage", ty.u8, 64), ("full", ty.u64, 1)])
-
     @emits
     def kernel(n, m, c, x, w):
-        shared = arena.declare()
-        prim.bulk_copy(shared.stage + 8 + 8, c + 8 - 4, 32, shared.full)
-        prim.bulk_copy(shared.stage + n * 8 + 8, ch.address_of(c[4]), n, shared.full)
+        stage = prim.shared_arena() + ch.constexpr(ty.u32, "STAGE", 128)
+        full = ch.reinterpret(ty.ptr_mut(ty.u64), stage + 64)
+        prim.bulk_copy(stage + 8 + 8, c + 8 - 4, 32, full)
+        prim.bulk_copy(stage + n * 8 + 8, ch.address_of(c[4]), n, full)
 
 
 def test_a_stage_that_is_never_used() -> None:
@@ -566,25 +565,21 @@ def test_a_stage_that_is_never_filled() -> None:
             ch.Streams().consume(0)  # wrong
 
 
-def test_the_shared_memory_budget() -> None:
-    arena = ch.Arena(200 * 1024)
-    arena.add("vector", ty.bf16, 4096)
-    arena.add("ring", ty.u8, 13 * 16384, align=1024)
-    with refused(ch.SharedBudgetError, "the shared arena has 221184 bytes and a block 204800; region `ring`"):
+def test_a_named_constant_that_is_two_numbers() -> None:
+    with refused(ch.SignatureError, "ch.constexpr: `WIDTH` is uint32_t 5 here and uint32_t 4 at"):
 
         @emits
         def kernel(n, m, c, x, w):
-            arena.declare()  # wrong
+            x[ch.constexpr(ty.u32, "WIDTH", 4)] = 1
+            ch.constexpr(ty.u32, "WIDTH", 5)  # wrong
 
-    with pytest.raises(ch.SharedBudgetError) as caught:
-        arena.require_budget()
-    assert str(caught.value).splitlines()[1:6] == [
-        "  offset    bytes  region",
-        "       0     8192  vector (bf16 x 4096)",
-        "    8192   212992  ring (uint8_t x 212992)",
-        "           221184  total",
-        "           204800  a block has: 16384 too few",
-    ]
+
+def test_a_named_constant_whose_name_is_taken() -> None:
+    with refused(ch.SignatureError, "ch.constexpr: the name `n` is taken, by a value or by a word of C++."):
+
+        @emits
+        def kernel(n, m, c, x, w):
+            ch.constexpr(ty.u32, "n", 4)  # wrong
 
 
 # -- signatures and templates -------------------------------------------------------------------------------------

@@ -271,3 +271,18 @@ def test_a_loop_ends_where_its_whole_bound_says() -> None:
 
     assert body(kernel)[0] == "  for (uint32_t i = 0; i < (n < m ? n : m); ++i) {"
     assert body(kernel)[3].endswith("< (n & m); ++i) {")
+
+
+def test_named_constants_stand_once_before_the_functions() -> None:
+    @ch.kernel(ch.Params(x=ty.ptr_mut(ty.u32)))
+    def kernel(x):
+        scale = ch.constexpr(ty.f32, "SCALE", 0.5)
+        ch.constexpr(ty.u32, "UNUSED", 1)
+        for number in range(2):
+            x[number] = x[number] * ch.constexpr(ty.u32, "WIDTH", 4) + 0
+        WIDTH = x[2]
+        x[3] = ty.u32(scale) + WIDTH
+
+    text = ch.render_file(kernel)
+    assert "#endif\n\nconstexpr float SCALE = 0.5f;\nconstexpr uint32_t WIDTH = 4;\n\n__global__" in text
+    assert body(kernel)[:3] == ["  x[0] = x[0] * WIDTH;", "  x[1] = x[1] * WIDTH;", "  uint32_t WIDTH_2 = x[2];"]

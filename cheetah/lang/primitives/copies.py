@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cheetah.lang import types as ty
 from cheetah.lang.errors import CopySizeError
-from cheetah.lang.nodes import Binary, Cast, Expr, Literal, Subscript, Unary, Value
+from cheetah.lang.nodes import Binary, Cast, Constant, Expr, Literal, Subscript, Unary, Value
 from cheetah.lang.primitive import ANY, ANY_MUT, declare
 
 _BARRIER = ty.ptr_mut(ty.u64)
@@ -157,7 +157,7 @@ def _static_offset(pointer: Expr) -> int | None:
 
 def _moved(base: Expr, index: Expr, sign: int) -> int | None:
     before = _static_offset(base)
-    if before is None or not isinstance(index, Literal) or not isinstance(base.type, ty.Pointer):
+    if before is None or not isinstance(index, (Literal, Constant)) or not isinstance(base.type, ty.Pointer):
         return None
     return before + sign * int(index.value) * max(1, base.type.element.bytes)
 
