@@ -15,13 +15,14 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.registry import family_of
 from cheetah.package import Generated
 from cheetah.plan import Gpu, Plan, default_plan, gpu_named, shared_map, step_matrices
+from cheetah.plan.plan import default_context
 
 
 def choose_plan(config: ModelConfig, gpu: Gpu, **overrides: Any) -> Plan:
     """The plan by rule for a model on a machine; overrides are fields of `Plan`."""
     given = {name: value for name, value in overrides.items() if value is not None}
-    given.setdefault("max_context", min(config.max_position_embeddings, 8192))
-    return default_plan(gpu, **asdict(config.shape), **given)
+    given.setdefault("max_context", default_context(config.max_position_embeddings))
+    return default_plan(gpu, config.shape, **given)
 
 
 def generate_kernel(

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cheetah.errors import CheetahError
-from cheetah.plan.plan import MAX_BATCH
+from cheetah.plan.plan import MAX_BATCH, default_context
 from cheetah.runtime.engine.decode import Completion, Decoder, Request
 from cheetah.runtime.engine.launcher import Sampling
 from cheetah.runtime.engine.pieces import collect, pieces_of, pieces_together
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 """Text, or token ids that are used as they are."""
-
-DEFAULT_CONTEXT = 8192
 
 
 class LLM:
@@ -205,7 +203,7 @@ class LLM:
     def _checked_context(self, asked: int | None) -> int:
         most = self.config.max_position_embeddings
         if asked is None:
-            return min(most, DEFAULT_CONTEXT)
+            return default_context(most)
         if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
             raise CheetahError(f"max_context={asked!r}: expected an integer >= 1")
         if asked > most:

@@ -73,7 +73,7 @@ def linear_kernel(size: int, gpu: Gpu, variant: Variant, **plan_fields: Any) -> 
     """The kernel for matrices [size, size] (a multiple of 32). Any number of layers runs with it."""
     assert size % 32 == 0, size
     shape = ModelShape(size, size, STRIP_ROWS, 1, 1, 64, 1)
-    plan = default_plan(gpu, **vars(shape), sync=variant.sync, **plan_fields)
+    plan = default_plan(gpu, shape, sync=variant.sync, **plan_fields)
     layout = MatrixLayout("w", size, size, gpu.blocks, plan.stage_bytes)
     parameters = FUSED_PARAMETERS if variant.fused else UNFUSED_PARAMETERS
     shared = shared_map(shape, plan, gpu)

@@ -115,7 +115,7 @@ class AttentionSpec:
             **({} if self.machine.emulated else STREAMING),
             **self.overrides,
         }
-        return default_plan(self.machine, **asdict(self.shape), reserve=self.regions, **fields)
+        return default_plan(self.machine, self.shape, reserve=self.regions, **fields)
 
     @property
     def tile_columns(self) -> int:

@@ -42,6 +42,8 @@ TRANSACTION_LIMIT_BYTES = 2**20
 """An mbarrier counts fewer pending bytes than this (PTX ISA, mbarrier tx-count)."""
 SMALL_LAYER_BYTES = 2_000_000
 """Weights of a layer that each block reads: below this, waiting weighs more than reading."""
+DEFAULT_CONTEXT, DEFAULT_STEPS = 8192, 64
+"""Tokens of a sequence, and steps of a launch, unless told otherwise."""
 EMULATOR_STAGES = 8
 """Most ring stages on the emulator, so that the ring wraps round even for small models."""
 
@@ -69,11 +71,11 @@ class Plan:
     copy_warps: int = 1
     sync: str = "flags"
     page_size: int = 16
-    max_context: int = 8192
+    max_context: int = DEFAULT_CONTEXT
     batch: int = 1
     tokens: int = 1
     down_slices: int = 1
-    max_steps: int = 64
+    max_steps: int = DEFAULT_STEPS
     kv_align: int = 16
     kv_chunk_min: int = 64
     kv_chunk: int = 0
@@ -341,31 +343,23 @@ def shared_map(shape: ModelShape, plan: Plan, gpu: Gpu, reserve: Reserve = kerne
     return SharedMap(regions, gpu.shared_bytes)
 
 
-def default_plan(
-    gpu: Gpu,
-    *,
-    hidden: int,
-    ffn: int,
-    vocab: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    layers: int,
-    reserve: Reserve = kernel_regions,
-    **overrides: Any,
-) -> Plan:
-    """The plan by rule for a model of these sizes on `gpu`; `overrides` are fields of `Plan`, None means by rule.
+def default_context(positions: int) -> int:
+    """`max_context` by rule for a model with so many positions."""
+    return min(positions, DEFAULT_CONTEXT)
+
+
+def default_plan(gpu: Gpu, shape: ModelShape, *, reserve: Reserve = kernel_regions, **overrides: Any) -> Plan:
+    """The plan by rule for a model on `gpu`; `overrides` are fields of `Plan`, None means by rule.
 
     `reserve` gives the shared memory beside the ring; the stages are what then fits. PlanError where it fails.
     """
-    shape = ModelShape(hidden, ffn, vocab, heads, kv_heads, head_dim, layers)
     given = {name: value for name, value in overrides.items() if value is not None}
     chosen: dict[str, Any] = {**_machine_defaults(gpu), **default_starts(shape, gpu), **given}
     require_positive("Plan", math_warps=chosen["math_warps"], batch=chosen.get("batch", 1))
     chosen.setdefault("tokens", next((size for size in STEP_TOKENS if size >= chosen.get("batch", 1)), MAX_BATCH))
     chosen.setdefault("down_slices", default_down_slices(shape, chosen["tokens"], gpu))
     chosen.setdefault("sync", default_sync(chosen["tokens"], gpu))
-    chosen.setdefault("stage_bytes", _default_stage_bytes(gpu, head_dim, chosen["math_warps"]))
+    chosen.setdefault("stage_bytes", _default_stage_bytes(gpu, shape.head_dim, chosen["math_warps"]))
     draft = Plan.from_dict({**chosen, "stages": 2, "in_flight": 1})
     draft.check(shape, gpu)
     stages = chosen["stages"] if "stages" in chosen else _default_stages(shape, draft, gpu, reserve)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from cheetah.errors import CheetahError
 from cheetah.models.config import ModelConfig
 from cheetah.plan import Gpu, Plan
-from cheetah.plan.plan import STEP_TOKENS
+from cheetah.plan.plan import DEFAULT_STEPS, STEP_TOKENS, default_context
 from cheetah.runtime.build.assemble import (
     GPU_TIMEOUT_S,
     Weights,
@@ -47,7 +47,6 @@ TILE_ELEMENTS = 2**24 - 3  # a prime, so that no two rows of a matrix are the sa
 CEILING_ROUNDS = 900  # chunks of 64 KB for each block: 7.8 GB on 132 blocks
 CEILING_CHAIN = 8  # launches that are timed together, as decode steps are: a launch's beginning and end cost 1 to 2 %
 CEILING_SAMPLES, CEILING_WARMUP = 7, 2
-DEFAULT_CONTEXT, DEFAULT_STEPS = 8192, 64  # of the plan
 EMULATED = "emulated: not a speed"
 
 
@@ -368,8 +367,10 @@ def check_depths(config: ModelConfig, contexts: Sequence[int], steps: int) -> No
 
 def room_needed(config: ModelConfig, tokens: int, steps: int) -> dict[str, int]:
     """Plan fields for `tokens` in the cache and `steps` a launch; the usual ones where they are enough."""
-    usual = min(config.max_position_embeddings, DEFAULT_CONTEXT)
-    return {"max_context": max(tokens, usual), "max_steps": max(DEFAULT_STEPS, steps)}
+    return {
+        "max_context": max(tokens, default_context(config.max_position_embeddings)),
+        "max_steps": max(DEFAULT_STEPS, steps),
+    }
 
 
 def fill_random(config: ModelConfig, buffers: dict[str, Buffer], max_context: int) -> None:

@@ -25,7 +25,7 @@ def gpu_of(blocks: int) -> Gpu:
 
 def plan_of(shape: ModelShape, blocks: int, **fields: Any) -> Plan:
     """The plan by rule, with two math warps unless `fields` say otherwise."""
-    return default_plan(gpu_of(blocks), **vars(shape), **{"math_warps": 2, "max_context": 512, **fields})
+    return default_plan(gpu_of(blocks), shape, **{"math_warps": 2, "max_context": 512, **fields})
 
 
 class SmallKernel:

@@ -2,11 +2,13 @@
 
 import re
 from collections.abc import Iterator
+from typing import get_type_hints
 
 import pytest
 from commands import cheetah, refused
 
-from cheetah.cli.run import _one_after_another
+from cheetah.cli.run import MOST_TOGETHER, _one_after_another, run
+from cheetah.plan.plan import DEFAULT_CONTEXT, MAX_BATCH
 from cheetah.runtime import LLM, SamplingParams, StreamPiece
 
 pytestmark = pytest.mark.compiler
@@ -27,6 +29,14 @@ def test_writes_the_completion_to_stdout_and_timings_to_stderr(completion: str) 
     assert result.exit_code == 0 and result.stdout == completion + "\n"
     assert "12 tokens (length)" in result.stderr and "emulated: not a speed" in result.stderr
     assert "batch 1" in result.stderr and "bf16" in result.stderr
+
+
+def test_the_limits_that_the_help_names_are_the_plan_s() -> None:
+    """Help is printed without loading the plan, so its numbers stand there once more."""
+    hints = get_type_hints(run, include_extras=True)
+    for text in (hints["max_context"].__metadata__[0].help, LLM.__doc__):
+        assert f"at most {DEFAULT_CONTEXT}." in text
+    assert MOST_TOGETHER == MAX_BATCH and f"1 to {MAX_BATCH};" in hints["batch"].__metadata__[0].help
 
 
 def test_reads_the_prompt_from_stdin(completion: str) -> None:

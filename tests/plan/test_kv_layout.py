@@ -86,7 +86,7 @@ def test_a_long_prefix_has_more_sources_than_partial_states():
 
 def test_a_step_of_a_kernel_has_one_layout():
     def layout_of(**choices):
-        plan = default_plan(GPUS["h200"], **vars(LLAMA_8B), **choices)
+        plan = default_plan(GPUS["h200"], LLAMA_8B, **choices)
         return plan, KvPlanLayout.for_step(plan, LLAMA_8B.group, LLAMA_8B.kv_heads, 132)
 
     plan, one = layout_of()

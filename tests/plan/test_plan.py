@@ -22,7 +22,7 @@ SHAPES = [LLAMA_1B, LLAMA_3B, LLAMA_8B, LLAMA_70B, TINY]
 
 
 def plan_for(shape, gpu="h200", **overrides):
-    return default_plan(GPUS[gpu], **vars(shape), **overrides)
+    return default_plan(GPUS[gpu], shape, **overrides)
 
 
 def test_plan_error_is_a_user_error():

@@ -11,7 +11,7 @@ from .shapes import LLAMA_1B, LLAMA_8B, LLAMA_70B, TINY
 
 
 def report_of(shape, gpu="h200", context=1, **overrides):
-    plan = default_plan(GPUS[gpu], **vars(shape), **overrides)
+    plan = default_plan(GPUS[gpu], shape, **overrides)
     return inspect_plan(shape, plan, GPUS[gpu], context)
 
 
@@ -27,7 +27,7 @@ def test_bytes_and_rate_at_the_ceiling_are_those_of_the_published_sizes(shape, g
 
 def test_weights_without_padding_are_the_parameters_but_the_embedding():
     shape = LLAMA_70B
-    matrices = step_matrices(shape, default_plan(GPUS["h200"], **vars(shape)), GPUS["h200"])
+    matrices = step_matrices(shape, default_plan(GPUS["h200"], shape), GPUS["h200"])
     layer = shape.hidden * (shape.qkv_rows + shape.query_rows + 3 * shape.ffn)
     assert matrices.weight_bytes == 2 * (shape.layers * layer + shape.vocab * shape.hidden)
 

@@ -54,7 +54,7 @@ def generate_kernel(config: LlamaConfig, gpu_name: str, **overrides: Any) -> Gen
     """Stands for `cheetah.generate.generate_kernel`: the same manifest, no kernel."""
     gpu = gpu_named(gpu_name)
     shape = config.shape
-    plan = default_plan(gpu, **dataclasses.asdict(shape), **overrides)
+    plan = default_plan(gpu, shape, **overrides)
     matrices = step_matrices(shape, plan, gpu)
     manifest = Manifest(
         kernel="fake_llama",

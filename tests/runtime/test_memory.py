@@ -23,7 +23,7 @@ ODD = replace(PRESETS["llama-3.1-8b"], hidden_size=328, intermediate_size=1004, 
 @pytest.mark.parametrize("gpu", ["h200", "emulator"])
 def test_weights_and_embedding_are_those_that_are_packed(config, gpu):
     shape = config.shape
-    sizes = buffer_bytes(config, step_matrices(shape, default_plan(GPUS[gpu], **vars(shape)), GPUS[gpu]))
+    sizes = buffer_bytes(config, step_matrices(shape, default_plan(GPUS[gpu], shape), GPUS[gpu]))
     estimate = memory_estimate(config, max_context=100)
     assert packed_weight_bytes(config) == estimate.bytes_of("weights") == sizes["weights"]
     assert estimate.bytes_of("embedding") == sizes["embedding"]

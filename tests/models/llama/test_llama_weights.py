@@ -143,7 +143,7 @@ def test_gate_up_row_order_fills_the_last_strip_with_zeros():
 
 def matrices_of(config, gpu="emulator"):
     shape = config.shape
-    return step_matrices(shape, default_plan(GPUS[gpu], **vars(shape)), GPUS[gpu])
+    return step_matrices(shape, default_plan(GPUS[gpu], shape), GPUS[gpu])
 
 
 def packed(config, tensors, matrices, **options):
