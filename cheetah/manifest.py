@@ -20,6 +20,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cheetah.errors import CheetahError
+from cheetah.printable import shown
+from cheetah.records import record_from_json
+from cheetah.untrusted import parse_json, read_text
 
 FORMAT = 1
 
@@ -176,13 +179,9 @@ class Manifest:
     @classmethod
     def from_json(cls, text: str) -> Manifest:
         """The manifest that `to_json` wrote; ManifestError names the field that is missing, unknown or mistyped."""
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ManifestError(f"manifest is not JSON: line {error.lineno}: {error.msg}") from None
-        _require(isinstance(data, dict), f"manifest must be a JSON object, not {type(data).__name__}")
+        data = parse_json(text.encode("utf-8", "surrogatepass"), "manifest", ManifestError)
         _require(data.get("format") == FORMAT, _wrong_format(data.get("format")))
-        return _from_dict(cls, data, "manifest")
+        return record_from_json(cls, data, "manifest", ManifestError)
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON so that a reader sees the old file or the whole new one (temporary name, then rename)."""
@@ -191,10 +190,7 @@ class Manifest:
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Manifest:
         """The manifest in the file `path`; ManifestError names the file."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ManifestError(f"{path}: cannot read the manifest: {error}") from None
+        text = read_text(Path(path), error=ManifestError)
         try:
             return cls.from_json(text)
         except ManifestError as error:
@@ -232,7 +228,7 @@ def _require(condition: bool, message: str) -> None:
 
 
 def _wrong_format(found: object) -> str:
-    return f"manifest has format {found!r}; this version of Cheetah reads format {FORMAT}: regenerate the kernel"
+    return f"manifest has format {shown(found)}; this version of Cheetah reads format {FORMAT}: regenerate the kernel"
 
 
 def _check_dtype(place: str, dtype: str) -> None:
@@ -250,7 +246,6 @@ class _HasName(typing.Protocol):
 
 
 Named = TypeVar("Named", bound=_HasName)
-Record = TypeVar("Record")
 
 
 def _named(what: str, name: str, entries: tuple[Named, ...]) -> Named:
@@ -300,38 +295,3 @@ def _json_lines(value: Any, indent: int) -> str:
         entries = [_json_lines(entry, indent + 2) for entry in value]
         opening, closing = "[", "]"
     return opening + "\n" + ",\n".join(pad + entry for entry in entries) + "\n" + " " * indent + closing
-
-
-def _from_dict(record_type: type[Record], data: object, place: str) -> Record:
-    if not isinstance(data, dict):
-        raise ManifestError(f"{place} must be an object, not {type(data).__name__}")
-    hints = typing.get_type_hints(record_type)
-    fields = dataclasses.fields(record_type)  # type: ignore[arg-type]
-    unknown = sorted(set(data) - {field.name for field in fields})
-    _require(not unknown, f"{place}: unknown field {', '.join(unknown)}")
-    missing = [field.name for field in fields if field.name not in data and field.default is dataclasses.MISSING]
-    _require(not missing, f"{place}: missing field {', '.join(missing)}")
-    return record_type(**{name: _convert(hints[name], value, f"{place}.{name}") for name, value in data.items()})
-
-
-def _convert(hint: Any, value: Any, place: str) -> Any:
-    """`value` from JSON as the annotated type: str, int, bool, dict, a record, a tuple of these, or one of a union."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is types.UnionType:
-        return _convert_union(arguments, value, place)
-    if origin is tuple:
-        _require(isinstance(value, list), f"{place} must be a list, not {type(value).__name__}")
-        return tuple(_convert(arguments[0], entry, f"{place}[{index}]") for index, entry in enumerate(value))
-    if dataclasses.is_dataclass(hint):
-        return _from_dict(typing.cast("type[Any]", hint), value, place)
-    expected = origin or hint
-    _require(type(value) is expected, f"{place} must be of type {expected.__name__}, not {type(value).__name__}")
-    return value
-
-
-def _convert_union(choices: tuple[Any, ...], value: Any, place: str) -> Any:
-    if value is None and types.NoneType in choices:
-        return None
-    matching = [choice for choice in choices if type(value) is choice or (typing.get_origin(choice) is tuple)]
-    _require(bool(matching), f"{place} has the wrong type {type(value).__name__}")
-    return _convert(matching[0], value, place)

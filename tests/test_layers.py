@@ -18,7 +18,7 @@ DATA = (*MODEL, "cheetah.manifest", "cheetah.plan")
 KERNEL = (MODELS, "cheetah.blocks", "cheetah.lang", "cheetah.plan")
 
 # What each part may import of ours, besides itself and FOUNDATION. The longest name that fits a module is its part.
-FOUNDATION = ("cheetah.printable", "cheetah.errors", "cheetah.untrusted")  # in this order
+FOUNDATION = ("cheetah.printable", "cheetah.errors", "cheetah.untrusted", "cheetah.records")  # in this order
 MAY_IMPORT: dict[str, set[str]] = {
     **{part: set() for part in FOUNDATION},
     "cheetah.lang": set(),

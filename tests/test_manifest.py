@@ -115,8 +115,8 @@ def changed(path: str, value: object) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "manifest is not JSON: line 1"),
-        ("[]", "manifest must be a JSON object, not list"),
+        ("{", "manifest: cannot be read as JSON: "),
+        ("[]", "manifest: holds a JSON list, expected an object"),
         (changed("format", 7), "manifest has format 7; this version of Cheetah reads format 1"),
         (changed("format", ...), "manifest has format None"),
         (changed("kernel", ...), "manifest: missing field kernel"),
@@ -146,7 +146,7 @@ def test_a_wrong_manifest_is_refused_by_name(text: str, message: str) -> None:
 
 
 def test_errors_of_files_name_the_file(tmp_path: Path) -> None:
-    with pytest.raises(CheetahError, match="missing.json: cannot read the manifest"):
+    with pytest.raises(CheetahError, match="missing.json: cannot be read: No such file"):
         Manifest.read(tmp_path / "missing.json")
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(CheetahError, match="bad.json: manifest has format None"):

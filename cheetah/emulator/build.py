@@ -1,7 +1,8 @@
 """Compiles kernel text with g++ and keeps the results in a cache. Knows nothing of running them.
 
 A cache entry is named by a hash of the text, the runtime's sources, the flags and the compiler's version, and appears
-by an atomic rename, so two processes may compile the same text at once.
+by an atomic rename, so two processes may compile the same text at once. Beside it stands its digest: what is damaged
+counts as absent.
 """
 
 import functools
@@ -15,6 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cheetah.errors import CheetahError
+from cheetah.manifest import write_atomically
+from cheetah.untrusted import UnreadableError, read_bytes, read_text
+
+ENTRY_BYTES = 1_000_000_000
+"""Most bytes of a compiled program: the largest under the race detector has 2,000,000."""
 
 RUNTIME_FOLDER = Path(__file__).parent / "runtime"
 
@@ -81,7 +87,12 @@ def cache_folder(cache_dir: Path | None) -> Path:
         chosen = os.environ.get("CHEETAH_CACHE")
         base = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cheetah"
         cache_dir = base / "emulator"
-    cache_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise CheetahError(
+            f"{cache_dir}: cannot be made: {problem.strerror or problem}: name another folder in CHEETAH_CACHE"
+        ) from problem
     return cache_dir
 
 
@@ -114,11 +125,34 @@ def _unpacking_text(kernel: str, parameters: Sequence[tuple[str, str]]) -> str:
 
 
 def _from_cache(target: Path, build: Callable[[Path], Path]) -> Path:
-    if target.exists():
+    """`target` as the cache holds it, or built there. What is damaged is built again: loading it could end us."""
+    if _is_whole(target):
         return target
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as folder:
-        os.replace(build(Path(folder)), target)
+    try:
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as folder:
+            built = build(Path(folder))
+            digest = hashlib.sha256(built.read_bytes()).hexdigest()
+            os.replace(built, target)
+        write_atomically(_digest_of(target), digest.encode())
+    except OSError as problem:
+        raise CheetahError(
+            f"{target}: cannot be written: {problem.strerror or problem}: name another folder in CHEETAH_CACHE"
+        ) from problem
     return target
+
+
+def _is_whole(target: Path) -> bool:
+    """Whether the file is the one that was put there: its digest is written last, so half an entry is none."""
+    if not target.exists():
+        return False
+    try:
+        return hashlib.sha256(read_bytes(target, ENTRY_BYTES)).hexdigest() == read_text(_digest_of(target), 100)
+    except UnreadableError:
+        return False
+
+
+def _digest_of(target: Path) -> Path:
+    return target.with_name(f"{target.name}.sha256")
 
 
 def _run_compiler(arguments: Sequence[str], folder: Path, what: str) -> None:

@@ -1,6 +1,7 @@
 """The one error of the plan: a choice that the machine or the model does not allow."""
 
 from cheetah.errors import CheetahError
+from cheetah.printable import shown
 
 
 class PlanError(CheetahError):
@@ -11,4 +12,4 @@ def require_positive(place: str, **values: int) -> None:
     """Refuse any of `values` that is not an int of at least 1."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise PlanError(f"{place}: {name} is {value!r}: give a whole number of at least 1")
+            raise PlanError(f"{place}: {name} is {shown(value)}: give a whole number of at least 1")

@@ -11,6 +11,7 @@ from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.layout import PAIR_BYTES, STRIP_ROWS, slice_columns
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.shared_memory import BULK_ALIGNMENT, Region, SharedMap, ring_regions, stages_that_fit
+from cheetah.printable import shown
 
 SYNCS = ("flags", "barrier")
 """How blocks exchange vectors: flagged words (faster), or the atomic grid barrier (the reference)."""
@@ -34,6 +35,10 @@ KEPT_SOURCES, KEPT_MERGE_BYTES = 20, 128
 """Of a merge, the sources that stay there, and the bytes of its record with its tile and those."""
 MERGE_WARPS, MOST_TEAMS = 4, 14
 """Warps that merge a row together, and how many teams of them have a barrier."""
+KINDS: Mapping[object, str] = {int: "a whole number", str: "a word", bool: "True or False"}
+"""What a field of a plan may be, in words."""
+LARGEST_NUMBER = 2**31 - 1
+"""Of a field: what the kernel computes with has 32 bits."""
 MAX_WARPS = 32
 """Warps of a block at most."""
 WARPGROUP = 4
@@ -88,6 +93,7 @@ class Plan:
     trace: bool = False
 
     def __post_init__(self) -> None:
+        self._check_types()
         starts = (
             *(
                 "sync",
@@ -104,6 +110,15 @@ class Plan:
         require_positive("Plan", **{name: value for name, value in vars(self).items() if name not in starts})
         self._check_choices()
         self._check_ring()
+
+    def _check_types(self) -> None:
+        """A plan may come from a manifest or a cache that somebody edited."""
+        for field in fields(self):
+            value, wanted = getattr(self, field.name), field.type
+            if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):  # type: ignore
+                raise PlanError(f"Plan: {field.name} is {shown(value)}: give {KINDS[wanted]}")
+            if isinstance(value, int) and value > LARGEST_NUMBER:
+                raise PlanError(f"Plan: {field.name} is {shown(value)}: give at most {LARGEST_NUMBER}")
 
     def _check_choices(self) -> None:
         if self.sync not in SYNCS:
@@ -355,7 +370,8 @@ def default_plan(gpu: Gpu, shape: ModelShape, *, reserve: Reserve = kernel_regio
     """
     given = {name: value for name, value in overrides.items() if value is not None}
     chosen: dict[str, Any] = {**_machine_defaults(gpu), **default_starts(shape, gpu), **given}
-    require_positive("Plan", math_warps=chosen["math_warps"], batch=chosen.get("batch", 1))
+    used_here = ("math_warps", "batch", "tokens", "stages")
+    require_positive("Plan", **{name: chosen[name] for name in used_here if name in chosen})
     chosen.setdefault("tokens", next((size for size in STEP_TOKENS if size >= chosen.get("batch", 1)), MAX_BATCH))
     chosen.setdefault("down_slices", default_down_slices(shape, chosen["tokens"], gpu))
     chosen.setdefault("sync", default_sync(chosen["tokens"], gpu))

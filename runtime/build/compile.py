@@ -83,7 +83,7 @@ def compile_cubin(
     say = progress or (lambda _: None)
     entry = CacheEntry.of(cache or cache_folder(), text, kernel, flags, chosen.version)
     with entry.lock(lambda: say(f"waiting for another process that compiles {kernel}")):
-        found = entry.load()
+        found = entry.load(say)
         if found is not None:
             say(f"{kernel}: cached ({found.compiler}; {found.resources})")
             return found

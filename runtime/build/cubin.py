@@ -13,6 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cheetah.manifest import write_atomically
+from cheetah.records import record_from_json
+from cheetah.untrusted import UnreadableError, read_bytes, read_json
+
+REPORT_BYTES, CUBIN_BYTES = 100_000, 100_000_000
+"""Most bytes of an entry's two files: a report has 1000, the largest cubin 300,000."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,18 @@ class ResourceReport:
             f"{self.stack_bytes} bytes of stack, {spills}" if self.uses_local_memory else "no spills, no local memory"
         )
         return f"{self.registers} registers, {self.shared_bytes} bytes of static shared memory, {local}"
+
+
+@dataclass(frozen=True)
+class CubinReport:
+    """What the cache keeps beside a cubin."""
+
+    kernel: str
+    compiler: str
+    flags: tuple[str, ...]
+    seconds: float
+    resources: ResourceReport
+    cubin_sha256: str
 
 
 @dataclass(frozen=True)
@@ -90,38 +107,29 @@ class CacheEntry:
     def report_path(self) -> Path:
         return self.folder / f"{self.stem}.json"
 
-    def load(self) -> Cubin | None:
-        """The cached cubin, or None where there is none or it is damaged (then it is compiled again)."""
-        try:
-            report = json.loads(self.report_path.read_text(encoding="utf-8"))
-            image = self.cubin_path.read_bytes()
-            if hashlib.sha256(image).hexdigest() != report["cubin_sha256"]:
-                return None
-            return Cubin(
-                kernel=self.kernel,
-                image=image,
-                compiler=report["compiler"],
-                flags=tuple(report["flags"]),
-                resources=ResourceReport(**report["resources"]),
-                seconds=report["seconds"],
-                cached=True,
-                path=self.cubin_path,
-            )
-        except (OSError, ValueError, KeyError, TypeError):
+    def load(self, say: Callable[[str], None] = lambda line: None) -> Cubin | None:
+        """The cached cubin, or None where there is none, or it is damaged: that is said, and it is compiled again."""
+        if not os.path.lexists(self.report_path):
             return None
+        try:
+            data = read_json(self.report_path, REPORT_BYTES)
+            report = record_from_json(CubinReport, data, str(self.report_path), UnreadableError)
+            image = read_bytes(self.cubin_path, CUBIN_BYTES)
+            if hashlib.sha256(image).hexdigest() != report.cubin_sha256:
+                raise UnreadableError(f"{self.cubin_path}: is not the cubin that {self.report_path.name} describes")
+        except UnreadableError as problem:
+            say(f"{self.kernel}: what the cache holds is not used: {problem}")
+            return None
+        resources, flags = report.resources, report.flags
+        return Cubin(self.kernel, image, report.compiler, flags, resources, report.seconds, True, self.cubin_path)
 
     def store(self, cubin: Cubin) -> None:
         """Keep `cubin`; OSError if the folder cannot be written."""
-        report = {
-            "kernel": cubin.kernel,
-            "compiler": cubin.compiler,
-            "flags": list(cubin.flags),
-            "seconds": round(cubin.seconds, 3),
-            "resources": dataclasses.asdict(cubin.resources),
-            "cubin_sha256": hashlib.sha256(cubin.image).hexdigest(),
-        }
+        sha256 = hashlib.sha256(cubin.image).hexdigest()
+        seconds = round(cubin.seconds, 3)
+        report = CubinReport(cubin.kernel, cubin.compiler, cubin.flags, seconds, cubin.resources, sha256)
         write_atomically(self.cubin_path, cubin.image)
-        write_atomically(self.report_path, (json.dumps(report, indent=2) + "\n").encode())
+        write_atomically(self.report_path, (json.dumps(dataclasses.asdict(report), indent=2) + "\n").encode())
 
     @contextlib.contextmanager
     def lock(self, on_wait: Callable[[], None]) -> Iterator[None]:
@@ -133,8 +141,11 @@ class CacheEntry:
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):
                 self.folder.mkdir(parents=True, exist_ok=True)
-                file = stack.enter_context(open(self.folder / f"{self.stem}.lock", "ab"))
-                _flock(file.fileno(), on_wait)
+                # O_NONBLOCK: to open a pipe of that name would wait for a reader; instead it fails.
+                flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+                descriptor = os.open(self.folder / f"{self.stem}.lock", flags, 0o666)
+                stack.callback(os.close, descriptor)
+                _flock(descriptor, on_wait)
             yield
 
 

@@ -1,7 +1,7 @@
 """Plans that `cheetah tune` found fastest on a GPU, kept beside the cubins and used where nothing else is asked.
 
 One JSON file for a model's shape and a machine. What was measured with other sources of the generator counts for
-nothing: such a record is passed over, and `cheetah tune` writes it anew.
+nothing, nor does what cannot be read: such a record is passed over with a note, and `cheetah tune` writes it anew.
 """
 
 from __future__ import annotations
@@ -9,15 +9,21 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from cheetah import __version__, manifest
+from cheetah.errors import CheetahError
 from cheetah.models.config import ModelConfig
-from cheetah.plan import Gpu
+from cheetah.plan import Gpu, default_plan
+from cheetah.printable import shown
+from cheetah.records import record_from_json
 from cheetah.runtime.build.cubin import cache_folder
+from cheetah.runtime.build.sources import sources_of
+from cheetah.untrusted import UnreadableError, read_json
 
 SEARCHED = ("stage_bytes", "in_flight", "math_warps", "kv_chunk_min", "sync")
 """Fields of the plan that a record holds."""
@@ -25,8 +31,11 @@ SEARCHED = ("stage_bytes", "in_flight", "math_warps", "kv_chunk_min", "sync")
 INDEPENDENT = ("max_context", "page_size", "max_steps", "trace")
 """Fields that may be asked for beside a record; any other one means that the user chooses, and the rule the rest."""
 
-GENERATOR = ("lang", "plan", "blocks", "models", "generate.py")
-"""What decides about a kernel's text, in the package's folder."""
+GENERATOR = "cheetah.generate"
+"""Decides about a kernel's text, with all that it imports."""
+
+RECORD_BYTES = 100_000
+"""Most bytes of a record's file: one has 1000."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +63,32 @@ class TunedPlan:
         return path
 
 
-def stored_plan(config: ModelConfig, gpu: Gpu, cache: Path | None = None) -> TunedPlan | None:
-    """The record for this shape and machine, of whatever sources; None where there is none that can be read."""
+def stored_plan(
+    config: ModelConfig, gpu: Gpu, cache: Path | None = None, say: Callable[[str], None] = lambda line: None
+) -> TunedPlan | None:
+    """The record for this shape and machine, of whatever sources; None where there is none, or none that can be read,
+    which is said."""
     shape = asdict(config.shape)
-    try:
-        record = TunedPlan(**json.loads(_path(shape, gpu.name, cache).read_text(encoding="utf-8")))
-        return record if record.shape == shape and set(record.plan) <= set(SEARCHED) else None
-    except (OSError, ValueError, TypeError):
+    path = _path(shape, gpu.name, cache)
+    if not os.path.lexists(path):
         return None
+    try:
+        record = record_from_json(TunedPlan, read_json(path, RECORD_BYTES), str(path), UnreadableError)
+        _check(record, shape, gpu, str(path))
+        return record
+    except CheetahError as problem:
+        say(f"a tuned plan is not used: {problem}")
+        return None
+
+
+def _check(record: TunedPlan, shape: dict[str, int], gpu: Gpu, place: str) -> None:
+    """UnreadableError if the record is of another shape; PlanError if no kernel can be made with its plan."""
+    if record.shape != shape:
+        raise UnreadableError(f"{place}: is for another model: {shown(record.shape)}")
+    if unknown := sorted(set(record.plan) - set(SEARCHED)):
+        raise UnreadableError(f"{place}: has fields of a plan that are not searched: {shown(unknown)}")
+    fields: dict[str, Any] = {**shape, **record.plan}
+    default_plan(gpu, **fields)
 
 
 def with_tuned(
@@ -77,7 +104,7 @@ def with_tuned(
     device: the GPU as its driver calls it, which must be the one that was measured; None where there is none at hand.
     """
     given = {name: value for name, value in overrides.items() if value is not None}
-    record = stored_plan(config, gpu, cache)
+    record = stored_plan(config, gpu, cache, say)
     if record is None or not set(given) <= set(INDEPENDENT) or device not in (None, record.device):
         return given
     if record.generator != generator_hash():
@@ -97,10 +124,8 @@ def generator_hash() -> str:
     """Of the version and of the sources that decide about a kernel's text: 16 hexadecimal digits."""
     root = Path(manifest.__file__).parent
     digest = hashlib.sha256(__version__.encode())
-    for name in GENERATOR:
-        place = root / name
-        for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
-            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    for name, path in sources_of(GENERATOR, root).items():
+        digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 

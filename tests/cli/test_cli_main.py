@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 
 import pytest
 from commands import cheetah, refused
@@ -28,22 +27,16 @@ def test_version() -> None:
     assert cheetah("--version").stdout == f"cheetah {__version__}\n"
 
 
-def test_help_starts_at_once_and_loads_nothing_heavy() -> None:
+def test_help_loads_nothing_heavy() -> None:
+    """What makes it quick; how quick depends on what else the machine does."""
     program = (
         "import sys\nsys.argv = ['cheetah', '--help']\nfrom cheetah.cli import main\n"
         "try: main()\nexcept SystemExit: pass\n"
-        "heavy = ('numpy', 'cheetah.runtime', 'cheetah.lang', 'huggingface_hub')\n"
+        "heavy = ('numpy', 'cheetah.runtime', 'cheetah.lang', 'huggingface_hub', 'jinja2', 'tokenizers')\n"
         "print([name for name in heavy if name in sys.modules])"
     )
-
-    def run() -> tuple[float, str]:
-        started = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-        return time.perf_counter() - started, done.stdout
-
-    results = [run() for _ in range(3)]
-    assert results[0][1].strip().endswith("[]")
-    assert min(seconds for seconds, _ in results) < 0.5
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith("[]")
 
 
 def test_an_unknown_option_is_a_usage_error() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,12 +15,14 @@ import numpy as np
 import pytest
 from commands import cheetah, refused
 
+from cheetah import manifest
 from cheetah.errors import CheetahError
 from cheetah.generate import choose_plan
 from cheetah.models.registry import preset
 from cheetah.plan import Plan, gpu_named
 from cheetah.runtime.build.assemble import SHARED
-from cheetah.runtime.build.tuned import SEARCHED, TunedPlan, generator_hash, stored_plan, with_tuned
+from cheetah.runtime.build.sources import sources_of
+from cheetah.runtime.build.tuned import GENERATOR, SEARCHED, TunedPlan, generator_hash, stored_plan, with_tuned
 from cheetah.runtime.device import open_device
 from cheetah.tools.plan_variants import Variants, open_variants
 from cheetah.tools.tune import MARGIN, Space, choice_of, chosen, descend
@@ -200,12 +205,65 @@ def test_other_sources_put_it_aside_and_it_is_said() -> None:
     assert plan == {} and "from other sources and is not used: run cheetah tune again" in said
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"model": 1}'])
-def test_a_damaged_record_is_none(text: str) -> None:
+def edited(**changes: Any) -> bytes:
+    return json.dumps({**asdict(record()), **changes}).encode()
+
+
+DAMAGED = {
+    "empty": (b"", "cannot be read as JSON"),
+    "list": (b"[]", "holds a JSON list, expected an object"),
+    "string": (b'"plan"', "holds a JSON str, expected an object"),
+    "nested": (b"[" * 90_000, "nested too deeply"),
+    "no text": (b"\xff", "is not UTF-8 text"),
+    "large": (b" " * 200_000, "has 200000 bytes, at most 100000 are read"),
+    "nothing in it": (b"{}", "missing field model, shape, gpu"),
+    "more in it": (edited(more=1), "unknown field more"),
+    "plan is a list": (edited(plan=[]), ".plan must be of type dict, not list"),
+    "plan of lists": (edited(plan={"stage_bytes": [8192]}), ".plan.stage_bytes has the wrong type list"),
+    "plan of words": (edited(plan={"stage_bytes": "8192"}), "Plan: stage_bytes is '8192': give a whole number"),
+    "plan of no machine": (edited(plan={"in_flight": 10**9}), "Plan: in_flight"),
+    "other fields": (edited(plan={"max_context": 8}), "has fields of a plan that are not searched: ['max_context']"),
+    "another model": (edited(shape={"layers": 1}), "is for another model: {'layers': 1}"),
+    "a time is a word": (edited(ms_per_step={"5": "\x1b[2J"}), ".ms_per_step.5 must be of type float, not str"),
+    "an escape": (edited(plan={"\x1b[2J": 1}), "['\\x1b[2J']"),
+}
+
+
+@pytest.mark.parametrize(("data", "reason"), DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_record_counts_as_none_with_a_note(data: bytes, reason: str) -> None:
     path = record().store()
     assert used({})[0]
-    path.write_text(text)
-    assert used({}) == ({}, "")
+    path.write_bytes(data)
+    plan, said = used({})
+    assert plan == {} and said.startswith(f"a tuned plan is not used: {path}" if "Plan" not in reason else "a tuned")
+    assert reason in said and said.isprintable()
+
+
+@pytest.mark.parametrize("target", ["/dev/zero", "pipe", "folder", "nowhere"])
+def test_what_is_no_file_counts_as_none_with_a_note(cache: Path, target: str) -> None:
+    path = record().store()
+    path.unlink()
+    os.mkfifo(cache / "pipe")
+    (cache / "folder").mkdir()
+    path.symlink_to(target if target.startswith("/") else cache / target)
+    plan, said = used({})
+    assert plan == {} and f"{path}: cannot be read: " in said
+
+
+def test_the_hash_of_sources_holds_all_that_the_generator_loads() -> None:
+    """Asked of Python itself, after a kernel was generated and every family had its program."""
+    program = (
+        "import sys\nfrom cheetah.generate import generate_kernel\n"
+        "from cheetah.models.registry import FAMILIES, preset\n"
+        "generate_kernel(preset('demo'), 'emulator')\nprograms = [family.program for family in FAMILIES.values()]\n"
+        "print(*(name for name in sys.modules if name.partition('.')[0] == 'cheetah'))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    hashed = sources_of(GENERATOR, Path(manifest.__file__).parent)
+    assert set(done.stdout.split()) - set(hashed) == set()
+    assert {name for name in hashed if name.startswith(("cheetah.runtime", "cheetah.cli", "cheetah.emulator"))} == set()
+    for path in hashed.values():
+        assert path.is_file()
 
 
 def test_a_record_holds_what_is_searched() -> None:

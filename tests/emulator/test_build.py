@@ -1,5 +1,6 @@
 """Compiling: g++'s own words on mistakes, a cache that two processes may share, and the portable switch."""
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -53,6 +54,37 @@ def test_the_cache_answers_the_second_time(tmp_path: Path, monkeypatch: pytest.M
     assert first.path == second.path
     with pytest.raises(AssertionError, match="compiled again"):
         compile_program(DOUBLE + "\n", "twice", [("x", "int32_t*")], cache_dir=tmp_path)
+
+
+def test_what_is_damaged_is_compiled_again(tmp_path: Path) -> None:
+    """A library that is cut short would end the process that loads it."""
+    path = build.build_program(DOUBLE, "twice", [("x", "int32_t*")], build.PLAIN, tmp_path)
+    whole, digest = path.read_bytes(), path.with_name(f"{path.name}.sha256")
+
+    def is_mended() -> bool:
+        assert build.build_program(DOUBLE, "twice", [("x", "int32_t*")], build.PLAIN, tmp_path) == path
+        return path.read_bytes()[:4] == b"\x7fELF" and build._is_whole(path)
+
+    path.write_bytes(whole[: len(whole) // 2])
+    assert is_mended()
+    path.unlink()
+    os.mkfifo(path)
+    assert is_mended()
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    digest.write_bytes(b"\xff")
+    assert is_mended()
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheetahError, match="file/cache: cannot be made: Not a directory: name another folder in CHEET"):
+        build.build_program(DOUBLE, "twice", [("x", "int32_t*")], build.PLAIN, tmp_path / "file" / "cache")
+    path = build.build_program(DOUBLE, "twice", [("x", "int32_t*")], build.PLAIN, tmp_path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(CheetahError, match="cannot be written: Is a directory: name another folder in CHEETAH_CACHE"):
+        build.build_program(DOUBLE, "twice", [("x", "int32_t*")], build.PLAIN, tmp_path)
 
 
 def test_two_processes_may_compile_the_same_text(tmp_path: Path) -> None:

@@ -255,3 +255,22 @@ def test_the_other_matrices_begin_where_o_and_down_end(shape, gpu):
     matrices = step_matrices(shape, plan_for(shape, gpu), GPUS[gpu])
     following = (matrices.o.split.owner(matrices.o.strips - 1) + 1) % GPUS[gpu].blocks
     assert [layout.split.owner(0) for layout in (matrices.qkv, matrices.gate_up, matrices.head)] == [following] * 3
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "wanted"),
+    [
+        ("start_qkv", [0], r"start_qkv is \[0\]: give a whole number"),
+        ("stages", "3", "stages is '3': give a whole number"),
+        ("tokens", None, "tokens is None: give a whole number"),
+        ("page_size", True, "page_size is True: give a whole number"),
+        ("sync", 1, "sync is 1: give a word"),
+        ("trace", 0, "trace is 0: give True or False"),
+        ("max_context", 10**30, "max_context is 1000000000000000000000000000000: give at most 2147483647"),
+        ("batch", 10**999, "batch is an integer of about 1000 digits: give at most"),
+    ],
+)
+def test_a_field_of_another_kind_is_refused_by_name(field: str, value: object, wanted: str) -> None:
+    fields = {"math_warps": 8, "stage_bytes": 16384, "stages": 4, field: value}
+    with pytest.raises(PlanError, match=f"Plan: {wanted}"):
+        Plan.from_dict(fields)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import multiprocessing
+import os
 from pathlib import Path
 
 import pytest
@@ -101,6 +104,67 @@ def test_a_damaged_entry_is_compiled_again(tmp_path: Path) -> None:
     assert not again.cached and again.image == cubin.image
     cubin.path.with_suffix(".json").write_text("{")
     assert not messages(SCALE, "scale", tmp_path)[0].cached
+
+
+ENTRY = Cubin("scale", b"\x7fELF", "NVRTC 13.0.88", ("-a",), ResourceReport(1, 2, 3, 4, 5), 0.5, True, None)
+
+
+def loaded(folder: Path, report: bytes | None = None) -> tuple[Cubin | None, str]:
+    """A stored entry with another report: (what is loaded, what was said)."""
+    entry, said = CacheEntry.of(folder, "text", "scale", ("-a",), "NVRTC 13.0.88"), list[str]()
+    entry.store(ENTRY)
+    if report is not None:
+        entry.report_path.write_bytes(report)
+    return entry.load(said.append), "\n".join(said)
+
+
+def edited(**changes: object) -> bytes:
+    report = {**dataclasses.asdict(ENTRY), "cubin_sha256": hashlib.sha256(ENTRY.image).hexdigest()}
+    kept = ("kernel", "compiler", "flags", "seconds", "resources", "cubin_sha256")
+    return json.dumps({name: {**report, **changes}[name] for name in kept}).encode()
+
+
+def test_an_entry_is_loaded_as_it_was_stored(tmp_path: Path) -> None:
+    found, said = loaded(tmp_path, edited(seconds=1))
+    assert found is not None and said == ""
+    assert dataclasses.replace(found, path=None, seconds=0.5) == ENTRY
+
+
+@pytest.mark.parametrize(
+    ("report", "reason"),
+    [
+        (b"[]", "holds a JSON list, expected an object"),
+        (b'"text"', "holds a JSON str, expected an object"),
+        (b"[" * 90_000, "nested too deeply"),
+        (b"\xff", "is not UTF-8 text"),
+        (b" " * 200_000, "has 200000 bytes, at most 100000 are read"),
+        (edited(seconds="soon"), ".seconds must be of type float, not str"),
+        (edited(flags="-a"), ".flags must be a list, not str"),
+        (edited(resources=[]), ".resources must be an object, not list"),
+        (edited(resources={"registers": "\x1b[2J"}), ".resources: missing field shared_bytes"),
+        (edited(resources={**dataclasses.asdict(ENTRY.resources), "registers": "9"}), "must be of type int, not str"),
+        (edited(cubin_sha256="0"), ".cubin: is not the cubin that scale-"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_damaged_report_counts_as_none_with_a_note(tmp_path: Path, report: bytes, reason: str) -> None:
+    found, said = loaded(tmp_path, report)
+    assert found is None and reason in said and said.isprintable()
+    assert said.startswith("scale: what the cache holds is not used: ")
+
+
+def test_pipes_and_devices_in_the_cache_count_as_none(tmp_path: Path) -> None:
+    entry, said = CacheEntry.of(tmp_path, "text", "scale", (), "NVRTC 13.0.88"), list[str]()
+    entry.store(ENTRY)
+    entry.cubin_path.unlink()
+    entry.cubin_path.symlink_to("/dev/zero")
+    assert entry.load(said.append) is None and ".cubin: cannot be read: it is no regular file" in said[0]
+    entry.report_path.unlink()
+    os.mkfifo(entry.report_path)
+    assert entry.load(said.append) is None and ".json: cannot be read: it is no regular file" in said[1]
+    os.mkfifo(entry.folder / f"{entry.stem}.lock")
+    with entry.lock(lambda: said.append("waits")):
+        assert len(said) == 2
 
 
 @needs_nvrtc
