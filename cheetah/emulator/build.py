@@ -30,7 +30,8 @@ _TEXT_FLAGS = ("-fno-strict-aliasing", "-Wno-unknown-pragmas")
 
 @dataclass(frozen=True)
 class Mode:
-    """How text and runtime are compiled: as a library for this process, or as a program under the race detector."""
+    """How text and runtime are compiled: as a library for this process (plain, or with every access watched), or as a
+    program under the race detector."""
 
     name: str
     runtime_flags: tuple[str, ...]
@@ -45,6 +46,15 @@ PLAIN = Mode(
     # -O2 takes half as long again to compile and runs no faster: the time goes into switching and into the runtime.
     text_flags=("-O1", "-Werror=frame-larger-than=49152"),
     link_flags=("-shared",),
+    suffix=".so",
+)
+# -fsanitize=thread puts a call around every load and store; runtime/watch.cpp has those calls, and g++'s own library,
+# which -nodefaultlibs leaves out, is not wanted.
+WATCHED = Mode(
+    name="watched",
+    runtime_flags=("-O2", "-DCHEETAH_EMULATOR_WATCH"),
+    text_flags=("-O2", "-fsanitize=thread", "-Werror=frame-larger-than=49152"),
+    link_flags=("-shared", "-nodefaultlibs", "-lstdc++", "-lm", "-lc", "-lgcc_s", "-lgcc"),
     suffix=".so",
 )
 # The runtime is compiled without -fsanitize=thread: its accesses are no accesses of the kernel.
@@ -73,9 +83,10 @@ def build_program(
         (folder / f"{kernel}.cu").write_text(text)
         (folder / "unpacking.cpp").write_text(unpacking)
         output = folder / "program"
-        flags = [*_COMMON_FLAGS, *_TEXT_FLAGS, *mode.text_flags, *mode.link_flags, f"-I{RUNTIME_FOLDER}"]
+        flags = [*_COMMON_FLAGS, *_TEXT_FLAGS, *mode.text_flags, f"-I{RUNTIME_FOLDER}"]
         what = f"kernel {kernel!r} does not compile for the emulator"
-        _run_compiler([*flags, "unpacking.cpp", str(runtime), "-o", output.name], folder, what)
+        command = [*flags, "unpacking.cpp", str(runtime), *mode.link_flags, "-o", output.name]
+        _run_compiler(command, folder, what)
         return output
 
     return _from_cache(target, build)
@@ -97,7 +108,7 @@ def cache_folder(cache_dir: Path | None) -> Path:
 
 
 def _build_runtime(mode: Mode, cache_dir: Path | None) -> Path:
-    sources = ["runtime.cpp"] if mode is PLAIN else ["runtime.cpp", "sanitize_main.cpp"]
+    sources = ["runtime.cpp", "sanitize_main.cpp"] if mode is SANITIZED else ["runtime.cpp"]
     key = _hash(_runtime_hash(), *mode.runtime_flags)
     target = cache_folder(cache_dir) / f"runtime-{mode.name}-{key}.o"
 

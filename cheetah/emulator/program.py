@@ -9,13 +9,13 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from cheetah.emulator.build import PLAIN, build_program
+from cheetah.emulator.build import PLAIN, WATCHED, build_program
 from cheetah.emulator.errors import Deadlock, EmulatorError, Misuse, SwitchLimit, TimeLimit
 from cheetah.errors import CheetahError
 
@@ -42,12 +42,16 @@ _SCALARS: dict[str, type[ctypes._SimpleCData]] = {
 
 @dataclass(frozen=True)
 class LaunchStats:
-    """What a launch did: fibre switches, rendezvous of warps, bulk copies and their bytes, wall-clock seconds."""
+    """What a launch did: fibre switches, rendezvous of warps, bulk copies and their bytes, wall-clock seconds.
+
+    most_chunks: the most chunks that one block had under way at once (bytes announced to an mbarrier and not landed).
+    """
 
     switches: int
     collectives: int
     copies: int
     copied_bytes: int
+    most_chunks: int
     seconds: float
 
 
@@ -69,7 +73,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class LaunchShape:
-    """Grid and block in three dimensions, and the schedule, all checked."""
+    """Grid and block in three dimensions, the schedule, and what is forbidden, all checked."""
 
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
@@ -77,6 +81,8 @@ class LaunchShape:
     scheduler: int
     seed: int
     switch_limit: int
+    chunk_limit: int
+    poisoned: Mapping[str, int]
 
 
 class Program(ABC):
@@ -97,6 +103,8 @@ class Program(ABC):
         scheduler: str = "round_robin",
         seed: int = 0,
         switch_limit: int | None = None,
+        chunk_limit: int | None = None,
+        poisoned: Mapping[str, int] | None = None,
         timeout_s: float | None = None,
         watch: Callable[[], None] | None = None,
     ) -> LaunchStats:
@@ -104,12 +112,18 @@ class Program(ABC):
 
         `arguments` follow the parameters: an array or None (null) for a pointer, a number for a scalar. Arrays are
         C-contiguous; addresses are theirs, so `allocate` gives arrays aligned as a GPU allocation is.
-        `scheduler` is one of SCHEDULERS; equal seeds give equal schedules. `switch_limit` bounds fibre switches.
+        `scheduler` is one of SCHEDULERS; equal seeds give equal schedules. `switch_limit` bounds fibre switches,
+        `chunk_limit` the chunks that a block has under way. `poisoned`: by parameter, the word (u32) that stands in
+        the array where nobody may read with `load_constant_u32`.
         Raises Deadlock, Misuse, Race, SwitchLimit or TimeLimit with a report, CheetahError for wrong arguments. `watch`
         is called every few milliseconds (not of a sanitized program); what it raises, and KeyboardInterrupt, ends the
         launch where it is. The next one starts afresh, whatever this one left in the arrays.
         """
-        shape = _shape(grid, block, shared_bytes, scheduler, seed, switch_limit)
+        shape = replace(
+            _shape(grid, block, shared_bytes, scheduler, seed, switch_limit),
+            chunk_limit=chunk_limit or 0,
+            poisoned=dict(poisoned or {}),
+        )
         if len(arguments) != len(self.parameters):
             wanted = ", ".join(p.name for p in self.parameters)
             raise CheetahError(
@@ -163,7 +177,8 @@ class LoadedProgram(Program):
         if poll.interruption is not None:
             raise poll.interruption
         raise_for_outcome(launch.outcome, report.value.decode(errors="replace"))
-        return LaunchStats(launch.switches, launch.collectives, launch.copies, launch.copied_bytes, seconds)
+        counts = (launch.switches, launch.collectives, launch.copies, launch.copied_bytes, launch.most_chunks)
+        return LaunchStats(*counts, seconds)
 
 
 def _release(library: ctypes.CDLL) -> None:
@@ -182,19 +197,22 @@ def compile_program(
     parameters: Sequence[tuple[str, str]],
     *,
     sanitize: bool = False,
+    watched: bool = False,
     cache_dir: Path | None = None,
 ) -> Program:
     """Compiles kernel text, which includes "cheetah_emulator.h" under CHEETAH_EMULATOR, with g++ (cached).
 
     `kernel` is the function's name, `parameters` its (name, C type) in order. With `sanitize` each launch runs as a
-    process of its own under ThreadSanitizer and reports races by line: some twenty times slower, for few blocks.
+    process of its own under ThreadSanitizer and reports races by line: some twenty times slower, for few blocks. With
+    `watched` every load and store of the text is held to the rules of `runtime/watch.h`, at some twice the time.
     Raises CheetahError when g++ is missing or refuses the text (the message carries what it said).
     """
     if sanitize:
         from cheetah.emulator.sanitize import sanitized_program
 
         return sanitized_program(text, kernel, parameters, cache_dir)
-    return LoadedProgram(kernel, parameters, build_program(text, kernel, parameters, PLAIN, cache_dir))
+    mode = WATCHED if watched else PLAIN
+    return LoadedProgram(kernel, parameters, build_program(text, kernel, parameters, mode, cache_dir))
 
 
 def allocate(shape: Extent, dtype: object, fill: int = 0xFF) -> np.ndarray:
@@ -227,7 +245,12 @@ _OPENINGS = {
 
 
 class _Buffer(ctypes.Structure):
-    _fields_ = [("start", ctypes.c_void_p), ("bytes", ctypes.c_uint64), ("name", ctypes.c_char_p)]
+    _fields_ = [
+        ("start", ctypes.c_void_p),
+        ("bytes", ctypes.c_uint64),
+        ("name", ctypes.c_char_p),
+        ("poison", ctypes.c_uint64),
+    ]
 
 
 _POLL = ctypes.CFUNCTYPE(ctypes.c_int)
@@ -246,6 +269,8 @@ class _Launch(ctypes.Structure):
         ("buffers", ctypes.POINTER(_Buffer)),
         ("poll", _POLL),
         ("outcome", ctypes.c_uint32),
+        ("chunk_limit", ctypes.c_uint32),
+        ("most_chunks", ctypes.c_uint32),
         ("unused", ctypes.c_uint32),
         ("switches", ctypes.c_uint64),
         ("collectives", ctypes.c_uint64),
@@ -284,7 +309,9 @@ def _launch_structure(
 ) -> _Launch:
     """The C structure; it keeps what it points to alive, but for the arrays and the report."""
     pointers = (ctypes.c_void_p * max(1, len(values)))(*(ctypes.addressof(value) for value in values))
-    buffers = (_Buffer * max(1, len(arrays)))(*(_Buffer(a.ctypes.data, a.nbytes, name.encode()) for name, a in arrays))
+    buffers = (_Buffer * max(1, len(arrays)))(
+        *(_Buffer(a.ctypes.data, a.nbytes, name.encode(), _poison(shape, name)) for name, a in arrays)
+    )
     return _Launch(
         grid=shape.grid,
         block=shape.block,
@@ -293,12 +320,18 @@ def _launch_structure(
         buffer_count=len(arrays),
         seed=shape.seed,
         switch_limit=shape.switch_limit,
+        chunk_limit=shape.chunk_limit,
         arguments=pointers,
         buffers=buffers,
         poll=poll.callback,
         report=ctypes.addressof(report),
         report_bytes=len(report),
     )
+
+
+def _poison(shape: LaunchShape, name: str) -> int:
+    """The poisoned word with a bit above it, or 0 where the array has none."""
+    return shape.poisoned[name] & 0xFFFFFFFF | 1 << 32 if name in shape.poisoned else 0
 
 
 def _value(parameter: Parameter, argument: Argument) -> "ctypes._SimpleCData":
@@ -351,6 +384,8 @@ def _shape(
         SCHEDULERS.index(scheduler),
         seed % (1 << 64),
         switch_limit or 0,
+        chunk_limit=0,
+        poisoned={},
     )
 
 

@@ -76,6 +76,7 @@ class SanitizedProgram(Program):
             f"scheduler {shape.scheduler}",
             f"seed {shape.seed}",
             f"switch_limit {shape.switch_limit}",
+            f"chunk_limit {shape.chunk_limit}",
         ]
         arrays = []
         for parameter, argument in zip(self.parameters, arguments, strict=True):
@@ -117,7 +118,7 @@ class _Region:
 @dataclass(frozen=True)
 class _Result:
     outcome: int
-    counts: tuple[int, int, int, int]
+    counts: tuple[int, int, int, int, int]
     regions: tuple[_Region, ...]
     report: str
 
@@ -183,10 +184,10 @@ def _read_result(path: Path, errors: str) -> _Result:
         raise CheetahError(f"the sanitized program ended without a result:\n{errors[-4000:].strip()}")
     head, _, report = path.read_text(errors="replace").partition("report\n")
     outcome, counts, *regions = head.splitlines()
-    switches, collectives, copies, copied_bytes = map(int, counts.split()[1:])
+    switches, collectives, copies, copied_bytes, most_chunks = map(int, counts.split()[1:])
     return _Result(
         outcome=int(outcome.split()[1]),
-        counts=(switches, collectives, copies, copied_bytes),
+        counts=(switches, collectives, copies, copied_bytes, most_chunks),
         regions=tuple(_read_region(line) for line in regions),
         report=report,
     )

@@ -158,10 +158,9 @@ class _Scheduled:
     scheduler: str
     seed: int
 
-    def launch(self, blocks: int, threads: int, shared_bytes: int, values: Sequence[Any]) -> None:
-        self.program.launch(
-            blocks, threads, shared_bytes, values, scheduler=self.scheduler, seed=self.seed, timeout_s=LAUNCH_TIMEOUT_S
-        )
+    def launch(self, blocks: int, threads: int, shared_bytes: int, values: Sequence[Any], **promises: Any) -> None:
+        schedule: dict[str, Any] = {"scheduler": self.scheduler, "seed": self.seed, "timeout_s": LAUNCH_TIMEOUT_S}
+        self.program.launch(blocks, threads, shared_bytes, values, **promises, **schedule)
 
 
 @dataclass(frozen=True)

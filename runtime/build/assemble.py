@@ -23,11 +23,11 @@ from cheetah.models.family import Rows
 from cheetah.models.registry import family_of
 from cheetah.plan import GPUS, Gpu, Plan, PlanError, StepMatrices, gpu_named
 from cheetah.plan.kv.tables import MAX_STOP_IDS
+from cheetah.runtime.build.memory import LABELS, MemoryEstimate, memory_of_buffers, size_text
+from cheetah.runtime.build.tuned import with_tuned
 from cheetah.runtime.device import Say, open_device, say_to_stderr
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
 from cheetah.runtime.engine.launcher import Launcher
-from cheetah.runtime.build.memory import LABELS, MemoryEstimate, memory_of_buffers, size_text
-from cheetah.runtime.build.tuned import with_tuned
 
 if TYPE_CHECKING:
     from cheetah.runtime.device.interface import Buffer, Device, DeviceInfo

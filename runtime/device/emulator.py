@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from cheetah.manifest import Manifest
+from cheetah.manifest import NO_PAGE, Manifest
 from cheetah.runtime import interrupts
 from cheetah.runtime.device.arguments import CheckedArgument, check_arguments
 from cheetah.runtime.device.interface import (
@@ -144,8 +144,9 @@ class EmulatorDevice:
         values = [_as_emulated(argument) for argument in check_arguments(kernel.manifest, arguments)]
         launch = kernel.manifest.launch
         shape = (launch.blocks, launch.threads, launch.shared_bytes)
+        options = {**_promises(kernel.manifest), **self._schedule}
         try:
-            kernel.program.launch(*shape, values, watch=_end_if_interrupted, **self._schedule)
+            kernel.program.launch(*shape, values, watch=_end_if_interrupted, **options)
         except LaunchCancelled:
             raise
         except Exception as error:
@@ -181,6 +182,12 @@ class EmulatorDevice:
     def _check_usable(self) -> None:
         if self._unusable is not None:
             raise DeviceError(f"this device cannot be used any more: {self._unusable}")
+
+
+def _promises(manifest: Manifest) -> dict[str, Any]:
+    """What every launch of a kernel is held to: as many chunks under way as its plan allows, and no look at a place of
+    the page table that has no page."""
+    return {"chunk_limit": manifest.plan.get("in_flight"), "poisoned": {"page_table": NO_PAGE}}
 
 
 def _end_if_interrupted() -> None:

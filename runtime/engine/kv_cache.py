@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cheetah.errors import CheetahError
+from cheetah.manifest import NO_PAGE
 
 
 def pages_for(tokens: int, page_size: int) -> int:
@@ -225,8 +226,8 @@ class CachedSequence:
         self.pages, self.length = [], 0
 
     def table(self, entries: int) -> npt.NDArray[np.int32]:
-        """The page table, int32 [entries]; entries without a page are -1, so that a stray read is noticed."""
-        table = np.full(entries, -1, np.int32)
+        """The page table, int32 [entries]; entries without a page are NO_PAGE."""
+        table = np.full(entries, NO_PAGE, np.int32)
         table[: len(self.pages)] = self.pages
         return table
 

@@ -11,13 +11,13 @@ OPENING = """#ifdef CHEETAH_EMULATOR
 
 
 @functools.cache
-def program(body: str, signature: str, *, sanitize: bool = False) -> Program:
+def program(body: str, signature: str, *, sanitize: bool = False, watched: bool = False) -> Program:
     """A program `kernel` with this body. The signature is as in C; the body's first line is line 5 of kernel.cu."""
     parameters = [split_parameter(part) for part in signature.split(",")] if signature else []
     text = (
         f'{OPENING}extern "C" __global__ void __launch_bounds__(1024, 1) kernel({signature}) {{\n{body.strip()}\n}}\n'
     )
-    return compile_program(text, "kernel", parameters, sanitize=sanitize)
+    return compile_program(text, "kernel", parameters, sanitize=sanitize, watched=watched)
 
 
 def split_parameter(part: str) -> tuple[str, str]:

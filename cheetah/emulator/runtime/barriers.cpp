@@ -1,6 +1,7 @@
 // bar.sync and bar.arrive: named barriers 1 to 15, and barrier 0 for the whole block.
 #include "machine.h"
 #include "sanitizer.h"
+#include "watch.h"
 
 namespace cheetah_emulator {
 namespace {
@@ -36,6 +37,8 @@ void synchronise(uint32_t id, uint32_t threads, Place place, const char* primiti
   NamedBarrier& barrier = self.block_state->barriers[id];
   const char& order = barrier.order[barrier.generation & 1];
   note(place, primitive);
+  self.warp->word_waits[self.lane] = 0;
+  watch::meets(self);
   if (arrive(barrier, id, threads, place, primitive)) {
     if (machine.scheduler != Scheduler::round_robin) yield();
   } else {

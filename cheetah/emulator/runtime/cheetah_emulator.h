@@ -43,6 +43,7 @@ extern Index3 block_dimensions, grid_dimensions;
 void preemption_point(Place place, const char* primitive);
 void check_global(const void* address, uint64_t bytes, uint64_t alignment, Place place, const char* primitive);
 void words_written(const void* address);
+void begin_word_wait(const uint64_t* words, Place place, const char* primitive);
 void wait_for_words(const uint64_t* words, uint32_t epoch, Place place, const char* primitive);
 void wait_for_at_least(const uint64_t* word, uint64_t value, Place place);
 uint64_t virtual_nanoseconds();
@@ -62,6 +63,9 @@ void mbarrier_init(uint64_t* barrier, uint32_t arrivals, Place place);
 void mbarrier_arrive(uint64_t* barrier, uint32_t transaction_bytes, Place place, const char* primitive);
 void mbarrier_wait(uint64_t* barrier, uint32_t parity, Place place);
 void bulk_copy(void* destination, const void* source, uint32_t bytes, uint64_t* barrier, Place place);
+void fence_proxy_async(Place place);
+void loads_have_read(Place place);
+void check_constant(const void* address, uint32_t bytes, Place place, const char* primitive);
 #pragma GCC visibility pop
 
 }  // namespace cheetah_emulator
@@ -172,13 +176,11 @@ CHEETAH_PRIMITIVE void bulk_copy(void* shared_destination, const void* global_so
   cheetah_emulator::bulk_copy(shared_destination, global_source, bytes, barrier, place);
 }
 
-CHEETAH_PRIMITIVE void fence_proxy_async(CHEETAH_PLACE) {
-  cheetah_emulator::preemption_point(place, "fence_proxy_async");
-}
+CHEETAH_PRIMITIVE void fence_proxy_async(CHEETAH_PLACE) { cheetah_emulator::fence_proxy_async(place); }
 
 CHEETAH_PRIMITIVE void give_registers(CHEETAH_PLACE) { (void)place; }
 CHEETAH_PRIMITIVE void take_registers(CHEETAH_PLACE) { (void)place; }
-CHEETAH_PRIMITIVE void wait_for_u32(uint32_t, CHEETAH_PLACE) { (void)place; }
+CHEETAH_PRIMITIVE void wait_for_u32(uint32_t, CHEETAH_PLACE) { cheetah_emulator::loads_have_read(place); }
 
 CHEETAH_PRIMITIVE void prefetch_l2(const void* place_of_line, CHEETAH_PLACE) {
   cheetah_emulator::check_global(place_of_line, 1, 1, place, "prefetch_l2");
@@ -203,7 +205,7 @@ namespace cheetah_emulator {
 
 template <int order>
 __forceinline__ uint4 wait_flagged4(const uint64_t* p, uint32_t epoch, Place place, const char* primitive) {
-  check_global(p, 32, 32, place, primitive);
+  begin_word_wait(p, place, primitive);
   for (;;) {
     const uint64_t w0 = __atomic_load_n(p, order), w1 = __atomic_load_n(p + 1, order);
     const uint64_t w2 = __atomic_load_n(p + 2, order), w3 = __atomic_load_n(p + 3, order);
@@ -261,9 +263,15 @@ CHEETAH_PRIMITIVE void store_relaxed_u32(uint32_t* p, uint32_t value, CHEETAH_PL
 
 // -- memory that nobody writes during the launch
 
-CHEETAH_PRIMITIVE uint4 load_constant_u32x4(const void* p) { return *static_cast<const uint4*>(p); }
+CHEETAH_PRIMITIVE uint4 load_constant_u32x4(const void* p, CHEETAH_PLACE) {
+  cheetah_emulator::check_constant(p, 16, place, "load_constant_u32x4");
+  return *static_cast<const uint4*>(p);
+}
 
-CHEETAH_PRIMITIVE uint32_t load_constant_u32(const void* p) { return *static_cast<const uint32_t*>(p); }
+CHEETAH_PRIMITIVE uint32_t load_constant_u32(const void* p, CHEETAH_PLACE) {
+  cheetah_emulator::check_constant(p, 4, place, "load_constant_u32");
+  return *static_cast<const uint32_t*>(p);
+}
 
 // -- arithmetic
 

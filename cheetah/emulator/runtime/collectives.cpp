@@ -5,6 +5,7 @@
 
 #include "machine.h"
 #include "sanitizer.h"
+#include "watch.h"
 
 namespace cheetah_emulator {
 namespace {
@@ -34,7 +35,9 @@ inline void rendezvous(Collective collective, Place place, const char* primitive
     return;
   }
   compute(warp);
+  watch::warp_meets(warp, collective == Collective::warp_barrier);
   warp.arrived = 0;
+  for (uint64_t& lines : warp.word_waits) lines = 0;
   machine.collectives++;
   wake_lanes(warp, warp.lanes & ~bit);
   note(place, primitive);

@@ -6,6 +6,7 @@
 
 #include "machine.h"
 #include "sanitizer.h"
+#include "watch.h"
 
 namespace cheetah_emulator {
 
@@ -33,6 +34,7 @@ void check_copy(const uint8_t* destination, const uint8_t* source, uint32_t byte
              long(destination - block.arena), long(destination - block.arena + bytes), other.place.file_name(),
              unsigned(other.place.line()));
   }
+  watch::check_copy(destination, source, bytes, place);
   if (block.copy_count == copies_a_block)
     misuse(place, primitive, "more than %u copies of one block in flight", copies_a_block);
 }
@@ -62,6 +64,16 @@ void* create_copy_fibre() {
   machine.copied_bytes += bytes;
 }
 
+void fence_proxy_async(Place place) {
+  preemption_point(place, "fence_proxy_async");
+  watch::fence(*machine.current);
+}
+
+void loads_have_read(Place place) {
+  note(place, "wait_for_u32");
+  watch::loads_have_read(*machine.current);
+}
+
 void land_copy(Block& block, uint32_t index) {
   const BulkCopy copy = block.copies[index];
   machine.copies_in_flight--;
@@ -71,7 +83,7 @@ void land_copy(Block& block, uint32_t index) {
   sanitizer::switch_to(copy.sanitizer_fibre);
   sanitizer::read_range(copy.source, copy.bytes, copy.caller);
   sanitizer::write_range(copy.destination, copy.bytes, copy.caller);
-  complete_transaction(*copy.barrier, copy.bytes);
+  complete_transaction(block, *copy.barrier, copy.bytes);
   sanitizer::switch_to(machine.current->sanitizer_fibre);
   sanitizer::destroy_fibre(copy.sanitizer_fibre);
 }

@@ -11,6 +11,7 @@
 #include "memory.h"
 #include "report.h"
 #include "sanitizer.h"
+#include "watch.h"
 
 namespace cheetah_emulator {
 namespace {
@@ -60,6 +61,8 @@ void prepare_warps(Block& block) {
     const uint32_t threads = std::min(warp_lanes, block.thread_count - w * warp_lanes);
     warp.lanes = threads == warp_lanes ? ~0u : (1u << threads) - 1;
     warp.runnable = warp.arrived = warp.generation = 0;
+    warp.unordered = warp.passed_by = 0;
+    for (uint64_t& lines : warp.word_waits) lines = 0;
     warp.first_fibre = block.first_fibre + w * warp_lanes;
     warp.block = block.index;
     draw_priority(warp);
@@ -72,9 +75,10 @@ void prepare_block(uint32_t index, const CheetahLaunch& launch) {
   block.index = index;
   block.thread_count = block.live_threads = product(launch.block);
   block.first_fibre = index * block.thread_count;
-  block.mbarrier_count = block.copy_count = 0;
+  block.mbarrier_count = block.copy_count = block.chunks = 0;
   for (NamedBarrier& barrier : block.barriers) barrier = {};
   fill_bytes(block.arena, 0xFF, machine.shared_bytes);
+  if (watch::enabled) fill_bytes(block.loads, 0, load_marks() * sizeof(uint64_t));
   for (uint32_t t = 0; t < block.thread_count; t++) prepare_fibre(block.first_fibre + t, block, t, launch);
   prepare_warps(block);
   draw_priorities(block);
@@ -93,6 +97,8 @@ bool prepare_machine(const CheetahLaunch& launch) {
   machine.change_period = period_choices[machine.random.below(4)];
   machine.blocks_ranked_first = machine.random.below(2);
   machine.switches = machine.calls = machine.collectives = machine.copies = machine.copied_bytes = 0;
+  machine.chunk_limit = launch.chunk_limit;
+  machine.most_chunks = 0;
   machine.switch_limit = launch.switch_limit ? launch.switch_limit : ~uint64_t(0);
   machine.buffers = launch.buffers;
   machine.buffer_count = launch.buffer_count;
@@ -100,7 +106,7 @@ bool prepare_machine(const CheetahLaunch& launch) {
   machine.priority_warp = nullptr;
   machine.message[0] = 0;
   for (FibreList& bucket : machine.word_waiters) bucket = {};
-  if (!lay_out_memory()) return false;
+  if (!lay_out_memory() || !watch::begin_launch()) return false;
   for (uint32_t i = 0; i < (machine.warp_count + 63) / 64; i++) machine.runnable_bits[i] = 0;
   block_dimensions = {launch.block[0], launch.block[1], launch.block[2]};
   grid_dimensions = {launch.grid[0], launch.grid[1], launch.grid[2]};
@@ -152,6 +158,7 @@ void give_results(CheetahLaunch& launch) {
   launch.collectives = machine.collectives;
   launch.copies = machine.copies;
   launch.copied_bytes = machine.copied_bytes;
+  launch.most_chunks = machine.most_chunks;
   std::snprintf(launch.report, launch.report_bytes, "%s", report().c_str());
 }
 
@@ -166,6 +173,7 @@ void cheetah_emulator_launch(CheetahLaunch* launch) {
   if (prepare_machine(*launch)) {
     run_fibres(*launch);
     look_for_overflow();
+    watch::end_launch();
   } else {
     machine.outcome = Outcome::misuse;
     std::snprintf(machine.message, message_bytes, "no memory for %u threads of %lu bytes of stack",

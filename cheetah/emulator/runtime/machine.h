@@ -99,6 +99,10 @@ struct Fibre {
   Wait wait;                // what it waits for, or the last primitive it called
   void* sanitizer_fibre;
   uint8_t* stack;           // lowest address; holds the canary
+  uint64_t waits;           // watched: for loads, so far
+  uint64_t fence_moment;    // watched: when it made its last proxy fence
+  uint32_t fences;          // watched: that it has made
+  uint32_t stored;          // watched: the byte of shared memory that it stored to last
 };
 
 struct Warp {
@@ -113,6 +117,9 @@ struct Warp {
   uint32_t priority;
   uint32_t block;
   uint32_t generation;
+  uint64_t word_waits[warp_lanes];  // on which lines a lane has waited for words since it met others, a bit a line
+  uint32_t unordered;       // watched: lanes with stores to shared memory that no barrier has ordered yet
+  uint32_t passed_by;       // watched: those whose stores came before a collective that orders no memory
   char order[2];
   Slot slots[warp_lanes];
 };
@@ -125,14 +132,18 @@ struct Block {
   MBarrier* mbarriers;
   uint32_t copy_count, engine_priority, rank;
   BulkCopy* copies;         // in flight, in the order in which they were issued
+  uint32_t chunks;          // mbarriers with announced bytes that have not landed
+  uint64_t* loads;          // watched: of each 16 bytes of the arena, whose load of them may be under way
 };
 
 struct Buffer {
   const uint8_t* start;
   uint64_t bytes;
   const char* name;
+  uint64_t poison;          // not 0: a word of which the low half is this one's is read by nobody
 };
 
+constexpr uint32_t most_buffers = 256;
 constexpr uint32_t mbarriers_a_block = 1024;
 constexpr uint32_t copies_a_block = 1024;
 constexpr uint32_t wait_buckets = 4096;
@@ -158,6 +169,7 @@ struct Machine {
   Warp* priority_warp;              // the one that the priority scheduler lets run on
 
   uint64_t switches, calls, collectives, copies, copied_bytes;
+  uint32_t chunk_limit, most_chunks;  // in flight in a block: allowed (0: any number), and reached
   uint64_t check_at, switch_limit;  // in switches
   Fibre* current;
   void* launcher_stack_pointer;
@@ -200,7 +212,7 @@ void land_any_copy();
 
 // -- mbarriers.cpp
 
-void complete_transaction(MBarrier& barrier, uint32_t bytes);
+void complete_transaction(Block& block, MBarrier& barrier, uint32_t bytes);
 
 // -- words.cpp
 

@@ -4,6 +4,7 @@
 // a barrier that was never initialised, or over which something was written, is noticed at its next use.
 #include "machine.h"
 #include "sanitizer.h"
+#include "watch.h"
 
 namespace cheetah_emulator {
 namespace {
@@ -51,6 +52,19 @@ MBarrier& initialised(uint64_t* storage, Place place, const char* primitive, con
   return *barrier;
 }
 
+// A chunk is what an mbarrier has announced: under way from there until all its bytes have landed.
+void announce(MBarrier& barrier, uint32_t bytes, Place place, const char* primitive) {
+  Block& block = *machine.current->block_state;
+  const bool begins = barrier.transaction_bytes <= 0 && barrier.transaction_bytes + int64_t(bytes) > 0;
+  barrier.transaction_bytes += bytes;
+  if (!begins) return;
+  if (machine.chunk_limit && block.chunks == machine.chunk_limit)
+    misuse(place, primitive, "%u chunks of this block are under way, and %u is what its plan allows: wait for the chunk"
+           " %u places earlier to land first", block.chunks, machine.chunk_limit, machine.chunk_limit);
+  block.chunks++;
+  if (block.chunks > machine.most_chunks) machine.most_chunks = block.chunks;
+}
+
 void complete_if_done(MBarrier& barrier) {
   if (barrier.pending || barrier.transaction_bytes) return;
   barrier.phase++;
@@ -64,9 +78,11 @@ MBarrier& initialised_mbarrier(uint64_t* storage, Place place, const char* primi
   return initialised(storage, place, primitive, caller);
 }
 
-void complete_transaction(MBarrier& barrier, uint32_t bytes) {
+void complete_transaction(Block& block, MBarrier& barrier, uint32_t bytes) {
   sanitizer::release(barrier.order[barrier.phase & 1]);
+  const bool was_under_way = barrier.transaction_bytes > 0;
   barrier.transaction_bytes -= bytes;
+  if (was_under_way && barrier.transaction_bytes <= 0) block.chunks--;
   complete_if_done(barrier);
 }
 
@@ -101,7 +117,8 @@ void complete_transaction(MBarrier& barrier, uint32_t bytes) {
     misuse(place, primitive, "%ld bytes announced in one phase; an mbarrier counts up to %ld",
            long(barrier.transaction_bytes + bytes), long(most_transaction_bytes));
   sanitizer::release(barrier.order[barrier.phase & 1]);
-  barrier.transaction_bytes += bytes;
+  announce(barrier, bytes, place, primitive);
+  if (!bytes) watch::check_arrival(place, primitive);
   barrier.pending--;
   complete_if_done(barrier);
 }

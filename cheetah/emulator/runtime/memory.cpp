@@ -55,10 +55,12 @@ size_t cut(uint8_t* start) {
   machine.runnable_warps = cutter.take<uint32_t>(machine.warp_count);
   machine.runnable_bits = cutter.take<uint64_t>((machine.warp_count + 63) / 64);
   auto* mbarriers = cutter.take<MBarrier>(size_t(mbarriers_a_block) * machine.block_count);
+  auto* loads = cutter.take<uint64_t>(load_marks() * machine.block_count);
   auto* copies = cutter.take<BulkCopy>(size_t(copies_a_block) * machine.block_count);
   for (uint32_t b = 0; start && b < machine.block_count; b++) {
     machine.blocks[b].arena = arenas + b * arena_bytes;
     machine.blocks[b].mbarriers = mbarriers + b * size_t(mbarriers_a_block);
+    machine.blocks[b].loads = loads + b * load_marks();
     machine.blocks[b].copies = copies + b * size_t(copies_a_block);
   }
   return cutter.used;
@@ -72,6 +74,8 @@ bool lay_out_memory() {
   for (uint32_t f = 0; f < machine.fibre_count; f++) *reinterpret_cast<uint64_t*>(stack_of(f)) = canary;
   return true;
 }
+
+size_t load_marks() { return watch::enabled ? machine.shared_bytes / 16 + 1 : 0; }
 
 void release_memory() {
   release(stacks);

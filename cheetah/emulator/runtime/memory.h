@@ -6,6 +6,7 @@
 
 #include "machine.h"
 #include "sanitizer.h"
+#include "watch.h"
 
 namespace cheetah_emulator {
 
@@ -15,6 +16,9 @@ constexpr size_t arena_alignment = 1024;
 // Points the machine's arrays at memory for its counts. False when the system has not enough.
 bool lay_out_memory();
 void release_memory();
+
+// How many marks of loads a block has, where they are kept.
+size_t load_marks();
 
 // The stack of a fibre: its bytes begin `stack_bytes` below its top.
 uint8_t* stack_of(uint32_t fibre);

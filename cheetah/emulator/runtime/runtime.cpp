@@ -9,4 +9,5 @@
 #include "memory.cpp"
 #include "report.cpp"
 #include "schedule.cpp"
+#include "watch.cpp"
 #include "words.cpp"

@@ -69,6 +69,7 @@ void read_line(const char* line) {
   if (std::sscanf(line, "scheduler %u", &l.scheduler) == 1) return;
   if (std::sscanf(line, "seed %" SCNu64, &l.seed) == 1) return;
   if (std::sscanf(line, "switch_limit %" SCNu64, &l.switch_limit) == 1) return;
+  if (std::sscanf(line, "chunk_limit %u", &l.chunk_limit) == 1) return;
   if (std::sscanf(line, "value %" SCNx64, &number) == 1) return add_value(number);
   if (std::sscanf(line, "array %63s %" SCNu64 " %2999[^\n]", name, &number, path) == 3)
     return add_array(name, path, number);
@@ -92,8 +93,8 @@ void write_result(const char* path) {
   FILE* file = std::fopen(path, "w");
   if (!file) give_up("cannot write", path);
   std::fprintf(file, "outcome %u\n", l.outcome);
-  std::fprintf(file, "counts %" PRIu64 " %" PRIu64 " %" PRIu64 " %" PRIu64 "\n", l.switches, l.collectives, l.copies,
-               l.copied_bytes);
+  std::fprintf(file, "counts %" PRIu64 " %" PRIu64 " %" PRIu64 " %" PRIu64 " %u\n", l.switches, l.collectives,
+               l.copies, l.copied_bytes, l.most_chunks);
   for (uint32_t b = 0; b < machine.block_count; b++) {
     char name[64];
     std::snprintf(name, sizeof name, "shared memory of block %u", b);

@@ -24,6 +24,29 @@ const Buffer* buffer_of(const void* address) {
   return nullptr;
 }
 
+// One bit for a line of the text.
+uint64_t bit_of(Place place) { return uint64_t(1) << (place.line() * 0x9E3779B97F4A7C15ull >> 58); }
+
+// A lane that waits on behalf of its warp meets the other lanes behind its wait. Else they poll beside it, each for
+// itself, which no result shows. Since the warp last met, one lane alone has waited on some line, and all on this one.
+void check_together(const Warp& warp, uint64_t bit, Place place, const char* primitive) {
+  uint64_t once = 0, more = 0;
+  for (uint32_t lane = 0; lane < warp_lanes; lane++) {
+    const uint64_t lines = warp.word_waits[lane];
+    if (!(lines & bit)) return;
+    more |= once & lines;
+    once |= lines;
+  }
+  once &= ~more;
+  if (!once) return;
+  uint32_t leader = 0;
+  while (!(warp.word_waits[leader] & once)) leader++;
+  misuse(place, primitive,
+         "lane %u of this warp alone has waited for words before, as if for all, and the others wait here without having"
+         " met it: the lanes of the warp run apart and poll side by side; put a warp_barrier behind its wait",
+         leader);
+}
+
 void sleep_on(const uint64_t* words, const Wait& wait) {
   append(bucket_of(words), *machine.current);
   block_on(wait);
@@ -60,17 +83,45 @@ void wait_for_at_least(const uint64_t* word, uint64_t value, Place place) {
   sleep_on(word, {WaitKind::at_least, "wait_at_least_u64", place, word, value});
 }
 
-void check_global(const void* address, uint64_t bytes, uint64_t alignment, Place place, const char* primitive) {
-  preemption_point(place, primitive);
+namespace {
+
+// The buffer that an access of `bytes` bytes lies in; misuse if it leaves it, or lies in none.
+const Buffer& checked_buffer(const void* address, uint64_t bytes, Place place, const char* primitive) {
   const Buffer* buffer = buffer_of(address);
   if (!buffer) misuse(place, primitive, "%p lies in no buffer of this launch", address);
   const uint64_t offset = uint64_t(static_cast<const uint8_t*>(address) - buffer->start);
   if (offset + bytes > buffer->bytes)
     misuse(place, primitive, "bytes %lu to %lu of buffer %s, which has %lu", (unsigned long)offset,
            (unsigned long)(offset + bytes), buffer->name, (unsigned long)buffer->bytes);
+  return *buffer;
+}
+
+}  // namespace
+
+void begin_word_wait(const uint64_t* words, Place place, const char* primitive) {
+  check_global(words, 32, 32, place, primitive);
+  Warp& warp = *machine.current->warp;
+  warp.word_waits[machine.current->lane] |= bit_of(place);
+  check_together(warp, bit_of(place), place, primitive);
+}
+
+void check_constant(const void* address, uint32_t bytes, Place place, const char* primitive) {
+  const Buffer& buffer = checked_buffer(address, bytes, place, primitive);
+  if (!buffer.poison) return;
+  const auto* words = static_cast<const uint32_t*>(address);
+  for (uint32_t i = 0; i < bytes / 4; i++)
+    if (words[i] == uint32_t(buffer.poison))
+      misuse(place, primitive, "byte %lu of buffer %s holds nothing (%u): it lies behind what the host wrote there",
+             (unsigned long)(reinterpret_cast<const uint8_t*>(words + i) - buffer.start), buffer.name, words[i]);
+}
+
+void check_global(const void* address, uint64_t bytes, uint64_t alignment, Place place, const char* primitive) {
+  preemption_point(place, primitive);
+  const Buffer& buffer = checked_buffer(address, bytes, place, primitive);
   if (reinterpret_cast<uint64_t>(address) % alignment)
-    misuse(place, primitive, "byte %lu of buffer %s (at %p) is not %lu-byte aligned", (unsigned long)offset,
-           buffer->name, address, (unsigned long)alignment);
+    misuse(place, primitive, "byte %lu of buffer %s (at %p) is not %lu-byte aligned",
+           (unsigned long)(static_cast<const uint8_t*>(address) - buffer.start), buffer.name, address,
+           (unsigned long)alignment);
 }
 
 }  // namespace cheetah_emulator
