@@ -25,9 +25,9 @@ pytestmark = pytest.mark.compiler
 CONFIG = model(heads=4, kv_heads=1, vocab=60)
 """Four heads a KV head: of 8 columns' 32 fused rows, two warps share out the keys; of one column's, all four."""
 KERNELS: dict[str, tuple[dict[str, Any], int | None]] = {
-    "one token a step": ({"batch": 1}, None),
-    "batch 4, prompts by 16": ({"batch": 4}, 16),
     "batch 2, one kernel of 8, pages of 5": ({"batch": 2, "tokens": 8, "page_size": 5}, None),
+    "batch 4, prompts by 16": ({"batch": 4}, 16),
+    "one token a step": ({"batch": 1}, None),
 }
 COMMON = token_ids(68, CONFIG.vocab_size, 1)
 
@@ -59,7 +59,9 @@ def assembled(kernel: str, number: int) -> Assembly:
     )
 
 
-@pytest.fixture(params=KERNELS)
+@pytest.fixture(
+    params=[pytest.param(name, marks=[pytest.mark.slow] if place else []) for place, name in enumerate(KERNELS)]
+)
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     return Kernels(assembled(request.param, 0), assembled(request.param, 1))
 
@@ -143,6 +145,7 @@ def test_up_to_the_last_token_of_the_context(kernels: Kernels) -> None:
     assert not record.changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_random_requests_with_common_beginnings(kernels: Kernels, seed: int) -> None:
     """Rounds of requests over one cache: prompts begin alike or continue earlier answers; some stop early, some streams

@@ -228,6 +228,32 @@ def test_with_fixed_items_nothing_is_read_together() -> None:
     assert all(tile.new for launch in rig.device.launches for tile in launch["tiles"])
 
 
+def test_with_fixed_items_a_prompt_takes_one_step_more_at_most() -> None:
+    prompts = [tuple(range(length)) for length in (1, 2, 8, 9, 10, 16, 17, 40)]
+    steps: dict[int, list[int]] = {0: [], 64: []}
+    for chunk, found in steps.items():
+        rig = Rig(batch=1, tokens=8, kv_chunk=chunk)
+        for prompt in prompts:
+            rig.device.launches.clear()
+            assert tokens_of(rig.decoder.complete(Request(prompt, 1, Sampling()))) == alone(
+                Request(prompt, 1, Sampling())
+            )
+            found.append(sum(launch["steps"] for launch in rig.device.launches))
+    more = [fixed - by_rule for by_rule, fixed in zip(steps[0], steps[64], strict=True)]
+    assert more == [0 if len(prompt) % 8 == 1 else 1 for prompt in prompts]
+
+
+@pytest.mark.parametrize("page_size", [5, 16])
+def test_with_fixed_items_a_step_of_a_prompt_begins_at_its_columns_and_has_them_all(page_size: int) -> None:
+    rig = Rig(batch=2, tokens=8, kv_chunk=64, page_size=page_size, cached=True)
+    requests = [Request(tuple(range(length)), 5, Sampling()) for length in (90, 87, 78, 41)]
+    assert rig.together(requests) == [alone(request) for request in requests]
+    known = {5: 40, 16: 64}[page_size]  # of the third: where both a page and a step begin
+    reading = [launch["sequences"][0] for launch in rig.device.launches if launch["head_from"] == launch["steps"]]
+    assert {(one.length % 8, one.per_step) for one in reading} == {(0, 8)} and known in {one.length for one in reading}
+    rig.check_all_pages_are_back()
+
+
 def test_streams_go_on_side_by_side() -> None:
     rig = Rig(batch=4, launch_steps=2)
     requests = [Request(prompt, 12, Sampling(0.9, i)) for i, prompt in enumerate(PROMPTS[:3])]
