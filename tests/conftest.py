@@ -1,8 +1,39 @@
-"""What holds for every test: those marked `compiler` are skipped where there is no g++."""
+"""What holds for every test: kernels are compiled into one cache that is not the user's, and tests marked `compiler`
+are skipped where there is no g++."""
 
+import os
 import shutil
+import tempfile
+import time
+from pathlib import Path
 
 import pytest
+
+KEPT_SECONDS = 7 * 24 * 3600
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Gives all tests, their processes and xdist's workers one CHEETAH_CACHE, which stays for the next run.
+
+    An entry is named by everything that it depends on, so an old one is never wrong; after a week it is removed.
+    It lies in pytest's own cache (`pytest --cache-clear` empties it), or where there is none in a temporary folder.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return  # the first process has set it
+    if hasattr(config, "cache"):
+        folder = config.cache.mkdir("compiled")
+        remove_old(folder)
+    else:
+        folder = Path(tempfile.mkdtemp(prefix="cheetah-tests-"))
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    os.environ["CHEETAH_CACHE"] = str(folder)
+
+
+def remove_old(folder: Path) -> None:
+    limit = time.time() - KEPT_SECONDS
+    for path in folder.rglob("*"):
+        if path.is_file() and path.stat().st_mtime < limit:
+            path.unlink(missing_ok=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

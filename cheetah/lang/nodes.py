@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import FrozenInstanceError, dataclass, field, fields
+from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, Union
 
 from cheetah.lang import types as ty
@@ -274,21 +275,29 @@ class Builtin(Expr):
     text: str
 
 
-def children(expression: Expr) -> Iterator[Expr]:
+def children(expression: Expr) -> tuple[Expr, ...]:
     """The direct operands of an expression."""
-    for item in fields(expression):
-        value = getattr(expression, item.name)
-        if isinstance(value, Expr):
-            yield value
-        elif item.name == "arguments":
-            yield from value
+    return expression.arguments if isinstance(expression, Call) else _held_expressions(expression)
+
+
+def _held_expressions(node: Any) -> tuple[Expr, ...]:
+    values = [getattr(node, name) for name in _fields_to_search(type(node))]  # type: ignore[arg-type]
+    return tuple([value for value in values if isinstance(value, Expr)])
+
+
+@cache
+def _fields_to_search(node: type[Any]) -> tuple[str, ...]:
+    """The fields of a kind of node but for those that by their declaration hold no expression."""
+    return tuple(item.name for item in fields(node) if item.type not in ("str", "bool", "ty.Type", "Location"))
 
 
 def walk(expression: Expr) -> Iterator[Expr]:
-    """An expression and all that it is made of."""
-    yield expression
-    for child in children(expression):
-        yield from walk(child)
+    """An expression and all that it is made of, each before its operands."""
+    pending = [expression]
+    while pending:
+        node = pending.pop()
+        yield node
+        pending += reversed(children(node))
 
 
 def _store_member(self: Expr, name: str, value: Value) -> None:
@@ -312,14 +321,9 @@ for _node in _NODES:
 class Stmt:
     location: Location = field(default_factory=here, kw_only=True, repr=False)
 
-    def expressions(self) -> Iterator[Expr]:
+    def expressions(self) -> tuple[Expr, ...]:
         """The expressions written directly in this statement, not those of its bodies."""
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if isinstance(value, Expr):
-                yield value
-            elif item.name == "operands":
-                yield from (operand for _, operand in value)
+        return _held_expressions(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -383,6 +387,9 @@ class Asm(Stmt):
     template: str
     operands: tuple[tuple[str, Expr], ...]
     outputs: tuple[str, ...]
+
+    def expressions(self) -> tuple[Expr, ...]:
+        return tuple(operand for _, operand in self.operands)
 
 
 @dataclass(frozen=True, eq=False)

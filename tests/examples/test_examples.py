@@ -15,13 +15,8 @@ ROOT = Path(__file__).parents[2]
 LADDER = ("1_scale", "2_matvec", "3_ring", "4_two_matvecs")
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("compiled")
-
-
-def run_example(name: str, *options: str, cache: Path | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **({"CHEETAH_CACHE": str(cache)} if cache else {})}
+def run_example(name: str, *options: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), *options]
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
@@ -29,8 +24,8 @@ def run_example(name: str, *options: str, cache: Path | None = None) -> subproce
 @pytest.mark.compiler
 @pytest.mark.parametrize("options", [(), ("--scheduler", "round_robin"), ("--scheduler", "priority", "--seed", "5")])
 @pytest.mark.parametrize("name", LADDER)
-def test_it_agrees_with_numpy(name: str, options: tuple[str, ...], cache: Path) -> None:
-    done = run_example(name, *options, cache=cache)
+def test_it_agrees_with_numpy(name: str, options: tuple[str, ...]) -> None:
+    done = run_example(name, *options)
     assert done.returncode == 0, done.stderr
     assert "agrees with numpy" in done.stdout.splitlines()[-1]
 
@@ -38,8 +33,8 @@ def test_it_agrees_with_numpy(name: str, options: tuple[str, ...], cache: Path) 
 @pytest.mark.compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LADDER)
-def test_it_has_no_race(name: str, cache: Path) -> None:
-    done = run_example(name, "--sanitize", cache=cache)
+def test_it_has_no_race(name: str) -> None:
+    done = run_example(name, "--sanitize")
     assert done.returncode == 0, done.stderr
 
 

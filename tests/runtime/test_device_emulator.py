@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -53,11 +52,6 @@ def manifest(blocks: int = 4) -> Manifest:
         phases=("scale",),
         step_bytes={},
     )
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CHEETAH_CACHE", str(Path(tmp_path_factory.getbasetemp()) / "cache"))
 
 
 def run_scale(device: Device, blocks: int, factor: float = 2.0) -> None:
