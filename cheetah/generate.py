@@ -48,7 +48,7 @@ def _header(config: ModelConfig, gpu: Gpu, plan: Plan, command: str) -> str:
     shape = config.shape
     matrices = step_matrices(shape, plan, gpu)
     lines = [
-        "The whole decode step of a Llama model in one persistent kernel. Generated; do not edit.",
+        f"The whole decode step of a {config.dialect.title} model in one persistent kernel. Generated; do not edit.",
         f"Regenerate with: {command}",
         "",
         "model: " + ", ".join(f"{name} {value}" for name, value in asdict(shape).items()),
@@ -64,7 +64,7 @@ def _header(config: ModelConfig, gpu: Gpu, plan: Plan, command: str) -> str:
 def _manifest(config: ModelConfig, gpu: Gpu, plan: Plan, text: str, command: str) -> Manifest:
     shape = config.shape
     matrices, program = step_matrices(shape, plan, gpu), family_of(config).program
-    parameters, sizes = program.kernel_parameters(plan), program.sizes(config, gpu, plan)
+    parameters, sizes = program.kernel_parameters(config, plan), program.sizes(config, gpu, plan)
     return Manifest(
         kernel=program.KERNEL_NAME,
         text_sha256=sha256_of_text(text),

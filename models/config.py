@@ -29,10 +29,15 @@ COLUMN_ALIGN = 32  # columns of a packed matrix, and vectors that feed one, are 
 class ModelConfig:
     """A decoder's shape and constants. Field names are short; errors name the field of config.json.
 
-    A family's subclass says how its config.json reads (`dialect`).
+    A family's subclass says how its config.json reads (`dialect`), and what its layers do otherwise than Llama's.
+    head_norms: every head's query and key goes through an RMSNorm over head_dim before it is rotated, with one weight
+    vector for the queries and one for the keys of a layer. qkv_biases: q, k and v have biases. sliding_window: so many
+    keys a query sees, its own included; None: all before it.
     """
 
     dialect: ClassVar[Dialect]
+    head_norms: ClassVar[bool] = False
+    qkv_biases: ClassVar[bool] = False
 
     hidden_size: int
     intermediate_size: int
@@ -45,6 +50,7 @@ class ModelConfig:
     max_position_embeddings: int = 2048
     tied_embeddings: bool = False
     rope: Rope = field(default_factory=Rope)
+    sliding_window: int | None = None
 
     def __post_init__(self) -> None:
         for name, json_name in JSON_NAMES.items():
@@ -61,6 +67,8 @@ class ModelConfig:
                 f"num_attention_heads / num_key_value_heads = {self.query_heads} / {self.kv_heads} = {self.group}: "
                 f"at most {MAX_GROUP} query heads may share a key/value head"
             )
+        if self.sliding_window is not None and (problem := implausible("sliding_window", self.sliding_window)):
+            raise ConfigError(problem)
         if problem := implausible("rms_norm_eps", self.rms_norm_eps):
             raise ConfigError(problem)
 
@@ -117,6 +125,7 @@ class ModelConfig:
         """Weights of the model; a tied head is counted once."""
         h, f = self.hidden_size, self.intermediate_size
         layer = self.qkv_rows * h + h * self.query_rows + 3 * h * f + 2 * h
+        layer += (2 * self.head_dim if self.head_norms else 0) + (self.qkv_rows if self.qkv_biases else 0)
         heads = 1 if self.tied_embeddings else 2
         return self.layers * layer + heads * self.vocab_size * h + h
 
@@ -127,6 +136,7 @@ class ModelConfig:
     def to_dict(self) -> dict[str, Any]:
         """The config.json object (transformers 5 spelling) from which `from_json` reads this value back."""
         shape = {json_name: getattr(self, name) for name, json_name in JSON_NAMES.items()}
+        window = {"sliding_window": self.sliding_window} if self.dialect.reads_window else {}
         return {
             "architectures": [self.dialect.architecture],
             "model_type": self.dialect.model_type,
@@ -135,6 +145,7 @@ class ModelConfig:
             "tie_word_embeddings": self.tied_embeddings,
             "hidden_act": "silu",
             "rope_parameters": self.rope.to_dict(),
+            **window,
         }
 
     @classmethod

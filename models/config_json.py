@@ -59,13 +59,14 @@ READ_ELSEWHERE = {
     *JSON_NAMES.values(),
     *("model_type", "architectures", "rms_norm_eps", "tie_word_embeddings", "quantization_config"),
     *("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"),
+    *("sliding_window", "layer_types"),
     *("torch_dtype", "dtype", "bos_token_id", "eos_token_id", "pad_token_id"),
 }
 
 # Fields that transformers does not read for the inference of any family.
 IGNORED = {
     *("pretraining_tp", "use_cache", "initializer_range", "transformers_version", "attention_dropout", "_name_or_path"),
-    *("auto_map", "id2label", "label2id", "output_attentions", "output_hidden_states", "return_dict", "layer_types"),
+    *("auto_map", "id2label", "label2id", "output_attentions", "output_hidden_states", "return_dict"),
     *("unsloth_version", "unsloth_fixed", "use_bfloat16", "chunk_size_feed_forward", "rope_interleaved"),
 }
 
@@ -80,7 +81,8 @@ class Dialect:
 
     model_type, architecture: as the file names them. absent: what transformers takes for a field that the file leaves
     out, where that does not follow from other fields. neutral: further entries of NEUTRAL_VALUES, or others in their
-    place. ignored: further fields that are not read for inference.
+    place. ignored: further fields that are not read for inference. reads_window: `sliding_window` alone says how many
+    keys the queries of every layer see; otherwise it has to be null, or is ignored.
     """
 
     model_type: str
@@ -88,6 +90,12 @@ class Dialect:
     absent: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     neutral: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
+    reads_window: bool = False
+
+    @property
+    def title(self) -> str:
+        """The family's name as people write it."""
+        return self.architecture.removesuffix("ForCausalLM")
 
 
 def read_fields(place: str, values: Mapping[str, Any], dialect: Dialect, notes: list[str]) -> dict[str, Any]:
@@ -110,7 +118,9 @@ class _Reader:
 
     def __init__(self, place: str, values: Mapping[str, Any], dialect: Dialect, notes: list[str]):
         self.place, self.dialect = place, dialect
-        self.neutral = {**NEUTRAL_VALUES, **dialect.neutral}
+        read = {*dialect.ignored, *(["sliding_window"] if dialect.reads_window else [])}
+        self.neutral = {name: ok for name, ok in {**NEUTRAL_VALUES, **dialect.neutral}.items() if name not in read}
+        self.nulls = {name for name, value in values.items() if value is None}
         self.values = {name: value for name, value in values.items() if value is not None}
         self.notes = notes
 
@@ -131,6 +141,7 @@ class _Reader:
             "max_position_embeddings": self._max_positions(),
             "tied_embeddings": self._flag("tie_word_embeddings"),
             "rope": self._rope(),
+            "sliding_window": self._window(),
         }
         self._note_unknown()
         return fields
@@ -193,6 +204,20 @@ class _Reader:
                 f"head_dim is missing and hidden_size / num_attention_heads = {hidden} / {heads} is no integer"
             )
         return self._count("head_dim", default=usual or hidden // heads)
+
+    def _window(self) -> int | None:
+        window = None
+        if self.dialect.reads_window and "sliding_window" not in self.nulls:
+            window = self._count("sliding_window", self._absent("sliding_window", None))
+        self._check_layer_types(window)
+        return window
+
+    def _check_layer_types(self, window: int | None) -> None:
+        """All layers see the same keys, those that sliding_window says."""
+        types = self.values.get("layer_types")
+        wanted = "full_attention" if window is None else "sliding_attention"
+        if types is not None and (not isinstance(types, list) or any(type_ != wanted for type_ in types)):
+            raise self._error(f"layer_types = {types!r} is not supported; supported: every layer {wanted!r}, or absent")
 
     def _epsilon(self) -> float:
         if "rms_norm_eps" in self.values:

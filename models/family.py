@@ -48,7 +48,7 @@ class StepProgram(Protocol):
     def build_kernel(self, config: ModelConfig, gpu: Gpu, plan: Plan) -> Any:
         """The kernel, a `cheetah.lang.Kernel`."""
 
-    def kernel_parameters(self, plan: Plan) -> Mapping[str, Any]:
+    def kernel_parameters(self, config: ModelConfig, plan: Plan) -> Mapping[str, Any]:
         """Its parameters by name, each a `cheetah.package.KernelParameter`."""
 
     def sizes(self, config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
@@ -109,6 +109,10 @@ class ModelFamily(ABC):
     @abstractmethod
     def matrices(self, config: ModelConfig, plan: Plan, gpu: Gpu) -> StepMatrices:
         """Where the matrices of a step lie in the buffer `weights`."""
+
+    @abstractmethod
+    def model_buffers(self, config: ModelConfig) -> tuple[str, ...]:
+        """The kernel's buffers that hold the model: filled once, by `tables` and `pack_weights`, and never written."""
 
     @abstractmethod
     def tables(self, config: ModelConfig, plan: Plan) -> dict[str, NDArray[Any]]:

@@ -40,6 +40,7 @@ RANGES = {
     "head_dim": Range(1, 1024, "published models have up to 256"),
     "vocab_size": Range(1, 2**22, "published models have up to 262,400"),
     "max_position_embeddings": Range(1, LARGEST_ID, "positions are 32-bit integers"),
+    "sliding_window": Range(1, LARGEST_ID, "a query sees its own key, and positions are 32-bit integers"),
     "rms_norm_eps": Range(1e-37, 0.1, "a part of the mean of squares, and not zero in float32; models have 1e-5"),
     "rope_theta": Range(2, 1e20, "every pair of a head must turn, each slower than the last; models have 1e4 to 5e10"),
     "factor": _SCALING,

@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cheetah.models import llama
+from cheetah.models import llama, mistral, qwen2, qwen3
 from cheetah.models.config import ModelConfig
 from cheetah.models.config_json import ConfigError, load_source, place_of, stated
 from cheetah.models.family import ModelFamily
 
-FAMILIES: dict[str, ModelFamily] = {family.name: family for family in (llama.FAMILY,)}
+_FAMILIES = (llama.FAMILY, qwen3.FAMILY, qwen2.FAMILY, mistral.FAMILY)
+FAMILIES: dict[str, ModelFamily] = {family.name: family for family in _FAMILIES}
 """By model_type, as config.json has it."""
 
 PRESETS: dict[str, ModelConfig] = {name: one for family in FAMILIES.values() for name, one in family.presets.items()}

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 MODELS = "cheetah.models"
 DENSE = f"{MODELS}.dense"
-FAMILIES = (f"{MODELS}.llama",)
+FAMILIES = tuple(f"{MODELS}.{name}" for name in ("llama", "qwen3", "qwen2", "mistral"))
 # What the generator, the runtime, tools and commands know of models: numbers, arrays, and a family to ask.
 MODEL = (MODELS, f"{MODELS}.registry")
 DATA = (*MODEL, "cheetah.manifest", "cheetah.plan")
@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     DENSE: {MODELS, "cheetah.plan"},
     f"{DENSE}.family": {MODELS, DENSE, f"{DENSE}.program", "cheetah.plan"},
     **{family: {MODELS, f"{DENSE}.family"} for family in FAMILIES},
-    f"{DENSE}.launch": {"cheetah.blocks", "cheetah.lang", "cheetah.package", "cheetah.plan"},
+    f"{DENSE}.launch": {MODELS, "cheetah.blocks", "cheetah.lang", "cheetah.package", "cheetah.plan"},
     f"{DENSE}.step": {*KERNEL, f"{DENSE}.launch"},
     f"{DENSE}.program": {*KERNEL, f"{DENSE}.launch", f"{DENSE}.step"},
     f"{MODELS}.demo": {*MODEL, f"{MODELS}.llama"},

@@ -48,7 +48,7 @@ def check_unpacked(wheel: Path, folder: Path) -> None:
     """The package imports from the wheel's files alone and finds its demo model."""
     zipfile.ZipFile(wheel).extractall(folder)
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from cheetah.models.llama.config import DEMO_FOLDER, preset; "
+        "import sys; sys.path.insert(0, sys.argv[1]); from cheetah.models.registry import DEMO_FOLDER, preset; "
         "assert str(DEMO_FOLDER).startswith(sys.argv[1]), DEMO_FOLDER; preset('demo')"
     )
     done = subprocess.run([sys.executable, "-I", "-c", code, str(folder)], cwd=folder, capture_output=True, text=True)

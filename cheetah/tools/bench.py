@@ -378,7 +378,10 @@ def fill_random(config: ModelConfig, buffers: dict[str, Buffer], max_context: in
     tile = random_bits(config.hidden_size**-0.5)
     for name in ("weights", "embedding"):
         fill_with(buffers[name], tile)
-    fill_with(buffers["norms"], np.ones(config.padded_hidden, ml_dtypes.bfloat16).view(np.uint16))
+    ones = np.ones(config.padded_hidden, ml_dtypes.bfloat16).view(np.uint16)
+    for name, values in {"norms": ones, "head_norms": ones, "biases": tile}.items():
+        if name in buffers:
+            fill_with(buffers[name], values)
     buffers["rope"].upload(config.rope_table(max_context))
     if "kv_scales" in buffers:
         buffers["kv_scales"].upload(np.ones(buffers["kv_scales"].nbytes // 4, np.float32))

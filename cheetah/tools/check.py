@@ -42,7 +42,6 @@ SAMPLING_MARGIN = 1e-3
 TOLERANCE_FACTOR, LEAST_TOLERANCE = 3.0, 0.01
 """Allowed: so many times the error that rounding activations to bf16 makes in the reference itself."""
 LAUNCH_TIMEOUT_S = 120.0
-CONST_BUFFERS = ("weights", "norms", "embedding", "rope")
 
 
 class KernelFault(EmulatorError):
@@ -341,7 +340,8 @@ class Course:
     def _fixed_buffers(self, read: Callable[[str], Bits]) -> dict[str, EmulatorBuffer]:
         """The buffers that no launch writes, filled once for all runs."""
         device = EmulatorDevice()
-        fixed = {name: device.allocate(self.manifest.buffer(name).bytes) for name in CONST_BUFFERS}
+        constant = family_of(self.config).model_buffers(self.config)
+        fixed = {name: device.allocate(self.manifest.buffer(name).bytes) for name in constant}
         upload_weights(_Weights(self.config, read), self.manifest, fixed, lambda written: None)
         return fixed
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 from cheetah.errors import CheetahError
 from cheetah.models.config import ModelConfig
 from cheetah.plan import Gpu, Plan
-from cheetah.runtime.build.assemble import FILL_BYTES, GPU_TIMEOUT_S, SHARED, free_all, new_cache
+from cheetah.runtime.build.assemble import FILL_BYTES, GPU_TIMEOUT_S, free_all, new_cache, shared_buffers
 from cheetah.runtime.build.compile import compile_cubin
 from cheetah.runtime.build.memory import memory_of_buffers
 from cheetah.runtime.engine.launcher import Launcher, Sampling
@@ -85,7 +85,7 @@ class Variants:
         info = self._device.describe()
         memory_of_buffers(self.config, manifest.buffers).check(info.free_bytes, info.name)
         for buffer in manifest.buffers:
-            if buffer.name in SHARED:
+            if buffer.name in shared_buffers(self.config):
                 self._shared[buffer.name] = self._device.allocate(buffer.bytes)
         fill_random(self.config, self._shared, int(manifest.plan["max_context"]))
         fill_with(self._shared["kv"], random_cache(rule))
@@ -143,7 +143,7 @@ class Variants:
         own: dict[str, Buffer] = {}
         self._own.append(own)
         for buffer in manifest.buffers:
-            if buffer.name not in SHARED:
+            if buffer.name not in shared_buffers(self.config):
                 own[buffer.name] = self._device.allocate(buffer.bytes, FILL_BYTES[buffer.fill])
         timeout_s = None if self.gpu.emulated else GPU_TIMEOUT_S
         buffers, timed = {**self._shared, **own}, cast("Device", self._timed)

@@ -48,6 +48,9 @@ class DenseFamily(ModelFamily):
     def matrices(self, config: ModelConfig, plan: Plan, gpu: Gpu) -> StepMatrices:
         return step_matrices(config.shape, plan, gpu)
 
+    def model_buffers(self, config: ModelConfig) -> tuple[str, ...]:
+        return ("weights", "norms", "embedding", "rope", *weights.vector_shapes(config))
+
     def tables(self, config: ModelConfig, plan: Plan) -> dict[str, NDArray[Any]]:
         return {"rope": config.rope_table(plan.max_context)}
 

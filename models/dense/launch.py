@@ -11,6 +11,7 @@ from typing import Any
 
 from cheetah.blocks.timeline import EVENTS
 from cheetah.lang import Expr, ty
+from cheetah.models.config import ModelConfig
 from cheetah.package import KernelParameter
 from cheetah.plan import Plan
 from cheetah.plan.kv.tables import COLUMN_WORDS, MAX_STOP_IDS, SEQUENCE_WORDS, TILE_WORDS
@@ -25,7 +26,7 @@ def _number(meaning: str) -> Any:
 
 
 def _only(buffer: Any) -> Any:
-    """A buffer that some plans have."""
+    """A buffer that some plans or families have."""
     return field(default=None, metadata=buffer.metadata)
 
 
@@ -77,6 +78,12 @@ class Launch:
             *("layers", 2, "kv_heads"),
         )
     )
+    biases: Expr | None = _only(
+        _buffer(ty.ptr(ty.bf16), "of q, k and v, in the order of the matrix' rows", "layers", "qkv_rows")
+    )
+    head_norms: Expr | None = _only(
+        _buffer(ty.ptr(ty.bf16), "weights of the norms of each layer's queries, then keys", "layers", 2, "head_dim")
+    )
     timeline: Expr | None = _only(
         _buffer(
             ty.ptr_mut(ty.u64),
@@ -87,13 +94,16 @@ class Launch:
     )
 
 
-def kernel_parameters(plan: Plan) -> dict[str, KernelParameter]:
+def kernel_parameters(config: ModelConfig, plan: Plan) -> dict[str, KernelParameter]:
     """The parameters of a plan's kernel by name, in the order of its signature."""
     parameters = {one.name: one.metadata["parameter"] for one in fields(Launch)}
-    if plan.kv_dtype == "e4m3":
+    is_codes = plan.kv_dtype == "e4m3"
+    if is_codes:
         parameters["kv"] = replace(parameters["kv"], type=ty.ptr_mut(ty.u8))
-    else:
-        del parameters["kv_scales"]
-    if not plan.trace:
-        del parameters["timeline"]
-    return parameters
+    wanted = {
+        "kv_scales": is_codes,
+        "biases": config.qkv_biases,
+        "head_norms": config.head_norms,
+        "timeline": plan.trace,
+    }
+    return {name: one for name, one in parameters.items() if wanted.get(name, True)}

@@ -1,4 +1,4 @@
-"""All weights of a checkpoint into the three buffers, as fast as memory and disk allow.
+"""All weights of a checkpoint into the kernel's buffers, as fast as memory and disk allow.
 
 Knows neither files nor devices: tensors come from one function and bytes go to another. A few threads read, gather
 and pack blocks of whole rows, all of which is copying outside Python's lock; the calling thread hands finished pieces
@@ -9,6 +9,7 @@ emulator, the tests and a machine without a compiler would need this way beside 
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections import deque
@@ -23,11 +24,15 @@ from cheetah.models.dense.packing import Bytes, PackingError, pack_strips
 from cheetah.models.dense.weights import (
     EMBEDDING,
     FINAL_NORM,
+    HEAD_NORMS,
     INPUT_NORM,
     POST_ATTENTION_NORM,
+    QKV_BIASES,
     RowGroups,
+    logical_matrix,
     matrix_tensors,
     row_groups,
+    vector_shapes,
 )
 from cheetah.models.family import Progress, ReadRows, ReadTensor, Rows, WriteBytes
 from cheetah.models.rounding import Bits
@@ -54,7 +59,7 @@ def pack_all(
 ) -> None:
     """Pack every weight and hand the bytes out: `write(buffer, byte offset, uint8 [n])`, in the calling thread.
 
-    Every byte of the three buffers is written once. The array given to `write` is valid only until it returns: its
+    Every byte of `buffer_bytes` is written once. The array given to `write` is valid only until it returns: its
     memory is used again. rows: gives a matrix that is read in parts, in several threads; by default `tensor` does.
     threads: by default one a processor, at most 16. Host memory: five blocks of about 4 MB a thread, of which three in
     pieces, which are two at least; what `tensor` and `rows` hold of the matrices in work comes on top. `progress`
@@ -123,6 +128,10 @@ def _pieces(config: ModelConfig, matrices: StepMatrices, tensor: ReadTensor, row
     """Everything. A tensor is opened when its first piece is wanted, and let go with its last."""
     yield from _embedding_pieces(config, rows(EMBEDDING))
     yield _norms_piece(config, tensor)
+    if config.qkv_biases:
+        yield _biases_piece(config, tensor)
+    if config.head_norms:
+        yield _head_norms_piece(config, tensor)
     for layer in range(config.layers):
         for layout in matrices.of_layer:
             yield from _matrix_pieces(config, layout, matrices.offset(layout.name, layer), layer, rows)
@@ -139,6 +148,29 @@ def _norms_piece(config: ModelConfig, tensor: ReadTensor) -> _Piece:
             row[: config.hidden_size] = tensor(name)
 
     return _Piece("norms", 0, (len(names) + 1) * config.padded_hidden * 2, (make,))
+
+
+def _biases_piece(config: ModelConfig, tensor: ReadTensor) -> _Piece:
+    """Every layer's biases in strip order: a bias is a matrix of one column."""
+    shape = vector_shapes(config)["biases"]
+
+    def make(memory: Bytes) -> None:
+        for layer, row in enumerate(memory.view(np.uint16).reshape(shape)):
+            columns = [tensor(name.format(layer=layer))[:, None] for name in QKV_BIASES]
+            row[:] = logical_matrix(config, "qkv", columns)[:, 0]
+
+    return _Piece("biases", 0, math.prod(shape) * 2, (make,))
+
+
+def _head_norms_piece(config: ModelConfig, tensor: ReadTensor) -> _Piece:
+    shape = vector_shapes(config)["head_norms"]
+
+    def make(memory: Bytes) -> None:
+        for layer, of_layer in enumerate(memory.view(np.uint16).reshape(shape)):
+            for row, name in zip(of_layer, HEAD_NORMS, strict=True):
+                row[:] = tensor(name.format(layer=layer))
+
+    return _Piece("head_norms", 0, math.prod(shape) * 2, (make,))
 
 
 def _embedding_pieces(config: ModelConfig, embedding: Rows) -> Iterator[_Piece]:

@@ -17,8 +17,10 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.dense.weights import (
     EMBEDDING,
     FINAL_NORM,
+    HEAD_NORMS,
     INPUT_NORM,
     POST_ATTENTION_NORM,
+    QKV_BIASES,
     head_tensor,
     tensor_shapes,
     weight_sources,
@@ -37,6 +39,11 @@ def rms_norm(x: F32, weight: F32, epsilon: float) -> F32:
     """x / sqrt(mean(x^2) + epsilon) * weight, over [h]."""
     mean_square = np.mean(x * x, dtype=np.float32)
     return np.asarray(x / np.sqrt(mean_square + np.float32(epsilon)) * weight)
+
+
+def head_norm(heads: F32, weight: F32, epsilon: float) -> F32:
+    """`rms_norm` of each of heads [H, D] by itself, with one weight [D] for all."""
+    return np.stack([rms_norm(head, weight, epsilon) for head in heads])
 
 
 def matvec(weight: F32, x: F32) -> F32:
@@ -122,8 +129,10 @@ def head(weight: F32, x: F32) -> F32:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's weights in float32."""
+    """One layer's weights in float32. biases: of q, k and v (0: none). head_norms: of queries and keys (None: none)."""
 
+    biases: tuple[F32 | float, ...]
+    head_norms: tuple[F32 | None, ...]
     input_norm: F32
     q: F32
     k: F32
@@ -209,14 +218,33 @@ class Reference:
         return made
 
     def _attention(self, index: int, layer: Layer, x: F32) -> F32:
-        head_dim, stop = self.config.head_dim, self.length + 1
+        stop = self.length + 1
+        first = 0 if self.config.sliding_window is None else max(0, stop - self.config.sliding_window)
         normed = self._normed(x, layer.input_norm)
-        cos_sin = self.table[self.length]
-        queries = rope(matvec(layer.q, normed).reshape(-1, head_dim), cos_sin)
-        self.keys[index, :, self.length] = self.rounding(rope(matvec(layer.k, normed).reshape(-1, head_dim), cos_sin))
-        self.values[index, :, self.length] = self.rounding(matvec(layer.v, normed).reshape(-1, head_dim))
-        output = attention(self.rounding(queries), self.keys[index, :, :stop], self.values[index, :, :stop])
+        queries, keys, values = self._heads(layer, normed)
+        self.keys[index, :, self.length] = self.rounding(keys)
+        self.values[index, :, self.length] = self.rounding(values)
+        seen = slice(first, stop)
+        output = attention(self.rounding(queries), self.keys[index, :, seen], self.values[index, :, seen])
         return matvec(layer.o, self.rounding(output.reshape(-1)))
+
+    def _heads(self, layer: Layer, normed: F32) -> tuple[F32, F32, F32]:
+        """Queries, keys and values [heads, D] of one token: projected, with biases, normalised, rotated."""
+        projected = (
+            (matvec(matrix, normed) + bias).astype(np.float32).reshape(-1, self.config.head_dim)
+            for matrix, bias in zip((layer.q, layer.k, layer.v), layer.biases, strict=True)
+        )
+        queries, keys, values = projected
+        cos_sin, (query_norm, key_norm) = self.table[self.length], layer.head_norms
+        return (
+            rope(self._head_norm(queries, query_norm), cos_sin),
+            rope(self._head_norm(keys, key_norm), cos_sin),
+            values,
+        )
+
+    def _head_norm(self, heads: F32, weight: F32 | None) -> F32:
+        """RMSNorm of each head [H, D]; without a weight the heads themselves."""
+        return heads if weight is None else head_norm(heads, weight, self.config.rms_norm_eps)
 
     def _feed_forward(self, layer: Layer, x: F32) -> F32:
         normed = self._normed(x, layer.post_attention_norm)
@@ -240,6 +268,11 @@ class Reference:
 
 
 def _layer(config: ModelConfig, layer: int, weight: Callable[[str], F32]) -> Layer:
+    def of_layer(names: Iterable[str]) -> list[F32]:
+        return [weight(name.format(layer=layer)) for name in names]
+
     sources = weight_sources(config)
     names = (INPUT_NORM, *sources["qkv"], *sources["o"], POST_ATTENTION_NORM, *sources["gate_up"], *sources["down"])
-    return Layer(*(weight(name.format(layer=layer)) for name in names))
+    biases = tuple(of_layer(QKV_BIASES)) if config.qkv_biases else (0.0,) * 3
+    head_norms = tuple(of_layer(HEAD_NORMS)) if config.head_norms else (None,) * 2
+    return Layer(biases, head_norms, *of_layer(names))

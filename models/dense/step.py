@@ -11,14 +11,15 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.attention.cache import KvCache
 from cheetah.blocks.attention.core import LSE_WORDS, Attention
+from cheetah.blocks.attention.head_norms import HeadNorms
 from cheetah.blocks.attention.schedule import Schedule
-from cheetah.blocks.attention.step_port import Projection, StepPort
+from cheetah.blocks.attention.step_port import NormalisedHeads, Projection, StepPort
 from cheetah.blocks.columns import POSITION, Columns, vector_words
 from cheetah.blocks.exchange import BarrierExchange, Exchange, FlaggedExchange, Published, make_exchange
 from cheetah.blocks.linear.epilogue import HALF, scaled
 from cheetah.blocks.linear.interface import Epilogue, Prologue, Rows
 from cheetah.blocks.linear.matvec import Matvec
-from cheetah.blocks.linear.prologue import Either, RmsNorm, Slices, Source
+from cheetah.blocks.linear.prologue import Either, Prefetching, RmsNorm, Slices, Source
 from cheetah.blocks.machine import Machine
 from cheetah.blocks.phase import PhaseNames, Phases
 from cheetah.blocks.ring import Ring
@@ -67,6 +68,7 @@ def sizes(config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
     layout = kv_layout(shape, gpu, plan)
     return {
         **asdict(shape),
+        "qkv_rows": shape.qkv_rows,
         "weight_bytes": step_matrices(shape, plan, gpu).weight_bytes,
         "norms": 2 * shape.layers + 1,
         "padded_hidden": shape.padded_hidden,
@@ -100,9 +102,7 @@ def phases_of(layers: int) -> PhaseNames:
 class StepParts:
     """The blocks of a launch, and what the phases are written with."""
 
-    def __init__(
-        self, config: ModelConfig, machine: Machine, launch: Launch, exchange: Exchange | None = None
-    ) -> None:
+    def __init__(self, config: ModelConfig, machine: Machine, launch: Launch, exchange: Exchange | None = None) -> None:
         self.config, self.machine, self.launch = config, machine, launch
         self.shape = machine.shape
         self.matrices = step_matrices(self.shape, machine.plan, machine.gpu)
@@ -117,10 +117,13 @@ class StepParts:
             machine, kv_layout(self.shape, machine.gpu, machine.plan), launch.kv_plans, launch.plan_count, launch.tiles
         )
         self.port = StepPort(machine, self.exchange, self.columns, launch.kv_scales)
+        if launch.head_norms is not None:
+            norms = HeadNorms(machine, launch.head_norms, config.rms_norm_eps)
+            self.port.heads = NormalisedHeads(self.port, self.cache, norms)
         self.attention = Attention(
             machine, self.ring, self.exchange, self.schedule, self.cache, self.port, self.timeline
         )
-        self.projection = Projection(self.port, self.cache)
+        self.projection = Projection(self.port, self.cache, launch.biases)
         self.sampler = Sampler(self.linear, self.exchange, self.shape.vocab, self.timeline)
         self.tokens = Tokens(self.columns, launch)
         self.phase = Phases(machine, self.exchange, self.timeline, names, launch.progress)
@@ -257,7 +260,13 @@ class StepParts:
         """The norm before attention: in the first layer of the embeddings, then of what the layer before made."""
         embedded = self.rms_norm(Embeddings(self.tokens), ty.u32(0))
         before = self.exchange.at("hidden", self.layer_epoch - 1)
-        return Either(layer == 0, embedded, self.rms_norm(before, layer * 2, layer * 2 + 1))
+        either = Either(layer == 0, embedded, self.rms_norm(before, layer * 2, layer * 2 + 1))
+        return Prefetching(either, self.machine, self._vectors_of(layer))
+
+    def _vectors_of(self, layer: Any) -> list[tuple[ch.Expr, int]]:
+        """(address, bytes) of what the layer's projection and attention need beside its matrices."""
+        vectors = {self.launch.biases: self.shape.qkv_rows, self.launch.head_norms: 2 * self.shape.head_dim}
+        return [(vector + layer * size, size * 2) for vector, size in vectors.items() if vector is not None]
 
     def heads(self) -> Prologue:
         """Attention's output, slice by slice."""

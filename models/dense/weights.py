@@ -1,12 +1,13 @@
 """From a checkpoint's tensors to the buffers the kernel reads: names, shapes, and the order of rows.
 
 Buffers: `weights` (bf16 in packed order, [layer 0: qkv, o, gate_up, down] [layer 1] ... [head]), `norms` (bf16
-[2 * layers + 1, padded_hidden]) and `embedding` (bf16 [vocab, padded_hidden]), padded with zeros; `pack_weights` fills
-them.
+[2 * layers + 1, padded_hidden]) and `embedding` (bf16 [vocab, padded_hidden]), padded with zeros, and where the family
+has them those of `vector_shapes`; `pack_weights` fills them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -54,6 +55,8 @@ _SOURCES = {
     "gate_up": (_LAYER + "mlp.gate_proj.weight", _LAYER + "mlp.up_proj.weight"),
     "down": (_LAYER + "mlp.down_proj.weight",),
 }
+QKV_BIASES = tuple(_LAYER + f"self_attn.{part}_proj.bias" for part in "qkv")
+HEAD_NORMS = tuple(_LAYER + f"self_attn.{part}_norm.weight" for part in "qk")
 
 GROUP_ROWS = 8  # a strip is two groups of 8 consecutive rows of one tensor: the rows g and g + 8 of an mma fragment
 
@@ -72,6 +75,10 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         _SOURCES["gate_up"][1]: (ffn, hidden),
         _SOURCES["down"][0]: (hidden, ffn),
     }
+    if config.qkv_biases:
+        of_layer |= {name: of_layer[matrix][:1] for name, matrix in zip(QKV_BIASES, _SOURCES["qkv"], strict=True)}
+    if config.head_norms:
+        of_layer |= dict.fromkeys(HEAD_NORMS, (config.head_dim,))
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
     for layer in range(config.layers):
         shapes |= {name.format(layer=layer): shape for name, shape in of_layer.items()}
@@ -95,12 +102,16 @@ _SHAPE_MEANING = {
     "norm": "[hidden_size]",
     "input_layernorm": "[hidden_size]",
     "post_attention_layernorm": "[hidden_size]",
+    "q_norm": "[head_dim]",
+    "k_norm": "[head_dim]",
 }
 
 
 def shape_meaning(tensor: str) -> str:
     """What of config.json makes the shape of a tensor."""
-    return _SHAPE_MEANING[tensor.removesuffix(".weight").rsplit(".", 1)[-1]]
+    part, kind = tensor.split(".")[-2:]
+    meaning = _SHAPE_MEANING[part]
+    return f"{meaning.split(', ')[0]}]" if kind == "bias" else meaning
 
 
 def head_tensor(config: ModelConfig) -> str:
@@ -119,13 +130,25 @@ def matrix_tensors(config: ModelConfig, matrix: str, layer: int = 0) -> tuple[st
 
 
 def buffer_bytes(config: ModelConfig, matrices: StepMatrices) -> dict[str, int]:
-    """Bytes of the three buffers."""
+    """Bytes of every buffer that the checkpoint's tensors fill."""
     row = config.padded_hidden * 2
-    return {
+    sizes = {
         "weights": matrices.weight_bytes,
         "norms": (2 * config.layers + 1) * row,
         "embedding": config.vocab_size * row,
     }
+    return sizes | {name: math.prod(shape) * 2 for name, shape in vector_shapes(config).items()}
+
+
+def vector_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The buffers of vectors that only some families have, bf16: biases in the order of the matrix' rows, and the
+    weights of the norms of queries, then keys."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    if config.qkv_biases:
+        shapes["biases"] = (config.layers, config.qkv_rows)
+    if config.head_norms:
+        shapes["head_norms"] = (config.layers, 2, config.head_dim)
+    return shapes
 
 
 def logical_matrix(config: ModelConfig, matrix: str, tensors: Sequence[Bits]) -> Bits:

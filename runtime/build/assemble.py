@@ -7,7 +7,7 @@ kernel is compiled, buffers are allocated, weights are packed and uploaded. Know
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -42,9 +42,6 @@ STOP_IDS = MAX_STOP_IDS
 PROMPT_TOKENS = (16, 8)
 """Tokens of a prompt that a step takes on a GPU: the first that fit. One mma has columns for 8; 16 take a third more
 time a step (8B on an H200: 5.1 against 3.9 ms)."""
-
-SHARED = ("weights", "norms", "embedding", "rope", "kv", "kv_scales")
-"""Buffers that two kernels of a model have in common."""
 
 RATE_BYTES = 10**8
 """Of fewer bytes, the rate says nothing."""
@@ -147,7 +144,7 @@ def assemble(
         kernel = opened.load(generated.text, manifest)
         reader = opened.load(prompt_kernel.text, prompt_kernel.manifest) if prompt_kernel else None
         allocate_buffers(opened, manifest, buffers)
-        reading = {name: buffers[name] for name in SHARED if name in buffers}
+        reading = {name: buffers[name] for name in shared_buffers(weights.config) if name in buffers}
         if prompt_kernel:
             _allocate_others(opened, prompt_kernel.manifest, reading, buffers)
         started = time.monotonic()
@@ -195,14 +192,19 @@ def _prompt_kernel(
                 raise
             say(f"a step reads fewer than {tokens} tokens of a prompt: {str(error).partition(chr(10))[0]}")
         else:
-            _check_shared(manifest, generated.manifest, tokens)
+            _check_shared(shared_buffers(config), manifest, generated.manifest, tokens)
             return generated
     return None
 
 
-def _check_shared(manifest: Manifest, other: Manifest, tokens: int) -> None:
+def shared_buffers(config: ModelConfig) -> tuple[str, ...]:
+    """Buffers that two kernels of a model have in common: the model, and the cache with its scales."""
+    return (*family_of(config).model_buffers(config), "kv", "kv_scales")
+
+
+def _check_shared(shared: Iterable[str], manifest: Manifest, other: Manifest, tokens: int) -> None:
     """CheetahError unless a kernel of `tokens` tokens a step has the shared buffers as the manifest's kernel has."""
-    for name in SHARED:
+    for name in shared:
         mine, theirs = (next((b for b in of.buffers if b.name == name), None) for of in (manifest, other))
         if mine != theirs or other.matrices != manifest.matrices:
             raise CheetahError(
@@ -269,7 +271,8 @@ def memory_needed(config: ModelConfig, manifest: Manifest, prompts: Manifest | N
     plan = Plan.from_dict(manifest.plan)
     shape = (_logits_rows(plan), config.vocab_size)
     logits = BufferSpec("logits", "f32", shape, shape[0] * shape[1] * 4, "poison")
-    others = [buffer for buffer in prompts.buffers if buffer.name not in SHARED] if prompts else []
+    shared = shared_buffers(config)
+    others = [buffer for buffer in prompts.buffers if buffer.name not in shared] if prompts else []
     return memory_of_buffers(config, [*manifest.buffers, *others, logits], plan.batch)
 
 

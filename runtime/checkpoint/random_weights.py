@@ -2,7 +2,7 @@
 
 Every tensor is a window into one endless repetition of a block of normal numbers, beginning where the tensor's name
 says, so its values depend on (configuration, seed, name) alone. Matrices are scaled by 1/sqrt(inputs), which keeps
-activations near 1 through any number of layers; norm weights lie near 1.
+activations near 1 through any number of layers; norm weights lie near 1, biases around 0.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ _Element = TypeVar("_Element", np.uint16, np.float32)
 LARGE_BLOCK = 2**24 - 3
 SMALL_BLOCK = 2**20 - 3
 NORM_SPREAD = 0.1
+BIAS_SPREAD = 0.5
+BIAS_SUFFIX = ".bias"
 
 
 def random_tensors(config: ModelConfig, seed: int = 0) -> RandomTensors:
@@ -51,7 +53,9 @@ class RandomTensors:
     def __call__(self, name: str) -> Bits:
         shape, begin = self._shapes[name], self._begin(name)
         if len(shape) == 1:
-            return _bits(1 + np.float32(NORM_SPREAD) * _window(self._normal, begin, shape[0]))
+            normal = _window(self._normal, begin, shape[0])
+            is_bias = name.endswith(BIAS_SUFFIX)
+            return _bits(np.float32(BIAS_SPREAD) * normal if is_bias else 1 + np.float32(NORM_SPREAD) * normal)
         return _window(self._block(shape[1]), begin, shape[0] * shape[1]).reshape(shape)
 
     def rows(self, name: str) -> Rows:

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cheetah.models.llama import LlamaConfig
+from cheetah.models.config import ModelConfig
 from cheetah.runtime.build.assemble import Assembly, assemble
 from cheetah.runtime.checkpoint.loading import Checkpoint, open_checkpoint
 from cheetah.runtime.engine.decode import Decoder
 from cheetah.runtime.engine.launcher import Sampling
+from tests.models.spellings import spelled_for
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -26,17 +27,20 @@ pytestmark = pytest.mark.gpu
 STEPS = 512
 
 
-def hf_config(config: LlamaConfig) -> Any:
-    return transformers.LlamaConfig(**{**config.to_dict(), "max_position_embeddings": config.max_position_embeddings})
+def hf_config(config: ModelConfig) -> Any:
+    """transformers' configuration of any family, from the spelling that the installed version reads."""
+    values = spelled_for(int(transformers.__version__.split(".")[0]), config.to_dict())
+    return transformers.AutoConfig.for_model(**values)
 
 
 def hf_model(checkpoint: Checkpoint, dtype: Any) -> Any:
     """transformers' model with the checkpoint's weights, on the GPU."""
+    config = hf_config(checkpoint.config)
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(hf_config(checkpoint.config))
+        model = transformers.AutoModelForCausalLM.from_config(config)
     model = model.to_empty(device="cuda").to(dtype)
-    fresh = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(hf_config(checkpoint.config), device="cuda")
-    model.model.rotary_emb = fresh  # buffers made on the meta device hold nothing
+    # Buffers made on the meta device hold nothing.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config, device="cuda")
     state = model.state_dict()
     for name, target in state.items():
         source = "model.embed_tokens.weight" if name == "lm_head.weight" and checkpoint.config.tied_embeddings else name
@@ -67,7 +71,7 @@ def mean_kl(reference: np.ndarray, other: np.ndarray) -> float:
     return total / len(reference)
 
 
-@pytest.fixture(scope="module", params=["llama-3.2-1b", "llama-3.1-8b"])
+@pytest.fixture(scope="module", params=["llama-3.2-1b", "llama-3.1-8b", "qwen3-0.6b", "qwen3-8b"])
 def case(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     """A random checkpoint, ids, and both of transformers' answers."""
     torch.backends.cuda.matmul.allow_tf32 = False

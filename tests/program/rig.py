@@ -18,6 +18,7 @@ from cheetah.generate import generate_kernel
 from cheetah.models.dense.reference import Reference
 from cheetah.models.dense.weights import tensor_shapes
 from cheetah.models.llama import LlamaConfig
+from cheetah.models.registry import family_of
 from cheetah.package import Generated
 from cheetah.plan import GPUS, Gpu, Plan
 from cheetah.runtime.build.assemble import allocate_buffers, upload_weights
@@ -25,7 +26,6 @@ from cheetah.runtime.device.emulator import EmulatorDevice, EmulatorKernel
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
 from cheetah.runtime.engine.launcher import Epochs, Launcher, Part, Sampling
 
-CONSTANT = ("weights", "norms", "embedding", "rope", "kv_scales")
 F32 = NDArray[np.float32]
 
 
@@ -55,7 +55,9 @@ class RandomWeights:
     @staticmethod
     def _draw(draw: np.random.Generator, name: str, shape: tuple[int, ...]) -> NDArray[np.uint16]:
         values = draw.standard_normal(shape)
-        if len(shape) == 1:
+        if name.endswith(".bias"):
+            values *= 0.5
+        elif len(shape) == 1:
             values = 1 + 0.1 * values
         elif "embed" not in name:
             values *= 1.5 * shape[-1] ** -0.5
@@ -138,7 +140,8 @@ class Session:
         self.device = EmulatorDevice(scheduler=scheduler, seed=seed)
         self.buffers: dict[str, Any] = {}
         allocate_buffers(self.device, rig.manifest, self.buffers)
-        self.buffers.update({name: rig.constants[name] for name in CONSTANT if name in rig.constants})
+        constant = (*family_of(rig.config).model_buffers(rig.config), "kv_scales")
+        self.buffers.update({name: rig.constants[name] for name in constant if name in rig.constants})
         self.pool = PagePool(rig.plan.kv_pages, page_order)
         self.launcher = Launcher(self.device, rig.kernel, rig.manifest, rig.config, self.buffers, self.sequence())
         self.launcher._epochs = Epochs(rig.config.layers + 1, first_epoch)

@@ -1,4 +1,4 @@
-"""A device whose launches do what the Llama kernel's parameters say, in float32 numpy by `models.llama.reference`.
+"""A device whose launches do what the Llama kernel's parameters say, in float32 numpy by `models.dense.reference`.
 
 It reads nothing but the buffers and scalars of the launch: packed weights, norms, embedding, rope table, KV pages by
 the page table, KV plans, tiles, sequences, columns, tokens, stop ids, epoch. So the whole runtime is tested end to end

@@ -22,6 +22,7 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.attention.cache import CACHED_KEYS, KvCache
+from cheetah.blocks.attention.head_norms import RawHead, RawHeads, packed
 from cheetah.blocks.attention.merge import LSE_WORDS, Merger, partial_words
 from cheetah.blocks.attention.port import AttentionPort
 from cheetah.blocks.attention.schedule import WRITE_THROUGH, Item, Schedule, Tile
@@ -170,6 +171,9 @@ class Attention:
     @ch.inline
     def _load(self, item: Item, newest_begin: ch.Expr, newest: ch.Expr, epoch: ch.Expr) -> None:
         """Bring the item's queries to shared memory, and those newest keys and values that it has."""
+        if self.port.heads is not None:
+            self._load_raw(self.port.heads, item, newest_begin, newest, epoch)
+            return
         machine, sizes = self.machine, self.sizes
         queries = machine.region("queries", ty.u32x4)
         if self.variant.query_transform is not None:
@@ -184,6 +188,54 @@ class Attention:
                 with ch.else_():
                     self._load_newest_unit(item, newest_begin, number - query_units, newest_units, epoch)
         machine.meet()
+
+    @ch.inline
+    def _load_raw(self, heads: RawHeads, item: Item, newest_begin: ch.Expr, newest: ch.Expr, epoch: ch.Expr) -> None:
+        """The same of heads that are finished by who reads them: units of the queries, the newest keys, the values.
+
+        A warp takes whole heads; its lanes beyond the last unit repeat that one and keep nothing.
+        """
+        machine, sizes, tile = self.machine, self.sizes, item.tile
+        queries = machine.region("queries", ty.u32x4)
+        query_units = item.rows * sizes.head_units
+        key_end = query_units + newest * sizes.head_units
+        units = key_end + newest * sizes.head_units
+        first_newest = tile.new_column + (newest_begin - tile.cached)
+        with ch.for_(machine.warp * 32, units, machine.math_threads, unroll=1) as first:
+            own = first + machine.lane
+            number = ch.minimum(own, units - 1)
+            is_query = number < query_units
+            is_value = number >= key_end
+            newest_unit = number - ch.select(is_value, key_end, query_units)
+            row = number // sizes.head_units
+            column = ch.select(
+                is_query, tile.first_column + row // sizes.group, first_newest + newest_unit // sizes.head_units
+            )
+            first_head = machine.shape.heads + ch.select(is_value, ty.u32(machine.shape.kv_heads), ty.u32(0))
+            head = ch.select(is_query, item.head * sizes.group + row % sizes.group, first_head + item.head)
+            raw = RawHead(column, head, number % sizes.head_units)
+            values = heads.finish(raw, epoch)
+            with ch.if_(is_query & (own < units)):
+                queries[number] = prim.make_u32x4(*packed(values))
+            with ch.if_(~is_query & (own < units)):
+                words = heads.stored(values, raw)
+                self._keep_newest(words, is_value, newest_unit)
+                with ch.if_(column - tile.first_column < tile.columns):
+                    heads.append(words, raw)
+        machine.meet()
+
+    @ch.inline
+    def _keep_newest(self, words: Sequence[Any], is_value: ch.Expr, unit: ch.Expr) -> None:
+        """A unit of the newest keys or values, as the cache has it, among the item's."""
+        if self.sizes.codes:
+            keys, values = self._newest_rows(ty.u32)
+            place = ch.select(is_value, values, keys) + unit * 2
+            place[0] = words[0]
+            place[1] = words[1]
+            return
+        keys, values = self._newest_rows(ty.u32x4)
+        place = ch.select(is_value, values, keys) + unit
+        place[0] = prim.make_u32x4(*words)
 
     @ch.inline
     def _query_unit(self, item: Item, row: ch.Expr, unit: ch.Expr, epoch: ch.Expr) -> Any:

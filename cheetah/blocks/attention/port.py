@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from cheetah import lang as ch
+from cheetah.blocks.attention.head_norms import RawHeads
 from cheetah.lang.errors import LangError
 
 
@@ -17,6 +18,10 @@ class AttentionPort(ABC):
 
     has_newest = True
     """Whether keys of this step come from `newest_unit`; False: all keys are in the cache."""
+
+    heads: RawHeads | None = None
+    """How queries and new keys and values are finished and stored by who reads them; None: they come finished, by
+    `query_unit` and `newest_unit`."""
 
     @abstractmethod
     def query_unit(self, column: ch.Expr, head: ch.Expr, unit: ch.Expr, epoch: ch.Expr) -> Any:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.attention.cache import KvCache
+from cheetah.blocks.attention.head_norms import HeadNorms, RawHead, RawHeads, codes_of, packed
 from cheetah.blocks.attention.port import AttentionPort
 from cheetah.blocks.columns import NUMBER, POSITION, SEQUENCE, TOTAL, UNIT, Columns, fragment_word
 from cheetah.blocks.exchange import Exchange
-from cheetah.blocks.linear.epilogue import rotate, scaled
+from cheetah.blocks.linear.epilogue import HALF, paired_dim, rotate, scaled
 from cheetah.blocks.linear.interface import Rows
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
@@ -22,17 +24,19 @@ class StepPort(AttentionPort):
     def __init__(self, machine: Machine, exchange: Exchange, columns: Columns, scales: Any = None) -> None:
         self.machine, self.exchange, self.columns, self.scales = machine, exchange, columns, scales
         self.shape = machine.shape
-        self.layer: Any = None  # of the layer whose attention is being emitted
+        self.layer: Any = None  # the layer whose attention is being emitted
+        self.heads: RawHeads | None = None
         self.head_units = self.shape.head_dim // UNIT
 
     def query_unit(self, column: ch.Expr, head: ch.Expr, unit: ch.Expr, epoch: ch.Expr) -> Any:
-        return self._unit(column, head, unit, epoch)
+        return self.unit(column, head, unit, epoch)
 
     def newest_unit(self, column: ch.Expr, kv_head: ch.Expr, value: Any, unit: ch.Expr, epoch: ch.Expr) -> Any:
         first = ch.select(value, ty.u32(self.shape.heads + self.shape.kv_heads), ty.u32(self.shape.heads))
-        return self._unit(column, first + kv_head, unit, epoch)
+        return self.unit(column, first + kv_head, unit, epoch)
 
-    def _unit(self, column: ch.Expr, head: ch.Expr, unit: ch.Expr, epoch: ch.Expr) -> Any:
+    def unit(self, column: ch.Expr, head: ch.Expr, unit: ch.Expr, epoch: ch.Expr) -> Any:
+        """A unit of a head; heads count queries, then keys, then values."""
         row_units = self.shape.qkv_rows // UNIT
         return self.exchange.read4("qkv", column * row_units + head * self.head_units + unit, epoch)
 
@@ -62,20 +66,52 @@ class StepPort(AttentionPort):
 
 
 class Projection:
-    """What becomes of the rows of q, k and v: rotated, the keys and values appended to the cache, all published."""
+    """What becomes of the rows of q, k and v: rotated, the keys and values appended to the cache, all published.
 
-    def __init__(self, port: StepPort, cache: KvCache) -> None:
-        self.port, self.cache = port, cache
+    biases: bf16 of every layer, in the order of the rows, if there are any. Where heads are finished by who reads them,
+    the rows are published as they are.
+    """
+
+    def __init__(self, port: StepPort, cache: KvCache, biases: ch.Expr | None = None) -> None:
+        self.port, self.cache, self.biases = port, cache, biases
         self.machine, self.columns, self.shape = port.machine, port.columns, port.shape
 
-    @ch.inline
     def finish(self, rows: Rows, layer: ch.Expr, epoch: ch.Expr) -> None:
         """The epilogue of qkv, in a layer."""
+        if self.port.heads is None:
+            self._rotate_and_append(rows, layer, epoch)
+        else:
+            self._publish_raw(rows, layer, epoch)
+
+    def _value(self, rows: Rows, layer: ch.Expr) -> Any:
+        """The row's number, with its bias."""
+        value = scaled(self.machine, rows)
+        if self.biases is None:
+            return value
+        return value + prim.bf16_to_f32(self.biases[layer * self.shape.qkv_rows + rows.strip * STRIP_ROWS + rows.row])
+
+    @ch.inline
+    def _publish_raw(self, rows: Rows, layer: ch.Expr, epoch: ch.Expr) -> None:
         shape = self.shape
         strips_per_head = shape.head_dim // STRIP_ROWS
         head = rows.strip // strips_per_head
         strip_of_head = rows.strip % strips_per_head
-        value = ch.var(ty.f32, scaled(self.machine, rows))
+        value = self._value(rows, layer)
+        paired = paired_dim(strip_of_head * HALF + rows.row % HALF, rows.row >= HALF, shape.head_dim)
+        is_paired = head < shape.heads + shape.kv_heads
+        dim = ch.select(is_paired, paired, strip_of_head * STRIP_ROWS + rows.row)
+        pair = prim.pack_bf16x2(value, prim.shuffle_xor_f32(value, 1))
+        with ch.if_((rows.lane < STRIP_ROWS) & (rows.lane % 2 == 0)):
+            place = (rows.column * shape.qkv_rows + head * shape.head_dim + dim) // 2
+            self.port.exchange.publish("qkv", place, pair, epoch)
+
+    @ch.inline
+    def _rotate_and_append(self, rows: Rows, layer: ch.Expr, epoch: ch.Expr) -> None:
+        shape = self.shape
+        strips_per_head = shape.head_dim // STRIP_ROWS
+        head = rows.strip // strips_per_head
+        strip_of_head = rows.strip % strips_per_head
+        value = ch.var(ty.f32, self._value(rows, layer))
         dim = ch.var(ty.u32, strip_of_head * STRIP_ROWS + rows.row)
         with ch.if_(head < shape.heads + shape.kv_heads):
             rotated, rotated_dim = rotate(self.machine, rows, value, strip_of_head)
@@ -97,13 +133,46 @@ class Projection:
                     self._append(layer, head - shape.heads, dim, pair, rows.column)
             self.port.exchange.publish("qkv", place, pair, epoch)
 
-    @ch.inline
     def _append(self, layer: Any, kv_row: Any, dim: Any, pair: Any, column: Any) -> None:
-        """kv_row counts key heads, then value heads."""
-        kv_heads, columns = self.shape.kv_heads, self.columns
-        with ch.if_(columns.state(column, NUMBER) < columns.state(column, TOTAL)):
-            table = columns.state(column, SEQUENCE) * self.machine.plan.pages_per_sequence
-            key = self.cache.key(layer, kv_row % kv_heads, table, columns.state(column, POSITION))
-            place = ch.select(kv_row < kv_heads, key, self.cache.value(key))
-            ch.reinterpret(ty.ptr_mut(pair.type), place + dim)[0] = pair
-            prim.fence_proxy_async()  # a later step reads this with the copy engine
+        append(self.cache, self.columns, layer, kv_row, column, dim, pair)
+
+
+class NormalisedHeads(RawHeads):
+    """Heads of the vector `qkv`: normalised and rotated as they are read, keys and values then put into the cache."""
+
+    def __init__(self, port: StepPort, cache: KvCache, norms: HeadNorms) -> None:
+        self.port, self.cache, self.norms = port, cache, norms
+        self.machine, self.columns, self.shape = port.machine, port.columns, port.shape
+
+    @ch.inline
+    def finish(self, raw: RawHead, epoch: ch.Expr) -> Any:
+        weights = self.norms.weights_of(self.port.layer, raw)  # asked for before the wait
+        words = self.port.unit(raw.column, raw.head, raw.unit, epoch)
+        return self.norms.apply(words, weights, raw)
+
+    def stored(self, values: Any, raw: RawHead) -> list[Any]:
+        if self.machine.plan.kv_dtype != "e4m3":
+            return packed(values)
+        return codes_of(values, self.port.scale_of(self.port.layer, raw.head - self.shape.heads))
+
+    def append(self, words: Sequence[Any], raw: RawHead) -> None:
+        unit = prim.make_u32x4(*words) if len(words) == 4 else words
+        append(
+            self.cache, self.columns, self.port.layer, raw.head - self.shape.heads, raw.column, raw.unit * UNIT, unit
+        )
+
+
+@ch.inline
+def append(cache: KvCache, columns: Columns, layer: Any, kv_row: Any, column: Any, dim: Any, data: Any) -> None:
+    """Put elements of a column's new key or value into the cache, from dim `dim` on: one number of the device, or
+    several words. kv_row counts key heads, then value heads. A column without a token left has nothing to put there."""
+    machine = cache.machine
+    kv_heads = machine.shape.kv_heads
+    with ch.if_(columns.state(column, NUMBER) < columns.state(column, TOTAL)):
+        table = columns.state(column, SEQUENCE) * machine.plan.pages_per_sequence
+        key = cache.key(layer, kv_row % kv_heads, table, columns.state(column, POSITION))
+        place = ch.select(kv_row < kv_heads, key, cache.value(key))
+        words = data if isinstance(data, list) else [data]
+        for number, word in enumerate(words):
+            ch.reinterpret(ty.ptr_mut(word.type), place + dim)[number] = word
+        prim.fence_proxy_async()  # a later step reads this with the copy engine

@@ -47,9 +47,7 @@ def swiglu(machine: Machine, into: Published) -> Epilogue:
 
 
 @ch.inline
-def publish_rows(
-    machine: Machine, into: Published, rows: Rows, value: ch.Expr, first: ch.Value, count: int
-) -> None:
+def publish_rows(machine: Machine, into: Published, rows: Rows, value: ch.Expr, first: ch.Value, count: int) -> None:
     """Publish `count` values, one a lane from lane 0 on, as pairs of bf16 beginning at element `first` (even)."""
     neighbour = prim.shuffle_xor_f32(value, 1)
     pair = prim.pack_bf16x2(value, neighbour)
@@ -75,5 +73,10 @@ def rotate(machine: Machine, rows: Rows, value: ch.Expr, strip_of_head: ch.Expr)
     partner = prim.shuffle_xor_f32(value, HALF)
     is_second = rows.row >= HALF
     rotated = value * angle.x + ch.select(is_second, partner, -partner) * angle.y
-    dim = frequency + ch.select(is_second, machine.shape.head_dim // 2, ty.u32(0))
+    dim = paired_dim(frequency, is_second, machine.shape.head_dim)
     return rotated, dim
+
+
+def paired_dim(frequency: ch.Expr, is_second: ch.Expr, head_dim: int) -> Any:
+    """The dim in its head of the first or the second element of a pair that is rotated."""
+    return frequency + ch.select(is_second, head_dim // 2, ty.u32(0))

@@ -6,7 +6,7 @@ order (see `columns`), in shared memory as in the exchange, so a thread's units 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -113,6 +113,23 @@ class Either(Prologue):
             self.then.load(matrix, number)
         with ch.else_():
             self.otherwise.load(matrix, number)
+
+
+@dataclass(frozen=True, eq=False)
+class Prefetching(Prologue):
+    """A prologue that also brings `vectors`, (address, bytes) each, into L2, for the epilogue or the next phase."""
+
+    inner: Prologue
+    machine: Machine
+    vectors: Sequence[tuple[ch.Expr, int]]
+
+    def prepare(self) -> None:
+        self.inner.prepare()
+        for address, size_bytes in self.vectors:
+            prefetch(self.machine, address, size_bytes)
+
+    def load(self, matrix: MatrixLayout, number: int) -> None:
+        self.inner.load(matrix, number)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ import pytest
 from cheetah.models.config_json import ConfigError
 from cheetah.models.llama import LlamaConfig
 from cheetah.models.plausible import RANGES
-from cheetah.models.registry import PRESETS, preset, resolve_config
+from cheetah.models.registry import PRESETS, preset, read_config, resolve_config
 from cheetah.models.rope import FIELDS_OF_KIND, Rope, frequencies
 
 SMALL = {
@@ -41,6 +41,15 @@ def read(notes=None, without=(), **changes):
         ("llama-3.2-3b", 3_212_749_824),
         ("llama-3.1-8b", 8_030_261_248),
         ("llama-3.1-70b", 70_553_706_496),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-1.7b", 1_720_574_976),
+        ("qwen3-4b", 4_022_468_096),
+        ("qwen3-8b", 8_190_735_360),
+        ("qwen3-14b", 14_768_307_200),
+        ("qwen3-32b", 32_762_123_264),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("mistral-7b-v0.3", 7_248_023_552),
+        ("mistral-small-24b", 23_572_403_200),
     ],
 )
 def test_presets_have_the_published_parameter_counts(name, parameters):
@@ -50,7 +59,7 @@ def test_presets_have_the_published_parameter_counts(name, parameters):
 @pytest.mark.parametrize("config", PRESETS.values(), ids=PRESETS.keys())
 def test_to_dict_reads_back_without_a_note(config):
     notes = []
-    assert LlamaConfig.from_json(json.loads(json.dumps(config.to_dict())), notes) == config
+    assert read_config(json.loads(json.dumps(config.to_dict())), notes) == config
     assert notes == []
 
 

@@ -1,0 +1,134 @@
+"""Heads that are finished by who reads them: RMSNorm of every query and key by itself, then RoPE.
+
+A head's rows are made in strips by different blocks, so nobody knows its sum of squares when they are made. They are
+published in bf16 as their product gives them; the block that loads a query or a new key for attention has all units of
+the head in neighbouring lanes of a warp. New keys and values go to the cache from there too: of the blocks that load
+them, that whose item belongs to the column's own tile appends them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cheetah import lang as ch
+from cheetah.blocks.columns import UNIT
+from cheetah.blocks.machine import Machine
+from cheetah.lang import prim, ty
+
+
+@dataclass(frozen=True, eq=False)
+class RawHead:
+    """What a lane has of a column's query, key or value: unit `unit` of head number `head`, which counts query heads,
+    then key heads, then value heads."""
+
+    column: Any
+    head: Any
+    unit: Any
+
+
+class RawHeads(ABC):
+    """What the core asks where heads are finished by who reads them."""
+
+    @abstractmethod
+    def finish(self, raw: RawHead, epoch: ch.Expr) -> Any:
+        """Wait for a unit, and make the eight numbers of it that attention works with: f32[8].
+
+        Called by whole warps, in which the lanes of a head are neighbours.
+        """
+
+    @abstractmethod
+    def stored(self, values: Any, raw: RawHead) -> list[Any]:
+        """A key's or value's unit as the cache has it: four words of bf16, or two of e4m3 codes."""
+
+    @abstractmethod
+    def append(self, words: Sequence[Any], raw: RawHead) -> None:
+        """Put a key's or value's unit into the cache. Called once for each of a step's."""
+
+
+@dataclass(frozen=True, eq=False)
+class HeadNorms:
+    """RMSNorm over a head, then RoPE. weights: bf16 [layers, 2, head_dim], of a layer's queries, then of its keys."""
+
+    machine: Machine
+    weights: ch.Expr
+    epsilon: float
+
+    @ch.inline
+    def weights_of(self, layer: ch.Expr, raw: RawHead) -> Any:
+        """A unit's weights (bf16); a value's lanes get those of a key, for nothing."""
+        shape = self.machine.shape
+        kind = ch.select(raw.head < shape.heads, ty.u32(0), ty.u32(1))
+        words = prim.load_constant_u32x4(self.weights + ((layer * 2 + kind) * shape.head_dim + raw.unit * UNIT))
+        return words
+
+    @ch.inline
+    def apply(self, words: ch.Expr, weights: ch.Expr, raw: RawHead) -> Any:
+        """f32[8] of a query or a key from its bf16 words and those of the weights; a value stays as it is."""
+        shape = self.machine.shape
+        values = widened(words)
+        scale = self._scale(values)
+        scaled = ch.array(ty.f32, UNIT)
+        for number, weight in enumerate(_numbers(weights)):
+            scaled[number] = values[number] * scale * weight
+        rotated = self._rotated(scaled, raw)
+        is_value = raw.head >= shape.heads + shape.kv_heads
+        for number in range(UNIT):
+            values[number] = ch.select(is_value, values[number], rotated[number])
+        return values
+
+    @ch.inline
+    def _scale(self, values: Any) -> Any:
+        """1/rms of the lanes' head."""
+        head_dim = self.machine.shape.head_dim
+        squares = ch.var(ty.f32, 0.0)
+        for number in range(UNIT):
+            squares += values[number] * values[number]
+        mask = 1
+        while mask < head_dim // UNIT:
+            squares += prim.shuffle_xor_f32(squares, mask)
+            mask *= 2
+        scale = prim.rsqrt_f32(squares * (1.0 / head_dim) + self.epsilon)
+        return scale
+
+    @ch.inline
+    def _rotated(self, values: Any, raw: RawHead) -> Any:
+        """RoPE (rotate-half): the lane with the other elements of the unit's pairs is half a head away."""
+        half = self.machine.shape.head_dim // 2
+        angles = self.machine.region("rope", ty.f32x2) + (raw.column * half + raw.unit % (half // UNIT) * UNIT)
+        is_second = raw.unit >= half // UNIT
+        rotated = ch.array(ty.f32, UNIT)
+        for number in range(UNIT):
+            angle = angles[number]
+            partner = prim.shuffle_xor_f32(values[number], half // UNIT)
+            rotated[number] = values[number] * angle.x + ch.select(is_second, partner, -partner) * angle.y
+        return rotated
+
+
+def packed(values: Any) -> list[Any]:
+    """Eight numbers as the words of a unit: bf16."""
+    return [prim.pack_bf16x2(values[number], values[number + 1]) for number in range(0, UNIT, 2)]
+
+
+def codes_of(values: Any, scale: ch.Expr) -> list[Any]:
+    """Eight numbers as two words of e4m3 codes, which are multiplied by `scale`."""
+    quotients = [prim.divide_f32(values[number], scale) for number in range(UNIT)]
+    pairs = [ty.u32(prim.e4m3x2_from_f32(*quotients[number : number + 2])) for number in range(0, UNIT, 2)]
+    return [pairs[0] | (pairs[1] << 16), pairs[2] | (pairs[3] << 16)]
+
+
+@ch.inline
+def widened(words: ch.Expr) -> Any:
+    """A unit of bf16 as f32[8]."""
+    values = ch.array(ty.f32, UNIT)
+    for number, value in enumerate(_numbers(words)):
+        values[number] = value
+    return values
+
+
+def _numbers(words: ch.Expr) -> list[Any]:
+    """The eight numbers of a unit, in order."""
+    pairs = [getattr(words, member) for member in "xyzw"]
+    return [half(pair) for pair in pairs for half in (prim.bf16x2_low, prim.bf16x2_high)]
