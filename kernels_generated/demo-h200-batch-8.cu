@@ -668,20 +668,24 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           if (layer == 0) {
             uint4* vector = (uint4*)(arena + VECTOR);
             float squares = 0.0f;
+            uint32_t pair = thread / 32;
+            const bf16* own_units = norms + (pair * 4 + thread % 4) * 8;
             if (thread < 128) {
               uint32_t first_unit = thread;
               uint4 weights_2[8];
               #pragma unroll
               for (uint32_t number = 0; number < 1; ++number) {
-                uint4 value = load_constant_u32x4(norms + ((first_unit + number * 256) / 32 * 4 + (first_unit + number * 256) % 4) * 8);
+                uint4 value = load_constant_u32x4(own_units + (first_unit + number * 256 - thread) / 8 * 8);
                 weights_2[number] = value;
               }
               if (thread / 4 % 8 < column_count) {
                 uint4 units[8];
                 const bf16* embedded = embedding + (uint64_t)(next_token[first_unit / 4 % 8]) * 128;
+                uint32_t pair_2 = thread / 32;
+                const bf16* own_units_2 = embedded + (pair_2 * 4 + thread % 4) * 8;
                 #pragma unroll
                 for (uint32_t number = 0; number < 1; ++number) {
-                  uint4 value = load_constant_u32x4(embedded + ((first_unit + number * 256) / 32 * 4 + (first_unit + number * 256) % 4) * 8);
+                  uint4 value = load_constant_u32x4(own_units_2 + (first_unit + number * 256 - thread) / 8 * 8);
                   units[number] = value;
                 }
                 #pragma unroll
@@ -729,12 +733,14 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           } else {
             uint4* vector = (uint4*)(arena + VECTOR);
             float squares = 0.0f;
+            uint32_t pair = thread / 32;
+            const bf16* own_units = norms + layer * 2 * 128 + (pair * 4 + thread % 4) * 8;
             if (thread < 128) {
               uint32_t first_unit = thread;
               uint4 weights_2[8];
               #pragma unroll
               for (uint32_t number = 0; number < 1; ++number) {
-                uint4 value = load_constant_u32x4(norms + layer * 2 * 128 + ((first_unit + number * 256) / 32 * 4 + (first_unit + number * 256) % 4) * 8);
+                uint4 value = load_constant_u32x4(own_units + (first_unit + number * 256 - thread) / 8 * 8);
                 weights_2[number] = value;
               }
               if (thread / 4 % 8 < column_count) {
@@ -1979,12 +1985,14 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         if (position_3 < 40) {
           uint4* vector = (uint4*)(arena + VECTOR);
           float squares = 0.0f;
+          uint32_t pair = thread / 32;
+          const bf16* own_units = norms + (layer * 2 + 1) * 128 + (pair * 4 + thread % 4) * 8;
           if (thread < 128) {
             uint32_t first_unit = thread;
             uint4 weights_2[8];
             #pragma unroll
             for (uint32_t number = 0; number < 1; ++number) {
-              uint4 value = load_constant_u32x4(norms + (layer * 2 + 1) * 128 + ((first_unit + number * 256) / 32 * 4 + (first_unit + number * 256) % 4) * 8);
+              uint4 value = load_constant_u32x4(own_units + (first_unit + number * 256 - thread) / 8 * 8);
               weights_2[number] = value;
             }
             if (thread / 4 % 8 < column_count) {
@@ -2047,11 +2055,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
-                uint32_t pair = turn_2 * 8 + warp;
-                if (pair < 4) {
-                  uint4 first = fragments[pair * 64 + lane];
-                  uint4 second = fragments[pair * 64 + 32 + lane];
-                  uint4* units = vector_2 + (chunk * 16 + pair) * 32;
+                uint32_t pair_2 = turn_2 * 8 + warp;
+                if (pair_2 < 4) {
+                  uint4 first = fragments[pair_2 * 64 + lane];
+                  uint4 second = fragments[pair_2 * 64 + 32 + lane];
+                  uint4* units = vector_2 + (chunk * 16 + pair_2) * 32;
                   uint4 values = units[lane % 32];
                   mma_bf16(sums[0], first, values.x, values.y);
                   mma_bf16(sums[0], second, values.z, values.w);
@@ -2095,9 +2103,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 float other = shuffle_xor_f32(value_4, 8);
                 float gated = divide_f32(value_4, 1.0f + exp_f32(-value_4)) * other;
                 float neighbour = shuffle_xor_f32(gated, 1);
-                uint32_t pair = pack_bf16x2(gated, neighbour);
+                uint32_t pair_2 = pack_bf16x2(gated, neighbour);
                 if (lane < 8 && lane % 2 == 0) {
-                  (exchange_words + ((((strip * 8 + lane) / 32 * 8 + column) * 4 + (strip * 8 + lane) / 8 % 4) * 4 + (strip * 8 + lane) % 8 / 2 + 295744))[0] = pair;
+                  (exchange_words + ((((strip * 8 + lane) / 32 * 8 + column) * 4 + (strip * 8 + lane) / 8 % 4) * 4 + (strip * 8 + lane) % 8 / 2 + 295744))[0] = pair_2;
                 }
               }
             }
@@ -2277,12 +2285,14 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         if (position < 32) {
           uint4* vector = (uint4*)(arena + VECTOR);
           float squares = 0.0f;
+          uint32_t pair = thread / 32;
+          const bf16* own_units = norms + 768 + (pair * 4 + thread % 4) * 8;
           if (thread < 128) {
             uint32_t first_unit = thread;
             uint4 weights_2[8];
             #pragma unroll
             for (uint32_t number = 0; number < 1; ++number) {
-              uint4 value = load_constant_u32x4(norms + 768 + ((first_unit + number * 256) / 32 * 4 + (first_unit + number * 256) % 4) * 8);
+              uint4 value = load_constant_u32x4(own_units + (first_unit + number * 256 - thread) / 8 * 8);
               weights_2[number] = value;
             }
             if (thread / 4 % 8 < column_count) {
@@ -2345,11 +2355,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
-                uint32_t pair = turn_2 * 8 + warp;
-                if (pair < 4) {
-                  uint4 first = fragments[pair * 64 + lane];
-                  uint4 second = fragments[pair * 64 + 32 + lane];
-                  uint4* units = vector_2 + (chunk * 16 + pair) * 32;
+                uint32_t pair_2 = turn_2 * 8 + warp;
+                if (pair_2 < 4) {
+                  uint4 first = fragments[pair_2 * 64 + lane];
+                  uint4 second = fragments[pair_2 * 64 + 32 + lane];
+                  uint4* units = vector_2 + (chunk * 16 + pair_2) * 32;
                   uint4 values = units[lane % 32];
                   mma_bf16(sums[0], first, values.x, values.y);
                   mma_bf16(sums[0], second, values.z, values.w);

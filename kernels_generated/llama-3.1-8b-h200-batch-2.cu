@@ -731,19 +731,23 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           if (layer == 0) {
             uint4* vector = (uint4*)(arena + VECTOR);
             float squares = 0.0f;
+            uint32_t pair = thread / 8;
+            const bf16* own_units = norms + (pair * 4 + thread % 4) * 8;
             uint32_t first_unit = thread;
             uint4 weights_2[8];
             #pragma unroll
             for (uint32_t number = 0; number < 4; ++number) {
-              uint4 value = load_constant_u32x4(norms + ((first_unit + number * 256) / 8 * 4 + (first_unit + number * 256) % 4) * 8);
+              uint4 value = load_constant_u32x4(own_units + (first_unit + number * 256 - thread) / 2 * 8);
               weights_2[number] = value;
             }
             if (thread / 4 % 2 < column_count) {
               uint4 units[8];
               const bf16* embedded = embedding + (uint64_t)(next_token[first_unit / 4 % 2]) * 4096;
+              uint32_t pair_2 = thread / 8;
+              const bf16* own_units_2 = embedded + (pair_2 * 4 + thread % 4) * 8;
               #pragma unroll
               for (uint32_t number = 0; number < 4; ++number) {
-                uint4 value = load_constant_u32x4(embedded + ((first_unit + number * 256) / 8 * 4 + (first_unit + number * 256) % 4) * 8);
+                uint4 value = load_constant_u32x4(own_units_2 + (first_unit + number * 256 - thread) / 2 * 8);
                 units[number] = value;
               }
               #pragma unroll
@@ -794,11 +798,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           } else {
             uint4* vector = (uint4*)(arena + VECTOR);
             float squares = 0.0f;
+            uint32_t pair = thread / 8;
+            const bf16* own_units = norms + layer * 2 * 4096 + (pair * 4 + thread % 4) * 8;
             uint32_t first_unit = thread;
             uint4 weights_2[8];
             #pragma unroll
             for (uint32_t number = 0; number < 4; ++number) {
-              uint4 value = load_constant_u32x4(norms + layer * 2 * 4096 + ((first_unit + number * 256) / 8 * 4 + (first_unit + number * 256) % 4) * 8);
+              uint4 value = load_constant_u32x4(own_units + (first_unit + number * 256 - thread) / 2 * 8);
               weights_2[number] = value;
             }
             if (lane == 0) {
@@ -1692,11 +1698,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         if (position_3 < 1792) {
           uint4* vector = (uint4*)(arena + VECTOR);
           float squares = 0.0f;
+          uint32_t pair = thread / 8;
+          const bf16* own_units = norms + (layer * 2 + 1) * 4096 + (pair * 4 + thread % 4) * 8;
           uint32_t first_unit = thread;
           uint4 weights_2[8];
           #pragma unroll
           for (uint32_t number = 0; number < 4; ++number) {
-            uint4 value = load_constant_u32x4(norms + (layer * 2 + 1) * 4096 + ((first_unit + number * 256) / 8 * 4 + (first_unit + number * 256) % 4) * 8);
+            uint4 value = load_constant_u32x4(own_units + (first_unit + number * 256 - thread) / 2 * 8);
             weights_2[number] = value;
           }
           if (lane == 0) {
@@ -1762,10 +1770,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
-                uint32_t pair = turn_2 * 8 + warp;
-                uint4 first = fragments[pair * 64 + lane];
-                uint4 second = fragments[pair * 64 + 32 + lane];
-                uint4* units = vector_2 + (chunk * 16 + pair) * 8;
+                uint32_t pair_2 = turn_2 * 8 + warp;
+                uint4 first = fragments[pair_2 * 64 + lane];
+                uint4 second = fragments[pair_2 * 64 + 32 + lane];
+                uint4* units = vector_2 + (chunk * 16 + pair_2) * 8;
                 uint4 values = units[lane % 8];
                 mma_bf16(sums[0], first, values.x, values.y);
                 mma_bf16(sums[0], second, values.z, values.w);
@@ -1810,9 +1818,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 float other = shuffle_xor_f32(value_6, 8);
                 float gated = divide_f32(value_6, 1.0f + exp_f32(-value_6)) * other;
                 float neighbour = shuffle_xor_f32(gated, 1);
-                uint32_t pair = pack_bf16x2(gated, neighbour);
+                uint32_t pair_2 = pack_bf16x2(gated, neighbour);
                 if (lane < 8 && lane % 2 == 0) {
-                  publish_flagged(exchange_words + ((((strip * 8 + lane) / 32 * 2 + column) * 4 + (strip * 8 + lane) / 8 % 4) * 4 + (strip * 8 + lane) % 8 / 2 + 314144), pair, layer_epoch);
+                  publish_flagged(exchange_words + ((((strip * 8 + lane) / 32 * 2 + column) * 4 + (strip * 8 + lane) / 8 % 4) * 4 + (strip * 8 + lane) % 8 / 2 + 314144), pair_2, layer_epoch);
                 }
               }
             }
@@ -2265,11 +2273,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         if (position < 8016) {
           uint4* vector = (uint4*)(arena + VECTOR);
           float squares = 0.0f;
+          uint32_t pair = thread / 8;
+          const bf16* own_units = norms + 262144 + (pair * 4 + thread % 4) * 8;
           uint32_t first_unit = thread;
           uint4 weights_2[8];
           #pragma unroll
           for (uint32_t number = 0; number < 4; ++number) {
-            uint4 value = load_constant_u32x4(norms + 262144 + ((first_unit + number * 256) / 8 * 4 + (first_unit + number * 256) % 4) * 8);
+            uint4 value = load_constant_u32x4(own_units + (first_unit + number * 256 - thread) / 2 * 8);
             weights_2[number] = value;
           }
           if (lane == 0) {
@@ -2335,10 +2345,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
-                uint32_t pair = turn_2 * 8 + warp;
-                uint4 first = fragments[pair * 64 + lane];
-                uint4 second = fragments[pair * 64 + 32 + lane];
-                uint4* units = vector_2 + (chunk * 16 + pair) * 8;
+                uint32_t pair_2 = turn_2 * 8 + warp;
+                uint4 first = fragments[pair_2 * 64 + lane];
+                uint4 second = fragments[pair_2 * 64 + 32 + lane];
+                uint4* units = vector_2 + (chunk * 16 + pair_2) * 8;
                 uint4 values = units[lane % 8];
                 mma_bf16(sums[0], first, values.x, values.y);
                 mma_bf16(sums[0], second, values.z, values.w);

@@ -731,19 +731,23 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           if (layer == 0) {
             uint4* vector = (uint4*)(arena + VECTOR);
             float squares = 0.0f;
+            uint32_t pair = thread / 16;
+            const bf16* own_units = norms + (pair * 4 + thread % 4) * 8;
             uint32_t first_unit = thread;
             uint4 weights_2[8];
             #pragma unroll
             for (uint32_t number = 0; number < 6; ++number) {
-              uint4 value = load_constant_u32x4(norms + ((first_unit + number * 256) / 16 * 4 + (first_unit + number * 256) % 4) * 8);
+              uint4 value = load_constant_u32x4(own_units + (first_unit + number * 256 - thread) / 4 * 8);
               weights_2[number] = value;
             }
             if (thread / 4 % 4 < column_count) {
               uint4 units[8];
               const bf16* embedded = embedding + (uint64_t)(next_token[first_unit / 4 % 4]) * 4096;
+              uint32_t pair_2 = thread / 16;
+              const bf16* own_units_2 = embedded + (pair_2 * 4 + thread % 4) * 8;
               #pragma unroll
               for (uint32_t number = 0; number < 6; ++number) {
-                uint4 value = load_constant_u32x4(embedded + ((first_unit + number * 256) / 16 * 4 + (first_unit + number * 256) % 4) * 8);
+                uint4 value = load_constant_u32x4(own_units_2 + (first_unit + number * 256 - thread) / 4 * 8);
                 units[number] = value;
               }
               #pragma unroll
@@ -771,15 +775,17 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             uint4 weights_3[8];
             #pragma unroll
             for (uint32_t number = 0; number < 2; ++number) {
-              uint4 value = load_constant_u32x4(norms + ((first_unit_2 + number * 256) / 16 * 4 + (first_unit_2 + number * 256) % 4) * 8);
+              uint4 value = load_constant_u32x4(own_units + (first_unit_2 + number * 256 - thread) / 4 * 8);
               weights_3[number] = value;
             }
             if (thread / 4 % 4 < column_count) {
               uint4 units[8];
               const bf16* embedded = embedding + (uint64_t)(next_token[first_unit_2 / 4 % 4]) * 4096;
+              uint32_t pair_2 = thread / 16;
+              const bf16* own_units_2 = embedded + (pair_2 * 4 + thread % 4) * 8;
               #pragma unroll
               for (uint32_t number = 0; number < 2; ++number) {
-                uint4 value = load_constant_u32x4(embedded + ((first_unit_2 + number * 256) / 16 * 4 + (first_unit_2 + number * 256) % 4) * 8);
+                uint4 value = load_constant_u32x4(own_units_2 + (first_unit_2 + number * 256 - thread) / 4 * 8);
                 units[number] = value;
               }
               #pragma unroll
@@ -828,11 +834,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           } else {
             uint4* vector = (uint4*)(arena + VECTOR);
             float squares = 0.0f;
+            uint32_t pair = thread / 16;
+            const bf16* own_units = norms + layer * 2 * 4096 + (pair * 4 + thread % 4) * 8;
             uint32_t first_unit = thread;
             uint4 weights_2[8];
             #pragma unroll
             for (uint32_t number = 0; number < 6; ++number) {
-              uint4 value = load_constant_u32x4(norms + layer * 2 * 4096 + ((first_unit + number * 256) / 16 * 4 + (first_unit + number * 256) % 4) * 8);
+              uint4 value = load_constant_u32x4(own_units + (first_unit + number * 256 - thread) / 4 * 8);
               weights_2[number] = value;
             }
             if (lane == 0) {
@@ -867,7 +875,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             uint4 weights_3[8];
             #pragma unroll
             for (uint32_t number = 0; number < 2; ++number) {
-              uint4 value = load_constant_u32x4(norms + layer * 2 * 4096 + ((first_unit_2 + number * 256) / 16 * 4 + (first_unit_2 + number * 256) % 4) * 8);
+              uint4 value = load_constant_u32x4(own_units + (first_unit_2 + number * 256 - thread) / 4 * 8);
               weights_3[number] = value;
             }
             if (thread / 4 % 4 < column_count) {
@@ -2377,11 +2385,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         if (position_3 < 1792) {
           uint4* vector = (uint4*)(arena + VECTOR);
           float squares = 0.0f;
+          uint32_t pair = thread / 16;
+          const bf16* own_units = norms + (layer * 2 + 1) * 4096 + (pair * 4 + thread % 4) * 8;
           uint32_t first_unit = thread;
           uint4 weights_2[8];
           #pragma unroll
           for (uint32_t number = 0; number < 6; ++number) {
-            uint4 value = load_constant_u32x4(norms + (layer * 2 + 1) * 4096 + ((first_unit + number * 256) / 16 * 4 + (first_unit + number * 256) % 4) * 8);
+            uint4 value = load_constant_u32x4(own_units + (first_unit + number * 256 - thread) / 4 * 8);
             weights_2[number] = value;
           }
           if (lane == 0) {
@@ -2416,7 +2426,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           uint4 weights_3[8];
           #pragma unroll
           for (uint32_t number = 0; number < 2; ++number) {
-            uint4 value = load_constant_u32x4(norms + (layer * 2 + 1) * 4096 + ((first_unit_2 + number * 256) / 16 * 4 + (first_unit_2 + number * 256) % 4) * 8);
+            uint4 value = load_constant_u32x4(own_units + (first_unit_2 + number * 256 - thread) / 4 * 8);
             weights_3[number] = value;
           }
           if (thread / 4 % 4 < column_count) {
@@ -2476,10 +2486,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
-                uint32_t pair = turn_2 * 8 + warp;
-                uint4 first = fragments[pair * 64 + lane];
-                uint4 second = fragments[pair * 64 + 32 + lane];
-                uint4* units = vector_2 + (chunk * 16 + pair) * 16;
+                uint32_t pair_2 = turn_2 * 8 + warp;
+                uint4 first = fragments[pair_2 * 64 + lane];
+                uint4 second = fragments[pair_2 * 64 + 32 + lane];
+                uint4* units = vector_2 + (chunk * 16 + pair_2) * 16;
                 uint4 values = units[lane % 16];
                 mma_bf16(sums[0], first, values.x, values.y);
                 mma_bf16(sums[0], second, values.z, values.w);
@@ -2524,9 +2534,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 float other = shuffle_xor_f32(value_5, 8);
                 float gated = divide_f32(value_5, 1.0f + exp_f32(-value_5)) * other;
                 float neighbour = shuffle_xor_f32(gated, 1);
-                uint32_t pair = pack_bf16x2(gated, neighbour);
+                uint32_t pair_2 = pack_bf16x2(gated, neighbour);
                 if (lane < 8 && lane % 2 == 0) {
-                  publish_flagged(exchange_words + ((((strip * 8 + lane) / 32 * 4 + column) * 4 + (strip * 8 + lane) / 8 % 4) * 4 + (strip * 8 + lane) % 8 / 2 + 628256), pair, layer_epoch);
+                  publish_flagged(exchange_words + ((((strip * 8 + lane) / 32 * 4 + column) * 4 + (strip * 8 + lane) / 8 % 4) * 4 + (strip * 8 + lane) % 8 / 2 + 628256), pair_2, layer_epoch);
                 }
               }
             }
@@ -2935,11 +2945,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         if (position < 8016) {
           uint4* vector = (uint4*)(arena + VECTOR);
           float squares = 0.0f;
+          uint32_t pair = thread / 16;
+          const bf16* own_units = norms + 262144 + (pair * 4 + thread % 4) * 8;
           uint32_t first_unit = thread;
           uint4 weights_2[8];
           #pragma unroll
           for (uint32_t number = 0; number < 6; ++number) {
-            uint4 value = load_constant_u32x4(norms + 262144 + ((first_unit + number * 256) / 16 * 4 + (first_unit + number * 256) % 4) * 8);
+            uint4 value = load_constant_u32x4(own_units + (first_unit + number * 256 - thread) / 4 * 8);
             weights_2[number] = value;
           }
           if (lane == 0) {
@@ -2974,7 +2986,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           uint4 weights_3[8];
           #pragma unroll
           for (uint32_t number = 0; number < 2; ++number) {
-            uint4 value = load_constant_u32x4(norms + 262144 + ((first_unit_2 + number * 256) / 16 * 4 + (first_unit_2 + number * 256) % 4) * 8);
+            uint4 value = load_constant_u32x4(own_units + (first_unit_2 + number * 256 - thread) / 4 * 8);
             weights_3[number] = value;
           }
           if (thread / 4 % 4 < column_count) {
@@ -3034,10 +3046,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               const uint4* fragments = (const uint4*)(chunk_2);
               #pragma unroll
               for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
-                uint32_t pair = turn_2 * 8 + warp;
-                uint4 first = fragments[pair * 64 + lane];
-                uint4 second = fragments[pair * 64 + 32 + lane];
-                uint4* units = vector_2 + (chunk * 16 + pair) * 16;
+                uint32_t pair_2 = turn_2 * 8 + warp;
+                uint4 first = fragments[pair_2 * 64 + lane];
+                uint4 second = fragments[pair_2 * 64 + 32 + lane];
+                uint4* units = vector_2 + (chunk * 16 + pair_2) * 16;
                 uint4 values = units[lane % 16];
                 mma_bf16(sums[0], first, values.x, values.y);
                 mma_bf16(sums[0], second, values.z, values.w);

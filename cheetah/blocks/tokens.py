@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from cheetah import lang as ch
 from cheetah.blocks.columns import NUMBER, SEQUENCE, STATE_WORDS, STOPPED, TOTAL, UNIT, Columns
-from cheetah.blocks.linear.prologue import Read, unit_of_token
+from cheetah.blocks.linear.prologue import Read, addresses_of_units
 from cheetah.lang import prim, ty
 from cheetah.plan import PAIR_COLUMNS
 
@@ -169,5 +169,6 @@ class Embeddings:
     def _read(self, data: Any, unit: Any, count: int) -> None:
         limit, threads = self.tokens.columns.limit, self.tokens.machine.math_threads
         embedded = self.tokens.embedding(unit // (PAIR_COLUMNS // UNIT) % limit)
+        embedded_at = addresses_of_units(self.tokens.columns, embedded)
         with ch.for_(count, unroll=True, name="number") as number:
-            data[number] = prim.load_constant_u32x4(embedded + unit_of_token(unit + number * threads, limit) * UNIT)
+            data[number] = prim.load_constant_u32x4(embedded_at(unit + number * threads))

@@ -177,10 +177,11 @@ def load_normalised(
     vector = machine.region("vector", ty.u32x4)
     squares = ch.var(ty.f32, 0.0)
     most = UNITS if columns.limit == 1 else NORMALISED_UNITS
+    weights_at = addresses_of_units(columns, norm)
     for batch in _batches(columns, part, most):
         weights = ch.array(ty.u32x4, UNITS)
         with _each(machine, batch) as (number, unit):
-            weights[number] = prim.load_constant_u32x4(norm + unit_of_token(unit, columns.limit) * UNIT)
+            weights[number] = prim.load_constant_u32x4(weights_at(unit))
         batch.wait(wait)
         with columns.if_active(columns.of_thread()):
             data = ch.array(ty.u32x4, UNITS, name="units")
@@ -199,10 +200,19 @@ def prefetch(machine: Machine, source: ch.Expr, size_bytes: int) -> None:
             prim.prefetch_l2(lines + offset)
 
 
-def unit_of_token(unit: ch.Expr, tokens: int) -> Any:
-    """Which unit of its token a unit of the vector is."""
-    pair = unit // (UNITS_PER_PAIR * tokens)
-    return unit if tokens == 1 else pair * UNITS_PER_PAIR + unit % UNITS_PER_PAIR
+@ch.inline
+def addresses_of_units(columns: Columns, source: ch.Expr) -> Callable[[ch.Expr], ch.Expr]:
+    """Where a math thread finds a unit of its own in `source`, the elements of its token (bf16, in natural order).
+
+    Its units lie whole tile pairs apart: one address for all, and distances that the compiler knows. Worked out for
+    each unit by itself, the addresses were kept in registers from layer to layer, and up to 100 words spilled.
+    """
+    thread, tokens = columns.machine.thread, columns.limit
+    if tokens == 1:
+        return lambda unit: source + unit * UNIT
+    pair = thread // (UNITS_PER_PAIR * tokens)
+    own_units = source + (pair * UNITS_PER_PAIR + thread % UNITS_PER_PAIR) * UNIT
+    return lambda unit: own_units + (unit - thread) // tokens * UNIT
 
 
 @dataclass(frozen=True, eq=False)
