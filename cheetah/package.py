@@ -44,9 +44,7 @@ class KernelParameter:
         """As the manifest lists it."""
         if isinstance(self.type, ty.Pointer):
             dtype, shape = DTYPES[self._element], self._shape(sizes)
-            return Parameter(
-                name, str(self.type), "pointer", dtype, self.type.mutable, shape, self.meaning, self.given
-            )
+            return Parameter(name, str(self.type), "pointer", dtype, self.type.mutable, shape, self.meaning, self.given)
         assert isinstance(self.type, ty.Scalar)
         return Parameter(name, str(self.type), "scalar", DTYPES[self.type], False, None, self.meaning)
 

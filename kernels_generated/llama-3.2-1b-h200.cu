@@ -331,6 +331,1401 @@ constexpr uint32_t CHOSEN = 229376;
 constexpr uint32_t STEP_DONE = 229392;
 constexpr uint32_t NEXT_TOKEN = 229408;
 
+// input norm, q, k and v of these tokens, rotary embedding
+__device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
+    const bf16* norms, uint8_t* arena, const bf16* embedding, uint32_t* next_token, uint32_t lane, uint32_t warp,
+    uint32_t column_count, uint64_t* exchange_words, uint32_t layer_epoch, uint64_t* full, uint32_t& use_stage,
+    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher, const int32_t* page_table,
+    bf16* kv) {
+  if (thread == 0) {
+    store_relaxed_u32(progress + block, step * 82 + layer * 5);
+  }
+  const uint8_t* lines = (const uint8_t*)(norms + (layer * 2 + 1) * 2048);
+  if (thread == 0) {
+    #pragma unroll 1
+    for (uint32_t offset = block * 128; offset < 4096; offset += 16896) {
+      prefetch_l2(lines + offset);
+    }
+  }
+  uint32_t position = (block + 4) % 132;
+  if (position < 192) {
+    if (layer == 0) {
+      uint4* vector = (uint4*)(arena + VECTOR);
+      float squares = 0.0f;
+      uint32_t first_unit = thread;
+      uint4 weights[8];
+      #pragma unroll
+      for (uint32_t number = 0; number < 1; ++number) {
+        uint4 value = load_constant_u32x4(norms + (first_unit + number * 256) * 8);
+        weights[number] = value;
+      }
+      uint4 units[8];
+      const bf16* embedded = embedding + (uint64_t)(next_token[0]) * 2048;
+      #pragma unroll
+      for (uint32_t number = 0; number < 1; ++number) {
+        uint4 value = load_constant_u32x4(embedded + (first_unit + number * 256) * 8);
+        units[number] = value;
+      }
+      #pragma unroll
+      for (uint32_t number = 0; number < 1; ++number) {
+        float low = bf16x2_low(units[number].x);
+        float high = bf16x2_high(units[number].x);
+        squares = squares + (low * low + high * high);
+        uint32_t weights_2 = weights[number].x;
+        float low_2 = bf16x2_low(units[number].y);
+        float high_2 = bf16x2_high(units[number].y);
+        squares = squares + (low_2 * low_2 + high_2 * high_2);
+        uint32_t weights_3 = weights[number].y;
+        float low_3 = bf16x2_low(units[number].z);
+        float high_3 = bf16x2_high(units[number].z);
+        squares = squares + (low_3 * low_3 + high_3 * high_3);
+        uint32_t weights_4 = weights[number].z;
+        float low_4 = bf16x2_low(units[number].w);
+        float high_4 = bf16x2_high(units[number].w);
+        squares = squares + (low_4 * low_4 + high_4 * high_4);
+        uint32_t weights_5 = weights[number].w;
+        vector[first_unit + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_2), high * bf16x2_high(weights_2)), pack_bf16x2(low_2 * bf16x2_low(weights_3), high_2 * bf16x2_high(weights_3)), pack_bf16x2(low_3 * bf16x2_low(weights_4), high_3 * bf16x2_high(weights_4)), pack_bf16x2(low_4 * bf16x2_low(weights_5), high_4 * bf16x2_high(weights_5)));
+      }
+      float* partial_sums = (float*)(arena + PARTIAL_SUMS);
+      float* scales = (float*)(arena + SCALES);
+      float sum_of_token = squares;
+      float value = shuffle_xor_f32(sum_of_token, 16);
+      sum_of_token = sum_of_token + value;
+      float value_2 = shuffle_xor_f32(sum_of_token, 8);
+      sum_of_token = sum_of_token + value_2;
+      float value_3 = shuffle_xor_f32(sum_of_token, 4);
+      sum_of_token = sum_of_token + value_3;
+      float value_4 = shuffle_xor_f32(sum_of_token, 2);
+      sum_of_token = sum_of_token + value_4;
+      float value_5 = shuffle_xor_f32(sum_of_token, 1);
+      sum_of_token = sum_of_token + value_5;
+      if (lane % 4 == 0 && lane < 4) {
+        partial_sums[warp * 8 + lane / 4] = sum_of_token;
+      }
+      named_barrier(1, 256);
+      if (thread < column_count) {
+        float total = 0.0f;
+        #pragma unroll
+        for (uint32_t other = 0; other < 8; ++other) {
+          uint32_t warp_2 = other + thread / 8;
+          total = total + partial_sums[warp_2 * 8 + thread % 8];
+        }
+        scales[thread] = rsqrt_f32(total * 0.00048828125f + 1e-05f);
+      }
+    } else {
+      uint4* vector = (uint4*)(arena + VECTOR);
+      float squares = 0.0f;
+      uint32_t first_unit = thread;
+      uint4 weights[8];
+      #pragma unroll
+      for (uint32_t number = 0; number < 1; ++number) {
+        uint4 value = load_constant_u32x4(norms + layer * 2 * 2048 + (first_unit + number * 256) * 8);
+        weights[number] = value;
+      }
+      if (lane == 0) {
+        uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 32), layer_epoch - 1);
+      }
+      warp_barrier();
+      uint4 units[8];
+      wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 1, layer_epoch - 1);
+      #pragma unroll
+      for (uint32_t number = 0; number < 1; ++number) {
+        float low = bf16x2_low(units[number].x);
+        float high = bf16x2_high(units[number].x);
+        squares = squares + (low * low + high * high);
+        uint32_t weights_2 = weights[number].x;
+        float low_2 = bf16x2_low(units[number].y);
+        float high_2 = bf16x2_high(units[number].y);
+        squares = squares + (low_2 * low_2 + high_2 * high_2);
+        uint32_t weights_3 = weights[number].y;
+        float low_3 = bf16x2_low(units[number].z);
+        float high_3 = bf16x2_high(units[number].z);
+        squares = squares + (low_3 * low_3 + high_3 * high_3);
+        uint32_t weights_4 = weights[number].z;
+        float low_4 = bf16x2_low(units[number].w);
+        float high_4 = bf16x2_high(units[number].w);
+        squares = squares + (low_4 * low_4 + high_4 * high_4);
+        uint32_t weights_5 = weights[number].w;
+        vector[first_unit + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_2), high * bf16x2_high(weights_2)), pack_bf16x2(low_2 * bf16x2_low(weights_3), high_2 * bf16x2_high(weights_3)), pack_bf16x2(low_3 * bf16x2_low(weights_4), high_3 * bf16x2_high(weights_4)), pack_bf16x2(low_4 * bf16x2_low(weights_5), high_4 * bf16x2_high(weights_5)));
+      }
+      float* partial_sums = (float*)(arena + PARTIAL_SUMS);
+      float* scales = (float*)(arena + SCALES);
+      float sum_of_token = squares;
+      float value = shuffle_xor_f32(sum_of_token, 16);
+      sum_of_token = sum_of_token + value;
+      float value_2 = shuffle_xor_f32(sum_of_token, 8);
+      sum_of_token = sum_of_token + value_2;
+      float value_3 = shuffle_xor_f32(sum_of_token, 4);
+      sum_of_token = sum_of_token + value_3;
+      float value_4 = shuffle_xor_f32(sum_of_token, 2);
+      sum_of_token = sum_of_token + value_4;
+      float value_5 = shuffle_xor_f32(sum_of_token, 1);
+      sum_of_token = sum_of_token + value_5;
+      if (lane % 4 == 0 && lane < 4) {
+        partial_sums[warp * 8 + lane / 4] = sum_of_token;
+      }
+      named_barrier(1, 256);
+      if (thread < column_count) {
+        float total = 0.0f;
+        #pragma unroll
+        for (uint32_t other = 0; other < 8; ++other) {
+          uint32_t warp_2 = other + thread / 8;
+          total = total + partial_sums[warp_2 * 8 + thread % 8];
+        }
+        scales[thread] = rsqrt_f32(total * 0.00048828125f + 1e-05f);
+      }
+    }
+    #pragma unroll 1
+    for (uint32_t strip = position; strip < 192; strip += 132) {
+      float sums[1][4] = {};
+      #pragma unroll 2
+      for (uint32_t chunk = 0; chunk < 4; ++chunk) {
+        mbarrier_wait(full + use_stage, use_parity);
+        uint8_t* chunk_2 = ring + use_stage * 16384;
+        uint4* vector = (uint4*)(arena + VECTOR);
+        const uint4* fragments = (const uint4*)(chunk_2);
+        #pragma unroll
+        for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
+          uint32_t pair = turn_2 * 8 + warp;
+          uint4 first = fragments[pair * 64 + lane];
+          uint4 second = fragments[pair * 64 + 32 + lane];
+          uint4* units = vector + (chunk * 16 + pair) * 4;
+          uint4 values = units[lane % 4];
+          mma_bf16(sums[0], first, values.x, values.y);
+          mma_bf16(sums[0], second, values.z, values.w);
+          wait_for_u32(first.x ^ second.x);
+        }
+        warp_barrier();
+        if (lane == 0) {
+          mbarrier_arrive(empty + use_stage);
+        }
+        use_stage = use_stage + 1;
+        if (use_stage == 13) {
+          use_stage = 0;
+          use_parity = use_parity ^ 1;
+        }
+      }
+      float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
+      uint32_t row = warp * 16 + lane / 4;
+      uint32_t first = lane % 4 * 2;
+      if (first < 1) {
+        uint32_t place = row + first;
+        reductions[place] = sums[0][0];
+        reductions[place + 8] = sums[0][2];
+      }
+      named_barrier(1, 256);
+      if (warp == finisher) {
+        uint32_t column = 0;
+        uint32_t row_2 = lane % 16;
+        uint32_t half = lane / 16;
+        float half_sum = 0.0f;
+        #pragma unroll
+        for (uint32_t other = 0; other < 4; ++other) {
+          uint32_t place = (half * 4 + other) * 16 + row_2;
+          half_sum = half_sum + reductions[place + column];
+        }
+        float value = shuffle_xor_f32(half_sum, 16);
+        float row_sum = half_sum + value;
+        uint32_t head = strip / 4;
+        uint32_t strip_of_head = strip % 4;
+        float value_2 = row_sum * ((float*)(arena + SCALES))[column];
+        uint32_t dim = strip_of_head * 16 + row_2;
+        if (head < 40) {
+          float2* angles = (float2*)(arena + ROPE) + column * 32;
+          uint32_t frequency = strip_of_head * 8 + row_2 % 8;
+          float2 angle = angles[frequency];
+          float partner = shuffle_xor_f32(value_2, 8);
+          bool is_second = row_2 >= 8;
+          float rotated = value_2 * angle.x + (is_second ? partner : -partner) * angle.y;
+          uint32_t dim_2 = frequency + (is_second ? 32u : 0u);
+          value_2 = rotated;
+          dim = dim_2;
+        }
+        float neighbour = shuffle_xor_f32(value_2, 1);
+        uint32_t pair = pack_bf16x2(value_2, neighbour);
+        if (lane < 16 && lane % 2 == 0) {
+          uint32_t place = (column * 3072 + head * 64 + dim) / 2;
+          if (head >= 32) {
+            if (((uint32_t*)(arena + COLUMNS))[column * 8 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 8 + 2]) {
+              uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 512;
+              uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 8] / 16));
+              uint64_t offset = (uint64_t)(layer) * 8388608 + (uint64_t)(page) * 16384;
+              bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 1024 + ((uint32_t*)(arena + COLUMNS))[column * 8] % 16 * 64));
+              bf16* place_2 = head - 32 < 8 ? key : key + 8192;
+              ((uint32_t*)(place_2 + dim))[0] = pair;
+              fence_proxy_async();
+            }
+          }
+          publish_flagged(exchange_words + (place + 1056), pair, layer_epoch);
+        }
+      }
+      turn = turn ^ 1;
+      finisher = finisher + 1;
+      if (finisher == 8) {
+        finisher = 0;
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
+    uint32_t layer, uint8_t* arena, const int32_t* kv_plans, uint32_t plan_index, const int32_t* tiles,
+    uint64_t* exchange_words, uint32_t layer_epoch, uint32_t lane, uint32_t warp, uint32_t& use_stage, uint64_t* full,
+    uint32_t& use_parity, uint8_t* ring, uint64_t* empty) {
+  if (thread == 0) {
+    store_relaxed_u32(progress + block, step * 82 + (layer * 5 + 1));
+  }
+  uint4 numbers = ((uint4*)(arena + RECORDS))[0];
+  #pragma unroll 1
+  for (uint32_t number = numbers.x; number < numbers.y; ++number) {
+    uint32_t index = number - numbers.x;
+    uint4* record = (uint4*)(arena + RECORDS) + (1 + (index < 4 ? index : 4) * 4);
+    if (index >= 4) {
+      named_barrier(1, 256);
+      if (thread == 0) {
+        const int32_t* record_2 = kv_plans + (plan_index * 2880 + (number * 8 + 256));
+        uint4 what = load_constant_u32x4(record_2);
+        record[0] = what;
+        uint4 value = load_constant_u32x4(record_2 + 4);
+        record[1] = value;
+        const int32_t* record_3 = tiles + what.y * 8;
+        uint4 value_2 = load_constant_u32x4(record_3);
+        (record + 2)[0] = value_2;
+        uint4 value_3 = load_constant_u32x4(record_3 + 4);
+        (record + 2)[1] = value_3;
+      }
+      named_barrier(1, 256);
+    }
+    uint4 what = record[0];
+    uint32_t cached_end = record[1].x < record[3].x + record[3].y * step ? record[1].x : record[3].x + record[3].y * step;
+    uint32_t newest_begin = what.w < record[3].x + record[3].y * step ? record[3].x + record[3].y * step : what.w;
+    uint32_t newest_end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+    uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
+    uint4* queries = (uint4*)(arena + QUERIES);
+    uint32_t query_units = record[1].z * 8;
+    uint32_t newest_units = newest * 8;
+    #pragma unroll 1
+    for (uint32_t number_2 = thread; number_2 < query_units + newest_units * 2; number_2 += 256) {
+      if (number_2 < query_units) {
+        uint32_t row = number_2 / 8;
+        uint32_t column = record[2].x + row / 4;
+        uint4 value = wait_flagged4(exchange_words + ((column * 384 + (what.z * 4 + row % 4) * 8 + number_2 % 8) * 4 + 1056), layer_epoch);
+        queries[number_2] = value;
+      } else {
+        bool is_value = number_2 - query_units >= newest_units;
+        uint32_t unit = is_value ? number_2 - query_units - newest_units : number_2 - query_units;
+        uint32_t column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + unit / 8;
+        uint4 words = wait_flagged4(exchange_words + ((column * 384 + ((is_value ? 40u : 32u) + what.z) * 8 + unit % 8) * 4 + 1056), layer_epoch);
+        uint4* keys = (uint4*)(arena + NEWEST);
+        uint4* values = (uint4*)(arena + NEWEST) + 128;
+        if (is_value) {
+          values[unit] = words;
+        } else {
+          keys[unit] = words;
+        }
+      }
+    }
+    named_barrier(1, 256);
+    uint4* shared = (uint4*)(arena + QUERIES);
+    uint32_t row = lane / 4 < 7 ? lane / 4 : 7;
+    uint4* query = shared + row * 8;
+    uint32_t limits[2];
+    uint32_t fused = lane % 4 * 2;
+    uint32_t present = fused < record[1].z - 1 ? fused : record[1].z - 1;
+    uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+    uint32_t position = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 4) * 8];
+    uint32_t following = position + 1;
+    uint32_t visible = following > record[2].w ? following - record[2].w : 0;
+    limits[0] = fused < record[1].z ? (end < visible ? end : visible) : 0;
+    uint32_t fused_2 = lane % 4 * 2 + 1;
+    uint32_t present_2 = fused_2 < record[1].z - 1 ? fused_2 : record[1].z - 1;
+    uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+    uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 4) * 8];
+    uint32_t following_2 = position_2 + 1;
+    uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
+    limits[1] = fused_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
+    float highest[2];
+    float weight_sum[2] = {};
+    float output[4][4] = {};
+    highest[0] = -bits_float(0x7f800000);
+    highest[1] = -bits_float(0x7f800000);
+    uint32_t cached = what.w < cached_end ? cached_end - what.w : 0;
+    uint32_t tiles_2 = (cached + 15) / 16;
+    uint32_t all_tiles = tiles_2 + (newest + 15) / 16;
+    uint32_t tile = warp;
+    while (tile < all_tiles) {
+      uint32_t stage = tile / 4;
+      uint32_t first_tile = stage * 4;
+      uint32_t last_tile = first_tile + 4 < tiles_2 ? first_tile + 4 : tiles_2;
+      uint32_t first_key = what.w + stage * 64;
+      uint32_t count = cached_end - first_key < 64 ? cached_end - first_key : 64;
+      bool is_cached = tile < tiles_2;
+      uint32_t groups = last_tile - first_tile < 8 ? last_tile - first_tile : 8;
+      uint32_t number_2 = (warp + 8 - first_tile % 8) % 8;
+      uint32_t arrivals = 8 / groups + (number_2 < 8 % groups ? 1u : 0u);
+      uint32_t place = use_stage + stage;
+      uint32_t stage_2 = place % 13;
+      if (is_cached) {
+        mbarrier_wait(full + stage_2, (use_parity + place / 13) % 2);
+      }
+      uint8_t* chunk = ring + stage_2 * 16384;
+      uint8_t* keys = chunk;
+      uint8_t* values = chunk + 8192;
+      if (tile >= tiles_2) {
+        uint8_t* newest_keys = arena + NEWEST;
+        uint8_t* newest_values = arena + NEWEST + 2048;
+        first_tile = tiles_2;
+        last_tile = all_tiles;
+        first_key = newest_begin;
+        count = newest;
+        keys = newest_keys;
+        values = newest_values;
+      }
+      while (tile < last_tile) {
+        uint32_t row_2 = (tile - first_tile) * 16;
+        float sums[2][4] = {};
+        uint32_t row_3 = row_2 + lane / 4;
+        uint32_t words[2][4];
+        const uint4* keys_2 = (const uint4*)(keys) + row_3 * 8;
+        uint32_t is_odd = lane / 4 % 2;
+        uint4 first = keys_2[is_odd * 4 + lane % 4];
+        uint4 second = keys_2[(1 - is_odd) * 4 + lane % 4];
+        words[0][0] = is_odd == 0 ? first.x : second.x;
+        words[1][0] = is_odd == 0 ? second.x : first.x;
+        words[0][1] = is_odd == 0 ? first.y : second.y;
+        words[1][1] = is_odd == 0 ? second.y : first.y;
+        words[0][2] = is_odd == 0 ? first.z : second.z;
+        words[1][2] = is_odd == 0 ? second.z : first.z;
+        words[0][3] = is_odd == 0 ? first.w : second.w;
+        words[1][3] = is_odd == 0 ? second.w : first.w;
+        uint32_t words_2[2][4];
+        const uint4* keys_3 = (const uint4*)(keys) + (row_3 + 8) * 8;
+        uint32_t is_odd_2 = lane / 4 % 2;
+        uint4 first_2 = keys_3[is_odd_2 * 4 + lane % 4];
+        uint4 second_2 = keys_3[(1 - is_odd_2) * 4 + lane % 4];
+        words_2[0][0] = is_odd_2 == 0 ? first_2.x : second_2.x;
+        words_2[1][0] = is_odd_2 == 0 ? second_2.x : first_2.x;
+        words_2[0][1] = is_odd_2 == 0 ? first_2.y : second_2.y;
+        words_2[1][1] = is_odd_2 == 0 ? second_2.y : first_2.y;
+        words_2[0][2] = is_odd_2 == 0 ? first_2.z : second_2.z;
+        words_2[1][2] = is_odd_2 == 0 ? second_2.z : first_2.z;
+        words_2[0][3] = is_odd_2 == 0 ? first_2.w : second_2.w;
+        words_2[1][3] = is_odd_2 == 0 ? second_2.w : first_2.w;
+        uint4 early = make_u32x4(words[0][0], words_2[0][0], words[0][1], words_2[0][1]);
+        uint4 late = make_u32x4(words[0][2], words_2[0][2], words[0][3], words_2[0][3]);
+        uint4 query_2 = query[lane % 4];
+        mma_bf16(sums[0], early, query_2.x, query_2.y);
+        mma_bf16(sums[1], late, query_2.z, query_2.w);
+        uint4 early_2 = make_u32x4(words[1][0], words_2[1][0], words[1][1], words_2[1][1]);
+        uint4 late_2 = make_u32x4(words[1][2], words_2[1][2], words[1][3], words_2[1][3]);
+        uint4 query_3 = query[4 + lane % 4];
+        mma_bf16(sums[0], early_2, query_3.x, query_3.y);
+        mma_bf16(sums[1], late_2, query_3.z, query_3.w);
+        float logits[4];
+        #pragma unroll
+        for (uint32_t element = 0; element < 4; ++element) {
+          logits[element] = sums[0][element] + sums[1][element];
+        }
+        uint32_t number_3 = lane / 4;
+        uint32_t limits_2[2];
+        limits_2[0] = limits[0] < first_key + row_2 + (count - row_2) ? limits[0] : first_key + row_2 + (count - row_2);
+        limits_2[1] = limits[1] < first_key + row_2 + (count - row_2) ? limits[1] : first_key + row_2 + (count - row_2);
+        bool is_seen = first_key + row_2 + number_3 < limits_2[0];
+        float logit = logits[0] * 0.18033688f;
+        logits[0] = is_seen ? logit : -bits_float(0x7f800000);
+        bool is_seen_2 = first_key + row_2 + number_3 < limits_2[1];
+        float logit_2 = logits[1] * 0.18033688f;
+        logits[1] = is_seen_2 ? logit_2 : -bits_float(0x7f800000);
+        uint32_t tile_key = number_3 + 8;
+        bool is_seen_3 = first_key + row_2 + tile_key < limits_2[0];
+        float logit_3 = logits[2] * 0.18033688f;
+        logits[2] = is_seen_3 ? logit_3 : -bits_float(0x7f800000);
+        uint32_t tile_key_2 = number_3 + 8;
+        bool is_seen_4 = first_key + row_2 + tile_key_2 < limits_2[1];
+        float logit_4 = logits[3] * 0.18033688f;
+        logits[3] = is_seen_4 ? logit_4 : -bits_float(0x7f800000);
+        #pragma unroll
+        for (uint32_t column = 0; column < 2; ++column) {
+          float peak = maximum_f32(logits[column], logits[column + 2]);
+          float value = shuffle_xor_f32(peak, 4);
+          peak = maximum_f32(peak, value);
+          float value_2 = shuffle_xor_f32(peak, 8);
+          peak = maximum_f32(peak, value_2);
+          float value_3 = shuffle_xor_f32(peak, 16);
+          peak = maximum_f32(peak, value_3);
+          float new_highest = maximum_f32(highest[column], peak);
+          float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
+          float shrink = exp2_f32(highest[column] - base);
+          highest[column] = new_highest;
+          logits[column] = exp2_f32(logits[column] - base);
+          logits[column + 2] = exp2_f32(logits[column + 2] - base);
+          weight_sum[column] = weight_sum[column] * shrink + (logits[column] + logits[column + 2]);
+          #pragma unroll
+          for (uint32_t tile_2 = 0; tile_2 < 4; ++tile_2) {
+            output[tile_2][column] = output[tile_2][column] * shrink;
+            output[tile_2][column + 2] = output[tile_2][column + 2] * shrink;
+          }
+        }
+        uint32_t weights_low = matrix_transpose_b16(pack_bf16x2(logits[0], logits[1]));
+        uint32_t weights_high = matrix_transpose_b16(pack_bf16x2(logits[2], logits[3]));
+        uint32_t words_3[1][4][4];
+        uint32_t tile_key_3 = lane % 4 * 2 < count - row_2 - 1 ? lane % 4 * 2 : count - row_2 - 1;
+        uint32_t row_4 = row_2 + tile_key_3;
+        const uint4* units = (const uint4*)(values) + (row_4 * 8 + lane / 4);
+        uint4 read = units[0];
+        words_3[0][0][0] = read.x;
+        words_3[0][0][1] = read.y;
+        words_3[0][0][2] = read.z;
+        words_3[0][0][3] = read.w;
+        uint32_t tile_key_4 = lane % 4 * 2 + 1 < count - row_2 - 1 ? lane % 4 * 2 + 1 : count - row_2 - 1;
+        uint32_t row_5 = row_2 + tile_key_4;
+        const uint4* units_2 = (const uint4*)(values) + (row_5 * 8 + lane / 4);
+        uint4 read_2 = units_2[0];
+        words_3[0][1][0] = read_2.x;
+        words_3[0][1][1] = read_2.y;
+        words_3[0][1][2] = read_2.z;
+        words_3[0][1][3] = read_2.w;
+        uint32_t tile_key_5 = lane % 4 * 2 + 8 < count - row_2 - 1 ? lane % 4 * 2 + 8 : count - row_2 - 1;
+        uint32_t row_6 = row_2 + tile_key_5;
+        const uint4* units_3 = (const uint4*)(values) + (row_6 * 8 + lane / 4);
+        uint4 read_3 = units_3[0];
+        words_3[0][2][0] = read_3.x;
+        words_3[0][2][1] = read_3.y;
+        words_3[0][2][2] = read_3.z;
+        words_3[0][2][3] = read_3.w;
+        uint32_t tile_key_6 = lane % 4 * 2 + 9 < count - row_2 - 1 ? lane % 4 * 2 + 9 : count - row_2 - 1;
+        uint32_t row_7 = row_2 + tile_key_6;
+        const uint4* units_4 = (const uint4*)(values) + (row_7 * 8 + lane / 4);
+        uint4 read_4 = units_4[0];
+        words_3[0][3][0] = read_4.x;
+        words_3[0][3][1] = read_4.y;
+        words_3[0][3][2] = read_4.z;
+        words_3[0][3][3] = read_4.w;
+        #pragma unroll
+        for (uint32_t tile_2 = 0; tile_2 < 4; ++tile_2) {
+          uint32_t low_early = byte_permute(words_3[0][0][tile_2 / 2], words_3[0][1][tile_2 / 2], tile_2 % 2 == 0 ? 21520u : 30258u);
+          uint32_t high_early = byte_permute(words_3[0][0][(tile_2 + 4) / 2], words_3[0][1][(tile_2 + 4) / 2], (tile_2 + 4) % 2 == 0 ? 21520u : 30258u);
+          uint32_t low_late = byte_permute(words_3[0][2][tile_2 / 2], words_3[0][3][tile_2 / 2], tile_2 % 2 == 0 ? 21520u : 30258u);
+          uint32_t high_late = byte_permute(words_3[0][2][(tile_2 + 4) / 2], words_3[0][3][(tile_2 + 4) / 2], (tile_2 + 4) % 2 == 0 ? 21520u : 30258u);
+          uint4 operand = make_u32x4(low_early, high_early, low_late, high_late);
+          mma_bf16(output[tile_2], operand, weights_low, weights_high);
+        }
+        tile = tile + 8;
+      }
+      wait_for_u32(float_bits(output[0][0]));
+      warp_barrier();
+      if (lane == 0 && is_cached) {
+        mbarrier_arrive_many(empty + stage_2, arrivals);
+      }
+    }
+    uint32_t place = use_stage + (cached + 63) / 64;
+    use_parity = (use_parity + place / 13) % 2;
+    use_stage = place % 13;
+    float* words = (float*)(arena + STATISTICS);
+    #pragma unroll
+    for (uint32_t column = 0; column < 2; ++column) {
+      float total = weight_sum[column];
+      float value = shuffle_xor_f32(total, 4);
+      total = total + value;
+      float value_2 = shuffle_xor_f32(total, 8);
+      total = total + value_2;
+      float value_3 = shuffle_xor_f32(total, 16);
+      total = total + value_3;
+      uint32_t number_2 = lane * 2 + column;
+      if (number_2 < 4) {
+        uint32_t place_2 = (warp * 4 + number_2) * 2;
+        words[place_2] = highest[column];
+        words[place_2 + 1] = total;
+      }
+    }
+    uint4* scratch = (uint4*)(arena + ATTENTION);
+    #pragma unroll
+    for (uint32_t column = 0; column < 2; ++column) {
+      uint32_t number_2 = lane % 4 * 2 + column;
+      if (number_2 < 4) {
+        uint32_t row_2 = warp * 4 + number_2;
+        uint4* place_2 = scratch + (row_2 * 64 + lane / 4 * 8) / 4;
+        place_2[0] = make_u32x4(float_bits(output[0][column]), float_bits(output[1][column]), float_bits(output[2][column]), float_bits(output[3][column]));
+        place_2[1] = make_u32x4(float_bits(output[0][column + 2]), float_bits(output[1][column + 2]), float_bits(output[2][column + 2]), float_bits(output[3][column + 2]));
+      }
+    }
+    named_barrier(1, 256);
+    uint32_t rows = record[1].z;
+    #pragma unroll 1
+    for (uint32_t output_2 = thread; output_2 < rows * 32; output_2 += 256) {
+      uint32_t place_2 = output_2 / 32;
+      uint32_t pair = output_2 % 32;
+      float2* scratch_2 = (float2*)(arena + ATTENTION);
+      float2* statistics = (float2*)(arena + STATISTICS);
+      float low = 0.0f;
+      float high = 0.0f;
+      float highest_2 = -bits_float(0x7f800000);
+      #pragma unroll
+      for (uint32_t other = place_2; other < 32; other += 4) {
+        highest_2 = maximum_f32(highest_2, statistics[other].x);
+      }
+      float base = highest_2 == -bits_float(0x7f800000) ? 0.0f : highest_2;
+      float weight_sum_2 = 0.0f;
+      #pragma unroll
+      for (uint32_t other = place_2; other < 32; other += 4) {
+        float2 numbers_2 = statistics[other];
+        float weight = exp2_f32(numbers_2.x - base);
+        float2 part = scratch_2[other * 32 + pair];
+        weight_sum_2 = weight_sum_2 + weight * numbers_2.y;
+        low = low + weight * part.x;
+        high = high + weight * part.y;
+      }
+      float inverse = weight_sum_2 == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum_2);
+      float lse = weight_sum_2 == 0.0f ? -bits_float(0x7f800000) : highest_2 * 0.6931472f + log_f32(weight_sum_2);
+      float low_2 = low * inverse;
+      float high_2 = high * inverse;
+      uint32_t dim_pair = (pair % 32 / 4 + pair / 32) * 4 + pair % 32 % 4;
+      if (record[1].y == 4294967295u) {
+        uint32_t column = record[2].x + place_2 / 4;
+        publish_flagged(exchange_words + (((((what.z * 4 + place_2 % 4) * 64 + dim_pair * 2) / 32 + column) * 4 + ((what.z * 4 + place_2 % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place_2 % 4) * 64 + dim_pair * 2) % 8 / 2 + 74400), pack_bf16x2(low_2, high_2), layer_epoch);
+      } else {
+        uint32_t partial = (record[1].y + place_2) * 68;
+        publish_flagged(exchange_words + (partial + dim_pair * 2 + 2592), float_bits(low_2), layer_epoch);
+        publish_flagged(exchange_words + (partial + dim_pair * 2 + 1 + 2592), float_bits(high_2), layer_epoch);
+        if (dim_pair < 4) {
+          publish_flagged(exchange_words + (partial + 64 + dim_pair + 2592), float_bits(lse), layer_epoch);
+        }
+      }
+    }
+    named_barrier(1, 256);
+  }
+  // merge of partial states
+  uint4 numbers_2 = ((uint4*)(arena + RECORDS))[0];
+  uint4* record = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
+  uint32_t first_job = warp / 4 * 132 + block;
+  #pragma unroll 1
+  for (uint32_t job = first_job; job < numbers_2.z; job += 264) {
+    if (job != first_job) {
+      named_barrier(warp / 4 + 2, 128);
+      if (warp % 4 == 0) {
+        uint4* place = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
+        uint32_t number = load_constant_u32(kv_plans + (plan_index * 2880 + (job / numbers_2.w * 2 + 2496)));
+        uint32_t head = load_constant_u32(kv_plans + (plan_index * 2880 + (job / numbers_2.w * 2 + 1 + 2496)));
+        uint32_t begin = load_constant_u32(kv_plans + (plan_index * 2880 + (job / numbers_2.w + 2432)));
+        uint32_t end = load_constant_u32(kv_plans + (plan_index * 2880 + (job / numbers_2.w + 1 + 2432)));
+        if (lane == 0) {
+          place[0] = make_u32x4(head, job % numbers_2.w, begin, end);
+          const int32_t* record_2 = tiles + number * 8;
+          uint4 value = load_constant_u32x4(record_2);
+          (place + 1)[0] = value;
+          uint4 value_2 = load_constant_u32x4(record_2 + 4);
+          (place + 1)[1] = value_2;
+        }
+        uint32_t* sources = (uint32_t*)(place + 3);
+        if (lane < (end - begin < 20 ? end - begin : 20)) {
+          uint32_t value = load_constant_u32(kv_plans + (plan_index * 2880 + (begin + lane + 2560)));
+          sources[lane] = value;
+        }
+      }
+      named_barrier(warp / 4 + 2, 128);
+    }
+    if (record[0].y < record[1].y * 4) {
+      float highest = -bits_float(0x7f800000);
+      float weight_sum = 0.0f;
+      float sums[4] = {};
+      uint32_t sources = record[0].w - record[0].z;
+      if (sources <= 4) {
+        if (warp % 4 == 0) {
+          uint32_t own = record[0].w - record[0].z;
+          #pragma unroll 1
+          for (uint32_t first = 0; first < own; first += 5) {
+            uint32_t count = own - first < 5 ? own - first : 5;
+            uint32_t number = first + (lane < count - 1 ? lane : count - 1);
+            uint32_t source;
+            if (number < 20) {
+              source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[number];
+            } else {
+              uint32_t value = load_constant_u32(kv_plans + (plan_index * 2880 + (record[0].z + number + 2560)));
+              source = value;
+            }
+            uint4 states[8];
+            uint32_t places[8];
+            places[0] = ((source + record[0].y) * 17 + 16) * 4;
+            #pragma unroll
+            for (uint32_t number_2 = 0; number_2 < 5; ++number_2) {
+              uint32_t source_2 = shuffle_u32(source, number_2);
+              places[number_2 + 1] = ((source_2 + record[0].y) * 17 + lane % 16) * 4;
+            }
+            wait_flagged_places(states, exchange_words + 2592, places, 6, layer_epoch);
+            #pragma unroll
+            for (uint32_t number_2 = 0; number_2 < 5; ++number_2) {
+              if (number_2 < count) {
+                uint32_t value = shuffle_u32(states[0].x, number_2);
+                float lse = bits_float(value);
+                float new_highest = maximum_f32(highest, lse);
+                float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
+                float shrink = exp2_f32((highest - base) * 1.442695f);
+                float grow = exp2_f32((lse - base) * 1.442695f);
+                highest = new_highest;
+                weight_sum = weight_sum * shrink + grow * 1.0f;
+                sums[0] = sums[0] * shrink + grow * bits_float(states[number_2 + 1].x);
+                sums[1] = sums[1] * shrink + grow * bits_float(states[number_2 + 1].y);
+                sums[2] = sums[2] * shrink + grow * bits_float(states[number_2 + 1].z);
+                sums[3] = sums[3] * shrink + grow * bits_float(states[number_2 + 1].w);
+              }
+            }
+          }
+        }
+      } else {
+        uint32_t own = (record[0].w - record[0].z + 3 - warp % 4) / 4;
+        #pragma unroll 1
+        for (uint32_t first = 0; first < own; first += 5) {
+          uint32_t count = own - first < 5 ? own - first : 5;
+          uint32_t number = warp % 4 + first * 4 + (lane < count - 1 ? lane : count - 1) * 4;
+          uint32_t source;
+          if (number < 20) {
+            source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[number];
+          } else {
+            uint32_t value = load_constant_u32(kv_plans + (plan_index * 2880 + (record[0].z + number + 2560)));
+            source = value;
+          }
+          uint4 states[8];
+          uint32_t places[8];
+          places[0] = ((source + record[0].y) * 17 + 16) * 4;
+          #pragma unroll
+          for (uint32_t number_2 = 0; number_2 < 5; ++number_2) {
+            uint32_t source_2 = shuffle_u32(source, number_2);
+            places[number_2 + 1] = ((source_2 + record[0].y) * 17 + lane % 16) * 4;
+          }
+          wait_flagged_places(states, exchange_words + 2592, places, 6, layer_epoch);
+          #pragma unroll
+          for (uint32_t number_2 = 0; number_2 < 5; ++number_2) {
+            if (number_2 < count) {
+              uint32_t value = shuffle_u32(states[0].x, number_2);
+              float lse = bits_float(value);
+              float new_highest = maximum_f32(highest, lse);
+              float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
+              float shrink = exp2_f32((highest - base) * 1.442695f);
+              float grow = exp2_f32((lse - base) * 1.442695f);
+              highest = new_highest;
+              weight_sum = weight_sum * shrink + grow * 1.0f;
+              sums[0] = sums[0] * shrink + grow * bits_float(states[number_2 + 1].x);
+              sums[1] = sums[1] * shrink + grow * bits_float(states[number_2 + 1].y);
+              sums[2] = sums[2] * shrink + grow * bits_float(states[number_2 + 1].z);
+              sums[3] = sums[3] * shrink + grow * bits_float(states[number_2 + 1].w);
+            }
+          }
+        }
+        uint4* place = (uint4*)(arena + ATTENTION) + warp * 33;
+        place[lane] = make_u32x4(float_bits(sums[0]), float_bits(sums[1]), float_bits(sums[2]), float_bits(sums[3]));
+        if (lane == 0) {
+          place[32] = make_u32x4(float_bits(highest), float_bits(weight_sum), 0, 0);
+        }
+        named_barrier(warp / 4 + 2, 128);
+        if (warp % 4 == 0) {
+          #pragma unroll
+          for (uint32_t number = 1; number < 4; ++number) {
+            uint4* place_2 = (uint4*)(arena + ATTENTION) + (warp + number) * 33;
+            uint4 part = place_2[lane];
+            uint4 shared = place_2[32];
+            float new_highest = maximum_f32(highest, bits_float(shared.x));
+            float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
+            float shrink = exp2_f32((highest - base) * 1.442695f);
+            float grow = exp2_f32((bits_float(shared.x) - base) * 1.442695f);
+            highest = new_highest;
+            weight_sum = weight_sum * shrink + grow * bits_float(shared.y);
+            sums[0] = sums[0] * shrink + grow * bits_float(part.x);
+            sums[1] = sums[1] * shrink + grow * bits_float(part.y);
+            sums[2] = sums[2] * shrink + grow * bits_float(part.z);
+            sums[3] = sums[3] * shrink + grow * bits_float(part.w);
+          }
+        }
+      }
+      if (warp % 4 == 0) {
+        float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
+        float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest + log_f32(weight_sum);
+        if (lane < 16) {
+          uint32_t dim_pair = lane % 16 * 2;
+          float low = sums[0] * inverse;
+          float high = sums[1] * inverse;
+          uint32_t column = record[1].x + record[0].y / 4;
+          publish_flagged(exchange_words + (((((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair * 2) / 32 + column) * 4 + ((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair * 2) % 8 / 2 + 74400), pack_bf16x2(low, high), layer_epoch);
+          uint32_t dim_pair_2 = lane % 16 * 2 + 1;
+          float low_2 = sums[2] * inverse;
+          float high_2 = sums[3] * inverse;
+          uint32_t column_2 = record[1].x + record[0].y / 4;
+          publish_flagged(exchange_words + (((((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair_2 * 2) / 32 + column_2) * 4 + ((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair_2 * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair_2 * 2) % 8 / 2 + 74400), pack_bf16x2(low_2, high_2), layer_epoch);
+        }
+      }
+    }
+  }
+  if (first_job + 264 < numbers_2.z) {
+    named_barrier(warp / 4 + 2, 128);
+    if (warp % 4 == 0) {
+      uint4* place = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
+      uint32_t number = load_constant_u32(kv_plans + (plan_index * 2880 + (first_job / numbers_2.w * 2 + 2496)));
+      uint32_t head = load_constant_u32(kv_plans + (plan_index * 2880 + (first_job / numbers_2.w * 2 + 1 + 2496)));
+      uint32_t begin = load_constant_u32(kv_plans + (plan_index * 2880 + (first_job / numbers_2.w + 2432)));
+      uint32_t end = load_constant_u32(kv_plans + (plan_index * 2880 + (first_job / numbers_2.w + 1 + 2432)));
+      if (lane == 0) {
+        place[0] = make_u32x4(head, first_job % numbers_2.w, begin, end);
+        const int32_t* record_2 = tiles + number * 8;
+        uint4 value = load_constant_u32x4(record_2);
+        (place + 1)[0] = value;
+        uint4 value_2 = load_constant_u32x4(record_2 + 4);
+        (place + 1)[1] = value_2;
+      }
+      uint32_t* sources = (uint32_t*)(place + 3);
+      if (lane < (end - begin < 20 ? end - begin : 20)) {
+        uint32_t value = load_constant_u32(kv_plans + (plan_index * 2880 + (begin + lane + 2560)));
+        sources[lane] = value;
+      }
+    }
+    named_barrier(warp / 4 + 2, 128);
+  }
+  if (numbers_2.z > 0) {
+    named_barrier(1, 256);
+  }
+}
+
+// projection onto the residual
+__device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
+    uint8_t* arena, uint32_t lane, uint64_t* exchange_words, uint32_t layer_epoch, uint64_t* full, uint32_t& use_stage,
+    uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint64_t* empty, uint32_t& turn, uint32_t& finisher) {
+  if (thread == 0) {
+    store_relaxed_u32(progress + block, step * 82 + (layer * 5 + 2));
+  }
+  uint32_t position = block % 132;
+  if (position < 128) {
+    uint4* vector = (uint4*)(arena + VECTOR);
+    uint32_t first_unit = thread;
+    if (lane == 0) {
+      uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 74400), layer_epoch);
+    }
+    warp_barrier();
+    uint4 units[8];
+    wait_flagged_units(units, exchange_words + (first_unit * 4 + 74400), 1024, 1, layer_epoch);
+    #pragma unroll
+    for (uint32_t number = 0; number < 1; ++number) {
+      vector[first_unit + number * 256] = units[number];
+    }
+    named_barrier(1, 256);
+    #pragma unroll 1
+    for (uint32_t strip = position; strip < 128; strip += 132) {
+      float sums[1][4] = {};
+      #pragma unroll 2
+      for (uint32_t chunk = 0; chunk < 4; ++chunk) {
+        mbarrier_wait(full + use_stage, use_parity);
+        uint8_t* chunk_2 = ring + use_stage * 16384;
+        uint4* vector_2 = (uint4*)(arena + VECTOR);
+        const uint4* fragments = (const uint4*)(chunk_2);
+        #pragma unroll
+        for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
+          uint32_t pair = turn_2 * 8 + warp;
+          uint4 first = fragments[pair * 64 + lane];
+          uint4 second = fragments[pair * 64 + 32 + lane];
+          uint4* units_2 = vector_2 + (chunk * 16 + pair) * 4;
+          uint4 values = units_2[lane % 4];
+          mma_bf16(sums[0], first, values.x, values.y);
+          mma_bf16(sums[0], second, values.z, values.w);
+          wait_for_u32(first.x ^ second.x);
+        }
+        warp_barrier();
+        if (lane == 0) {
+          mbarrier_arrive(empty + use_stage);
+        }
+        use_stage = use_stage + 1;
+        if (use_stage == 13) {
+          use_stage = 0;
+          use_parity = use_parity ^ 1;
+        }
+      }
+      float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
+      uint32_t row = warp * 16 + lane / 4;
+      uint32_t first = lane % 4 * 2;
+      if (first < 1) {
+        uint32_t place = row + first;
+        reductions[place] = sums[0][0];
+        reductions[place + 8] = sums[0][2];
+      }
+      named_barrier(1, 256);
+      if (warp == finisher) {
+        uint32_t column = 0;
+        uint32_t row_2 = lane % 16;
+        uint32_t half = lane / 16;
+        float half_sum = 0.0f;
+        #pragma unroll
+        for (uint32_t other = 0; other < 4; ++other) {
+          uint32_t place = (half * 4 + other) * 16 + row_2;
+          half_sum = half_sum + reductions[place + column];
+        }
+        float value = shuffle_xor_f32(half_sum, 16);
+        float row_sum = half_sum + value;
+        float* residual = (float*)(arena + RESIDUAL);
+        float value_2 = row_sum;
+        if (lane < 16) {
+          uint32_t place = strip / 132 * 16 + row_2 + column;
+          value_2 = value_2 + residual[place];
+          residual[place] = value_2;
+        }
+        float neighbour = shuffle_xor_f32(value_2, 1);
+        uint32_t pair = pack_bf16x2(value_2, neighbour);
+        if (lane < 16 && lane % 2 == 0) {
+          publish_flagged(exchange_words + ((((strip * 16 + lane) / 32 + column) * 4 + (strip * 16 + lane) / 8 % 4) * 4 + (strip * 16 + lane) % 8 / 2 + 75424), pair, layer_epoch);
+        }
+      }
+      turn = turn ^ 1;
+      finisher = finisher + 1;
+      if (finisher == 8) {
+        finisher = 0;
+      }
+    }
+  }
+}
+
+// norm, gate and up, SwiGLU
+__device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
+    uint32_t layer, const bf16* norms, uint8_t* arena, uint32_t lane, uint64_t* exchange_words, uint32_t layer_epoch,
+    uint32_t warp, uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring,
+    uint64_t* empty, uint32_t& turn, uint32_t& finisher) {
+  if (thread == 0) {
+    store_relaxed_u32(progress + block, step * 82 + (layer * 5 + 3));
+  }
+  const uint8_t* lines = (const uint8_t*)(norms + (layer * 2 + 2) * 2048);
+  if (thread == 0) {
+    #pragma unroll 1
+    for (uint32_t offset = block * 128; offset < 4096; offset += 16896) {
+      prefetch_l2(lines + offset);
+    }
+  }
+  uint32_t position = (block + 4) % 132;
+  if (position < 1024) {
+    uint4* vector = (uint4*)(arena + VECTOR);
+    float squares = 0.0f;
+    uint32_t first_unit = thread;
+    uint4 weights[8];
+    #pragma unroll
+    for (uint32_t number = 0; number < 1; ++number) {
+      uint4 value = load_constant_u32x4(norms + (layer * 2 + 1) * 2048 + (first_unit + number * 256) * 8);
+      weights[number] = value;
+    }
+    if (lane == 0) {
+      uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 75424), layer_epoch);
+    }
+    warp_barrier();
+    uint4 units[8];
+    wait_flagged_units(units, exchange_words + (first_unit * 4 + 75424), 1024, 1, layer_epoch);
+    #pragma unroll
+    for (uint32_t number = 0; number < 1; ++number) {
+      float low = bf16x2_low(units[number].x);
+      float high = bf16x2_high(units[number].x);
+      squares = squares + (low * low + high * high);
+      uint32_t weights_2 = weights[number].x;
+      float low_2 = bf16x2_low(units[number].y);
+      float high_2 = bf16x2_high(units[number].y);
+      squares = squares + (low_2 * low_2 + high_2 * high_2);
+      uint32_t weights_3 = weights[number].y;
+      float low_3 = bf16x2_low(units[number].z);
+      float high_3 = bf16x2_high(units[number].z);
+      squares = squares + (low_3 * low_3 + high_3 * high_3);
+      uint32_t weights_4 = weights[number].z;
+      float low_4 = bf16x2_low(units[number].w);
+      float high_4 = bf16x2_high(units[number].w);
+      squares = squares + (low_4 * low_4 + high_4 * high_4);
+      uint32_t weights_5 = weights[number].w;
+      vector[first_unit + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_2), high * bf16x2_high(weights_2)), pack_bf16x2(low_2 * bf16x2_low(weights_3), high_2 * bf16x2_high(weights_3)), pack_bf16x2(low_3 * bf16x2_low(weights_4), high_3 * bf16x2_high(weights_4)), pack_bf16x2(low_4 * bf16x2_low(weights_5), high_4 * bf16x2_high(weights_5)));
+    }
+    float* partial_sums = (float*)(arena + PARTIAL_SUMS);
+    float* scales = (float*)(arena + SCALES);
+    float sum_of_token = squares;
+    float value = shuffle_xor_f32(sum_of_token, 16);
+    sum_of_token = sum_of_token + value;
+    float value_2 = shuffle_xor_f32(sum_of_token, 8);
+    sum_of_token = sum_of_token + value_2;
+    float value_3 = shuffle_xor_f32(sum_of_token, 4);
+    sum_of_token = sum_of_token + value_3;
+    float value_4 = shuffle_xor_f32(sum_of_token, 2);
+    sum_of_token = sum_of_token + value_4;
+    float value_5 = shuffle_xor_f32(sum_of_token, 1);
+    sum_of_token = sum_of_token + value_5;
+    if (lane % 4 == 0 && lane < 4) {
+      partial_sums[warp * 8 + lane / 4] = sum_of_token;
+    }
+    named_barrier(1, 256);
+    if (thread < column_count) {
+      float total = 0.0f;
+      #pragma unroll
+      for (uint32_t other = 0; other < 8; ++other) {
+        uint32_t warp_2 = other + thread / 8;
+        total = total + partial_sums[warp_2 * 8 + thread % 8];
+      }
+      scales[thread] = rsqrt_f32(total * 0.00048828125f + 1e-05f);
+    }
+    #pragma unroll 1
+    for (uint32_t strip = position; strip < 1024; strip += 132) {
+      float sums[1][4] = {};
+      #pragma unroll 2
+      for (uint32_t chunk = 0; chunk < 4; ++chunk) {
+        mbarrier_wait(full + use_stage, use_parity);
+        uint8_t* chunk_2 = ring + use_stage * 16384;
+        uint4* vector_2 = (uint4*)(arena + VECTOR);
+        const uint4* fragments = (const uint4*)(chunk_2);
+        #pragma unroll
+        for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
+          uint32_t pair = turn_2 * 8 + warp;
+          uint4 first = fragments[pair * 64 + lane];
+          uint4 second = fragments[pair * 64 + 32 + lane];
+          uint4* units_2 = vector_2 + (chunk * 16 + pair) * 4;
+          uint4 values = units_2[lane % 4];
+          mma_bf16(sums[0], first, values.x, values.y);
+          mma_bf16(sums[0], second, values.z, values.w);
+          wait_for_u32(first.x ^ second.x);
+        }
+        warp_barrier();
+        if (lane == 0) {
+          mbarrier_arrive(empty + use_stage);
+        }
+        use_stage = use_stage + 1;
+        if (use_stage == 13) {
+          use_stage = 0;
+          use_parity = use_parity ^ 1;
+        }
+      }
+      float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
+      uint32_t row = warp * 16 + lane / 4;
+      uint32_t first = lane % 4 * 2;
+      if (first < 1) {
+        uint32_t place = row + first;
+        reductions[place] = sums[0][0];
+        reductions[place + 8] = sums[0][2];
+      }
+      named_barrier(1, 256);
+      if (warp == finisher) {
+        uint32_t column = 0;
+        uint32_t row_2 = lane % 16;
+        uint32_t half = lane / 16;
+        float half_sum = 0.0f;
+        #pragma unroll
+        for (uint32_t other = 0; other < 4; ++other) {
+          uint32_t place = (half * 4 + other) * 16 + row_2;
+          half_sum = half_sum + reductions[place + column];
+        }
+        float value_6 = shuffle_xor_f32(half_sum, 16);
+        float row_sum = half_sum + value_6;
+        float value_7 = row_sum * ((float*)(arena + SCALES))[column];
+        float other = shuffle_xor_f32(value_7, 8);
+        float gated = divide_f32(value_7, 1.0f + exp_f32(-value_7)) * other;
+        float neighbour = shuffle_xor_f32(gated, 1);
+        uint32_t pair = pack_bf16x2(gated, neighbour);
+        if (lane < 8 && lane % 2 == 0) {
+          publish_flagged(exchange_words + ((((strip * 8 + lane) / 32 + column) * 4 + (strip * 8 + lane) / 8 % 4) * 4 + (strip * 8 + lane) % 8 / 2 + 76448), pair, layer_epoch);
+        }
+      }
+      turn = turn ^ 1;
+      finisher = finisher + 1;
+      if (finisher == 8) {
+        finisher = 0;
+      }
+    }
+  }
+}
+
+// projection onto the residual
+__device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
+    uint8_t* arena, uint32_t lane, uint64_t* exchange_words, uint32_t layer_epoch, uint64_t* full, uint32_t& use_stage,
+    uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint64_t* empty, uint32_t& turn, uint32_t& finisher) {
+  if (thread == 0) {
+    store_relaxed_u32(progress + block, step * 82 + (layer * 5 + 4));
+  }
+  uint32_t position = block % 132;
+  if (position < 128) {
+    float sums[1][4] = {};
+    uint4* vector = (uint4*)(arena + VECTOR);
+    uint32_t first_unit = thread;
+    if (lane == 0) {
+      uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 76448), layer_epoch);
+    }
+    warp_barrier();
+    uint4 units[8];
+    wait_flagged_units(units, exchange_words + (first_unit * 4 + 76448), 1024, 2, layer_epoch);
+    #pragma unroll
+    for (uint32_t number = 0; number < 2; ++number) {
+      vector[first_unit + number * 256] = units[number];
+    }
+    named_barrier(1, 256);
+    #pragma unroll 2
+    for (uint32_t chunk = 0; chunk < 8; ++chunk) {
+      mbarrier_wait(full + use_stage, use_parity);
+      uint8_t* chunk_2 = ring + use_stage * 16384;
+      uint4* vector_2 = (uint4*)(arena + VECTOR);
+      const uint4* fragments = (const uint4*)(chunk_2);
+      #pragma unroll
+      for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
+        uint32_t pair = turn_2 * 8 + warp;
+        uint4 first = fragments[pair * 64 + lane];
+        uint4 second = fragments[pair * 64 + 32 + lane];
+        uint4* units_2 = vector_2 + (chunk * 16 + pair) * 4;
+        uint4 values = units_2[lane % 4];
+        mma_bf16(sums[0], first, values.x, values.y);
+        mma_bf16(sums[0], second, values.z, values.w);
+        wait_for_u32(first.x ^ second.x);
+      }
+      warp_barrier();
+      if (lane == 0) {
+        mbarrier_arrive(empty + use_stage);
+      }
+      use_stage = use_stage + 1;
+      if (use_stage == 13) {
+        use_stage = 0;
+        use_parity = use_parity ^ 1;
+      }
+    }
+    named_barrier(1, 256);
+    uint4* vector_2 = (uint4*)(arena + VECTOR);
+    uint32_t first_unit_2 = thread;
+    if (lane == 0) {
+      uint4 value = wait_flagged4(exchange_words + ((first_unit_2 + 512) * 4 + 76448), layer_epoch);
+    }
+    warp_barrier();
+    uint4 units_2[8];
+    wait_flagged_units(units_2, exchange_words + ((first_unit_2 + 512) * 4 + 76448), 1024, 2, layer_epoch);
+    #pragma unroll
+    for (uint32_t number = 0; number < 2; ++number) {
+      vector_2[first_unit_2 + number * 256] = units_2[number];
+    }
+    named_barrier(1, 256);
+    #pragma unroll 2
+    for (uint32_t chunk = 8; chunk < 16; ++chunk) {
+      mbarrier_wait(full + use_stage, use_parity);
+      uint8_t* chunk_2 = ring + use_stage * 16384;
+      uint4* vector_3 = (uint4*)(arena + VECTOR);
+      const uint4* fragments = (const uint4*)(chunk_2);
+      #pragma unroll
+      for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
+        uint32_t pair = turn_2 * 8 + warp;
+        uint4 first = fragments[pair * 64 + lane];
+        uint4 second = fragments[pair * 64 + 32 + lane];
+        uint4* units_3 = vector_3 + ((chunk - 8) * 16 + pair) * 4;
+        uint4 values = units_3[lane % 4];
+        mma_bf16(sums[0], first, values.x, values.y);
+        mma_bf16(sums[0], second, values.z, values.w);
+        wait_for_u32(first.x ^ second.x);
+      }
+      warp_barrier();
+      if (lane == 0) {
+        mbarrier_arrive(empty + use_stage);
+      }
+      use_stage = use_stage + 1;
+      if (use_stage == 13) {
+        use_stage = 0;
+        use_parity = use_parity ^ 1;
+      }
+    }
+    float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
+    uint32_t row = warp * 16 + lane / 4;
+    uint32_t first = lane % 4 * 2;
+    if (first < 1) {
+      uint32_t place = row + first;
+      reductions[place] = sums[0][0];
+      reductions[place + 8] = sums[0][2];
+    }
+    named_barrier(1, 256);
+    if (warp == finisher) {
+      uint32_t column = 0;
+      uint32_t row_2 = lane % 16;
+      uint32_t half = lane / 16;
+      float half_sum = 0.0f;
+      #pragma unroll
+      for (uint32_t other = 0; other < 4; ++other) {
+        uint32_t place = (half * 4 + other) * 16 + row_2;
+        half_sum = half_sum + reductions[place + column];
+      }
+      float value = shuffle_xor_f32(half_sum, 16);
+      float row_sum = half_sum + value;
+      float* residual = (float*)(arena + RESIDUAL);
+      float value_2 = row_sum;
+      if (lane < 16) {
+        uint32_t place = position / 132 * 16 + row_2 + column;
+        value_2 = value_2 + residual[place];
+        residual[place] = value_2;
+      }
+      float neighbour = shuffle_xor_f32(value_2, 1);
+      uint32_t pair = pack_bf16x2(value_2, neighbour);
+      if (lane < 16 && lane % 2 == 0) {
+        publish_flagged(exchange_words + ((((position * 16 + lane) / 32 + column) * 4 + (position * 16 + lane) / 8 % 4) * 4 + (position * 16 + lane) % 8 / 2 + 32), pair, layer_epoch);
+      }
+    }
+    turn = turn ^ 1;
+    finisher = finisher + 1;
+    if (finisher == 8) {
+      finisher = 0;
+    }
+  }
+}
+
+// final norm, logits, candidates
+__device__ __forceinline__ void head_2(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
+    uint32_t head_from, float* logits, uint8_t* arena, const bf16* norms, uint32_t lane, uint64_t* exchange_words,
+    uint32_t step_epoch, uint32_t warp, uint32_t column_count, uint64_t* full, uint32_t& use_stage,
+    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher, float& best,
+    uint32_t& best_token) {
+  if (thread == 0) {
+    store_relaxed_u32(progress + block, step * 82 + 80);
+  }
+  if (step >= head_from || logits != nullptr) {
+    uint32_t position = (block + 4) % 132;
+    if (position < 8016) {
+      uint4* vector = (uint4*)(arena + VECTOR);
+      float squares = 0.0f;
+      uint32_t first_unit = thread;
+      uint4 weights[8];
+      #pragma unroll
+      for (uint32_t number = 0; number < 1; ++number) {
+        uint4 value = load_constant_u32x4(norms + 65536 + (first_unit + number * 256) * 8);
+        weights[number] = value;
+      }
+      if (lane == 0) {
+        uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 32), step_epoch + 15);
+      }
+      warp_barrier();
+      uint4 units[8];
+      wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 1, step_epoch + 15);
+      #pragma unroll
+      for (uint32_t number = 0; number < 1; ++number) {
+        float low = bf16x2_low(units[number].x);
+        float high = bf16x2_high(units[number].x);
+        squares = squares + (low * low + high * high);
+        uint32_t weights_2 = weights[number].x;
+        float low_2 = bf16x2_low(units[number].y);
+        float high_2 = bf16x2_high(units[number].y);
+        squares = squares + (low_2 * low_2 + high_2 * high_2);
+        uint32_t weights_3 = weights[number].y;
+        float low_3 = bf16x2_low(units[number].z);
+        float high_3 = bf16x2_high(units[number].z);
+        squares = squares + (low_3 * low_3 + high_3 * high_3);
+        uint32_t weights_4 = weights[number].z;
+        float low_4 = bf16x2_low(units[number].w);
+        float high_4 = bf16x2_high(units[number].w);
+        squares = squares + (low_4 * low_4 + high_4 * high_4);
+        uint32_t weights_5 = weights[number].w;
+        vector[first_unit + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_2), high * bf16x2_high(weights_2)), pack_bf16x2(low_2 * bf16x2_low(weights_3), high_2 * bf16x2_high(weights_3)), pack_bf16x2(low_3 * bf16x2_low(weights_4), high_3 * bf16x2_high(weights_4)), pack_bf16x2(low_4 * bf16x2_low(weights_5), high_4 * bf16x2_high(weights_5)));
+      }
+      float* partial_sums = (float*)(arena + PARTIAL_SUMS);
+      float* scales = (float*)(arena + SCALES);
+      float sum_of_token = squares;
+      float value = shuffle_xor_f32(sum_of_token, 16);
+      sum_of_token = sum_of_token + value;
+      float value_2 = shuffle_xor_f32(sum_of_token, 8);
+      sum_of_token = sum_of_token + value_2;
+      float value_3 = shuffle_xor_f32(sum_of_token, 4);
+      sum_of_token = sum_of_token + value_3;
+      float value_4 = shuffle_xor_f32(sum_of_token, 2);
+      sum_of_token = sum_of_token + value_4;
+      float value_5 = shuffle_xor_f32(sum_of_token, 1);
+      sum_of_token = sum_of_token + value_5;
+      if (lane % 4 == 0 && lane < 4) {
+        partial_sums[warp * 8 + lane / 4] = sum_of_token;
+      }
+      named_barrier(1, 256);
+      if (thread < column_count) {
+        float total = 0.0f;
+        #pragma unroll
+        for (uint32_t other = 0; other < 8; ++other) {
+          uint32_t warp_2 = other + thread / 8;
+          total = total + partial_sums[warp_2 * 8 + thread % 8];
+        }
+        scales[thread] = rsqrt_f32(total * 0.00048828125f + 1e-05f);
+      }
+      #pragma unroll 1
+      for (uint32_t strip = position; strip < 8016; strip += 132) {
+        float sums[1][4] = {};
+        #pragma unroll 2
+        for (uint32_t chunk = 0; chunk < 4; ++chunk) {
+          mbarrier_wait(full + use_stage, use_parity);
+          uint8_t* chunk_2 = ring + use_stage * 16384;
+          uint4* vector_2 = (uint4*)(arena + VECTOR);
+          const uint4* fragments = (const uint4*)(chunk_2);
+          #pragma unroll
+          for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
+            uint32_t pair = turn_2 * 8 + warp;
+            uint4 first = fragments[pair * 64 + lane];
+            uint4 second = fragments[pair * 64 + 32 + lane];
+            uint4* units_2 = vector_2 + (chunk * 16 + pair) * 4;
+            uint4 values = units_2[lane % 4];
+            mma_bf16(sums[0], first, values.x, values.y);
+            mma_bf16(sums[0], second, values.z, values.w);
+            wait_for_u32(first.x ^ second.x);
+          }
+          warp_barrier();
+          if (lane == 0) {
+            mbarrier_arrive(empty + use_stage);
+          }
+          use_stage = use_stage + 1;
+          if (use_stage == 13) {
+            use_stage = 0;
+            use_parity = use_parity ^ 1;
+          }
+        }
+        float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
+        uint32_t row = warp * 16 + lane / 4;
+        uint32_t first = lane % 4 * 2;
+        if (first < 1) {
+          uint32_t place = row + first;
+          reductions[place] = sums[0][0];
+          reductions[place + 8] = sums[0][2];
+        }
+        named_barrier(1, 256);
+        if (warp == finisher) {
+          uint32_t column = 0;
+          uint32_t row_2 = lane % 16;
+          uint32_t half = lane / 16;
+          float half_sum = 0.0f;
+          #pragma unroll
+          for (uint32_t other = 0; other < 4; ++other) {
+            uint32_t place = (half * 4 + other) * 16 + row_2;
+            half_sum = half_sum + reductions[place + column];
+          }
+          float value_6 = shuffle_xor_f32(half_sum, 16);
+          float row_sum = half_sum + value_6;
+          float logit = row_sum * ((float*)(arena + SCALES))[column];
+          uint32_t token = strip * 16 + row_2;
+          if (logits != nullptr && lane < 16 && token < 128256) {
+            uint64_t row_3 = (uint64_t)(step + column);
+            logits[row_3 * 128256 + (uint64_t)(token)] = logit;
+          }
+          uint32_t token_2 = strip * 16 + row_2;
+          float candidate = logit;
+          float temperature = bits_float(((uint32_t*)(arena + COLUMNS))[column * 8 + 3]);
+          if (temperature > 0.0f) {
+            uint64_t seed = ((uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 8 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 8 + 4]);
+            uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[column * 8] + 1;
+            uint32_t c0 = token_2;
+            uint32_t c1 = position_2;
+            uint32_t c2 = 0;
+            uint32_t c3 = 0;
+            uint32_t k0 = (uint32_t)(seed);
+            uint32_t k1 = (uint32_t)(seed >> 32);
+            #pragma unroll
+            for (uint32_t i = 0; i < 10; ++i) {
+              uint32_t high0 = multiply_high_u32(3528531795u, c0);
+              uint32_t high1 = multiply_high_u32(3449720151u, c2);
+              uint32_t low0 = c0 * 3528531795u;
+              uint32_t low1 = c2 * 3449720151u;
+              c0 = high1 ^ c1 ^ k0;
+              c1 = low1;
+              c2 = high0 ^ c3 ^ k1;
+              c3 = low0;
+              k0 = k0 + 2654435769u;
+              k1 = k1 + 3144134277u;
+            }
+            uint32_t word = c0;
+            float uniform = ((float)(word >> 9) + 0.5f) * 1.1920929e-07f;
+            float noise = -log_f32(-log_f32(uniform));
+            candidate = divide_f32(logit, temperature) + noise;
+          }
+          if (token_2 < 128256 && candidate > best) {
+            best = candidate;
+            best_token = token_2;
+          }
+        }
+        turn = turn ^ 1;
+        finisher = finisher + 1;
+        if (finisher == 8) {
+          finisher = 0;
+        }
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void sampling(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
+    uint8_t* arena, float& best, uint32_t& best_token, uint32_t lane, uint32_t warp, uint64_t* exchange_words,
+    uint32_t step_epoch) {
+  if (thread == 0) {
+    store_relaxed_u32(progress + block, step * 82 + 81);
+  }
+  uint32_t first_word = step % 2 * 132 * 4;
+  uint32_t* words = (uint32_t*)(arena + WARP_CANDIDATES);
+  #pragma unroll 1
+  for (uint32_t level = 0; level < 5; ++level) {
+    uint32_t mask = 16u >> level;
+    float other = shuffle_xor_f32(best, mask);
+    uint32_t other_token = shuffle_xor_u32(best_token, mask);
+    if (other > best || (other == best && other_token < best_token)) {
+      best = other;
+      best_token = other_token;
+    }
+  }
+  if (lane == 0) {
+    uint32_t place = warp * 2;
+    words[place] = float_bits(best);
+    words[place + 1] = best_token;
+  }
+  named_barrier(1, 256);
+  if (warp < 1) {
+    uint2* candidates = (uint2*)(arena + WARP_CANDIDATES);
+    float best_2 = -bits_float(0x7f800000);
+    uint32_t best_token_2 = 4294967295u;
+    #pragma unroll 1
+    for (uint32_t other = lane; other < 8; other += 32) {
+      uint2 candidate = candidates[other + warp];
+      if (bits_float(candidate.x) > best_2 || (bits_float(candidate.x) == best_2 && candidate.y < best_token_2)) {
+        best_2 = bits_float(candidate.x);
+        best_token_2 = candidate.y;
+      }
+    }
+    #pragma unroll 1
+    for (uint32_t level = 0; level < 5; ++level) {
+      uint32_t mask = 16u >> level;
+      float other = shuffle_xor_f32(best_2, mask);
+      uint32_t other_token = shuffle_xor_u32(best_token_2, mask);
+      if (other > best_2 || (other == best_2 && other_token < best_token_2)) {
+        best_2 = other;
+        best_token_2 = other_token;
+      }
+    }
+    float best_3 = best_2;
+    uint32_t best_token_3 = best_token_2;
+    if (lane < 4) {
+      uint32_t word = lane % 2 == 0 ? float_bits(best_3) : best_token_3;
+      uint32_t place = first_word + (block * 2 + warp) * 2 + lane;
+      publish_flagged_release(exchange_words + (place + 80544), word, step_epoch + 16);
+    }
+  }
+  uint4* units = (uint4*)(arena + CANDIDATES);
+  #pragma unroll 1
+  for (uint32_t other = thread; other < 132; other += 256) {
+    uint4 value = wait_flagged4_acquire(exchange_words + ((first_word / 4 + other) * 4 + 80544), step_epoch + 16);
+    units[other] = value;
+  }
+  named_barrier(1, 256);
+  uint32_t* chosen = (uint32_t*)(arena + CHOSEN);
+  if (warp < 1) {
+    uint2* candidates = (uint2*)(arena + CANDIDATES);
+    float best_2 = -bits_float(0x7f800000);
+    uint32_t best_token_2 = 4294967295u;
+    #pragma unroll 1
+    for (uint32_t other = lane; other < 132; other += 32) {
+      uint2 candidate = candidates[other * 2 + warp];
+      if (bits_float(candidate.x) > best_2 || (bits_float(candidate.x) == best_2 && candidate.y < best_token_2)) {
+        best_2 = bits_float(candidate.x);
+        best_token_2 = candidate.y;
+      }
+    }
+    #pragma unroll 1
+    for (uint32_t level = 0; level < 5; ++level) {
+      uint32_t mask = 16u >> level;
+      float other = shuffle_xor_f32(best_2, mask);
+      uint32_t other_token = shuffle_xor_u32(best_token_2, mask);
+      if (other > best_2 || (other == best_2 && other_token < best_token_2)) {
+        best_2 = other;
+        best_token_2 = other_token;
+      }
+    }
+    float _ = best_2;
+    uint32_t best_token_3 = best_token_2;
+    if (lane == 0) {
+      chosen[warp] = best_token_3;
+    }
+  }
+  named_barrier(1, 256);
+}
+
 extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* weights, const bf16* norms, const bf16* embedding, const float* rope, bf16* kv, const int32_t* page_table, const int32_t* kv_plans, const int32_t* tiles, const int32_t* sequences, const int32_t* columns, uint8_t* exchange, int32_t* tokens, const int32_t* stop_ids, float* logits, uint32_t* progress, int32_t* status, uint32_t steps, uint32_t head_from, uint32_t column_count, uint32_t plan_count, uint32_t epoch) {
   uint8_t* arena = shared_arena();
   uint32_t block = blockIdx.x;
@@ -712,1365 +2107,22 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       named_barrier(1, 256);
       for (uint32_t layer = 0; layer < 16; ++layer) {
         uint32_t layer_epoch = step_epoch + layer;
-        // qkv: input norm, q, k and v of these tokens, rotary embedding
-        if (thread == 0) {
-          store_relaxed_u32(progress + block, step * 82 + layer * 5);
-        }
-        const uint8_t* lines = (const uint8_t*)(norms + (layer * 2 + 1) * 2048);
-        if (thread == 0) {
-          #pragma unroll 1
-          for (uint32_t offset = block * 128; offset < 4096; offset += 16896) {
-            prefetch_l2(lines + offset);
-          }
-        }
-        uint32_t position = (block + 4) % 132;
-        if (position < 192) {
-          if (layer == 0) {
-            uint4* vector = (uint4*)(arena + VECTOR);
-            float squares = 0.0f;
-            uint32_t first_unit = thread;
-            uint4 weights_2[8];
-            #pragma unroll
-            for (uint32_t number = 0; number < 1; ++number) {
-              uint4 value = load_constant_u32x4(norms + (first_unit + number * 256) * 8);
-              weights_2[number] = value;
-            }
-            uint4 units[8];
-            const bf16* embedded = embedding + (uint64_t)(next_token[0]) * 2048;
-            #pragma unroll
-            for (uint32_t number = 0; number < 1; ++number) {
-              uint4 value = load_constant_u32x4(embedded + (first_unit + number * 256) * 8);
-              units[number] = value;
-            }
-            #pragma unroll
-            for (uint32_t number = 0; number < 1; ++number) {
-              float low = bf16x2_low(units[number].x);
-              float high = bf16x2_high(units[number].x);
-              squares = squares + (low * low + high * high);
-              uint32_t weights_3 = weights_2[number].x;
-              float low_2 = bf16x2_low(units[number].y);
-              float high_2 = bf16x2_high(units[number].y);
-              squares = squares + (low_2 * low_2 + high_2 * high_2);
-              uint32_t weights_4 = weights_2[number].y;
-              float low_3 = bf16x2_low(units[number].z);
-              float high_3 = bf16x2_high(units[number].z);
-              squares = squares + (low_3 * low_3 + high_3 * high_3);
-              uint32_t weights_5 = weights_2[number].z;
-              float low_4 = bf16x2_low(units[number].w);
-              float high_4 = bf16x2_high(units[number].w);
-              squares = squares + (low_4 * low_4 + high_4 * high_4);
-              uint32_t weights_6 = weights_2[number].w;
-              vector[first_unit + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_3), high * bf16x2_high(weights_3)), pack_bf16x2(low_2 * bf16x2_low(weights_4), high_2 * bf16x2_high(weights_4)), pack_bf16x2(low_3 * bf16x2_low(weights_5), high_3 * bf16x2_high(weights_5)), pack_bf16x2(low_4 * bf16x2_low(weights_6), high_4 * bf16x2_high(weights_6)));
-            }
-            float* partial_sums = (float*)(arena + PARTIAL_SUMS);
-            float* scales = (float*)(arena + SCALES);
-            float sum_of_token = squares;
-            float value = shuffle_xor_f32(sum_of_token, 16);
-            sum_of_token = sum_of_token + value;
-            float value_2 = shuffle_xor_f32(sum_of_token, 8);
-            sum_of_token = sum_of_token + value_2;
-            float value_3 = shuffle_xor_f32(sum_of_token, 4);
-            sum_of_token = sum_of_token + value_3;
-            float value_4 = shuffle_xor_f32(sum_of_token, 2);
-            sum_of_token = sum_of_token + value_4;
-            float value_5 = shuffle_xor_f32(sum_of_token, 1);
-            sum_of_token = sum_of_token + value_5;
-            if (lane % 4 == 0 && lane < 4) {
-              partial_sums[warp * 8 + lane / 4] = sum_of_token;
-            }
-            named_barrier(1, 256);
-            if (thread < column_count) {
-              float total = 0.0f;
-              #pragma unroll
-              for (uint32_t other = 0; other < 8; ++other) {
-                uint32_t warp_2 = other + thread / 8;
-                total = total + partial_sums[warp_2 * 8 + thread % 8];
-              }
-              scales[thread] = rsqrt_f32(total * 0.00048828125f + 1e-05f);
-            }
-          } else {
-            uint4* vector = (uint4*)(arena + VECTOR);
-            float squares = 0.0f;
-            uint32_t first_unit = thread;
-            uint4 weights_2[8];
-            #pragma unroll
-            for (uint32_t number = 0; number < 1; ++number) {
-              uint4 value = load_constant_u32x4(norms + layer * 2 * 2048 + (first_unit + number * 256) * 8);
-              weights_2[number] = value;
-            }
-            if (lane == 0) {
-              uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 32), layer_epoch - 1);
-            }
-            warp_barrier();
-            uint4 units[8];
-            wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 1, layer_epoch - 1);
-            #pragma unroll
-            for (uint32_t number = 0; number < 1; ++number) {
-              float low = bf16x2_low(units[number].x);
-              float high = bf16x2_high(units[number].x);
-              squares = squares + (low * low + high * high);
-              uint32_t weights_3 = weights_2[number].x;
-              float low_2 = bf16x2_low(units[number].y);
-              float high_2 = bf16x2_high(units[number].y);
-              squares = squares + (low_2 * low_2 + high_2 * high_2);
-              uint32_t weights_4 = weights_2[number].y;
-              float low_3 = bf16x2_low(units[number].z);
-              float high_3 = bf16x2_high(units[number].z);
-              squares = squares + (low_3 * low_3 + high_3 * high_3);
-              uint32_t weights_5 = weights_2[number].z;
-              float low_4 = bf16x2_low(units[number].w);
-              float high_4 = bf16x2_high(units[number].w);
-              squares = squares + (low_4 * low_4 + high_4 * high_4);
-              uint32_t weights_6 = weights_2[number].w;
-              vector[first_unit + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_3), high * bf16x2_high(weights_3)), pack_bf16x2(low_2 * bf16x2_low(weights_4), high_2 * bf16x2_high(weights_4)), pack_bf16x2(low_3 * bf16x2_low(weights_5), high_3 * bf16x2_high(weights_5)), pack_bf16x2(low_4 * bf16x2_low(weights_6), high_4 * bf16x2_high(weights_6)));
-            }
-            float* partial_sums = (float*)(arena + PARTIAL_SUMS);
-            float* scales = (float*)(arena + SCALES);
-            float sum_of_token = squares;
-            float value = shuffle_xor_f32(sum_of_token, 16);
-            sum_of_token = sum_of_token + value;
-            float value_2 = shuffle_xor_f32(sum_of_token, 8);
-            sum_of_token = sum_of_token + value_2;
-            float value_3 = shuffle_xor_f32(sum_of_token, 4);
-            sum_of_token = sum_of_token + value_3;
-            float value_4 = shuffle_xor_f32(sum_of_token, 2);
-            sum_of_token = sum_of_token + value_4;
-            float value_5 = shuffle_xor_f32(sum_of_token, 1);
-            sum_of_token = sum_of_token + value_5;
-            if (lane % 4 == 0 && lane < 4) {
-              partial_sums[warp * 8 + lane / 4] = sum_of_token;
-            }
-            named_barrier(1, 256);
-            if (thread < column_count) {
-              float total = 0.0f;
-              #pragma unroll
-              for (uint32_t other = 0; other < 8; ++other) {
-                uint32_t warp_2 = other + thread / 8;
-                total = total + partial_sums[warp_2 * 8 + thread % 8];
-              }
-              scales[thread] = rsqrt_f32(total * 0.00048828125f + 1e-05f);
-            }
-          }
-          #pragma unroll 1
-          for (uint32_t strip = position; strip < 192; strip += 132) {
-            float sums[1][4] = {};
-            #pragma unroll 2
-            for (uint32_t chunk = 0; chunk < 4; ++chunk) {
-              mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk_2 = ring + use_stage * 16384;
-              uint4* vector = (uint4*)(arena + VECTOR);
-              const uint4* fragments = (const uint4*)(chunk_2);
-              #pragma unroll
-              for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
-                uint32_t pair = turn_2 * 8 + warp;
-                uint4 first = fragments[pair * 64 + lane];
-                uint4 second = fragments[pair * 64 + 32 + lane];
-                uint4* units = vector + (chunk * 16 + pair) * 4;
-                uint4 values = units[lane % 4];
-                mma_bf16(sums[0], first, values.x, values.y);
-                mma_bf16(sums[0], second, values.z, values.w);
-                wait_for_u32(first.x ^ second.x);
-              }
-              warp_barrier();
-              if (lane == 0) {
-                mbarrier_arrive(empty + use_stage);
-              }
-              use_stage = use_stage + 1;
-              if (use_stage == 13) {
-                use_stage = 0;
-                use_parity = use_parity ^ 1;
-              }
-            }
-            float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
-            uint32_t row = warp * 16 + lane / 4;
-            uint32_t first = lane % 4 * 2;
-            if (first < 1) {
-              uint32_t place = row + first;
-              reductions[place] = sums[0][0];
-              reductions[place + 8] = sums[0][2];
-            }
-            named_barrier(1, 256);
-            if (warp == finisher) {
-              uint32_t column = 0;
-              uint32_t row_2 = lane % 16;
-              uint32_t half = lane / 16;
-              float half_sum = 0.0f;
-              #pragma unroll
-              for (uint32_t other = 0; other < 4; ++other) {
-                uint32_t place = (half * 4 + other) * 16 + row_2;
-                half_sum = half_sum + reductions[place + column];
-              }
-              float value = shuffle_xor_f32(half_sum, 16);
-              float row_sum = half_sum + value;
-              uint32_t head = strip / 4;
-              uint32_t strip_of_head = strip % 4;
-              float value_2 = row_sum * ((float*)(arena + SCALES))[column];
-              uint32_t dim = strip_of_head * 16 + row_2;
-              if (head < 40) {
-                float2* angles_2 = (float2*)(arena + ROPE) + column * 32;
-                uint32_t frequency = strip_of_head * 8 + row_2 % 8;
-                float2 angle = angles_2[frequency];
-                float partner = shuffle_xor_f32(value_2, 8);
-                bool is_second = row_2 >= 8;
-                float rotated = value_2 * angle.x + (is_second ? partner : -partner) * angle.y;
-                uint32_t dim_2 = frequency + (is_second ? 32u : 0u);
-                value_2 = rotated;
-                dim = dim_2;
-              }
-              float neighbour = shuffle_xor_f32(value_2, 1);
-              uint32_t pair = pack_bf16x2(value_2, neighbour);
-              if (lane < 16 && lane % 2 == 0) {
-                uint32_t place = (column * 3072 + head * 64 + dim) / 2;
-                if (head >= 32) {
-                  if (((uint32_t*)(arena + COLUMNS))[column * 8 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 8 + 2]) {
-                    uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 512;
-                    uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 8] / 16));
-                    uint64_t offset = (uint64_t)(layer) * 8388608 + (uint64_t)(page) * 16384;
-                    bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 1024 + ((uint32_t*)(arena + COLUMNS))[column * 8] % 16 * 64));
-                    bf16* place_2 = head - 32 < 8 ? key : key + 8192;
-                    ((uint32_t*)(place_2 + dim))[0] = pair;
-                    fence_proxy_async();
-                  }
-                }
-                publish_flagged(exchange_words + (place + 1056), pair, layer_epoch);
-              }
-            }
-            turn = turn ^ 1;
-            finisher = finisher + 1;
-            if (finisher == 8) {
-              finisher = 0;
-            }
-          }
-        }
-        // attention
-        if (thread == 0) {
-          store_relaxed_u32(progress + block, step * 82 + (layer * 5 + 1));
-        }
-        uint4 numbers = ((uint4*)(arena + RECORDS))[0];
-        #pragma unroll 1
-        for (uint32_t number = numbers.x; number < numbers.y; ++number) {
-          uint32_t index = number - numbers.x;
-          uint4* record = (uint4*)(arena + RECORDS) + (1 + (index < 4 ? index : 4) * 4);
-          if (index >= 4) {
-            named_barrier(1, 256);
-            if (thread == 0) {
-              const int32_t* record_2 = kv_plans + (plan_index * 2880 + (number * 8 + 256));
-              uint4 what = load_constant_u32x4(record_2);
-              record[0] = what;
-              uint4 value = load_constant_u32x4(record_2 + 4);
-              record[1] = value;
-              const int32_t* record_3 = tiles + what.y * 8;
-              uint4 value_2 = load_constant_u32x4(record_3);
-              (record + 2)[0] = value_2;
-              uint4 value_3 = load_constant_u32x4(record_3 + 4);
-              (record + 2)[1] = value_3;
-            }
-            named_barrier(1, 256);
-          }
-          uint4 what = record[0];
-          uint32_t cached_end = record[1].x < record[3].x + record[3].y * step ? record[1].x : record[3].x + record[3].y * step;
-          uint32_t newest_begin = what.w < record[3].x + record[3].y * step ? record[3].x + record[3].y * step : what.w;
-          uint32_t newest_end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-          uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
-          uint4* queries = (uint4*)(arena + QUERIES);
-          uint32_t query_units = record[1].z * 8;
-          uint32_t newest_units = newest * 8;
-          #pragma unroll 1
-          for (uint32_t number_2 = thread; number_2 < query_units + newest_units * 2; number_2 += 256) {
-            if (number_2 < query_units) {
-              uint32_t row = number_2 / 8;
-              uint32_t column = record[2].x + row / 4;
-              uint4 value = wait_flagged4(exchange_words + ((column * 384 + (what.z * 4 + row % 4) * 8 + number_2 % 8) * 4 + 1056), layer_epoch);
-              queries[number_2] = value;
-            } else {
-              bool is_value = number_2 - query_units >= newest_units;
-              uint32_t unit = is_value ? number_2 - query_units - newest_units : number_2 - query_units;
-              uint32_t column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + unit / 8;
-              uint4 words = wait_flagged4(exchange_words + ((column * 384 + ((is_value ? 40u : 32u) + what.z) * 8 + unit % 8) * 4 + 1056), layer_epoch);
-              uint4* keys = (uint4*)(arena + NEWEST);
-              uint4* values = (uint4*)(arena + NEWEST) + 128;
-              if (is_value) {
-                values[unit] = words;
-              } else {
-                keys[unit] = words;
-              }
-            }
-          }
-          named_barrier(1, 256);
-          uint4* shared = (uint4*)(arena + QUERIES);
-          uint32_t row = lane / 4 < 7 ? lane / 4 : 7;
-          uint4* query = shared + row * 8;
-          uint32_t limits[2];
-          uint32_t fused = lane % 4 * 2;
-          uint32_t present = fused < record[1].z - 1 ? fused : record[1].z - 1;
-          uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-          uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 4) * 8];
-          uint32_t following_2 = position_2 + 1;
-          uint32_t visible = following_2 > record[2].w ? following_2 - record[2].w : 0;
-          limits[0] = fused < record[1].z ? (end < visible ? end : visible) : 0;
-          uint32_t fused_2 = lane % 4 * 2 + 1;
-          uint32_t present_2 = fused_2 < record[1].z - 1 ? fused_2 : record[1].z - 1;
-          uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-          uint32_t position_3 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 4) * 8];
-          uint32_t following_3 = position_3 + 1;
-          uint32_t visible_2 = following_3 > record[2].w ? following_3 - record[2].w : 0;
-          limits[1] = fused_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
-          float highest[2];
-          float weight_sum[2] = {};
-          float output[4][4] = {};
-          highest[0] = -bits_float(0x7f800000);
-          highest[1] = -bits_float(0x7f800000);
-          uint32_t cached = what.w < cached_end ? cached_end - what.w : 0;
-          uint32_t tiles_2 = (cached + 15) / 16;
-          uint32_t all_tiles = tiles_2 + (newest + 15) / 16;
-          uint32_t tile = warp;
-          while (tile < all_tiles) {
-            uint32_t stage = tile / 4;
-            uint32_t first_tile = stage * 4;
-            uint32_t last_tile = first_tile + 4 < tiles_2 ? first_tile + 4 : tiles_2;
-            uint32_t first_key = what.w + stage * 64;
-            uint32_t count = cached_end - first_key < 64 ? cached_end - first_key : 64;
-            bool is_cached = tile < tiles_2;
-            uint32_t groups = last_tile - first_tile < 8 ? last_tile - first_tile : 8;
-            uint32_t number_2 = (warp + 8 - first_tile % 8) % 8;
-            uint32_t arrivals = 8 / groups + (number_2 < 8 % groups ? 1u : 0u);
-            uint32_t place = use_stage + stage;
-            uint32_t stage_2 = place % 13;
-            if (is_cached) {
-              mbarrier_wait(full + stage_2, (use_parity + place / 13) % 2);
-            }
-            uint8_t* chunk = ring + stage_2 * 16384;
-            uint8_t* keys = chunk;
-            uint8_t* values = chunk + 8192;
-            if (tile >= tiles_2) {
-              uint8_t* newest_keys = arena + NEWEST;
-              uint8_t* newest_values = arena + NEWEST + 2048;
-              first_tile = tiles_2;
-              last_tile = all_tiles;
-              first_key = newest_begin;
-              count = newest;
-              keys = newest_keys;
-              values = newest_values;
-            }
-            while (tile < last_tile) {
-              uint32_t row_2 = (tile - first_tile) * 16;
-              float sums[2][4] = {};
-              uint32_t row_3 = row_2 + lane / 4;
-              uint32_t words[2][4];
-              const uint4* keys_2 = (const uint4*)(keys) + row_3 * 8;
-              uint32_t is_odd = lane / 4 % 2;
-              uint4 first = keys_2[is_odd * 4 + lane % 4];
-              uint4 second = keys_2[(1 - is_odd) * 4 + lane % 4];
-              words[0][0] = is_odd == 0 ? first.x : second.x;
-              words[1][0] = is_odd == 0 ? second.x : first.x;
-              words[0][1] = is_odd == 0 ? first.y : second.y;
-              words[1][1] = is_odd == 0 ? second.y : first.y;
-              words[0][2] = is_odd == 0 ? first.z : second.z;
-              words[1][2] = is_odd == 0 ? second.z : first.z;
-              words[0][3] = is_odd == 0 ? first.w : second.w;
-              words[1][3] = is_odd == 0 ? second.w : first.w;
-              uint32_t words_2[2][4];
-              const uint4* keys_3 = (const uint4*)(keys) + (row_3 + 8) * 8;
-              uint32_t is_odd_2 = lane / 4 % 2;
-              uint4 first_2 = keys_3[is_odd_2 * 4 + lane % 4];
-              uint4 second_2 = keys_3[(1 - is_odd_2) * 4 + lane % 4];
-              words_2[0][0] = is_odd_2 == 0 ? first_2.x : second_2.x;
-              words_2[1][0] = is_odd_2 == 0 ? second_2.x : first_2.x;
-              words_2[0][1] = is_odd_2 == 0 ? first_2.y : second_2.y;
-              words_2[1][1] = is_odd_2 == 0 ? second_2.y : first_2.y;
-              words_2[0][2] = is_odd_2 == 0 ? first_2.z : second_2.z;
-              words_2[1][2] = is_odd_2 == 0 ? second_2.z : first_2.z;
-              words_2[0][3] = is_odd_2 == 0 ? first_2.w : second_2.w;
-              words_2[1][3] = is_odd_2 == 0 ? second_2.w : first_2.w;
-              uint4 early = make_u32x4(words[0][0], words_2[0][0], words[0][1], words_2[0][1]);
-              uint4 late = make_u32x4(words[0][2], words_2[0][2], words[0][3], words_2[0][3]);
-              uint4 query_2 = query[lane % 4];
-              mma_bf16(sums[0], early, query_2.x, query_2.y);
-              mma_bf16(sums[1], late, query_2.z, query_2.w);
-              uint4 early_2 = make_u32x4(words[1][0], words_2[1][0], words[1][1], words_2[1][1]);
-              uint4 late_2 = make_u32x4(words[1][2], words_2[1][2], words[1][3], words_2[1][3]);
-              uint4 query_3 = query[4 + lane % 4];
-              mma_bf16(sums[0], early_2, query_3.x, query_3.y);
-              mma_bf16(sums[1], late_2, query_3.z, query_3.w);
-              float logits_2[4];
-              #pragma unroll
-              for (uint32_t element = 0; element < 4; ++element) {
-                logits_2[element] = sums[0][element] + sums[1][element];
-              }
-              uint32_t number_3 = lane / 4;
-              uint32_t limits_2[2];
-              limits_2[0] = limits[0] < first_key + row_2 + (count - row_2) ? limits[0] : first_key + row_2 + (count - row_2);
-              limits_2[1] = limits[1] < first_key + row_2 + (count - row_2) ? limits[1] : first_key + row_2 + (count - row_2);
-              bool is_seen = first_key + row_2 + number_3 < limits_2[0];
-              float logit = logits_2[0] * 0.18033688f;
-              logits_2[0] = is_seen ? logit : -bits_float(0x7f800000);
-              bool is_seen_2 = first_key + row_2 + number_3 < limits_2[1];
-              float logit_2 = logits_2[1] * 0.18033688f;
-              logits_2[1] = is_seen_2 ? logit_2 : -bits_float(0x7f800000);
-              uint32_t tile_key = number_3 + 8;
-              bool is_seen_3 = first_key + row_2 + tile_key < limits_2[0];
-              float logit_3 = logits_2[2] * 0.18033688f;
-              logits_2[2] = is_seen_3 ? logit_3 : -bits_float(0x7f800000);
-              uint32_t tile_key_2 = number_3 + 8;
-              bool is_seen_4 = first_key + row_2 + tile_key_2 < limits_2[1];
-              float logit_4 = logits_2[3] * 0.18033688f;
-              logits_2[3] = is_seen_4 ? logit_4 : -bits_float(0x7f800000);
-              #pragma unroll
-              for (uint32_t column = 0; column < 2; ++column) {
-                float peak = maximum_f32(logits_2[column], logits_2[column + 2]);
-                float value = shuffle_xor_f32(peak, 4);
-                peak = maximum_f32(peak, value);
-                float value_2 = shuffle_xor_f32(peak, 8);
-                peak = maximum_f32(peak, value_2);
-                float value_3 = shuffle_xor_f32(peak, 16);
-                peak = maximum_f32(peak, value_3);
-                float new_highest = maximum_f32(highest[column], peak);
-                float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
-                float shrink = exp2_f32(highest[column] - base);
-                highest[column] = new_highest;
-                logits_2[column] = exp2_f32(logits_2[column] - base);
-                logits_2[column + 2] = exp2_f32(logits_2[column + 2] - base);
-                weight_sum[column] = weight_sum[column] * shrink + (logits_2[column] + logits_2[column + 2]);
-                #pragma unroll
-                for (uint32_t tile_2 = 0; tile_2 < 4; ++tile_2) {
-                  output[tile_2][column] = output[tile_2][column] * shrink;
-                  output[tile_2][column + 2] = output[tile_2][column + 2] * shrink;
-                }
-              }
-              uint32_t weights_low = matrix_transpose_b16(pack_bf16x2(logits_2[0], logits_2[1]));
-              uint32_t weights_high = matrix_transpose_b16(pack_bf16x2(logits_2[2], logits_2[3]));
-              uint32_t words_3[1][4][4];
-              uint32_t tile_key_3 = lane % 4 * 2 < count - row_2 - 1 ? lane % 4 * 2 : count - row_2 - 1;
-              uint32_t row_4 = row_2 + tile_key_3;
-              const uint4* units = (const uint4*)(values) + (row_4 * 8 + lane / 4);
-              uint4 read = units[0];
-              words_3[0][0][0] = read.x;
-              words_3[0][0][1] = read.y;
-              words_3[0][0][2] = read.z;
-              words_3[0][0][3] = read.w;
-              uint32_t tile_key_4 = lane % 4 * 2 + 1 < count - row_2 - 1 ? lane % 4 * 2 + 1 : count - row_2 - 1;
-              uint32_t row_5 = row_2 + tile_key_4;
-              const uint4* units_2 = (const uint4*)(values) + (row_5 * 8 + lane / 4);
-              uint4 read_2 = units_2[0];
-              words_3[0][1][0] = read_2.x;
-              words_3[0][1][1] = read_2.y;
-              words_3[0][1][2] = read_2.z;
-              words_3[0][1][3] = read_2.w;
-              uint32_t tile_key_5 = lane % 4 * 2 + 8 < count - row_2 - 1 ? lane % 4 * 2 + 8 : count - row_2 - 1;
-              uint32_t row_6 = row_2 + tile_key_5;
-              const uint4* units_3 = (const uint4*)(values) + (row_6 * 8 + lane / 4);
-              uint4 read_3 = units_3[0];
-              words_3[0][2][0] = read_3.x;
-              words_3[0][2][1] = read_3.y;
-              words_3[0][2][2] = read_3.z;
-              words_3[0][2][3] = read_3.w;
-              uint32_t tile_key_6 = lane % 4 * 2 + 9 < count - row_2 - 1 ? lane % 4 * 2 + 9 : count - row_2 - 1;
-              uint32_t row_7 = row_2 + tile_key_6;
-              const uint4* units_4 = (const uint4*)(values) + (row_7 * 8 + lane / 4);
-              uint4 read_4 = units_4[0];
-              words_3[0][3][0] = read_4.x;
-              words_3[0][3][1] = read_4.y;
-              words_3[0][3][2] = read_4.z;
-              words_3[0][3][3] = read_4.w;
-              #pragma unroll
-              for (uint32_t tile_2 = 0; tile_2 < 4; ++tile_2) {
-                uint32_t low_early = byte_permute(words_3[0][0][tile_2 / 2], words_3[0][1][tile_2 / 2], tile_2 % 2 == 0 ? 21520u : 30258u);
-                uint32_t high_early = byte_permute(words_3[0][0][(tile_2 + 4) / 2], words_3[0][1][(tile_2 + 4) / 2], (tile_2 + 4) % 2 == 0 ? 21520u : 30258u);
-                uint32_t low_late = byte_permute(words_3[0][2][tile_2 / 2], words_3[0][3][tile_2 / 2], tile_2 % 2 == 0 ? 21520u : 30258u);
-                uint32_t high_late = byte_permute(words_3[0][2][(tile_2 + 4) / 2], words_3[0][3][(tile_2 + 4) / 2], (tile_2 + 4) % 2 == 0 ? 21520u : 30258u);
-                uint4 operand = make_u32x4(low_early, high_early, low_late, high_late);
-                mma_bf16(output[tile_2], operand, weights_low, weights_high);
-              }
-              tile = tile + 8;
-            }
-            wait_for_u32(float_bits(output[0][0]));
-            warp_barrier();
-            if (lane == 0 && is_cached) {
-              mbarrier_arrive_many(empty + stage_2, arrivals);
-            }
-          }
-          uint32_t place = use_stage + (cached + 63) / 64;
-          use_parity = (use_parity + place / 13) % 2;
-          use_stage = place % 13;
-          float* words = (float*)(arena + STATISTICS);
-          #pragma unroll
-          for (uint32_t column = 0; column < 2; ++column) {
-            float total = weight_sum[column];
-            float value = shuffle_xor_f32(total, 4);
-            total = total + value;
-            float value_2 = shuffle_xor_f32(total, 8);
-            total = total + value_2;
-            float value_3 = shuffle_xor_f32(total, 16);
-            total = total + value_3;
-            uint32_t number_2 = lane * 2 + column;
-            if (number_2 < 4) {
-              uint32_t place_2 = (warp * 4 + number_2) * 2;
-              words[place_2] = highest[column];
-              words[place_2 + 1] = total;
-            }
-          }
-          uint4* scratch = (uint4*)(arena + ATTENTION);
-          #pragma unroll
-          for (uint32_t column = 0; column < 2; ++column) {
-            uint32_t number_2 = lane % 4 * 2 + column;
-            if (number_2 < 4) {
-              uint32_t row_2 = warp * 4 + number_2;
-              uint4* place_2 = scratch + (row_2 * 64 + lane / 4 * 8) / 4;
-              place_2[0] = make_u32x4(float_bits(output[0][column]), float_bits(output[1][column]), float_bits(output[2][column]), float_bits(output[3][column]));
-              place_2[1] = make_u32x4(float_bits(output[0][column + 2]), float_bits(output[1][column + 2]), float_bits(output[2][column + 2]), float_bits(output[3][column + 2]));
-            }
-          }
-          named_barrier(1, 256);
-          uint32_t rows = record[1].z;
-          #pragma unroll 1
-          for (uint32_t output_2 = thread; output_2 < rows * 32; output_2 += 256) {
-            uint32_t place_2 = output_2 / 32;
-            uint32_t pair = output_2 % 32;
-            float2* scratch_2 = (float2*)(arena + ATTENTION);
-            float2* statistics = (float2*)(arena + STATISTICS);
-            float low = 0.0f;
-            float high = 0.0f;
-            float highest_2 = -bits_float(0x7f800000);
-            #pragma unroll
-            for (uint32_t other = place_2; other < 32; other += 4) {
-              highest_2 = maximum_f32(highest_2, statistics[other].x);
-            }
-            float base = highest_2 == -bits_float(0x7f800000) ? 0.0f : highest_2;
-            float weight_sum_2 = 0.0f;
-            #pragma unroll
-            for (uint32_t other = place_2; other < 32; other += 4) {
-              float2 numbers_2 = statistics[other];
-              float weight = exp2_f32(numbers_2.x - base);
-              float2 part = scratch_2[other * 32 + pair];
-              weight_sum_2 = weight_sum_2 + weight * numbers_2.y;
-              low = low + weight * part.x;
-              high = high + weight * part.y;
-            }
-            float inverse = weight_sum_2 == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum_2);
-            float lse = weight_sum_2 == 0.0f ? -bits_float(0x7f800000) : highest_2 * 0.6931472f + log_f32(weight_sum_2);
-            float low_2 = low * inverse;
-            float high_2 = high * inverse;
-            uint32_t dim_pair = (pair % 32 / 4 + pair / 32) * 4 + pair % 32 % 4;
-            if (record[1].y == 4294967295u) {
-              uint32_t column = record[2].x + place_2 / 4;
-              publish_flagged(exchange_words + (((((what.z * 4 + place_2 % 4) * 64 + dim_pair * 2) / 32 + column) * 4 + ((what.z * 4 + place_2 % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place_2 % 4) * 64 + dim_pair * 2) % 8 / 2 + 74400), pack_bf16x2(low_2, high_2), layer_epoch);
-            } else {
-              uint32_t partial = (record[1].y + place_2) * 68;
-              publish_flagged(exchange_words + (partial + dim_pair * 2 + 2592), float_bits(low_2), layer_epoch);
-              publish_flagged(exchange_words + (partial + dim_pair * 2 + 1 + 2592), float_bits(high_2), layer_epoch);
-              if (dim_pair < 4) {
-                publish_flagged(exchange_words + (partial + 64 + dim_pair + 2592), float_bits(lse), layer_epoch);
-              }
-            }
-          }
-          named_barrier(1, 256);
-        }
-        // merge of partial states
-        uint4 numbers_2 = ((uint4*)(arena + RECORDS))[0];
-        uint4* record = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
-        uint32_t first_job = warp / 4 * 132 + block;
-        #pragma unroll 1
-        for (uint32_t job = first_job; job < numbers_2.z; job += 264) {
-          if (job != first_job) {
-            named_barrier(warp / 4 + 2, 128);
-            if (warp % 4 == 0) {
-              uint4* place = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
-              uint32_t number = load_constant_u32(kv_plans + (plan_index * 2880 + (job / numbers_2.w * 2 + 2496)));
-              uint32_t head = load_constant_u32(kv_plans + (plan_index * 2880 + (job / numbers_2.w * 2 + 1 + 2496)));
-              uint32_t begin = load_constant_u32(kv_plans + (plan_index * 2880 + (job / numbers_2.w + 2432)));
-              uint32_t end = load_constant_u32(kv_plans + (plan_index * 2880 + (job / numbers_2.w + 1 + 2432)));
-              if (lane == 0) {
-                place[0] = make_u32x4(head, job % numbers_2.w, begin, end);
-                const int32_t* record_2 = tiles + number * 8;
-                uint4 value = load_constant_u32x4(record_2);
-                (place + 1)[0] = value;
-                uint4 value_2 = load_constant_u32x4(record_2 + 4);
-                (place + 1)[1] = value_2;
-              }
-              uint32_t* sources = (uint32_t*)(place + 3);
-              if (lane < (end - begin < 20 ? end - begin : 20)) {
-                uint32_t value = load_constant_u32(kv_plans + (plan_index * 2880 + (begin + lane + 2560)));
-                sources[lane] = value;
-              }
-            }
-            named_barrier(warp / 4 + 2, 128);
-          }
-          if (record[0].y < record[1].y * 4) {
-            float highest = -bits_float(0x7f800000);
-            float weight_sum = 0.0f;
-            float sums[4] = {};
-            uint32_t sources = record[0].w - record[0].z;
-            if (sources <= 4) {
-              if (warp % 4 == 0) {
-                uint32_t own = record[0].w - record[0].z;
-                #pragma unroll 1
-                for (uint32_t first = 0; first < own; first += 5) {
-                  uint32_t count = own - first < 5 ? own - first : 5;
-                  uint32_t number = first + (lane < count - 1 ? lane : count - 1);
-                  uint32_t source;
-                  if (number < 20) {
-                    source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[number];
-                  } else {
-                    uint32_t value = load_constant_u32(kv_plans + (plan_index * 2880 + (record[0].z + number + 2560)));
-                    source = value;
-                  }
-                  uint4 states[8];
-                  uint32_t places[8];
-                  places[0] = ((source + record[0].y) * 17 + 16) * 4;
-                  #pragma unroll
-                  for (uint32_t number_2 = 0; number_2 < 5; ++number_2) {
-                    uint32_t source_2 = shuffle_u32(source, number_2);
-                    places[number_2 + 1] = ((source_2 + record[0].y) * 17 + lane % 16) * 4;
-                  }
-                  wait_flagged_places(states, exchange_words + 2592, places, 6, layer_epoch);
-                  #pragma unroll
-                  for (uint32_t number_2 = 0; number_2 < 5; ++number_2) {
-                    if (number_2 < count) {
-                      uint32_t value = shuffle_u32(states[0].x, number_2);
-                      float lse = bits_float(value);
-                      float new_highest = maximum_f32(highest, lse);
-                      float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
-                      float shrink = exp2_f32((highest - base) * 1.442695f);
-                      float grow = exp2_f32((lse - base) * 1.442695f);
-                      highest = new_highest;
-                      weight_sum = weight_sum * shrink + grow * 1.0f;
-                      sums[0] = sums[0] * shrink + grow * bits_float(states[number_2 + 1].x);
-                      sums[1] = sums[1] * shrink + grow * bits_float(states[number_2 + 1].y);
-                      sums[2] = sums[2] * shrink + grow * bits_float(states[number_2 + 1].z);
-                      sums[3] = sums[3] * shrink + grow * bits_float(states[number_2 + 1].w);
-                    }
-                  }
-                }
-              }
-            } else {
-              uint32_t own = (record[0].w - record[0].z + 3 - warp % 4) / 4;
-              #pragma unroll 1
-              for (uint32_t first = 0; first < own; first += 5) {
-                uint32_t count = own - first < 5 ? own - first : 5;
-                uint32_t number = warp % 4 + first * 4 + (lane < count - 1 ? lane : count - 1) * 4;
-                uint32_t source;
-                if (number < 20) {
-                  source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[number];
-                } else {
-                  uint32_t value = load_constant_u32(kv_plans + (plan_index * 2880 + (record[0].z + number + 2560)));
-                  source = value;
-                }
-                uint4 states[8];
-                uint32_t places[8];
-                places[0] = ((source + record[0].y) * 17 + 16) * 4;
-                #pragma unroll
-                for (uint32_t number_2 = 0; number_2 < 5; ++number_2) {
-                  uint32_t source_2 = shuffle_u32(source, number_2);
-                  places[number_2 + 1] = ((source_2 + record[0].y) * 17 + lane % 16) * 4;
-                }
-                wait_flagged_places(states, exchange_words + 2592, places, 6, layer_epoch);
-                #pragma unroll
-                for (uint32_t number_2 = 0; number_2 < 5; ++number_2) {
-                  if (number_2 < count) {
-                    uint32_t value = shuffle_u32(states[0].x, number_2);
-                    float lse = bits_float(value);
-                    float new_highest = maximum_f32(highest, lse);
-                    float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
-                    float shrink = exp2_f32((highest - base) * 1.442695f);
-                    float grow = exp2_f32((lse - base) * 1.442695f);
-                    highest = new_highest;
-                    weight_sum = weight_sum * shrink + grow * 1.0f;
-                    sums[0] = sums[0] * shrink + grow * bits_float(states[number_2 + 1].x);
-                    sums[1] = sums[1] * shrink + grow * bits_float(states[number_2 + 1].y);
-                    sums[2] = sums[2] * shrink + grow * bits_float(states[number_2 + 1].z);
-                    sums[3] = sums[3] * shrink + grow * bits_float(states[number_2 + 1].w);
-                  }
-                }
-              }
-              uint4* place = (uint4*)(arena + ATTENTION) + warp * 33;
-              place[lane] = make_u32x4(float_bits(sums[0]), float_bits(sums[1]), float_bits(sums[2]), float_bits(sums[3]));
-              if (lane == 0) {
-                place[32] = make_u32x4(float_bits(highest), float_bits(weight_sum), 0, 0);
-              }
-              named_barrier(warp / 4 + 2, 128);
-              if (warp % 4 == 0) {
-                #pragma unroll
-                for (uint32_t number = 1; number < 4; ++number) {
-                  uint4* place_2 = (uint4*)(arena + ATTENTION) + (warp + number) * 33;
-                  uint4 part = place_2[lane];
-                  uint4 shared = place_2[32];
-                  float new_highest = maximum_f32(highest, bits_float(shared.x));
-                  float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
-                  float shrink = exp2_f32((highest - base) * 1.442695f);
-                  float grow = exp2_f32((bits_float(shared.x) - base) * 1.442695f);
-                  highest = new_highest;
-                  weight_sum = weight_sum * shrink + grow * bits_float(shared.y);
-                  sums[0] = sums[0] * shrink + grow * bits_float(part.x);
-                  sums[1] = sums[1] * shrink + grow * bits_float(part.y);
-                  sums[2] = sums[2] * shrink + grow * bits_float(part.z);
-                  sums[3] = sums[3] * shrink + grow * bits_float(part.w);
-                }
-              }
-            }
-            if (warp % 4 == 0) {
-              float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
-              float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest + log_f32(weight_sum);
-              if (lane < 16) {
-                uint32_t dim_pair = lane % 16 * 2;
-                float low = sums[0] * inverse;
-                float high = sums[1] * inverse;
-                uint32_t column = record[1].x + record[0].y / 4;
-                publish_flagged(exchange_words + (((((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair * 2) / 32 + column) * 4 + ((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair * 2) % 8 / 2 + 74400), pack_bf16x2(low, high), layer_epoch);
-                uint32_t dim_pair_2 = lane % 16 * 2 + 1;
-                float low_2 = sums[2] * inverse;
-                float high_2 = sums[3] * inverse;
-                uint32_t column_2 = record[1].x + record[0].y / 4;
-                publish_flagged(exchange_words + (((((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair_2 * 2) / 32 + column_2) * 4 + ((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair_2 * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair_2 * 2) % 8 / 2 + 74400), pack_bf16x2(low_2, high_2), layer_epoch);
-              }
-            }
-          }
-        }
-        if (first_job + 264 < numbers_2.z) {
-          named_barrier(warp / 4 + 2, 128);
-          if (warp % 4 == 0) {
-            uint4* place = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
-            uint32_t number = load_constant_u32(kv_plans + (plan_index * 2880 + (first_job / numbers_2.w * 2 + 2496)));
-            uint32_t head = load_constant_u32(kv_plans + (plan_index * 2880 + (first_job / numbers_2.w * 2 + 1 + 2496)));
-            uint32_t begin = load_constant_u32(kv_plans + (plan_index * 2880 + (first_job / numbers_2.w + 2432)));
-            uint32_t end = load_constant_u32(kv_plans + (plan_index * 2880 + (first_job / numbers_2.w + 1 + 2432)));
-            if (lane == 0) {
-              place[0] = make_u32x4(head, first_job % numbers_2.w, begin, end);
-              const int32_t* record_2 = tiles + number * 8;
-              uint4 value = load_constant_u32x4(record_2);
-              (place + 1)[0] = value;
-              uint4 value_2 = load_constant_u32x4(record_2 + 4);
-              (place + 1)[1] = value_2;
-            }
-            uint32_t* sources = (uint32_t*)(place + 3);
-            if (lane < (end - begin < 20 ? end - begin : 20)) {
-              uint32_t value = load_constant_u32(kv_plans + (plan_index * 2880 + (begin + lane + 2560)));
-              sources[lane] = value;
-            }
-          }
-          named_barrier(warp / 4 + 2, 128);
-        }
-        if (numbers_2.z > 0) {
-          named_barrier(1, 256);
-        }
-        // o: projection onto the residual
-        if (thread == 0) {
-          store_relaxed_u32(progress + block, step * 82 + (layer * 5 + 2));
-        }
-        uint32_t position_2 = block % 132;
-        if (position_2 < 128) {
-          uint4* vector = (uint4*)(arena + VECTOR);
-          uint32_t first_unit = thread;
-          if (lane == 0) {
-            uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 74400), layer_epoch);
-          }
-          warp_barrier();
-          uint4 units[8];
-          wait_flagged_units(units, exchange_words + (first_unit * 4 + 74400), 1024, 1, layer_epoch);
-          #pragma unroll
-          for (uint32_t number = 0; number < 1; ++number) {
-            vector[first_unit + number * 256] = units[number];
-          }
-          named_barrier(1, 256);
-          #pragma unroll 1
-          for (uint32_t strip = position_2; strip < 128; strip += 132) {
-            float sums[1][4] = {};
-            #pragma unroll 2
-            for (uint32_t chunk = 0; chunk < 4; ++chunk) {
-              mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk_2 = ring + use_stage * 16384;
-              uint4* vector_2 = (uint4*)(arena + VECTOR);
-              const uint4* fragments = (const uint4*)(chunk_2);
-              #pragma unroll
-              for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
-                uint32_t pair = turn_2 * 8 + warp;
-                uint4 first = fragments[pair * 64 + lane];
-                uint4 second = fragments[pair * 64 + 32 + lane];
-                uint4* units_2 = vector_2 + (chunk * 16 + pair) * 4;
-                uint4 values = units_2[lane % 4];
-                mma_bf16(sums[0], first, values.x, values.y);
-                mma_bf16(sums[0], second, values.z, values.w);
-                wait_for_u32(first.x ^ second.x);
-              }
-              warp_barrier();
-              if (lane == 0) {
-                mbarrier_arrive(empty + use_stage);
-              }
-              use_stage = use_stage + 1;
-              if (use_stage == 13) {
-                use_stage = 0;
-                use_parity = use_parity ^ 1;
-              }
-            }
-            float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
-            uint32_t row = warp * 16 + lane / 4;
-            uint32_t first = lane % 4 * 2;
-            if (first < 1) {
-              uint32_t place = row + first;
-              reductions[place] = sums[0][0];
-              reductions[place + 8] = sums[0][2];
-            }
-            named_barrier(1, 256);
-            if (warp == finisher) {
-              uint32_t column = 0;
-              uint32_t row_2 = lane % 16;
-              uint32_t half = lane / 16;
-              float half_sum = 0.0f;
-              #pragma unroll
-              for (uint32_t other = 0; other < 4; ++other) {
-                uint32_t place = (half * 4 + other) * 16 + row_2;
-                half_sum = half_sum + reductions[place + column];
-              }
-              float value = shuffle_xor_f32(half_sum, 16);
-              float row_sum = half_sum + value;
-              float* residual_2 = (float*)(arena + RESIDUAL);
-              float value_2 = row_sum;
-              if (lane < 16) {
-                uint32_t place = strip / 132 * 16 + row_2 + column;
-                value_2 = value_2 + residual_2[place];
-                residual_2[place] = value_2;
-              }
-              float neighbour = shuffle_xor_f32(value_2, 1);
-              uint32_t pair = pack_bf16x2(value_2, neighbour);
-              if (lane < 16 && lane % 2 == 0) {
-                publish_flagged(exchange_words + ((((strip * 16 + lane) / 32 + column) * 4 + (strip * 16 + lane) / 8 % 4) * 4 + (strip * 16 + lane) % 8 / 2 + 75424), pair, layer_epoch);
-              }
-            }
-            turn = turn ^ 1;
-            finisher = finisher + 1;
-            if (finisher == 8) {
-              finisher = 0;
-            }
-          }
-        }
-        // gate_up: norm, gate and up, SwiGLU
-        if (thread == 0) {
-          store_relaxed_u32(progress + block, step * 82 + (layer * 5 + 3));
-        }
-        const uint8_t* lines_2 = (const uint8_t*)(norms + (layer * 2 + 2) * 2048);
-        if (thread == 0) {
-          #pragma unroll 1
-          for (uint32_t offset = block * 128; offset < 4096; offset += 16896) {
-            prefetch_l2(lines_2 + offset);
-          }
-        }
-        uint32_t position_3 = (block + 4) % 132;
-        if (position_3 < 1024) {
-          uint4* vector = (uint4*)(arena + VECTOR);
-          float squares = 0.0f;
-          uint32_t first_unit = thread;
-          uint4 weights_2[8];
-          #pragma unroll
-          for (uint32_t number = 0; number < 1; ++number) {
-            uint4 value = load_constant_u32x4(norms + (layer * 2 + 1) * 2048 + (first_unit + number * 256) * 8);
-            weights_2[number] = value;
-          }
-          if (lane == 0) {
-            uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 75424), layer_epoch);
-          }
-          warp_barrier();
-          uint4 units[8];
-          wait_flagged_units(units, exchange_words + (first_unit * 4 + 75424), 1024, 1, layer_epoch);
-          #pragma unroll
-          for (uint32_t number = 0; number < 1; ++number) {
-            float low = bf16x2_low(units[number].x);
-            float high = bf16x2_high(units[number].x);
-            squares = squares + (low * low + high * high);
-            uint32_t weights_3 = weights_2[number].x;
-            float low_2 = bf16x2_low(units[number].y);
-            float high_2 = bf16x2_high(units[number].y);
-            squares = squares + (low_2 * low_2 + high_2 * high_2);
-            uint32_t weights_4 = weights_2[number].y;
-            float low_3 = bf16x2_low(units[number].z);
-            float high_3 = bf16x2_high(units[number].z);
-            squares = squares + (low_3 * low_3 + high_3 * high_3);
-            uint32_t weights_5 = weights_2[number].z;
-            float low_4 = bf16x2_low(units[number].w);
-            float high_4 = bf16x2_high(units[number].w);
-            squares = squares + (low_4 * low_4 + high_4 * high_4);
-            uint32_t weights_6 = weights_2[number].w;
-            vector[first_unit + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_3), high * bf16x2_high(weights_3)), pack_bf16x2(low_2 * bf16x2_low(weights_4), high_2 * bf16x2_high(weights_4)), pack_bf16x2(low_3 * bf16x2_low(weights_5), high_3 * bf16x2_high(weights_5)), pack_bf16x2(low_4 * bf16x2_low(weights_6), high_4 * bf16x2_high(weights_6)));
-          }
-          float* partial_sums = (float*)(arena + PARTIAL_SUMS);
-          float* scales = (float*)(arena + SCALES);
-          float sum_of_token = squares;
-          float value = shuffle_xor_f32(sum_of_token, 16);
-          sum_of_token = sum_of_token + value;
-          float value_2 = shuffle_xor_f32(sum_of_token, 8);
-          sum_of_token = sum_of_token + value_2;
-          float value_3 = shuffle_xor_f32(sum_of_token, 4);
-          sum_of_token = sum_of_token + value_3;
-          float value_4 = shuffle_xor_f32(sum_of_token, 2);
-          sum_of_token = sum_of_token + value_4;
-          float value_5 = shuffle_xor_f32(sum_of_token, 1);
-          sum_of_token = sum_of_token + value_5;
-          if (lane % 4 == 0 && lane < 4) {
-            partial_sums[warp * 8 + lane / 4] = sum_of_token;
-          }
-          named_barrier(1, 256);
-          if (thread < column_count) {
-            float total = 0.0f;
-            #pragma unroll
-            for (uint32_t other = 0; other < 8; ++other) {
-              uint32_t warp_2 = other + thread / 8;
-              total = total + partial_sums[warp_2 * 8 + thread % 8];
-            }
-            scales[thread] = rsqrt_f32(total * 0.00048828125f + 1e-05f);
-          }
-          #pragma unroll 1
-          for (uint32_t strip = position_3; strip < 1024; strip += 132) {
-            float sums[1][4] = {};
-            #pragma unroll 2
-            for (uint32_t chunk = 0; chunk < 4; ++chunk) {
-              mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk_2 = ring + use_stage * 16384;
-              uint4* vector_2 = (uint4*)(arena + VECTOR);
-              const uint4* fragments = (const uint4*)(chunk_2);
-              #pragma unroll
-              for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
-                uint32_t pair = turn_2 * 8 + warp;
-                uint4 first = fragments[pair * 64 + lane];
-                uint4 second = fragments[pair * 64 + 32 + lane];
-                uint4* units_2 = vector_2 + (chunk * 16 + pair) * 4;
-                uint4 values = units_2[lane % 4];
-                mma_bf16(sums[0], first, values.x, values.y);
-                mma_bf16(sums[0], second, values.z, values.w);
-                wait_for_u32(first.x ^ second.x);
-              }
-              warp_barrier();
-              if (lane == 0) {
-                mbarrier_arrive(empty + use_stage);
-              }
-              use_stage = use_stage + 1;
-              if (use_stage == 13) {
-                use_stage = 0;
-                use_parity = use_parity ^ 1;
-              }
-            }
-            float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
-            uint32_t row = warp * 16 + lane / 4;
-            uint32_t first = lane % 4 * 2;
-            if (first < 1) {
-              uint32_t place = row + first;
-              reductions[place] = sums[0][0];
-              reductions[place + 8] = sums[0][2];
-            }
-            named_barrier(1, 256);
-            if (warp == finisher) {
-              uint32_t column = 0;
-              uint32_t row_2 = lane % 16;
-              uint32_t half = lane / 16;
-              float half_sum = 0.0f;
-              #pragma unroll
-              for (uint32_t other = 0; other < 4; ++other) {
-                uint32_t place = (half * 4 + other) * 16 + row_2;
-                half_sum = half_sum + reductions[place + column];
-              }
-              float value_6 = shuffle_xor_f32(half_sum, 16);
-              float row_sum = half_sum + value_6;
-              float value_7 = row_sum * ((float*)(arena + SCALES))[column];
-              float other = shuffle_xor_f32(value_7, 8);
-              float gated = divide_f32(value_7, 1.0f + exp_f32(-value_7)) * other;
-              float neighbour = shuffle_xor_f32(gated, 1);
-              uint32_t pair = pack_bf16x2(gated, neighbour);
-              if (lane < 8 && lane % 2 == 0) {
-                publish_flagged(exchange_words + ((((strip * 8 + lane) / 32 + column) * 4 + (strip * 8 + lane) / 8 % 4) * 4 + (strip * 8 + lane) % 8 / 2 + 76448), pair, layer_epoch);
-              }
-            }
-            turn = turn ^ 1;
-            finisher = finisher + 1;
-            if (finisher == 8) {
-              finisher = 0;
-            }
-          }
-        }
-        // down: projection onto the residual
-        if (thread == 0) {
-          store_relaxed_u32(progress + block, step * 82 + (layer * 5 + 4));
-        }
-        uint32_t position_4 = block % 132;
-        if (position_4 < 128) {
-          float sums[1][4] = {};
-          uint4* vector = (uint4*)(arena + VECTOR);
-          uint32_t first_unit = thread;
-          if (lane == 0) {
-            uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 76448), layer_epoch);
-          }
-          warp_barrier();
-          uint4 units[8];
-          wait_flagged_units(units, exchange_words + (first_unit * 4 + 76448), 1024, 2, layer_epoch);
-          #pragma unroll
-          for (uint32_t number = 0; number < 2; ++number) {
-            vector[first_unit + number * 256] = units[number];
-          }
-          named_barrier(1, 256);
-          #pragma unroll 2
-          for (uint32_t chunk = 0; chunk < 8; ++chunk) {
-            mbarrier_wait(full + use_stage, use_parity);
-            uint8_t* chunk_2 = ring + use_stage * 16384;
-            uint4* vector_2 = (uint4*)(arena + VECTOR);
-            const uint4* fragments = (const uint4*)(chunk_2);
-            #pragma unroll
-            for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
-              uint32_t pair = turn_2 * 8 + warp;
-              uint4 first = fragments[pair * 64 + lane];
-              uint4 second = fragments[pair * 64 + 32 + lane];
-              uint4* units_2 = vector_2 + (chunk * 16 + pair) * 4;
-              uint4 values = units_2[lane % 4];
-              mma_bf16(sums[0], first, values.x, values.y);
-              mma_bf16(sums[0], second, values.z, values.w);
-              wait_for_u32(first.x ^ second.x);
-            }
-            warp_barrier();
-            if (lane == 0) {
-              mbarrier_arrive(empty + use_stage);
-            }
-            use_stage = use_stage + 1;
-            if (use_stage == 13) {
-              use_stage = 0;
-              use_parity = use_parity ^ 1;
-            }
-          }
-          named_barrier(1, 256);
-          uint4* vector_2 = (uint4*)(arena + VECTOR);
-          uint32_t first_unit_2 = thread;
-          if (lane == 0) {
-            uint4 value = wait_flagged4(exchange_words + ((first_unit_2 + 512) * 4 + 76448), layer_epoch);
-          }
-          warp_barrier();
-          uint4 units_2[8];
-          wait_flagged_units(units_2, exchange_words + ((first_unit_2 + 512) * 4 + 76448), 1024, 2, layer_epoch);
-          #pragma unroll
-          for (uint32_t number = 0; number < 2; ++number) {
-            vector_2[first_unit_2 + number * 256] = units_2[number];
-          }
-          named_barrier(1, 256);
-          #pragma unroll 2
-          for (uint32_t chunk = 8; chunk < 16; ++chunk) {
-            mbarrier_wait(full + use_stage, use_parity);
-            uint8_t* chunk_2 = ring + use_stage * 16384;
-            uint4* vector_3 = (uint4*)(arena + VECTOR);
-            const uint4* fragments = (const uint4*)(chunk_2);
-            #pragma unroll
-            for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
-              uint32_t pair = turn_2 * 8 + warp;
-              uint4 first = fragments[pair * 64 + lane];
-              uint4 second = fragments[pair * 64 + 32 + lane];
-              uint4* units_3 = vector_3 + ((chunk - 8) * 16 + pair) * 4;
-              uint4 values = units_3[lane % 4];
-              mma_bf16(sums[0], first, values.x, values.y);
-              mma_bf16(sums[0], second, values.z, values.w);
-              wait_for_u32(first.x ^ second.x);
-            }
-            warp_barrier();
-            if (lane == 0) {
-              mbarrier_arrive(empty + use_stage);
-            }
-            use_stage = use_stage + 1;
-            if (use_stage == 13) {
-              use_stage = 0;
-              use_parity = use_parity ^ 1;
-            }
-          }
-          float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
-          uint32_t row = warp * 16 + lane / 4;
-          uint32_t first = lane % 4 * 2;
-          if (first < 1) {
-            uint32_t place = row + first;
-            reductions[place] = sums[0][0];
-            reductions[place + 8] = sums[0][2];
-          }
-          named_barrier(1, 256);
-          if (warp == finisher) {
-            uint32_t column = 0;
-            uint32_t row_2 = lane % 16;
-            uint32_t half = lane / 16;
-            float half_sum = 0.0f;
-            #pragma unroll
-            for (uint32_t other = 0; other < 4; ++other) {
-              uint32_t place = (half * 4 + other) * 16 + row_2;
-              half_sum = half_sum + reductions[place + column];
-            }
-            float value = shuffle_xor_f32(half_sum, 16);
-            float row_sum = half_sum + value;
-            float* residual_2 = (float*)(arena + RESIDUAL);
-            float value_2 = row_sum;
-            if (lane < 16) {
-              uint32_t place = position_4 / 132 * 16 + row_2 + column;
-              value_2 = value_2 + residual_2[place];
-              residual_2[place] = value_2;
-            }
-            float neighbour = shuffle_xor_f32(value_2, 1);
-            uint32_t pair = pack_bf16x2(value_2, neighbour);
-            if (lane < 16 && lane % 2 == 0) {
-              publish_flagged(exchange_words + ((((position_4 * 16 + lane) / 32 + column) * 4 + (position_4 * 16 + lane) / 8 % 4) * 4 + (position_4 * 16 + lane) % 8 / 2 + 32), pair, layer_epoch);
-            }
-          }
-          turn = turn ^ 1;
-          finisher = finisher + 1;
-          if (finisher == 8) {
-            finisher = 0;
-          }
-        }
-      }
-      // head: final norm, logits, candidates
-      if (thread == 0) {
-        store_relaxed_u32(progress + block, step * 82 + 80);
+        qkv(thread, progress, block, step, layer, norms, arena, embedding, next_token, lane, warp, column_count,
+            exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, turn, finisher, page_table, kv);
+        attention(thread, progress, block, step, layer, arena, kv_plans, plan_index, tiles, exchange_words, layer_epoch,
+            lane, warp, use_stage, full, use_parity, ring, empty);
+        o(thread, progress, block, step, layer, arena, lane, exchange_words, layer_epoch, full, use_stage, use_parity,
+            ring, warp, empty, turn, finisher);
+        gate_up(thread, progress, block, step, layer, norms, arena, lane, exchange_words, layer_epoch, warp,
+            column_count, full, use_stage, use_parity, ring, empty, turn, finisher);
+        down(thread, progress, block, step, layer, arena, lane, exchange_words, layer_epoch, full, use_stage,
+            use_parity, ring, warp, empty, turn, finisher);
       }
       float best = -bits_float(0x7f800000);
       uint32_t best_token = 4294967295u;
-      if (step >= head_from || logits != nullptr) {
-        uint32_t position = (block + 4) % 132;
-        if (position < 8016) {
-          uint4* vector = (uint4*)(arena + VECTOR);
-          float squares = 0.0f;
-          uint32_t first_unit = thread;
-          uint4 weights_2[8];
-          #pragma unroll
-          for (uint32_t number = 0; number < 1; ++number) {
-            uint4 value = load_constant_u32x4(norms + 65536 + (first_unit + number * 256) * 8);
-            weights_2[number] = value;
-          }
-          if (lane == 0) {
-            uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 32), step_epoch + 15);
-          }
-          warp_barrier();
-          uint4 units[8];
-          wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 1, step_epoch + 15);
-          #pragma unroll
-          for (uint32_t number = 0; number < 1; ++number) {
-            float low = bf16x2_low(units[number].x);
-            float high = bf16x2_high(units[number].x);
-            squares = squares + (low * low + high * high);
-            uint32_t weights_3 = weights_2[number].x;
-            float low_2 = bf16x2_low(units[number].y);
-            float high_2 = bf16x2_high(units[number].y);
-            squares = squares + (low_2 * low_2 + high_2 * high_2);
-            uint32_t weights_4 = weights_2[number].y;
-            float low_3 = bf16x2_low(units[number].z);
-            float high_3 = bf16x2_high(units[number].z);
-            squares = squares + (low_3 * low_3 + high_3 * high_3);
-            uint32_t weights_5 = weights_2[number].z;
-            float low_4 = bf16x2_low(units[number].w);
-            float high_4 = bf16x2_high(units[number].w);
-            squares = squares + (low_4 * low_4 + high_4 * high_4);
-            uint32_t weights_6 = weights_2[number].w;
-            vector[first_unit + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_3), high * bf16x2_high(weights_3)), pack_bf16x2(low_2 * bf16x2_low(weights_4), high_2 * bf16x2_high(weights_4)), pack_bf16x2(low_3 * bf16x2_low(weights_5), high_3 * bf16x2_high(weights_5)), pack_bf16x2(low_4 * bf16x2_low(weights_6), high_4 * bf16x2_high(weights_6)));
-          }
-          float* partial_sums = (float*)(arena + PARTIAL_SUMS);
-          float* scales = (float*)(arena + SCALES);
-          float sum_of_token = squares;
-          float value = shuffle_xor_f32(sum_of_token, 16);
-          sum_of_token = sum_of_token + value;
-          float value_2 = shuffle_xor_f32(sum_of_token, 8);
-          sum_of_token = sum_of_token + value_2;
-          float value_3 = shuffle_xor_f32(sum_of_token, 4);
-          sum_of_token = sum_of_token + value_3;
-          float value_4 = shuffle_xor_f32(sum_of_token, 2);
-          sum_of_token = sum_of_token + value_4;
-          float value_5 = shuffle_xor_f32(sum_of_token, 1);
-          sum_of_token = sum_of_token + value_5;
-          if (lane % 4 == 0 && lane < 4) {
-            partial_sums[warp * 8 + lane / 4] = sum_of_token;
-          }
-          named_barrier(1, 256);
-          if (thread < column_count) {
-            float total = 0.0f;
-            #pragma unroll
-            for (uint32_t other = 0; other < 8; ++other) {
-              uint32_t warp_2 = other + thread / 8;
-              total = total + partial_sums[warp_2 * 8 + thread % 8];
-            }
-            scales[thread] = rsqrt_f32(total * 0.00048828125f + 1e-05f);
-          }
-          #pragma unroll 1
-          for (uint32_t strip = position; strip < 8016; strip += 132) {
-            float sums[1][4] = {};
-            #pragma unroll 2
-            for (uint32_t chunk = 0; chunk < 4; ++chunk) {
-              mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk_2 = ring + use_stage * 16384;
-              uint4* vector_2 = (uint4*)(arena + VECTOR);
-              const uint4* fragments = (const uint4*)(chunk_2);
-              #pragma unroll
-              for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
-                uint32_t pair = turn_2 * 8 + warp;
-                uint4 first = fragments[pair * 64 + lane];
-                uint4 second = fragments[pair * 64 + 32 + lane];
-                uint4* units_2 = vector_2 + (chunk * 16 + pair) * 4;
-                uint4 values = units_2[lane % 4];
-                mma_bf16(sums[0], first, values.x, values.y);
-                mma_bf16(sums[0], second, values.z, values.w);
-                wait_for_u32(first.x ^ second.x);
-              }
-              warp_barrier();
-              if (lane == 0) {
-                mbarrier_arrive(empty + use_stage);
-              }
-              use_stage = use_stage + 1;
-              if (use_stage == 13) {
-                use_stage = 0;
-                use_parity = use_parity ^ 1;
-              }
-            }
-            float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
-            uint32_t row = warp * 16 + lane / 4;
-            uint32_t first = lane % 4 * 2;
-            if (first < 1) {
-              uint32_t place = row + first;
-              reductions[place] = sums[0][0];
-              reductions[place + 8] = sums[0][2];
-            }
-            named_barrier(1, 256);
-            if (warp == finisher) {
-              uint32_t column = 0;
-              uint32_t row_2 = lane % 16;
-              uint32_t half = lane / 16;
-              float half_sum = 0.0f;
-              #pragma unroll
-              for (uint32_t other = 0; other < 4; ++other) {
-                uint32_t place = (half * 4 + other) * 16 + row_2;
-                half_sum = half_sum + reductions[place + column];
-              }
-              float value_6 = shuffle_xor_f32(half_sum, 16);
-              float row_sum = half_sum + value_6;
-              float logit = row_sum * ((float*)(arena + SCALES))[column];
-              uint32_t token = strip * 16 + row_2;
-              if (logits != nullptr && lane < 16 && token < 128256) {
-                uint64_t row_3 = (uint64_t)(step + column);
-                logits[row_3 * 128256 + (uint64_t)(token)] = logit;
-              }
-              uint32_t token_2 = strip * 16 + row_2;
-              float candidate = logit;
-              float temperature = bits_float(((uint32_t*)(arena + COLUMNS))[column * 8 + 3]);
-              if (temperature > 0.0f) {
-                uint64_t seed = ((uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 8 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 8 + 4]);
-                uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[column * 8] + 1;
-                uint32_t c0 = token_2;
-                uint32_t c1 = position_2;
-                uint32_t c2 = 0;
-                uint32_t c3 = 0;
-                uint32_t k0 = (uint32_t)(seed);
-                uint32_t k1 = (uint32_t)(seed >> 32);
-                #pragma unroll
-                for (uint32_t i = 0; i < 10; ++i) {
-                  uint32_t high0 = multiply_high_u32(3528531795u, c0);
-                  uint32_t high1 = multiply_high_u32(3449720151u, c2);
-                  uint32_t low0 = c0 * 3528531795u;
-                  uint32_t low1 = c2 * 3449720151u;
-                  c0 = high1 ^ c1 ^ k0;
-                  c1 = low1;
-                  c2 = high0 ^ c3 ^ k1;
-                  c3 = low0;
-                  k0 = k0 + 2654435769u;
-                  k1 = k1 + 3144134277u;
-                }
-                uint32_t word = c0;
-                float uniform = ((float)(word >> 9) + 0.5f) * 1.1920929e-07f;
-                float noise = -log_f32(-log_f32(uniform));
-                candidate = divide_f32(logit, temperature) + noise;
-              }
-              if (token_2 < 128256 && candidate > best) {
-                best = candidate;
-                best_token = token_2;
-              }
-            }
-            turn = turn ^ 1;
-            finisher = finisher + 1;
-            if (finisher == 8) {
-              finisher = 0;
-            }
-          }
-        }
-      }
-      // sampling
-      if (thread == 0) {
-        store_relaxed_u32(progress + block, step * 82 + 81);
-      }
-      uint32_t first_word = step % 2 * 132 * 4;
-      uint32_t* words = (uint32_t*)(arena + WARP_CANDIDATES);
-      #pragma unroll 1
-      for (uint32_t level = 0; level < 5; ++level) {
-        uint32_t mask = 16u >> level;
-        float other = shuffle_xor_f32(best, mask);
-        uint32_t other_token = shuffle_xor_u32(best_token, mask);
-        if (other > best || (other == best && other_token < best_token)) {
-          best = other;
-          best_token = other_token;
-        }
-      }
-      if (lane == 0) {
-        uint32_t place = warp * 2;
-        words[place] = float_bits(best);
-        words[place + 1] = best_token;
-      }
-      named_barrier(1, 256);
-      if (warp < 1) {
-        uint2* candidates = (uint2*)(arena + WARP_CANDIDATES);
-        float best_2 = -bits_float(0x7f800000);
-        uint32_t best_token_2 = 4294967295u;
-        #pragma unroll 1
-        for (uint32_t other = lane; other < 8; other += 32) {
-          uint2 candidate = candidates[other + warp];
-          if (bits_float(candidate.x) > best_2 || (bits_float(candidate.x) == best_2 && candidate.y < best_token_2)) {
-            best_2 = bits_float(candidate.x);
-            best_token_2 = candidate.y;
-          }
-        }
-        #pragma unroll 1
-        for (uint32_t level = 0; level < 5; ++level) {
-          uint32_t mask = 16u >> level;
-          float other = shuffle_xor_f32(best_2, mask);
-          uint32_t other_token = shuffle_xor_u32(best_token_2, mask);
-          if (other > best_2 || (other == best_2 && other_token < best_token_2)) {
-            best_2 = other;
-            best_token_2 = other_token;
-          }
-        }
-        float best_3 = best_2;
-        uint32_t best_token_3 = best_token_2;
-        if (lane < 4) {
-          uint32_t word = lane % 2 == 0 ? float_bits(best_3) : best_token_3;
-          uint32_t place = first_word + (block * 2 + warp) * 2 + lane;
-          publish_flagged_release(exchange_words + (place + 80544), word, step_epoch + 16);
-        }
-      }
-      uint4* units = (uint4*)(arena + CANDIDATES);
-      #pragma unroll 1
-      for (uint32_t other = thread; other < 132; other += 256) {
-        uint4 value = wait_flagged4_acquire(exchange_words + ((first_word / 4 + other) * 4 + 80544), step_epoch + 16);
-        units[other] = value;
-      }
-      named_barrier(1, 256);
-      uint32_t* chosen = (uint32_t*)(arena + CHOSEN);
-      if (warp < 1) {
-        uint2* candidates = (uint2*)(arena + CANDIDATES);
-        float best_2 = -bits_float(0x7f800000);
-        uint32_t best_token_2 = 4294967295u;
-        #pragma unroll 1
-        for (uint32_t other = lane; other < 132; other += 32) {
-          uint2 candidate = candidates[other * 2 + warp];
-          if (bits_float(candidate.x) > best_2 || (bits_float(candidate.x) == best_2 && candidate.y < best_token_2)) {
-            best_2 = bits_float(candidate.x);
-            best_token_2 = candidate.y;
-          }
-        }
-        #pragma unroll 1
-        for (uint32_t level = 0; level < 5; ++level) {
-          uint32_t mask = 16u >> level;
-          float other = shuffle_xor_f32(best_2, mask);
-          uint32_t other_token = shuffle_xor_u32(best_token_2, mask);
-          if (other > best_2 || (other == best_2 && other_token < best_token_2)) {
-            best_2 = other;
-            best_token_2 = other_token;
-          }
-        }
-        float _ = best_2;
-        uint32_t best_token_3 = best_token_2;
-        if (lane == 0) {
-          chosen[warp] = best_token_3;
-        }
-      }
-      named_barrier(1, 256);
+      head_2(thread, progress, block, step, head_from, logits, arena, norms, lane, exchange_words, step_epoch, warp,
+          column_count, full, use_stage, use_parity, ring, empty, turn, finisher, best, best_token);
+      sampling(thread, progress, block, step, arena, best, best_token, lane, warp, exchange_words, step_epoch);
       // the next tokens, and whether the launch ends
       if (warp == 0) {
         uint32_t going_on = 0;

@@ -57,17 +57,17 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str, about: str = "", *, fetched: str = "", meets: bool = True) -> Iterator[None]:
-        """about: what the math role does; fetched: what the copy role does, if not the same. meets: whether a vector
-        is exchanged at the end, between its writers here and its readers in the next phase."""
+        """The math role's part becomes a function of that name. about: what it does; fetched: what the copy role does,
+        if not the same. meets: whether a vector is exchanged at the end, between its writers here and its readers in
+        the next phase."""
         machine = self.machine
         with machine.copy:
             ch.comment(fetched or name)
-        with machine.math:
-            ch.comment(f"{name}: {about}" if about else name)
+        with machine.math, ch.outline(name, about):
             self._note(self.names.index(name, self.layer))
-        yield
-        if meets:
-            self.meet()
+            yield
+            if meets:
+                self.meet()
 
     def meet(self) -> None:
         """Between the writers of what was published in this phase and its readers."""

@@ -71,7 +71,7 @@ class Cursor:
         self.root: Cursor = parent.root if parent else self
         self.used: set[str] = set()
         self.bound: set[str] = self.root.bound if parent else set()
-        """Every name that was ever bound in the program, in any role."""
+        """Every name that was ever bound in the program outside of functions, in any role."""
         self.functions: dict[str, Function] = self.root.functions if parent else {}
         """The program's functions, by their text without the name."""
         self.constants: dict[str, Constant] = self.root.constants if parent else {}
@@ -198,7 +198,8 @@ def take_name(wanted: str, scope: Scope) -> str:
     name = cursor.unique(wanted)
     scope.names.add(name)
     cursor.used.add(name)
-    cursor.bound.add(name)
+    if not is_in_function():  # a function's names are its own, and keep clear of what it calls
+        cursor.bound.add(name)
     return name
 
 

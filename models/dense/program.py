@@ -80,8 +80,8 @@ class Step(StepParts):
     def emit_head(self, step: Any) -> None:
         """Logits, and the next token of every column; the head is left out for tokens whose logits nobody wants."""
         hidden, final_norm = self.vector("hidden"), ty.u32(2 * self.shape.layers)
+        self.start_sampling()
         with self.phase("head", "final norm, logits, candidates", meets=False):
-            self.start_sampling()
             norm = self.rms_norm(hidden, final_norm)
             self.linear(self.matrices.head, norm, self.take_logits(step), when=self.needs_head(step))
         with self.phase("sampling", meets=False):

@@ -105,7 +105,7 @@ def test_a_kernel_reads_every_parameter_that_it_has() -> None:
 def test_a_stage_is_given_back_after_its_loads_have_come() -> None:
     """An arrival may overtake a load that was only issued; the emulator, where loads take no time, cannot see it."""
     for path in sorted((ROOT / "kernels_generated").glob("*.cu")):
-        stages = path.read_text().partition('extern "C"')[2].split("mbarrier_wait(full + ")[1:]
+        stages = path.read_text().partition("#endif\n")[2].split("mbarrier_wait(full + ")[1:]
         uses = [use.partition("mbarrier_arrive")[0] for use in stages if not use.startswith("landed_stage")]
         read = [use for use in uses if "mma_bf16(" in use]
         assert len(read) >= 6, "q/k/v, attention, o, gate/up, down and the head"

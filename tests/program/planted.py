@@ -144,8 +144,8 @@ class Bug:
 
 
 def edited(generated: Generated, edits: tuple[tuple[str, str], ...]) -> Generated:
-    """The kernel with every match of each pattern replaced, in the kernel's own function only."""
-    head, start, body = generated.text.partition('extern "C"')
+    """The kernel with every match of each pattern replaced, in its own functions only: the primitives stay."""
+    head, start, body = generated.text.partition("#endif\n")
     for pattern, replacement in edits:
         body, count = re.subn(pattern, replacement, body)
         assert count, f"nothing in the kernel matches {pattern!r}"

@@ -102,21 +102,15 @@ HOSTILE: list[tuple[str, Change]] = [  # the message, as far as it is not the li
     ("", lambda description: description.update(pre_tokenizer=split("(.+)+$(?<!.)"))),
     (
         "",
-        lambda description: description.update(
-            normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAAAAAA"}
-        ),
+        lambda description: description.update(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAAAAAA"}),
     ),
     (
         "",
-        lambda description: description.update(
-            normalizer={"type": "Precompiled", "precompiled_charsmap": "/////w=="}
-        ),
+        lambda description: description.update(normalizer={"type": "Precompiled", "precompiled_charsmap": "/////w=="}),
     ),
     (
         "",
-        lambda description: description.update(
-            model={"type": "WordLevel", "unk_token": "q", "vocab": {"a": 0}}
-        ),
+        lambda description: description.update(model={"type": "WordLevel", "unk_token": "q", "vocab": {"a": 0}}),
     ),
     (
         "its ids end at -1",
