@@ -51,7 +51,7 @@ def _header(config: ModelConfig, gpu: Gpu, plan: Plan, command: str) -> str:
         f"The whole decode step of a {config.dialect.title} model in one persistent kernel. Generated; do not edit.",
         f"Regenerate with: {command}",
         "",
-        "model: " + ", ".join(f"{name} {value}" for name, value in asdict(shape).items()),
+        "model: " + ", ".join(f"{name} {value}" for name, value in shape.describe().items()),
         f"machine: {gpu.name}, {gpu.blocks} blocks of {plan.threads} threads: {plan.math_warps} math warps",
         "plan: " + ", ".join(f"{name} {value}" for name, value in plan.to_dict().items()),
         f"weights read a step: {matrices.weight_bytes} bytes, in {matrices.layer_stride} a layer",

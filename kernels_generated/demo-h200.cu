@@ -1379,38 +1379,6 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
         use_parity = use_parity ^ 1;
       }
     }
-    named_barrier(1, 256);
-    uint4* vector_2 = (uint4*)(arena + VECTOR);
-    named_barrier(1, 256);
-    #pragma unroll 2
-    for (uint32_t chunk = 1; chunk < 1; ++chunk) {
-      mbarrier_wait(full + use_stage, use_parity);
-      uint8_t* chunk_2 = ring + use_stage * 16384;
-      uint4* vector_3 = (uint4*)(arena + VECTOR);
-      const uint4* fragments = (const uint4*)(chunk_2);
-      #pragma unroll
-      for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
-        uint32_t pair = turn_2 * 8 + warp;
-        if (pair < 10) {
-          uint4 first = fragments[pair * 64 + lane];
-          uint4 second = fragments[pair * 64 + 32 + lane];
-          uint4* units = vector_3 + ((chunk - 1) * 16 + pair) * 4;
-          uint4 values = units[lane % 4];
-          mma_bf16(sums[0], first, values.x, values.y);
-          mma_bf16(sums[0], second, values.z, values.w);
-          wait_for_u32(first.x ^ second.x);
-        }
-      }
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(empty + use_stage);
-      }
-      use_stage = use_stage + 1;
-      if (use_stage == 13) {
-        use_stage = 0;
-        use_parity = use_parity ^ 1;
-      }
-    }
     float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
     uint32_t row = warp * 16 + lane / 4;
     uint32_t first = lane % 4 * 2;

@@ -51,6 +51,8 @@ class ModelConfig:
     tied_embeddings: bool = False
     rope: Rope = field(default_factory=Rope)
     sliding_window: int | None = None
+    weight_formats: tuple[tuple[str, str], ...] = ()
+    """(matrix, format) of the matrices that are not bf16."""
 
     def __post_init__(self) -> None:
         for name, json_name in JSON_NAMES.items():
@@ -83,6 +85,7 @@ class ModelConfig:
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             layers=self.layers,
+            formats=self.weight_formats,
         )
 
     @property

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from benchmarks.studies.linear_kernel import VARIANTS, LinearKernel, linear_kernel
 from benchmarks.studies.measuring import Study, Variant, in_graph, require_close
-from cheetah.models.dense.packing import unpack_matrix
+from cheetah.models.formats import unpack_matrix
 from cheetah.models.rounding import round_to_bf16, widen
 from cheetah.plan import MatrixLayout
 from cheetah.runtime.build.assemble import free_all

@@ -21,7 +21,8 @@ from benchmarks.studies.step_kernels import STACKS, StepKernel, fused_stack
 from benchmarks.studies.unfused import Unfused
 from cheetah.generate import generate_kernel
 from cheetah.models.dense.reference import Reference, embedding, residual
-from cheetah.models.dense.weights import EMBEDDING, logical_matrix, matrix_tensors, pack_matrix, tensor_shapes
+from cheetah.models.dense.weights import EMBEDDING, logical_matrix, matrix_tensors, tensor_shapes
+from cheetah.models.formats import pack_matrix
 from cheetah.models.llama import LlamaConfig
 from cheetah.models.registry import preset
 from cheetah.models.rounding import round_to_bf16, widen

@@ -8,7 +8,7 @@ from cheetah.plan.gpu import GPUS, Gpu, gpu_named
 from cheetah.plan.kv import KvPlanLayout, kv_plan
 from cheetah.plan.kv.launch import LaunchTile, decode_tiles, kv_plans_for_launch, launch_tiles, max_plans, most_tiles
 from cheetah.plan.kv.scheduler import KvPlan, Scheduling, Tile
-from cheetah.plan.layout import PAIR_BYTES, PAIR_COLUMNS, STRIP_ROWS, MatrixLayout
+from cheetah.plan.layout import PAIR_COLUMNS, STRIP_ROWS, MatrixLayout
 from cheetah.plan.matrices import StepMatrices, step_matrices
 from cheetah.plan.plan import Plan, default_plan, kernel_regions, shared_map
 from cheetah.plan.shape import ModelShape
@@ -18,7 +18,6 @@ from cheetah.plan.workspace import Workspace, workspace_bytes
 
 __all__ = [
     "GPUS",
-    "PAIR_BYTES",
     "PAIR_COLUMNS",
     "STRIP_ROWS",
     "Gpu",

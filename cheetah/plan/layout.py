@@ -1,31 +1,28 @@
-"""Where every weight of a packed bf16 matrix lies: strips, chunks and their byte addresses.
+"""Where every weight of a packed matrix lies: strips, chunks and their byte addresses.
 
-One layout serves three readers: the packer (numpy), the kernel generator (device expressions) and the report.
-The order of the bytes inside a tile pair is the packer's business; here a pair is 1024 opaque bytes.
+One layout serves three readers: the packer (numpy), the kernel generator (device expressions) and the report. The bytes
+of a K-tile are the format's business; here they are opaque.
 """
 
 from dataclasses import dataclass
 from functools import cached_property
 
 from cheetah.plan.errors import PlanError, require_positive
+from cheetah.plan.formats import BF16, M_TILE_ROWS, TILE_ALIGNMENT, VECTOR_COLUMNS, TileFormat
 from cheetah.plan.index import Index, ceil_div
 from cheetah.plan.split import Split
 
-STRIP_ROWS = 16
-"""Rows of a strip: the rows of the `mma.m16n8k16` weight operand."""
-PAIR_COLUMNS = 32
-"""Columns of a tile pair: two 16 x 16 tiles, so that one 16-byte load feeds both with activations."""
-PAIR_BYTES = STRIP_ROWS * PAIR_COLUMNS * 2
-"""A packed tile pair of bf16 weights: 1024 bytes."""
+STRIP_ROWS = M_TILE_ROWS
+PAIR_COLUMNS = VECTOR_COLUMNS
 
 
 @dataclass(frozen=True)
 class MatrixLayout:
-    """A bf16 matrix [rows, columns] cut into strips of 16 rows and chunks of one stage, in the order of reading.
+    """A matrix [rows, columns] of a weight format, cut into strips of 16 rows and chunks of one stage, as it is read.
 
     Memory order: for each round of the split, for each chunk of a strip, for each position in the round: that chunk. So
     the blocks read adjacent chunks side by side. All chunks of a strip but the last fill `stage_bytes`. Rows are padded
-    to 16 and columns to 32 with zeros. `offset` is where the matrix (of layer 0) begins in the weights, in bytes.
+    to 16 and columns to whole K-tiles with zeros. `offset` is the byte of the weights where it (of layer 0) begins.
     `slices` says in how many parts (of whole chunks) the vector is brought that the matrix is multiplied with: the
     chunks of a part are read for all strips of a block before those of the next part. Where they lie does not change.
     """
@@ -38,19 +35,23 @@ class MatrixLayout:
     start: int = 0
     offset: int = 0
     slices: int = 1
+    format: TileFormat = BF16
 
     def __post_init__(self) -> None:
         place = f"MatrixLayout({self.name!r})"
         require_positive(place, rows=self.rows, columns=self.columns, blocks=self.blocks, stage_bytes=self.stage_bytes)
         require_positive(place, slices=self.slices)
-        if self.stage_bytes % PAIR_BYTES:
+        if self.stage_bytes % self.format.tile_bytes:
             raise PlanError(
-                f"{place}: stage_bytes is {self.stage_bytes}: give a multiple of {PAIR_BYTES} (a tile pair)"
+                f"{place}: stage_bytes is {self.stage_bytes}: give a multiple of {self.format.tile_bytes} (a K-tile of "
+                f"{self.format.name})"
             )
         if not 0 <= self.start < self.blocks:
             raise PlanError(f"{place}: start is {self.start} with {self.blocks} blocks: give 0 to {self.blocks - 1}")
-        if self.offset < 0 or self.offset % PAIR_BYTES:
-            raise PlanError(f"{place}: offset is {self.offset}: give a multiple of {PAIR_BYTES} bytes, 0 or above")
+        if self.offset < 0 or self.offset % TILE_ALIGNMENT:
+            raise PlanError(
+                f"{place}: offset is {self.offset}: give a multiple of {TILE_ALIGNMENT} bytes, 0 or above"
+            )
 
     @cached_property
     def split(self) -> Split:
@@ -66,9 +67,9 @@ class MatrixLayout:
         return ceil_div(self.strips, self.blocks)
 
     @property
-    def tile_pairs(self) -> int:
-        """Tile pairs of a strip."""
-        return ceil_div(self.columns, PAIR_COLUMNS)
+    def k_tiles(self) -> int:
+        """K-tiles of a strip."""
+        return ceil_div(self.columns, self.format.columns)
 
     @property
     def padded_rows(self) -> int:
@@ -76,17 +77,17 @@ class MatrixLayout:
 
     @property
     def padded_columns(self) -> int:
-        return self.tile_pairs * PAIR_COLUMNS
+        return self.k_tiles * self.format.columns
 
     @property
-    def pairs_per_chunk(self) -> int:
-        """Tile pairs of every chunk but the last of a strip."""
-        return self.stage_bytes // PAIR_BYTES
+    def tiles_per_chunk(self) -> int:
+        """K-tiles of every chunk but the last of a strip."""
+        return self.stage_bytes // self.format.tile_bytes
 
     @property
     def chunks(self) -> int:
         """Chunks of a strip."""
-        return ceil_div(self.tile_pairs, self.pairs_per_chunk)
+        return ceil_div(self.k_tiles, self.tiles_per_chunk)
 
     @property
     def slice_chunks(self) -> int:
@@ -100,28 +101,28 @@ class MatrixLayout:
 
     @property
     def strip_bytes(self) -> int:
-        return self.tile_pairs * PAIR_BYTES
+        return self.k_tiles * self.format.tile_bytes
 
     @property
     def total_bytes(self) -> int:
         return self.strips * self.strip_bytes
 
     @property
-    def last_chunk_pairs(self) -> int:
-        return self.tile_pairs - (self.chunks - 1) * self.pairs_per_chunk
+    def last_chunk_tiles(self) -> int:
+        return self.k_tiles - (self.chunks - 1) * self.tiles_per_chunk
 
     @property
     def last_chunk_bytes(self) -> int:
-        return self.last_chunk_pairs * PAIR_BYTES
+        return self.last_chunk_tiles * self.format.tile_bytes
 
     @property
     def last_round_width(self) -> int:
         """Strips of the last round."""
         return self.strips - (self.rounds - 1) * self.blocks
 
-    def chunk_pairs(self, chunk: Index) -> Index:
-        """Tile pairs of chunk `chunk` (0 <= chunk < chunks); also for device expressions."""
-        return _last_differs(chunk, self.chunks, self.pairs_per_chunk, self.last_chunk_pairs)
+    def chunk_tiles(self, chunk: Index) -> Index:
+        """K-tiles of chunk `chunk` (0 <= chunk < chunks); also for device expressions."""
+        return _last_differs(chunk, self.chunks, self.tiles_per_chunk, self.last_chunk_tiles)
 
     def chunk_bytes(self, chunk: Index) -> Index:
         """Bytes of chunk `chunk` (0 <= chunk < chunks); also for device expressions."""
@@ -164,9 +165,9 @@ class MatrixLayout:
         return self.split.count(block) * self.strip_bytes
 
 
-def slice_columns(columns: int, stage_bytes: int, slices: int) -> int:
+def slice_columns(columns: int, stage_bytes: int, slices: int, format: TileFormat = BF16) -> int:
     """Elements of the longest of `slices` parts of a vector of `columns`, each whole chunks but the last."""
-    chunk_columns = stage_bytes // PAIR_BYTES * PAIR_COLUMNS
+    chunk_columns = stage_bytes // format.tile_bytes * format.columns
     return min(columns, ceil_div(ceil_div(columns, chunk_columns), slices) * chunk_columns)
 
 

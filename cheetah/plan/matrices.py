@@ -63,7 +63,8 @@ class StepMatrices:
         return 1 if layout.name == self.head.name else self.layers
 
     def describe(self) -> tuple[dict[str, int | str], ...]:
-        """One plain entry a matrix: name, rows, columns, offset, layer_stride, layers, start."""
+        """One plain entry a matrix: name, rows, columns, format, offset, layer_stride, layers,
+        start."""
         return tuple(self._describe(layout) for layout in self)
 
     def _describe(self, layout: MatrixLayout) -> dict[str, int | str]:
@@ -72,6 +73,7 @@ class StepMatrices:
             "name": layout.name,
             "rows": layout.rows,
             "columns": layout.columns,
+            "format": layout.format.name,
             "offset": layout.offset,
             "layer_stride": 0 if layout.name == self.head.name else self.layer_stride,
             "layers": layers,
@@ -84,7 +86,11 @@ def step_matrices(shape: ModelShape, plan: Plan, gpu: Gpu) -> StepMatrices:
     plan.check(shape, gpu)
 
     def layout(name: str, rows: int, columns: int, start: int, slices: int = 1) -> MatrixLayout:
-        return MatrixLayout(name, rows, columns, gpu.blocks, plan.stage_bytes, start, slices=slices)
+        return MatrixLayout(
+            *(name, rows, columns, gpu.blocks, plan.stage_bytes, start),
+            slices=slices,
+            format=shape.format_of(name),
+        )
 
     gate_up_rows = ceil_div(shape.ffn, GATE_UP_ROWS) * STRIP_ROWS
     qkv, o, gate_up, down = _placed(

@@ -6,9 +6,10 @@ from math import lcm
 from typing import Any
 
 from cheetah.plan.errors import PlanError, require_positive
+from cheetah.plan.formats import BF16
 from cheetah.plan.gpu import Gpu
 from cheetah.plan.index import ceil_div, round_up
-from cheetah.plan.layout import PAIR_BYTES, STRIP_ROWS, slice_columns
+from cheetah.plan.layout import STRIP_ROWS, slice_columns
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.shared_memory import BULK_ALIGNMENT, Region, SharedMap, ring_regions, stages_that_fit
 from cheetah.printable import shown
@@ -155,11 +156,11 @@ class Plan:
                 raise PlanError(f"Plan: {name} is {getattr(self, name)}: give 0 to blocks - 1")
 
     def _check_ring(self) -> None:
-        unit = self.math_warps * PAIR_BYTES
+        unit = self.math_warps * BF16.tile_bytes
         if self.stage_bytes % unit:
             raise PlanError(
                 f"Plan: stage_bytes is {self.stage_bytes} with {self.math_warps} math warps: each takes whole "
-                f"{PAIR_BYTES}-byte tile pairs of a chunk: use a multiple of {unit}"
+                f"{BF16.tile_bytes}-byte K-tiles of a chunk: use a multiple of {unit}"
             )
         if self.stage_bytes >= TRANSACTION_LIMIT_BYTES:
             raise PlanError(
@@ -185,16 +186,6 @@ class Plan:
         """Whether the copy warps give registers to the math warps: two warpgroups of 232 and one of 40 a thread. Equal
         shares would be 168."""
         return self.math_warps == 8 and self.copy_warps == WARPGROUP
-
-    @property
-    def pairs_per_chunk(self) -> int:
-        """Tile pairs of a full stage."""
-        return self.stage_bytes // PAIR_BYTES
-
-    @property
-    def pairs_per_warp(self) -> int:
-        """Tile pairs of a full stage that each math warp multiplies."""
-        return self.pairs_per_chunk // self.math_warps
 
     @property
     def ring_bytes(self) -> int:
@@ -240,6 +231,13 @@ class Plan:
                 f"Plan: stage_bytes is {self.stage_bytes} with head_dim {shape.head_dim}: K and V of {KV_TILE_TOKENS} "
                 f"tokens are {unit} bytes and a stage holds whole such tiles: use a multiple of {unit}"
             )
+        for matrix, _ in shape.formats:
+            unit = shape.format_of(matrix).tile_bytes * self.math_warps
+            if self.stage_bytes % unit:
+                raise PlanError(
+                    f"Plan: stage_bytes is {self.stage_bytes} with {self.math_warps} math warps: a chunk of {matrix} "
+                    f"({shape.format_of(matrix).name}) has as many K-tiles for each: use a multiple of {unit}"
+                )
         for name in ("start_qkv", "start_residual", "start_gate_up", "start_head"):
             if getattr(self, name) >= gpu.blocks:
                 raise PlanError(
@@ -333,7 +331,7 @@ def vector_columns(shape: ModelShape, plan: Plan) -> int:
     parts = (
         shape.padded_hidden,
         shape.padded_query_rows,
-        slice_columns(shape.padded_ffn, plan.stage_bytes, plan.down_slices),
+        slice_columns(shape.padded_ffn, plan.stage_bytes, plan.down_slices, shape.format_of("down")),
     )
     return max(parts)
 
@@ -375,7 +373,7 @@ def default_plan(gpu: Gpu, shape: ModelShape, *, reserve: Reserve = kernel_regio
     chosen.setdefault("tokens", next((size for size in STEP_TOKENS if size >= chosen.get("batch", 1)), MAX_BATCH))
     chosen.setdefault("down_slices", default_down_slices(shape, chosen["tokens"], gpu))
     chosen.setdefault("sync", default_sync(chosen["tokens"], gpu))
-    chosen.setdefault("stage_bytes", _default_stage_bytes(gpu, shape.head_dim, chosen["math_warps"]))
+    chosen.setdefault("stage_bytes", _default_stage_bytes(shape, gpu, chosen["math_warps"]))
     draft = Plan.from_dict({**chosen, "stages": 2, "in_flight": 1})
     draft.check(shape, gpu)
     stages = chosen["stages"] if "stages" in chosen else _default_stages(shape, draft, gpu, reserve)
@@ -401,8 +399,9 @@ def default_starts(shape: ModelShape, gpu: Gpu) -> dict[str, int]:
     return {"start_qkv": start, "start_residual": 0, "start_gate_up": start, "start_head": start}
 
 
-def _default_stage_bytes(gpu: Gpu, head_dim: int, math_warps: int) -> int:
-    unit = lcm(math_warps * PAIR_BYTES, KV_TILE_TOKENS * 2 * 2 * head_dim)
+def _default_stage_bytes(shape: ModelShape, gpu: Gpu, math_warps: int) -> int:
+    tiles = (BF16.tile_bytes, *(shape.format_of(matrix).tile_bytes for matrix, _ in shape.formats))
+    unit = lcm(*(math_warps * tile for tile in tiles), KV_TILE_TOKENS * 2 * 2 * shape.head_dim)
     return round_up(4096 if gpu.emulated else 16384, unit)
 
 

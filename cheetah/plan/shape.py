@@ -3,13 +3,17 @@
 from dataclasses import dataclass
 
 from cheetah.plan.errors import PlanError, require_positive
+from cheetah.plan.formats import BF16, TileFormat, tile_format
 from cheetah.plan.index import ceil_div
 from cheetah.plan.layout import PAIR_COLUMNS, STRIP_ROWS
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a Llama-shaped decoder, in elements: `heads` query heads share `kv_heads` KV heads of `head_dim`."""
+    """Sizes of a dense decoder, in elements: `heads` query heads share `kv_heads` KV heads of `head_dim`.
+
+    formats: (matrix, weight format) of the matrices that are not bf16.
+    """
 
     hidden: int
     ffn: int
@@ -18,9 +22,12 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     layers: int
+    formats: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        require_positive("ModelShape", **vars(self))
+        require_positive("ModelShape", **{name: value for name, value in vars(self).items() if name != "formats"})
+        for matrix, _ in self.formats:
+            self.format_of(matrix)
         if self.heads % self.kv_heads:
             raise PlanError(
                 f"ModelShape: {self.heads} heads on {self.kv_heads} KV heads: heads must be a multiple of kv_heads"
@@ -29,6 +36,15 @@ class ModelShape:
             raise PlanError(
                 f"ModelShape: head_dim is {self.head_dim}: give a multiple of {STRIP_ROWS} (whole strips a head)"
             )
+
+    def format_of(self, matrix: str) -> TileFormat:
+        """The weight format of a matrix."""
+        return tile_format(dict(self.formats).get(matrix, BF16.name))
+
+    def describe(self) -> dict[str, int | str]:
+        """The sizes by name, and the formats of matrices that are not bf16."""
+        sizes = {name: value for name, value in vars(self).items() if name != "formats"}
+        return {**sizes, **{f"{matrix} in": name for matrix, name in self.formats}}
 
     @property
     def group(self) -> int:

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from cheetah.models.config import ModelConfig
-from cheetah.models.dense.packing import Bytes, PackingError, pack_strips
 from cheetah.models.dense.weights import (
     EMBEDDING,
     FINAL_NORM,
@@ -35,6 +34,7 @@ from cheetah.models.dense.weights import (
     vector_shapes,
 )
 from cheetah.models.family import Progress, ReadRows, ReadTensor, Rows, WriteBytes
+from cheetah.models.formats import Bytes, PackingError, format_of
 from cheetah.models.rounding import Bits
 from cheetah.plan import STRIP_ROWS, MatrixLayout, StepMatrices
 
@@ -221,7 +221,7 @@ class _Block:
 
     def pack(self, memory: Bytes) -> None:
         """To their places in the piece's memory."""
-        pack_strips(self.layout, self.strips, self._rows(), memory, self.first_round)
+        format_of(self.layout).pack_strips(self.layout, self.strips, self._rows(), memory, self.first_round)
 
     def _rows(self) -> Bits:
         """The strips' rows, padded: straight from the tensor where they are in order, else gathered by this thread."""

@@ -26,6 +26,7 @@ from cheetah.models.dense.weights import (
     weight_sources,
 )
 from cheetah.models.family import Tensors
+from cheetah.models.formats import WEIGHT_FORMATS
 from cheetah.models.rounding import F32, Rounding, exact, widen
 from cheetah.models.sampling import sample
 
@@ -172,7 +173,8 @@ class Reference:
         self.embedding = weight(EMBEDDING)
         self.layers = [_layer(config, layer, weight) for layer in range(config.layers)]
         self.norm = weight(FINAL_NORM)
-        self.head = self.embedding if config.tied_embeddings else weight(head_tensor(config))
+        head_weight = self.embedding if config.tied_embeddings else weight(head_tensor(config))
+        self.head = as_multiplied(config, "head", head_weight)
         self.reset()
 
     def reset(self) -> None:
@@ -272,7 +274,17 @@ def _layer(config: ModelConfig, layer: int, weight: Callable[[str], F32]) -> Lay
         return [weight(name.format(layer=layer)) for name in names]
 
     sources = weight_sources(config)
-    names = (INPUT_NORM, *sources["qkv"], *sources["o"], POST_ATTENTION_NORM, *sources["gate_up"], *sources["down"])
+
+    def of(matrix: str) -> list[F32]:
+        return [as_multiplied(config, matrix, weight) for weight in of_layer(sources[matrix])]
+
+    input_norm, ffn_norm = of_layer((INPUT_NORM, POST_ATTENTION_NORM))
+    (q, k, v), (o,), (gate, up), (down,) = (of(matrix) for matrix in ("qkv", "o", "gate_up", "down"))
     biases = tuple(of_layer(QKV_BIASES)) if config.qkv_biases else (0.0,) * 3
     head_norms = tuple(of_layer(HEAD_NORMS)) if config.head_norms else (None,) * 2
-    return Layer(biases, head_norms, *of_layer(names))
+    return Layer(biases, head_norms, input_norm, q, k, v, o, ffn_norm, gate, up, down)
+
+
+def as_multiplied(config: ModelConfig, matrix: str, weight: F32) -> F32:
+    """A tensor of a matrix as its weight format keeps it."""
+    return WEIGHT_FORMATS[config.shape.format_of(matrix).name].meaning(weight)

@@ -5,7 +5,6 @@ The model itself is in `program`. Here is what would hide it: how blocks are wir
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from cheetah import lang as ch
@@ -67,7 +66,7 @@ def sizes(config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
     shape = config.shape
     layout = kv_layout(shape, gpu, plan)
     return {
-        **asdict(shape),
+        **{name: value for name, value in vars(shape).items() if isinstance(value, int)},
         "qkv_rows": shape.qkv_rows,
         "weight_bytes": step_matrices(shape, plan, gpu).weight_bytes,
         "norms": 2 * shape.layers + 1,

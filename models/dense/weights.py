@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.models.config import ModelConfig
-from cheetah.models.dense.packing import PackingError, pack_matrix, unpack_matrix
 from cheetah.models.family import Rows
 from cheetah.models.rounding import Bits
 from cheetah.plan import STRIP_ROWS, StepMatrices
@@ -26,17 +25,14 @@ __all__ = [
     "FINAL_NORM",
     "HEAD",
     "MATRICES",
-    "PackingError",
     "RowGroups",
     "buffer_bytes",
     "head_tensor",
     "logical_matrix",
     "matrix_tensors",
-    "pack_matrix",
     "row_groups",
     "shape_meaning",
     "tensor_shapes",
-    "unpack_matrix",
     "weight_sources",
 ]
 

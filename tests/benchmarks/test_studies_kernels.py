@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.studies.linear_kernel import VARIANTS, LinearKernel, Variant, linear_kernel
 from cheetah.emulator import allocate, compile_program, explore
-from cheetah.models.dense.packing import pack_matrix
+from cheetah.models.formats import pack_matrix
 from cheetah.models.rounding import round_to_bf16, widen
 from cheetah.plan import gpu_named
 from tests.program.rig import as_bf16, emulated_gpu

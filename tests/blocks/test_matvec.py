@@ -14,7 +14,7 @@ from cheetah.blocks.linear.prologue import Slices, Units
 from cheetah.emulator import allocate, explore
 from cheetah.generate import generate_kernel
 from cheetah.lang import UnusedStageError, prim, ty
-from cheetah.models.dense.packing import pack_matrix
+from cheetah.models.formats import pack_matrix
 from cheetah.models.rounding import widen
 from cheetah.plan import MatrixLayout, ModelShape, PlanError
 from tests.blocks.small_kernel import SmallKernel, filled, plan_of

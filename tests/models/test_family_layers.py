@@ -85,7 +85,7 @@ def test_the_reference_says_what_transformers_formulas_say(name: str) -> None:
 def test_vectors_of_a_family_lie_where_its_kernel_reads_them(name: str) -> None:
     config, gpu = CONFIGS[name], GPUS["emulator-2"]
     weights, family = random_weights(config), family_of(config)
-    matrices = family.matrices(config, default_plan(gpu, **vars(config.shape), max_context=64), gpu)
+    matrices = family.matrices(config, default_plan(gpu, config.shape, max_context=64), gpu)
     buffers = {part: np.full(size, 0xA5, np.uint8) for part, size in buffer_bytes(config, matrices).items()}
 
     def write(part: str, offset: int, data: NDArray[np.uint8]) -> None:

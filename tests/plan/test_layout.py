@@ -39,7 +39,7 @@ def test_addresses_partition_the_matrix_in_memory_order():
 
 def test_address_is_the_formula_of_the_layout():
     layout = MatrixLayout("w", rows=7 * 16, columns=10 * 32, blocks=4, stage_bytes=4096)
-    assert (layout.strips, layout.tile_pairs, layout.pairs_per_chunk, layout.chunks) == (7, 10, 4, 3)
+    assert (layout.strips, layout.k_tiles, layout.tiles_per_chunk, layout.chunks) == (7, 10, 4, 3)
     assert (layout.strip_bytes, layout.last_chunk_bytes, layout.rounds) == (10240, 2048, 2)
     assert layout.address(0, 0, 3, 4) == 3 * 4096
     assert layout.address(0, 2, 1, 4) == 4 * 2 * 4096 + 2048
@@ -47,13 +47,13 @@ def test_address_is_the_formula_of_the_layout():
     assert layout.address(1, 2, 2, 3) + 2048 == layout.total_bytes
 
 
-def test_chunks_of_a_strip_hold_its_tile_pairs_and_all_but_the_last_are_full():
+def test_chunks_of_a_strip_hold_its_k_tiles_and_all_but_the_last_are_full():
     for layout in SMALL:
         sizes = [layout.chunk_bytes(chunk) for chunk in range(layout.chunks)]
         assert sum(sizes) == layout.strip_bytes
         assert all(size == layout.stage_bytes for size in sizes[:-1])
         assert 0 < sizes[-1] <= layout.stage_bytes
-        assert sizes == [layout.chunk_pairs(chunk) * 1024 for chunk in range(layout.chunks)]
+        assert sizes == [layout.chunk_tiles(chunk) * 1024 for chunk in range(layout.chunks)]
 
 
 def test_round_widths_and_positions_agree_with_the_split():
@@ -88,7 +88,7 @@ def test_the_longest_slice_is_what_must_be_in_memory_at_once():
     for layout in SMALL:
         for slices in (1, 2, 3, 8):
             sliced = replace(layout, slices=slices)
-            pairs = [sum(map(sliced.chunk_pairs, range(*sliced.slice_range(number)))) for number in range(slices)]
+            pairs = [sum(map(sliced.chunk_tiles, range(*sliced.slice_range(number)))) for number in range(slices)]
             assert slice_columns(layout.padded_columns, layout.stage_bytes, slices) == 32 * max(pairs), sliced
 
 
@@ -106,7 +106,7 @@ def test_device_expressions_give_the_same_addresses():
         ]
 
 
-def test_padding_reaches_whole_strips_and_tile_pairs():
+def test_padding_reaches_whole_strips_and_k_tiles():
     layout = MatrixLayout("w", rows=17, columns=33, blocks=2, stage_bytes=1024)
     assert (layout.padded_rows, layout.padded_columns, layout.total_bytes) == (32, 64, 4096)
 
@@ -119,7 +119,7 @@ def test_padding_reaches_whole_strips_and_tile_pairs():
         ({"stage_bytes": 1000}, "stage_bytes is 1000: give a multiple of 1024"),
         ({"start": 4}, "start is 4 with 4 blocks: give 0 to 3"),
         ({"slices": 0}, r"MatrixLayout\('w'\): slices is 0"),
-        ({"offset": 512}, "offset is 512: give a multiple of 1024"),
+        ({"offset": 520}, "offset is 520: give a multiple of 16"),
     ],
 )
 def test_impossible_layouts_are_refused(change, message):

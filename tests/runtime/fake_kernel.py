@@ -28,8 +28,8 @@ from cheetah.models.dense.weights import (
     logical_matrix,
     matrix_tensors,
     tensor_shapes,
-    unpack_matrix,
 )
+from cheetah.models.formats import unpack_matrix
 from cheetah.models.llama import LlamaConfig
 from cheetah.models.rounding import round_to_bf16
 from cheetah.models.sampling import sample

@@ -17,12 +17,14 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from cheetah import lang as ch
-from cheetah.blocks.columns import UNITS_PER_PAIR, Columns
+from cheetah.blocks.columns import UNIT, Columns
+from cheetah.blocks.linear.formats import fragments_of
+from cheetah.blocks.linear.fragments import Activations
 from cheetah.blocks.linear.interface import Epilogue, Linear, Prologue, Rows
 from cheetah.blocks.ring import Ring, Stage
 from cheetah.blocks.timeline import NO_TIMELINE, Timeline
 from cheetah.lang import prim, ty
-from cheetah.plan import PAIR_BYTES, STRIP_ROWS, MatrixLayout
+from cheetah.plan import STRIP_ROWS, MatrixLayout
 from cheetah.plan.plan import COLUMNS
 
 
@@ -148,6 +150,8 @@ class Matvec(Linear):
         sums = [ch.array(ty.f32, self.columns.tiles, 4, zero=True, name="sums") for _ in range(layout.rounds)]
         for number in range(layout.slices):
             first, end = layout.slice_range(number)
+            if first == end:
+                break  # rounding left none for this one and those behind it
             if number > 0:
                 self.machine.meet()  # everybody has read the last part before it is loaded over
             self._load(layout, prologue, number)
@@ -176,35 +180,24 @@ class Matvec(Linear):
     @ch.inline
     def _multiply_chunk(self, layout: MatrixLayout, chunk: ch.Expr, place: ch.Expr, stage: Stage, sums: Any) -> None:
         """Chunk `chunk` of a strip by the vectors in shared memory, in which it is number `place`."""
-        machine, tokens = self.machine, self.columns.limit
+        machine = self.machine
         vector = machine.region("vector", ty.u32x4)
-        fragments = ch.reinterpret(ty.ptr(ty.u32x4), stage.address)
-        with ch.for_(machine.plan.pairs_per_warp, unroll=True) as turn:
+        fragments = fragments_of(layout.format.name, stage, machine.lane)
+        with ch.for_(layout.tiles_per_chunk // machine.plan.math_warps, unroll=True) as turn:
             pair = turn * machine.plan.math_warps + machine.warp
 
-            def multiply_pair() -> None:
-                first = fragments[pair * (PAIR_BYTES // 16) + machine.lane]
-                second = fragments[pair * (PAIR_BYTES // 16) + 32 + machine.lane]
-                units = vector + (place * layout.pairs_per_chunk + pair) * (UNITS_PER_PAIR * tokens)
-                for tile in range(self.columns.tiles):
-                    values = units[self._operand_unit(tile)]
-                    prim.mma_bf16(sums[tile], first, values.x, values.y)
-                    prim.mma_bf16(sums[tile], second, values.z, values.w)
-                stage.has_read(first.x ^ second.x)
+            def multiply_tile() -> None:
+                units_per_tile = layout.format.columns // UNIT * self.columns.limit
+                units = Activations(
+                    self.columns, vector + (place * layout.tiles_per_chunk + pair) * units_per_tile
+                )
+                fragments.multiply(pair, units, sums)
 
-            if layout.last_chunk_pairs == layout.pairs_per_chunk:
-                multiply_pair()
+            if layout.last_chunk_tiles == layout.tiles_per_chunk:
+                multiply_tile()
             else:
-                with ch.if_(pair < layout.chunk_pairs(chunk)):
-                    multiply_pair()
-
-    def _operand_unit(self, tile: int) -> Any:
-        """Which of a tile pair's units is this lane's operand: of column lane / 4 of the tile, or one that stands for
-        it where there are fewer."""
-        lane, tokens = self.machine.lane, self.columns.limit
-        if tokens == 1:
-            return lane % UNITS_PER_PAIR
-        return lane % (UNITS_PER_PAIR * min(tokens, COLUMNS)) + tile * (COLUMNS * UNITS_PER_PAIR)
+                with ch.if_(pair < layout.chunk_tiles(chunk)):
+                    multiply_tile()
 
     @ch.inline
     def _reduce(self, layout: MatrixLayout, strip: ch.Expr, sums: Any, epilogue: Epilogue) -> None:

@@ -90,7 +90,7 @@ class Slices(Prologue):
     available: int
 
     def load(self, matrix: MatrixLayout, number: int) -> None:
-        chunk_elements = matrix.pairs_per_chunk * PAIR_COLUMNS
+        chunk_elements = matrix.tiles_per_chunk * matrix.format.columns
         first, end = (chunk * chunk_elements for chunk in matrix.slice_range(number))
         end = min(end, matrix.padded_columns)
         part = Part(end - first, min(end, self.available) - first, first // UNIT * self.columns.limit)

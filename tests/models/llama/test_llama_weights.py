@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cheetah.models.dense.pack_weights import pack_all
-from cheetah.models.dense.packing import PackingError, pack_matrix, pack_strips, unpack_matrix
 from cheetah.models.dense.weights import MATRICES, buffer_bytes, logical_matrix, matrix_tensors, tensor_shapes
+from cheetah.models.formats import PackingError, pack_matrix, unpack_matrix
+from cheetah.models.formats.bf16 import Bf16
 from cheetah.models.llama import LlamaConfig
 from cheetah.models.registry import PRESETS
 from cheetah.plan import GPUS, MatrixLayout, default_plan, step_matrices
@@ -27,6 +28,8 @@ layouts = st.builds(
     stage_bytes=st.integers(1, 4).map(lambda pairs: pairs * 1024),
 )
 
+pack_strips = Bf16().pack_strips
+
 
 def slow_pack(layout, matrix):
     """One element at a time, as the contract writes it down."""
@@ -35,7 +38,7 @@ def slow_pack(layout, matrix):
         strip, r = divmod(row, 16)
         for column in range(layout.columns):
             pair, c = divmod(column, 32)
-            chunk, inner = divmod(pair, layout.pairs_per_chunk)
+            chunk, inner = divmod(pair, layout.tiles_per_chunk)
             t, h, low_high = c // 8, c % 8 // 4, c % 4
             lane = 4 * (r % 8) + t
             word = (2 if low_high >= 2 else 0) + (1 if r >= 8 else 0)

@@ -1,0 +1,33 @@
+"""bf16 weights: a K-tile is the A operands of two `mma.m16n8k16`, 16 bytes a lane each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cheetah import lang as ch
+from cheetah.blocks.linear.fragments import Activations, Fragments
+from cheetah.lang import prim, ty
+from cheetah.plan.formats import BF16
+
+LANE_LOADS = BF16.tile_bytes // 16
+"""16-byte words of a tile: the lanes' of its first half, then those of its second."""
+
+
+class Bf16Fragments(Fragments):
+    """Tiles of 16 x 32, packed by `cheetah.models.formats.bf16`."""
+
+    @ch.inline
+    def declare(self) -> None:
+        fragments = ch.reinterpret(ty.ptr(ty.u32x4), self.stage.address)
+        self.fragments = fragments
+
+    @ch.inline
+    def multiply(self, tile: ch.Expr, activations: Activations, sums: Any) -> None:
+        first = self.fragments[tile * LANE_LOADS + self.lane]
+        second = self.fragments[tile * LANE_LOADS + 32 + self.lane]
+        units = activations.units
+        for group in range(activations.columns.tiles):
+            values = activations.operand(units, group)
+            prim.mma_bf16(sums[group], first, values.x, values.y)
+            prim.mma_bf16(sums[group], second, values.z, values.w)
+        self.stage.has_read(first.x ^ second.x)

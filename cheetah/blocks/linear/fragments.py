@@ -1,0 +1,46 @@
+"""What a weight format is to a product: K-tiles in a stage that are multiplied with activations."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from cheetah import lang as ch
+from cheetah.blocks.columns import UNITS_PER_PAIR, Columns
+from cheetah.blocks.ring import Stage
+from cheetah.plan.plan import COLUMNS
+
+
+@dataclass(frozen=True, eq=False)
+class Activations:
+    """The vectors of all columns, from the K-tile's first element on, in fragment order (u32x4 units)."""
+
+    columns: Columns
+    units: ch.Expr
+
+    def operand(self, units: ch.Expr, group: int, part: int = 0) -> Any:
+        """This lane's 8 elements of the tile's 32 columns number `part`, of a column of `group` (8 columns each): that
+        of lane / 4, or one that stands for it where there are fewer. `units` is this, named."""
+        lane, tokens = self.columns.machine.lane, self.columns.limit
+        first = part * (UNITS_PER_PAIR * tokens)
+        if tokens == 1:
+            return units[lane % UNITS_PER_PAIR + first]
+        unit = lane % (UNITS_PER_PAIR * min(tokens, COLUMNS)) + group * (COLUMNS * UNITS_PER_PAIR)
+        return units[unit + first]
+
+
+class Fragments(ABC):
+    """The K-tiles of one format in a full stage, as a warp reads them. Emits code in the math role."""
+
+    def __init__(self, stage: Stage, lane: ch.Expr) -> None:
+        self.stage, self.lane = stage, lane
+        self.declare()
+
+    @abstractmethod
+    def declare(self) -> None:
+        """Name where the stage's tiles begin."""
+
+    @abstractmethod
+    def multiply(self, tile: ch.Expr, activations: Activations, sums: Any) -> None:
+        """sums [groups, 4] += tile number `tile` of the stage x activations; tells the stage what it has read."""
