@@ -41,7 +41,7 @@ def generate_kernel(
     plan = choose_plan(config, machine, **overrides)
     kernel = family_of(config).program.build_kernel(config, machine, plan)
     text = ch.render_file(kernel, header=_header(config, machine, plan, command), line_marks=line_marks)
-    return Generated(text, _manifest(config, machine, plan, text, command))
+    return Generated(text, describe_kernel(config, machine, plan, text, command))
 
 
 def _header(config: ModelConfig, gpu: Gpu, plan: Plan, command: str) -> str:
@@ -61,7 +61,8 @@ def _header(config: ModelConfig, gpu: Gpu, plan: Plan, command: str) -> str:
     return "\n".join(lines)
 
 
-def _manifest(config: ModelConfig, gpu: Gpu, plan: Plan, text: str, command: str) -> Manifest:
+def describe_kernel(config: ModelConfig, gpu: Gpu, plan: Plan, text: str, command: str) -> Manifest:
+    """The manifest of the kernel that `generate_kernel` makes for these, whose text is `text`."""
     shape = config.shape
     matrices, program = step_matrices(shape, plan, gpu), family_of(config).program
     parameters, sizes = program.kernel_parameters(config, plan), program.sizes(config, gpu, plan)

@@ -11,16 +11,18 @@ import hashlib
 import json
 import math
 import os
+import re
 import tempfile
 import types
 import typing
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from cheetah.errors import CheetahError
-from cheetah.printable import shown
+from cheetah.printable import shown, shown_name
 from cheetah.records import record_from_json
 from cheetah.untrusted import parse_json, read_text
 
@@ -34,6 +36,9 @@ DTYPE_BYTES: Mapping[str, int] = types.MappingProxyType({"u8": 1, "u32": 4, "u64
 
 FILLS = ("zero", "poison", "host")
 """What a buffer holds before the first launch: zeros, 0xFF bytes (NaN in f32 and bf16), or what the host uploads."""
+
+MOST_DIMENSIONS = 16
+LARGEST_LENGTH = 2**63 - 1
 
 LINE_WIDTH = 200  # wide enough for a parameter or a matrix on one line of the JSON
 
@@ -64,18 +69,20 @@ class Parameter:
     nullable: bool = False
 
     def __post_init__(self) -> None:
-        place = f"parameter {self.name!r}"
-        _require(self.kind in ("pointer", "scalar"), f"{place}: kind {self.kind!r} is neither 'pointer' nor 'scalar'")
+        place = f"parameter {shown(self.name)}"
+        is_known = self.kind in ("pointer", "scalar")
+        _require(is_known, f"{place}: kind {shown(self.kind)} is neither 'pointer' nor 'scalar'")
         _check_dtype(place, self.dtype)
+        _check_shape(place, tuple(length for length in self.shape or () if isinstance(length, int)))
         is_pointer = self.kind == "pointer"
         fits = self.ctype.rstrip().endswith("*") == is_pointer
-        _require(fits, f"{place}: C type {self.ctype!r} is not a {self.kind}")
+        _require(fits, f"{place}: C type {shown(self.ctype)} is not a {self.kind}")
         is_plain = not (self.mutable or self.nullable)
         _require(is_pointer or is_plain, f"{place}: a scalar is neither mutable nor nullable")
         is_const = self.ctype.startswith("const ")
         _require(
             not (is_pointer and self.mutable == is_const),
-            f"{place}: mutable={self.mutable} contradicts C type {self.ctype!r}",
+            f"{place}: mutable={self.mutable} contradicts C type {shown(self.ctype)}",
         )
 
 
@@ -111,11 +118,13 @@ class Buffer:
     fill: str
 
     def __post_init__(self) -> None:
-        place = f"buffer {self.name!r}"
+        place = f"buffer {shown(self.name)}"
         _check_dtype(place, self.dtype)
-        _require(self.fill in FILLS, f"{place}: fill {self.fill!r} is not one of {', '.join(FILLS)}")
+        _require(self.fill in FILLS, f"{place}: fill {shown(self.fill)} is not one of {', '.join(FILLS)}")
+        _check_shape(place, self.shape)
         needed = math.prod(self.shape) * DTYPE_BYTES[self.dtype]
-        _require(self.bytes >= needed, f"{place}: {self.bytes} bytes, but {self.dtype} {self.shape} needs {needed}")
+        wanted = f"{self.dtype} {self.shape} needs {shown(needed)}"
+        _require(self.bytes >= needed, f"{place}: {shown(self.bytes)} bytes, but {wanted}")
 
 
 @dataclass(frozen=True)
@@ -151,6 +160,8 @@ class Manifest:
 
     def __post_init__(self) -> None:
         _require(self.format == FORMAT, _wrong_format(self.format))
+        is_name = re.fullmatch("[A-Za-z_][A-Za-z0-9_]{0,199}", self.kernel) is not None
+        _require(is_name, f"manifest: kernel {shown(self.kernel)} is no name of a function")
         for name in ("gpu", "config", "plan", "matrices", "step_bytes"):
             plain = _plain(getattr(self, name), name)
             object.__setattr__(self, name, tuple(plain) if name == "matrices" else plain)
@@ -235,12 +246,18 @@ def _wrong_format(found: object) -> str:
 
 
 def _check_dtype(place: str, dtype: str) -> None:
-    _require(dtype in DTYPE_BYTES, f"{place}: dtype {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+    _require(dtype in DTYPE_BYTES, f"{place}: dtype {shown(dtype)} is not one of {', '.join(DTYPE_BYTES)}")
+
+
+def _check_shape(place: str, shape: tuple[int, ...]) -> None:
+    fits = len(shape) <= MOST_DIMENSIONS and all(0 <= length <= LARGEST_LENGTH for length in shape)
+    wanted = f"at most {MOST_DIMENSIONS} lengths from 0 to {LARGEST_LENGTH}"
+    _require(fits, f"{place}: shape {shown(shape)} is not {wanted}")
 
 
 def _check_unique(what: str, names: list[str]) -> None:
-    repeated = sorted({name for name in names if names.count(name) > 1})
-    _require(not repeated, f"manifest: {what} named twice: {', '.join(repeated)}")
+    repeated = sorted(name for name, count in Counter(names).items() if count > 1)
+    _require(not repeated, f"manifest: {what} named twice: {', '.join(map(shown_name, repeated[:8]))}")
 
 
 class _HasName(typing.Protocol):

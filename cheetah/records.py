@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from cheetah.errors import CheetahError
-from cheetah.printable import shown_name
+from cheetah.printable import shown, shown_name
 
 Record = TypeVar("Record")
 
@@ -23,6 +23,39 @@ def record_from_json(record_type: type[Record], data: object, place: str, error:
     Fields may be str, int, float (an integer will do), bool, None, Any, tuples and dicts of these, records, and unions.
     """
     return _Reader(error).record(record_type, data, place)
+
+
+def first_difference(found: Any, expected: Any, place: str = "") -> str | None:
+    """Where two JSON values differ, what is found there and what is expected; None if they are equal.
+
+    Entries of a list that have a name are called by it.
+    """
+    if isinstance(found, dict) and isinstance(expected, dict):
+        return _difference_of_entries(found, expected, f"{place}." if place else "")
+    if isinstance(found, list | tuple) and isinstance(expected, list | tuple):
+        return _difference_of_lists(found, expected, place)
+    if found == expected and isinstance(found, bool) == isinstance(expected, bool):
+        return None
+    return f"{place} is {shown(found)}, expected {shown(expected)}"
+
+
+def _difference_of_lists(found: Sequence[Any], expected: Sequence[Any], place: str) -> str | None:
+    for index, (mine, theirs) in enumerate(zip(found, expected, strict=False)):
+        name = theirs.get("name", index) if isinstance(theirs, dict) else index
+        if difference := first_difference(mine, theirs, f"{place}[{name}]"):
+            return difference
+    if len(found) != len(expected):
+        return f"{place} has {len(found)} entries, expected {len(expected)}"
+    return None
+
+
+def _difference_of_entries(found: Mapping[str, Any], expected: Mapping[str, Any], place: str) -> str | None:
+    for name in (*expected, *found):
+        if name not in found or name not in expected:
+            return f"{place}{shown_name(name)} is {'missing' if name in expected else 'not known'}"
+        if difference := first_difference(found[name], expected[name], f"{place}{name}"):
+            return difference
+    return None
 
 
 class _Reader:

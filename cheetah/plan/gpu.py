@@ -6,6 +6,7 @@ Units: bytes are bytes, GB = 1e9 bytes, KB of shared memory = 1024 bytes.
 from dataclasses import dataclass
 
 from cheetah.plan.errors import PlanError, require_positive
+from cheetah.printable import shown
 
 SHARED_BYTES_SM90 = 227 * 1024
 """Most dynamic shared memory of one block on compute capability 9.0 (CUDA C++ Programming Guide)."""
@@ -62,9 +63,9 @@ GPUS: dict[str, Gpu] = {
 }
 
 
-def gpu_named(name: str) -> Gpu:
+def gpu_named(name: object) -> Gpu:
     """The machine of that name; PlanError lists the names there are."""
-    if name not in GPUS:
-        known = ", ".join(GPUS)
-        raise PlanError(f"gpu {name!r} is not known: choose one of {known}, or add a Gpu(...) to cheetah/plan/gpu.py")
+    if not isinstance(name, str) or name not in GPUS:
+        known = f"choose one of {', '.join(GPUS)}, or add a Gpu(...) to cheetah/plan/gpu.py"
+        raise PlanError(f"gpu {shown(name)} is not known: {known}")
     return GPUS[name]

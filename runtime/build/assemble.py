@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -23,6 +23,8 @@ from cheetah.models.family import Rows
 from cheetah.models.registry import family_of
 from cheetah.plan import GPUS, Gpu, Plan, PlanError, StepMatrices, gpu_named
 from cheetah.plan.kv.tables import MAX_STOP_IDS
+from cheetah.printable import shown_name
+from cheetah.records import first_difference
 from cheetah.runtime.build.memory import LABELS, MemoryEstimate, memory_of_buffers, size_text
 from cheetah.runtime.build.tuned import with_tuned
 from cheetah.runtime.device import Say, open_device, say_to_stderr
@@ -135,8 +137,10 @@ def assemble(
         generate = generate_kernel or _own_generator()
         generated = generate(weights.config, machine.name, **plan)
         manifest = generated.manifest
-        check_packing(weights.config, manifest)
+        check_manifest(weights.config, manifest)
         prompt_kernel = _prompt_kernel(weights.config, machine, generate, plan, manifest, prompt_tokens, _say(quiet))
+        if prompt_kernel:
+            check_manifest(weights.config, prompt_kernel.manifest)
         memory = memory_needed(weights.config, manifest, prompt_kernel.manifest if prompt_kernel else None)
         memory.check(info.free_bytes, info.name)
         if not quiet:
@@ -281,13 +285,22 @@ def _logits_rows(plan: Plan) -> int:
     return max(1, plan.max_steps // plan.tokens) * plan.tokens
 
 
-def check_packing(config: ModelConfig, manifest: Manifest) -> None:
-    """CheetahError unless the manifest's matrices are those that this version packs for the configuration."""
-    ours = [dict(entry) for entry in _matrices(config, manifest).describe()]
-    if list(manifest.matrices) != ours:
+def check_manifest(config: ModelConfig, manifest: Manifest) -> None:
+    """CheetahError unless the manifest is the one that this version writes for this model, its machine and its plan.
+
+    Everything behind it is told by those three: what differs was edited by hand, or written by another version. What
+    the kernel's words are (`command`, `generator`) is free, and its text is checked by its hash.
+    """
+    from cheetah.generate import describe_kernel
+
+    plan, gpu = Plan.from_dict(manifest.plan), gpu_named(manifest.gpu.get("name"))
+    plan.check(config.shape, gpu)
+    ours = describe_kernel(config, gpu, plan, "", manifest.command)
+    expected = replace(ours, generator=manifest.generator, text_sha256=manifest.text_sha256)
+    if difference := first_difference(asdict(manifest), asdict(expected)):
         raise CheetahError(
-            f"kernel {manifest.kernel} expects its weights packed otherwise than this version packs them: generate it "
-            f"again with: {manifest.command}"
+            f"manifest of kernel {manifest.kernel}: {difference}: generate text and manifest again with: "
+            f"{shown_name(manifest.command)}"
         )
 
 

@@ -17,14 +17,13 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from cheetah.manifest import Buffer as BufferSpec
-from cheetah.manifest import Launch, Manifest, Parameter, sha256_of_text
+from cheetah.generate import describe_kernel
+from cheetah.manifest import Manifest
 from cheetah.models.dense.reference import Reference
 from cheetah.models.dense.weights import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
-    buffer_bytes,
     logical_matrix,
     matrix_tensors,
     tensor_shapes,
@@ -33,15 +32,13 @@ from cheetah.models.formats import unpack_matrix
 from cheetah.models.llama import LlamaConfig
 from cheetah.models.rounding import round_to_bf16
 from cheetah.models.sampling import sample
-from cheetah.plan import GPUS, Gpu, Plan, default_plan, gpu_named, step_matrices
-from cheetah.plan.kv import KvPlanLayout, max_plans
+from cheetah.plan import GPUS, Plan, default_plan, gpu_named, step_matrices
+from cheetah.plan.kv import KvPlanLayout
 from cheetah.plan.kv.tables import COLUMN_WORDS, MAX_STOP_IDS, SEQUENCE_WORDS, TILE_WORDS, SequenceRecord, TileRecord
 from cheetah.runtime.device.arguments import check_arguments
 from cheetah.runtime.device.interface import DeviceInfo, LaunchTimeout
 
 TEXT = "// stands for the generated kernel\n"
-EXCHANGE_BYTES = 64
-PHASES = ("embed", "qkv", "attention", "o", "gate_up", "down", "head")
 
 
 @dataclass(frozen=True)
@@ -53,79 +50,8 @@ class Generated:
 def generate_kernel(config: LlamaConfig, gpu_name: str, **overrides: Any) -> Generated:
     """Stands for `cheetah.generate.generate_kernel`: the same manifest, no kernel."""
     gpu = gpu_named(gpu_name)
-    shape = config.shape
-    plan = default_plan(gpu, shape, **overrides)
-    matrices = step_matrices(shape, plan, gpu)
-    manifest = Manifest(
-        kernel="fake_llama",
-        text_sha256=sha256_of_text(TEXT),
-        generator="test",
-        command="none",
-        gpu=dataclasses.asdict(gpu),
-        config=config.to_dict(),
-        plan=plan.to_dict(),
-        launch=Launch(gpu.blocks, plan.threads, 1024),
-        parameters=_parameters(config, plan),
-        matrices=matrices.describe(),
-        layer_stride=matrices.layer_stride,
-        weight_bytes=matrices.weight_bytes,
-        buffers=_buffers(config, plan, gpu),
-        phases=PHASES,
-        step_bytes={"weights": matrices.weight_bytes},
-    )
-    return Generated(TEXT, manifest)
-
-
-def _parameters(config: LlamaConfig, plan: Plan) -> tuple[Parameter, ...]:
-    pointers = [
-        ("weights", "const uint8_t*", "u8", None), ("norms", "const bf16*", "bf16", None),
-        ("embedding", "const bf16*", "bf16", None), ("rope", "const float*", "f32", None),
-        ("kv", "bf16*", "bf16", None),
-        ("page_table", "const int32_t*", "i32", None), ("kv_plans", "const int32_t*", "i32", None),
-        ("tiles", "const int32_t*", "i32", None), ("sequences", "const int32_t*", "i32", None),
-        ("columns", "const int32_t*", "i32", None),
-        ("exchange", "uint8_t*", "u8", None), ("tokens", "int32_t*", "i32", None),
-        ("stop_ids", "const int32_t*", "i32", (MAX_STOP_IDS,)),
-        ("logits", "float*", "f32", ("steps", plan.tokens, config.vocab_size)),
-        ("progress", "uint32_t*", "u32", None), ("status", "int32_t*", "i32", (8,)),
-    ]  # fmt: skip
-    names = ("steps", "head_from", "column_count", "plan_count", "epoch")
-    scalars = [(name, "uint32_t", "u32") for name in names]
-    return (
-        *(
-            Parameter(name, ctype, "pointer", dtype, not ctype.startswith("const"), shape, "", name == "logits")
-            for name, ctype, dtype, shape in pointers
-        ),
-        *(Parameter(name, ctype, "scalar", dtype, False, None, "") for name, ctype, dtype in scalars),
-    )
-
-
-def _buffers(config: LlamaConfig, plan: Plan, gpu: Gpu) -> tuple[BufferSpec, ...]:
-    weights = buffer_bytes(config, step_matrices(config.shape, plan, gpu))
-    layout = KvPlanLayout.for_step(plan, config.group, config.kv_heads, gpu.blocks)
-    plans = max_plans(plan.max_steps, plan.kv_align, layout.tiles, plan.tokens)
-    kv_shape = (config.layers, plan.kv_pages, 2, config.kv_heads, plan.page_size, config.head_dim)
-    shapes: list[tuple[str, str, tuple[int, ...], str]] = [
-        ("weights", "u8", (weights["weights"],), "host"),
-        ("norms", "bf16", (2 * config.layers + 1, config.padded_hidden), "host"),
-        ("embedding", "bf16", (config.vocab_size, config.padded_hidden), "host"),
-        ("rope", "f32", (plan.max_context, config.head_dim // 2, 2), "host"),
-        ("kv", "bf16", kv_shape, "poison"),
-        ("page_table", "i32", (plan.batch, plan.pages_per_sequence), "poison"),
-        ("kv_plans", "i32", (plans, layout.plan_words), "poison"),
-        ("tiles", "i32", (layout.tiles, TILE_WORDS), "poison"),
-        ("sequences", "i32", (plan.batch, SEQUENCE_WORDS), "poison"),
-        ("columns", "i32", (plan.tokens, COLUMN_WORDS), "poison"),
-        ("exchange", "u8", (EXCHANGE_BYTES,), "zero"),
-        ("tokens", "i32", (plan.batch, plan.launch_tokens + 1), "poison"),
-        ("stop_ids", "i32", (MAX_STOP_IDS,), "poison"),
-        ("progress", "u32", (gpu.blocks,), "poison"),
-        ("status", "i32", (8,), "poison"),
-    ]
-    sizes = {"u8": 1, "bf16": 2, "f32": 4, "i32": 4, "u32": 4}
-    return tuple(
-        BufferSpec(name, dtype, shape, int(np.prod(shape)) * sizes[dtype], fill) for name, dtype, shape, fill in shapes
-    )
+    plan = default_plan(gpu, config.shape, **overrides)
+    return Generated(TEXT, describe_kernel(config, gpu, plan, TEXT, "none"))
 
 
 class FakeBuffer:
@@ -321,7 +247,7 @@ def run_kernel(manifest: Manifest, model: Reference, arguments: Mapping[str, Any
                 stopped.add(number)
         done += 1
     arguments["status"].view(np.int32, (8,))[0] = done
-    arguments["progress"].view(np.uint32, (manifest.launch.blocks,))[:] = done * len(PHASES)
+    arguments["progress"].view(np.uint32, (manifest.launch.blocks,))[:] = done * len(manifest.phases)
     return tables
 
 
