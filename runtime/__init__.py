@@ -1,4 +1,4 @@
-"""Runs generated kernels: devices, loading, KV cache, decode loop, sampling, tokenizer, and the `LLM` class.
+"""Runs generated kernels: devices, loading, KV cache, engine, sampling, tokenizer, and the `LLM` class.
 
 `from cheetah.runtime import LLM, SamplingParams`. Importing this package loads nothing else; each name is loaded when
 it is first asked for, and no CUDA library before a device is opened.

@@ -1,7 +1,7 @@
 """`LLM`: a model that is asked. Text or ids in; text, ids, finish reasons and timings out.
 
-Joins the parts: checkpoint, tokenizer, chat template, generated kernel, device, decode loop. Each is told what to do
-from here and knows nothing of this module.
+Joins the parts: checkpoint, tokenizer, chat template, generated kernel, device, engine. Each is told what to do from
+here and knows nothing of this module.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ import numpy.typing as npt
 
 from cheetah.errors import CheetahError
 from cheetah.plan.plan import MAX_BATCH, default_context
-from cheetah.runtime.engine.decode import Completion, Decoder, Request
-from cheetah.runtime.engine.launcher import Sampling
-from cheetah.runtime.engine.pieces import collect, pieces_of, pieces_together
+from cheetah.runtime.engine.engine import Engine
+from cheetah.runtime.engine.launch_tables import Sampling
 from cheetah.runtime.engine.prefix_cache import PrefixCache
+from cheetah.runtime.engine.requests import Failed, Request
+from cheetah.runtime.engine.shared import SharedEngine
 from cheetah.runtime.outputs import RequestOutput, StreamPiece
 from cheetah.runtime.sampling import SamplingDefaults, SamplingParams, as_token_ids, stop_ids
 from cheetah.runtime.text.chat import ChatTemplates, Message
+from cheetah.runtime.text.pieces import Pieces, collect
 from cheetah.runtime.text.stream import TextStream
 from cheetah.runtime.text.tokenizer import Tokenizer, read_json
 
@@ -37,7 +39,10 @@ Prompt = str | Sequence[int]
 
 
 class LLM:
-    """A Llama model on a device, with its generated kernel. Use it from one thread, and close it (or use `with`).
+    """A Llama model on a device, with its generated kernel. Close it, or use `with`.
+
+    Several threads may use it at a time: their requests are decoded together, up to `batch`, the others wait in line,
+    and each gets what it asked for. After Ctrl-C it works on; the interrupted request has given its place up.
 
     model: a folder, a hub id, "demo", or "random:PRESET".
     device: "cuda", "pycuda", "emulator", an open `Device`, or None for what is there.
@@ -134,7 +139,9 @@ class LLM:
         cache = self._assembly.launcher.cache
         self.max_context = cache.context
         self.prefix_cache = PrefixCache(cache.pool, cache.page_size) if prefix_cache else None
-        self._decoder = Decoder(self._assembly.launcher, launch_steps, self.prefix_cache, self._assembly.prompts)
+        self._engine = SharedEngine(
+            Engine(self._assembly.launcher, launch_steps, self.prefix_cache, self._assembly.prompts)
+        )
 
     @overload
     def generate(self, prompts: Prompt, params: SamplingParams | None = None) -> RequestOutput: ...
@@ -158,9 +165,9 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamPiece]:
         """The completions of a prompt piece by piece, as they are made. Mistakes in the request are raised at once.
 
-        With a batch of 1 another request ends an unfinished stream: its next piece is an error. With more they go on
-        side by side, each when any of them is asked for its next piece; a stream that nobody wants any more gives its
-        place up when it is closed or collected.
+        With a batch of 1 another request of the same thread ends an unfinished stream: its next piece is an error, and
+        those of other threads are waited for. With more they go on side by side, each when any of them is asked for its
+        next piece; a stream that nobody wants any more gives its place up when it is closed or collected.
         """
         return self._stream(self._encode(prompt), params)
 
@@ -182,15 +189,14 @@ class LLM:
     def score(self, ids: Prompt) -> npt.NDArray[np.float32]:
         """The logits of every position, float32 [len(ids), vocab]: row i is for the token after ids 0 .. i."""
         token_ids = self._encode(ids)
-        self._decoder.check_open()
-        self._decoder.launcher.cache.check_fits(len(token_ids))
-        return self._decoder.score(token_ids, self._assembly.logits_buffer())
+        self._engine.check_open()
+        self._assembly.launcher.cache.check_fits(len(token_ids))
+        return self._engine.score(token_ids, self._assembly.logits_buffer())
 
     def close(self) -> None:
         """Frees the device's memory. The LLM cannot be used afterwards; a second call does nothing."""
-        if not self._decoder.closed:
-            self._decoder.closed = True
-            self._assembly.close()
+        self._engine.close()
+        self._assembly.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -233,10 +239,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """All completions of all prompts, decoded together."""
         params = params or SamplingParams()
-        of_prompts = [self._completions(ids, params) for ids in prompts]
-        jobs = [(one, self._pieces(one, params)) for several in of_prompts for one in several]
-        found: list[list[StreamPiece]] = [[] for _ in jobs]
-        for number, piece in pieces_together(self._decoder, jobs):
+        requests = [self._request(ids, params) for ids in prompts]
+        found: list[list[StreamPiece]] = [[] for _ in requests for _ in range(params.n)]
+        for number, piece in self._pieces(requests, params):
             found[number].append(piece)
         outputs = iter([collect(pieces) for pieces in found])
         return [
@@ -245,17 +250,17 @@ class LLM:
 
     def _stream(self, ids: tuple[int, ...], params: SamplingParams | None) -> Iterator[StreamPiece]:
         params = params or SamplingParams()
-        jobs = [(one, self._pieces(one, params)) for one in self._completions(ids, params)]
-        return (piece for _, piece in pieces_together(self._decoder, jobs))
+        request = self._request(ids, params)
+        return (piece for _, piece in self._pieces([request], params))
 
-    def _completions(self, ids: tuple[int, ...], params: SamplingParams) -> list[Completion]:
+    def _request(self, ids: tuple[int, ...], params: SamplingParams) -> Request:
         """The request, checked."""
-        self._decoder.check_open()
+        self._engine.check_open()
         if params.stop:
             self._require_tokenizer("a stop string")
         if params.stop_token_ids:
             as_token_ids(params.stop_token_ids, self.config.vocab_size, "stop_token_ids")
-        cache = self._decoder.launcher.cache
+        cache = self._assembly.launcher.cache
         cache.check_fits(len(ids))
         sampling = Sampling(
             self._defaults.temperature if params.temperature is None else params.temperature,
@@ -263,15 +268,39 @@ class LLM:
             stop_ids(params, self._defaults),
         )
         room = cache.context - len(ids) + 1  # the last token that is made needs no place in the cache
-        most = params.max_tokens or room
-        return self._decoder.complete_several(Request(ids, most, sampling, params.min_tokens, params.n))
+        request = Request(ids, params.max_tokens or room, sampling, params.min_tokens, params.n)
+        self._engine.check(request)
+        return request
 
-    def _pieces(self, completion: Completion, params: SamplingParams) -> Iterator[StreamPiece]:
-        text = None
-        if self.tokenizer is not None:
-            decoder = self.tokenizer.text_decoder(after=completion.request.prompt_ids)
-            text = TextStream(decoder, params.stop, params.include_stop_str_in_output, params.min_tokens)
-        return pieces_of(completion, text)
+    def _pieces(self, requests: Sequence[Request], params: SamplingParams) -> Iterator[tuple[int, StreamPiece]]:
+        """(number of the completion among those of all requests, piece), as they are made, until all are finished."""
+        ids = self._engine.submit(requests)
+        try:
+            completions = [(request, index) for request in requests for index in range(request.count)]
+            open_ones = {
+                id: (number, Pieces(self._text_stream(request, params), index))
+                for number, (id, (request, index)) in enumerate(zip(ids, completions, strict=True))
+            }
+            while open_ones:
+                for event in self._engine.wait(open_ones):
+                    if event.id not in open_ones:
+                        continue  # made behind a stop string
+                    if isinstance(event, Failed):
+                        raise CheetahError(event.message)
+                    number, pieces = open_ones[event.id]
+                    piece = pieces.take(event.token_ids, event.timings, event.finish_reason)
+                    if piece.finished:
+                        del open_ones[event.id]
+                        self._engine.release([event.id])
+                    yield number, piece
+        finally:
+            self._engine.release(ids)
+
+    def _text_stream(self, request: Request, params: SamplingParams) -> TextStream | None:
+        if self.tokenizer is None:
+            return None
+        decoder = self.tokenizer.text_decoder(after=request.prompt_ids)
+        return TextStream(decoder, params.stop, params.include_stop_str_in_output, params.min_tokens)
 
 
 def _checked_batch(batch: int | None) -> int | None:

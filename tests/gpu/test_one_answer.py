@@ -10,8 +10,8 @@ import pytest
 
 from cheetah.runtime.build.assemble import Assembly, assemble
 from cheetah.runtime.checkpoint.loading import open_checkpoint
-from cheetah.runtime.engine.decode import Request
 from cheetah.runtime.engine.launcher import Sampling
+from cheetah.runtime.engine.requests import Request
 from tests.program.answers import Record, Service
 from tests.program.rig import token_ids
 

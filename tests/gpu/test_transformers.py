@@ -16,7 +16,7 @@ import pytest
 from cheetah.models.config import ModelConfig
 from cheetah.runtime.build.assemble import Assembly, assemble
 from cheetah.runtime.checkpoint.loading import Checkpoint, open_checkpoint
-from cheetah.runtime.engine.decode import Decoder
+from cheetah.runtime.engine.engine import Engine
 from cheetah.runtime.engine.launcher import Sampling
 from tests.models.spellings import spelled_for
 
@@ -90,12 +90,10 @@ def ours(case: dict[str, Any], **overrides: Any) -> Assembly:
 def test_512_steps_are_as_near_to_float32_as_transformers_bf16(case: dict[str, Any], overrides: dict[str, Any]) -> None:
     assembly = ours(case, **overrides)
     try:
-        decoder = Decoder(assembly.launcher)
-        first = decoder.score(case["ids"], assembly.logits_buffer())
+        engine = Engine(assembly.launcher)
+        first = engine.score(case["ids"], assembly.logits_buffer())
         for _ in range(2):
-            assert np.array_equal(first, decoder.score(case["ids"], assembly.logits_buffer())), (
-                "bits moved between runs"
-            )
+            assert np.array_equal(first, engine.score(case["ids"], assembly.logits_buffer())), "bits moved between runs"
     finally:
         assembly.close()
     kl = mean_kl(case["exact"], first)

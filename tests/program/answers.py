@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from cheetah.runtime.build.assemble import Assembly
-from cheetah.runtime.engine.decode import Completion, Decoder, Request
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
 from cheetah.runtime.engine.launcher import Launcher, LaunchResult, Part
 from cheetah.runtime.engine.prefix_cache import PrefixCache
+from cheetah.runtime.engine.requests import Request
 from cheetah.runtime.sampling import seed_of
+from tests.desk import Asked, Desk
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Record:
 
 
 class Service:
-    """A decoder over an assembly, with an empty KV cache and an empty prefix cache, whose bits are recorded.
+    """An engine over an assembly, with an empty KV cache and an empty prefix cache, whose bits are recorded.
 
     Completions that are decoded at the same time need seeds of their own, by which their parts are told apart.
     """
@@ -51,13 +52,13 @@ class Service:
         launcher.cache = CachedSequence(PagePool(old.pool.pages), old.page_size, old.context)
         self.assembly, self.record = assembly, record
         self.prefixes = PrefixCache(launcher.cache.pool, old.page_size) if prefix_cache else None
-        self.decoder = Decoder(launcher, launch_steps, self.prefixes, assembly.prompts)
+        self.desk = Desk(launcher, launch_steps, self.prefixes, assembly.prompts)
         self.cached_tokens: list[int] = []
         self._ids: dict[int, tuple[int, list[int]]] = {}
 
     def answers(self, requests: Sequence[Request]) -> list[tuple[int, ...]]:
         """The token ids of all completions of requests that are submitted together in this order."""
-        completions = [one for request in requests for one in self.decoder.complete_several(request)]
+        completions = [one for request in requests for one in self.desk.complete_several(request)]
         with self._recording():
             self.begin(completions)
             found = [tuple(token for part in one for token in part) for one in completions]
@@ -65,12 +66,12 @@ class Service:
         self._note_pages(requests)
         return found
 
-    def begin(self, completions: Sequence[Completion]) -> None:
+    def begin(self, completions: Sequence[Asked]) -> None:
         """Puts completions in line."""
         for one in completions:
             seed = seed_of(one.request.sampling.seed, one.index)
             self._ids[seed] = len(one.request.prompt_ids), list(one.request.prompt_ids)
-        self.decoder.submit(completions)
+        self.desk.submit(completions)
 
     @contextmanager
     def _recording(self) -> Iterator[None]:

@@ -15,8 +15,9 @@ import pytest
 
 from cheetah.runtime.build.assemble import Assembly, assemble
 from cheetah.runtime.device.emulator import EmulatorDevice
-from cheetah.runtime.engine.decode import LaunchPace, Request
 from cheetah.runtime.engine.launcher import Sampling
+from cheetah.runtime.engine.pace import LaunchPace
+from cheetah.runtime.engine.requests import Request
 from tests.program.answers import Record, Service
 from tests.program.rig import emulated_gpu, model, random_weights, token_ids
 
@@ -166,7 +167,7 @@ def test_random_requests_with_common_beginnings(kernels: Kernels, seed: int) -> 
             requests.append(Request(prompt, int(draw.integers(1, 25)), sampling, count=count))
         expected = [one for request in requests for one in kernels.answers_alone(record, request)]
         if number % 2:
-            given_up = service.decoder.complete(Request(prompt_of(40, (number,)), 20, Sampling(0.5, 7)))
+            given_up = service.desk.complete(Request(prompt_of(40, (number,)), 20, Sampling(0.5, 7)))
             service.begin([given_up])
             next(iter(given_up))
         assert service.answers(requests) == expected
@@ -179,8 +180,8 @@ def test_scores_of_a_beginning_are_the_beginning_of_the_scores(kernels: Kernels)
     """Also where the last launch has fewer tokens than a step takes."""
     ids, logits = token_ids(80, CONFIG.vocab_size, 4), kernels.shared.logits_buffer()
     service = Service(kernels.shared, Record())
-    whole = service.decoder.score(ids, logits)
+    whole = service.desk.score(ids, logits)
     for count in (1, 9, 67, 79):
         np.testing.assert_array_equal(
-            service.decoder.score(ids[:count], logits).view(np.uint32), whole[:count].view(np.uint32)
+            service.desk.score(ids[:count], logits).view(np.uint32), whole[:count].view(np.uint32)
         )

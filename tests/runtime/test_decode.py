@@ -16,10 +16,12 @@ from cheetah.models.rounding import round_to_bf16
 from cheetah.runtime.build.assemble import STOP_IDS, Assembly, assemble
 from cheetah.runtime.device.interface import LaunchTimeout
 from cheetah.runtime.engine import launcher as launcher_module
-from cheetah.runtime.engine.decode import Completion, Decoder, LaunchPace, Request
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
 from cheetah.runtime.engine.launcher import Epochs, Sampling
+from cheetah.runtime.engine.pace import LaunchPace
 from cheetah.runtime.engine.prefix_cache import PrefixCache
+from cheetah.runtime.engine.requests import Request
+from tests.desk import Asked, Desk
 
 PROMPT = (5, 17, 250, 3, 99, 7, 7, 81, 200, 12, 45)
 
@@ -30,11 +32,11 @@ def assembled(device: FakeDevice | None = None, **overrides: Any) -> Assembly:
     )
 
 
-def decoder(launch_steps: int | None = None, **overrides: Any) -> Decoder:
-    return Decoder(assembled(**overrides).launcher, launch_steps)
+def desk(launch_steps: int | None = None, **overrides: Any) -> Desk:
+    return Desk(assembled(**overrides).launcher, launch_steps)
 
 
-def tokens_of(completion: Completion) -> list[int]:
+def tokens_of(completion: Asked) -> list[int]:
     return [token for part in completion for token in part]
 
 
@@ -47,13 +49,13 @@ def expected(prompt: tuple[int, ...], count: int, temperature: float = 0.0, seed
 @pytest.mark.parametrize("launch_steps", [1, 2, 7, 11, 64])
 def test_tokens_are_the_references_however_steps_are_grouped(launch_steps: int, temperature: float) -> None:
     request = Request(PROMPT, 30, Sampling(temperature, seed=2**63 + 5))
-    assert tokens_of(decoder(launch_steps).complete(request)) == expected(PROMPT, 30, temperature, 2**63 + 5)
+    assert tokens_of(desk(launch_steps).complete(request)) == expected(PROMPT, 30, temperature, 2**63 + 5)
 
 
 def test_uneven_launches_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = iter([3, 1, 9, 2, 5, 8, 1, 1] * 9)
     monkeypatch.setattr(LaunchPace, "steps", lambda pace, wanted: min(wanted, next(sizes)))
-    assert tokens_of(decoder().complete(Request(PROMPT, 40, Sampling(0.9, 3)))) == expected(PROMPT, 40, 0.9, 3)
+    assert tokens_of(desk().complete(Request(PROMPT, 40, Sampling(0.9, 3)))) == expected(PROMPT, 40, 0.9, 3)
 
 
 @pytest.mark.parametrize("page_size", [1, 5, 16, 64])
@@ -62,11 +64,11 @@ def test_page_size_and_page_order_change_nothing(page_size: int) -> None:
     pages = int(assembly.manifest.buffer("kv").shape[1])
     order = np.random.default_rng(0).permutation(pages).tolist()
     assembly.launcher.cache = CachedSequence(PagePool(pages, order), page_size, 200)
-    assert tokens_of(Decoder(assembly.launcher).complete(Request(PROMPT, 30, Sampling()))) == expected(PROMPT, 30)
+    assert tokens_of(Desk(assembly.launcher).complete(Request(PROMPT, 30, Sampling()))) == expected(PROMPT, 30)
 
 
 def test_a_second_request_starts_from_nothing() -> None:
-    one = decoder()
+    one = desk()
     first = tokens_of(one.complete(Request(PROMPT, 8, Sampling())))
     tokens_of(one.complete(Request((1, 2, 3), 20, Sampling())))
     assert tokens_of(one.complete(Request(PROMPT, 8, Sampling()))) == first
@@ -76,14 +78,14 @@ def test_a_second_request_starts_from_nothing() -> None:
 def test_a_stop_id_ends_the_completion_and_is_its_last_id(launch_steps: int) -> None:
     plain = expected(PROMPT, 30)
     stop = plain[9]
-    completion = decoder(launch_steps).complete(Request(PROMPT, 30, Sampling(stop_ids=(stop,))))
+    completion = desk(launch_steps).complete(Request(PROMPT, 30, Sampling(stop_ids=(stop,))))
     assert tokens_of(completion) == plain[: plain.index(stop) + 1] and completion.stop_id == stop
 
 
 def test_more_stop_ids_than_the_device_holds_still_stop() -> None:
     plain = expected(PROMPT, 30)
     others = tuple(token for token in range(300) if token not in plain)[:STOP_IDS]
-    completion = decoder().complete(Request(PROMPT, 30, Sampling(stop_ids=(*others, plain[5]))))
+    completion = desk().complete(Request(PROMPT, 30, Sampling(stop_ids=(*others, plain[5]))))
     assert tokens_of(completion) == plain[: plain.index(plain[5]) + 1]
 
 
@@ -92,14 +94,14 @@ def test_min_tokens_passes_over_early_stops_only(launch_steps: int) -> None:
     plain = expected(PROMPT, 30)
     stops = tuple(set(plain))
     for least in (0, 1, 2, 6):
-        completion = decoder(launch_steps).complete(Request(PROMPT, 30, Sampling(stop_ids=stops), min_tokens=least))
+        completion = desk(launch_steps).complete(Request(PROMPT, 30, Sampling(stop_ids=stops), min_tokens=least))
         assert tokens_of(completion) == plain[: max(1, least)], least
 
 
 def test_prompt_and_first_token_are_prefill_and_the_rest_decode() -> None:
-    completion = decoder(launch_steps=4).complete(Request(PROMPT, 9, Sampling()))
+    completion = desk(launch_steps=4).complete(Request(PROMPT, 9, Sampling()))
     parts = [len(part) for part in completion]
-    timings = completion.timings(9)
+    timings = completion.timings
     assert parts[0] == 1 and sum(parts) == 9
     assert (timings.prompt_tokens, timings.completion_tokens) == (11, 9)
     assert timings.launches == 3 + len(parts) - 1 and timings.prefill_s > 0 and timings.decode_s > 0
@@ -108,7 +110,7 @@ def test_prompt_and_first_token_are_prefill_and_the_rest_decode() -> None:
 
 def test_no_head_runs_inside_a_long_prompt() -> None:
     device = FakeDevice()
-    one = Decoder(assembled(device).launcher, 4)
+    one = Desk(assembled(device).launcher, 4)
     tokens_of(one.complete(Request(PROMPT, 1, Sampling())))
     found = [(launch["sequences"][0].given, launch["steps"], launch["head_from"]) for launch in device.launches]
     assert found == [(5, 4, 4), (5, 4, 4), (3, 3, 2)]
@@ -116,7 +118,7 @@ def test_no_head_runs_inside_a_long_prompt() -> None:
 
 def test_the_context_is_refused_before_anything_runs_and_can_be_filled() -> None:
     device = FakeDevice()
-    one = Decoder(assembled(device, max_context=40).launcher)
+    one = Desk(assembled(device, max_context=40).launcher)
     with pytest.raises(CheetahError, match=r"41 tokens do not fit the context of 40 \(max_context\)"):
         one.complete(Request(PROMPT, 31, Sampling()))
     assert device.launches == []
@@ -125,13 +127,13 @@ def test_the_context_is_refused_before_anything_runs_and_can_be_filled() -> None
 
 
 def test_the_models_own_limit_is_named() -> None:
-    one = decoder(max_context=512)
+    one = desk(max_context=512)
     with pytest.raises(CheetahError, match="max_position_embeddings of the model"):
         one.complete(Request(PROMPT, 200, Sampling()))
 
 
 def test_an_overtaken_completion_says_so() -> None:
-    one = decoder(launch_steps=2)
+    one = desk(launch_steps=2)
     first = iter(one.complete(Request(PROMPT, 20, Sampling())))
     next(first)
     tokens_of(one.complete(Request(PROMPT, 3, Sampling())))
@@ -144,7 +146,7 @@ def test_scores_are_the_references_logits_in_any_grouping() -> None:
     wanted = Reference(tiny_weights().config, tiny_weights().tensors, round_to_bf16).forward(ids)
     for launch_steps in (1, 5, 64):
         assembly = assembled()
-        found = Decoder(assembly.launcher, launch_steps).score(ids, assembly.logits_buffer())
+        found = Desk(assembly.launcher, launch_steps).score(ids, assembly.logits_buffer())
         assert found.dtype == np.float32 and found.shape == (23, 300)
         np.testing.assert_array_equal(found, wanted)
 
@@ -161,14 +163,14 @@ def test_epochs_never_repeat_and_restart_before_32_bits_end() -> None:
 def test_a_run_across_the_last_epoch_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher_module, "EPOCH_LIMIT", 60)  # the fake refuses an epoch that the exchange has seen
     device = FakeDevice()
-    one = Decoder(assembled(device).launcher, 5)
+    one = Desk(assembled(device).launcher, 5)
     assert tokens_of(one.complete(Request(PROMPT, 40, Sampling()))) == expected(PROMPT, 40)
     assert [launch["epoch"] for launch in device.launches].count(1) > 1
 
 
 def test_a_launch_that_hangs_is_reported_and_nothing_runs_after_it() -> None:
     device = FakeDevice()
-    one = Decoder(assembled(device).launcher)
+    one = Desk(assembled(device).launcher)
     device.hang = True
     with pytest.raises(LaunchTimeout, match="did not finish"):
         tokens_of(one.complete(Request(PROMPT, 3, Sampling())))
@@ -180,7 +182,7 @@ def test_a_launch_that_hangs_is_reported_and_nothing_runs_after_it() -> None:
 def test_a_launch_is_waited_for_before_an_interrupt_is_raised_and_the_next_request_is_right() -> None:
     """Ctrl-C while the kernel runs: every launch in turn."""
     device = FakeDevice()
-    one = Decoder(assembled(device, batch=2).launcher, 3)
+    one = Desk(assembled(device, batch=2).launcher, 3)
     wanted, synchronize = expected(PROMPT, 9), device.synchronize
 
     def interrupted(timeout_s: float | None = None, progress: object = None) -> None:
@@ -213,7 +215,7 @@ def test_nonsense_from_the_kernel_is_noticed(what: str, message: str) -> None:
     assembly = assembled(device)
     arguments = assembly.buffers
     with pytest.raises(CheetahError, match=message):
-        tokens_of(Decoder(assembly.launcher).complete(Request(PROMPT, 1, Sampling())))
+        tokens_of(Desk(assembly.launcher).complete(Request(PROMPT, 1, Sampling())))
 
 
 class WithoutNumbers(FakeDevice):
@@ -234,7 +236,7 @@ def test_a_completion_without_a_number_in_its_logits_fails_alone_and_is_not_reme
     assembly = assembled(device, batch=2, page_size=4)
     device.buffers_by_name = assembly.buffers
     cache = assembly.launcher.cache
-    one = Decoder(assembly.launcher, 4, PrefixCache(cache.pool, cache.page_size))
+    one = Desk(assembly.launcher, 4, PrefixCache(cache.pool, cache.page_size))
     failing, healthy = one.complete(Request(PROMPT, 9, Sampling())), one.complete(Request(PROMPT[:5], 9, Sampling()))
     one.submit([failing, healthy])
     made = []
@@ -243,7 +245,7 @@ def test_a_completion_without_a_number_in_its_logits_fails_alone_and_is_not_reme
             made += part
     assert made == expected(PROMPT, 3)
     assert tokens_of(healthy) == expected(PROMPT[:5], 9)
-    assert one._prefixes.lookup(PROMPT)[1] == 8 and one._prefixes.lookup((*PROMPT, *made, 0))[1] == 8
+    assert one.prefixes.lookup(PROMPT)[1] == 8 and one.prefixes.lookup((*PROMPT, *made, 0))[1] == 8
 
 
 def test_the_pace_keeps_launches_near_their_target() -> None:

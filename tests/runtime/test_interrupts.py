@@ -94,6 +94,7 @@ def test_another_thread_changes_no_handler() -> None:
 
 
 @pytest.mark.compiler
+@pytest.mark.slow
 @pytest.mark.parametrize("batch, sync", [(1, "flags"), (4, "barrier")])
 def test_ctrl_c_in_a_launch_of_the_emulator_leaves_an_llm_that_works(batch: int, sync: str) -> None:
     """In a process of its own: it interrupts itself at many offsets, and compares what it makes afterwards."""

@@ -18,8 +18,8 @@ from cheetah.models.dense.reference import Reference
 from cheetah.models.dense.weights import FINAL_NORM
 from cheetah.models.sampling import sample
 from cheetah.runtime import LLM, SamplingParams
-from cheetah.runtime.engine.decode import LaunchPace
 from cheetah.runtime.engine.launcher import EPOCH_LIMIT, Epochs
+from cheetah.runtime.engine.pace import LaunchPace
 
 EMULATOR = {"device": "emulator", "gpu": "emulator-2"}
 DEVICES = [
@@ -67,9 +67,9 @@ def reference() -> Reference:
 
 
 def scored(llm: LLM, ids: tuple[int, ...], launch_steps: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    llm._decoder.launch_steps = launch_steps
+    llm._engine.engine.launch_steps = launch_steps
     scores = llm.score(ids)
-    llm._decoder.launch_steps = 64
+    llm._engine.engine.launch_steps = 64
     return scores
 
 
@@ -136,7 +136,7 @@ def test_an_early_end_with_more_chunks_ahead_than_stages(folder: Path, whole_lau
 
 def test_epochs_may_start_again(llm: LLM) -> None:
     plain = llm.generate(PROMPT, SamplingParams(max_tokens=20)).token_ids
-    launcher = llm._decoder.launcher
+    launcher = llm._engine.engine.launcher
     launcher._buffers["exchange"].fill(0)
     launcher._epochs = Epochs(tiny_weights().config.layers + 1, first=EPOCH_LIMIT - 50)
     assert llm.generate(PROMPT, SamplingParams(max_tokens=20)).token_ids == plain

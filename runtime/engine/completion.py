@@ -1,0 +1,73 @@
+"""One completion while an engine works on it: its ids, its place in the cache, its part of the next launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from cheetah.runtime.engine.kv_cache import CachedSequence
+from cheetah.runtime.engine.launcher import NOT_A_NUMBER, LaunchResult, Part
+from cheetah.runtime.engine.requests import Event, Failed, Made, Request
+from cheetah.runtime.outputs import Timings
+from cheetah.runtime.sampling import seed_of
+
+
+class Completion:
+    """Number `index` of a request's completions, known as `id`. `cache` is None while it has no keys of its own."""
+
+    def __init__(self, id: int, request: Request, index: int):
+        self.id, self.request = id, request
+        self.sampling = replace(request.sampling, seed=seed_of(request.sampling.seed, index))
+        self.cache: CachedSequence | None = None
+        self.ids = list(request.prompt_ids)
+        self.cached_tokens = 0
+        self.has_ended = self.has_failed = False
+        self._prefill_s = self._decode_s = 0.0
+        self._launches = 0
+
+    @property
+    def made(self) -> int:
+        """Ids sampled so far."""
+        return len(self.ids) - len(self.request.prompt_ids)
+
+    def most_steps(self) -> int:
+        """Steps of the next decode launch at most: stop ids count in all of it or in none."""
+        unstoppable = self.request.min_tokens - 1 - self.made
+        wanted = self.request.max_tokens - self.made
+        return min(wanted, unstoppable) if unstoppable > 0 else wanted
+
+    def part(self, inputs: Sequence[int], total: int, per_step: int = 1) -> Part:
+        """Its part of a launch. Stop ids count only where all tokens that it samples may be the last."""
+        assert self.cache is not None
+        making = total + 1 - len(inputs)
+        sampling = self.sampling
+        if self.made + making < self.request.min_tokens:
+            sampling = replace(sampling, stop_ids=())
+        return Part(self.cache, inputs, total, sampling, per_step)
+
+    def take(self, part: Part, result: LaunchResult) -> list[Event]:
+        """Takes in what a launch of `part` did, and says it."""
+        if self.made:
+            self._decode_s += result.seconds
+        else:
+            self._prefill_s += result.seconds
+        self._launches += 1
+        self.ids += result.token_ids
+        events: list[Event] = []
+        if result.token_ids:
+            reason = self._finish_reason(part)
+            self.has_ended = reason is not None
+            events.append(Made(self.id, result.token_ids, self._timings(), reason))
+        if result.has_failed:
+            self.has_ended = self.has_failed = True
+            events.append(Failed(self.id, NOT_A_NUMBER.format(position=len(self.ids))))
+        return events
+
+    def _finish_reason(self, part: Part) -> str | None:
+        if self.ids[-1] in part.sampling.stop_ids:
+            return "stop"
+        return "length" if self.made >= self.request.max_tokens else None
+
+    def _timings(self) -> Timings:
+        seconds = (self._prefill_s, self._decode_s)
+        return Timings(len(self.request.prompt_ids), self.made, *seconds, self._launches, self.cached_tokens)

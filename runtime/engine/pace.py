@@ -1,0 +1,23 @@
+"""How long a launch takes: short enough that text streams, long enough that launching costs nothing."""
+
+from __future__ import annotations
+
+LAUNCH_SECONDS = 0.1
+
+
+class LaunchPace:
+    """How many tokens the next decode launch makes: what takes about LAUNCH_SECONDS at the pace seen so far."""
+
+    def __init__(self, max_steps: int, target_s: float = LAUNCH_SECONDS):
+        self._max_steps = max_steps
+        self._target_s = target_s
+        self._step_s = target_s
+
+    def note(self, steps: int, seconds: float) -> None:
+        """Remembers how long a launch took."""
+        self._step_s = seconds / steps
+
+    def steps(self, wanted: int) -> int:
+        """Steps of the next launch, at most `wanted`."""
+        fitting = int(self._target_s / self._step_s) if self._step_s > 0 else self._max_steps
+        return max(1, min(wanted, self._max_steps, fitting))

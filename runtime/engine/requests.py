@@ -1,0 +1,52 @@
+"""What an engine is asked and what it answers: requests, and events of their completions. Plain values, ids only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cheetah.runtime.engine.launch_tables import Sampling
+from cheetah.runtime.outputs import Timings
+
+
+@dataclass(frozen=True)
+class Request:
+    """Completions to make of one prompt, `count` of them: at most `max_tokens` each, ended by a stop id but not before
+    `min_tokens`. Number i draws with `seed_of(sampling.seed, i)`."""
+
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling
+    min_tokens: int = 0
+    count: int = 1
+
+    @property
+    def most_cached(self) -> int:
+        """Tokens that a completion may have in the cache; the last one that is made needs no place there."""
+        return len(self.prompt_ids) + self.max_tokens - 1
+
+
+@dataclass(frozen=True)
+class Made:
+    """Ids that completion `id` goes on with, at least one. finish_reason: None while more may come, "stop" if the last
+    of them is a stop id, "length" if there are `max_tokens`. timings: up to here, of all the ids made."""
+
+    id: int
+    token_ids: tuple[int, ...]
+    timings: Timings
+    finish_reason: str | None = None
+
+    @property
+    def stop_id(self) -> int | None:
+        """The stop id that ended the completion."""
+        return self.token_ids[-1] if self.finish_reason == "stop" else None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Completion `id` ends without a result: why, and what to do."""
+
+    id: int
+    message: str
+
+
+Event = Made | Failed
