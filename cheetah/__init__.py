@@ -6,12 +6,13 @@ runtime's `ch.LLM` and `ch.SamplingParams`. Each is loaded when first asked for:
 
 from typing import TYPE_CHECKING, Any
 
+from cheetah.version import __version__
+
 if TYPE_CHECKING:
     from cheetah.lang import *  # noqa: F403
     from cheetah.runtime import LLM, SamplingParams
 
 __all__ = ["LLM", "SamplingParams", "__version__"]
-__version__ = "0.1.0"
 
 _RUNTIME = ("LLM", "SamplingParams")
 _LANGUAGE = (

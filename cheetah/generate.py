@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from cheetah import __version__
 from cheetah import lang as ch
 from cheetah.manifest import Launch, Manifest, sha256_of_text
 from cheetah.models.config import ModelConfig
@@ -16,6 +15,7 @@ from cheetah.models.registry import family_of
 from cheetah.package import Generated
 from cheetah.plan import Gpu, Plan, default_plan, gpu_named, shared_map, step_matrices
 from cheetah.plan.plan import default_context
+from cheetah.version import __version__
 
 
 def choose_plan(config: ModelConfig, gpu: Gpu, **overrides: Any) -> Plan:

@@ -18,7 +18,8 @@ DATA = (*MODEL, "cheetah.manifest", "cheetah.plan")
 KERNEL = (MODELS, "cheetah.blocks", "cheetah.lang", "cheetah.plan")
 
 # What each part may import of ours, besides itself and FOUNDATION. The longest name that fits a module is its part.
-FOUNDATION = ("cheetah.printable", "cheetah.errors", "cheetah.untrusted", "cheetah.records")  # in this order
+# Of FOUNDATION each may import those before it.
+FOUNDATION = tuple(f"cheetah.{name}" for name in ("version", "printable", "errors", "untrusted", "records"))
 MAY_IMPORT: dict[str, set[str]] = {
     **{part: set() for part in FOUNDATION},
     "cheetah.lang": set(),
@@ -96,7 +97,7 @@ def backward_imports(module: str, source: str) -> list[str]:
     lines = []
     part = part_of(module)
     for line, name in imports_of(module, source):
-        imported = None if name == "cheetah.__version__" else part_of(name)
+        imported = part_of(name)
         if name.split(".")[0] in ("models", "runtime"):
             lines.append(f"{module}:{line}: {name} would be a second copy of the modules: import cheetah.{name}")
         elif part == FRONT and any(is_within(name, family) for family in OF_MODELS_ALONE):

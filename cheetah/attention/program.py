@@ -12,7 +12,6 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
-from cheetah import __version__
 from cheetah import lang as ch
 from cheetah.blocks.attention.cache import KvCache
 from cheetah.blocks.attention.core import Attention, AttentionPort, partial_words
@@ -31,6 +30,7 @@ from cheetah.plan.kv.tables import TILE_WORDS
 from cheetah.plan.plan import STEP_TOKENS, attention_records, attention_regions
 from cheetah.plan.shared_memory import BULK_ALIGNMENT, SharedMap
 from cheetah.plan.workspace import WORKSPACE_ALIGNMENT
+from cheetah.version import __version__
 
 KERNEL_NAME = "attention"
 COLUMN_FIELDS = ("request", "query", "position", "keys")

@@ -47,7 +47,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from cheetah import __version__
+        from cheetah.version import __version__
 
         typer.echo(f"cheetah {__version__}")
         raise typer.Exit

@@ -11,9 +11,10 @@ fences, memory orders weaker than the CPU's other than by the sanitizer, bank co
 from pathlib import Path
 
 from cheetah.emulator.build import RUNTIME_FOLDER
+from cheetah.emulator.compile import compile_program
 from cheetah.emulator.errors import Deadlock, EmulatorError, Misuse, Race, SwitchLimit, TimeLimit
 from cheetah.emulator.explore import ExploreReport, Failure, explore
-from cheetah.emulator.program import SCHEDULERS, LaunchStats, Program, allocate, compile_program
+from cheetah.emulator.program import SCHEDULERS, LaunchStats, Program, allocate
 
 __all__ = [
     "SCHEDULERS",

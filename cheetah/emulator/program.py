@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 
-from cheetah.emulator.build import PLAIN, WATCHED, build_program
 from cheetah.emulator.errors import Deadlock, EmulatorError, Misuse, SwitchLimit, TimeLimit
 from cheetah.errors import CheetahError
 
@@ -189,30 +188,6 @@ def _release(library: ctypes.CDLL) -> None:
             library.cheetah_emulator_release()
         finally:
             _one_launch.release()
-
-
-def compile_program(
-    text: str,
-    kernel: str,
-    parameters: Sequence[tuple[str, str]],
-    *,
-    sanitize: bool = False,
-    watched: bool = False,
-    cache_dir: Path | None = None,
-) -> Program:
-    """Compiles kernel text, which includes "cheetah_emulator.h" under CHEETAH_EMULATOR, with g++ (cached).
-
-    `kernel` is the function's name, `parameters` its (name, C type) in order. With `sanitize` each launch runs as a
-    process of its own under ThreadSanitizer and reports races by line: some twenty times slower, for few blocks. With
-    `watched` every load and store of the text is held to the rules of `runtime/watch.h`, at some twice the time.
-    Raises CheetahError when g++ is missing or refuses the text (the message carries what it said).
-    """
-    if sanitize:
-        from cheetah.emulator.sanitize import sanitized_program
-
-        return sanitized_program(text, kernel, parameters, cache_dir)
-    mode = WATCHED if watched else PLAIN
-    return LoadedProgram(kernel, parameters, build_program(text, kernel, parameters, mode, cache_dir))
 
 
 def allocate(shape: Extent, dtype: object, fill: int = 0xFF) -> np.ndarray:

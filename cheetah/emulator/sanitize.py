@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cheetah.emulator.build import RUNTIME_FOLDER, SANITIZED, build_program
+from cheetah.emulator.build import RUNTIME_FOLDER
 from cheetah.emulator.errors import Race, TimeLimit
 from cheetah.emulator.program import (
     Argument,
@@ -99,13 +99,6 @@ class SanitizedProgram(Program):
         if "unexpected memory mapping" in errors and shutil.which("setarch"):
             errors = _execute(["setarch", "-R", *command], timeout_s)
         return errors
-
-
-def sanitized_program(
-    text: str, kernel: str, parameters: Sequence[tuple[str, str]], cache_dir: Path | None
-) -> SanitizedProgram:
-    """As `compile_program`, with ThreadSanitizer."""
-    return SanitizedProgram(kernel, parameters, build_program(text, kernel, parameters, SANITIZED, cache_dir))
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from cheetah import __version__
 from cheetah import lang as ch
 from cheetah.lang import prim, ty
 from cheetah.manifest import Buffer, Launch, Manifest, Parameter, sha256_of_text
 from cheetah.plan import Gpu
+from cheetah.version import __version__
 
 KERNEL_NAME = "read_ceiling"
 STAGE_BYTES = 65536

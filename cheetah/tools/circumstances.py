@@ -6,7 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from cheetah import __version__
+from cheetah.version import __version__
 
 CLOCKS = {
     "clocks.sm": "sm_mhz",

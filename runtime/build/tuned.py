@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cheetah import __version__, manifest
+from cheetah import manifest
 from cheetah.errors import CheetahError
 from cheetah.models.config import ModelConfig
 from cheetah.plan import Gpu, default_plan
@@ -24,6 +24,7 @@ from cheetah.records import record_from_json
 from cheetah.runtime.build.cubin import cache_folder
 from cheetah.runtime.build.sources import sources_of
 from cheetah.untrusted import UnreadableError, read_json
+from cheetah.version import __version__
 
 SEARCHED = ("stage_bytes", "in_flight", "math_warps", "kv_chunk_min", "sync")
 """Fields of the plan that a record holds."""

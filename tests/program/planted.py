@@ -305,7 +305,7 @@ def fold_in_the_order_of_arrival(patch: Patch) -> None:
     counters: list[Any] = []
 
     def fold(self: Any, *arguments: Any) -> None:
-        counters.append(self.core.exchange.words)
+        counters.append(self.exchange.words)
         fold_sources(self, *arguments)
 
     @ch.inline

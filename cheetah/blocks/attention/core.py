@@ -589,5 +589,5 @@ class Attention:
 
     @ch.inline
     def merge(self, epoch: ch.Expr) -> None:
-        """In the math role, after `attend`: the rows whose keys were split (see `attention_merge`)."""
-        Merger(self).merge(epoch)
+        """In the math role, after `attend`: the rows whose keys were split."""
+        Merger(self.machine, self.exchange, self.schedule, self.variant.softmax, self.finish).merge(epoch)

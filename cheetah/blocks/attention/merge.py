@@ -7,17 +7,16 @@ warps. They pass through the region `attention`, which is free between the items
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from cheetah import lang as ch
-from cheetah.blocks.attention.schedule import Merge
+from cheetah.blocks.attention.schedule import Merge, Schedule
 from cheetah.blocks.attention.tile import LOG2_E
+from cheetah.blocks.exchange import Exchange
+from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
 from cheetah.lang.primitives.exchange import UNITS
-
-if TYPE_CHECKING:
-    from cheetah.blocks.attention.core import Attention
 
 LSE_WORDS = 4
 """A partial state's LSE is stored four times, so that it is one unit of an exchange."""
@@ -34,25 +33,30 @@ def partial_words(head_dim: int) -> int:
 
 
 class Merger:
-    """The merges of the attention core `core`, in the math role."""
+    """The merges of a schedule, in the math role: what is merged, a lane's 4 dims of a row, goes to `finish`, as (tile,
+    head, row, dim_pair, low, high, lse, epoch) for either pair. Without `softmax` the states are sums."""
 
-    def __init__(self, core: Attention) -> None:
-        self.core = core
+    def __init__(
+        self, machine: Machine, exchange: Exchange, schedule: Schedule, softmax: bool, finish: Callable[..., None]
+    ) -> None:
+        self.machine, self.exchange, self.schedule, self.softmax = machine, exchange, schedule, softmax
+        self.head_dim = machine.shape.head_dim
+        self.finish = finish
 
     @ch.inline
     def merge(self, epoch: ch.Expr) -> None:
         """In the math role: fold the partial states of the rows that are this warp's team's. Each warp folds every so
         many-th in the plan's order, the first one those results in the order of the warps; of few it does all alone.
         States that are the identity, behind the others, change no bit."""
-        schedule = self.core.schedule
+        schedule = self.schedule
         with schedule.merges() as merge:
-            folded = Folded(self.core.variant.softmax)
+            folded = Folded(self.softmax)
             sources = merge.end - merge.begin
-            with ch.if_(sources <= self.core.machine.plan.merge_warps):  # of one state a warp the result is the same
+            with ch.if_(sources <= self.machine.plan.merge_warps):  # of one state a warp the result is the same
                 with ch.if_(schedule.team_warp == 0):
                     self._fold_sources(merge, ty.u32(0), ty.u32(1), folded, epoch)
             with ch.else_():
-                self._fold_sources(merge, schedule.team_warp, ty.u32(self.core.machine.plan.merge_warps), folded, epoch)
+                self._fold_sources(merge, schedule.team_warp, ty.u32(self.machine.plan.merge_warps), folded, epoch)
                 self._lay_down_folded(folded)
                 schedule.meet_team()
                 with ch.if_(schedule.team_warp == 0):
@@ -63,7 +67,7 @@ class Merger:
     @property
     def _merge_lane(self) -> ch.Expr:
         """Which 4 dims of a row are this lane's; the lanes beyond them do the same again."""
-        return self.core.machine.lane % (self.core.sizes.head_dim // 4)
+        return self.machine.lane % (self.head_dim // 4)
 
     @ch.inline
     def _fold_sources(self, merge: Merge, start: ch.Expr, every: ch.Expr, folded: Folded, epoch: ch.Expr) -> None:
@@ -71,12 +75,10 @@ class Merger:
         own = (merge.end - merge.begin + (every - 1) - start) // every
         with ch.for_(0, own, MERGED_TOGETHER, unroll=1) as first:
             count = ch.minimum(own - first, MERGED_TOGETHER)
-            states = self._read_states(
-                merge, self.core.schedule.sources(merge, start + first * every, every, count), epoch
-            )
+            states = self._read_states(merge, self.schedule.sources(merge, start + first * every, every, count), epoch)
             with ch.for_(MERGED_TOGETHER, unroll=True) as number:
                 with ch.if_(number < count):
-                    lse = prim.bits_float(prim.shuffle_u32(states[0].x, number)) if self.core.variant.softmax else None
+                    lse = prim.bits_float(prim.shuffle_u32(states[0].x, number)) if self.softmax else None
                     folded.add([prim.bits_float(getattr(states[number + 1], member)) for member in "xyzw"], lse)
 
     @ch.inline
@@ -85,36 +87,36 @@ class Merger:
         where there are fewer, the last one stands for the missing: a number that is known keeps registers free."""
         states = ch.array(ty.u32x4, UNITS)
         places = ch.array(ty.u32, UNITS)
-        row_units = partial_words(self.core.sizes.head_dim) // 4
-        places[0] = ((sources + merge.row) * row_units + self.core.sizes.head_dim // 4) * 4
+        row_units = partial_words(self.head_dim) // 4
+        places[0] = ((sources + merge.row) * row_units + self.head_dim // 4) * 4
         with ch.for_(MERGED_TOGETHER, unroll=True) as number:
             source = prim.shuffle_u32(sources, number)
             places[number + 1] = ((source + merge.row) * row_units + self._merge_lane) * 4
-        self.core.exchange.read_places("partials", states, places, MERGED_TOGETHER + 1, epoch)
+        self.exchange.read_places("partials", states, places, MERGED_TOGETHER + 1, epoch)
         return states
 
     def _folded_place(self, warp: ch.Expr) -> ch.Expr:
         """Where (u32x4*) a warp's folded state lies while its team meets: a unit of every lane, then what all share."""
-        return self.core.machine.region("attention", ty.u32x4) + warp * FOLDED_UNITS
+        return self.machine.region("attention", ty.u32x4) + warp * FOLDED_UNITS
 
     @ch.inline
     def _lay_down_folded(self, folded: Folded) -> None:
-        place = self._folded_place(self.core.machine.warp)
-        place[self.core.machine.lane] = prim.make_u32x4(*(prim.float_bits(folded.sums[word]) for word in range(4)))
-        if self.core.variant.softmax:
-            with ch.if_(self.core.machine.lane == 0):
+        place = self._folded_place(self.machine.warp)
+        place[self.machine.lane] = prim.make_u32x4(*(prim.float_bits(folded.sums[word]) for word in range(4)))
+        if self.softmax:
+            with ch.if_(self.machine.lane == 0):
                 words = prim.float_bits(folded.highest), prim.float_bits(folded.weight_sum)
                 place[FOLDED_UNITS - 1] = prim.make_u32x4(*words, 0, 0)
 
     @ch.inline
     def _fold_team(self, folded: Folded) -> None:
         """What the other warps of the team laid down, into the first one's."""
-        machine = self.core.machine
+        machine = self.machine
         with ch.for_(1, machine.plan.merge_warps, unroll=True) as number:
             place = self._folded_place(machine.warp + number)
             part = place[machine.lane]
             values = [prim.bits_float(getattr(part, member)) for member in "xyzw"]
-            if self.core.variant.softmax:
+            if self.softmax:
                 shared = place[FOLDED_UNITS - 1]
                 folded.add(values, prim.bits_float(shared.x), prim.bits_float(shared.y))
             else:
@@ -123,11 +125,11 @@ class Merger:
     @ch.inline
     def _finish_merge(self, merge: Merge, folded: Folded, epoch: ch.Expr) -> None:
         sums, lse = folded.result()
-        with ch.if_(self.core.machine.lane < self.core.sizes.head_dim // 4):
+        with ch.if_(self.machine.lane < self.head_dim // 4):
             for pair in range(2):
                 dim_pair = self._merge_lane * 2 + pair
                 low, high = sums[pair * 2], sums[pair * 2 + 1]
-                self.core.finish(merge.tile, merge.head, merge.row, dim_pair, low, high, lse, epoch)
+                self.finish(merge.tile, merge.head, merge.row, dim_pair, low, high, lse, epoch)
 
 
 class Folded:
