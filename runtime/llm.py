@@ -23,19 +23,16 @@ from cheetah.runtime.engine.prefix_cache import PrefixCache
 from cheetah.runtime.engine.requests import Failed, Request
 from cheetah.runtime.engine.shared import SharedEngine
 from cheetah.runtime.outputs import RequestOutput, StreamPiece
-from cheetah.runtime.sampling import SamplingDefaults, SamplingParams, as_token_ids, stop_ids
-from cheetah.runtime.text.chat import ChatTemplates, Message
-from cheetah.runtime.text.pieces import Pieces, collect
-from cheetah.runtime.text.stream import TextStream
-from cheetah.runtime.text.tokenizer import Tokenizer, read_json
+from cheetah.runtime.sampling import SamplingDefaults, SamplingParams, stop_ids
+from cheetah.runtime.text.chat import Message
+from cheetah.runtime.text.pieces import collect
+from cheetah.runtime.text.prompts import Prompt, Prompts
+from cheetah.runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from cheetah.runtime.build.assemble import GenerateKernel
     from cheetah.runtime.checkpoint.loading import Checkpoint
     from cheetah.runtime.device.interface import Device
-
-Prompt = str | Sequence[int]
-"""Text, or token ids that are used as they are."""
 
 
 class LLM:
@@ -109,10 +106,9 @@ class LLM:
         checkpoint = open_checkpoint(model, revision, local_files_only, tie_word_embeddings=tie_word_embeddings)
         self.config = checkpoint.config
         self.seed = seed
-        self.tokenizer = Tokenizer.from_files(checkpoint.files, _one_id(checkpoint.bos_token_id)) if tokenizer else None
+        self._prompts = Prompts.of(checkpoint, tokenizer, chat_template)
+        self.tokenizer = self._prompts.tokenizer
         self._defaults = SamplingDefaults.from_configs(checkpoint.generation_config, checkpoint.eos_token_id)
-        self._templates = _chat_templates(checkpoint, self.tokenizer)
-        self._chat_template = chat_template
         if not quiet:
             _print_notes(checkpoint, self._defaults, self.tokenizer)
         overrides = {
@@ -159,7 +155,7 @@ class LLM:
         """
         several = [cast(Prompt, prompts)] if _is_one(prompts) else list(cast(Sequence[Prompt], prompts))
         texts = [prompt if isinstance(prompt, str) else None for prompt in several]
-        outputs = self._collect(texts, [self._encode(prompt) for prompt in several], params)
+        outputs = self._collect(texts, [self._prompts.encode(prompt) for prompt in several], params)
         return outputs[0] if _is_one(prompts) else outputs
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamPiece]:
@@ -169,7 +165,7 @@ class LLM:
         those of other threads are waited for. With more they go on side by side, each when any of them is asked for its
         next piece; a stream that nobody wants any more gives its place up when it is closed or collected.
         """
-        return self._stream(self._encode(prompt), params)
+        return self._stream(self._prompts.encode(prompt), params)
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any) -> RequestOutput:
         """The model's next message in a conversation: [{"role": "user", "content": "..."}, ...].
@@ -177,18 +173,18 @@ class LLM:
         `template`: tools, documents and add_generation_prompt (True) for the chat template, chat_template to use
         another one. The rendered conversation is the output's `prompt`.
         """
-        text, ids = self._render(messages, **template)
+        text, ids = self._prompts.render(messages, **template)
         return self._collect([text], [ids], params)[0]
 
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any
     ) -> Iterator[StreamPiece]:
         """Like `chat`, piece by piece as `stream`."""
-        return self._stream(self._render(messages, **template)[1], params)
+        return self._stream(self._prompts.render(messages, **template)[1], params)
 
     def score(self, ids: Prompt) -> npt.NDArray[np.float32]:
         """The logits of every position, float32 [len(ids), vocab]: row i is for the token after ids 0 .. i."""
-        token_ids = self._encode(ids)
+        token_ids = self._prompts.encode(ids)
         self._engine.check_open()
         self._assembly.launcher.cache.check_fits(len(token_ids))
         return self._engine.score(token_ids, self._assembly.logits_buffer())
@@ -216,24 +212,6 @@ class LLM:
             raise CheetahError(f"max_context={asked} is more than the model's max_position_embeddings, {most}")
         return asked
 
-    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
-        if not isinstance(prompt, str):
-            return as_token_ids(prompt, self.config.vocab_size)
-        return as_token_ids(self._require_tokenizer("a text prompt").encode(prompt), self.config.vocab_size)
-
-    def _require_tokenizer(self, what: str) -> Tokenizer:
-        if self.tokenizer is None:
-            raise CheetahError(f"{what} needs a tokenizer, and there is none (no tokenizer.json): give token ids")
-        return self.tokenizer
-
-    def _render(
-        self, messages: Sequence[Message], *, chat_template: str | None = None, **variables: Any
-    ) -> tuple[str, tuple[int, ...]]:
-        """The conversation as text and as ids; the template writes the special tokens itself."""
-        tokenizer = self._require_tokenizer("chat")
-        text = self._templates.render(messages, template=chat_template or self._chat_template, **variables)
-        return text, as_token_ids(tokenizer.encode(text, add_special_tokens=False), self.config.vocab_size)
-
     def _collect(
         self, texts: Sequence[str | None], prompts: Sequence[tuple[int, ...]], params: SamplingParams | None
     ) -> list[RequestOutput]:
@@ -256,10 +234,7 @@ class LLM:
     def _request(self, ids: tuple[int, ...], params: SamplingParams) -> Request:
         """The request, checked."""
         self._engine.check_open()
-        if params.stop:
-            self._require_tokenizer("a stop string")
-        if params.stop_token_ids:
-            as_token_ids(params.stop_token_ids, self.config.vocab_size, "stop_token_ids")
+        self._prompts.check(params)
         cache = self._assembly.launcher.cache
         cache.check_fits(len(ids))
         sampling = Sampling(
@@ -276,31 +251,25 @@ class LLM:
         """(number of the completion among those of all requests, piece), as they are made, until all are finished."""
         ids = self._engine.submit(requests)
         try:
-            completions = [(request, index) for request in requests for index in range(request.count)]
-            open_ones = {
-                id: (number, Pieces(self._text_stream(request, params), index))
-                for number, (id, (request, index)) in enumerate(zip(ids, completions, strict=True))
+            completions = [(request.prompt_ids, index) for request in requests for index in range(request.count)]
+            unfinished = {
+                id: (number, self._prompts.pieces(prompt_ids, params, index))
+                for number, (id, (prompt_ids, index)) in enumerate(zip(ids, completions, strict=True))
             }
-            while open_ones:
-                for event in self._engine.wait(open_ones):
-                    if event.id not in open_ones:
+            while unfinished:
+                for event in self._engine.wait(unfinished):
+                    if event.id not in unfinished:
                         continue  # made behind a stop string
                     if isinstance(event, Failed):
                         raise CheetahError(event.message)
-                    number, pieces = open_ones[event.id]
+                    number, pieces = unfinished[event.id]
                     piece = pieces.take(event.token_ids, event.timings, event.finish_reason)
                     if piece.finished:
-                        del open_ones[event.id]
+                        del unfinished[event.id]
                         self._engine.release([event.id])
                     yield number, piece
         finally:
             self._engine.release(ids)
-
-    def _text_stream(self, request: Request, params: SamplingParams) -> TextStream | None:
-        if self.tokenizer is None:
-            return None
-        decoder = self.tokenizer.text_decoder(after=request.prompt_ids)
-        return TextStream(decoder, params.stop, params.include_stop_str_in_output, params.min_tokens)
 
 
 def _checked_batch(batch: int | None) -> int | None:
@@ -316,16 +285,6 @@ def _is_one(prompts: Any) -> bool:
     if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
         return True
     return len(prompts) == 0 or isinstance(prompts[0], int | np.integer)
-
-
-def _one_id(entry: Any) -> int | None:
-    """A bos_token_id of config.json, which may be absent or (in odd files) a list."""
-    return entry if isinstance(entry, int) else None
-
-
-def _chat_templates(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> ChatTemplates:
-    config = read_json(checkpoint.files.get("tokenizer_config.json"))
-    return ChatTemplates.from_files(checkpoint.files, config, tokenizer.special_tokens if tokenizer else None)
 
 
 def _print_notes(checkpoint: Checkpoint, defaults: SamplingDefaults, tokenizer: Tokenizer | None) -> None:
