@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 import shlex
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -17,10 +19,11 @@ import typer.main
 from typer.core import TyperGroup
 
 from cheetah.cli import app
-from cheetah.generate import choose_plan
-from cheetah.models.registry import PRESET_NAMES, preset
+from cheetah.generate import choose_plan, generate_kernel
+from cheetah.models.registry import PRESETS, preset
 from cheetah.plan import gpu_named, shared_map
-from cheetah.runtime.build.memory import memory_estimate
+from cheetah.runtime.build.assemble import generate_prompt_kernel, memory_needed
+from cheetah.runtime.build.memory import MemoryEstimate
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")
@@ -94,6 +97,18 @@ def test_files_that_are_named_exist(page: str) -> None:
     assert ours or page == "CHANGELOG.md"
 
 
+def test_the_table_of_layers_names_every_part() -> None:
+    table = ARCHITECTURE[ARCHITECTURE.index("| part | responsible for") :].split("\n\n")[0]
+    first_cells = [row.split("|")[1] for row in table.splitlines()]
+    named = {span for cell in first_cells for span in re.findall(r"`([^`]+)`", cell)}
+    parts = {
+        path.relative_to(ROOT).as_posix()
+        for path in [*(ROOT / "cheetah").iterdir(), ROOT / "models", ROOT / "runtime"]
+        if not path.is_symlink() and path.name[0] not in "_." and path.suffix in ("", ".py")
+    }
+    assert named >= parts and all((ROOT / name).exists() for name in named)
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_can_be_typed(page: str) -> None:
     problems = []
@@ -152,14 +167,32 @@ def test_the_python_of_the_readme_runs() -> None:
     assert "red kite" in done.stdout and "keys and values" in done.stdout
 
 
-@pytest.mark.parametrize("model", [name for name in PRESET_NAMES if name != "demo"])
+@cache
+def memory_of(model: str) -> MemoryEstimate:
+    """What `LLM` takes for a preset: with the second kernel, which reads prompts."""
+    config = preset(model)
+    decoding = generate_kernel(config, "h200").manifest
+    h200, nothing_asked = gpu_named("h200"), {}
+    prompts = generate_prompt_kernel(config, h200, generate_kernel, nothing_asked, decoding, None, lambda line: None)
+    assert prompts is not None
+    return memory_needed(config, decoding, prompts.manifest)
+
+
+@pytest.mark.parametrize("model", PRESETS)
 def test_memory_in_the_readme(model: str) -> None:
     memory = README[README.index("## Memory") :]
     row = re.findall(r"([\d.]+) [GK]B", memory[memory.index(f"| {model} |") :].splitlines()[0])
-    estimate = memory_estimate(preset(model), max_context=8192, logits_rows=64)
+    estimate = memory_of(model)
     parts = [estimate.bytes_of(label) / 2**30 for label in ("weights", "embedding", "keys and values")]
     counted = [*parts[:2], estimate.kv_bytes_per_token / 2**10, parts[2], estimate.total_bytes / 2**30]
     assert [float(figure) for figure in row] == pytest.approx(counted, rel=0.01)
+
+
+@pytest.mark.parametrize("label", ["logits", "workspace"])
+def test_ranges_of_memory_in_the_readme(label: str) -> None:
+    sizes = [memory_of(model).bytes_of(label) / 2**20 for model in PRESETS]
+    (words,) = re.findall(rf"{label}[^.;]*?(\d+ to \d+) MB", README)
+    assert [int(number) for number in words.split(" to ")] == [math.floor(min(sizes)), math.ceil(max(sizes))]
 
 
 def test_shared_memory_in_the_architecture() -> None:

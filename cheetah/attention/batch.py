@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.attention.arrays import ArrayError, ArrayView, host_bytes, view_array
-from cheetah.attention.program import COLUMN_FIELDS, AttentionSpec, generate_attention, pages_for
+from cheetah.attention.program import COLUMN_FIELDS, WORKSPACE_ALIGNMENT, AttentionSpec, generate_attention, pages_for
 from cheetah.blocks.attention.variants import CAUSAL, Variant
 from cheetah.errors import CheetahError
 from cheetah.lang import ty
@@ -30,7 +30,6 @@ from cheetah.plan import Gpu
 from cheetah.plan.kv import KvPlan, Scheduling, Tile, schedule
 from cheetah.plan.kv.page_table import check_page_table, lengths_of
 from cheetah.plan.kv.tables import TileRecord, encode
-from cheetah.plan.workspace import WORKSPACE_ALIGNMENT
 from cheetah.runtime.device import Device, open_device
 
 __all__ = ["AttentionError", "BatchAttention", "Prefix", "nhd_to_hnd"]

@@ -29,7 +29,6 @@ from cheetah.plan.kv import KvPlanLayout, most_tiles
 from cheetah.plan.kv.tables import TILE_WORDS
 from cheetah.plan.plan import STEP_TOKENS, attention_records, attention_regions
 from cheetah.plan.shared_memory import BULK_ALIGNMENT, SharedMap
-from cheetah.plan.workspace import WORKSPACE_ALIGNMENT
 from cheetah.version import __version__
 
 KERNEL_NAME = "attention"
@@ -37,6 +36,8 @@ COLUMN_FIELDS = ("request", "query", "position", "keys")
 """Words of a column's record in the workspace: its request, its number there, its position (-1: sees nothing), l_kv."""
 HEAD_DIMS = (64, 128)
 MAX_QUERIES = 8
+WORKSPACE_ALIGNMENT = 256
+"""Of every section of the workspace, and of its start."""
 STREAMING = {"stage_bytes": 32768, "in_flight": 2}
 """The ring on a GPU. More in flight only lets the blocks' speeds differ more; smaller stages cost 1 % with pages of 16
 (benchmarks/LOG.md)."""

@@ -14,7 +14,6 @@ from cheetah.plan.plan import Plan, default_plan, kernel_regions, shared_map
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.shared_memory import Region, SharedMap, ring_regions, stages_that_fit
 from cheetah.plan.split import Split
-from cheetah.plan.workspace import Workspace, workspace_bytes
 
 __all__ = [
     "GPUS",
@@ -34,7 +33,6 @@ __all__ = [
     "Split",
     "StepMatrices",
     "Tile",
-    "Workspace",
     "decode_tiles",
     "default_plan",
     "gpu_named",
@@ -48,5 +46,4 @@ __all__ = [
     "shared_map",
     "stages_that_fit",
     "step_matrices",
-    "workspace_bytes",
 ]

@@ -138,7 +138,9 @@ def assemble(
         generated = generate(weights.config, machine.name, **plan)
         manifest = generated.manifest
         check_manifest(weights.config, manifest)
-        prompt_kernel = _prompt_kernel(weights.config, machine, generate, plan, manifest, prompt_tokens, _say(quiet))
+        prompt_kernel = generate_prompt_kernel(
+            weights.config, machine, generate, plan, manifest, prompt_tokens, _say(quiet)
+        )
         if prompt_kernel:
             check_manifest(weights.config, prompt_kernel.manifest)
         memory = memory_needed(weights.config, manifest, prompt_kernel.manifest if prompt_kernel else None)
@@ -171,7 +173,7 @@ def assemble(
     return Assembly(manifest, launcher, prompts, memory, buffers, opened, owns_device)
 
 
-def _prompt_kernel(
+def generate_prompt_kernel(
     config: ModelConfig,
     machine: Gpu,
     generate: GenerateKernel,
