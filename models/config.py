@@ -132,6 +132,10 @@ class ModelConfig:
         heads = 1 if self.tied_embeddings else 2
         return self.layers * layer + heads * self.vocab_size * h + h
 
+    def window(self, max_context: int) -> int | None:
+        """How many keys a query sees, its own included; None where a context of so many tokens never has more."""
+        return self.sliding_window if self.sliding_window is not None and self.sliding_window < max_context else None
+
     def rope_table(self, positions: int) -> NDArray[np.float32]:
         """Cosine and sine of every position's angles: float32 [positions, head_dim/2, 2]."""
         return rope_table(self.rope, self.head_dim, positions)

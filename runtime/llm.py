@@ -59,7 +59,7 @@ class LLM:
         depend on it.
     prefix_cache: keep keys and values of prompts and completions in the pages that nobody needs, for requests that
         begin with the same tokens: these are not read again. What was computed in steps of other sizes agrees closely,
-        but not to the bit, unless `kv_chunk` is given.
+        but not to the bit, unless `kv_chunk` is given. None where the context is larger than the model's window.
     kv_dtype: how keys and values are cached: "bf16" (the default), or "e4m3", which takes half the memory.
     kv_chunk: keys of one work item of attention. Then the same request gives the same bits, whatever runs beside it and
         whatever the prefix cache holds, which then keeps prompts only; a completion may take one step more. By default
@@ -134,7 +134,8 @@ class LLM:
         self.memory = self._assembly.memory
         cache = self._assembly.launcher.cache
         self.max_context = cache.context
-        self.prefix_cache = PrefixCache(cache.pool, cache.page_size) if prefix_cache else None
+        keeps_prefixes = prefix_cache and self._assembly.launcher.window is None  # a window leaves them behind
+        self.prefix_cache = PrefixCache(cache.pool, cache.page_size) if keeps_prefixes else None
         self._engine = SharedEngine(
             Engine(self._assembly.launcher, launch_steps, self.prefix_cache, self._assembly.prompts)
         )
@@ -170,8 +171,8 @@ class LLM:
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any) -> RequestOutput:
         """The model's next message in a conversation: [{"role": "user", "content": "..."}, ...].
 
-        `template`: tools, documents and add_generation_prompt (True) for the chat template, chat_template to use
-        another one. The rendered conversation is the output's `prompt`.
+        `template`: tools, documents, add_generation_prompt (True) and what else the chat template knows, such as
+        enable_thinking; chat_template to use another one. The rendered conversation is the output's `prompt`.
         """
         text, ids = self._prompts.render(messages, **template)
         return self._collect([text], [ids], params)[0]

@@ -14,7 +14,6 @@ from cheetah.blocks.linear.epilogue import add_residual, swiglu
 from cheetah.blocks.machine import emit_roles, start_machine
 from cheetah.lang import ty
 from cheetah.models.config import ModelConfig
-from cheetah.models.config_json import ConfigError
 from cheetah.models.dense.launch import Launch, kernel_parameters
 from cheetah.models.dense.step import StepParts, phase_names, sizes
 from cheetah.plan import Gpu, Plan, shared_map
@@ -26,13 +25,8 @@ KERNEL_NAME = "decode_step"
 
 def build_kernel(config: ModelConfig, gpu: Gpu, plan: Plan) -> ch.Kernel:
     """The kernel of `plan.max_steps` or fewer decode steps of `plan.batch` or fewer sequences. Shapes of the
-    parameters: see the manifest. ConfigError where a sequence could outgrow the model's window."""
-    shape, window = config.shape, config.sliding_window
-    if window is not None and window < plan.max_context:
-        raise ConfigError(
-            f"sliding_window = {window} is less than max_context = {plan.max_context}: a kernel attends to all keys, "
-            f"which is the same up to {window} of them: use max_context={window} or less"
-        )
+    parameters: see the manifest."""
+    shape = config.shape
     types = {name: parameter.type for name, parameter in kernel_parameters(config, plan).items()}
 
     @ch.kernel(ch.Params(**types), name=KERNEL_NAME, max_threads=plan.threads)

@@ -12,7 +12,9 @@ from cheetah.blocks.attention.cache import KvCache
 from cheetah.blocks.attention.core import LSE_WORDS, Attention
 from cheetah.blocks.attention.head_norms import HeadNorms
 from cheetah.blocks.attention.schedule import Schedule
+from cheetah.blocks.attention.shipped_variants import sliding_window
 from cheetah.blocks.attention.step_port import NormalisedHeads, Projection, StepPort
+from cheetah.blocks.attention.variants import CAUSAL
 from cheetah.blocks.columns import POSITION, Columns, vector_words
 from cheetah.blocks.exchange import BarrierExchange, Exchange, FlaggedExchange, Published, make_exchange
 from cheetah.blocks.linear.epilogue import HALF, scaled
@@ -77,7 +79,10 @@ def sizes(config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
         "page_size": plan.page_size,
         "batch": plan.batch,
         "pages_per_sequence": plan.pages_per_sequence,
-        "plans": max_plans(plan.max_steps, plan.kv_align, layout.tiles, plan.tokens),
+        "plans": max_plans(
+            *(plan.max_steps, plan.kv_align, layout.tiles, plan.tokens),
+            windows=config.window(plan.max_context) is not None,
+        ),
         "plan_words": layout.plan_words,
         "tiles": layout.tiles,
         "columns": plan.tokens,
@@ -119,8 +124,10 @@ class StepParts:
         if launch.head_norms is not None:
             norms = HeadNorms(machine, launch.head_norms, config.rms_norm_eps)
             self.port.heads = NormalisedHeads(self.port, self.cache, norms)
+        window = config.window(machine.plan.max_context)
+        variant = CAUSAL if window is None else sliding_window(window - 1)
         self.attention = Attention(
-            machine, self.ring, self.exchange, self.schedule, self.cache, self.port, self.timeline
+            machine, self.ring, self.exchange, self.schedule, self.cache, self.port, self.timeline, variant
         )
         self.projection = Projection(self.port, self.cache, launch.biases)
         self.sampler = Sampler(self.linear, self.exchange, self.shape.vocab, self.timeline)

@@ -153,7 +153,8 @@ class PagePool:
 class CachedSequence:
     """The cached tokens of one sequence.
 
-    `length` tokens are in the cache, in `pages`; a launch's new tokens are added to `length` by whoever launched it.
+    `length` tokens are in the cache, in `pages` (NO_PAGE: given back, because a window left it behind); a launch's new
+    tokens are added to `length` by whoever launched it.
     `context` is how many there may be at most, `context_reason` says whose limit it is (for the error). Every method
     either does all that is asked or raises CheetahError with nothing changed. `clear` it when it is not needed any
     more: its pages stay taken until then.
@@ -191,7 +192,7 @@ class CachedSequence:
         """Another sequence with the same tokens, in the same pages. Both can go on, each its own way."""
         other = CachedSequence(self.pool, self.page_size, self.context, self._context_reason)
         pages = self.pages[: pages_for(self.length, self.page_size)]
-        self.pool.share(pages)
+        self.pool.share(page for page in pages if page != NO_PAGE)
         other.pages, other.length = pages, self.length
         return other
 
@@ -206,13 +207,24 @@ class CachedSequence:
         self.pool.share(pages)
         self.pages, self.length = list(pages), tokens
 
+    def drop_before(self, token: int) -> None:
+        """Gives back the pages whose tokens all come before number `token`: nobody reads them any more.
+
+        What is left goes on as before, and can be truncated to nothing or to `token` tokens and more.
+        """
+        gone = min(token // self.page_size, len(self.pages))
+        self._give_back(self.pages[:gone])
+        self.pages[:gone] = [NO_PAGE] * gone
+
     def truncate(self, tokens: int) -> None:
         """Drops the tokens from number `tokens` on, such as rejected drafts, and gives back pages that have none left,
         also those reserved ahead."""
         if not 0 <= tokens <= self.length:
             raise CheetahError(f"cannot truncate a sequence of {self.length} tokens to {tokens}: give 0 to its length")
         kept = pages_for(tokens, self.page_size)
-        self.pool.give_back(self.pages[kept:])
+        if kept and self.pages[kept - 1] == NO_PAGE:
+            raise CheetahError(f"cannot truncate a sequence to {tokens} tokens: their pages were given back")
+        self._give_back(self.pages[kept:])
         self.pages, self.length = self.pages[:kept], tokens
 
     def check_fits(self, tokens: int) -> None:
@@ -222,7 +234,7 @@ class CachedSequence:
 
     def clear(self) -> None:
         """Forgets all tokens and gives the pages back."""
-        self.pool.give_back(self.pages)
+        self._give_back(self.pages)
         self.pages, self.length = [], 0
 
     def table(self, entries: int) -> npt.NDArray[np.int32]:
@@ -230,6 +242,9 @@ class CachedSequence:
         table = np.full(entries, NO_PAGE, np.int32)
         table[: len(self.pages)] = self.pages
         return table
+
+    def _give_back(self, pages: Iterable[int]) -> None:
+        self.pool.give_back(page for page in pages if page != NO_PAGE)
 
     def _shared_to_write(self, tokens: int) -> list[int]:
         """Which of its pages, as places in the table, hold tokens `length` .. `tokens`-1 and are held by others too."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import lcm
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -134,6 +134,7 @@ class Launcher:
         self.vocab_size, self._plan = config.vocab_size, plan
         self.batch, self.tokens, self.max_steps = plan.batch, plan.tokens, plan.max_steps
         self.launch_tokens, self.kv_chunk = plan.launch_tokens, plan.kv_chunk
+        self.window = config.window(plan.max_context)
         self.columns: list[tuple[int, int]] = []
         self._plans = _Plans(manifest, config, plan)
         self._epochs = Epochs(config.layers + 1)
@@ -226,14 +227,21 @@ class Launcher:
         order, shared = share_prefixes(
             [part.cache for part in parts],
             unit=lcm(plan.page_size, plan.kv_align),
-            # With fixed items no sequence's bits depend on its company: then nothing is shared.
-            minimum=plan.max_context + 1 if plan.kv_chunk else plan.kv_chunk_min,
+            # With fixed items no sequence's bits depend on its company, and a window leaves prefixes behind: then
+            # nothing is shared.
+            minimum=plan.max_context + 1 if plan.kv_chunk or self.window else plan.kv_chunk_min,
         )
         return Geometry(tuple((parts[i].cache.length, parts[i].per_step) for i in order), shared), order
 
     def _make_room(self, parts: Sequence[Part]) -> None:
-        """Pages for what each part will cache, and the copies of those that it held together with others."""
+        """Pages for what each part will cache, and the copies of those that it held together with others.
+
+        Before that, pages that the window has left behind are given back: the plan rounds what is read outward.
+        """
         for part in parts:
+            if self.window is not None:
+                first = max(0, part.cache.length + 1 - self.window)
+                part.cache.drop_before(first // self._plan.kv_align * self._plan.kv_align)
             part.cache.reserve(part.cache.length + part.total)
         for part in parts:
             copies = part.cache.pool.take_copies()
@@ -328,11 +336,12 @@ class _Plans:
 
     def __init__(self, manifest: Manifest, config: ModelConfig, plan: Plan):
         self._layout = KvPlanLayout.for_step(plan, config.group, config.kv_heads, manifest.launch.blocks)
-        self._placing = {
+        self._placing: dict[str, Any] = {
             "group": config.group,
             "tile_columns": plan.tile_columns(config.group),
             "pages_per_sequence": plan.pages_per_sequence,
             "align": plan.kv_align,
+            "window": config.window(plan.max_context),
         }
         self._scheduling = {
             "kv_heads": config.kv_heads,
@@ -343,7 +352,8 @@ class _Plans:
             "item_cost": plan.kv_item_cost,
         }
         self._geometry: Geometry | None = None
-        most = max_plans(plan.max_steps, plan.kv_align, self._layout.tiles, plan.tokens)
+        moving = config.window(plan.max_context) is not None
+        most = max_plans(plan.max_steps, plan.kv_align, self._layout.tiles, plan.tokens, windows=moving)
         room = manifest.buffer("kv_plans").shape
         if len(room) != 2 or room[0] < most or room[1] != self._layout.plan_words:
             needed = [most, self._layout.plan_words]

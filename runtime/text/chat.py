@@ -70,10 +70,13 @@ class ChatTemplates:
         tools: Sequence[Any] | None = None,
         documents: Sequence[Any] | None = None,
         add_generation_prompt: bool = True,
+        **others: Any,
     ) -> str:
-        """The prompt text for a conversation. `template`: the name of one of the checkpoint's, or Jinja text."""
+        """The prompt text for a conversation. `template`: the name of one of the checkpoint's, or Jinja text. others:
+        what this template knows beside, such as enable_thinking of Qwen3's."""
         _check_messages(messages)
         variables = {
+            **others,
             "messages": [dict(message) for message in messages],
             "tools": tools,
             "documents": documents,

@@ -285,3 +285,22 @@ def test_most_tiles_is_reached_and_not_passed():
 def test_impossible_launches_are_refused(sequences, shared, message):
     with pytest.raises(PlanError, match=message):
         launch_tiles(sequences, 4, 4, PAGES, shared)
+
+
+@pytest.mark.parametrize("window", [1, 2, 17, 300])
+def test_the_tiles_of_a_window_have_what_their_queries_see_and_nothing_before(window: int) -> None:
+    sequences, group, columns = [(0, 1, 0), (100, 5, 1), (7, 8, 6)], 2, 3
+    records, tiles = launch_tiles(sequences, group, columns, PAGES, window=window)
+    plain, whole = launch_tiles(sequences, group, columns, PAGES)
+    assert records == plain, "where keys lie does not change"
+    for step in range(40):
+        for number, (record, tile) in enumerate(zip(records, tiles, strict=True)):
+            found, without = tile.at(number, step), whole[number].at(number, step)
+            first_query = record.length + step * record.stride + record.first_column - record.new_column
+            assert found.begin == max(0, first_query + 1 - window)
+            assert (found.end, found.rows, found.first_row) == (without.end, without.rows, without.first_row)
+
+
+def test_a_window_shares_no_prefix() -> None:
+    with pytest.raises(PlanError, match="a prefix that sequences share leaves a window of 40 keys: share none"):
+        launch_tiles([(64, 1, 0), (70, 1, 1)], 1, 8, PAGES, shared=[(0, 2, 64)], window=40)

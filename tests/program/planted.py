@@ -28,8 +28,8 @@ from cheetah.errors import CheetahError
 from cheetah.generate import generate_kernel
 from cheetah.lang import prim, ty
 from cheetah.manifest import sha256_of_text
+from cheetah.models.config import ModelConfig
 from cheetah.models.dense.step import StepParts
-from cheetah.models.llama import LlamaConfig
 from cheetah.models.rounding import widen
 from cheetah.package import Generated
 from cheetah.runtime.engine.launcher import Sampling
@@ -55,7 +55,7 @@ PROMPTED = 6
 class Setup:
     """A model and a machine in which bugs of a kind can show; `scored` tokens are scored in the course."""
 
-    config: LlamaConfig
+    config: ModelConfig
     blocks: int
     scored: int = 40
     math_warps: int = 2
@@ -99,7 +99,7 @@ class Cancelling(Setup):
 
 
 @cache
-def cancelling_weights(config: LlamaConfig) -> RandomWeights:
+def cancelling_weights(config: ModelConfig) -> RandomWeights:
     """Token 1 is minus token 0, and keys hardly tell them apart."""
     weights = RandomWeights(config)
     for name, tensor in weights.tensors.items():

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from cheetah.emulator import compile_program
 from cheetah.generate import generate_kernel
+from cheetah.models.config import ModelConfig
 from cheetah.models.dense.reference import Reference
 from cheetah.models.dense.weights import tensor_shapes
 from cheetah.models.llama import LlamaConfig
@@ -47,7 +48,7 @@ def model(
 class RandomWeights:
     """Random bf16 tensors by name, as a checkpoint gives them. Norm weights are near 1, sums keep their size."""
 
-    def __init__(self, config: LlamaConfig, seed: int = 0) -> None:
+    def __init__(self, config: ModelConfig, seed: int = 0) -> None:
         self.config = config
         draw = np.random.default_rng(seed)
         self.tensors = {name: self._draw(draw, name, shape) for name, shape in tensor_shapes(config).items()}
@@ -73,7 +74,7 @@ def as_bf16(values: Any) -> NDArray[np.uint16]:
 
 
 @cache
-def random_weights(config: LlamaConfig, seed: int = 0) -> RandomWeights:
+def random_weights(config: ModelConfig, seed: int = 0) -> RandomWeights:
     return RandomWeights(config, seed)
 
 

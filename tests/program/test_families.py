@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from cheetah.generate import generate_kernel
+from cheetah.manifest import NO_PAGE
 from cheetah.models.config import ModelConfig
-from cheetah.models.config_json import ConfigError
 from cheetah.models.mistral import MistralConfig
 from cheetah.models.qwen2 import Qwen2Config
 from cheetah.models.qwen3 import Qwen3Config
@@ -87,10 +89,63 @@ def test_schedules_change_no_bit(config: ModelConfig) -> None:
         assert all(np.array_equal(first, other) for first, other in zip(runs[0], run, strict=True))
 
 
-def test_a_context_beyond_the_window_is_refused_with_what_would_fit() -> None:
-    config = MistralConfig(48, 40, 2, 2, 1, 64, 50, max_position_embeddings=256, sliding_window=100)
-    with pytest.raises(ConfigError, match="sliding_window = 100 is less than max_context = 256: .*use max_context=100"):
-        generate_kernel(config, "emulator-2")
-    weights, ids = random_weights(config), token_ids(20, 50)
-    found = Rig(weights, max_context=100).session().score(ids)
-    assert relative_error(found, float32_logits(weights, ids)) < LOGITS
+# -- sliding windows ------------------------------------------------------------------------------------------------
+
+
+def windowed(window: int, heads: int = 4, kv_heads: int = 2) -> ModelConfig:
+    sizes = (48, 40, 2, heads, kv_heads, 64, 50)
+    return MistralConfig(*sizes, max_position_embeddings=256, sliding_window=window)
+
+
+# name: (window, how it is run, tokens)
+WINDOWS: dict[str, tuple[int, dict[str, Any], int]] = {
+    "of a few pages": (40, {"blocks": 3, **SPLIT}, 150),
+    "of one key": (1, {}, 110),
+    "that no page divides": (33, {"page_size": 5, "blocks": 3, "sync": "barrier", **SPLIT}, 120),
+    "within a page": (7, {"page_size": 32, "blocks": 4, **SPLIT}, 110),
+    "of fixed chunks": (50, {"kv_chunk": 16, "blocks": 3}, 150),
+}
+
+
+@pytest.mark.parametrize("case", WINDOWS)
+def test_a_sliding_window(case: str) -> None:
+    window, plan, count = WINDOWS[case]
+    weights, ids = random_weights(windowed(window)), token_ids(count, 50)
+    session = Rig(weights, **plan).session("priority", 1, launch_steps=20)
+    assert relative_error(session.score(ids), float32_logits(weights, ids)) < LOGITS
+    cache, page = session.launcher.cache, session.rig.plan.page_size
+    kept = -(-(window + 20) // page) + 16 // page + 2
+    assert 0 < page * sum(number != NO_PAGE for number in cache.pages) <= page * kept < page * len(cache.pages)
+    assert session.pool.free_pages == session.pool.pages - sum(number != NO_PAGE for number in cache.pages)
+    cache.clear()
+    assert session.pool.free_pages == session.pool.pages
+
+
+def test_a_window_of_which_one_key_more_or_less_shows() -> None:
+    """The tests above would see a window that is off by one."""
+    weights, ids = random_weights(windowed(7)), token_ids(40, 50)
+    wanted = float32_logits(weights, ids)[10:]
+    for window in (6, 8):
+        other = float32_logits(SimpleNamespace(config=windowed(window), tensor=weights.tensor), ids)[10:]
+        assert relative_error(other, wanted) > 2 * LOGITS
+
+
+def test_a_window_over_prompts_and_several_sequences() -> None:
+    config = windowed(40)
+    weights, ids = random_weights(config), token_ids(120, 50)
+    session = Rig(weights, blocks=3, tokens=16, batch=3, **SPLIT).session("random", 2, launch_steps=3)
+    assert relative_error(session.score(ids, per_step=16), float32_logits(weights, ids)) < LOGITS
+    several = [token_ids(60, 50, seed=seed) for seed in range(3)]
+    caches = [session.sequence() for _ in several]
+    for first in range(0, 60, 20):
+        together = session.score_together([one[first : first + 20] for one in several], caches)
+        for found, sequence in zip(together, several, strict=True):
+            wanted = float32_logits(weights, sequence[: first + 20])[first:]
+            assert relative_error(found, wanted) < LOGITS
+
+
+def test_a_context_within_the_window_has_the_kernel_of_a_model_without() -> None:
+    config = windowed(100)
+    without = replace(config, sliding_window=None)
+    plain, whole = (generate_kernel(one, "emulator-2", max_context=100).text for one in (config, without))
+    assert plain == whole != generate_kernel(config, "emulator-2", max_context=101).text

@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 
-from tests.program.planted import BUGS, IDLE, MANY, ROOMY, USUAL, Bug, Finding, Gauntlet, Setup
+from tests.program.planted import BUGS as COMMON_BUGS
+from tests.program.planted import IDLE, MANY, ROOMY, USUAL, Bug, Finding, Gauntlet, Setup
+from tests.program.planted_families import BIASED, FAMILY_BUGS, NORMED, WINDOWED
 
 pytestmark = pytest.mark.compiler
 
+BUGS = (*COMMON_BUGS, *FAMILY_BUGS)
 SEEDS = 20
 RACES_ALWAYS_LOOKED_FOR = (
     "math warps do not wait for full",
@@ -17,7 +20,15 @@ RACES_ALWAYS_LOOKED_FOR = (
     "cache read before the step is done",
 )
 RACE_ONLY = tuple(bug for bug in BUGS if bug.found_by == ("race",))
-SETUPS = {"usual": USUAL, "roomy": ROOMY, "idle": IDLE, "many": MANY}
+SETUPS = {
+    "usual": USUAL,
+    "roomy": ROOMY,
+    "idle": IDLE,
+    "many": MANY,
+    "normed": NORMED,
+    "biased": BIASED,
+    "windowed": WINDOWED,
+}
 
 
 def named(bug: Bug) -> str:
@@ -34,7 +45,7 @@ def first_finding(bug: Bug, detector: str) -> Finding | None:
 
 
 @pytest.mark.parametrize("sync", ["flags", "barrier"])
-@pytest.mark.parametrize("setup", ["usual", "roomy", "idle"])
+@pytest.mark.parametrize("setup", ["usual", "roomy", "idle", "normed", "biased", "windowed"])
 def test_nothing_is_found_in_the_kernel_as_it_is(setup: str, sync: str) -> None:
     assert_clean(SETUPS[setup], sync, seeds=6)
 

@@ -32,6 +32,66 @@ def test_a_llama_like_template_renders_with_a_pinned_date() -> None:
     assert templates(LLAMA_LIKE).render(MESSAGES, add_generation_prompt=False) == "<s><|user|>Hi<|turn|>"
 
 
+# What templates of Qwen3 do: the last question is looked for backwards, thoughts before it are left out.
+QWEN_LIKE = """\
+{%- set ns = namespace(last=messages|length - 1, found=false) %}
+{%- for message in messages[::-1] %}
+    {%- if not ns.found and message.role == "user" and message.content is string %}
+        {%- set ns.found = true %}{% set ns.last = messages|length - 1 - loop.index0 %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set content = message.content %}
+    {%- if message.role == "assistant" and "</think>" in content and loop.index0 < ns.last %}
+        {%- set content = content.split("</think>")[-1].lstrip("\n") %}
+    {%- endif %}
+    {{- "<|im_start|>" + message.role + "\n" + content + "<|im_end|>\n" }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- "<|im_start|>assistant\n" }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{ "<think>\n\n</think>\n\n" }}{% endif %}
+{%- endif %}
+"""
+# What templates of Mistral do: turns must alternate, the system's words go to the last question.
+MISTRAL_LIKE = """\
+{%- if messages[0]["role"] == "system" %}
+    {%- set system, turns = messages[0]["content"], messages[1:] %}
+{%- else %}{% set turns = messages %}{% endif %}
+{{- bos_token }}
+{%- for message in turns %}
+    {%- set asks = message["role"] == "user" %}
+    {%- if asks != (loop.index0 % 2 == 0) %}{{ raise_exception("roles must alternate") }}{% endif %}
+    {%- if asks %}
+        {{- "[INST] " + (system + "\n\n" if loop.last and system is defined else "") + message["content"] + "[/INST]" }}
+    {%- else %}{{ " " + message["content"]|trim + eos_token }}{% endif %}
+{%- endfor %}
+"""
+CONVERSATION = [
+    {"role": "user", "content": "One?"},
+    {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nTwo."},
+    {"role": "user", "content": "Three?"},
+]
+
+
+def test_a_qwen_like_template_leaves_old_thoughts_out_and_takes_its_own_variables() -> None:
+    rendered = templates(QWEN_LIKE).render(CONVERSATION)
+    turns = "<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\nTwo.<|im_end|>\n"
+    turns += "<|im_start|>user\nThree?<|im_end|>\n<|im_start|>assistant\n"
+    assert rendered == turns
+    silent = templates(QWEN_LIKE).render(CONVERSATION, enable_thinking=False)
+    assert silent == turns + "<think>\n\n</think>\n\n"
+    assert templates("{{ messages[0].role }}").render(CONVERSATION, bos_token="not mine") == "user"
+
+
+def test_a_mistral_like_template_and_turns_that_do_not_alternate() -> None:
+    system = {"role": "system", "content": "Be brief."}
+    found = templates(MISTRAL_LIKE).render([system, *CONVERSATION])
+    thought = CONVERSATION[1]["content"]
+    assert found == f"<s>[INST] One?[/INST] {thought}[INST] Be brief.\n\nThree?[/INST]"
+    with pytest.raises(CheetahError, match="chat template: roles must alternate"):
+        templates(MISTRAL_LIKE).render(CONVERSATION[1:])
+
+
 def test_tojson_keeps_characters_and_does_not_escape_html() -> None:
     template = templates("{{ tools | tojson }} {{ tools[0] | tojson(indent=1) }}")
     rendered = template.render(MESSAGES, tools=[{"é": "<&'>"}])

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cheetah.errors import CheetahError
+from cheetah.manifest import NO_PAGE
 from cheetah.runtime.engine.kv_cache import CachedSequence, PageCopy, PagePool, pages_for, shared_prefix
 
 
@@ -328,3 +329,30 @@ def test_every_sequence_keeps_its_own_tokens_whatever_the_others_do(seed: int) -
     for each in sequences:
         each.clear()
     assert pool.free_pages == pages
+
+
+def test_pages_that_a_window_left_behind_are_given_back_once_and_stay_behind() -> None:
+    pool = PagePool(8)
+    sequence = CachedSequence(pool, 4, 40)
+    sequence.reserve(18)
+    sequence.length = 18
+    fork = sequence.fork()
+    sequence.drop_before(11)
+    assert sequence.pages == [NO_PAGE, NO_PAGE, 2, 3, 4] and pool.free_pages == 3, "the fork holds them still"
+    sequence.drop_before(3)
+    sequence.drop_before(11)
+    assert [pool.count(page) for page in range(5)] == [1, 1, 2, 2, 2]
+    fork.clear()
+    assert pool.free_pages == 5 and sequence.table(7).tolist() == [NO_PAGE, NO_PAGE, 2, 3, 4, NO_PAGE, NO_PAGE]
+    other = sequence.fork()
+    assert other.pages == sequence.pages and pool.count(4) == 2
+    sequence.reserve(24)
+    assert len(sequence.pages) == 6 and NO_PAGE not in sequence.pages[2:]
+    with pytest.raises(CheetahError, match="cannot truncate a sequence to 6 tokens: their pages were given back"):
+        other.truncate(6)
+    other.truncate(12)
+    assert other.pages == sequence.pages[:3]
+    other.truncate(0)
+    assert not other.pages
+    sequence.clear()
+    assert pool.free_pages == 8

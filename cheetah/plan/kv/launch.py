@@ -7,7 +7,7 @@ a step depends on what its tiles see, and not on how steps are grouped into laun
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import index
 
 import numpy as np
@@ -116,6 +116,7 @@ def launch_tiles(
     pages_per_sequence: int,
     shared: Sequence[tuple[int, int, int]] = (),
     align: int = 16,
+    window: int | None = None,
 ) -> tuple[list[TileRecord], list[LaunchTile]]:
     """The tiles of a launch, at most `tile_columns` columns each: records and what they see, in the order of numbers.
 
@@ -123,11 +124,14 @@ def launch_tiles(
     the page table. shared: (first sequence, sequences, prefix) where neighbours begin with the same `prefix` keys, a
     multiple of `align`: those are read once for all, by tiles of level 0, which come first; all the sequences' own
     tiles, in the order of columns, are then of level 1 and theirs begin behind the prefix. Keys count from the start of
-    the sequence everywhere. The shared keys are read from the pages of the first of the sequences.
+    the sequence everywhere. The shared keys are read from the pages of the first of the sequences. window: so many keys
+    a query sees, its own included: a tile's keys begin at the first that its first query sees. Then nothing is shared.
     """
     require_positive("launch tiles", group=group, tile_columns=tile_columns, pages_per_sequence=pages_per_sequence)
     _check_columns(sequences)
     _check_shared(sequences, shared, align)
+    if window is not None and shared:
+        raise PlanError(f"launch tiles: a prefix that sequences share leaves a window of {window} keys: share none")
     prefixes = {first + i: prefix for first, count, prefix in shared for i in range(count)}
     made: list[tuple[TileRecord, LaunchTile]] = []
     for first, count, prefix in sorted(shared):
@@ -138,7 +142,10 @@ def launch_tiles(
         for begin, end in _cut(per_step, tile_columns):
             table = number * pages_per_sequence
             record = TileRecord(first_column + begin, end - begin, table, 0, length, per_step, end, first_column)
-            made.append((record, _launch_tile(record, group, 1 if shared else 0, prefixes.get(number, 0))))
+            tile = _launch_tile(record, group, 1 if shared else 0, prefixes.get(number, 0))
+            if window is not None:
+                tile = replace(tile, begin=length + begin + 1 - window, begin_stride=per_step)
+            made.append((record, tile))
     return [record for record, _ in made], [tile for _, tile in made]
 
 

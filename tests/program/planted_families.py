@@ -1,0 +1,144 @@
+"""Bugs planted in what a family does otherwise than Llama: norms of heads, biases."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from cheetah import lang as ch
+from cheetah.blocks.attention.head_norms import HeadNorms, RawHead, widened
+from cheetah.blocks.attention.shipped_variants import sliding_window
+from cheetah.blocks.attention.step_port import NormalisedHeads, Projection
+from cheetah.blocks.attention.variants import CAUSAL
+from cheetah.blocks.linear.epilogue import scaled
+from cheetah.lang import prim, ty
+from cheetah.models.dense import step
+from cheetah.models.mistral import MistralConfig
+from cheetah.models.qwen2 import Qwen2Config
+from cheetah.models.qwen3 import Qwen3Config
+from cheetah.plan import STRIP_ROWS
+from tests.program.planted import BOTH, USUAL, Bug, Patch, read_without_waiting
+
+_SIZES: Any = (48, 40, 2, 4, 2, 64, 50)
+NORMED = replace(USUAL, config=Qwen3Config(*_SIZES, max_position_embeddings=256, rms_norm_eps=0.1))
+"""Two KV heads of two queries, and an epsilon that is felt."""
+WINDOWED = replace(USUAL, config=MistralConfig(*_SIZES, max_position_embeddings=256, sliding_window=7))
+BIASED = replace(USUAL, config=Qwen2Config(*_SIZES, max_position_embeddings=256))
+
+
+def weigh_keys_as_queries(patch: Patch) -> None:
+    weights_of = HeadNorms.weights_of
+    patch.setattr(
+        HeadNorms, "weights_of", lambda self, layer, raw: weights_of(self, layer, replace(raw, head=ty.u32(0)))
+    )
+
+
+def weigh_after_rotation(patch: Patch) -> None:
+    """RMSNorm of the rotated head: its sum of squares is the same, its weights meet other elements."""
+
+    @ch.inline
+    def apply(self: HeadNorms, words: Any, weights: Any, raw: RawHead) -> Any:
+        values, factors = widened(words), widened(weights)
+        scale = self._scale(values)
+        rotated = self._rotated(values, raw)
+        is_value = raw.head >= self.machine.shape.heads + self.machine.shape.kv_heads
+        for number in range(8):
+            values[number] = ch.select(is_value, values[number], rotated[number] * scale * factors[number])
+        return values
+
+    patch.setattr(HeadNorms, "apply", apply)
+
+
+def normalise_over_half_a_head(patch: Patch) -> None:
+    """The last shuffle of the sum of squares is missing."""
+    shuffle, scale_of = prim.shuffle_xor_f32, HeadNorms._scale
+
+    def scale(self: HeadNorms, values: Any) -> Any:
+        with Patch.context() as inner:
+            inner.setattr(prim, "shuffle_xor_f32", lambda value, mask: shuffle(value, mask) if mask != 4 else value)
+            return scale_of(self, values)
+
+    patch.setattr(HeadNorms, "_scale", scale)
+
+
+def change_epsilon(patch: Patch) -> None:
+    apply = HeadNorms.apply
+    patch.setattr(HeadNorms, "apply", lambda self, *others: apply(replace(self, epsilon=0.0), *others))
+
+
+def append_raw_keys(patch: Patch) -> None:
+    """What is kept is what was published: the key before its norm."""
+    finish, append = NormalisedHeads.finish, NormalisedHeads.append
+    seen: list[Any] = []
+
+    def note(self: NormalisedHeads, raw: RawHead, epoch: Any) -> Any:
+        seen.append(self.port.unit(raw.column, raw.head, raw.unit, epoch))
+        return finish(self, raw, epoch)
+
+    def append_seen(self: NormalisedHeads, words: Any, raw: RawHead) -> None:
+        append(self, [getattr(seen[-1], member) for member in "xyzw"], raw)
+
+    patch.setattr(NormalisedHeads, "finish", note)
+    patch.setattr(NormalisedHeads, "append", append_seen)
+
+
+def take_the_bias_of(row: Any) -> Any:
+    """The bias of another row: `row(rows, shape)`, in the order of the matrix' rows."""
+
+    def change(patch: Patch) -> None:
+        def value(self: Projection, rows: Any, layer: Any) -> Any:
+            place = layer * self.shape.qkv_rows + row(rows, self.shape)
+            return scaled(self.machine, rows) + prim.bf16_to_f32(self.biases[place])  # type: ignore[index]
+
+        patch.setattr(Projection, "_value", value)
+
+    return change
+
+
+def _next_head(rows: Any, shape: Any) -> Any:
+    return (rows.strip * STRIP_ROWS + rows.row + shape.head_dim) % shape.qkv_rows
+
+
+def _natural_order(rows: Any, shape: Any) -> Any:
+    """As if rows 8 apart were neighbours in the checkpoint's order: the halves of a pair take each other's bias."""
+    return rows.strip * STRIP_ROWS + (rows.row + STRIP_ROWS // 2) % STRIP_ROWS
+
+
+def see_one_key_more(patch: Patch) -> None:
+    patch.setattr(step, "sliding_window", lambda window: sliding_window(window + 1))
+
+
+def see_what_the_plan_reads(patch: Patch) -> None:
+    patch.setattr(step, "sliding_window", lambda window: CAUSAL)
+
+
+def forget_the_layer(patch: Patch) -> None:
+    weights_of = HeadNorms.weights_of
+    patch.setattr(HeadNorms, "weights_of", lambda self, layer, raw: weights_of(self, ty.u32(0), raw))
+
+
+FAMILY_BUGS = (
+    Bug("keys normalised by the queries' weights", ("reference",), change=weigh_keys_as_queries, setup=NORMED),
+    Bug("heads normalised by the first layer's weights", ("reference",), change=forget_the_layer, setup=NORMED),
+    Bug("norm of a head after its rotation", ("reference",), change=weigh_after_rotation, setup=NORMED),
+    Bug("norm over half a head", ("reference",), change=normalise_over_half_a_head, setup=NORMED),
+    Bug("no epsilon in the norm of a head", ("reference",), change=change_epsilon, setup=NORMED),
+    Bug("keys kept as they were published", ("reference",), change=append_raw_keys, setup=NORMED),
+    Bug(
+        "values normalised like keys",
+        ("reference",),
+        ((r"(values\[\d\] = )is_value_\d+ \? values\[\d\] : (rotated\[\d\];)", r"\1\2"),),
+        setup=NORMED,
+    ),
+    Bug(
+        "new keys kept by nobody",
+        ("schedules",),
+        ((r"if \(column - (\S+)\.x < \S+\.y\)", r"if (column < \1.x)"),),
+        setup=NORMED,
+    ),
+    Bug("raw heads read before they are there", BOTH, change=read_without_waiting("qkv"), setup=NORMED),
+    Bug("a window of one key more", ("reference",), change=see_one_key_more, setup=WINDOWED),
+    Bug("no window in the mask, only in the plan", ("reference",), change=see_what_the_plan_reads, setup=WINDOWED),
+    Bug("bias of the next head", ("reference",), change=take_the_bias_of(_next_head), setup=BIASED),
+    Bug("bias of the other half of a pair", ("reference",), change=take_the_bias_of(_natural_order), setup=BIASED),
+)
