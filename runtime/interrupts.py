@@ -41,8 +41,7 @@ def deferred() -> Iterator[None]:
     """Within, an interrupt waits until the end, but for a second one. It is then what it would have been: by default
     a KeyboardInterrupt. Other threads are not interrupted; nothing is done for them."""
     deferral = _Deferral()
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or not callable(deferral.handler):  # ignored, or the end of the process
+    if not _is_main_thread() or not callable(deferral.handler):  # ignored, or the end of the process
         yield
         return
     _deferrals.append(deferral)
@@ -57,5 +56,9 @@ def deferred() -> Iterator[None]:
 
 
 def is_pending() -> bool:
-    """Whether an interrupt waits for the end of what the main thread does."""
-    return any(deferral.is_pending for deferral in _deferrals)
+    """Whether an interrupt waits for the end of what this thread does."""
+    return _is_main_thread() and any(deferral.is_pending for deferral in _deferrals)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

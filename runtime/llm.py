@@ -39,7 +39,8 @@ class LLM:
     """A Llama model on a device, with its generated kernel. Close it, or use `with`.
 
     Several threads may use it at a time: their requests are decoded together, up to `batch`, the others wait in line,
-    and each gets what it asked for. After Ctrl-C it works on; the interrupted request has given its place up.
+    and each gets what it asked for (device pycuda refuses threads that did not open it). After Ctrl-C it works on; the
+    interrupted request has given its place up.
 
     model: a folder, a hub id, "demo", or "random:PRESET".
     device: "cuda", "pycuda", "emulator", an open `Device`, or None for what is there.

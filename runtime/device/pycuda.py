@@ -5,7 +5,8 @@ block an SM (checked when the kernel is loaded) and each block asks for more tha
 every block gets an SM of its own), **as long as nothing else runs on the GPU**: another kernel can keep an SM, and then
 the launch hangs until its time limit. On a GPU that is shared, use `cuda`.
 
-Use it from the thread that opened it: PyCUDA keeps a stack of contexts for each thread.
+Only the thread that opened it can use it: PyCUDA keeps a stack of contexts for each thread, and refuses to destroy or
+free from another one what it made in this.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import importlib
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -70,6 +72,7 @@ class PyCudaDriver:
         self._device = self._call("cuDeviceGet", lambda: api.Device(ordinal))
         self._context = self._call("cuDevicePrimaryCtxRetain", self._device.retain_primary_context)
         self._context.push()
+        self._thread = threading.get_ident()
         self._allocations: dict[int, Any] = {}
         self._modules: list[Any] = []
         self._pinned: list[Any] = []
@@ -108,7 +111,11 @@ class PyCudaDriver:
         return int(self._call("cuDeviceGetAttribute", lambda: self._device.get_attribute(attribute)))
 
     def current(self) -> AbstractContextManager[None]:
-        """Nothing to do: the context stays on the stack of the thread that opened the device."""
+        """Nothing to do: the context stays on the stack of the thread that opened the device. DeviceError else."""
+        if threading.get_ident() != self._thread:
+            raise DeviceError(
+                "device pycuda can be used from the thread that opened it only: use device cuda for several threads"
+            )
         return nullcontext()
 
     def new_stream(self) -> Any:

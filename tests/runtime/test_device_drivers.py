@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -269,6 +270,15 @@ def test_pycudas_context_is_popped_once() -> None:
     assert api.context.pushed == 1
     driver.close()
     assert api.context.pushed == 0
+
+
+def test_pycuda_refuses_other_threads_than_its_own() -> None:
+    driver = PyCudaDriver(FakePyCuda(), 0)
+    with driver.current():
+        pass
+    with ThreadPoolExecutor(1) as threads, pytest.raises(DeviceError, match="from the thread that opened it only"):
+        threads.submit(driver.current).result()
+    driver.close()
 
 
 def test_an_abandoned_pycuda_keeps_what_would_free_itself() -> None:

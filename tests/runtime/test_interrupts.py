@@ -80,17 +80,20 @@ def test_what_python_does_not_handle_is_left_alone(handler: signal.Handlers) -> 
         signal.signal(signal.SIGINT, before)
 
 
-def test_another_thread_changes_no_handler() -> None:
+def test_another_thread_changes_no_handler_and_is_not_interrupted() -> None:
     seen = []
 
     def work() -> None:
         with interrupts.deferred():
-            seen.append(signal.getsignal(signal.SIGINT))
+            seen.extend((signal.getsignal(signal.SIGINT), interrupts.is_pending()))
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [signal.getsignal(signal.SIGINT)]
+    with pytest.raises(KeyboardInterrupt), interrupts.deferred():
+        handler = signal.getsignal(signal.SIGINT)
+        interrupt()
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert seen == [handler, False] and interrupts.is_pending()
 
 
 @pytest.mark.compiler

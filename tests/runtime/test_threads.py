@@ -22,6 +22,7 @@ from cheetah.runtime import LLM, SamplingParams
 
 THREADS, ROUNDS = 3, 6
 EMULATOR = pytest.param("emulator", marks=pytest.mark.compiler)
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +33,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def opened(folder: Path, device: Any = "fake", **options: Any) -> LLM:
     if device == "emulator":
         place: dict[str, Any] = {"device": "emulator", "gpu": "emulator-2", "max_context": 64}
+    elif device == "cuda":
+        place = {"device": "cuda", "max_context": 64}
     else:
         place = {"device": FakeDevice() if device == "fake" else device, "generate_kernel": generate_kernel}
     return LLM(folder, quiet=True, **place, **options)
@@ -51,7 +54,7 @@ def in_threads(work: Callable[[int], Any], count: int = THREADS) -> list[Any]:
 
 
 @pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("device", ["fake", EMULATOR])
+@pytest.mark.parametrize("device", ["fake", EMULATOR, GPU])
 def test_threads_that_generate_at_the_same_time(folder: Path, device: str, batch: int) -> None:
     with opened(folder, device, batch=batch, kv_chunk=256) as llm:
         numbers = range(THREADS * ROUNDS)
