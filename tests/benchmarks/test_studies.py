@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.studies import __main__ as command
-from benchmarks.studies import linear, model, ring, stacks
+from benchmarks.studies import linear, model, paper, ring, stacks
 from benchmarks.studies.linear import Network
 from benchmarks.studies.measuring import WARMUP, Study, StudyError, in_graph, require_close
 from benchmarks.studies.report import report
@@ -194,5 +194,22 @@ def test_tables_put_variants_side_by_side_and_the_last_record_counts() -> None:
 def test_the_paper_s_figure_stands_only_where_there_is_one() -> None:
     cases = [{"model": name, "context": 128} for name in ("llama-3.1-8b", "llama-3.2-1b")]
     text = report([record("model", case, "fused, overlap", 3.4) for case in cases])
-    assert "| llama-3.1-8b | 128 | 294 (50.0%) |  | 184 (82.4%) |" in text
+    assert "| llama-3.1-8b | 128 | 294 (50.0%) |  | 168 / 146 / 184 (82.4%) |" in text
     assert "| llama-3.2-1b | 128 | 294 (50.0%) |  |  |" in text
+
+
+def test_the_paper_s_batches_are_in_the_results() -> None:
+    """Figures of others are copied once; the page is held to them."""
+    page = (Path(__file__).parents[2] / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
+    for (sequences, prompt), figures in paper.BATCH_TOKENS_PER_S.items():
+        assert f"| {sequences} x {prompt} | {' | '.join(map(str, figures))} |" in page
+
+
+def test_the_tables_that_are_kept_are_those_of_the_records() -> None:
+    """With the paper's figures in a column of their own."""
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    records = command.read_records([results / "2026-11-21-h200-studies.jsonl"])
+    text = report(records)
+    assert text + "\n" == (results / "2026-11-21-h200-studies.md").read_text(encoding="utf-8")
+    assert "| 4096 | 32 | 311.3 us" in text and "| 675 us / 423 us / 423 us |" in text
+    assert not any("paper" in record["system"] for record in records)
