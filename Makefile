@@ -27,7 +27,7 @@ demo: $(RUN_READY) compiler
 	$(BIN)/cheetah run demo "$(PROMPT)" --device emulator --max-tokens 256
 
 test: $(DEV_READY) compiler
-	$(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu"
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not gpu"
 
 gpu-test: $(DEV_READY)
 	$(BIN)/python -m pytest -m gpu

@@ -159,6 +159,7 @@ def test_python_compiles(page: str) -> None:
         compile(block, f"{page}, block {number}", "exec")
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_the_python_of_the_readme_runs() -> None:
     (block,) = blocks_of("README.md", "python")

@@ -7,6 +7,8 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 SUFFIXES = {".py", ".typed", ".h", ".hpp", ".cpp", ".S"}
 NOT_SOURCES = ("build", "dist", "benchmarks", "tests", "kernels_generated", "*.egg-info", "__pycache__", ".*")
@@ -55,6 +57,7 @@ def check_unpacked(wheel: Path, folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_wheel_holds_the_package(tmp_path: Path) -> None:
     sources = copy_of_the_sources(tmp_path)
     wheel = build("build_wheel", sources, tmp_path / "wheel")
@@ -62,6 +65,7 @@ def test_wheel_holds_the_package(tmp_path: Path) -> None:
     check_unpacked(wheel, tmp_path / "unpacked")
 
 
+@pytest.mark.slow
 def test_sdist_builds_the_same_wheel(tmp_path: Path) -> None:
     sources = copy_of_the_sources(tmp_path)
     sdist = build("build_sdist", sources, tmp_path / "sdist")

@@ -43,6 +43,7 @@ def attention() -> BatchAttention:
     return ready
 
 
+@pytest.mark.slow
 def test_arrays_of_several_kinds_give_the_same(attention: BatchAttention) -> None:
     output, lse = attention.run(QUERIES, POOL)
     assert output.dtype == ml_dtypes.bfloat16 and lse.dtype == np.float32 and lse.shape == (2, 4)
@@ -215,6 +216,7 @@ def test_arrays_of_the_last_run_that_are_too_small_for_the_plan_are_not_launched
         attention.launch()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", [streaming_llm(4, 60), combined(streaming_llm(4, 60), soft_cap(30.0))])
 def test_keys_that_depend_on_who_asks_are_not_shared(variant: Variant) -> None:
     attention = made(variant=variant, levels=2)

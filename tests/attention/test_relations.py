@@ -44,7 +44,7 @@ from tests.attention.relations import (
 from tests.attention.rotation import rope_rows
 from tests.tolerances import ATTENTION_OUTPUT
 
-pytestmark = pytest.mark.usefixtures("target")
+pytestmark = [pytest.mark.usefixtures("target"), pytest.mark.slow]
 
 MAIN = Core(shortest_chunk=16)
 PAGED = [replace(MAIN, page_size=page_size) for page_size in (1, 5, 64, 256)]

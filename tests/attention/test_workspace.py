@@ -60,6 +60,7 @@ def test_token_major_pools_are_converted() -> None:
     np.testing.assert_array_equal(found, attend(case).output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [199, 512])
 def test_keys_left_of_a_window_are_not_read(own: int) -> None:
     """The window's first key is own - 1 - 13; ranges are rounded outward to 16 keys."""

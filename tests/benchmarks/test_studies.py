@@ -24,6 +24,8 @@ from cheetah.plan import STRIP_ROWS
 from cheetah.runtime.device.driver import DriverError
 from cheetah.runtime.device.emulator import EmulatorDevice
 
+pytestmark = pytest.mark.slow
+
 Records = list[dict[str, Any]]
 ROUNDING = 0.015
 """Largest error that rounding to bf16 explains (seen: 0.009)."""

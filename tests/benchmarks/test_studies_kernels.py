@@ -14,7 +14,7 @@ from cheetah.models.rounding import round_to_bf16, widen
 from cheetah.plan import gpu_named
 from tests.program.rig import as_bf16, emulated_gpu
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 
 LAYERS, FIRST = 5, 2
 """A chain that begins at the third layer, so that no other does."""

@@ -23,7 +23,7 @@ from tests.blocks.attention_kernel import Core, Inputs, attend, attend_all, exac
 from tests.program.rig import as_bf16, relative_error
 from tests.tolerances import ATTENTION_LSE, ATTENTION_OUTPUT, ATTENTION_WEIGHTS
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 
 LENGTHS = (1, 2, 3, 15, 16, 17, 33, 54, 97, 199)
 CORES = {

@@ -86,6 +86,7 @@ def in_fragment_order(x: np.ndarray) -> np.ndarray:
     return words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_product_against_float64(case: str) -> None:
     kernel, layout = product(*CASES[case])

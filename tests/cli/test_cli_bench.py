@@ -50,6 +50,7 @@ def records() -> list[dict[str, Any]]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_a_record_has_every_field(records: list[dict[str, Any]]) -> None:
     assert [line["context"] for line in records] == [5, 200]
     assert [(line["contexts"], line["shared"], line["per_step"]) for line in records] == [([5], 0, 1), ([200], 0, 1)]
@@ -71,6 +72,7 @@ def test_a_record_adds_up(records: list[dict[str, Any]]) -> None:
         assert line["kernel"] == generated.manifest.text_sha256[:16]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "contexts", "shared", "per_step", "cached", "room"),
     [
@@ -111,6 +113,7 @@ def test_room_is_made_for_all_works_together() -> None:
     assert room == {"max_context": 9640, "max_steps": 64, "batch": 4, "tokens": 16}
 
 
+@pytest.mark.slow
 def test_a_cache_of_codes_has_no_nan() -> None:
     plan = choose_plan(preset("demo"), gpu_named("emulator"))
     codes = random_cache(replace(plan, kv_dtype="e4m3")).view(np.uint8)
@@ -167,6 +170,7 @@ def test_memory_is_refused_before_anything_is_allocated(monkeypatch: pytest.Monk
     assert "are needed" in refused("bench", "random:llama-3.1-70b", *QUICK)
 
 
+@pytest.mark.slow
 def test_a_kernel_that_makes_other_tokens_each_time_has_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     counter = iter(range(100))
     plain = Launcher.launch_together
@@ -228,6 +232,7 @@ def test_a_buffer_is_filled_to_its_last_byte() -> None:
     assert not np.isnan(random_bits(1.0).view(np.uint16).astype(np.uint32) << 16).any()
 
 
+@pytest.mark.slow
 def test_record_names_no_share_that_was_not_measured() -> None:
     with open_device("emulator", say=lambda line: None) as device:
         bench = DecodeBench(preset("demo"), "demo", None, device, [5], 3)

@@ -39,6 +39,7 @@ def checked(kernel: Generated, seeds: int = 2, sanitizer: bool = False) -> Verdi
     return check_kernel(kernel.text, kernel.manifest, CONFIG, random_tensors(CONFIG), range(seeds), sanitizer=sanitizer)
 
 
+@pytest.mark.slow
 def test_a_right_kernel_passes() -> None:
     verdict = checked(generated())
     assert verdict.ok, str(verdict)
@@ -46,6 +47,7 @@ def test_a_right_kernel_passes() -> None:
     assert 0 < verdict.agreement.error < verdict.agreement.tolerance and not verdict.findings
 
 
+@pytest.mark.slow
 def test_wrong_arithmetic_disagrees_with_float32() -> None:
     verdict = checked(changed(generated(), r"1\.0f \+ exp_f32\(-", "2.0f + exp_f32(-"), seeds=1)
     assert verdict.exploration.ok and not verdict.ok
@@ -58,11 +60,13 @@ def test_a_wait_for_what_never_comes_is_a_deadlock() -> None:
     assert {failure.kind for failure in verdict.exploration.failures} == {"Deadlock"}
 
 
+@pytest.mark.slow
 def test_a_missing_wait_gives_other_bits_or_a_misuse() -> None:
     verdict = checked(changed(generated(), r"mbarrier_wait\(full \+ use_stage, use_parity\);", ""), seeds=3)
     assert not verdict.exploration.ok, str(verdict)
 
 
+@pytest.mark.slow
 def test_a_wrong_count_of_steps_is_a_fault() -> None:
     verdict = checked(changed(generated(), r"status\[0\] = [^;]*;", "status[0] = 99;"), seeds=1)
     assert {failure.kind for failure in verdict.exploration.failures} == {"KernelFault"}
@@ -75,6 +79,7 @@ def test_the_race_detector_runs_on_the_same_launches() -> None:
     assert checked(without_wait, seeds=1, sanitizer=True).race
 
 
+@pytest.mark.slow
 def test_the_command_checks_the_demo_model_as_it_is() -> None:
     result = cheetah("check", "demo", "--seeds", "1", "--schedulers", "round_robin,random", "--no-sanitizer")
     assert result.exit_code == 0, result.output
@@ -83,6 +88,7 @@ def test_the_command_checks_the_demo_model_as_it_is() -> None:
     assert result.stdout.endswith("verdict: nothing found\n")
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_1_if_something_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: object, **options: object) -> Generated:
         return changed(generate_kernel(*arguments, **options), r"1\.0f \+ exp_f32\(-", "2.0f + exp_f32(-")

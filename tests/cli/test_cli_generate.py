@@ -34,6 +34,7 @@ def test_writes_a_kernel_and_its_manifest(tmp_path: Path) -> None:
     assert header_command(files[".cu"].read_text()) == manifest.command
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -40,6 +40,7 @@ def test_a_batch_has_columns_and_slices() -> None:
     assert "newest (over scratch)" in text
 
 
+@pytest.mark.slow
 def test_draws_the_shares(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     cheetah("inspect", "demo", "--plot", tmp_path / "shares.png")

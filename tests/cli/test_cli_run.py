@@ -50,12 +50,14 @@ def test_a_stop_text_ends_it(completion: str) -> None:
     assert result.stdout == completion.partition(stop)[0] + "\n" and "(stop)" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_text_again() -> None:
     options = ("--max-tokens", "12", "--temperature", "1.2", *EMULATOR)
     texts = [cheetah("run", "demo", PROMPT, "--seed", seed, *options).stdout for seed in ("5", "5", "6")]
     assert texts[0] == texts[1] != texts[2]
 
 
+@pytest.mark.slow
 def test_random_weights_take_and_give_ids() -> None:
     """A preset has no tokenizer; a model this small has the same shape of output."""
     result = cheetah("run", "random:demo", "--ids", "1,2,3", "--max-tokens", "5", "--sync", "barrier", *EMULATOR)
@@ -94,6 +96,7 @@ def test_the_kernel_is_the_one_that_generate_writes(monkeypatch: pytest.MonkeyPa
     assert seen[0].command == f"cheetah generate demo {options}"
 
 
+@pytest.mark.slow
 def test_several_completions_are_written_one_after_another() -> None:
     options = ("--max-tokens", "6", "--temperature", "1.2", "--seed", "5", *EMULATOR)
     result = cheetah("run", "demo", PROMPT, "-n", "2", *options)

@@ -15,6 +15,7 @@ QUICK = ("--device", "emulator", "--context", "40", "--steps", "2", "--repetitio
 KINDS = ["qkv", "attention", "merge", "o", "gate_up", "down", "head", "sampling", "all"]
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_table_and_file(tmp_path: Path) -> None:
     target = tmp_path / "trace.json"
@@ -37,6 +38,7 @@ def test_table_and_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_without_a_file_and_of_a_plan(tmp_path: Path) -> None:
     result = cheetah("trace", "random:demo", "--sync", "barrier", *QUICK)
@@ -44,6 +46,7 @@ def test_without_a_file_and_of_a_plan(tmp_path: Path) -> None:
     assert result.stdout.startswith("demo, batch 1, weights bf16 random, context 40")
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_a_batch_has_that_many_sequences(tmp_path: Path) -> None:
     target = tmp_path / "trace.json"

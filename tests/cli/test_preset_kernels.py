@@ -58,10 +58,13 @@ def prompt_tokens(model: str) -> int:
 
 
 def kernels() -> list[Any]:
-    """Each once; those that are not in kernels_generated/ are slow."""
+    """Each once; all but those of the demo model are slow."""
     first = [(model, {"batch": batch}) for model, batch in committed()]
-    others = [kernel for kernel in (*by_default(), *OTHERS) if kernel not in first]
-    return [*first, *(pytest.param(*kernel, marks=pytest.mark.slow) for kernel in others)]
+    all_kernels = [*first, *(kernel for kernel in (*by_default(), *OTHERS) if kernel not in first)]
+    return [
+        pytest.param(model, options, marks=[] if model == "demo" else [pytest.mark.slow])
+        for model, options in all_kernels
+    ]
 
 
 def has_nvrtc() -> bool:

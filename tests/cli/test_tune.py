@@ -113,6 +113,7 @@ def test_unknown_field() -> None:
         Space(CONFIG, H200, {}, ("stages",))
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_the_emulator_ranks_and_stores_nothing(cache: Path) -> None:
     result = cheetah("tune", "demo", *QUICK)
@@ -122,6 +123,7 @@ def test_the_emulator_ranks_and_stores_nothing(cache: Path) -> None:
     assert not (cache / "tuned").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_a_stored_winner_is_used(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The barrier is made to win, so that what is used differs from the rule."""
@@ -152,6 +154,7 @@ def test_a_stored_winner_is_used(cache: Path, monkeypatch: pytest.MonkeyPatch) -
     assert json.loads(cheetah(*bench, "--no-tuned").stdout)["plan"]["sync"] == "flags"
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_scales_of_cached_keys_belong_to_all_plans() -> None:
     """Left to each plan's kernel they would be poison, and all its attention NaN."""
@@ -251,6 +254,7 @@ def test_what_is_no_file_counts_as_none_with_a_note(cache: Path, target: str) ->
     assert plan == {} and f"{path}: cannot be read: " in said
 
 
+@pytest.mark.slow
 def test_the_hash_of_sources_holds_all_that_the_generator_loads() -> None:
     """Asked of Python itself, after a kernel was generated and every family had its program."""
     program = (

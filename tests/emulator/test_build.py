@@ -43,6 +43,7 @@ def test_a_thread_with_too_many_local_variables_is_refused() -> None:
         compile_program(text, "twice", [("x", "int32_t*")])
 
 
+@pytest.mark.slow
 def test_the_cache_answers_the_second_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = compile_program(DOUBLE, "twice", [("x", "int32_t*")], cache_dir=tmp_path)
 
@@ -56,6 +57,7 @@ def test_the_cache_answers_the_second_time(tmp_path: Path, monkeypatch: pytest.M
         compile_program(DOUBLE + "\n", "twice", [("x", "int32_t*")], cache_dir=tmp_path)
 
 
+@pytest.mark.slow
 def test_what_is_damaged_is_compiled_again(tmp_path: Path) -> None:
     """A library that is cut short would end the process that loads it."""
     path = build.build_program(DOUBLE, "twice", [("x", "int32_t*")], build.PLAIN, tmp_path)
@@ -76,6 +78,7 @@ def test_what_is_damaged_is_compiled_again(tmp_path: Path) -> None:
     assert is_mended()
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheetahError, match="file/cache: cannot be made: Not a directory: name another folder in CHEET"):
@@ -87,6 +90,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         build.build_program(DOUBLE, "twice", [("x", "int32_t*")], build.PLAIN, tmp_path)
 
 
+@pytest.mark.slow
 def test_two_processes_may_compile_the_same_text(tmp_path: Path) -> None:
     script = (
         "import sys, numpy as np; from pathlib import Path; from cheetah.emulator import compile_program\n"
@@ -110,6 +114,7 @@ def test_launches_of_two_programs_may_alternate() -> None:
     np.testing.assert_array_equal(x, np.full(8, 36))
 
 
+@pytest.mark.slow
 def test_the_portable_switch_gives_the_same_results(tmp_path: Path) -> None:
     mode = replace(build.PLAIN, name="portable", runtime_flags=("-O2", "-DCHEETAH_EMULATOR_UCONTEXT"))
     kernel = LoadedProgram("planted", PARAMETERS, build.build_program(TEXT, "planted", PARAMETERS, mode, tmp_path))

@@ -6,7 +6,7 @@ import pytest
 from cheetah.emulator import SCHEDULERS, EmulatorError, Race, explore
 from tests.emulator.planted import BUGS, Bug, expected_totals, planted_program, run
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 
 
 def names(bug: Bug) -> str:

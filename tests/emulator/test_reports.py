@@ -168,6 +168,7 @@ def test_switch_limit_ends_a_livelock_with_a_report() -> None:
     assert "block 1: named_barrier at kernel.cu:5 [" in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", [FOREVER, "for (;;) store_relaxed_u32(words, 1);"])
 def test_time_limit_ends_a_livelock(body: str) -> None:
     signature = "uint32_t* words" if "words" in body else ""

@@ -21,6 +21,7 @@ def run_example(name: str, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 @pytest.mark.parametrize("options", [(), ("--scheduler", "round_robin"), ("--scheduler", "priority", "--seed", "5")])
 @pytest.mark.parametrize("name", LADDER)

@@ -47,6 +47,7 @@ def random_launch_tiles(draw):
     return tiles
 
 
+@pytest.mark.slow
 def test_a_launch_holds_the_plan_of_each_of_its_steps():
     draw = np.random.default_rng(1)
     for _ in range(150):
@@ -62,6 +63,7 @@ def test_a_launch_holds_the_plan_of_each_of_its_steps():
                 assert np.array_equal(getattr(current(plans, step), name), getattr(alone, name)), (step, name)
 
 
+@pytest.mark.slow
 def test_there_are_never_more_plans_than_promised():
     draw = np.random.default_rng(2)
     reached = 0

@@ -21,6 +21,7 @@ from cheetah.plan.kv.page_table import (
 )
 
 
+@pytest.mark.slow
 @given(st.data(), st.integers(1, 9), st.lists(st.integers(0, 60), max_size=6))
 def test_tokens_are_found_where_their_pages_are(data: st.DataObject, page_size: int, lengths: list[int]) -> None:
     lists = [data.draw(st.lists(st.integers(0, 99), min_size=61, max_size=61)) for _ in lengths]

@@ -112,6 +112,7 @@ def test_contexts_beyond_the_plan_are_refused():
         report_of(LLAMA_8B, context=0)
 
 
+@pytest.mark.slow
 def test_the_plot_is_written(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "shares.png"
@@ -119,6 +120,7 @@ def test_the_plot_is_written(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_plot_that_cannot_be_written_is_a_clear_error(tmp_path):
     pytest.importorskip("matplotlib")
     with pytest.raises(PlanError, match="cannot be written to .*none"):

@@ -20,7 +20,7 @@ from cheetah.runtime.checkpoint.loading import Checkpoint, open_checkpoint
 from tests.program.rig import Rig, float32_logits, model, random_weights, relative_error, token_ids
 from tests.tolerances import LOGITS, SMALL_MARGIN
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 
 # name: (sizes of the model, how it is run, tokens). Defaults: 2 layers, hidden 48, feed-forward 40, vocabulary 50,
 # 2 query heads and one KV head of 64; 2 blocks of 2 math warps, pages of 16, flags.

@@ -27,7 +27,7 @@ from tests.program.rig import (
 )
 from tests.tolerances import EIGHT_BIT_LOGITS, LOGITS
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 
 SHAPES: dict[str, tuple[Any, int, dict[str, Any]]] = {
     "two": (model(), 3, {"batch": 2}),

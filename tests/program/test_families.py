@@ -18,7 +18,7 @@ from cheetah.models.qwen3 import Qwen3Config
 from tests.program.rig import Rig, bits, float32_logits, random_weights, relative_error, token_ids
 from tests.tolerances import EIGHT_BIT_LOGITS, LOGITS
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 
 SPLIT: dict[str, Any] = {"kv_chunk_min": 16}
 

@@ -14,7 +14,7 @@ from cheetah.runtime.engine.launcher import EPOCH_LIMIT, Sampling
 from tests.program.rig import Rig, bits, float32_logits, model, random_weights, token_ids
 from tests.tolerances import SAMPLING_MARGIN, SMALL_MARGIN
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 
 WEIGHTS = random_weights(model(vocab=90))
 IDS = token_ids(40, 90)

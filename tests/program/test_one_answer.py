@@ -21,7 +21,7 @@ from cheetah.runtime.engine.requests import Request
 from tests.program.answers import Record, Service
 from tests.program.rig import emulated_gpu, model, random_weights, token_ids
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 
 CONFIG = model(heads=4, kv_heads=1, vocab=60)
 """Four heads a KV head: of 8 columns' 32 fused rows, two warps share out the keys; of one column's, all four."""
@@ -146,7 +146,6 @@ def test_up_to_the_last_token_of_the_context(kernels: Kernels) -> None:
     assert not record.changed
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_random_requests_with_common_beginnings(kernels: Kernels, seed: int) -> None:
     """Rounds of requests over one cache: prompts begin alike or continue earlier answers; some stop early, some streams

@@ -10,7 +10,7 @@ from tests.program.planted import BUGS as COMMON_BUGS
 from tests.program.planted import IDLE, MANY, ROOMY, USUAL, Bug, Finding, Gauntlet, Setup
 from tests.program.planted_families import BIASED, FAMILY_BUGS, NORMED, WINDOWED
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 
 BUGS = (*COMMON_BUGS, *FAMILY_BUGS)
 SEEDS = 20
@@ -50,7 +50,6 @@ def test_nothing_is_found_in_the_kernel_as_it_is(setup: str, sync: str) -> None:
     assert_clean(SETUPS[setup], sync, seeds=6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("setup", "seeds"), [("usual", 50), ("idle", 50), ("many", 2)])
 def test_nothing_is_found_in_the_kernel_by_many_schedules(setup: str, seeds: int) -> None:
     assert_clean(SETUPS[setup], "flags", seeds)

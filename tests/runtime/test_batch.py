@@ -104,6 +104,7 @@ def uneven_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LaunchPace, "steps", lambda pace, wanted: min(wanted, pace._max_steps, next(sizes)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [{}, {"batch": 8}, {"batch": 2, "tokens": 8}, {"kv_chunk": 64}], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 1.2])
 def test_different_prompts_and_lengths_give_what_each_gives_alone(overrides: Any, temperature: float) -> None:
@@ -132,6 +133,7 @@ def test_who_ends_makes_room_for_who_waits(uneven_launches: None) -> None:
     rig.check_all_pages_are_back()
 
 
+@pytest.mark.slow
 def test_stop_ids_of_different_sequences_at_different_steps() -> None:
     plain = [alone(Request(prompt, 30, Sampling())) for prompt in PROMPTS[:4]]
     requests = [
@@ -168,6 +170,7 @@ def test_a_launch_ends_when_all_have_stopped() -> None:
     assert {result.steps for result in launcher.launch_together(parts)} == {last}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch, count", [(4, 3), (4, 4), (2, 5), (1, 3), (8, 8)])
 @pytest.mark.parametrize("cached", [False, True])
 def test_several_completions_of_one_prompt(batch: int, count: int, cached: bool) -> None:
@@ -191,6 +194,7 @@ def test_the_prompt_of_several_completions_is_read_once() -> None:
     assert read[[count for count, _ in read].index(4)] == (4, 1), "the last token of the prompt samples, for each"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt", [(7,), (1, 2), tuple(range(16)), tuple(range(17)), tuple(range(32))], ids=len)
 @pytest.mark.parametrize("page_size", [1, 5, 16])
 def test_forks_at_every_place_of_a_page(prompt: tuple[int, ...], page_size: int) -> None:
@@ -437,6 +441,7 @@ def test_an_interrupted_prompt_is_taken_out_and_others_go_on() -> None:
     rig.check_all_pages_are_back()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_soak_of_joins_and_leaves(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random requests of a few common beginnings come, go on, stop, fork, are given up, in a pool that is too small."""

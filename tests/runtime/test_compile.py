@@ -216,6 +216,7 @@ def compile_in_child(cache: str, start: multiprocessing.synchronize.Barrier, res
     results.put((cubin.cached, cubin.image))
 
 
+@pytest.mark.slow
 @needs_nvrtc
 def test_processes_that_compile_at_once_agree_and_one_does_the_work(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")

@@ -21,6 +21,8 @@ from cheetah.runtime import LLM, SamplingParams
 from cheetah.runtime.engine.launcher import EPOCH_LIMIT, Epochs
 from cheetah.runtime.engine.pace import LaunchPace
 
+pytestmark = pytest.mark.slow
+
 EMULATOR = {"device": "emulator", "gpu": "emulator-2"}
 DEVICES = [
     pytest.param(EMULATOR, marks=pytest.mark.compiler, id="emulator"),

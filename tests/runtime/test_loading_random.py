@@ -9,6 +9,7 @@ from cheetah.models.registry import PRESETS
 from cheetah.runtime.checkpoint.loading import open_checkpoint
 
 
+@pytest.mark.slow
 def test_random_weights_depend_on_name_and_seed_alone():
     first, second = open_checkpoint("random:llama-3.2-1b"), open_checkpoint("random:llama-3.2-1b")
     names = ["model.layers.3.self_attn.k_proj.weight", "model.layers.2.input_layernorm.weight"]
@@ -20,6 +21,7 @@ def test_random_weights_depend_on_name_and_seed_alone():
     assert first.config == PRESETS["llama-3.2-1b"] and "random" in first.notes[0]
 
 
+@pytest.mark.slow
 def test_random_weights_are_scaled_by_their_inputs():
     checkpoint = open_checkpoint("random:llama-3.2-1b")
     for name, shape in list(tensor_shapes(checkpoint.config).items())[:10]:
@@ -35,6 +37,7 @@ def test_no_two_rows_of_random_weights_are_the_same():
     assert len(np.unique(rows, axis=0)) == len(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [EMBEDDING, "model.layers.1.mlp.down_proj.weight"])
 def test_rows_that_are_read_in_parts_are_those_of_the_whole(name):
     """The matrices are longer than what is repeated, so that some rows meet its end."""

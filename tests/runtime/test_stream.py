@@ -48,6 +48,7 @@ def test_pieces_are_valid_and_equal_the_one_shot_decode(kind: str, data: st.Data
     assert "".join(pieces) == tokenizer(kind).decode(ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
 @given(text=st.text(max_size=20))
 def test_no_replacement_characters_for_split_characters(kind: str, text: str) -> None:

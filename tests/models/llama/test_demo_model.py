@@ -12,6 +12,7 @@ from functools import cache
 import jinja2
 import ml_dtypes  # noqa: F401  (registers bfloat16 for safetensors)
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
@@ -63,6 +64,7 @@ def test_chat_template_writes_what_was_trained() -> None:
     assert chat_text(messages[:1], add_generation_prompt=True) == marked(talk[:1]) + ASSISTANT
 
 
+@pytest.mark.slow
 def test_greedy_stories_are_grammatical() -> None:
     stories = [prompt + complete(BEGIN + prompt) for prompt in PROMPTS]
     sentences = list(itertools.chain.from_iterable(map(demo_grammar.read, stories)))

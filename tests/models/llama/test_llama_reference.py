@@ -38,6 +38,7 @@ def normal(shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
+@pytest.mark.slow
 def test_trained_model_reproduces_its_golden_output(trained_checkpoint):
     from safetensors.numpy import load_file
 
