@@ -163,13 +163,13 @@ class LoadedProgram(Program):
         timeout_s: float | None,
         watch: Callable[[], None] | None,
     ) -> LaunchStats:
-        poll = _Poll(timeout_s, watch)
         pairs = list(zip(self.parameters, arguments, strict=True))
         values = [_value(parameter, argument) for parameter, argument in pairs]
         arrays = [(parameter.name, a) for parameter, a in pairs if isinstance(a, np.ndarray)]
         report = ctypes.create_string_buffer(_REPORT_BYTES)
-        launch = _launch_structure(shape, values, arrays, poll, report)
         with _one_launch:
+            poll = _Poll(timeout_s, watch)  # waiting for one's turn takes nothing of the time limit
+            launch = _launch_structure(shape, values, arrays, poll, report)
             started = time.perf_counter()
             self._library.cheetah_emulator_launch(ctypes.byref(launch))
             seconds = time.perf_counter() - started

@@ -1,11 +1,14 @@
 """What goes wrong in a launch is told: who, where in the text, in which state; and the process lives on."""
 
+import gc
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
-from cheetah.emulator import Deadlock, Misuse, Program, SwitchLimit, TimeLimit, allocate
+from cheetah.emulator import Deadlock, Misuse, Program, SwitchLimit, TimeLimit, allocate, compile_program
 from cheetah.errors import CheetahError
-from tests.emulator.kernels import program
+from tests.emulator.kernels import OPENING, program
 
 pytestmark = pytest.mark.compiler
 
@@ -190,6 +193,53 @@ def test_interrupting_a_launch_reaches_python(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("cheetah.emulator.program.time.perf_counter", clock)
     with pytest.raises(KeyboardInterrupt):
         kernel.launch(1, 64, 0, [], timeout_s=100)
+
+
+SOME_TIME = "for (uint32_t i = 0; i < rounds; i++) named_barrier(1, 64); x[threadIdx.x] = rounds;"
+ROUNDS = 20_000  # long enough to be watched, two switches a warp and round
+
+
+def test_what_a_watch_raises_ends_the_launch_and_the_next_one_starts_afresh() -> None:
+    kernel, x = program(SOME_TIME, "uint32_t* x, uint32_t rounds"), np.zeros(64, np.uint32)
+
+    def enough() -> None:
+        raise ValueError("enough")
+
+    with pytest.raises(ValueError, match="enough"):
+        kernel.launch(1, 64, 0, [x, 2**32 - 1], watch=enough)
+    assert not x.any()
+    kernel.launch(1, 64, 0, [x, 3])
+    assert (x == 3).all()
+
+
+def test_a_program_that_is_collected_in_the_middle_of_a_launch_leaves_it_alone() -> None:
+    """By the thread that launched, with the library in use: it must neither wait for the launch nor free its stacks."""
+    text = f'{OPENING}extern "C" __global__ void kernel(uint32_t* x, uint32_t rounds) {{ {SOME_TIME} }}'
+    parameters = [("x", "uint32_t*"), ("rounds", "uint32_t")]
+    programs = [compile_program(text, "kernel", parameters) for _ in range(2)]
+    kernel, x, watched = programs.pop(), np.zeros(64, np.uint32), list[int]()
+
+    def collect() -> None:
+        programs.clear()
+        watched.append(gc.collect())
+
+    kernel.launch(1, 64, 0, [x, ROUNDS], watch=collect)
+    assert watched and (x == ROUNDS).all()
+
+
+def test_launches_of_several_threads_take_turns() -> None:
+    signature = "uint32_t* x, uint32_t rounds"
+    kernels = [program(SOME_TIME, signature), program(SOME_TIME.replace("= rounds", "= 2 * rounds"), signature)]
+
+    def work(thread: int) -> bool:
+        x = np.zeros(64, np.uint32)
+        for rounds in range(1, 30):
+            kernels[thread % 2].launch(1, 64, 0, [x, rounds], timeout_s=60)
+            assert (x == rounds * (1 + thread % 2)).all()
+        return True
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(work, range(4)))
 
 
 def test_wrong_arguments_are_refused_with_their_name() -> None:
