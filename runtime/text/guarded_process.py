@@ -25,7 +25,7 @@ from cheetah.errors import CheetahError
 from cheetah.printable import printable
 
 WORKER = Path(__file__).with_name("guarded_worker.py")
-WAIT_FACTOR = 20
+WAIT_FACTOR = 8
 """Seconds of waiting for a second of processor time that is granted: others may use the machine."""
 
 
@@ -98,7 +98,8 @@ class GuardedProcess:
             return
         self._end()
         command = [sys.executable, "-I", "-S", "-B", str(WORKER)]
-        environment = {**os.environ, "RAYON_NUM_THREADS": "1"}  # the stack of a thread would count as memory
+        # The stack of a thread would count as memory; and a backtrace that finds none left waits for ever.
+        environment = {**os.environ, "RAYON_NUM_THREADS": "1", "RUST_BACKTRACE": "0"}
         try:
             self._process = subprocess.Popen(
                 command,

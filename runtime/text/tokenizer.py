@@ -72,7 +72,7 @@ class Tokenizer:
         With `add_special_tokens` the beginning-of-text token stands first where the checkpoint wants it, and never
         twice, even if the text itself starts with it. Without (for the output of a chat template) nothing is added.
         """
-        _refuse_surrogates(text)
+        _refuse_surrogates(text, "the text")
         ids = self._encoder.encode(text, add_special_tokens)
         return self._with_one_bos(ids) if add_special_tokens else ids
 
@@ -153,13 +153,13 @@ class TokenDecoder:
         return found
 
 
-def _refuse_surrogates(text: str) -> None:
-    """A message, a template's output or a prompt may hold one; no tokenizer takes it."""
+def _refuse_surrogates(text: str, what: str) -> None:
+    """A message, a template's output, a prompt or a file may hold one; no tokenizer takes it."""
     try:
         text.encode()
     except UnicodeEncodeError as problem:
         place = f"{text[problem.start]!r} at character {problem.start}"
-        raise CheetahError(f"the text has a lone surrogate, {place}, which is no Unicode text: remove it") from None
+        raise CheetahError(f"{what} has a lone surrogate, {place}, which is no Unicode text: remove it") from None
 
 
 def read_json(path: Path | None) -> dict[str, Any]:
@@ -180,5 +180,6 @@ def _special_tokens(config: Mapping[str, Any], special_tokens_map: Mapping[str, 
         token = config.get(name) or special_tokens_map.get(name)
         text = token.get("content") if isinstance(token, dict) else token
         if isinstance(text, str):
+            _refuse_surrogates(text, f"{name} of tokenizer_config.json or special_tokens_map.json")
             found[name] = text
     return found

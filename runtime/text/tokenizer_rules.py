@@ -44,7 +44,7 @@ def _always(rule: Mapping[str, Any]) -> bool:
 
 
 def _is_short_prefix(rule: Mapping[str, Any]) -> bool:
-    return isinstance(rule.get("prepend"), str) and len(rule["prepend"]) <= AFFIX_CHARACTERS
+    return rule.get("prepend") is not None and _is_short(rule["prepend"])
 
 
 def _lengthens_nothing(rule: Mapping[str, Any]) -> bool:
@@ -92,12 +92,14 @@ def unusual_rule(description: Mapping[str, Any]) -> str | None:
     model = description.get("model")
     if not isinstance(model, Mapping) or model.get("type") not in ("BPE", "WordLevel") or model.get("dropout"):
         return f"model {shown(model)}"
-    if any(len(model.get(affix) or "") > AFFIX_CHARACTERS for affix in _AFFIXES):
-        return f"model with an affix of more than {AFFIX_CHARACTERS} characters"
-    return _unusual_added_tokens(description.get("added_tokens") or [])
+    for affix in ("continuing_subword_prefix", "end_of_word_suffix"):
+        if not _is_short(model.get(affix)):
+            return f"model with {affix} {shown(model[affix])}"
+    return _unusual_added_tokens(description.get("added_tokens"))
 
 
-_AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
+def _is_short(affix: object) -> bool:
+    return affix is None or (isinstance(affix, str) and len(affix) <= AFFIX_CHARACTERS)
 
 
 def _is_usual_chain(part: str, chain: Any) -> bool:
@@ -115,7 +117,9 @@ def _is_usual(rule: Any, checks: Mapping[str, _Check]) -> bool:
 
 
 def _unusual_added_tokens(tokens: Any) -> str | None:
-    contents = [token.get("content") for token in tokens if isinstance(token, Mapping)] if tokens else []
+    if not isinstance(tokens, list | None):
+        return f"added_tokens {shown(tokens)}"
+    contents = [token.get("content") for token in tokens or () if isinstance(token, Mapping)]
     characters = sum(len(content) for content in contents if isinstance(content, str))
     if len(contents) > ADDED_TOKENS or characters > ADDED_CHARACTERS:
         return f"added_tokens: {len(contents)} of {characters} characters"

@@ -59,7 +59,11 @@ UNUSUAL: dict[str, Change] = {
     "pre_tokenizer [": lambda description: description.update(pre_tokenizer=[]),
     "post_processor {'type'": lambda description: description.update(post_processor={"type": "RobertaProcessing"}),
     "model {'type'": lambda description: description.update(model={"type": "Unigram"}),
-    "model with an affix": lambda description: description["model"].update(end_of_word_suffix="x" * 100),
+    "model with end_of_word_suffix 'xxx": lambda description: description["model"].update(end_of_word_suffix="x" * 100),
+    "model with continuing_subword_prefix 1": lambda description: description["model"].update(
+        continuing_subword_prefix=1
+    ),
+    "added_tokens 1": lambda description: description.update(added_tokens=1),
     "added_tokens: 4 of 520": lambda description: description.update(added_tokens=[added("x" * 130_000)] * 4),
 }
 
@@ -131,6 +135,7 @@ def test_a_tokenizer_without_measure_is_one_error(
     monkeypatch: pytest.MonkeyPatch, message: str, change: Change
 ) -> None:
     monkeypatch.setattr(encoders, "LIMITS", Limits(2.0, 64_000_000, 1_000_000))
+    monkeypatch.setenv("RUST_BACKTRACE", "1")
     with pytest.raises(CheetahError) as raised:
         tokenizer = Tokenizer(changed(change))
         tokenizer.decode(tokenizer.encode("hello the world, " * 2))
@@ -160,3 +165,8 @@ def test_files_that_are_no_json_are_one_error(tmp_path: Path, name: str, data: b
 def test_a_beginning_that_is_no_id_is_refused(bos: int) -> None:
     with pytest.raises(CheetahError, match=f"bos_token_id = {bos}: must be from 0 to 2147483647"):
         Tokenizer(byte_level(), bos_token_id=bos)
+
+
+def test_a_special_token_with_a_lone_surrogate_is_refused_by_name() -> None:
+    with pytest.raises(CheetahError, match="bos_token of tokenizer_config.json or .* has a lone surrogate"):
+        Tokenizer(byte_level(), {"bos_token": "<\ud800"})
