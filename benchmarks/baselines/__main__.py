@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from benchmarks.baselines.gpt_fast import GptFastError, model_file
+
 if TYPE_CHECKING:
     from benchmarks.baselines.session import Session
 
@@ -34,7 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.dup2(2, 1)  # what libraries print is no record
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
     try:
+        if options.system == "gpt-fast":
+            model_file(options.gpt_fast)  # refused before torch is loaded
         session = prepared(options)
+    except GptFastError as problem:
+        say(str(problem))
+        return 1
     except BaseException as problem:
         say(f"{options.system}: {last_lines(problem)}")
         return 1
@@ -47,8 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m benchmarks.baselines", description=__doc__.splitlines()[0])
-    made.add_argument("system", choices=("plain", "transformers"))
+    made.add_argument("system", choices=("plain", "transformers", "gpt-fast"))
     made.add_argument("model", help="random:PRESET; the weights are random always")
+    made.add_argument("--gpt-fast", type=Path, metavar="FOLDER", help="a clone, for the system gpt-fast")
     made.add_argument("--contexts", default="128,6144", help="tokens taken as cached, A,B,...")
     made.add_argument("--steps", type=int, default=64, help="decode steps of a run")
     made.add_argument("--repetitions", type=int, default=5, help="timed runs")
@@ -76,7 +84,8 @@ def prepared(options: argparse.Namespace) -> Session:
     try:
         with at_most(options.compile_s - (time.monotonic() - START)):
             session = Session(
-                options.system, named.config, named.canonical, options.device, not options.eager, options.ceiling, say
+                *(options.system, named.config, named.canonical, options.device),
+                *(not options.eager, options.ceiling, say, options.gpt_fast),
             )
             for context in contexts_of(options):
                 session.prepare(context, options.steps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -18,14 +19,20 @@ from cheetah.runtime.device import open_device
 from cheetah.tools.bench import Measurement, ReadCeiling, Work
 from cheetah.tools.circumstances import clocks, commit
 
-SYSTEMS = ("plain", "transformers")
+SYSTEMS = ("plain", "transformers", "gpt-fast")
 NOT_A_SPEED = "on the CPU: not a speed"
 CEILING_SINK = 1024
 Say = Callable[[str], None]
 
 
-def make_system(kind: str, config: LlamaConfig, device: str, compiled: bool = True) -> System:
-    """One of SYSTEMS with random weights on "cuda" or "cpu". Its library is loaded now."""
+def make_system(
+    kind: str, config: LlamaConfig, device: str, compiled: bool = True, clone: Path | None = None
+) -> System:
+    """One of SYSTEMS with random weights on "cuda" or "cpu". Its library is loaded now. clone: gpt-fast's folder."""
+    if kind == "gpt-fast":
+        from benchmarks.baselines.gpt_fast import GptFastSystem
+
+        return GptFastSystem(config, clone, device, compiled)
     weights = random_weights(config, device)
     if kind == "plain":
         from benchmarks.baselines.plain_llama import PlainSystem
@@ -61,11 +68,19 @@ class Session:
     """One system and model. `prepare` compiles; `measure` can then be called again and again."""
 
     def __init__(
-        self, kind: str, config: LlamaConfig, model: str, device: str, compiled: bool, told: float | None, say: Say
+        self,
+        kind: str,
+        config: LlamaConfig,
+        model: str,
+        device: str,
+        compiled: bool,
+        told: float | None,
+        say: Say,
+        clone: Path | None = None,
     ) -> None:
         self._config, self._model, self._device, self._say = config, model, device, say
         begin = time.monotonic()
-        self.system = make_system(kind, config, device, compiled)
+        self.system = make_system(kind, config, device, compiled, clone)
         if device == "cuda":
             torch.cuda.empty_cache()  # what was only needed to build it is left to others
         self._ceiling = Ceiling(device, told, say)

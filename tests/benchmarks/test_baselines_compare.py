@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +14,8 @@ from typing import Any
 import pytest
 
 from benchmarks import compare
+from benchmarks.baselines import gpt_fast
+from cheetah.models.registry import preset
 
 
 class Fake:
@@ -104,3 +108,31 @@ def test_a_process_that_ends_is_a_failure_with_its_code(tmp_path: Path) -> None:
     with pytest.raises(compare.Failed, match="exit code 2"):
         baseline.wait_ready(time.monotonic() + 60)
     baseline.close()
+
+
+@pytest.mark.parametrize("named", [(), ("--gpt-fast", "nowhere")])
+def test_gpt_fast_is_fetched_by_its_user(named: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
+    """Without a clone one line says where to get it; nothing is imported or measured instead."""
+    command = [sys.executable, "-m", "benchmarks.baselines", "gpt-fast", "random:llama-3.1-8b", *named]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 1
+    assert "git clone https://github.com/meta-pytorch/gpt-fast" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_file_that_is_no_model_of_gpt_fast_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("ModelArgs = None\n")
+    with pytest.raises(gpt_fast.GptFastError, match="Transformer not there"):
+        gpt_fast.load_model_file(gpt_fast.model_file(tmp_path))
+
+
+def test_gpt_fast_is_given_the_sizes_of_the_preset() -> None:
+    arguments = gpt_fast.model_arguments(preset("llama-3.1-8b"), 256)
+    assert arguments["dim"] // arguments["n_head"] == 128 and arguments["n_local_heads"] == 8
+    assert (arguments["block_size"], arguments["intermediate_size"]) == (256, 14336)
+
+
+@pytest.mark.parametrize("script", ["decode.sh", "studies.sh", "baselines.sh"])
+def test_a_script_says_how_it_is_used(script: str) -> None:
+    path = Path(__file__).parents[2] / "benchmarks" / script
+    done = subprocess.run([path], capture_output=True, text=True)
+    assert done.returncode != 0 and f"usage: benchmarks/{script} RESULTS.jsonl" in done.stderr
