@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,7 @@ Extent = int | tuple[int, ...]
 
 _OUTCOMES: dict[int, type[EmulatorError]] = {1: Deadlock, 2: Misuse, 3: SwitchLimit, 4: TimeLimit}
 _REPORT_BYTES = 1 << 16
-_SCALARS: dict[str, type[ctypes._SimpleCData]] = {
+_SCALARS: "dict[str, type[ctypes._SimpleCData[Any]]]" = {
     "uint8_t": ctypes.c_uint8,
     "uint16_t": ctypes.c_uint16,
     "uint32_t": ctypes.c_uint32,
@@ -277,7 +278,7 @@ class _Poll:
 
 def _launch_structure(
     shape: LaunchShape,
-    values: Sequence[ctypes._SimpleCData],
+    values: "Sequence[ctypes._SimpleCData[Any]]",
     arrays: Sequence[tuple[str, np.ndarray]],
     poll: _Poll,
     report: ctypes.Array[ctypes.c_char],
@@ -309,7 +310,7 @@ def _poison(shape: LaunchShape, name: str) -> int:
     return shape.poisoned[name] & 0xFFFFFFFF | 1 << 32 if name in shape.poisoned else 0
 
 
-def _value(parameter: Parameter, argument: Argument) -> "ctypes._SimpleCData":
+def _value(parameter: Parameter, argument: Argument) -> "ctypes._SimpleCData[Any]":
     if isinstance(argument, np.ndarray):
         return ctypes.c_void_p(argument.ctypes.data)
     if argument is None:
@@ -317,7 +318,7 @@ def _value(parameter: Parameter, argument: Argument) -> "ctypes._SimpleCData":
     return _scalar(parameter, argument)
 
 
-def _scalar(parameter: Parameter, value: int | float) -> "ctypes._SimpleCData":
+def _scalar(parameter: Parameter, value: int | float) -> "ctypes._SimpleCData[Any]":
     ctype = _SCALARS[parameter.ctype.replace("const ", "").strip()]
     return ctype(float(value) if ctype in (ctypes.c_float, ctypes.c_double) else int(value))
 

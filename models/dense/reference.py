@@ -33,7 +33,8 @@ from cheetah.models.sampling import sample
 
 def embedding(table: F32, token: int) -> F32:
     """Row `token` of the table [vocab, h]: the first residual [h]."""
-    return table[token]
+    row: F32 = table[token]
+    return row
 
 
 def rms_norm(x: F32, weight: F32, epsilon: float) -> F32:

@@ -109,7 +109,8 @@ class Schedule:
 
     def _place(self, role: ch.Role, section: str, index: ch.Value) -> ch.Expr:
         offset = ch.cast(ty.u32, index) + self.layout.offsets[section]
-        return self.plans + (self.index[role.name] * self.layout.plan_words + offset)
+        place: ch.Expr = self.plans + (self.index[role.name] * self.layout.plan_words + offset)
+        return place
 
     def _word(self, role: ch.Role, section: str, index: ch.Value) -> Any:
         return prim.load_constant_u32(self._place(role, section, index))

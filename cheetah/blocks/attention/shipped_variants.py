@@ -199,7 +199,8 @@ def alibi_slopes(heads: int) -> npt.NDArray[np.float32]:
     power = 1 << (heads.bit_length() - 1)
     first = -8.0 / power * np.arange(1, power + 1)
     rest = -4.0 / power * np.arange(1, 2 * (heads - power), 2)
-    return np.exp2(np.concatenate([first, rest])).astype(np.float32)
+    slopes: npt.NDArray[np.float32] = np.exp2(np.concatenate([first, rest])).astype(np.float32)
+    return slopes
 
 
 def packed_mask(masks: Sequence[npt.ArrayLike]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:

@@ -383,7 +383,8 @@ class TileProduct:
     def _pair(words: Any, key: int, element: ch.Expr) -> ch.Expr:
         """One dim of two neighbouring keys, packed: even dims are low halves of a word, odd ones high halves."""
         selector = ch.select(element % 2 == 0, ty.u32(0x5410), ty.u32(0x7632))
-        return prim.byte_permute(words[key][element // 2], words[key + 1][element // 2], selector)
+        packed: ch.Expr = prim.byte_permute(words[key][element // 2], words[key + 1][element // 2], selector)
+        return packed
 
     @ch.inline
     def _read_values(self, rows: Rows, row: ch.Expr, words: Any, number: int) -> None:

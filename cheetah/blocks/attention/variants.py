@@ -6,6 +6,7 @@ absolute position), query head h, KV head. A key of a prefix that several reques
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,7 +54,7 @@ class At:
     @property
     def scale(self) -> float:
         """The usual factor of a logit, 1 / sqrt(head_dim)."""
-        return float(self.head_dim) ** -0.5
+        return math.pow(self.head_dim, -0.5)
 
     def __getattr__(self, name: str) -> Any:
         if name in KNOWN[self.function]:
