@@ -587,22 +587,20 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
     uint32_t newest_begin = what.w < record[3].x + record[3].y * step ? record[3].x + record[3].y * step : what.w;
     uint32_t newest_end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
     uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
-    uint4* queries = (uint4*)(arena + QUERIES);
     uint32_t query_units = record[1].z * 16;
     uint32_t key_end = query_units + newest * 16;
     uint32_t units = key_end + newest * 16;
-    uint32_t first_newest = record[3].w + (newest_begin - (record[3].x + record[3].y * step));
     #pragma unroll 1
     for (uint32_t first = warp * 32; first < units; first += 256) {
       uint32_t own = first + lane;
       uint32_t number_2 = own < units - 1 ? own : units - 1;
-      bool is_query = number_2 < query_units;
       bool is_value = number_2 >= key_end;
       uint32_t newest_unit = number_2 - (is_value ? key_end : query_units);
       uint32_t row = number_2 / 16;
-      uint32_t column = is_query ? record[2].x + row / 4 : first_newest + newest_unit / 16;
-      uint32_t first_head = 32 + (is_value ? 8u : 0u);
-      uint32_t head = is_query ? what.z * 4 + row % 4 : first_head + what.z;
+      uint32_t newest_column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + newest_unit / 16;
+      uint32_t column = number_2 < query_units ? record[2].x + row / 4 : newest_column;
+      uint32_t kv_head = 32 + (is_value ? 8u : 0u) + what.z;
+      uint32_t head = number_2 < query_units ? what.z * 4 + row % 4 : kv_head;
       uint32_t kind = head < 32 ? 0u : 1u;
       uint4 words = load_constant_u32x4(head_norms + ((layer * 2 + kind) * 128 + number_2 % 16 * 8));
       uint4 words_2 = wait_flagged4(exchange_words + ((column * 768 + head * 16 + number_2 % 16) * 4 + 2080), layer_epoch);
@@ -678,23 +676,24 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
       values[5] = is_value_2 ? values[5] : rotated[5];
       values[6] = is_value_2 ? values[6] : rotated[6];
       values[7] = is_value_2 ? values[7] : rotated[7];
-      if (is_query && own < units) {
-        queries[number_2] = make_u32x4(pack_bf16x2(values[0], values[1]), pack_bf16x2(values[2], values[3]), pack_bf16x2(values[4], values[5]), pack_bf16x2(values[6], values[7]));
-      }
-      if (!is_query && own < units) {
-        uint4* keys = (uint4*)(arena + NEWEST);
-        uint4* values_2 = (uint4*)(arena + NEWEST) + 256;
-        uint4* place = (is_value ? values_2 : keys) + newest_unit;
-        place[0] = make_u32x4(pack_bf16x2(values[0], values[1]), pack_bf16x2(values[2], values[3]), pack_bf16x2(values[4], values[5]), pack_bf16x2(values[6], values[7]));
-        if (column - record[2].x < record[2].y) {
-          if (((uint32_t*)(arena + COLUMNS))[column * 8 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 8 + 2]) {
-            uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 512;
-            uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 8] / 16));
-            uint64_t offset = (uint64_t)(layer) * 16777216 + (uint64_t)(page) * 32768;
-            bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 2048 + ((uint32_t*)(arena + COLUMNS))[column * 8] % 16 * 128));
-            bf16* place_2 = head - 32 < 8 ? key : key + 16384;
-            ((uint4*)(place_2 + number_2 % 16 * 8))[0] = make_u32x4(pack_bf16x2(values[0], values[1]), pack_bf16x2(values[2], values[3]), pack_bf16x2(values[4], values[5]), pack_bf16x2(values[6], values[7]));
-            fence_proxy_async();
+      if (own < units) {
+        if (number_2 < query_units) {
+          ((uint4*)(arena + QUERIES))[number_2] = make_u32x4(pack_bf16x2(values[0], values[1]), pack_bf16x2(values[2], values[3]), pack_bf16x2(values[4], values[5]), pack_bf16x2(values[6], values[7]));
+        } else {
+          uint4* keys = (uint4*)(arena + NEWEST);
+          uint4* values_2 = (uint4*)(arena + NEWEST) + 256;
+          uint4* place = (is_value ? values_2 : keys) + newest_unit;
+          place[0] = make_u32x4(pack_bf16x2(values[0], values[1]), pack_bf16x2(values[2], values[3]), pack_bf16x2(values[4], values[5]), pack_bf16x2(values[6], values[7]));
+          if (column - record[2].x < record[2].y) {
+            if (((uint32_t*)(arena + COLUMNS))[column * 8 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 8 + 2]) {
+              uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 512;
+              uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 8] / 16));
+              uint64_t offset = (uint64_t)(layer) * 16777216 + (uint64_t)(page) * 32768;
+              bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 2048 + ((uint32_t*)(arena + COLUMNS))[column * 8] % 16 * 128));
+              bf16* place_2 = head - 32 < 8 ? key : key + 16384;
+              ((uint4*)(place_2 + number_2 % 16 * 8))[0] = make_u32x4(pack_bf16x2(values[0], values[1]), pack_bf16x2(values[2], values[3]), pack_bf16x2(values[4], values[5]), pack_bf16x2(values[6], values[7]));
+              fence_proxy_async();
+            }
           }
         }
       }

@@ -65,6 +65,17 @@ class Share:
     key_group: Any
 
 
+@dataclass(frozen=True, eq=False)
+class LoadedUnit:
+    """A unit of what an item loads: its number among queries, newest keys and newest values; what it is; its number
+    among the newest keys, or among the newest values."""
+
+    number: Any
+    is_query: Any
+    is_value: Any
+    newest: Any
+
+
 class Attention:
     """The attention core of a kernel: `copy` in the copy role, `attend` and then `merge` in the math role.
 
@@ -195,34 +206,44 @@ class Attention:
 
         A warp takes whole heads; its lanes beyond the last unit repeat that one and keep nothing.
         """
-        machine, sizes, tile = self.machine, self.sizes, item.tile
-        queries = machine.region("queries", ty.u32x4)
+        machine, sizes = self.machine, self.sizes
         query_units = item.rows * sizes.head_units
         key_end = query_units + newest * sizes.head_units
         units = key_end + newest * sizes.head_units
-        first_newest = tile.new_column + (newest_begin - tile.cached)
         with ch.for_(machine.warp * 32, units, machine.math_threads, unroll=1) as first:
             own = first + machine.lane
             number = ch.minimum(own, units - 1)
-            is_query = number < query_units
             is_value = number >= key_end
             newest_unit = number - ch.select(is_value, key_end, query_units)
-            row = number // sizes.head_units
-            column = ch.select(
-                is_query, tile.first_column + row // sizes.group, first_newest + newest_unit // sizes.head_units
-            )
-            first_head = machine.shape.heads + ch.select(is_value, ty.u32(machine.shape.kv_heads), ty.u32(0))
-            head = ch.select(is_query, item.head * sizes.group + row % sizes.group, first_head + item.head)
-            raw = RawHead(column, head, number % sizes.head_units)
+            unit = LoadedUnit(number, number < query_units, is_value, newest_unit)
+            raw = self._raw_head(item, newest_begin, unit)
             values = heads.finish(raw, epoch)
-            with ch.if_(is_query & (own < units)):
-                queries[number] = prim.make_u32x4(*packed(values))
-            with ch.if_(~is_query & (own < units)):
-                words = heads.stored(values, raw)
-                self._keep_newest(words, is_value, newest_unit)
-                with ch.if_(column - tile.first_column < tile.columns):
-                    heads.append(words, raw)
+            with ch.if_(own < units):
+                self._keep_unit(heads, item, unit, raw, values)
         machine.meet()
+
+    @ch.inline
+    def _raw_head(self, item: Item, newest_begin: ch.Expr, unit: LoadedUnit) -> RawHead:
+        """Where a unit is published."""
+        sizes, shape, tile = self.sizes, self.machine.shape, item.tile
+        row = unit.number // sizes.head_units
+        newest_column = tile.new_column + (newest_begin - tile.cached) + unit.newest // sizes.head_units
+        column = ch.select(unit.is_query, tile.first_column + row // sizes.group, newest_column)
+        kv_head = shape.heads + ch.select(unit.is_value, ty.u32(shape.kv_heads), ty.u32(0)) + item.head
+        head = ch.select(unit.is_query, item.head * sizes.group + row % sizes.group, kv_head)
+        return RawHead(column, head, unit.number % sizes.head_units)
+
+    @ch.inline
+    def _keep_unit(self, heads: RawHeads, item: Item, unit: LoadedUnit, raw: RawHead, values: Any) -> None:
+        """A finished unit to the item's queries, or to its newest keys and values; the latter to the cache too, if the
+        column is one of the tile's own: of the tiles that read it, one."""
+        with ch.if_(unit.is_query):
+            self.machine.region("queries", ty.u32x4)[unit.number] = prim.make_u32x4(*packed(values))
+        with ch.else_():
+            words = heads.stored(values, raw)
+            self._keep_newest(words, unit.is_value, unit.newest)
+            with ch.if_(raw.column - item.tile.first_column < item.tile.columns):
+                heads.append(words, raw)
 
     @ch.inline
     def _keep_newest(self, words: Sequence[Any], is_value: ch.Expr, unit: ch.Expr) -> None:
