@@ -138,5 +138,8 @@ class ModelFamily(ABC):
         """The decode step. The generator alone asks for it: the runtime works without the language."""
 
     @abstractmethod
-    def reference(self, config: ModelConfig, tensors: Tensors, rounding: Rounding = exact) -> ReferenceModel:
-        """The meaning. rounding: applied where a bf16 implementation must round; by default nowhere."""
+    def reference(
+        self, config: ModelConfig, tensors: Tensors, rounding: Rounding = exact, *, cached: Rounding | None = None
+    ) -> ReferenceModel:
+        """The meaning. rounding: applied where a bf16 implementation must round; by default nowhere. cached: applied to
+        keys and values in its place."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,6 +26,11 @@ def round_to_bf16(x: F32) -> F32:
     bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
     even = (bits >> 16) & 1
     return ((bits + 0x7FFF + even) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def round_to_e4m3(x: F32) -> F32:
+    """The nearest values of e4m3, ties to even, at most 448, as float32."""
+    return np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
 def exact(x: F32) -> F32:

@@ -6,6 +6,7 @@ bits, a deadlock or a misuse under some of them.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
@@ -56,25 +57,29 @@ def explore(
     *,
     expected: Outputs | None = None,
     kept_failures: int = 5,
+    stop_after: int | None = None,
 ) -> ExploreReport:
     """Calls `run(scheduler, seed)`, which launches afresh and returns its outputs, for every scheduler and seed.
 
     Outputs are compared bit by bit with `expected`, or with those of the first launch that ended well. Of the failures
-    the first `kept_failures` are kept with their reports. Errors other than EmulatorError pass through.
+    the first `kept_failures` are kept with their reports; after `stop_after` of them nothing more is launched. Errors
+    other than EmulatorError pass through.
     """
     reference = None if expected is None else _bits(expected)
     failed = dict.fromkeys(schedulers, 0)
     failures: list[Failure] = []
-    seed_list = list(seeds)
-    for scheduler in schedulers:
-        for seed in seed_list:
-            outcome = _run_one(run, scheduler, seed, reference)
-            if isinstance(outcome, Failure):
-                failed[scheduler] += 1
-                failures.append(outcome)
-            elif reference is None:
-                reference = outcome
-    return ExploreReport(len(seed_list) * len(schedulers), failed, tuple(failures[:kept_failures]))
+    runs = 0
+    for scheduler, seed in product(schedulers, list(seeds)):
+        if stop_after is not None and len(failures) >= stop_after:
+            break
+        runs += 1
+        outcome = _run_one(run, scheduler, seed, reference)
+        if isinstance(outcome, Failure):
+            failed[scheduler] += 1
+            failures.append(outcome)
+        elif reference is None:
+            reference = outcome
+    return ExploreReport(runs, failed, tuple(failures[:kept_failures]))
 
 
 def _run_one(

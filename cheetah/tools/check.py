@@ -1,70 +1,37 @@
-"""Whether a generated decode kernel is right under any schedule: the core of `cheetah check`, and of the tests.
+"""Whether the kernels that are generated for a model are right under any schedule: the core of `cheetah check`.
 
-`check_kernel` takes a kernel's text, runs the same launches in the emulator under many schedules, and requires the
-same bits of all of them, agreement with float32, and (with the sanitizer) that no two accesses are unordered. The
-launches are prepared by the runtime itself, so what is checked is what is run.
+`check_kernel` takes a kernel's text, runs the same launches (`course`) in the emulator under many schedules, and
+requires the same bits of all of them, agreement with float32, and (with the sanitizer) that no two accesses are
+unordered. Every load and store is watched (`cheetah/emulator/runtime/watch.h`). `check_model` does that for a model's
+kernel, and for that of an awkward small model of its kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.emulator import SCHEDULERS, EmulatorError, ExploreReport, compile_program, explore
 from cheetah.emulator.program import Program
-from cheetah.errors import CheetahError
+from cheetah.generate import generate_kernel
 from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
-from cheetah.models.family import ReferenceModel
-from cheetah.models.registry import family_of
-from cheetah.models.rounding import F32, round_to_bf16
-from cheetah.models.sampling import gumbel_noise
-from cheetah.plan import Plan
-from cheetah.runtime.build.assemble import allocate_buffers, upload_weights
-from cheetah.runtime.device.emulator import EmulatorBuffer, EmulatorDevice, EmulatorKernel
-from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
-from cheetah.runtime.engine.launcher import Launcher, Part, Sampling
+from cheetah.tools.awkward import awkward_config, awkward_plan, awkward_tensors
+from cheetah.tools.course import Agreement, Course, KernelFault, Tensors, Transcript
 
-Bits = NDArray[np.uint16]
-Tensors = Mapping[str, Bits] | Callable[[str], Bits]
 Progress = Callable[[str], None]
 
-PROMPT_TOKENS = 3
-TOGETHER_STEPS = 3
-TEACHER_TOKENS = 5
-TEMPERATURE, SAMPLING_SEED = 0.8, 7
-SAMPLING_MARGIN = 1e-3
-"""How far below the best a sampled token's noisy logit may lie: logarithms differ in their last bits."""
-TOLERANCE_FACTOR, LEAST_TOLERANCE = 3.0, 0.01
-"""Allowed: so many times the error that rounding activations to bf16 makes in the reference itself."""
 LAUNCH_TIMEOUT_S = 120.0
-
-
-class KernelFault(EmulatorError):
-    """A launch that ended, but not as the runtime is promised: a number of steps or a token that cannot be."""
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """The kernel's logits against float32. Errors are relative (L2, the worst position); `problems` are sentences."""
-
-    positions: int
-    error: float
-    tolerance: float
-    problems: tuple[str, ...]
-
-    @property
-    def ok(self) -> bool:
-        return not self.problems
-
-    def __str__(self) -> str:
-        if not self.ok:
-            return "\n".join(self.problems)
-        return f"logits of {self.positions} positions within {self.error:.2e} of float32 (allowed {self.tolerance:.2e})"
+AWKWARD_SHARE = 4
+"""One of so many schedules is spent on the awkward model."""
+MANY_CHUNKS = 2
+"""Copies of a launch, for each block and chunk in flight, from which on they must come as far ahead as they may."""
+RACE_GPU = "emulator-2"
+"""The race detector is slow: two blocks are all that it gets."""
 
 
 @dataclass(frozen=True)
@@ -72,16 +39,19 @@ class Verdict:
     """What was found. exploration: over all schedules. agreement: of the first run that ended, None if none did.
 
     sanitized: whether the race detector ran; `race` is its report, or how that run failed, "" if it found nothing.
+    pace: what is wrong with how far the copies ran ahead, or "".
     """
 
     exploration: ExploreReport
     agreement: Agreement | None
     sanitized: bool = False
     race: str = ""
+    pace: str = ""
 
     @property
     def ok(self) -> bool:
-        return self.exploration.ok and not self.race and self.agreement is not None and self.agreement.ok
+        agrees = self.agreement is not None and self.agreement.ok
+        return self.exploration.ok and agrees and not self.race and not self.pace
 
     @property
     def findings(self) -> tuple[str, ...]:
@@ -89,12 +59,65 @@ class Verdict:
         found = [str(self.exploration)] if not self.exploration.ok else []
         if self.agreement is not None:
             found += self.agreement.problems
-        return tuple([*found, self.race] if self.race else found)
+        return (*found, *filter(None, (self.pace, self.race)))
 
     def __str__(self) -> str:
         agreement = "no launch ended well" if self.agreement is None else str(self.agreement)
         race = self.race or ("no unordered accesses" if self.sanitized else "not run")
-        return f"schedules: {self.exploration}\nfloat32: {agreement}\nrace detector: {race}"
+        pace = f"\ncopies: {self.pace}" if self.pace else ""
+        return f"schedules: {self.exploration}\nfloat32: {agreement}{pace}\nrace detector: {race}"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to check, with fields of its kernels' plan. kind: what it is, in words."""
+
+    kind: str
+    config: ModelConfig
+    tensors: Tensors
+    plan: Mapping[str, Any] = field(default_factory=dict)
+
+
+def awkward_subject(config: ModelConfig, plan: Mapping[str, Any]) -> Subject:
+    """The awkward small model of the same kind as `config`."""
+    small = awkward_config(config)
+    sizes = f"hidden {small.hidden_size}, ffn {small.intermediate_size}, vocab {small.vocab_size}"
+    kind = f"an awkward small model of its kind ({sizes}; faint embeddings, equal logits)"
+    return Subject(kind, small, awkward_tensors(small), awkward_plan(plan))
+
+
+def check_model(
+    subject: Subject,
+    gpu: str = "emulator",
+    seeds: int = 20,
+    schedulers: Sequence[str] = SCHEDULERS,
+    sanitizer: bool = True,
+    *,
+    stop_after: int | None = None,
+    progress: Progress = lambda line: None,
+) -> Iterator[tuple[Subject, Verdict]]:
+    """Check a model's kernel and that of the awkward one, which gets a quarter of the `seeds` schedules of each
+    scheduler (one at least): each subject with its verdict, as it is found, the awkward one first, which takes less.
+
+    With `sanitizer` the model's own kernel also runs once under the race detector, on two blocks. After `stop_after`
+    schedules that failed, or disagree with float32, a subject is explored no further.
+    """
+    explored = partial(_explored, gpu=gpu, schedulers=schedulers, stop_after=stop_after, progress=progress)
+    awkward = awkward_subject(subject.config, subject.plan)
+    few = max(1, seeds // AWKWARD_SHARE)
+    yield awkward, explored(awkward, range(few))
+    verdict = explored(subject, range(max(1, seeds - few)))
+    if sanitizer:
+        progress("race detector")
+        made = generate_kernel(subject.config, RACE_GPU, **subject.plan)
+        race = find_races(made.text, made.manifest, subject.config, subject.tensors)
+        verdict = replace(verdict, sanitized=True, race=race)
+    yield subject, verdict
+
+
+def _explored(subject: Subject, seeds: Sequence[int], gpu: str, **how: Any) -> Verdict:
+    made = generate_kernel(subject.config, gpu, **subject.plan)
+    return check_kernel(made.text, made.manifest, subject.config, subject.tensors, seeds, sanitizer=False, **how)
 
 
 def check_kernel(
@@ -102,10 +125,11 @@ def check_kernel(
     manifest: Manifest,
     config: ModelConfig,
     tensors: Tensors,
-    seeds: Iterable[int] = range(20),
+    seeds: Sequence[int] = range(20),
     schedulers: Sequence[str] = SCHEDULERS,
     sanitizer: bool = True,
     *,
+    stop_after: int | None = None,
     progress: Progress = lambda line: None,
 ) -> Verdict:
     """Run a decode kernel under every scheduler with every seed, and once under ThreadSanitizer.
@@ -116,261 +140,75 @@ def check_kernel(
     """
     course = Course(manifest, config, tensors)
     first: list[Transcript] = []
-    program = _compiled(text, manifest)
+    program = _Paced(_compiled(text, manifest), int(manifest.plan["in_flight"]))
 
     def run(scheduler: str, seed: int) -> list[NDArray[Any]]:
         progress(f"{scheduler}, seed {seed}")
         transcript = course.run(_Scheduled(program, scheduler, seed))
+        if not first and stop_after and not (agreement := course.agreement(transcript)).ok:
+            raise KernelFault(str(agreement))
         first.append(transcript)
         del first[1:]
         return transcript.outputs
 
-    exploration = explore(run, seeds, schedulers)
-    agreement = course.agreement(first[0]) if first else None
+    exploration = explore(run, seeds, schedulers, stop_after=stop_after)
+    verdict = Verdict(exploration, course.agreement(first[0]) if first else None, pace=program.problem())
     if not sanitizer:
-        return Verdict(exploration, agreement)
+        return verdict
     progress("race detector")
-    return Verdict(exploration, agreement, sanitized=True, race=find_races(text, manifest, config, tensors))
+    return replace(verdict, sanitized=True, race=find_races(text, manifest, config, tensors))
 
 
 def find_races(text: str, manifest: Manifest, config: ModelConfig, tensors: Tensors) -> str:
     """The same launches once under ThreadSanitizer: its report, or how the run failed, or "" if nothing was found."""
     program = _compiled(text, manifest, sanitize=True)
+    course = Course(manifest, config, tensors)
     try:
-        Course(manifest, config, tensors).run(_Scheduled(program, "random", 0))
+        course.run(_Scheduled(program, "random", 0))
     except EmulatorError as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
 
 def _compiled(text: str, manifest: Manifest, sanitize: bool = False) -> Program:
+    """With every load and store watched, or under the race detector."""
     manifest.check_text(text)
     parameters = [(parameter.name, parameter.ctype) for parameter in manifest.parameters]
-    return compile_program(text, manifest.kernel, parameters, sanitize=sanitize)
+    return compile_program(text, manifest.kernel, parameters, sanitize=sanitize, watched=not sanitize)
+
+
+@dataclass
+class _Paced:
+    """A program that notes how many chunks its blocks had under way. in_flight: how many its plan wants."""
+
+    program: Program
+    in_flight: int
+    most_chunks: int = 0
+    has_enough: bool = False
+
+    def launch(self, blocks: int, *arguments: Any, **options: Any) -> None:
+        stats = self.program.launch(blocks, *arguments, **options)
+        self.most_chunks = max(self.most_chunks, stats.most_chunks)
+        self.has_enough = self.has_enough or stats.copies > MANY_CHUNKS * blocks * self.in_flight
+
+    def problem(self) -> str:
+        """That the copies never came as far ahead as the plan lets them, where there was enough to copy."""
+        if not self.has_enough or self.most_chunks >= self.in_flight:
+            return ""
+        return (
+            f"a block never had more than {self.most_chunks} chunks under way, its plan lets it have {self.in_flight}: "
+            "the copy lane waits for a chunk that it need not wait for yet"
+        )
 
 
 @dataclass(frozen=True)
 class _Scheduled:
     """A program whose launches all run under one schedule, with a limit of time."""
 
-    program: Program
+    program: Program | _Paced
     scheduler: str
     seed: int
 
     def launch(self, blocks: int, threads: int, shared_bytes: int, values: Sequence[Any], **promises: Any) -> None:
         schedule: dict[str, Any] = {"scheduler": self.scheduler, "seed": self.seed, "timeout_s": LAUNCH_TIMEOUT_S}
         self.program.launch(blocks, threads, shared_bytes, values, **promises, **schedule)
-
-
-@dataclass(frozen=True)
-class Transcript:
-    """What one run of the course gave. `ids` is the sequence from an empty cache: the prompt, then what was sampled.
-
-    late_logits: f32 [TEACHER_TOKENS, vocab] after the cache that the reference filled. logits: f32 [len(ids), vocab].
-    together: (ids, f32 [some last ids, vocab]) of sequences that shared steps, and of a prompt read several tokens a
-    step. launches: the ids that each launch sampled. pool, exchange: the KV pool and the exchanged vectors at the end:
-    f32 states show what bf16 and the choice of a token hide.
-    """
-
-    ids: tuple[int, ...]
-    launches: tuple[tuple[int, ...], ...]
-    late_logits: F32
-    logits: F32
-    together: tuple[tuple[tuple[int, ...], F32], ...]
-    pool: Bits
-    exchange: NDArray[np.uint8]
-
-    @property
-    def outputs(self) -> list[NDArray[Any]]:
-        """Everything that must not depend on the schedule."""
-        sampled = [np.array(tokens, np.int64) for tokens in self.launches]
-        together = [logits for _, logits in self.together]
-        return [*sampled, self.late_logits, self.logits, *together, self.pool, self.exchange]
-
-
-class Course:
-    """The launches that every schedule goes through, over the pages of the pool in a shuffled order.
-
-    1. A cache filled by the reference to just below the length at which a head's keys are split over blocks: some given
-       tokens with logits, across that length, then some more that are sampled.
-    2. An empty cache: a prompt and three sampled tokens in one launch. 3. A launch that goes on at a temperature; the
-    same again from the same place with a stop id, which ends it early. 4. A launch that goes on from there. 5. The
-    logits of that whole sequence in one launch from an empty cache. 6. If the kernel takes several sequences: as many
-    as it takes, of different lengths, with logits. If it takes several
-       tokens of a sequence: that whole sequence again, so many tokens a step.
-    """
-
-    def __init__(self, manifest: Manifest, config: ModelConfig, tensors: Tensors) -> None:
-        read = tensors.__getitem__ if isinstance(tensors, Mapping) else tensors
-        self.manifest, self.config = manifest, config
-        self.plan = Plan.from_dict(manifest.plan)
-        self.reference = family_of(config).reference(config, read)
-        self.rounded = family_of(config).reference(config, read, round_to_bf16)
-        draw = np.random.default_rng(0)
-        context = min(self.plan.max_context, config.max_position_embeddings)
-        needed = PROMPT_TOKENS + 3 + 3 + 3 + 2
-        if context < needed or self.plan.max_steps < needed:
-            raise CheetahError(
-                f"check needs max_context and max_steps of at least {needed}, not {context}, {self.plan.max_steps}"
-            )
-        filled = max(0, min(self.plan.kv_chunk_min - 2, context - TEACHER_TOKENS - 2))
-        self.prompt = tuple(int(token) for token in draw.integers(0, config.vocab_size, PROMPT_TOKENS))
-        self.filling = tuple(int(token) for token in draw.integers(0, config.vocab_size, filled))
-        self.teacher = tuple(int(token) for token in draw.integers(0, config.vocab_size, TEACHER_TOKENS))
-        self.context = context
-        self.page_order = [int(page) for page in draw.permutation(self.plan.kv_pages)]
-        self.late_reference, self.late_rounded = self._after_filling(self.reference), self._after_filling(self.rounded)
-        keys, values = self.rounded.keys[:, :, :filled], self.rounded.values[:, :, :filled]
-        self.filled_keys, self.filled_values = _bf16_bits(keys), _bf16_bits(values)
-        self._fixed = self._fixed_buffers(read)
-
-    def run(self, program: _Scheduled) -> Transcript:
-        """One run. EmulatorError where a launch fails or breaks its promises."""
-        device = EmulatorDevice()
-        buffers: dict[str, Any] = {}
-        allocate_buffers(device, self.manifest, buffers)
-        buffers.update(self._fixed)
-        cache = CachedSequence(PagePool(self.plan.kv_pages, self.page_order), self.plan.page_size, self.context)
-        kernel = EmulatorKernel(self.manifest, program)
-        launcher = Launcher(device, kernel, self.manifest, self.config, buffers, cache)
-        logits = device.allocate(self.plan.max_steps * self.plan.tokens * self.config.vocab_size * 4)
-        try:
-            return self._launches(launcher, buffers, logits)
-        except EmulatorError:
-            raise
-        except CheetahError as error:
-            raise KernelFault(str(error)) from error
-
-    def _launches(self, launcher: Launcher, buffers: Mapping[str, Any], logits: Any) -> Transcript:
-        cache = launcher.cache
-        self._fill_cache(cache, buffers)
-        late_logits = launcher.score(self.teacher, logits, 1)
-        late = launcher.launch(self.teacher[-1:], 2, Sampling()).token_ids
-        launcher.restart()
-        prompted = launcher.launch(self.prompt, PROMPT_TOKENS + 2, Sampling()).token_ids
-        drawn = launcher.launch(prompted[-1:], 3, Sampling(TEMPERATURE, SAMPLING_SEED)).token_ids
-        cache.length -= len(drawn)
-        stopped = launcher.launch(prompted[-1:], 3, Sampling(TEMPERATURE, SAMPLING_SEED, (drawn[1],))).token_ids
-        if stopped != drawn[: drawn.index(drawn[1]) + 1]:
-            raise KernelFault(f"with stop id {drawn[1]} a launch sampled {stopped}; without it {drawn}")
-        continued = launcher.launch(stopped[-1:], 2, Sampling()).token_ids
-        launcher.restart()
-        logits.fill(0xFF)
-        ids = (*self.prompt, *prompted, *stopped, *continued)
-        scores = launcher.score(ids, logits, 1)
-        together = self._together(launcher, ids, logits)
-        pool = buffers["kv"].download(np.uint16, self.manifest.buffer("kv").shape)
-        exchange = buffers["exchange"].download(np.uint8, self.manifest.buffer("exchange").bytes)
-        launches = (late, prompted, drawn, stopped, continued)
-        return Transcript(ids, launches, late_logits, scores, together, pool, exchange)
-
-    def _together(self, launcher: Launcher, ids: Sequence[int], logits: Any) -> tuple[tuple[tuple[int, ...], F32], ...]:
-        """What more than one column gives; the caches are empty again afterwards."""
-        cache, found = launcher.cache, []
-        if self.plan.tokens > 1:
-            launcher.restart()
-            found.append((tuple(ids), launcher.score(ids, logits)))
-        if self.plan.batch > 1:
-            launcher.restart()
-            caches = [CachedSequence(cache.pool, cache.page_size, self.context) for _ in range(self.plan.batch)]
-            sequences = [tuple(ids[: number + TOGETHER_STEPS]) for number in range(self.plan.batch)]
-            for sequence, own in zip(sequences, caches, strict=True):
-                if len(sequence) > TOGETHER_STEPS:
-                    begun = len(sequence) - TOGETHER_STEPS
-                    launcher.launch_together([Part(own, sequence[: begun + 1], begun)])
-            parts = [
-                Part(own, sequence[-TOGETHER_STEPS:], TOGETHER_STEPS)
-                for sequence, own in zip(sequences, caches, strict=True)
-            ]
-            launcher.launch_together(parts, logits)
-            scores = logits.download(np.float32, (TOGETHER_STEPS, self.plan.tokens, self.config.vocab_size))
-            order = [part for part, _ in launcher.columns]
-            found += [(ids_, scores[:, order.index(number)].copy()) for number, ids_ in enumerate(sequences)]
-            for own in caches:
-                own.clear()
-        return tuple(found)
-
-    def agreement(self, transcript: Transcript) -> Agreement:
-        """The transcript against the reference, and its sampled ids against its own logits."""
-        found = np.concatenate([transcript.logits, transcript.late_logits, *(part for _, part in transcript.together)])
-        wanted, rounded = (
-            np.concatenate(
-                [
-                    *(reference.forward(transcript.ids), late),
-                    *(reference.forward(ids)[-len(part) :] for ids, part in transcript.together),
-                ]
-            )
-            for reference, late in ((self.reference, self.late_reference), (self.rounded, self.late_rounded))
-        )
-        errors = relative_errors(found, wanted)
-        tolerance = max(LEAST_TOLERANCE, TOLERANCE_FACTOR * float(relative_errors(rounded, wanted).max()))
-        problems = []
-        if not np.all(errors <= tolerance):  # a NaN is no agreement
-            worst = int(np.argmax(np.where(np.isnan(errors), np.inf, errors)))
-            problems.append(
-                f"the logits of position {worst} are {errors[worst]:.2e} from float32, allowed is {tolerance:.2e}"
-            )
-        problems += self._sampling_problems(transcript)
-        return Agreement(len(found), float(errors.max()), tolerance, tuple(problems))
-
-    def _sampling_problems(self, transcript: Transcript) -> list[str]:
-        """Tokens that the logits before them do not explain."""
-        _, prompted, _, stopped, _ = transcript.launches
-        drawn = range(PROMPT_TOKENS + len(prompted), PROMPT_TOKENS + len(prompted) + len(stopped))
-        problems = []
-        for position in range(PROMPT_TOKENS, len(transcript.ids)):
-            token, scores = transcript.ids[position], transcript.logits[position - 1]
-            if position in drawn:
-                noise = gumbel_noise(np.arange(len(scores)), SAMPLING_SEED, position)
-                scores = scores / np.float32(TEMPERATURE) + noise
-            margin = SAMPLING_MARGIN if position in drawn else 0.0
-            if not scores[token] >= scores.max() - margin:
-                problems.append(
-                    f"token {token} was sampled at position {position}, its logits give {int(scores.argmax())}"
-                )
-        return problems
-
-    def _after_filling(self, reference: ReferenceModel) -> F32:
-        """The reference's logits of the given tokens after `filling`."""
-        reference.reset()
-        for token in self.filling:
-            reference.step(token)
-        return np.stack([reference.step(token) for token in self.teacher])
-
-    def _fixed_buffers(self, read: Callable[[str], Bits]) -> dict[str, EmulatorBuffer]:
-        """The buffers that no launch writes, filled once for all runs."""
-        device = EmulatorDevice()
-        constant = family_of(self.config).model_buffers(self.config)
-        fixed = {name: device.allocate(self.manifest.buffer(name).bytes) for name in constant}
-        upload_weights(_Weights(self.config, read), self.manifest, fixed, lambda written: None)
-        return fixed
-
-    def _fill_cache(self, cache: CachedSequence, buffers: Mapping[str, Any]) -> None:
-        """Writes `filling`'s keys and values to the cache's pages; all else in the pool stays poisoned."""
-        cache.reserve(len(self.filling))
-        table = cache.table(self.plan.pages_per_sequence)
-        shape = self.manifest.buffer("kv").shape
-        pool = buffers["kv"].download(np.uint16, shape)
-        for position in range(len(self.filling)):
-            page, slot = table[position // self.plan.page_size], position % self.plan.page_size
-            pool[:, page, 0, :, slot] = self.filled_keys[:, :, position]
-            pool[:, page, 1, :, slot] = self.filled_values[:, :, position]
-        buffers["kv"].upload(pool)
-        cache.length = len(self.filling)
-
-
-@dataclass(frozen=True)
-class _Weights:
-    """A model's tensors as the runtime's packing wants them."""
-
-    config: ModelConfig
-    tensor: Callable[[str], Bits]
-
-
-def relative_errors(found: F32, wanted: F32) -> F32:
-    """|found - wanted| / |wanted| (L2) of each row."""
-    return np.asarray(np.linalg.norm(found - wanted, axis=1) / np.linalg.norm(wanted, axis=1))
-
-
-def _bf16_bits(values: F32) -> Bits:
-    return np.asarray(round_to_bf16(values).view(np.uint32) >> 16).astype(np.uint16)

@@ -73,7 +73,9 @@ class DenseFamily(ModelFamily):
 
         return program
 
-    def reference(self, config: ModelConfig, tensors: Tensors, rounding: Rounding = exact) -> ReferenceModel:
+    def reference(
+        self, config: ModelConfig, tensors: Tensors, rounding: Rounding = exact, *, cached: Rounding | None = None
+    ) -> ReferenceModel:
         from cheetah.models.dense.reference import Reference
 
-        return Reference(config, tensors, rounding)
+        return Reference(config, tensors, rounding, cached=cached)

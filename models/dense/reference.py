@@ -152,6 +152,7 @@ class Reference:
     tensors: name -> array, as a mapping or a function (a checkpoint's `tensor`); float32 copies are kept.
     rounding: applied where a bf16 implementation must round, that is to the input of every matrix and to the queries,
     keys and values of attention. The default does not round: that is the meaning of the model.
+    cached: applied to keys and values as they are made, in place of `rounding`: what the cache keeps of them.
     """
 
     def __init__(
@@ -159,6 +160,8 @@ class Reference:
         config: ModelConfig,
         tensors: Tensors,
         rounding: Rounding = exact,
+        *,
+        cached: Rounding | None = None,
     ):
         read = tensors.__getitem__ if isinstance(tensors, Mapping) else tensors
         shapes = tensor_shapes(config)
@@ -171,6 +174,7 @@ class Reference:
 
         self.config = config
         self.rounding = rounding
+        self.cached = cached or rounding
         self.embedding = weight(EMBEDDING)
         self.layers = [_layer(config, layer, weight) for layer in range(config.layers)]
         self.norm = weight(FINAL_NORM)
@@ -225,8 +229,8 @@ class Reference:
         first = 0 if self.config.sliding_window is None else max(0, stop - self.config.sliding_window)
         normed = self._normed(x, layer.input_norm)
         queries, keys, values = self._heads(layer, normed)
-        self.keys[index, :, self.length] = self.rounding(keys)
-        self.values[index, :, self.length] = self.rounding(values)
+        self.keys[index, :, self.length] = self.cached(keys)
+        self.values[index, :, self.length] = self.cached(values)
         seen = slice(first, stop)
         output = attention(self.rounding(queries), self.keys[index, :, seen], self.values[index, :, seen])
         return matvec(layer.o, self.rounding(output.reshape(-1)))

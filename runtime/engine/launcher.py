@@ -36,7 +36,7 @@ from cheetah.runtime.engine.page_copies import copy_pages
 if TYPE_CHECKING:
     from cheetah.runtime.device.interface import Argument, Buffer, Device, Kernel
 
-__all__ = ["EPOCH_LIMIT", "NOT_A_NUMBER", "Epochs", "LaunchResult", "Launcher", "Part", "Sampling"]
+__all__ = ["EPOCH_LIMIT", "NOT_A_NUMBER", "Epochs", "LaunchFault", "LaunchResult", "Launcher", "Part", "Sampling"]
 
 EPOCH_LIMIT = 2**32 - 1
 
@@ -44,6 +44,10 @@ NOT_A_NUMBER = (
     "no token can be chosen for position {position}: none of its logits is a number above -infinity. Look for NaN and "
     "infinities in the checkpoint's weights (a broken download or conversion)"
 )
+
+
+class LaunchFault(CheetahError):
+    """A launch that ended, and left what no right kernel leaves: a count of steps or a token that cannot be."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,7 @@ class Launcher:
         """
         result = self.launch_together([Part(self.cache, inputs, steps, sampling, per_step)])[0]
         if result.has_failed:
-            raise CheetahError(NOT_A_NUMBER.format(position=self.cache.length))
+            raise LaunchFault(NOT_A_NUMBER.format(position=self.cache.length))
         return result
 
     def score(self, inputs: Sequence[int], logits: Buffer, per_step: int | None = None) -> npt.NDArray[np.float32]:
@@ -305,7 +309,7 @@ class Launcher:
         steps = parts[0].steps
         done = int(self._buffers["status"].download(np.int32, (8,))[0])
         if not 1 <= done <= steps:
-            raise CheetahError(f"the kernel reports {done} of {steps} steps done: it did not run as its manifest says")
+            raise LaunchFault(f"the kernel reports {done} of {steps} steps done: it did not run as its manifest says")
         row = self.launch_tokens + 1
         tokens = self._buffers["tokens"].download(np.int32, ((len(parts) - 1) * row + parts[-1].total + 1,))
         sampled = []
@@ -315,7 +319,7 @@ class Launcher:
             sampled.append(_up_to_stop(tuple(int(token) & NO_TOKEN for token in ids), part.sampling.stop_ids))
             if any(token >= self.vocab_size for token in sampled[-1] if token != NO_TOKEN):
                 vocabulary = f"0..{self.vocab_size - 1}"
-                raise CheetahError(f"the kernel sampled {sampled[-1]}, outside the vocabulary {vocabulary}")
+                raise LaunchFault(f"the kernel sampled {sampled[-1]}, outside the vocabulary {vocabulary}")
         return done, sampled
 
 

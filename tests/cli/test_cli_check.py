@@ -10,6 +10,7 @@ import pytest
 from commands import cheetah, refused
 
 from cheetah.cli.check import shrunk
+from cheetah.errors import CheetahError
 from cheetah.generate import generate_kernel
 from cheetah.manifest import sha256_of_text
 from cheetah.models.llama import LlamaConfig
@@ -17,6 +18,7 @@ from cheetah.models.registry import preset
 from cheetah.package import Generated
 from cheetah.runtime.checkpoint.random_weights import random_tensors
 from cheetah.tools.check import Verdict, check_kernel
+from cheetah.tools.course import Course
 
 pytestmark = pytest.mark.compiler
 
@@ -55,7 +57,7 @@ def test_wrong_arithmetic_disagrees_with_float32() -> None:
 
 
 def test_a_wait_for_what_never_comes_is_a_deadlock() -> None:
-    verdict = checked(changed(generated(), r"layer_epoch - 1;", "layer_epoch + 1;"), seeds=1)
+    verdict = checked(changed(generated(), r"layer_epoch - 1\b", "layer_epoch + 1"), seeds=1)
     assert not verdict.ok and verdict.agreement is None
     assert {failure.kind for failure in verdict.exploration.failures} == {"Deadlock"}
 
@@ -83,8 +85,8 @@ def test_the_race_detector_runs_on_the_same_launches() -> None:
 def test_the_command_checks_the_demo_model_as_it_is() -> None:
     result = cheetah("check", "demo", "--seeds", "1", "--schedulers", "round_robin,random", "--no-sanitizer")
     assert result.exit_code == 0, result.output
-    assert "checking demo: the whole model" in result.stdout
-    assert "2 launches, no error, the same bits in all" in result.stdout
+    assert "checking demo: an awkward small model of its kind (hidden 72, ffn 296, vocab 100" in result.stdout
+    assert "checking demo: the whole model\nschedules: 2 launches, no error, the same bits in all" in result.stdout
     assert result.stdout.endswith("verdict: nothing found\n")
 
 
@@ -93,10 +95,35 @@ def test_the_command_ends_with_1_if_something_is_found(monkeypatch: pytest.Monke
     def broken(*arguments: object, **options: object) -> Generated:
         return changed(generate_kernel(*arguments, **options), r"1\.0f \+ exp_f32\(-", "2.0f + exp_f32(-")
 
-    monkeypatch.setattr("cheetah.generate.generate_kernel", broken)
+    monkeypatch.setattr("cheetah.tools.check.generate_kernel", broken)
     result = cheetah("check", "demo", "--seeds", "1", "--schedulers", "round_robin", "--no-sanitizer")
     assert result.exit_code == 1 and "from float32" in result.stdout
     assert result.stdout.endswith("verdict: WRONG\n")
+
+
+OPTIONS = (
+    ("--kv-dtype", "e4m3"),
+    ("--sync", "barrier", "--batch", "4"),
+    ("--batch", "4", "--tokens", "8", "--page-size", "5"),
+    ("--kv-chunk", "16", "--batch", "2", "--kv-dtype", "e4m3"),
+    ("--trace", "--stages", "6", "--in-flight", "2"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
+def test_a_right_kernel_passes_with_every_option_of_the_plan(options: tuple[str, ...]) -> None:
+    result = cheetah("check", "demo", "--seeds", "1", "--schedulers", "random", "--no-sanitizer", *options)
+    assert result.exit_code == 0 and result.stdout.endswith("verdict: nothing found\n"), result.output
+
+
+def test_an_error_of_the_checker_is_not_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise CheetahError("the checker is wrong")
+
+    monkeypatch.setattr(Course, "_fill_cache", fail)
+    with pytest.raises(CheetahError, match="the checker is wrong"):
+        checked(generated(), seeds=1)
 
 
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b"])

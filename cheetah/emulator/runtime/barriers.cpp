@@ -37,7 +37,7 @@ void synchronise(uint32_t id, uint32_t threads, Place place, const char* primiti
   NamedBarrier& barrier = self.block_state->barriers[id];
   const char& order = barrier.order[barrier.generation & 1];
   note(place, primitive);
-  self.warp->word_waits[self.lane] = 0;
+  self.warp->word_waits[self.lane] = {};
   watch::meets(self);
   if (arrive(barrier, id, threads, place, primitive)) {
     if (machine.scheduler != Scheduler::round_robin) yield();

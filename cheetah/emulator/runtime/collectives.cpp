@@ -37,7 +37,7 @@ inline void rendezvous(Collective collective, Place place, const char* primitive
   compute(warp);
   watch::warp_meets(warp, collective == Collective::warp_barrier);
   warp.arrived = 0;
-  for (uint64_t& lines : warp.word_waits) lines = 0;
+  for (WordWaits& waits : warp.word_waits) waits = {};
   machine.collectives++;
   wake_lanes(warp, warp.lanes & ~bit);
   note(place, primitive);

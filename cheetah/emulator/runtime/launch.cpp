@@ -62,7 +62,7 @@ void prepare_warps(Block& block) {
     warp.lanes = threads == warp_lanes ? ~0u : (1u << threads) - 1;
     warp.runnable = warp.arrived = warp.generation = 0;
     warp.unordered = warp.passed_by = 0;
-    for (uint64_t& lines : warp.word_waits) lines = 0;
+    for (WordWaits& waits : warp.word_waits) waits = {};
     warp.first_fibre = block.first_fibre + w * warp_lanes;
     warp.block = block.index;
     draw_priority(warp);

@@ -105,6 +105,10 @@ struct Fibre {
   uint32_t stored;          // watched: the byte of shared memory that it stored to last
 };
 
+struct WordWaits {          // on which lines a lane has waited for words since it met others, a bit a line
+  uint64_t lines, last, before_last;
+};
+
 struct Warp {
   uint32_t runnable;        // a bit a lane
   uint32_t lanes;           // those that exist
@@ -117,7 +121,7 @@ struct Warp {
   uint32_t priority;
   uint32_t block;
   uint32_t generation;
-  uint64_t word_waits[warp_lanes];  // on which lines a lane has waited for words since it met others, a bit a line
+  WordWaits word_waits[warp_lanes];
   uint32_t unordered;       // watched: lanes with stores to shared memory that no barrier has ordered yet
   uint32_t passed_by;       // watched: those whose stores came before a collective that orders no memory
   char order[2];

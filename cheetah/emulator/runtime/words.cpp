@@ -28,23 +28,23 @@ const Buffer* buffer_of(const void* address) {
 uint64_t bit_of(Place place) { return uint64_t(1) << (place.line() * 0x9E3779B97F4A7C15ull >> 58); }
 
 // A lane that waits on behalf of its warp meets the other lanes behind its wait. Else they poll beside it, each for
-// itself, which no result shows. Since the warp last met, one lane alone has waited on some line, and all on this one.
+// itself, which no result shows. Told here: since the warp last met, all lanes have waited on this line, and one came to
+// it from a line on which no other lane has waited.
 void check_together(const Warp& warp, uint64_t bit, Place place, const char* primitive) {
   uint64_t once = 0, more = 0;
-  for (uint32_t lane = 0; lane < warp_lanes; lane++) {
-    const uint64_t lines = warp.word_waits[lane];
-    if (!(lines & bit)) return;
-    more |= once & lines;
-    once |= lines;
+  for (const WordWaits& lane : warp.word_waits) {
+    if (!(lane.lines & bit)) return;
+    more |= once & lane.lines;
+    once |= lane.lines;
   }
-  once &= ~more;
-  if (!once) return;
-  uint32_t leader = 0;
-  while (!(warp.word_waits[leader] & once)) leader++;
-  misuse(place, primitive,
-         "lane %u of this warp alone has waited for words before, as if for all, and the others wait here without having"
-         " met it: the lanes of the warp run apart and poll side by side; put a warp_barrier behind its wait",
-         leader);
+  for (uint32_t lane = 0; lane < warp_lanes; lane++) {
+    const WordWaits& waits = warp.word_waits[lane];
+    if (waits.last == bit && waits.before_last & once & ~more)
+      misuse(place, primitive,
+             "lane %u of this warp alone has waited for words before, as if for all, and the others wait here without"
+             " having met it: the lanes of the warp run apart and poll side by side; put a warp_barrier behind its wait",
+             lane);
+  }
 }
 
 void sleep_on(const uint64_t* words, const Wait& wait) {
@@ -101,8 +101,10 @@ const Buffer& checked_buffer(const void* address, uint64_t bytes, Place place, c
 void begin_word_wait(const uint64_t* words, Place place, const char* primitive) {
   check_global(words, 32, 32, place, primitive);
   Warp& warp = *machine.current->warp;
-  warp.word_waits[machine.current->lane] |= bit_of(place);
-  check_together(warp, bit_of(place), place, primitive);
+  WordWaits& own = warp.word_waits[machine.current->lane];
+  const uint64_t bit = bit_of(place);
+  if (own.last != bit) own = {own.lines | bit, bit, own.last};
+  check_together(warp, bit, place, primitive);
 }
 
 void check_constant(const void* address, uint32_t bytes, Place place, const char* primitive) {

@@ -1,0 +1,132 @@
+"""Mistakes of the kind that a maintainer makes, planted in the kernels that `cheetah check` generates, or beside them.
+
+An edit is (pattern, replacement) of every place of the kernel's body that matches; each bug must change one kernel of
+those that are checked at least. `words`: what the check says of it, in its report or as a problem.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+
+from cheetah.generate import Generated
+from cheetah.manifest import sha256_of_text
+from cheetah.runtime.engine.launcher import Epochs
+
+Patch = pytest.MonkeyPatch
+Edit = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class MaintainersBug:
+    """edits: of the text. change: beside it. is_quick: looked for by a bare `pytest`, not by `make test` alone."""
+
+    name: str
+    words: str
+    edits: tuple[Edit, ...] = ()
+    change: Callable[[Patch], None] = lambda patch: None
+    is_quick: bool = False
+
+    def planted(self, made: Generated) -> Generated:
+        head, start, body = made.text.partition("#endif\n")
+        for pattern, replacement in self.edits:
+            body = re.sub(pattern, replacement, body)
+        text = head + start + body
+        return replace(made, text=text, manifest=replace(made.manifest, text_sha256=sha256_of_text(text)))
+
+
+def without(pattern: str, before: str = "", after: str = "") -> Edit:
+    """The edit that takes away what matches `pattern` between `before` and `after`."""
+    return (f"({before}){pattern}({after})", r"\1\2")
+
+
+def hand_out_epochs_twice(patch: Patch) -> None:
+    def take(self: Epochs, steps: int) -> tuple[int, bool]:
+        first, self._next = self._next, self._next + steps
+        return first, False
+
+    patch.setattr(Epochs, "take", take)
+
+
+def begin_epochs_again(patch: Patch) -> None:
+    patch.setattr(Epochs, "take", lambda self, steps: (1, False))
+
+
+FENCE = r"fence_proxy_async\(\);"
+LANDED = r"mbarrier_wait\(full \+ landed_stage, landed_parity\);"
+COLUMN = r"\(\(uint32_t\*\)\(arena \+ COLUMNS\)\)\[column \* 8"
+STORE_KEY = r"\(\(uint32_t\*\)\(place\w* \+ dim\)\)\[0\] = pair;"
+UNREAD, UNFENCED = "has loaded without waiting", "that thread has made no fence_proxy_async"
+SAMPLED, FLOAT32, CHUNKS = "was sampled at position", "from float32", "chunks of this block are under way"
+
+
+def bug(name: str, words: str, *edits: Edit, quick: bool = False) -> MaintainersBug:
+    return MaintainersBug(name, words, edits, is_quick=quick)
+
+
+def quick(name: str, words: str, *edits: Edit) -> MaintainersBug:
+    return bug(name, words, *edits, quick=True)
+
+
+TRIED = (
+    bug("the wrong parity of a stage ahead", "", (r"\(use_parity \+ (place\w*) / ", r"(use_parity + 1 + \1 / ")),
+    bug(
+        "no warp barrier before attention gives a stage back",
+        "",
+        without(r"warp_barrier\(\);", after=r"\s*if \([^{]*lane == 0[^{]*\{\s*mbarrier_arrive_many"),
+    ),
+    bug("mbarriers that nobody initialised", "used before init", without(r"mbarrier_init\(empty[^;]*;")),
+    bug("the newest key's page at the end of a page", "", (rf"(\(table \+) ({COLUMN}\]) / ", r"\1 (\2 + 1) / ")),
+    MaintainersBug("epochs handed out twice", "", change=hand_out_epochs_twice),
+    MaintainersBug("epochs that begin again", "", change=begin_epochs_again),
+    bug("the parity of the step's end", "", (r"(mbarrier_wait\(step_done,) \(step \+ 1\) % 2", r"\1 step % 2")),
+    bug("draws keyed by the position before", SAMPLED, (r"(uint32_t c1 = \w+);", r"\1 - 1;")),
+    quick("no bound on the chunks in flight", CHUNKS, without(LANDED)),
+    quick(
+        "the page of the end looked up, not of the last key",
+        "of buffer page_table holds nothing",
+        (r"< end - 1 \? ([^:;]*) : end - 1;", r"< end ? \1 : end;"),
+    ),
+    bug(
+        "no warp barrier where one lane waits for all",
+        "alone has waited for words before",
+        without(r"warp_barrier\(\);", before=r"\{\s*(?:uint4 \w+ = )?wait_flagged4\([^;]*;\s*\}\s*"),
+    ),
+    bug(
+        "no warp barrier before the step's end is told",
+        "before the lanes last met",
+        without(r"warp_barrier\(\);", after=r"\s*if \(thread == 0\) \{\s*if \(block == 0\) \{\s*status"),
+    ),
+    quick("products that do not wait for their loads", UNREAD, without(r"wait_for_u32\(first[^;]*;")),
+    bug("attention that does not wait for its loads", UNREAD, without(r"wait_for_u32\(float_bits[^;]*;")),
+    quick("no fence after a key is cached", UNFENCED, without(FENCE, before=r"= pair;\s*")),
+    bug(
+        "no fence in the copy lane",
+        "the thread that issues this copy has made no fence_proxy_async",
+        without(FENCE, before=r"mbarrier_wait\(step_done, [^;]*;\s*"),
+    ),
+    bug("the norm's epsilon left out", FLOAT32, (r" \+ 1e-05f\)", ")")),
+    quick("the highest id on ties", SAMPLED, (r"&& other_token < ", "&& other_token > ")),
+    bug("the upper half of the seed ignored", SAMPLED, (r"(uint32_t k1) = [^;]*;", r"\1 = 0;")),
+    bug("the landed cursor a stage late", CHUNKS, (r"(uint32_t landed_stage = \d+);", r"\1 - 1;")),
+    bug("the mean of squares over the padded size", FLOAT32, (r"0\.013888889f", "0.010416667f")),
+)
+"""What was tried on the kernels of an earlier commit: 21 bugs, of which the check of that time found 8."""
+
+MORE = (
+    bug("the landed cursor a stage early", "never had more than", (r"(uint32_t landed_stage = \d+);", r"\1 + 1;")),
+    bug("the fence before the store", UNFENCED, (rf"({STORE_KEY})\s*({FENCE})", r"\2 \1")),
+    bug("one lane waits for the loads of all", UNREAD, (r"(wait_for_u32\(first)", r"if (lane == 0) \1")),
+    bug("a whole stage announced for the last keys", "Deadlock", (r"(expect_tx\(barrier), count \* ", r"\1, 16 * ")),
+    bug("values cached over their keys", "", (r"\? key : key \+ \d+;", "? key : key;")),
+    bug("keys cached in the first sequence's pages", "", (rf"(uint32_t table) = {COLUMN} \+ 6\][^;]*;", r"\1 = 0;")),
+    bug("the first column's angles for all", FLOAT32, (r"(\+ ROPE\)) \+ column \* \d+;", r"\1;")),
+    bug("the first column's norm for all", FLOAT32, (r"(\+ SCALES\)\))\[column\]", r"\1[0]")),
+    bug("keys copied into the place of values", "", (r"(bulk_copy\(keys\w* \+ \d+, key) \+ \d+,", r"\1,")),
+    bug("a query that sees a key too many", "", (r"(visible\w* = \w+ > [^?;]*\? \w+) - ", r"\1 + 1 - ")),
+    bug("rows of padding among the candidates", "", (r"if \(\w+ < \d+ && (candidate > best\))", r"if (\1")),
+)
+"""Ten more, and one."""
