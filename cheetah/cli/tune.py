@@ -144,7 +144,6 @@ def _print(table: Table) -> None:
 
 def _store(config: ModelConfig, name: str, device: str, variants: Variants, rule: Plan, winner: Plan) -> str:
     """Keeps the winner, also where it is the rule's; a line that says where."""
-    from dataclasses import asdict
 
     from cheetah.runtime.build.tuned import TunedPlan, generator_hash
     from cheetah.tools.circumstances import commit
@@ -155,7 +154,7 @@ def _store(config: ModelConfig, name: str, device: str, variants: Variants, rule
 
     record = TunedPlan(
         model=name,
-        shape=asdict(config.shape),
+        shape=config.shape.describe(),
         gpu=variants.gpu.name,
         device=device,
         generator=generator_hash(),

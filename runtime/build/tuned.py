@@ -18,7 +18,7 @@ from typing import Any
 from cheetah import manifest
 from cheetah.errors import CheetahError
 from cheetah.models.config import ModelConfig
-from cheetah.plan import Gpu, default_plan
+from cheetah.plan import Gpu, ModelShape, default_plan
 from cheetah.printable import shown
 from cheetah.records import record_from_json
 from cheetah.runtime.build.cubin import cache_folder
@@ -48,7 +48,7 @@ class TunedPlan:
     """
 
     model: str
-    shape: dict[str, int]
+    shape: dict[str, int | str]
     gpu: str
     device: str
     generator: str
@@ -69,27 +69,27 @@ def stored_plan(
 ) -> TunedPlan | None:
     """The record for this shape and machine, of whatever sources; None where there is none, or none that can be read,
     which is said."""
-    shape = asdict(config.shape)
+    shape = config.shape.describe()
     path = _path(shape, gpu.name, cache)
     if not os.path.lexists(path):
         return None
     try:
         record = record_from_json(TunedPlan, read_json(path, RECORD_BYTES), str(path), UnreadableError)
-        _check(record, shape, gpu, str(path))
+        _check(record, config.shape, gpu, str(path))
         return record
     except CheetahError as problem:
         say(f"a tuned plan is not used: {problem}")
         return None
 
 
-def _check(record: TunedPlan, shape: dict[str, int], gpu: Gpu, place: str) -> None:
+def _check(record: TunedPlan, shape: ModelShape, gpu: Gpu, place: str) -> None:
     """UnreadableError if the record is of another shape; PlanError if no kernel can be made with its plan."""
-    if record.shape != shape:
+    if record.shape != shape.describe():
         raise UnreadableError(f"{place}: is for another model: {shown(record.shape)}")
     if unknown := sorted(set(record.plan) - set(SEARCHED)):
         raise UnreadableError(f"{place}: has fields of a plan that are not searched: {shown(unknown)}")
-    fields: dict[str, Any] = {**shape, **record.plan}
-    default_plan(gpu, **fields)
+    fields: dict[str, Any] = {**record.plan}
+    default_plan(gpu, shape, **fields)
 
 
 def with_tuned(
@@ -130,6 +130,6 @@ def generator_hash() -> str:
     return digest.hexdigest()[:16]
 
 
-def _path(shape: Mapping[str, int], gpu: str, cache: Path | None) -> Path:
+def _path(shape: Mapping[str, int | str], gpu: str, cache: Path | None) -> Path:
     key = hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:16]
     return (cache or cache_folder()) / "tuned" / f"{gpu}-{key}.json"

@@ -41,7 +41,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def record(**changes: Any) -> TunedPlan:
     plan: dict[str, int | str] = {"stage_bytes": 8192, "in_flight": 2, "sync": "barrier"}
-    demo = TunedPlan("demo", asdict(preset("demo").shape), "emulator", "emulator", generator_hash(), "c", plan, {}, {})
+    shape = preset("demo").shape.describe()
+    demo = TunedPlan("demo", shape, "emulator", "emulator", generator_hash(), "c", plan, {}, {})
     return replace(demo, **changes)
 
 
