@@ -19,7 +19,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cheetah.attention import BatchAttention, DeviceArray
+from cheetah.attention import BatchAttention
+from cheetah.attention.batch import DeviceArray
 from cheetah.plan import gpu_named
 from cheetah.runtime.device import open_device
 from cheetah.tools.bench import ReadCeiling, fill_with, random_bits

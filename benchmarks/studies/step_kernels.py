@@ -77,7 +77,7 @@ def _step_kernel(
 ) -> StepKernel:
     shape = config.shape
     shared = shared_map(shape, plan, gpu)
-    of_step = {name: parameter.type for name, parameter in kernel_parameters(plan).items()}
+    of_step = {name: parameter.type for name, parameter in kernel_parameters(config, plan).items()}
     made: list[FusedStack | OnePhase] = []
 
     @ch.kernel(ch.Params(**of_step, **others), name="step_piece", max_threads=plan.threads)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -215,3 +217,10 @@ def test_the_tables_that_are_kept_are_those_of_the_records() -> None:
     assert text + "\n" == (results / "2026-11-21-h200-studies.md").read_text(encoding="utf-8")
     assert "| 4096 | 32 | 311.3 us" in text and "| 675 us / 423 us / 423 us |" in text
     assert not any("paper" in record["system"] for record in records)
+
+
+def test_attention_s_benchmark_begins() -> None:
+    """Its launches need a GPU; its imports and its options do not."""
+    script = Path(__file__).parents[2] / "benchmarks" / "attention.py"
+    done = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
