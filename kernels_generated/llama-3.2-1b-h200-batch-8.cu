@@ -266,6 +266,429 @@ constexpr uint32_t CHOSEN = 225712;
 constexpr uint32_t STEP_DONE = 225744;
 constexpr uint32_t NEXT_TOKEN = 225760;
 
+// An input of a sequence, or 0 where it has none left.
+__device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t number, const int32_t* sequences,
+    int32_t* tokens) {
+  uint32_t token = 0;
+  uint32_t value = load_constant_u32(sequences + (sequence * 16 + 2));
+  if (number < value) {
+    uint32_t place = sequence * 513 + number;
+    token = (uint32_t)(tokens[place]) < 128255 ? (uint32_t)(tokens[place]) : 128255;
+  }
+  return token;
+}
+
+// The first token of every column. A block barrier must follow.
+__device__ __forceinline__ void take_first(uint32_t thread, uint32_t column_count, const int32_t* columns,
+    const int32_t* sequences, int32_t* tokens, uint32_t* next_token, uint8_t* arena) {
+  if (thread < column_count) {
+    uint32_t value = load_constant_u32(columns + thread * 4);
+    uint32_t sequence = value;
+    uint32_t value_2 = load_constant_u32(columns + (thread * 4 + 1));
+    uint32_t number = value_2;
+    uint32_t value_3 = given(sequence, number, sequences, tokens);
+    next_token[thread] = value_3;
+    ((uint32_t*)(arena + COLUMNS))[thread * 8 + 7] = 0;
+  }
+}
+
+// The next stage of the ring; behind the last comes the first, in the next pass.
+__device__ __forceinline__ void advance(uint32_t& stage, uint32_t& parity) {
+  stage = stage + 1;
+  if (stage == 11) {
+    stage = 0;
+    parity = parity ^ 1;
+  }
+}
+
+__device__ __forceinline__ void copy_chunks(const uint8_t* matrix, uint32_t position, uint64_t* empty,
+    uint32_t& fill_stage, uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity,
+    uint8_t* ring) {
+  #pragma unroll 1
+  for (uint32_t strip = position; strip < 192; strip += 132) {
+    uint32_t round = strip / 132;
+    uint64_t round_bytes = (uint64_t)(round) * 8650752;
+    uint32_t width = 132 - round * 72;
+    #pragma unroll 1
+    for (uint32_t chunk = 0; chunk < 4; ++chunk) {
+      const uint8_t* source = matrix + (round_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
+      mbarrier_wait(empty + fill_stage, fill_parity);
+      mbarrier_wait(full + landed_stage, landed_parity);
+      advance(landed_stage, landed_parity);
+      uint64_t* barrier = full + fill_stage;
+      uint8_t* destination = ring + fill_stage * 16384;
+      mbarrier_arrive_expect_tx(barrier, 16384);
+      bulk_copy(destination, source, 16384, barrier);
+      advance(fill_stage, fill_parity);
+    }
+  }
+}
+
+__device__ __forceinline__ void copy_chunks_2(const uint8_t* matrix, uint32_t position, uint64_t* empty,
+    uint32_t& fill_stage, uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity,
+    uint8_t* ring) {
+  #pragma unroll 1
+  for (uint32_t strip = position; strip < 128; strip += 132) {
+    uint32_t round = strip / 132;
+    uint64_t round_bytes = (uint64_t)(round) * 8650752;
+    #pragma unroll 1
+    for (uint32_t chunk = 0; chunk < 4; ++chunk) {
+      const uint8_t* source = matrix + (round_bytes + (uint64_t)(128 * chunk * 16384 + position * 16384));
+      mbarrier_wait(empty + fill_stage, fill_parity);
+      mbarrier_wait(full + landed_stage, landed_parity);
+      advance(landed_stage, landed_parity);
+      uint64_t* barrier = full + fill_stage;
+      uint8_t* destination = ring + fill_stage * 16384;
+      mbarrier_arrive_expect_tx(barrier, 16384);
+      bulk_copy(destination, source, 16384, barrier);
+      advance(fill_stage, fill_parity);
+    }
+  }
+}
+
+__device__ __forceinline__ void copy_chunks_3(const uint8_t* matrix, uint32_t position, uint64_t* empty,
+    uint32_t& fill_stage, uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity,
+    uint8_t* ring) {
+  #pragma unroll 1
+  for (uint32_t strip = position; strip < 1024; strip += 132) {
+    uint32_t round = strip / 132;
+    uint64_t round_bytes = (uint64_t)(round) * 8650752;
+    uint32_t width = 132 - round / 7 * 32;
+    #pragma unroll 1
+    for (uint32_t chunk = 0; chunk < 4; ++chunk) {
+      const uint8_t* source = matrix + (round_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
+      mbarrier_wait(empty + fill_stage, fill_parity);
+      mbarrier_wait(full + landed_stage, landed_parity);
+      advance(landed_stage, landed_parity);
+      uint64_t* barrier = full + fill_stage;
+      uint8_t* destination = ring + fill_stage * 16384;
+      mbarrier_arrive_expect_tx(barrier, 16384);
+      bulk_copy(destination, source, 16384, barrier);
+      advance(fill_stage, fill_parity);
+    }
+  }
+}
+
+__device__ __forceinline__ void copy_chunks_4(const uint8_t* matrix, uint32_t position, uint32_t first, uint32_t end,
+    uint64_t* empty, uint32_t& fill_stage, uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage,
+    uint32_t& landed_parity, uint8_t* ring) {
+  #pragma unroll 1
+  for (uint32_t strip = position; strip < 128; strip += 132) {
+    uint32_t round = strip / 132;
+    uint64_t round_bytes = (uint64_t)(round) * 34603008;
+    #pragma unroll 1
+    for (uint32_t chunk = first; chunk < end; ++chunk) {
+      const uint8_t* source = matrix + (round_bytes + (uint64_t)(128 * chunk * 16384 + position * 16384));
+      mbarrier_wait(empty + fill_stage, fill_parity);
+      mbarrier_wait(full + landed_stage, landed_parity);
+      advance(landed_stage, landed_parity);
+      uint64_t* barrier = full + fill_stage;
+      uint8_t* destination = ring + fill_stage * 16384;
+      mbarrier_arrive_expect_tx(barrier, 16384);
+      bulk_copy(destination, source, 16384, barrier);
+      advance(fill_stage, fill_parity);
+    }
+  }
+}
+
+__device__ __forceinline__ void copy_chunks_5(const uint8_t* matrix, uint32_t position, uint64_t* empty,
+    uint32_t& fill_stage, uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity,
+    uint8_t* ring) {
+  #pragma unroll 1
+  for (uint32_t strip = position; strip < 8016; strip += 132) {
+    uint32_t round = strip / 132;
+    uint64_t round_bytes = (uint64_t)(round) * 8650752;
+    uint32_t width = 132 - round / 60 * 36;
+    #pragma unroll 1
+    for (uint32_t chunk = 0; chunk < 4; ++chunk) {
+      const uint8_t* source = matrix + (round_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
+      mbarrier_wait(empty + fill_stage, fill_parity);
+      mbarrier_wait(full + landed_stage, landed_parity);
+      advance(landed_stage, landed_parity);
+      uint64_t* barrier = full + fill_stage;
+      uint8_t* destination = ring + fill_stage * 16384;
+      mbarrier_arrive_expect_tx(barrier, 16384);
+      bulk_copy(destination, source, 16384, barrier);
+      advance(fill_stage, fill_parity);
+    }
+  }
+}
+
+// Write down every column's place in this step. A barrier of the math warps must follow.
+__device__ __forceinline__ void begin_step(uint32_t step, uint8_t* arena, uint32_t thread, uint32_t column_count,
+    const int32_t* columns, const int32_t* sequences) {
+  uint32_t* state = (uint32_t*)(arena + COLUMNS);
+  if (thread < column_count) {
+    uint32_t value = load_constant_u32(columns + thread * 4);
+    uint32_t sequence = value;
+    uint32_t value_2 = load_constant_u32(sequences + (sequence * 16 + 1));
+    uint32_t value_3 = load_constant_u32(columns + (thread * 4 + 1));
+    uint32_t number = step * value_2 + value_3;
+    uint32_t* words = state + thread * 8;
+    uint32_t value_4 = load_constant_u32(sequences + sequence * 16);
+    uint32_t position = value_4 + number < 8191 ? value_4 + number : 8191;
+    words[0] = position;
+    words[1] = number;
+    uint32_t value_5 = load_constant_u32(sequences + (sequence * 16 + 3));
+    words[2] = value_5;
+    uint32_t value_6 = load_constant_u32(sequences + (sequence * 16 + 5));
+    words[3] = value_6;
+    uint32_t value_7 = load_constant_u32(sequences + (sequence * 16 + 6));
+    words[4] = value_7;
+    uint32_t value_8 = load_constant_u32(sequences + (sequence * 16 + 7));
+    words[5] = value_8;
+    words[6] = sequence;
+  }
+}
+
+__device__ __forceinline__ void keep_tile(uint4* place, uint32_t number, const int32_t* tiles) {
+  const int32_t* record = tiles + number * 8;
+  uint4 value = load_constant_u32x4(record);
+  place[0] = value;
+  uint4 value_2 = load_constant_u32x4(record + 4);
+  place[1] = value_2;
+}
+
+__device__ __forceinline__ void keep_item(uint4* place, uint32_t number, const int32_t* kv_plans, uint32_t plan_index,
+    const int32_t* tiles) {
+  const int32_t* record = kv_plans + (plan_index * 6208 + (number * 8 + 256));
+  uint4 what = load_constant_u32x4(record);
+  place[0] = what;
+  uint4 value = load_constant_u32x4(record + 4);
+  place[1] = value;
+  keep_tile(place + 2, what.y, tiles);
+}
+
+// Called by a whole warp of the team.
+__device__ __forceinline__ void keep_merge(uint32_t job, uint32_t merge_rows, uint8_t* arena, uint32_t warp,
+    const int32_t* kv_plans, uint32_t plan_index, uint32_t lane, const int32_t* tiles) {
+  uint4* place = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
+  uint32_t number = load_constant_u32(kv_plans + (plan_index * 6208 + (job / merge_rows * 2 + 3584)));
+  uint32_t head = load_constant_u32(kv_plans + (plan_index * 6208 + (job / merge_rows * 2 + 1 + 3584)));
+  uint32_t begin = load_constant_u32(kv_plans + (plan_index * 6208 + (job / merge_rows + 3392)));
+  uint32_t end = load_constant_u32(kv_plans + (plan_index * 6208 + (job / merge_rows + 1 + 3392)));
+  if (lane == 0) {
+    place[0] = make_u32x4(head, job % merge_rows, begin, end);
+    keep_tile(place + 1, number, tiles);
+  }
+  uint32_t* sources = (uint32_t*)(place + 3);
+  if (lane < (end - begin < 20 ? end - begin : 20)) {
+    uint32_t value = load_constant_u32(kv_plans + (plan_index * 6208 + (begin + lane + 3840)));
+    sources[lane] = value;
+  }
+}
+
+// In the math role: bring the records of the present plan to shared memory. A barrier of the math warps must
+// precede, if there were others, and follow.
+__device__ __forceinline__ void keep(uint8_t* arena, const int32_t* kv_plans, uint32_t plan_index, uint32_t thread,
+    uint32_t block, const int32_t* tiles, uint32_t warp, uint32_t lane) {
+  uint4* kept = (uint4*)(arena + RECORDS);
+  uint4 header = load_constant_u32x4(kv_plans + plan_index * 6208);
+  if (thread < 4) {
+    uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 6208 + (block + 64)));
+    uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 6208 + (block + 1 + 64)));
+    if (thread == 0) {
+      kept[0] = make_u32x4(first_item, last_item, header.z * header.w, header.w);
+    }
+    if (first_item + thread < last_item) {
+      keep_item(kept + (1 + thread * 4), first_item + thread, kv_plans, plan_index, tiles);
+    }
+  }
+  if (warp % 4 == 0 && warp / 4 * 132 + block < header.z * header.w) {
+    keep_merge(warp / 4 * 132 + block, header.w, arena, warp, kv_plans, plan_index, lane, tiles);
+  }
+}
+
+// cos and sin of every column's position.
+__device__ __forceinline__ void load_angles(uint8_t* arena, uint32_t thread, uint32_t column_count, const float* rope) {
+  float* angles = (float*)(arena + ROPE);
+  #pragma unroll 1
+  for (uint32_t number = thread; number < column_count * 64; number += 256) {
+    uint32_t position = ((uint32_t*)(arena + COLUMNS))[number / 64 * 8];
+    angles[number] = rope[(uint64_t)(position) * 64 + (uint64_t)(number % 64)];
+  }
+}
+
+// The rows of the tokens' embeddings that this block owns, in f32.
+__device__ __forceinline__ void start_residual(uint8_t* arena, uint32_t thread, uint32_t block, uint32_t column_count,
+    const bf16* embedding, uint32_t* next_token) {
+  float* residual = (float*)(arena + RESIDUAL);
+  #pragma unroll 1
+  for (uint32_t place = thread; place < 128; place += 256) {
+    uint32_t own_row = place / 8;
+    uint32_t strip = own_row / 16 * 132 + block % 132;
+    uint32_t row = strip * 16 + own_row % 16;
+    if (row < 2048 && place % 8 < column_count) {
+      residual[place] = bf16_to_f32((embedding + (uint64_t)(next_token[place % 8]) * 2048)[row]);
+    } else {
+      residual[place] = 0.0f;
+    }
+  }
+}
+
+// Bring `size_bytes` of global memory into L2, a line a block: a cold line under full load takes microseconds.
+__device__ __forceinline__ void prefetch(const bf16* source, uint32_t thread, uint32_t block) {
+  const uint8_t* lines = (const uint8_t*)(source);
+  if (thread == 0) {
+    #pragma unroll 1
+    for (uint32_t offset = block * 128; offset < 4096; offset += 16896) {
+      prefetch_l2(lines + offset);
+    }
+  }
+}
+
+__device__ __forceinline__ void normalise_unit(uint4* vector, uint32_t unit, uint4 words, uint4 weight,
+    float& squares) {
+  float low = bf16x2_low(words.x);
+  float high = bf16x2_high(words.x);
+  squares = squares + (low * low + high * high);
+  uint32_t weights = weight.x;
+  float low_2 = bf16x2_low(words.y);
+  float high_2 = bf16x2_high(words.y);
+  squares = squares + (low_2 * low_2 + high_2 * high_2);
+  uint32_t weights_2 = weight.y;
+  float low_3 = bf16x2_low(words.z);
+  float high_3 = bf16x2_high(words.z);
+  squares = squares + (low_3 * low_3 + high_3 * high_3);
+  uint32_t weights_3 = weight.z;
+  float low_4 = bf16x2_low(words.w);
+  float high_4 = bf16x2_high(words.w);
+  squares = squares + (low_4 * low_4 + high_4 * high_4);
+  uint32_t weights_4 = weight.w;
+  vector[unit] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4)));
+}
+
+// 1/rms of every token from the threads' sums of squares: within warps, then over the warps in order.
+__device__ __forceinline__ void write_scales(float squares, uint8_t* arena, uint32_t lane, uint32_t warp,
+    uint32_t thread, uint32_t column_count) {
+  float* partial_sums = (float*)(arena + PARTIAL_SUMS);
+  float* scales = (float*)(arena + SCALES);
+  float sum_of_token = squares;
+  float value = shuffle_xor_f32(sum_of_token, 2);
+  sum_of_token = sum_of_token + value;
+  float value_2 = shuffle_xor_f32(sum_of_token, 1);
+  sum_of_token = sum_of_token + value_2;
+  if (lane % 4 == 0 && lane < 32) {
+    partial_sums[warp * 8 + lane / 4] = sum_of_token;
+  }
+  named_barrier(1, 256);
+  if (thread < column_count) {
+    float total = 0.0f;
+    #pragma unroll
+    for (uint32_t other = 0; other < 8; ++other) {
+      uint32_t warp_2 = other + thread / 8;
+      total = total + partial_sums[warp_2 * 8 + thread % 8];
+    }
+    scales[thread] = rsqrt_f32(total * 0.00048828125f + 1e-05f);
+  }
+}
+
+// Chunk `chunk` of a strip by the vectors in shared memory, in which it is number `place`.
+__device__ __forceinline__ void multiply_chunk(uint32_t chunk, uint32_t place, float (&sums)[1][4], uint8_t* arena,
+    uint8_t* chunk_2, uint32_t warp, uint32_t lane) {
+  uint4* vector = (uint4*)(arena + VECTOR);
+  const uint4* fragments = (const uint4*)(chunk_2);
+  #pragma unroll
+  for (uint32_t turn = 0; turn < 2; ++turn) {
+    uint32_t pair = turn * 8 + warp;
+    uint4 first = fragments[pair * 64 + lane];
+    uint4 second = fragments[pair * 64 + 32 + lane];
+    uint4* units = vector + (place * 16 + pair) * 32;
+    uint4 values = units[lane % 32];
+    mma_bf16(sums[0], first, values.x, values.y);
+    mma_bf16(sums[0], second, values.z, values.w);
+    wait_for_u32(first.x ^ second.x);
+  }
+}
+
+// This warp's sums: [warp][row][column]. Lane 4g + t holds rows g and g + 8 of columns 2t and 2t + 1.
+__device__ __forceinline__ void lay_down(float* reductions, float (&sums)[1][4], uint32_t warp, uint32_t lane) {
+  uint32_t row = warp * 16 + lane / 4;
+  uint32_t first = lane % 4 * 2;
+  uint32_t place = row * 8 + first;
+  reductions[place] = sums[0][0];
+  reductions[place + 64] = sums[0][2];
+  uint32_t place_2 = row * 8 + first + 1;
+  reductions[place_2] = sums[0][1];
+  reductions[place_2 + 64] = sums[0][3];
+}
+
+// RoPE (rotate-half): the pair (k, k + D/2) lies 8 lanes apart. Returns the rotated value and its dim in the head.
+__device__ __forceinline__ void rotate(float value, uint32_t strip_of_head, uint8_t* arena, uint32_t column,
+    uint32_t row, float& rotated_out, uint32_t& dim_out) {
+  float2* angles = (float2*)(arena + ROPE) + column * 32;
+  uint32_t frequency = strip_of_head * 8 + row % 8;
+  float2 angle = angles[frequency];
+  float partner = shuffle_xor_f32(value, 8);
+  bool is_second = row >= 8;
+  float rotated = value * angle.x + (is_second ? partner : -partner) * angle.y;
+  uint32_t dim = frequency + (is_second ? 32u : 0u);
+  rotated_out = rotated;
+  dim_out = dim;
+}
+
+// Add the warps' sums of a column, in order: half of the warps on each half of the lanes.
+__device__ __forceinline__ void finish_rows(uint32_t strip, float* reductions, uint32_t column, uint32_t lane,
+    uint8_t* arena, const int32_t* page_table, uint32_t layer, bf16* kv, uint32_t* exchange_words) {
+  uint32_t row = lane % 16;
+  uint32_t half = lane / 16;
+  float half_sum = 0.0f;
+  #pragma unroll
+  for (uint32_t other = 0; other < 4; ++other) {
+    uint32_t place = (half * 4 + other) * 16 + row;
+    half_sum = half_sum + reductions[place * 8 + column];
+  }
+  float value = shuffle_xor_f32(half_sum, 16);
+  float row_sum = half_sum + value;
+  uint32_t head = strip / 4;
+  uint32_t strip_of_head = strip % 4;
+  float value_2 = row_sum * ((float*)(arena + SCALES))[column];
+  uint32_t dim = strip_of_head * 16 + row;
+  if (head < 40) {
+    float rotated;
+    uint32_t rotated_dim;
+    rotate(value_2, strip_of_head, arena, column, row, rotated, rotated_dim);
+    value_2 = rotated;
+    dim = rotated_dim;
+  }
+  float neighbour = shuffle_xor_f32(value_2, 1);
+  uint32_t pair = pack_bf16x2(value_2, neighbour);
+  if (lane < 16 && lane % 2 == 0) {
+    uint32_t place = (column * 3072 + head * 64 + dim) / 2;
+    if (head >= 32) {
+      if (((uint32_t*)(arena + COLUMNS))[column * 8 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 8 + 2]) {
+        uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 512;
+        uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 8] / 16));
+        uint64_t offset = (uint64_t)(layer) * 67108864 + (uint64_t)(page) * 16384;
+        bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 1024 + ((uint32_t*)(arena + COLUMNS))[column * 8] % 16 * 64));
+        bf16* place_2 = head - 32 < 8 ? key : key + 8192;
+        ((uint32_t*)(place_2 + dim))[0] = pair;
+        fence_proxy_async();
+      }
+    }
+    (exchange_words + (place + 8256))[0] = pair;
+  }
+}
+
+__device__ __forceinline__ void reduce(uint32_t strip, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
+    uint32_t warp, uint32_t lane, uint32_t& finisher, uint32_t column_count, const int32_t* page_table, uint32_t layer,
+    bf16* kv, uint32_t* exchange_words) {
+  float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
+  lay_down(reductions, sums, warp, lane);
+  named_barrier(1, 256);
+  if (warp / 8 == finisher) {
+    uint32_t column = warp % 8;
+    if (column < column_count) {
+      finish_rows(strip, reductions, column, lane, arena, page_table, layer, kv, exchange_words);
+    }
+  }
+  turn = turn ^ 1;
+  finisher = finisher + 1;
+  if (finisher == 1) {
+    finisher = 0;
+  }
+}
+
 // input norm, q, k and v of these tokens, rotary embedding
 __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     const bf16* norms, uint8_t* arena, uint32_t column_count, const bf16* embedding, uint32_t* next_token,
@@ -275,13 +698,7 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 82 + layer * 5);
   }
-  const uint8_t* lines = (const uint8_t*)(norms + (layer * 2 + 1) * 2048);
-  if (thread == 0) {
-    #pragma unroll 1
-    for (uint32_t offset = block * 128; offset < 4096; offset += 16896) {
-      prefetch_l2(lines + offset);
-    }
-  }
+  prefetch(norms + (layer * 2 + 1) * 2048, thread, block);
   uint32_t position = (block + 4) % 132;
   if (position < 192) {
     if (layer == 0) {
@@ -308,23 +725,7 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
         }
         #pragma unroll
         for (uint32_t number = 0; number < 6; ++number) {
-          float low = bf16x2_low(units[number].x);
-          float high = bf16x2_high(units[number].x);
-          squares = squares + (low * low + high * high);
-          uint32_t weights_2 = weights[number].x;
-          float low_2 = bf16x2_low(units[number].y);
-          float high_2 = bf16x2_high(units[number].y);
-          squares = squares + (low_2 * low_2 + high_2 * high_2);
-          uint32_t weights_3 = weights[number].y;
-          float low_3 = bf16x2_low(units[number].z);
-          float high_3 = bf16x2_high(units[number].z);
-          squares = squares + (low_3 * low_3 + high_3 * high_3);
-          uint32_t weights_4 = weights[number].z;
-          float low_4 = bf16x2_low(units[number].w);
-          float high_4 = bf16x2_high(units[number].w);
-          squares = squares + (low_4 * low_4 + high_4 * high_4);
-          uint32_t weights_5 = weights[number].w;
-          vector[first_unit + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_2), high * bf16x2_high(weights_2)), pack_bf16x2(low_2 * bf16x2_low(weights_3), high_2 * bf16x2_high(weights_3)), pack_bf16x2(low_3 * bf16x2_low(weights_4), high_3 * bf16x2_high(weights_4)), pack_bf16x2(low_4 * bf16x2_low(weights_5), high_4 * bf16x2_high(weights_5)));
+          normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
         }
       }
       uint32_t first_unit_2 = thread + 1536;
@@ -346,45 +747,10 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
         }
         #pragma unroll
         for (uint32_t number = 0; number < 2; ++number) {
-          float low = bf16x2_low(units[number].x);
-          float high = bf16x2_high(units[number].x);
-          squares = squares + (low * low + high * high);
-          uint32_t weights_3 = weights_2[number].x;
-          float low_2 = bf16x2_low(units[number].y);
-          float high_2 = bf16x2_high(units[number].y);
-          squares = squares + (low_2 * low_2 + high_2 * high_2);
-          uint32_t weights_4 = weights_2[number].y;
-          float low_3 = bf16x2_low(units[number].z);
-          float high_3 = bf16x2_high(units[number].z);
-          squares = squares + (low_3 * low_3 + high_3 * high_3);
-          uint32_t weights_5 = weights_2[number].z;
-          float low_4 = bf16x2_low(units[number].w);
-          float high_4 = bf16x2_high(units[number].w);
-          squares = squares + (low_4 * low_4 + high_4 * high_4);
-          uint32_t weights_6 = weights_2[number].w;
-          vector[first_unit_2 + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_3), high * bf16x2_high(weights_3)), pack_bf16x2(low_2 * bf16x2_low(weights_4), high_2 * bf16x2_high(weights_4)), pack_bf16x2(low_3 * bf16x2_low(weights_5), high_3 * bf16x2_high(weights_5)), pack_bf16x2(low_4 * bf16x2_low(weights_6), high_4 * bf16x2_high(weights_6)));
+          normalise_unit(vector, first_unit_2 + number * 256, units[number], weights_2[number], squares);
         }
       }
-      float* partial_sums = (float*)(arena + PARTIAL_SUMS);
-      float* scales = (float*)(arena + SCALES);
-      float sum_of_token = squares;
-      float value = shuffle_xor_f32(sum_of_token, 2);
-      sum_of_token = sum_of_token + value;
-      float value_2 = shuffle_xor_f32(sum_of_token, 1);
-      sum_of_token = sum_of_token + value_2;
-      if (lane % 4 == 0 && lane < 32) {
-        partial_sums[warp * 8 + lane / 4] = sum_of_token;
-      }
-      named_barrier(1, 256);
-      if (thread < column_count) {
-        float total = 0.0f;
-        #pragma unroll
-        for (uint32_t other = 0; other < 8; ++other) {
-          uint32_t warp_2 = other + thread / 8;
-          total = total + partial_sums[warp_2 * 8 + thread % 8];
-        }
-        scales[thread] = rsqrt_f32(total * 0.00048828125f + 1e-05f);
-      }
+      write_scales(squares, arena, lane, warp, thread, column_count);
     } else {
       uint4* vector = (uint4*)(arena + VECTOR);
       float squares = 0.0f;
@@ -406,23 +772,7 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
         }
         #pragma unroll
         for (uint32_t number = 0; number < 6; ++number) {
-          float low = bf16x2_low(units[number].x);
-          float high = bf16x2_high(units[number].x);
-          squares = squares + (low * low + high * high);
-          uint32_t weights_2 = weights[number].x;
-          float low_2 = bf16x2_low(units[number].y);
-          float high_2 = bf16x2_high(units[number].y);
-          squares = squares + (low_2 * low_2 + high_2 * high_2);
-          uint32_t weights_3 = weights[number].y;
-          float low_3 = bf16x2_low(units[number].z);
-          float high_3 = bf16x2_high(units[number].z);
-          squares = squares + (low_3 * low_3 + high_3 * high_3);
-          uint32_t weights_4 = weights[number].z;
-          float low_4 = bf16x2_low(units[number].w);
-          float high_4 = bf16x2_high(units[number].w);
-          squares = squares + (low_4 * low_4 + high_4 * high_4);
-          uint32_t weights_5 = weights[number].w;
-          vector[first_unit + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_2), high * bf16x2_high(weights_2)), pack_bf16x2(low_2 * bf16x2_low(weights_3), high_2 * bf16x2_high(weights_3)), pack_bf16x2(low_3 * bf16x2_low(weights_4), high_3 * bf16x2_high(weights_4)), pack_bf16x2(low_4 * bf16x2_low(weights_5), high_4 * bf16x2_high(weights_5)));
+          normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
         }
       }
       uint32_t first_unit_2 = thread + 1536;
@@ -441,45 +791,10 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
         }
         #pragma unroll
         for (uint32_t number = 0; number < 2; ++number) {
-          float low = bf16x2_low(units[number].x);
-          float high = bf16x2_high(units[number].x);
-          squares = squares + (low * low + high * high);
-          uint32_t weights_3 = weights_2[number].x;
-          float low_2 = bf16x2_low(units[number].y);
-          float high_2 = bf16x2_high(units[number].y);
-          squares = squares + (low_2 * low_2 + high_2 * high_2);
-          uint32_t weights_4 = weights_2[number].y;
-          float low_3 = bf16x2_low(units[number].z);
-          float high_3 = bf16x2_high(units[number].z);
-          squares = squares + (low_3 * low_3 + high_3 * high_3);
-          uint32_t weights_5 = weights_2[number].z;
-          float low_4 = bf16x2_low(units[number].w);
-          float high_4 = bf16x2_high(units[number].w);
-          squares = squares + (low_4 * low_4 + high_4 * high_4);
-          uint32_t weights_6 = weights_2[number].w;
-          vector[first_unit_2 + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_3), high * bf16x2_high(weights_3)), pack_bf16x2(low_2 * bf16x2_low(weights_4), high_2 * bf16x2_high(weights_4)), pack_bf16x2(low_3 * bf16x2_low(weights_5), high_3 * bf16x2_high(weights_5)), pack_bf16x2(low_4 * bf16x2_low(weights_6), high_4 * bf16x2_high(weights_6)));
+          normalise_unit(vector, first_unit_2 + number * 256, units[number], weights_2[number], squares);
         }
       }
-      float* partial_sums = (float*)(arena + PARTIAL_SUMS);
-      float* scales = (float*)(arena + SCALES);
-      float sum_of_token = squares;
-      float value = shuffle_xor_f32(sum_of_token, 2);
-      sum_of_token = sum_of_token + value;
-      float value_2 = shuffle_xor_f32(sum_of_token, 1);
-      sum_of_token = sum_of_token + value_2;
-      if (lane % 4 == 0 && lane < 32) {
-        partial_sums[warp * 8 + lane / 4] = sum_of_token;
-      }
-      named_barrier(1, 256);
-      if (thread < column_count) {
-        float total = 0.0f;
-        #pragma unroll
-        for (uint32_t other = 0; other < 8; ++other) {
-          uint32_t warp_2 = other + thread / 8;
-          total = total + partial_sums[warp_2 * 8 + thread % 8];
-        }
-        scales[thread] = rsqrt_f32(total * 0.00048828125f + 1e-05f);
-      }
+      write_scales(squares, arena, lane, warp, thread, column_count);
     }
     #pragma unroll 1
     for (uint32_t strip = position; strip < 192; strip += 132) {
@@ -488,91 +803,14 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
       for (uint32_t chunk = 0; chunk < 4; ++chunk) {
         mbarrier_wait(full + use_stage, use_parity);
         uint8_t* chunk_2 = ring + use_stage * 16384;
-        uint4* vector = (uint4*)(arena + VECTOR);
-        const uint4* fragments = (const uint4*)(chunk_2);
-        #pragma unroll
-        for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
-          uint32_t pair = turn_2 * 8 + warp;
-          uint4 first = fragments[pair * 64 + lane];
-          uint4 second = fragments[pair * 64 + 32 + lane];
-          uint4* units = vector + (chunk * 16 + pair) * 32;
-          uint4 values = units[lane % 32];
-          mma_bf16(sums[0], first, values.x, values.y);
-          mma_bf16(sums[0], second, values.z, values.w);
-          wait_for_u32(first.x ^ second.x);
-        }
+        multiply_chunk(chunk, chunk, sums, arena, chunk_2, warp, lane);
         warp_barrier();
         if (lane == 0) {
           mbarrier_arrive(empty + use_stage);
         }
-        use_stage = use_stage + 1;
-        if (use_stage == 11) {
-          use_stage = 0;
-          use_parity = use_parity ^ 1;
-        }
+        advance(use_stage, use_parity);
       }
-      float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
-      uint32_t row = warp * 16 + lane / 4;
-      uint32_t first = lane % 4 * 2;
-      uint32_t place = row * 8 + first;
-      reductions[place] = sums[0][0];
-      reductions[place + 64] = sums[0][2];
-      uint32_t place_2 = row * 8 + first + 1;
-      reductions[place_2] = sums[0][1];
-      reductions[place_2 + 64] = sums[0][3];
-      named_barrier(1, 256);
-      if (warp / 8 == finisher) {
-        uint32_t column = warp % 8;
-        if (column < column_count) {
-          uint32_t row_2 = lane % 16;
-          uint32_t half = lane / 16;
-          float half_sum = 0.0f;
-          #pragma unroll
-          for (uint32_t other = 0; other < 4; ++other) {
-            uint32_t place_3 = (half * 4 + other) * 16 + row_2;
-            half_sum = half_sum + reductions[place_3 * 8 + column];
-          }
-          float value = shuffle_xor_f32(half_sum, 16);
-          float row_sum = half_sum + value;
-          uint32_t head = strip / 4;
-          uint32_t strip_of_head = strip % 4;
-          float value_2 = row_sum * ((float*)(arena + SCALES))[column];
-          uint32_t dim = strip_of_head * 16 + row_2;
-          if (head < 40) {
-            float2* angles = (float2*)(arena + ROPE) + column * 32;
-            uint32_t frequency = strip_of_head * 8 + row_2 % 8;
-            float2 angle = angles[frequency];
-            float partner = shuffle_xor_f32(value_2, 8);
-            bool is_second = row_2 >= 8;
-            float rotated = value_2 * angle.x + (is_second ? partner : -partner) * angle.y;
-            uint32_t dim_2 = frequency + (is_second ? 32u : 0u);
-            value_2 = rotated;
-            dim = dim_2;
-          }
-          float neighbour = shuffle_xor_f32(value_2, 1);
-          uint32_t pair = pack_bf16x2(value_2, neighbour);
-          if (lane < 16 && lane % 2 == 0) {
-            uint32_t place_3 = (column * 3072 + head * 64 + dim) / 2;
-            if (head >= 32) {
-              if (((uint32_t*)(arena + COLUMNS))[column * 8 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 8 + 2]) {
-                uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 512;
-                uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 8] / 16));
-                uint64_t offset = (uint64_t)(layer) * 67108864 + (uint64_t)(page) * 16384;
-                bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 1024 + ((uint32_t*)(arena + COLUMNS))[column * 8] % 16 * 64));
-                bf16* place_4 = head - 32 < 8 ? key : key + 8192;
-                ((uint32_t*)(place_4 + dim))[0] = pair;
-                fence_proxy_async();
-              }
-            }
-            (exchange_words + (place_3 + 8256))[0] = pair;
-          }
-        }
-      }
-      turn = turn ^ 1;
-      finisher = finisher + 1;
-      if (finisher == 1) {
-        finisher = 0;
-      }
+      reduce(strip, sums, arena, turn, warp, lane, finisher, column_count, page_table, layer, kv, exchange_words);
     }
   }
   // grid barrier
@@ -585,10 +823,863 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
   named_barrier(1, 256);
 }
 
+// Unit `number` of the newest keys, then of the newest values: as rows of a stage have them, bf16 or codes.
+__device__ __forceinline__ void load_newest_unit(uint32_t newest_begin, uint32_t number, uint32_t newest_units,
+    uint32_t epoch, uint4* record, uint32_t step, uint32_t* exchange_words, uint4 what, uint8_t* arena) {
+  bool is_value = number >= newest_units;
+  uint32_t unit = is_value ? number - newest_units : number;
+  uint32_t column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + unit / 8;
+  uint4 words = ((const uint4*)(exchange_words + ((column * 384 + ((is_value ? 40u : 32u) + what.z) * 8 + unit % 8) * 4 + 8256)))[0];
+  uint4* keys = (uint4*)(arena + NEWEST);
+  uint4* values = (uint4*)(arena + NEWEST) + 128;
+  if (is_value) {
+    values[unit] = words;
+  } else {
+    keys[unit] = words;
+  }
+}
+
+// Bring the item's queries to shared memory, and those newest keys and values that it has.
+__device__ __forceinline__ void load_item(uint32_t newest_begin, uint32_t newest, uint32_t epoch, uint8_t* arena,
+    uint4* record, uint32_t thread, uint32_t* exchange_words, uint4 what, uint32_t step) {
+  uint4* queries = (uint4*)(arena + QUERIES);
+  uint32_t query_units = record[1].z * 8;
+  uint32_t newest_units = newest * 8;
+  #pragma unroll 1
+  for (uint32_t number = thread; number < query_units + newest_units * 2; number += 256) {
+    if (number < query_units) {
+      uint32_t row = number / 8;
+      uint32_t column = record[2].x + row / 4;
+      uint4 words = ((const uint4*)(exchange_words + ((column * 384 + (what.z * 4 + row % 4) * 8 + number % 8) * 4 + 8256)))[0];
+      queries[number] = words;
+    } else {
+      load_newest_unit(newest_begin, number - query_units, newest_units, epoch, record, step, exchange_words, what,
+          arena);
+    }
+  }
+  named_barrier(1, 256);
+}
+
+// For how many warps this one gives back a stage with these tiles: those with a tile in it share out all.
+__device__ __forceinline__ uint32_t arrivals(uint32_t first_tile, uint32_t last_tile, uint32_t warp) {
+  uint32_t groups = last_tile - first_tile < 8 ? last_tile - first_tile : 8;
+  uint32_t number = (warp + 8 - first_tile % 8) % 8;
+  uint32_t arrivals = 8 / groups + (number < 8 % groups ? 1u : 0u);
+  return arrivals;
+}
+
+// Lanes of odd rows read the two units in the opposite order: no bank conflicts.
+__device__ __forceinline__ void read_crossed(uint32_t row, uint32_t (&words)[2][4], uint8_t* keys, uint32_t lane) {
+  const uint4* keys_2 = (const uint4*)(keys) + row * 8;
+  uint32_t is_odd = lane / 4 % 2;
+  uint4 first = keys_2[is_odd * 4 + lane % 4];
+  uint4 second = keys_2[(1 - is_odd) * 4 + lane % 4];
+  words[0][0] = is_odd == 0 ? first.x : second.x;
+  words[1][0] = is_odd == 0 ? second.x : first.x;
+  words[0][1] = is_odd == 0 ? first.y : second.y;
+  words[1][1] = is_odd == 0 ? second.y : first.y;
+  words[0][2] = is_odd == 0 ? first.z : second.z;
+  words[1][2] = is_odd == 0 ? second.z : first.z;
+  words[0][3] = is_odd == 0 ? first.w : second.w;
+  words[1][3] = is_odd == 0 ? second.w : first.w;
+}
+
+__device__ __forceinline__ void multiply_part(uint32_t (&low)[4], uint32_t (&high)[4], float (&sums_0)[2][4],
+    uint4* query, uint32_t lane) {
+  uint4 early = make_u32x4(low[0], high[0], low[1], high[1]);
+  uint4 late = make_u32x4(low[2], high[2], low[3], high[3]);
+  uint4 query_2 = query[lane % 4];
+  mma_bf16(sums_0[0], early, query_2.x, query_2.y);
+  mma_bf16(sums_0[1], late, query_2.z, query_2.w);
+}
+
+__device__ __forceinline__ void multiply_part_2(uint32_t (&low)[4], uint32_t (&high)[4], float (&sums_0)[2][4],
+    uint4* query, uint32_t lane) {
+  uint4 early = make_u32x4(low[0], high[0], low[1], high[1]);
+  uint4 late = make_u32x4(low[2], high[2], low[3], high[3]);
+  uint4 query_2 = query[4 + lane % 4];
+  mma_bf16(sums_0[0], early, query_2.x, query_2.y);
+  mma_bf16(sums_0[1], late, query_2.z, query_2.w);
+}
+
+// Logits times log2 e, and -inf (without softmax: weights, and 0) where a key is not seen.
+__device__ __forceinline__ void scale_and_mask(float (&logits)[4], uint32_t valid, uint32_t key, uint32_t lane,
+    uint32_t (&limits)[2]) {
+  uint32_t number = lane / 4;
+  uint32_t limits_2[2];
+  limits_2[0] = limits[0] < key + valid ? limits[0] : key + valid;
+  limits_2[1] = limits[1] < key + valid ? limits[1] : key + valid;
+  bool is_seen = key + number < limits_2[0];
+  float logit = logits[0] * 0.18033688f;
+  logits[0] = is_seen ? logit : -bits_float(0x7f800000);
+  bool is_seen_2 = key + number < limits_2[1];
+  float logit_2 = logits[1] * 0.18033688f;
+  logits[1] = is_seen_2 ? logit_2 : -bits_float(0x7f800000);
+  uint32_t tile_key = number + 8;
+  bool is_seen_3 = key + tile_key < limits_2[0];
+  float logit_3 = logits[2] * 0.18033688f;
+  logits[2] = is_seen_3 ? logit_3 : -bits_float(0x7f800000);
+  uint32_t tile_key_2 = number + 8;
+  bool is_seen_4 = key + tile_key_2 < limits_2[1];
+  float logit_4 = logits[3] * 0.18033688f;
+  logits[3] = is_seen_4 ? logit_4 : -bits_float(0x7f800000);
+}
+
+// exp2(logit - highest) in place, and the state shrunk to the new highest logit.
+__device__ __forceinline__ void weigh(float (&logits)[4], float (&highest)[2], float (&weight_sum)[2],
+    float (&output)[4][4]) {
+  #pragma unroll
+  for (uint32_t column = 0; column < 2; ++column) {
+    float peak = maximum_f32(logits[column], logits[column + 2]);
+    float value = shuffle_xor_f32(peak, 4);
+    peak = maximum_f32(peak, value);
+    float value_2 = shuffle_xor_f32(peak, 8);
+    peak = maximum_f32(peak, value_2);
+    float value_3 = shuffle_xor_f32(peak, 16);
+    peak = maximum_f32(peak, value_3);
+    float new_highest = maximum_f32(highest[column], peak);
+    float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
+    float shrink = exp2_f32(highest[column] - base);
+    highest[column] = new_highest;
+    logits[column] = exp2_f32(logits[column] - base);
+    logits[column + 2] = exp2_f32(logits[column + 2] - base);
+    weight_sum[column] = weight_sum[column] * shrink + (logits[column] + logits[column + 2]);
+    #pragma unroll
+    for (uint32_t tile = 0; tile < 4; ++tile) {
+      output[tile][column] = output[tile][column] * shrink;
+      output[tile][column + 2] = output[tile][column + 2] * shrink;
+    }
+  }
+}
+
+// Units slices * r, slices * r + 1, ... of a value, as bf16 pairs into words[slice][number].
+__device__ __forceinline__ void read_values(uint32_t row, uint32_t (&words)[1][4][4], uint8_t* values, uint32_t lane) {
+  const uint4* units = (const uint4*)(values) + (row * 8 + lane / 4);
+  uint4 read = units[0];
+  words[0][0][0] = read.x;
+  words[0][0][1] = read.y;
+  words[0][0][2] = read.z;
+  words[0][0][3] = read.w;
+}
+
+// Units slices * r, slices * r + 1, ... of a value, as bf16 pairs into words[slice][number].
+__device__ __forceinline__ void read_values_2(uint32_t row, uint32_t (&words)[1][4][4], uint8_t* values,
+    uint32_t lane) {
+  const uint4* units = (const uint4*)(values) + (row * 8 + lane / 4);
+  uint4 read = units[0];
+  words[0][1][0] = read.x;
+  words[0][1][1] = read.y;
+  words[0][1][2] = read.z;
+  words[0][1][3] = read.w;
+}
+
+// Units slices * r, slices * r + 1, ... of a value, as bf16 pairs into words[slice][number].
+__device__ __forceinline__ void read_values_3(uint32_t row, uint32_t (&words)[1][4][4], uint8_t* values,
+    uint32_t lane) {
+  const uint4* units = (const uint4*)(values) + (row * 8 + lane / 4);
+  uint4 read = units[0];
+  words[0][2][0] = read.x;
+  words[0][2][1] = read.y;
+  words[0][2][2] = read.z;
+  words[0][2][3] = read.w;
+}
+
+// Units slices * r, slices * r + 1, ... of a value, as bf16 pairs into words[slice][number].
+__device__ __forceinline__ void read_values_4(uint32_t row, uint32_t (&words)[1][4][4], uint8_t* values,
+    uint32_t lane) {
+  const uint4* units = (const uint4*)(values) + (row * 8 + lane / 4);
+  uint4 read = units[0];
+  words[0][3][0] = read.x;
+  words[0][3][1] = read.y;
+  words[0][3][2] = read.z;
+  words[0][3][3] = read.w;
+}
+
+// output (dims x queries) += values^T * weights, of every column tile.
+__device__ __forceinline__ void add_values(uint32_t first_row, uint32_t valid, uint32_t key, uint32_t weights_0_0,
+    uint32_t weights_0_1, uint32_t lane, uint8_t* values, float (&output)[4][4]) {
+  uint32_t words[1][4][4];
+  uint32_t tile_key = lane % 4 * 2 < valid - 1 ? lane % 4 * 2 : valid - 1;
+  uint32_t row = first_row + tile_key;
+  read_values(row, words, values, lane);
+  uint32_t tile_key_2 = lane % 4 * 2 + 1 < valid - 1 ? lane % 4 * 2 + 1 : valid - 1;
+  uint32_t row_2 = first_row + tile_key_2;
+  read_values_2(row_2, words, values, lane);
+  uint32_t tile_key_3 = lane % 4 * 2 + 8 < valid - 1 ? lane % 4 * 2 + 8 : valid - 1;
+  uint32_t row_3 = first_row + tile_key_3;
+  read_values_3(row_3, words, values, lane);
+  uint32_t tile_key_4 = lane % 4 * 2 + 9 < valid - 1 ? lane % 4 * 2 + 9 : valid - 1;
+  uint32_t row_4 = first_row + tile_key_4;
+  read_values_4(row_4, words, values, lane);
+  #pragma unroll
+  for (uint32_t tile = 0; tile < 4; ++tile) {
+    uint32_t low_early = byte_permute(words[0][0][tile / 2], words[0][1][tile / 2], tile % 2 == 0 ? 21520u : 30258u);
+    uint32_t high_early = byte_permute(words[0][0][(tile + 4) / 2], words[0][1][(tile + 4) / 2], (tile + 4) % 2 == 0 ? 21520u : 30258u);
+    uint32_t low_late = byte_permute(words[0][2][tile / 2], words[0][3][tile / 2], tile % 2 == 0 ? 21520u : 30258u);
+    uint32_t high_late = byte_permute(words[0][2][(tile + 4) / 2], words[0][3][(tile + 4) / 2], (tile + 4) % 2 == 0 ? 21520u : 30258u);
+    uint4 operand = make_u32x4(low_early, high_early, low_late, high_late);
+    mma_bf16(output[tile], operand, weights_0_0, weights_0_1);
+  }
+}
+
+// Fold 16 keys into the states of some column tiles, which share what is read of keys and values. The first
+// `valid` keys (one at least) exist; the first is key `key`.
+__device__ __forceinline__ void attend(uint32_t first_row, uint32_t valid, uint32_t key, uint32_t lane, uint8_t* keys,
+    uint4* query, uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2], float (&output)[4][4],
+    uint8_t* values) {
+  float sums[2][4] = {};
+  uint32_t row = first_row + lane / 4;
+  uint32_t words[2][4];
+  read_crossed(row, words, keys, lane);
+  uint32_t words_2[2][4];
+  read_crossed(row + 8, words_2, keys, lane);
+  multiply_part(words[0], words_2[0], sums, query, lane);
+  multiply_part_2(words[1], words_2[1], sums, query, lane);
+  float logits[4];
+  #pragma unroll
+  for (uint32_t element = 0; element < 4; ++element) {
+    logits[element] = sums[0][element] + sums[1][element];
+  }
+  scale_and_mask(logits, valid, key, lane, limits);
+  weigh(logits, highest, weight_sum, output);
+  uint32_t weights_low = matrix_transpose_b16(pack_bf16x2(logits[0], logits[1]));
+  uint32_t weights_high = matrix_transpose_b16(pack_bf16x2(logits[2], logits[3]));
+  add_values(first_row, valid, key, weights_low, weights_high, lane, values, output);
+}
+
+// This warp's tiles of 16 keys: of the cached ones [begin, end), then of the newest, as if they were in one
+// more stage: so the code of a tile stands in the kernel once.
+__device__ __forceinline__ void attend_keys(uint32_t begin, uint32_t end, uint32_t newest_begin, uint32_t newest,
+    uint32_t warp, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena,
+    uint32_t lane, uint4* query, uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2],
+    float (&output)[4][4], uint64_t* empty) {
+  uint32_t cached = begin < end ? end - begin : 0;
+  uint32_t tiles = (cached + 15) / 16;
+  uint32_t all_tiles = tiles + (newest + 15) / 16;
+  uint32_t tile = warp;
+  while (tile < all_tiles) {
+    uint32_t stage = tile / 4;
+    uint32_t first_tile = stage * 4;
+    uint32_t last_tile = first_tile + 4 < tiles ? first_tile + 4 : tiles;
+    uint32_t first_key = begin + stage * 64;
+    uint32_t count = end - first_key < 64 ? end - first_key : 64;
+    bool is_cached = tile < tiles;
+    uint32_t arrivals_2 = arrivals(first_tile, last_tile, warp);
+    uint32_t place = use_stage + stage;
+    uint32_t stage_2 = place % 11;
+    if (is_cached) {
+      mbarrier_wait(full + stage_2, (use_parity + place / 11) % 2);
+    }
+    uint8_t* chunk = ring + stage_2 * 16384;
+    uint8_t* keys = chunk;
+    uint8_t* values = chunk + 8192;
+    if (tile >= tiles) {
+      uint8_t* newest_keys = arena + NEWEST;
+      uint8_t* newest_values = arena + NEWEST + 2048;
+      first_tile = tiles;
+      last_tile = all_tiles;
+      first_key = newest_begin;
+      count = newest;
+      keys = newest_keys;
+      values = newest_values;
+    }
+    while (tile < last_tile) {
+      uint32_t row = (tile - first_tile) * 16;
+      attend(row, count - row, first_key + row, lane, keys, query, limits, highest, weight_sum, output, values);
+      tile = tile + 8;
+    }
+    wait_for_u32(float_bits(output[0][0]));
+    warp_barrier();
+    if (lane == 0 && is_cached) {
+      mbarrier_arrive_many(empty + stage_2, arrivals_2);
+    }
+  }
+  uint32_t place = use_stage + (cached + 63) / 64;
+  use_parity = (use_parity + place / 11) % 2;
+  use_stage = place % 11;
+}
+
+// Highest logit and weight sum of this warp, per column: statistics[warp][column].
+__device__ __forceinline__ void lay_down_statistics(uint8_t* arena, float (&weight_sum)[2], uint32_t lane,
+    uint32_t warp, float (&highest)[2]) {
+  float* words = (float*)(arena + STATISTICS);
+  #pragma unroll
+  for (uint32_t column = 0; column < 2; ++column) {
+    float total = weight_sum[column];
+    float value = shuffle_xor_f32(total, 4);
+    total = total + value;
+    float value_2 = shuffle_xor_f32(total, 8);
+    total = total + value_2;
+    float value_3 = shuffle_xor_f32(total, 16);
+    total = total + value_3;
+    uint32_t number = lane * 2 + column;
+    if (number < 8) {
+      uint32_t place = (warp * 8 + number) * 2;
+      words[place] = highest[column];
+      words[place + 1] = total;
+    }
+  }
+}
+
+// This warp's unnormalised output of some slices: attention[warp][column][slice][number].
+__device__ __forceinline__ void lay_down_2(uint8_t* arena, uint32_t lane, uint32_t warp, float (&output)[4][4]) {
+  uint4* scratch = (uint4*)(arena + ATTENTION);
+  #pragma unroll
+  for (uint32_t column = 0; column < 2; ++column) {
+    uint32_t number = lane % 4 * 2 + column;
+    uint32_t row = warp * 8 + number;
+    uint4* place = scratch + (row * 64 + lane / 4 * 8) / 4;
+    place[0] = make_u32x4(float_bits(output[0][column]), float_bits(output[1][column]), float_bits(output[2][column]), float_bits(output[3][column]));
+    place[1] = make_u32x4(float_bits(output[0][column + 2]), float_bits(output[1][column + 2]), float_bits(output[2][column + 2]), float_bits(output[3][column + 2]));
+  }
+}
+
+// Fold the states of rows `first`, `first + stride`, ... of the laid down ones: (low, high, lse).
+__device__ __forceinline__ void fold_states(uint32_t first, uint32_t pair, uint8_t* arena, float& result,
+    float& result_2, float& lse_out) {
+  float2* scratch = (float2*)(arena + ATTENTION);
+  float2* statistics = (float2*)(arena + STATISTICS);
+  float low = 0.0f;
+  float high = 0.0f;
+  float highest = -bits_float(0x7f800000);
+  #pragma unroll
+  for (uint32_t other = first; other < 64; other += 8) {
+    highest = maximum_f32(highest, statistics[other].x);
+  }
+  float base = highest == -bits_float(0x7f800000) ? 0.0f : highest;
+  float weight_sum = 0.0f;
+  #pragma unroll
+  for (uint32_t other = first; other < 64; other += 8) {
+    float2 numbers = statistics[other];
+    float weight = exp2_f32(numbers.x - base);
+    float2 part = scratch[other * 32 + pair];
+    weight_sum = weight_sum + weight * numbers.y;
+    low = low + weight * part.x;
+    high = high + weight * part.y;
+  }
+  float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
+  float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+  result = low * inverse;
+  result_2 = high * inverse;
+  lse_out = lse;
+}
+
+__device__ __forceinline__ void publish_partial(uint32_t row, uint32_t dim_pair, float low, float high, float lse,
+    uint32_t epoch, uint32_t* exchange_words) {
+  uint32_t partial = row * 68;
+  (exchange_words + (partial + dim_pair * 2 + 20544))[0] = float_bits(low);
+  (exchange_words + (partial + dim_pair * 2 + 1 + 20544))[0] = float_bits(high);
+  if (dim_pair < 4) {
+    (exchange_words + (partial + 64 + dim_pair + 20544))[0] = float_bits(lse);
+  }
+}
+
+// Column tile `number` of every group: its column c was laid down by the warps column_group, column_group +
+// column_groups, ..., as their column c.
+__device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint32_t thread, uint8_t* arena,
+    uint32_t* exchange_words, uint4 what) {
+  uint32_t rows = record[1].z;
+  #pragma unroll 1
+  for (uint32_t output = thread; output < rows * 32; output += 256) {
+    uint32_t place = output / 32;
+    uint32_t pair = output % 32;
+    float low;
+    float high;
+    float lse;
+    fold_states(place, pair, arena, low, high, lse);
+    uint32_t dim_pair = (pair % 32 / 4 + pair / 32) * 4 + pair % 32 % 4;
+    if (record[1].y == 4294967295u) {
+      uint32_t column = record[2].x + place / 4;
+      (exchange_words + (((((what.z * 4 + place % 4) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + place % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place % 4) * 64 + dim_pair * 2) % 8 / 2 + 629824))[0] = pack_bf16x2(low, high);
+    } else {
+      publish_partial(record[1].y + place, dim_pair, low, high, lse, epoch, exchange_words);
+    }
+  }
+}
+
+// Fold the key groups' states, in ascending order, as many dims at a time as there is room for, and publish the
+// result.
+__device__ __forceinline__ void fold(uint32_t epoch, uint8_t* arena, float (&weight_sum)[2], uint32_t lane,
+    uint32_t warp, float (&highest)[2], float (&output)[4][4], uint4* record, uint32_t thread, uint32_t* exchange_words,
+    uint4 what) {
+  lay_down_statistics(arena, weight_sum, lane, warp, highest);
+  lay_down_2(arena, lane, warp, output);
+  named_barrier(1, 256);
+  fold_slices(epoch, record, thread, arena, exchange_words, what);
+  named_barrier(1, 256);
+}
+
+// An item whose queries are there, with `width` column tiles a warp. Two of them share what is read and wait
+// together; an item of few rows would waste the second.
+__device__ __forceinline__ void attend_item(uint32_t cached_end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
+    uint8_t* arena, uint32_t lane, uint4* record, uint32_t step, uint4 what, uint32_t warp, uint32_t& use_stage,
+    uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t thread, uint32_t* exchange_words) {
+  uint4* shared = (uint4*)(arena + QUERIES);
+  uint32_t row = lane / 4 < 31 ? lane / 4 : 31;
+  uint4* query = shared + row * 8;
+  uint32_t limits[2];
+  uint32_t fused = lane % 4 * 2;
+  uint32_t present = fused < record[1].z - 1 ? fused : record[1].z - 1;
+  uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+  uint32_t position = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 4) * 8];
+  uint32_t following = position + 1;
+  uint32_t visible = following > record[2].w ? following - record[2].w : 0;
+  limits[0] = fused < record[1].z ? (end < visible ? end : visible) : 0;
+  uint32_t fused_2 = lane % 4 * 2 + 1;
+  uint32_t present_2 = fused_2 < record[1].z - 1 ? fused_2 : record[1].z - 1;
+  uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+  uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 4) * 8];
+  uint32_t following_2 = position_2 + 1;
+  uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
+  limits[1] = fused_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
+  float highest[2];
+  float weight_sum[2] = {};
+  float output[4][4] = {};
+  highest[0] = -bits_float(0x7f800000);
+  highest[1] = -bits_float(0x7f800000);
+  attend_keys(what.w, cached_end, newest_begin, newest, warp, use_stage, full, use_parity, ring, arena, lane, query,
+      limits, highest, weight_sum, output, empty);
+  fold(epoch, arena, weight_sum, lane, warp, highest, output, record, thread, exchange_words, what);
+}
+
+// For how many warps this one gives back a stage with these tiles: those with a tile in it share out all.
+__device__ __forceinline__ uint32_t arrivals_2(uint32_t first_tile, uint32_t last_tile, uint32_t key_groups,
+    uint32_t column_groups, uint32_t key_group, uint32_t column_group) {
+  uint32_t groups = last_tile - first_tile < key_groups ? last_tile - first_tile : key_groups;
+  uint32_t members = groups * column_groups;
+  uint32_t number = (key_group + key_groups - first_tile % key_groups) % key_groups;
+  uint32_t rank = number * column_groups + column_group;
+  uint32_t arrivals = 8 / members + (rank < 8 % members ? 1u : 0u);
+  return arrivals;
+}
+
+__device__ __forceinline__ void multiply_part_3(uint32_t (&low)[4], uint32_t (&high)[4], float (&sums_0)[2][4],
+    float (&sums_1)[2][4], uint4* query, uint32_t lane, uint4* query_2) {
+  uint4 early = make_u32x4(low[0], high[0], low[1], high[1]);
+  uint4 late = make_u32x4(low[2], high[2], low[3], high[3]);
+  uint4 query_3 = query[lane % 4];
+  mma_bf16(sums_0[0], early, query_3.x, query_3.y);
+  mma_bf16(sums_0[1], late, query_3.z, query_3.w);
+  uint4 query_4 = query_2[lane % 4];
+  mma_bf16(sums_1[0], early, query_4.x, query_4.y);
+  mma_bf16(sums_1[1], late, query_4.z, query_4.w);
+}
+
+__device__ __forceinline__ void multiply_part_4(uint32_t (&low)[4], uint32_t (&high)[4], float (&sums_0)[2][4],
+    float (&sums_1)[2][4], uint4* query, uint32_t lane, uint4* query_2) {
+  uint4 early = make_u32x4(low[0], high[0], low[1], high[1]);
+  uint4 late = make_u32x4(low[2], high[2], low[3], high[3]);
+  uint4 query_3 = query[4 + lane % 4];
+  mma_bf16(sums_0[0], early, query_3.x, query_3.y);
+  mma_bf16(sums_0[1], late, query_3.z, query_3.w);
+  uint4 query_4 = query_2[4 + lane % 4];
+  mma_bf16(sums_1[0], early, query_4.x, query_4.y);
+  mma_bf16(sums_1[1], late, query_4.z, query_4.w);
+}
+
+// output (dims x queries) += values^T * weights, of every column tile.
+__device__ __forceinline__ void add_values_2(uint32_t first_row, uint32_t valid, uint32_t key, uint32_t weights_0_0,
+    uint32_t weights_0_1, uint32_t weights_1_0, uint32_t weights_1_1, uint32_t lane, uint8_t* values,
+    float (&output)[4][4], float (&output_2)[4][4]) {
+  uint32_t words[1][4][4];
+  uint32_t tile_key = lane % 4 * 2 < valid - 1 ? lane % 4 * 2 : valid - 1;
+  uint32_t row = first_row + tile_key;
+  read_values(row, words, values, lane);
+  uint32_t tile_key_2 = lane % 4 * 2 + 1 < valid - 1 ? lane % 4 * 2 + 1 : valid - 1;
+  uint32_t row_2 = first_row + tile_key_2;
+  read_values_2(row_2, words, values, lane);
+  uint32_t tile_key_3 = lane % 4 * 2 + 8 < valid - 1 ? lane % 4 * 2 + 8 : valid - 1;
+  uint32_t row_3 = first_row + tile_key_3;
+  read_values_3(row_3, words, values, lane);
+  uint32_t tile_key_4 = lane % 4 * 2 + 9 < valid - 1 ? lane % 4 * 2 + 9 : valid - 1;
+  uint32_t row_4 = first_row + tile_key_4;
+  read_values_4(row_4, words, values, lane);
+  #pragma unroll
+  for (uint32_t tile = 0; tile < 4; ++tile) {
+    uint32_t low_early = byte_permute(words[0][0][tile / 2], words[0][1][tile / 2], tile % 2 == 0 ? 21520u : 30258u);
+    uint32_t high_early = byte_permute(words[0][0][(tile + 4) / 2], words[0][1][(tile + 4) / 2], (tile + 4) % 2 == 0 ? 21520u : 30258u);
+    uint32_t low_late = byte_permute(words[0][2][tile / 2], words[0][3][tile / 2], tile % 2 == 0 ? 21520u : 30258u);
+    uint32_t high_late = byte_permute(words[0][2][(tile + 4) / 2], words[0][3][(tile + 4) / 2], (tile + 4) % 2 == 0 ? 21520u : 30258u);
+    uint4 operand = make_u32x4(low_early, high_early, low_late, high_late);
+    mma_bf16(output[tile], operand, weights_0_0, weights_0_1);
+    mma_bf16(output_2[tile], operand, weights_1_0, weights_1_1);
+  }
+}
+
+// Fold 16 keys into the states of some column tiles, which share what is read of keys and values. The first
+// `valid` keys (one at least) exist; the first is key `key`.
+__device__ __forceinline__ void attend_2(uint32_t first_row, uint32_t valid, uint32_t key, uint32_t lane, uint8_t* keys,
+    uint4* query, uint4* query_2, uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2],
+    float (&output)[4][4], uint32_t (&limits_2)[2], float (&highest_2)[2], float (&weight_sum_2)[2],
+    float (&output_2)[4][4], uint8_t* values) {
+  float sums[2][4] = {};
+  float sums_2[2][4] = {};
+  uint32_t row = first_row + lane / 4;
+  uint32_t words[2][4];
+  read_crossed(row, words, keys, lane);
+  uint32_t words_2[2][4];
+  read_crossed(row + 8, words_2, keys, lane);
+  multiply_part_3(words[0], words_2[0], sums, sums_2, query, lane, query_2);
+  multiply_part_4(words[1], words_2[1], sums, sums_2, query, lane, query_2);
+  float logits[4];
+  #pragma unroll
+  for (uint32_t element = 0; element < 4; ++element) {
+    logits[element] = sums[0][element] + sums[1][element];
+  }
+  float logits_2[4];
+  #pragma unroll
+  for (uint32_t element = 0; element < 4; ++element) {
+    logits_2[element] = sums_2[0][element] + sums_2[1][element];
+  }
+  scale_and_mask(logits, valid, key, lane, limits);
+  weigh(logits, highest, weight_sum, output);
+  uint32_t weights_low = matrix_transpose_b16(pack_bf16x2(logits[0], logits[1]));
+  uint32_t weights_high = matrix_transpose_b16(pack_bf16x2(logits[2], logits[3]));
+  scale_and_mask(logits_2, valid, key, lane, limits_2);
+  weigh(logits_2, highest_2, weight_sum_2, output_2);
+  uint32_t weights_low_2 = matrix_transpose_b16(pack_bf16x2(logits_2[0], logits_2[1]));
+  uint32_t weights_high_2 = matrix_transpose_b16(pack_bf16x2(logits_2[2], logits_2[3]));
+  add_values_2(first_row, valid, key, weights_low, weights_high, weights_low_2, weights_high_2, lane, values, output,
+      output_2);
+}
+
+// This warp's tiles of 16 keys: of the cached ones [begin, end), then of the newest, as if they were in one
+// more stage: so the code of a tile stands in the kernel once.
+__device__ __forceinline__ void attend_keys_2(uint32_t begin, uint32_t end, uint32_t newest_begin, uint32_t newest,
+    uint32_t key_group, uint32_t key_groups, uint32_t column_groups, uint32_t column_group, uint32_t& use_stage,
+    uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena, uint32_t lane, uint4* query, uint4* query_2,
+    uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2], float (&output)[4][4], uint32_t (&limits_2)[2],
+    float (&highest_2)[2], float (&weight_sum_2)[2], float (&output_2)[4][4], uint64_t* empty) {
+  uint32_t cached = begin < end ? end - begin : 0;
+  uint32_t tiles = (cached + 15) / 16;
+  uint32_t all_tiles = tiles + (newest + 15) / 16;
+  uint32_t tile = key_group;
+  while (tile < all_tiles) {
+    uint32_t stage = tile / 4;
+    uint32_t first_tile = stage * 4;
+    uint32_t last_tile = first_tile + 4 < tiles ? first_tile + 4 : tiles;
+    uint32_t first_key = begin + stage * 64;
+    uint32_t count = end - first_key < 64 ? end - first_key : 64;
+    bool is_cached = tile < tiles;
+    uint32_t arrivals = arrivals_2(first_tile, last_tile, key_groups, column_groups, key_group, column_group);
+    uint32_t place = use_stage + stage;
+    uint32_t stage_2 = place % 11;
+    if (is_cached) {
+      mbarrier_wait(full + stage_2, (use_parity + place / 11) % 2);
+    }
+    uint8_t* chunk = ring + stage_2 * 16384;
+    uint8_t* keys = chunk;
+    uint8_t* values = chunk + 8192;
+    if (tile >= tiles) {
+      uint8_t* newest_keys = arena + NEWEST;
+      uint8_t* newest_values = arena + NEWEST + 2048;
+      first_tile = tiles;
+      last_tile = all_tiles;
+      first_key = newest_begin;
+      count = newest;
+      keys = newest_keys;
+      values = newest_values;
+    }
+    while (tile < last_tile) {
+      uint32_t row = (tile - first_tile) * 16;
+      attend_2(row, count - row, first_key + row, lane, keys, query, query_2, limits, highest, weight_sum, output,
+          limits_2, highest_2, weight_sum_2, output_2, values);
+      tile = tile + key_groups;
+    }
+    wait_for_u32(float_bits(output[0][0]));
+    wait_for_u32(float_bits(output_2[0][0]));
+    warp_barrier();
+    if (lane == 0 && is_cached) {
+      mbarrier_arrive_many(empty + stage_2, arrivals);
+    }
+  }
+  uint32_t place = use_stage + (cached + 63) / 64;
+  use_parity = (use_parity + place / 11) % 2;
+  use_stage = place % 11;
+}
+
+// Fold the states of rows `first`, `first + stride`, ... of the laid down ones: (low, high, lse).
+__device__ __forceinline__ void fold_states_2(uint32_t first, uint32_t stride, uint32_t pair, uint8_t* arena,
+    float& result, float& result_2, float& lse_out) {
+  float2* scratch = (float2*)(arena + ATTENTION);
+  float2* statistics = (float2*)(arena + STATISTICS);
+  float low = 0.0f;
+  float high = 0.0f;
+  float highest = -bits_float(0x7f800000);
+  #pragma unroll 1
+  for (uint32_t other = first; other < 64; other += stride) {
+    highest = maximum_f32(highest, statistics[other].x);
+  }
+  float base = highest == -bits_float(0x7f800000) ? 0.0f : highest;
+  float weight_sum = 0.0f;
+  #pragma unroll 1
+  for (uint32_t other = first; other < 64; other += stride) {
+    float2 numbers = statistics[other];
+    float weight = exp2_f32(numbers.x - base);
+    float2 part = scratch[other * 32 + pair];
+    weight_sum = weight_sum + weight * numbers.y;
+    low = low + weight * part.x;
+    high = high + weight * part.y;
+  }
+  float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
+  float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+  result = low * inverse;
+  result_2 = high * inverse;
+  lse_out = lse;
+}
+
+// Column tile `number` of every group: its column c was laid down by the warps column_group, column_group +
+// column_groups, ..., as their column c.
+__device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
+    uint8_t* arena, uint32_t* exchange_words, uint4 what) {
+  uint32_t rows = column_groups * 8;
+  #pragma unroll 1
+  for (uint32_t output = thread; output < rows * 32; output += 256) {
+    uint32_t place = output / 32;
+    uint32_t pair = output % 32;
+    uint32_t row = place / 8 * 2 * 8 + place % 8;
+    if (row < record[1].z) {
+      uint32_t stride = column_groups * 8;
+      float low;
+      float high;
+      float lse;
+      fold_states_2(place, stride, pair, arena, low, high, lse);
+      uint32_t dim_pair = (pair % 32 / 4 + pair / 32) * 4 + pair % 32 % 4;
+      if (record[1].y == 4294967295u) {
+        uint32_t column = record[2].x + row / 4;
+        (exchange_words + (((((what.z * 4 + row % 4) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 64 + dim_pair * 2) % 8 / 2 + 629824))[0] = pack_bf16x2(low, high);
+      } else {
+        publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
+      }
+    }
+  }
+}
+
+// Column tile `number` of every group: its column c was laid down by the warps column_group, column_group +
+// column_groups, ..., as their column c.
+__device__ __forceinline__ void fold_slices_3(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
+    uint8_t* arena, uint32_t* exchange_words, uint4 what) {
+  uint32_t rows = column_groups * 8;
+  #pragma unroll 1
+  for (uint32_t output = thread; output < rows * 32; output += 256) {
+    uint32_t place = output / 32;
+    uint32_t pair = output % 32;
+    uint32_t row = (place / 8 * 2 + 1) * 8 + place % 8;
+    if (row < record[1].z) {
+      uint32_t stride = column_groups * 8;
+      float low;
+      float high;
+      float lse;
+      fold_states_2(place, stride, pair, arena, low, high, lse);
+      uint32_t dim_pair = (pair % 32 / 4 + pair / 32) * 4 + pair % 32 % 4;
+      if (record[1].y == 4294967295u) {
+        uint32_t column = record[2].x + row / 4;
+        (exchange_words + (((((what.z * 4 + row % 4) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 64 + dim_pair * 2) % 8 / 2 + 629824))[0] = pack_bf16x2(low, high);
+      } else {
+        publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
+      }
+    }
+  }
+}
+
+// Fold the key groups' states, in ascending order, as many dims at a time as there is room for, and publish the
+// result.
+__device__ __forceinline__ void fold_2(uint32_t epoch, uint8_t* arena, float (&weight_sum)[2], uint32_t lane,
+    uint32_t warp, float (&highest)[2], float (&output)[4][4], uint32_t column_groups, uint32_t thread, uint4* record,
+    uint32_t* exchange_words, uint4 what, float (&weight_sum_2)[2], float (&highest_2)[2], float (&output_2)[4][4]) {
+  lay_down_statistics(arena, weight_sum, lane, warp, highest);
+  lay_down_2(arena, lane, warp, output);
+  named_barrier(1, 256);
+  fold_slices_2(epoch, column_groups, thread, record, arena, exchange_words, what);
+  named_barrier(1, 256);
+  lay_down_statistics(arena, weight_sum_2, lane, warp, highest_2);
+  lay_down_2(arena, lane, warp, output_2);
+  named_barrier(1, 256);
+  fold_slices_3(epoch, column_groups, thread, record, arena, exchange_words, what);
+  named_barrier(1, 256);
+}
+
+// An item whose queries are there, with `width` column tiles a warp. Two of them share what is read and wait
+// together; an item of few rows would waste the second.
+__device__ __forceinline__ void attend_item_2(uint32_t cached_end, uint32_t newest_begin, uint32_t newest,
+    uint32_t epoch, uint4* record, uint32_t warp, uint8_t* arena, uint32_t lane, uint32_t step, uint4 what,
+    uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t thread,
+    uint32_t* exchange_words) {
+  uint32_t column_groups = 1;
+  if (record[1].z > 16) {
+    column_groups = 2;
+  }
+  uint32_t key_groups = 8 / column_groups < 32 ? 8 / column_groups : 32;
+  uint32_t warp_group = warp / column_groups;
+  uint32_t column_group = warp % column_groups;
+  uint32_t key_group = warp_group < key_groups ? warp_group : 134217728;
+  uint4* shared = (uint4*)(arena + QUERIES);
+  uint32_t row = column_group * 2 * 8 + lane / 4 < 31 ? column_group * 2 * 8 + lane / 4 : 31;
+  uint4* query = shared + row * 8;
+  uint32_t limits[2];
+  uint32_t fused = column_group * 2 * 8 + lane % 4 * 2;
+  uint32_t present = fused < record[1].z - 1 ? fused : record[1].z - 1;
+  uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+  uint32_t position = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 4) * 8];
+  uint32_t following = position + 1;
+  uint32_t visible = following > record[2].w ? following - record[2].w : 0;
+  limits[0] = fused < record[1].z ? (end < visible ? end : visible) : 0;
+  uint32_t fused_2 = column_group * 2 * 8 + lane % 4 * 2 + 1;
+  uint32_t present_2 = fused_2 < record[1].z - 1 ? fused_2 : record[1].z - 1;
+  uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+  uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 4) * 8];
+  uint32_t following_2 = position_2 + 1;
+  uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
+  limits[1] = fused_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
+  uint4* shared_2 = (uint4*)(arena + QUERIES);
+  uint32_t row_2 = (column_group * 2 + 1) * 8 + lane / 4 < 31 ? (column_group * 2 + 1) * 8 + lane / 4 : 31;
+  uint4* query_2 = shared_2 + row_2 * 8;
+  uint32_t limits_2[2];
+  uint32_t fused_3 = (column_group * 2 + 1) * 8 + lane % 4 * 2;
+  uint32_t present_3 = fused_3 < record[1].z - 1 ? fused_3 : record[1].z - 1;
+  uint32_t end_3 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+  uint32_t position_3 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_3 / 4) * 8];
+  uint32_t following_3 = position_3 + 1;
+  uint32_t visible_3 = following_3 > record[2].w ? following_3 - record[2].w : 0;
+  limits_2[0] = fused_3 < record[1].z ? (end_3 < visible_3 ? end_3 : visible_3) : 0;
+  uint32_t fused_4 = (column_group * 2 + 1) * 8 + lane % 4 * 2 + 1;
+  uint32_t present_4 = fused_4 < record[1].z - 1 ? fused_4 : record[1].z - 1;
+  uint32_t end_4 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+  uint32_t position_4 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_4 / 4) * 8];
+  uint32_t following_4 = position_4 + 1;
+  uint32_t visible_4 = following_4 > record[2].w ? following_4 - record[2].w : 0;
+  limits_2[1] = fused_4 < record[1].z ? (end_4 < visible_4 ? end_4 : visible_4) : 0;
+  float highest[2];
+  float weight_sum[2] = {};
+  float output[4][4] = {};
+  highest[0] = -bits_float(0x7f800000);
+  highest[1] = -bits_float(0x7f800000);
+  float highest_2[2];
+  float weight_sum_2[2] = {};
+  float output_2[4][4] = {};
+  highest_2[0] = -bits_float(0x7f800000);
+  highest_2[1] = -bits_float(0x7f800000);
+  attend_keys_2(what.w, cached_end, newest_begin, newest, key_group, key_groups, column_groups, column_group, use_stage,
+      full, use_parity, ring, arena, lane, query, query_2, limits, highest, weight_sum, output, limits_2, highest_2,
+      weight_sum_2, output_2, empty);
+  fold_2(epoch, arena, weight_sum, lane, warp, highest, output, column_groups, thread, record, exchange_words, what,
+      weight_sum_2, highest_2, output_2);
+}
+
+// The record at hand becomes that of another merge of this team.
+__device__ __forceinline__ void replace_merge(uint32_t job, uint32_t merge_rows, uint32_t warp, uint8_t* arena,
+    const int32_t* kv_plans, uint32_t plan_index, uint32_t lane, const int32_t* tiles) {
+  named_barrier(warp / 4 + 2, 128);
+  if (warp % 4 == 0) {
+    keep_merge(job, merge_rows, arena, warp, kv_plans, plan_index, lane, tiles);
+  }
+  named_barrier(warp / 4 + 2, 128);
+}
+
+// `count` sources of a merge, numbers `first`, `first + every`, ... Lane n: the n-th of them, or the last: the
+// partial row of the tile's first fused row.
+__device__ __forceinline__ uint32_t sources(uint32_t first, uint32_t count, uint32_t lane, uint8_t* arena,
+    uint32_t warp, const int32_t* kv_plans, uint32_t plan_index, uint4* record) {
+  uint32_t number = first + (lane < count - 1 ? lane : count - 1);
+  uint32_t source;
+  if (number < 20) {
+    source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[number];
+  } else {
+    uint32_t value = load_constant_u32(kv_plans + (plan_index * 6208 + (record[0].z + number + 3840)));
+    source = value;
+  }
+  return source;
+}
+
+// One more: `values` of a state with this LSE, or sums of several with the highest and the sum of weights.
+__device__ __forceinline__ void add(float values_0, float values_1, float values_2, float values_3, float lse,
+    float& highest, float& weight_sum, float (&sums)[4]) {
+  float new_highest = maximum_f32(highest, lse);
+  float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
+  float shrink = exp2_f32((highest - base) * 1.442695f);
+  float grow = exp2_f32((lse - base) * 1.442695f);
+  highest = new_highest;
+  weight_sum = weight_sum * shrink + grow * 1.0f;
+  sums[0] = sums[0] * shrink + grow * values_0;
+  sums[1] = sums[1] * shrink + grow * values_1;
+  sums[2] = sums[2] * shrink + grow * values_2;
+  sums[3] = sums[3] * shrink + grow * values_3;
+}
+
+// `count` sources of a merge, numbers `first`, `first + every`, ... Lane n: the n-th of them, or the last: the
+// partial row of the tile's first fused row.
+__device__ __forceinline__ uint32_t sources_2(uint32_t first, uint32_t count, uint32_t lane, uint8_t* arena,
+    uint32_t warp, const int32_t* kv_plans, uint32_t plan_index, uint4* record) {
+  uint32_t number = first + (lane < count - 1 ? lane : count - 1) * 4;
+  uint32_t source;
+  if (number < 20) {
+    source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[number];
+  } else {
+    uint32_t value = load_constant_u32(kv_plans + (plan_index * 6208 + (record[0].z + number + 3840)));
+    source = value;
+  }
+  return source;
+}
+
+__device__ __forceinline__ void lay_down_folded(uint8_t* arena, uint32_t warp, uint32_t lane, float (&sums)[4],
+    float highest, float weight_sum) {
+  uint4* place = (uint4*)(arena + ATTENTION) + warp * 33;
+  place[lane] = make_u32x4(float_bits(sums[0]), float_bits(sums[1]), float_bits(sums[2]), float_bits(sums[3]));
+  if (lane == 0) {
+    place[32] = make_u32x4(float_bits(highest), float_bits(weight_sum), 0, 0);
+  }
+}
+
+// One more: `values` of a state with this LSE, or sums of several with the highest and the sum of weights.
+__device__ __forceinline__ void add_2(float values_0, float values_1, float values_2, float values_3, float lse,
+    float weight, float& highest, float& weight_sum, float (&sums)[4]) {
+  float new_highest = maximum_f32(highest, lse);
+  float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
+  float shrink = exp2_f32((highest - base) * 1.442695f);
+  float grow = exp2_f32((lse - base) * 1.442695f);
+  highest = new_highest;
+  weight_sum = weight_sum * shrink + grow * weight;
+  sums[0] = sums[0] * shrink + grow * values_0;
+  sums[1] = sums[1] * shrink + grow * values_1;
+  sums[2] = sums[2] * shrink + grow * values_2;
+  sums[3] = sums[3] * shrink + grow * values_3;
+}
+
+// What the other warps of the team laid down, into the first one's.
+__device__ __forceinline__ void fold_team(uint8_t* arena, uint32_t warp, uint32_t lane, float& highest,
+    float& weight_sum, float (&sums)[4]) {
+  #pragma unroll
+  for (uint32_t number = 1; number < 4; ++number) {
+    uint4* place = (uint4*)(arena + ATTENTION) + (warp + number) * 33;
+    uint4 part = place[lane];
+    uint4 shared = place[32];
+    add_2(bits_float(part.x), bits_float(part.y), bits_float(part.z), bits_float(part.w), bits_float(shared.x),
+        bits_float(shared.y), highest, weight_sum, sums);
+  }
+}
+
+__device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, float highest, uint32_t lane,
+    float (&sums)[4], uint4* record, uint32_t* exchange_words) {
+  float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
+  float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest + log_f32(weight_sum);
+  if (lane < 16) {
+    uint32_t dim_pair = lane % 16 * 2;
+    float low = sums[0] * inverse;
+    float high = sums[1] * inverse;
+    uint32_t column = record[1].x + record[0].y / 4;
+    (exchange_words + (((((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair * 2) % 8 / 2 + 629824))[0] = pack_bf16x2(low, high);
+    uint32_t dim_pair_2 = lane % 16 * 2 + 1;
+    float low_2 = sums[2] * inverse;
+    float high_2 = sums[3] * inverse;
+    uint32_t column_2 = record[1].x + record[0].y / 4;
+    (exchange_words + (((((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair_2 * 2) / 32 * 8 + column_2) * 4 + ((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair_2 * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair_2 * 2) % 8 / 2 + 629824))[0] = pack_bf16x2(low_2, high_2);
+  }
+}
+
 __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint32_t layer, uint8_t* arena, const int32_t* kv_plans, uint32_t plan_index, const int32_t* tiles,
-    uint32_t* exchange_words, uint32_t lane, uint32_t warp, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity,
-    uint8_t* ring, uint64_t* empty, uint64_t& arrivals_due, uint64_t* counter) {
+    uint32_t layer_epoch, uint32_t* exchange_words, uint32_t lane, uint32_t warp, uint32_t& use_stage, uint64_t* full,
+    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint64_t& arrivals_due, uint64_t* counter) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 82 + (layer * 5 + 1));
   }
@@ -600,16 +1691,7 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
     if (index >= 4) {
       named_barrier(1, 256);
       if (thread == 0) {
-        const int32_t* record_2 = kv_plans + (plan_index * 6208 + (number * 8 + 256));
-        uint4 what = load_constant_u32x4(record_2);
-        record[0] = what;
-        uint4 value = load_constant_u32x4(record_2 + 4);
-        record[1] = value;
-        const int32_t* record_3 = tiles + what.y * 8;
-        uint4 value_2 = load_constant_u32x4(record_3);
-        (record + 2)[0] = value_2;
-        uint4 value_3 = load_constant_u32x4(record_3 + 4);
-        (record + 2)[1] = value_3;
+        keep_item(record, number, kv_plans, plan_index, tiles);
       }
       named_barrier(1, 256);
     }
@@ -618,730 +1700,13 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
     uint32_t newest_begin = what.w < record[3].x + record[3].y * step ? record[3].x + record[3].y * step : what.w;
     uint32_t newest_end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
     uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
-    uint4* queries = (uint4*)(arena + QUERIES);
-    uint32_t query_units = record[1].z * 8;
-    uint32_t newest_units = newest * 8;
-    #pragma unroll 1
-    for (uint32_t number_2 = thread; number_2 < query_units + newest_units * 2; number_2 += 256) {
-      if (number_2 < query_units) {
-        uint32_t row = number_2 / 8;
-        uint32_t column = record[2].x + row / 4;
-        uint4 words = ((const uint4*)(exchange_words + ((column * 384 + (what.z * 4 + row % 4) * 8 + number_2 % 8) * 4 + 8256)))[0];
-        queries[number_2] = words;
-      } else {
-        bool is_value = number_2 - query_units >= newest_units;
-        uint32_t unit = is_value ? number_2 - query_units - newest_units : number_2 - query_units;
-        uint32_t column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + unit / 8;
-        uint4 words = ((const uint4*)(exchange_words + ((column * 384 + ((is_value ? 40u : 32u) + what.z) * 8 + unit % 8) * 4 + 8256)))[0];
-        uint4* keys = (uint4*)(arena + NEWEST);
-        uint4* values = (uint4*)(arena + NEWEST) + 128;
-        if (is_value) {
-          values[unit] = words;
-        } else {
-          keys[unit] = words;
-        }
-      }
-    }
-    named_barrier(1, 256);
+    load_item(newest_begin, newest, layer_epoch, arena, record, thread, exchange_words, what, step);
     if (record[1].z <= 8) {
-      uint4* shared = (uint4*)(arena + QUERIES);
-      uint32_t row = lane / 4 < 31 ? lane / 4 : 31;
-      uint4* query = shared + row * 8;
-      uint32_t limits[2];
-      uint32_t fused = lane % 4 * 2;
-      uint32_t present = fused < record[1].z - 1 ? fused : record[1].z - 1;
-      uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-      uint32_t position = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 4) * 8];
-      uint32_t following = position + 1;
-      uint32_t visible = following > record[2].w ? following - record[2].w : 0;
-      limits[0] = fused < record[1].z ? (end < visible ? end : visible) : 0;
-      uint32_t fused_2 = lane % 4 * 2 + 1;
-      uint32_t present_2 = fused_2 < record[1].z - 1 ? fused_2 : record[1].z - 1;
-      uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-      uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 4) * 8];
-      uint32_t following_2 = position_2 + 1;
-      uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
-      limits[1] = fused_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
-      float highest[2];
-      float weight_sum[2] = {};
-      float output[4][4] = {};
-      highest[0] = -bits_float(0x7f800000);
-      highest[1] = -bits_float(0x7f800000);
-      uint32_t cached = what.w < cached_end ? cached_end - what.w : 0;
-      uint32_t tiles_2 = (cached + 15) / 16;
-      uint32_t all_tiles = tiles_2 + (newest + 15) / 16;
-      uint32_t tile = warp;
-      while (tile < all_tiles) {
-        uint32_t stage = tile / 4;
-        uint32_t first_tile = stage * 4;
-        uint32_t last_tile = first_tile + 4 < tiles_2 ? first_tile + 4 : tiles_2;
-        uint32_t first_key = what.w + stage * 64;
-        uint32_t count = cached_end - first_key < 64 ? cached_end - first_key : 64;
-        bool is_cached = tile < tiles_2;
-        uint32_t groups = last_tile - first_tile < 8 ? last_tile - first_tile : 8;
-        uint32_t number_2 = (warp + 8 - first_tile % 8) % 8;
-        uint32_t arrivals = 8 / groups + (number_2 < 8 % groups ? 1u : 0u);
-        uint32_t place = use_stage + stage;
-        uint32_t stage_2 = place % 11;
-        if (is_cached) {
-          mbarrier_wait(full + stage_2, (use_parity + place / 11) % 2);
-        }
-        uint8_t* chunk = ring + stage_2 * 16384;
-        uint8_t* keys = chunk;
-        uint8_t* values = chunk + 8192;
-        if (tile >= tiles_2) {
-          uint8_t* newest_keys = arena + NEWEST;
-          uint8_t* newest_values = arena + NEWEST + 2048;
-          first_tile = tiles_2;
-          last_tile = all_tiles;
-          first_key = newest_begin;
-          count = newest;
-          keys = newest_keys;
-          values = newest_values;
-        }
-        while (tile < last_tile) {
-          uint32_t row_2 = (tile - first_tile) * 16;
-          float sums[2][4] = {};
-          uint32_t row_3 = row_2 + lane / 4;
-          uint32_t words[2][4];
-          const uint4* keys_2 = (const uint4*)(keys) + row_3 * 8;
-          uint32_t is_odd = lane / 4 % 2;
-          uint4 first = keys_2[is_odd * 4 + lane % 4];
-          uint4 second = keys_2[(1 - is_odd) * 4 + lane % 4];
-          words[0][0] = is_odd == 0 ? first.x : second.x;
-          words[1][0] = is_odd == 0 ? second.x : first.x;
-          words[0][1] = is_odd == 0 ? first.y : second.y;
-          words[1][1] = is_odd == 0 ? second.y : first.y;
-          words[0][2] = is_odd == 0 ? first.z : second.z;
-          words[1][2] = is_odd == 0 ? second.z : first.z;
-          words[0][3] = is_odd == 0 ? first.w : second.w;
-          words[1][3] = is_odd == 0 ? second.w : first.w;
-          uint32_t words_2[2][4];
-          const uint4* keys_3 = (const uint4*)(keys) + (row_3 + 8) * 8;
-          uint32_t is_odd_2 = lane / 4 % 2;
-          uint4 first_2 = keys_3[is_odd_2 * 4 + lane % 4];
-          uint4 second_2 = keys_3[(1 - is_odd_2) * 4 + lane % 4];
-          words_2[0][0] = is_odd_2 == 0 ? first_2.x : second_2.x;
-          words_2[1][0] = is_odd_2 == 0 ? second_2.x : first_2.x;
-          words_2[0][1] = is_odd_2 == 0 ? first_2.y : second_2.y;
-          words_2[1][1] = is_odd_2 == 0 ? second_2.y : first_2.y;
-          words_2[0][2] = is_odd_2 == 0 ? first_2.z : second_2.z;
-          words_2[1][2] = is_odd_2 == 0 ? second_2.z : first_2.z;
-          words_2[0][3] = is_odd_2 == 0 ? first_2.w : second_2.w;
-          words_2[1][3] = is_odd_2 == 0 ? second_2.w : first_2.w;
-          uint4 early = make_u32x4(words[0][0], words_2[0][0], words[0][1], words_2[0][1]);
-          uint4 late = make_u32x4(words[0][2], words_2[0][2], words[0][3], words_2[0][3]);
-          uint4 query_2 = query[lane % 4];
-          mma_bf16(sums[0], early, query_2.x, query_2.y);
-          mma_bf16(sums[1], late, query_2.z, query_2.w);
-          uint4 early_2 = make_u32x4(words[1][0], words_2[1][0], words[1][1], words_2[1][1]);
-          uint4 late_2 = make_u32x4(words[1][2], words_2[1][2], words[1][3], words_2[1][3]);
-          uint4 query_3 = query[4 + lane % 4];
-          mma_bf16(sums[0], early_2, query_3.x, query_3.y);
-          mma_bf16(sums[1], late_2, query_3.z, query_3.w);
-          float logits[4];
-          #pragma unroll
-          for (uint32_t element = 0; element < 4; ++element) {
-            logits[element] = sums[0][element] + sums[1][element];
-          }
-          uint32_t number_3 = lane / 4;
-          uint32_t limits_2[2];
-          limits_2[0] = limits[0] < first_key + row_2 + (count - row_2) ? limits[0] : first_key + row_2 + (count - row_2);
-          limits_2[1] = limits[1] < first_key + row_2 + (count - row_2) ? limits[1] : first_key + row_2 + (count - row_2);
-          bool is_seen = first_key + row_2 + number_3 < limits_2[0];
-          float logit = logits[0] * 0.18033688f;
-          logits[0] = is_seen ? logit : -bits_float(0x7f800000);
-          bool is_seen_2 = first_key + row_2 + number_3 < limits_2[1];
-          float logit_2 = logits[1] * 0.18033688f;
-          logits[1] = is_seen_2 ? logit_2 : -bits_float(0x7f800000);
-          uint32_t tile_key = number_3 + 8;
-          bool is_seen_3 = first_key + row_2 + tile_key < limits_2[0];
-          float logit_3 = logits[2] * 0.18033688f;
-          logits[2] = is_seen_3 ? logit_3 : -bits_float(0x7f800000);
-          uint32_t tile_key_2 = number_3 + 8;
-          bool is_seen_4 = first_key + row_2 + tile_key_2 < limits_2[1];
-          float logit_4 = logits[3] * 0.18033688f;
-          logits[3] = is_seen_4 ? logit_4 : -bits_float(0x7f800000);
-          #pragma unroll
-          for (uint32_t column = 0; column < 2; ++column) {
-            float peak = maximum_f32(logits[column], logits[column + 2]);
-            float value = shuffle_xor_f32(peak, 4);
-            peak = maximum_f32(peak, value);
-            float value_2 = shuffle_xor_f32(peak, 8);
-            peak = maximum_f32(peak, value_2);
-            float value_3 = shuffle_xor_f32(peak, 16);
-            peak = maximum_f32(peak, value_3);
-            float new_highest = maximum_f32(highest[column], peak);
-            float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
-            float shrink = exp2_f32(highest[column] - base);
-            highest[column] = new_highest;
-            logits[column] = exp2_f32(logits[column] - base);
-            logits[column + 2] = exp2_f32(logits[column + 2] - base);
-            weight_sum[column] = weight_sum[column] * shrink + (logits[column] + logits[column + 2]);
-            #pragma unroll
-            for (uint32_t tile_2 = 0; tile_2 < 4; ++tile_2) {
-              output[tile_2][column] = output[tile_2][column] * shrink;
-              output[tile_2][column + 2] = output[tile_2][column + 2] * shrink;
-            }
-          }
-          uint32_t weights_low = matrix_transpose_b16(pack_bf16x2(logits[0], logits[1]));
-          uint32_t weights_high = matrix_transpose_b16(pack_bf16x2(logits[2], logits[3]));
-          uint32_t words_3[1][4][4];
-          uint32_t tile_key_3 = lane % 4 * 2 < count - row_2 - 1 ? lane % 4 * 2 : count - row_2 - 1;
-          uint32_t row_4 = row_2 + tile_key_3;
-          const uint4* units = (const uint4*)(values) + (row_4 * 8 + lane / 4);
-          uint4 read = units[0];
-          words_3[0][0][0] = read.x;
-          words_3[0][0][1] = read.y;
-          words_3[0][0][2] = read.z;
-          words_3[0][0][3] = read.w;
-          uint32_t tile_key_4 = lane % 4 * 2 + 1 < count - row_2 - 1 ? lane % 4 * 2 + 1 : count - row_2 - 1;
-          uint32_t row_5 = row_2 + tile_key_4;
-          const uint4* units_2 = (const uint4*)(values) + (row_5 * 8 + lane / 4);
-          uint4 read_2 = units_2[0];
-          words_3[0][1][0] = read_2.x;
-          words_3[0][1][1] = read_2.y;
-          words_3[0][1][2] = read_2.z;
-          words_3[0][1][3] = read_2.w;
-          uint32_t tile_key_5 = lane % 4 * 2 + 8 < count - row_2 - 1 ? lane % 4 * 2 + 8 : count - row_2 - 1;
-          uint32_t row_6 = row_2 + tile_key_5;
-          const uint4* units_3 = (const uint4*)(values) + (row_6 * 8 + lane / 4);
-          uint4 read_3 = units_3[0];
-          words_3[0][2][0] = read_3.x;
-          words_3[0][2][1] = read_3.y;
-          words_3[0][2][2] = read_3.z;
-          words_3[0][2][3] = read_3.w;
-          uint32_t tile_key_6 = lane % 4 * 2 + 9 < count - row_2 - 1 ? lane % 4 * 2 + 9 : count - row_2 - 1;
-          uint32_t row_7 = row_2 + tile_key_6;
-          const uint4* units_4 = (const uint4*)(values) + (row_7 * 8 + lane / 4);
-          uint4 read_4 = units_4[0];
-          words_3[0][3][0] = read_4.x;
-          words_3[0][3][1] = read_4.y;
-          words_3[0][3][2] = read_4.z;
-          words_3[0][3][3] = read_4.w;
-          #pragma unroll
-          for (uint32_t tile_2 = 0; tile_2 < 4; ++tile_2) {
-            uint32_t low_early = byte_permute(words_3[0][0][tile_2 / 2], words_3[0][1][tile_2 / 2], tile_2 % 2 == 0 ? 21520u : 30258u);
-            uint32_t high_early = byte_permute(words_3[0][0][(tile_2 + 4) / 2], words_3[0][1][(tile_2 + 4) / 2], (tile_2 + 4) % 2 == 0 ? 21520u : 30258u);
-            uint32_t low_late = byte_permute(words_3[0][2][tile_2 / 2], words_3[0][3][tile_2 / 2], tile_2 % 2 == 0 ? 21520u : 30258u);
-            uint32_t high_late = byte_permute(words_3[0][2][(tile_2 + 4) / 2], words_3[0][3][(tile_2 + 4) / 2], (tile_2 + 4) % 2 == 0 ? 21520u : 30258u);
-            uint4 operand = make_u32x4(low_early, high_early, low_late, high_late);
-            mma_bf16(output[tile_2], operand, weights_low, weights_high);
-          }
-          tile = tile + 8;
-        }
-        wait_for_u32(float_bits(output[0][0]));
-        warp_barrier();
-        if (lane == 0 && is_cached) {
-          mbarrier_arrive_many(empty + stage_2, arrivals);
-        }
-      }
-      uint32_t place = use_stage + (cached + 63) / 64;
-      use_parity = (use_parity + place / 11) % 2;
-      use_stage = place % 11;
-      float* words = (float*)(arena + STATISTICS);
-      #pragma unroll
-      for (uint32_t column = 0; column < 2; ++column) {
-        float total = weight_sum[column];
-        float value = shuffle_xor_f32(total, 4);
-        total = total + value;
-        float value_2 = shuffle_xor_f32(total, 8);
-        total = total + value_2;
-        float value_3 = shuffle_xor_f32(total, 16);
-        total = total + value_3;
-        uint32_t number_2 = lane * 2 + column;
-        if (number_2 < 8) {
-          uint32_t place_2 = (warp * 8 + number_2) * 2;
-          words[place_2] = highest[column];
-          words[place_2 + 1] = total;
-        }
-      }
-      uint4* scratch = (uint4*)(arena + ATTENTION);
-      #pragma unroll
-      for (uint32_t column = 0; column < 2; ++column) {
-        uint32_t number_2 = lane % 4 * 2 + column;
-        uint32_t row_2 = warp * 8 + number_2;
-        uint4* place_2 = scratch + (row_2 * 64 + lane / 4 * 8) / 4;
-        place_2[0] = make_u32x4(float_bits(output[0][column]), float_bits(output[1][column]), float_bits(output[2][column]), float_bits(output[3][column]));
-        place_2[1] = make_u32x4(float_bits(output[0][column + 2]), float_bits(output[1][column + 2]), float_bits(output[2][column + 2]), float_bits(output[3][column + 2]));
-      }
-      named_barrier(1, 256);
-      uint32_t rows = record[1].z;
-      #pragma unroll 1
-      for (uint32_t output_2 = thread; output_2 < rows * 32; output_2 += 256) {
-        uint32_t place_2 = output_2 / 32;
-        uint32_t pair = output_2 % 32;
-        float2* scratch_2 = (float2*)(arena + ATTENTION);
-        float2* statistics = (float2*)(arena + STATISTICS);
-        float low = 0.0f;
-        float high = 0.0f;
-        float highest_2 = -bits_float(0x7f800000);
-        #pragma unroll
-        for (uint32_t other = place_2; other < 64; other += 8) {
-          highest_2 = maximum_f32(highest_2, statistics[other].x);
-        }
-        float base = highest_2 == -bits_float(0x7f800000) ? 0.0f : highest_2;
-        float weight_sum_2 = 0.0f;
-        #pragma unroll
-        for (uint32_t other = place_2; other < 64; other += 8) {
-          float2 numbers_2 = statistics[other];
-          float weight = exp2_f32(numbers_2.x - base);
-          float2 part = scratch_2[other * 32 + pair];
-          weight_sum_2 = weight_sum_2 + weight * numbers_2.y;
-          low = low + weight * part.x;
-          high = high + weight * part.y;
-        }
-        float inverse = weight_sum_2 == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum_2);
-        float lse = weight_sum_2 == 0.0f ? -bits_float(0x7f800000) : highest_2 * 0.6931472f + log_f32(weight_sum_2);
-        float low_2 = low * inverse;
-        float high_2 = high * inverse;
-        uint32_t dim_pair = (pair % 32 / 4 + pair / 32) * 4 + pair % 32 % 4;
-        if (record[1].y == 4294967295u) {
-          uint32_t column = record[2].x + place_2 / 4;
-          (exchange_words + (((((what.z * 4 + place_2 % 4) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + place_2 % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place_2 % 4) * 64 + dim_pair * 2) % 8 / 2 + 629824))[0] = pack_bf16x2(low_2, high_2);
-        } else {
-          uint32_t partial = (record[1].y + place_2) * 68;
-          (exchange_words + (partial + dim_pair * 2 + 20544))[0] = float_bits(low_2);
-          (exchange_words + (partial + dim_pair * 2 + 1 + 20544))[0] = float_bits(high_2);
-          if (dim_pair < 4) {
-            (exchange_words + (partial + 64 + dim_pair + 20544))[0] = float_bits(lse);
-          }
-        }
-      }
-      named_barrier(1, 256);
+      attend_item(cached_end, newest_begin, newest, layer_epoch, arena, lane, record, step, what, warp, use_stage, full,
+          use_parity, ring, empty, thread, exchange_words);
     } else {
-      uint32_t column_groups = 1;
-      if (record[1].z > 16) {
-        column_groups = 2;
-      }
-      uint32_t key_groups = 8 / column_groups < 32 ? 8 / column_groups : 32;
-      uint32_t warp_group = warp / column_groups;
-      uint32_t column_group = warp % column_groups;
-      uint32_t key_group = warp_group < key_groups ? warp_group : 134217728;
-      uint4* shared = (uint4*)(arena + QUERIES);
-      uint32_t row = column_group * 2 * 8 + lane / 4 < 31 ? column_group * 2 * 8 + lane / 4 : 31;
-      uint4* query = shared + row * 8;
-      uint32_t limits[2];
-      uint32_t fused = column_group * 2 * 8 + lane % 4 * 2;
-      uint32_t present = fused < record[1].z - 1 ? fused : record[1].z - 1;
-      uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-      uint32_t position = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 4) * 8];
-      uint32_t following = position + 1;
-      uint32_t visible = following > record[2].w ? following - record[2].w : 0;
-      limits[0] = fused < record[1].z ? (end < visible ? end : visible) : 0;
-      uint32_t fused_2 = column_group * 2 * 8 + lane % 4 * 2 + 1;
-      uint32_t present_2 = fused_2 < record[1].z - 1 ? fused_2 : record[1].z - 1;
-      uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-      uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 4) * 8];
-      uint32_t following_2 = position_2 + 1;
-      uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
-      limits[1] = fused_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
-      uint4* shared_2 = (uint4*)(arena + QUERIES);
-      uint32_t row_2 = (column_group * 2 + 1) * 8 + lane / 4 < 31 ? (column_group * 2 + 1) * 8 + lane / 4 : 31;
-      uint4* query_2 = shared_2 + row_2 * 8;
-      uint32_t limits_2[2];
-      uint32_t fused_3 = (column_group * 2 + 1) * 8 + lane % 4 * 2;
-      uint32_t present_3 = fused_3 < record[1].z - 1 ? fused_3 : record[1].z - 1;
-      uint32_t end_3 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-      uint32_t position_3 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_3 / 4) * 8];
-      uint32_t following_3 = position_3 + 1;
-      uint32_t visible_3 = following_3 > record[2].w ? following_3 - record[2].w : 0;
-      limits_2[0] = fused_3 < record[1].z ? (end_3 < visible_3 ? end_3 : visible_3) : 0;
-      uint32_t fused_4 = (column_group * 2 + 1) * 8 + lane % 4 * 2 + 1;
-      uint32_t present_4 = fused_4 < record[1].z - 1 ? fused_4 : record[1].z - 1;
-      uint32_t end_4 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-      uint32_t position_4 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_4 / 4) * 8];
-      uint32_t following_4 = position_4 + 1;
-      uint32_t visible_4 = following_4 > record[2].w ? following_4 - record[2].w : 0;
-      limits_2[1] = fused_4 < record[1].z ? (end_4 < visible_4 ? end_4 : visible_4) : 0;
-      float highest[2];
-      float weight_sum[2] = {};
-      float output[4][4] = {};
-      highest[0] = -bits_float(0x7f800000);
-      highest[1] = -bits_float(0x7f800000);
-      float highest_2[2];
-      float weight_sum_2[2] = {};
-      float output_2[4][4] = {};
-      highest_2[0] = -bits_float(0x7f800000);
-      highest_2[1] = -bits_float(0x7f800000);
-      uint32_t cached = what.w < cached_end ? cached_end - what.w : 0;
-      uint32_t tiles_2 = (cached + 15) / 16;
-      uint32_t all_tiles = tiles_2 + (newest + 15) / 16;
-      uint32_t tile = key_group;
-      while (tile < all_tiles) {
-        uint32_t stage = tile / 4;
-        uint32_t first_tile = stage * 4;
-        uint32_t last_tile = first_tile + 4 < tiles_2 ? first_tile + 4 : tiles_2;
-        uint32_t first_key = what.w + stage * 64;
-        uint32_t count = cached_end - first_key < 64 ? cached_end - first_key : 64;
-        bool is_cached = tile < tiles_2;
-        uint32_t groups = last_tile - first_tile < key_groups ? last_tile - first_tile : key_groups;
-        uint32_t members = groups * column_groups;
-        uint32_t number_2 = (key_group + key_groups - first_tile % key_groups) % key_groups;
-        uint32_t rank = number_2 * column_groups + column_group;
-        uint32_t arrivals = 8 / members + (rank < 8 % members ? 1u : 0u);
-        uint32_t place = use_stage + stage;
-        uint32_t stage_2 = place % 11;
-        if (is_cached) {
-          mbarrier_wait(full + stage_2, (use_parity + place / 11) % 2);
-        }
-        uint8_t* chunk = ring + stage_2 * 16384;
-        uint8_t* keys = chunk;
-        uint8_t* values = chunk + 8192;
-        if (tile >= tiles_2) {
-          uint8_t* newest_keys = arena + NEWEST;
-          uint8_t* newest_values = arena + NEWEST + 2048;
-          first_tile = tiles_2;
-          last_tile = all_tiles;
-          first_key = newest_begin;
-          count = newest;
-          keys = newest_keys;
-          values = newest_values;
-        }
-        while (tile < last_tile) {
-          uint32_t row_3 = (tile - first_tile) * 16;
-          float sums[2][4] = {};
-          float sums_2[2][4] = {};
-          uint32_t row_4 = row_3 + lane / 4;
-          uint32_t words[2][4];
-          const uint4* keys_2 = (const uint4*)(keys) + row_4 * 8;
-          uint32_t is_odd = lane / 4 % 2;
-          uint4 first = keys_2[is_odd * 4 + lane % 4];
-          uint4 second = keys_2[(1 - is_odd) * 4 + lane % 4];
-          words[0][0] = is_odd == 0 ? first.x : second.x;
-          words[1][0] = is_odd == 0 ? second.x : first.x;
-          words[0][1] = is_odd == 0 ? first.y : second.y;
-          words[1][1] = is_odd == 0 ? second.y : first.y;
-          words[0][2] = is_odd == 0 ? first.z : second.z;
-          words[1][2] = is_odd == 0 ? second.z : first.z;
-          words[0][3] = is_odd == 0 ? first.w : second.w;
-          words[1][3] = is_odd == 0 ? second.w : first.w;
-          uint32_t words_2[2][4];
-          const uint4* keys_3 = (const uint4*)(keys) + (row_4 + 8) * 8;
-          uint32_t is_odd_2 = lane / 4 % 2;
-          uint4 first_2 = keys_3[is_odd_2 * 4 + lane % 4];
-          uint4 second_2 = keys_3[(1 - is_odd_2) * 4 + lane % 4];
-          words_2[0][0] = is_odd_2 == 0 ? first_2.x : second_2.x;
-          words_2[1][0] = is_odd_2 == 0 ? second_2.x : first_2.x;
-          words_2[0][1] = is_odd_2 == 0 ? first_2.y : second_2.y;
-          words_2[1][1] = is_odd_2 == 0 ? second_2.y : first_2.y;
-          words_2[0][2] = is_odd_2 == 0 ? first_2.z : second_2.z;
-          words_2[1][2] = is_odd_2 == 0 ? second_2.z : first_2.z;
-          words_2[0][3] = is_odd_2 == 0 ? first_2.w : second_2.w;
-          words_2[1][3] = is_odd_2 == 0 ? second_2.w : first_2.w;
-          uint4 early = make_u32x4(words[0][0], words_2[0][0], words[0][1], words_2[0][1]);
-          uint4 late = make_u32x4(words[0][2], words_2[0][2], words[0][3], words_2[0][3]);
-          uint4 query_3 = query[lane % 4];
-          mma_bf16(sums[0], early, query_3.x, query_3.y);
-          mma_bf16(sums[1], late, query_3.z, query_3.w);
-          uint4 query_4 = query_2[lane % 4];
-          mma_bf16(sums_2[0], early, query_4.x, query_4.y);
-          mma_bf16(sums_2[1], late, query_4.z, query_4.w);
-          uint4 early_2 = make_u32x4(words[1][0], words_2[1][0], words[1][1], words_2[1][1]);
-          uint4 late_2 = make_u32x4(words[1][2], words_2[1][2], words[1][3], words_2[1][3]);
-          uint4 query_5 = query[4 + lane % 4];
-          mma_bf16(sums[0], early_2, query_5.x, query_5.y);
-          mma_bf16(sums[1], late_2, query_5.z, query_5.w);
-          uint4 query_6 = query_2[4 + lane % 4];
-          mma_bf16(sums_2[0], early_2, query_6.x, query_6.y);
-          mma_bf16(sums_2[1], late_2, query_6.z, query_6.w);
-          float logits[4];
-          #pragma unroll
-          for (uint32_t element = 0; element < 4; ++element) {
-            logits[element] = sums[0][element] + sums[1][element];
-          }
-          float logits_2[4];
-          #pragma unroll
-          for (uint32_t element = 0; element < 4; ++element) {
-            logits_2[element] = sums_2[0][element] + sums_2[1][element];
-          }
-          uint32_t number_3 = lane / 4;
-          uint32_t limits_3[2];
-          limits_3[0] = limits[0] < first_key + row_3 + (count - row_3) ? limits[0] : first_key + row_3 + (count - row_3);
-          limits_3[1] = limits[1] < first_key + row_3 + (count - row_3) ? limits[1] : first_key + row_3 + (count - row_3);
-          bool is_seen = first_key + row_3 + number_3 < limits_3[0];
-          float logit = logits[0] * 0.18033688f;
-          logits[0] = is_seen ? logit : -bits_float(0x7f800000);
-          bool is_seen_2 = first_key + row_3 + number_3 < limits_3[1];
-          float logit_2 = logits[1] * 0.18033688f;
-          logits[1] = is_seen_2 ? logit_2 : -bits_float(0x7f800000);
-          uint32_t tile_key = number_3 + 8;
-          bool is_seen_3 = first_key + row_3 + tile_key < limits_3[0];
-          float logit_3 = logits[2] * 0.18033688f;
-          logits[2] = is_seen_3 ? logit_3 : -bits_float(0x7f800000);
-          uint32_t tile_key_2 = number_3 + 8;
-          bool is_seen_4 = first_key + row_3 + tile_key_2 < limits_3[1];
-          float logit_4 = logits[3] * 0.18033688f;
-          logits[3] = is_seen_4 ? logit_4 : -bits_float(0x7f800000);
-          #pragma unroll
-          for (uint32_t column = 0; column < 2; ++column) {
-            float peak = maximum_f32(logits[column], logits[column + 2]);
-            float value = shuffle_xor_f32(peak, 4);
-            peak = maximum_f32(peak, value);
-            float value_2 = shuffle_xor_f32(peak, 8);
-            peak = maximum_f32(peak, value_2);
-            float value_3 = shuffle_xor_f32(peak, 16);
-            peak = maximum_f32(peak, value_3);
-            float new_highest = maximum_f32(highest[column], peak);
-            float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
-            float shrink = exp2_f32(highest[column] - base);
-            highest[column] = new_highest;
-            logits[column] = exp2_f32(logits[column] - base);
-            logits[column + 2] = exp2_f32(logits[column + 2] - base);
-            weight_sum[column] = weight_sum[column] * shrink + (logits[column] + logits[column + 2]);
-            #pragma unroll
-            for (uint32_t tile_2 = 0; tile_2 < 4; ++tile_2) {
-              output[tile_2][column] = output[tile_2][column] * shrink;
-              output[tile_2][column + 2] = output[tile_2][column + 2] * shrink;
-            }
-          }
-          uint32_t weights_low = matrix_transpose_b16(pack_bf16x2(logits[0], logits[1]));
-          uint32_t weights_high = matrix_transpose_b16(pack_bf16x2(logits[2], logits[3]));
-          uint32_t number_4 = lane / 4;
-          uint32_t limits_4[2];
-          limits_4[0] = limits_2[0] < first_key + row_3 + (count - row_3) ? limits_2[0] : first_key + row_3 + (count - row_3);
-          limits_4[1] = limits_2[1] < first_key + row_3 + (count - row_3) ? limits_2[1] : first_key + row_3 + (count - row_3);
-          bool is_seen_5 = first_key + row_3 + number_4 < limits_4[0];
-          float logit_5 = logits_2[0] * 0.18033688f;
-          logits_2[0] = is_seen_5 ? logit_5 : -bits_float(0x7f800000);
-          bool is_seen_6 = first_key + row_3 + number_4 < limits_4[1];
-          float logit_6 = logits_2[1] * 0.18033688f;
-          logits_2[1] = is_seen_6 ? logit_6 : -bits_float(0x7f800000);
-          uint32_t tile_key_3 = number_4 + 8;
-          bool is_seen_7 = first_key + row_3 + tile_key_3 < limits_4[0];
-          float logit_7 = logits_2[2] * 0.18033688f;
-          logits_2[2] = is_seen_7 ? logit_7 : -bits_float(0x7f800000);
-          uint32_t tile_key_4 = number_4 + 8;
-          bool is_seen_8 = first_key + row_3 + tile_key_4 < limits_4[1];
-          float logit_8 = logits_2[3] * 0.18033688f;
-          logits_2[3] = is_seen_8 ? logit_8 : -bits_float(0x7f800000);
-          #pragma unroll
-          for (uint32_t column = 0; column < 2; ++column) {
-            float peak = maximum_f32(logits_2[column], logits_2[column + 2]);
-            float value = shuffle_xor_f32(peak, 4);
-            peak = maximum_f32(peak, value);
-            float value_2 = shuffle_xor_f32(peak, 8);
-            peak = maximum_f32(peak, value_2);
-            float value_3 = shuffle_xor_f32(peak, 16);
-            peak = maximum_f32(peak, value_3);
-            float new_highest = maximum_f32(highest_2[column], peak);
-            float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
-            float shrink = exp2_f32(highest_2[column] - base);
-            highest_2[column] = new_highest;
-            logits_2[column] = exp2_f32(logits_2[column] - base);
-            logits_2[column + 2] = exp2_f32(logits_2[column + 2] - base);
-            weight_sum_2[column] = weight_sum_2[column] * shrink + (logits_2[column] + logits_2[column + 2]);
-            #pragma unroll
-            for (uint32_t tile_2 = 0; tile_2 < 4; ++tile_2) {
-              output_2[tile_2][column] = output_2[tile_2][column] * shrink;
-              output_2[tile_2][column + 2] = output_2[tile_2][column + 2] * shrink;
-            }
-          }
-          uint32_t weights_low_2 = matrix_transpose_b16(pack_bf16x2(logits_2[0], logits_2[1]));
-          uint32_t weights_high_2 = matrix_transpose_b16(pack_bf16x2(logits_2[2], logits_2[3]));
-          uint32_t words_3[1][4][4];
-          uint32_t tile_key_5 = lane % 4 * 2 < count - row_3 - 1 ? lane % 4 * 2 : count - row_3 - 1;
-          uint32_t row_5 = row_3 + tile_key_5;
-          const uint4* units = (const uint4*)(values) + (row_5 * 8 + lane / 4);
-          uint4 read = units[0];
-          words_3[0][0][0] = read.x;
-          words_3[0][0][1] = read.y;
-          words_3[0][0][2] = read.z;
-          words_3[0][0][3] = read.w;
-          uint32_t tile_key_6 = lane % 4 * 2 + 1 < count - row_3 - 1 ? lane % 4 * 2 + 1 : count - row_3 - 1;
-          uint32_t row_6 = row_3 + tile_key_6;
-          const uint4* units_2 = (const uint4*)(values) + (row_6 * 8 + lane / 4);
-          uint4 read_2 = units_2[0];
-          words_3[0][1][0] = read_2.x;
-          words_3[0][1][1] = read_2.y;
-          words_3[0][1][2] = read_2.z;
-          words_3[0][1][3] = read_2.w;
-          uint32_t tile_key_7 = lane % 4 * 2 + 8 < count - row_3 - 1 ? lane % 4 * 2 + 8 : count - row_3 - 1;
-          uint32_t row_7 = row_3 + tile_key_7;
-          const uint4* units_3 = (const uint4*)(values) + (row_7 * 8 + lane / 4);
-          uint4 read_3 = units_3[0];
-          words_3[0][2][0] = read_3.x;
-          words_3[0][2][1] = read_3.y;
-          words_3[0][2][2] = read_3.z;
-          words_3[0][2][3] = read_3.w;
-          uint32_t tile_key_8 = lane % 4 * 2 + 9 < count - row_3 - 1 ? lane % 4 * 2 + 9 : count - row_3 - 1;
-          uint32_t row_8 = row_3 + tile_key_8;
-          const uint4* units_4 = (const uint4*)(values) + (row_8 * 8 + lane / 4);
-          uint4 read_4 = units_4[0];
-          words_3[0][3][0] = read_4.x;
-          words_3[0][3][1] = read_4.y;
-          words_3[0][3][2] = read_4.z;
-          words_3[0][3][3] = read_4.w;
-          #pragma unroll
-          for (uint32_t tile_2 = 0; tile_2 < 4; ++tile_2) {
-            uint32_t low_early = byte_permute(words_3[0][0][tile_2 / 2], words_3[0][1][tile_2 / 2], tile_2 % 2 == 0 ? 21520u : 30258u);
-            uint32_t high_early = byte_permute(words_3[0][0][(tile_2 + 4) / 2], words_3[0][1][(tile_2 + 4) / 2], (tile_2 + 4) % 2 == 0 ? 21520u : 30258u);
-            uint32_t low_late = byte_permute(words_3[0][2][tile_2 / 2], words_3[0][3][tile_2 / 2], tile_2 % 2 == 0 ? 21520u : 30258u);
-            uint32_t high_late = byte_permute(words_3[0][2][(tile_2 + 4) / 2], words_3[0][3][(tile_2 + 4) / 2], (tile_2 + 4) % 2 == 0 ? 21520u : 30258u);
-            uint4 operand = make_u32x4(low_early, high_early, low_late, high_late);
-            mma_bf16(output[tile_2], operand, weights_low, weights_high);
-            mma_bf16(output_2[tile_2], operand, weights_low_2, weights_high_2);
-          }
-          tile = tile + key_groups;
-        }
-        wait_for_u32(float_bits(output[0][0]));
-        wait_for_u32(float_bits(output_2[0][0]));
-        warp_barrier();
-        if (lane == 0 && is_cached) {
-          mbarrier_arrive_many(empty + stage_2, arrivals);
-        }
-      }
-      uint32_t place = use_stage + (cached + 63) / 64;
-      use_parity = (use_parity + place / 11) % 2;
-      use_stage = place % 11;
-      float* words = (float*)(arena + STATISTICS);
-      #pragma unroll
-      for (uint32_t column = 0; column < 2; ++column) {
-        float total = weight_sum[column];
-        float value = shuffle_xor_f32(total, 4);
-        total = total + value;
-        float value_2 = shuffle_xor_f32(total, 8);
-        total = total + value_2;
-        float value_3 = shuffle_xor_f32(total, 16);
-        total = total + value_3;
-        uint32_t number_2 = lane * 2 + column;
-        if (number_2 < 8) {
-          uint32_t place_2 = (warp * 8 + number_2) * 2;
-          words[place_2] = highest[column];
-          words[place_2 + 1] = total;
-        }
-      }
-      uint4* scratch = (uint4*)(arena + ATTENTION);
-      #pragma unroll
-      for (uint32_t column = 0; column < 2; ++column) {
-        uint32_t number_2 = lane % 4 * 2 + column;
-        uint32_t row_3 = warp * 8 + number_2;
-        uint4* place_2 = scratch + (row_3 * 64 + lane / 4 * 8) / 4;
-        place_2[0] = make_u32x4(float_bits(output[0][column]), float_bits(output[1][column]), float_bits(output[2][column]), float_bits(output[3][column]));
-        place_2[1] = make_u32x4(float_bits(output[0][column + 2]), float_bits(output[1][column + 2]), float_bits(output[2][column + 2]), float_bits(output[3][column + 2]));
-      }
-      named_barrier(1, 256);
-      uint32_t rows = column_groups * 8;
-      #pragma unroll 1
-      for (uint32_t output_3 = thread; output_3 < rows * 32; output_3 += 256) {
-        uint32_t place_2 = output_3 / 32;
-        uint32_t pair = output_3 % 32;
-        uint32_t row_3 = place_2 / 8 * 2 * 8 + place_2 % 8;
-        if (row_3 < record[1].z) {
-          uint32_t stride = column_groups * 8;
-          float2* scratch_2 = (float2*)(arena + ATTENTION);
-          float2* statistics = (float2*)(arena + STATISTICS);
-          float low = 0.0f;
-          float high = 0.0f;
-          float highest_3 = -bits_float(0x7f800000);
-          #pragma unroll 1
-          for (uint32_t other = place_2; other < 64; other += stride) {
-            highest_3 = maximum_f32(highest_3, statistics[other].x);
-          }
-          float base = highest_3 == -bits_float(0x7f800000) ? 0.0f : highest_3;
-          float weight_sum_3 = 0.0f;
-          #pragma unroll 1
-          for (uint32_t other = place_2; other < 64; other += stride) {
-            float2 numbers_2 = statistics[other];
-            float weight = exp2_f32(numbers_2.x - base);
-            float2 part = scratch_2[other * 32 + pair];
-            weight_sum_3 = weight_sum_3 + weight * numbers_2.y;
-            low = low + weight * part.x;
-            high = high + weight * part.y;
-          }
-          float inverse = weight_sum_3 == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum_3);
-          float lse = weight_sum_3 == 0.0f ? -bits_float(0x7f800000) : highest_3 * 0.6931472f + log_f32(weight_sum_3);
-          float low_2 = low * inverse;
-          float high_2 = high * inverse;
-          uint32_t dim_pair = (pair % 32 / 4 + pair / 32) * 4 + pair % 32 % 4;
-          if (record[1].y == 4294967295u) {
-            uint32_t column = record[2].x + row_3 / 4;
-            (exchange_words + (((((what.z * 4 + row_3 % 4) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row_3 % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row_3 % 4) * 64 + dim_pair * 2) % 8 / 2 + 629824))[0] = pack_bf16x2(low_2, high_2);
-          } else {
-            uint32_t partial = (record[1].y + row_3) * 68;
-            (exchange_words + (partial + dim_pair * 2 + 20544))[0] = float_bits(low_2);
-            (exchange_words + (partial + dim_pair * 2 + 1 + 20544))[0] = float_bits(high_2);
-            if (dim_pair < 4) {
-              (exchange_words + (partial + 64 + dim_pair + 20544))[0] = float_bits(lse);
-            }
-          }
-        }
-      }
-      named_barrier(1, 256);
-      float* words_2 = (float*)(arena + STATISTICS);
-      #pragma unroll
-      for (uint32_t column = 0; column < 2; ++column) {
-        float total = weight_sum_2[column];
-        float value = shuffle_xor_f32(total, 4);
-        total = total + value;
-        float value_2 = shuffle_xor_f32(total, 8);
-        total = total + value_2;
-        float value_3 = shuffle_xor_f32(total, 16);
-        total = total + value_3;
-        uint32_t number_2 = lane * 2 + column;
-        if (number_2 < 8) {
-          uint32_t place_2 = (warp * 8 + number_2) * 2;
-          words_2[place_2] = highest_2[column];
-          words_2[place_2 + 1] = total;
-        }
-      }
-      uint4* scratch_2 = (uint4*)(arena + ATTENTION);
-      #pragma unroll
-      for (uint32_t column = 0; column < 2; ++column) {
-        uint32_t number_2 = lane % 4 * 2 + column;
-        uint32_t row_3 = warp * 8 + number_2;
-        uint4* place_2 = scratch_2 + (row_3 * 64 + lane / 4 * 8) / 4;
-        place_2[0] = make_u32x4(float_bits(output_2[0][column]), float_bits(output_2[1][column]), float_bits(output_2[2][column]), float_bits(output_2[3][column]));
-        place_2[1] = make_u32x4(float_bits(output_2[0][column + 2]), float_bits(output_2[1][column + 2]), float_bits(output_2[2][column + 2]), float_bits(output_2[3][column + 2]));
-      }
-      named_barrier(1, 256);
-      uint32_t rows_2 = column_groups * 8;
-      #pragma unroll 1
-      for (uint32_t output_3 = thread; output_3 < rows_2 * 32; output_3 += 256) {
-        uint32_t place_2 = output_3 / 32;
-        uint32_t pair = output_3 % 32;
-        uint32_t row_3 = (place_2 / 8 * 2 + 1) * 8 + place_2 % 8;
-        if (row_3 < record[1].z) {
-          uint32_t stride = column_groups * 8;
-          float2* scratch_3 = (float2*)(arena + ATTENTION);
-          float2* statistics = (float2*)(arena + STATISTICS);
-          float low = 0.0f;
-          float high = 0.0f;
-          float highest_3 = -bits_float(0x7f800000);
-          #pragma unroll 1
-          for (uint32_t other = place_2; other < 64; other += stride) {
-            highest_3 = maximum_f32(highest_3, statistics[other].x);
-          }
-          float base = highest_3 == -bits_float(0x7f800000) ? 0.0f : highest_3;
-          float weight_sum_3 = 0.0f;
-          #pragma unroll 1
-          for (uint32_t other = place_2; other < 64; other += stride) {
-            float2 numbers_2 = statistics[other];
-            float weight = exp2_f32(numbers_2.x - base);
-            float2 part = scratch_3[other * 32 + pair];
-            weight_sum_3 = weight_sum_3 + weight * numbers_2.y;
-            low = low + weight * part.x;
-            high = high + weight * part.y;
-          }
-          float inverse = weight_sum_3 == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum_3);
-          float lse = weight_sum_3 == 0.0f ? -bits_float(0x7f800000) : highest_3 * 0.6931472f + log_f32(weight_sum_3);
-          float low_2 = low * inverse;
-          float high_2 = high * inverse;
-          uint32_t dim_pair = (pair % 32 / 4 + pair / 32) * 4 + pair % 32 % 4;
-          if (record[1].y == 4294967295u) {
-            uint32_t column = record[2].x + row_3 / 4;
-            (exchange_words + (((((what.z * 4 + row_3 % 4) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row_3 % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row_3 % 4) * 64 + dim_pair * 2) % 8 / 2 + 629824))[0] = pack_bf16x2(low_2, high_2);
-          } else {
-            uint32_t partial = (record[1].y + row_3) * 68;
-            (exchange_words + (partial + dim_pair * 2 + 20544))[0] = float_bits(low_2);
-            (exchange_words + (partial + dim_pair * 2 + 1 + 20544))[0] = float_bits(high_2);
-            if (dim_pair < 4) {
-              (exchange_words + (partial + 64 + dim_pair + 20544))[0] = float_bits(lse);
-            }
-          }
-        }
-      }
-      named_barrier(1, 256);
+      attend_item_2(cached_end, newest_begin, newest, layer_epoch, record, warp, arena, lane, step, what, use_stage,
+          full, use_parity, ring, empty, thread, exchange_words);
     }
   }
   // grid barrier
@@ -1359,78 +1724,42 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
   #pragma unroll 1
   for (uint32_t job = first_job; job < numbers_2.z; job += 264) {
     if (job != first_job) {
-      named_barrier(warp / 4 + 2, 128);
-      if (warp % 4 == 0) {
-        uint4* place = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
-        uint32_t number = load_constant_u32(kv_plans + (plan_index * 6208 + (job / numbers_2.w * 2 + 3584)));
-        uint32_t head = load_constant_u32(kv_plans + (plan_index * 6208 + (job / numbers_2.w * 2 + 1 + 3584)));
-        uint32_t begin = load_constant_u32(kv_plans + (plan_index * 6208 + (job / numbers_2.w + 3392)));
-        uint32_t end = load_constant_u32(kv_plans + (plan_index * 6208 + (job / numbers_2.w + 1 + 3392)));
-        if (lane == 0) {
-          place[0] = make_u32x4(head, job % numbers_2.w, begin, end);
-          const int32_t* record_2 = tiles + number * 8;
-          uint4 value = load_constant_u32x4(record_2);
-          (place + 1)[0] = value;
-          uint4 value_2 = load_constant_u32x4(record_2 + 4);
-          (place + 1)[1] = value_2;
-        }
-        uint32_t* sources = (uint32_t*)(place + 3);
-        if (lane < (end - begin < 20 ? end - begin : 20)) {
-          uint32_t value = load_constant_u32(kv_plans + (plan_index * 6208 + (begin + lane + 3840)));
-          sources[lane] = value;
-        }
-      }
-      named_barrier(warp / 4 + 2, 128);
+      replace_merge(job, numbers_2.w, warp, arena, kv_plans, plan_index, lane, tiles);
     }
     if (record[0].y < record[1].y * 4) {
       float highest = -bits_float(0x7f800000);
       float weight_sum = 0.0f;
       float sums[4] = {};
-      uint32_t sources = record[0].w - record[0].z;
-      if (sources <= 4) {
+      uint32_t sources_3 = record[0].w - record[0].z;
+      if (sources_3 <= 4) {
         if (warp % 4 == 0) {
           uint32_t own = record[0].w - record[0].z;
           #pragma unroll 1
           for (uint32_t first = 0; first < own; first += 5) {
             uint32_t count = own - first < 5 ? own - first : 5;
-            uint32_t number = first + (lane < count - 1 ? lane : count - 1);
-            uint32_t source;
-            if (number < 20) {
-              source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[number];
-            } else {
-              uint32_t value = load_constant_u32(kv_plans + (plan_index * 6208 + (record[0].z + number + 3840)));
-              source = value;
-            }
+            uint32_t value = sources(first, count, lane, arena, warp, kv_plans, plan_index, record);
             uint4 states[8];
             uint32_t places[8];
-            places[0] = ((source + record[0].y) * 17 + 16) * 4;
+            places[0] = ((value + record[0].y) * 17 + 16) * 4;
             #pragma unroll
-            for (uint32_t number_2 = 0; number_2 < 5; ++number_2) {
-              uint32_t source_2 = shuffle_u32(source, number_2);
-              places[number_2 + 1] = ((source_2 + record[0].y) * 17 + lane % 16) * 4;
+            for (uint32_t number = 0; number < 5; ++number) {
+              uint32_t source = shuffle_u32(value, number);
+              places[number + 1] = ((source + record[0].y) * 17 + lane % 16) * 4;
             }
             #pragma unroll
-            for (uint32_t number_2 = 0; number_2 < 8; ++number_2) {
-              if (number_2 < 6) {
-                uint4 words = ((const uint4*)(exchange_words + (places[number_2] / 4 * 4 + 20544)))[0];
-                states[number_2] = words;
+            for (uint32_t number = 0; number < 8; ++number) {
+              if (number < 6) {
+                uint4 words = ((const uint4*)(exchange_words + (places[number] / 4 * 4 + 20544)))[0];
+                states[number] = words;
               }
             }
             #pragma unroll
-            for (uint32_t number_2 = 0; number_2 < 5; ++number_2) {
-              if (number_2 < count) {
-                uint32_t value = shuffle_u32(states[0].x, number_2);
-                float lse = bits_float(value);
-                float new_highest = maximum_f32(highest, lse);
-                float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
-                float shrink = exp2_f32((highest - base) * 1.442695f);
-                float grow = exp2_f32((lse - base) * 1.442695f);
-                highest = new_highest;
-                weight_sum = weight_sum * shrink + grow * 1.0f;
-                sums[0] = sums[0] * shrink + grow * bits_float(states[number_2 + 1].x);
-                sums[1] = sums[1] * shrink + grow * bits_float(states[number_2 + 1].y);
-                sums[2] = sums[2] * shrink + grow * bits_float(states[number_2 + 1].z);
-                sums[3] = sums[3] * shrink + grow * bits_float(states[number_2 + 1].w);
+            for (uint32_t number = 0; number < 5; ++number) {
+              if (number < count) {
+                uint32_t value_2 = shuffle_u32(states[0].x, number);
+                float lse = bits_float(value_2);
+                add(bits_float(states[number + 1].x), bits_float(states[number + 1].y),
+                    bits_float(states[number + 1].z), bits_float(states[number + 1].w), lse, highest, weight_sum, sums);
               }
             }
           }
@@ -1440,113 +1769,45 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
         #pragma unroll 1
         for (uint32_t first = 0; first < own; first += 5) {
           uint32_t count = own - first < 5 ? own - first : 5;
-          uint32_t number = warp % 4 + first * 4 + (lane < count - 1 ? lane : count - 1) * 4;
-          uint32_t source;
-          if (number < 20) {
-            source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[number];
-          } else {
-            uint32_t value = load_constant_u32(kv_plans + (plan_index * 6208 + (record[0].z + number + 3840)));
-            source = value;
-          }
+          uint32_t value = sources_2(warp % 4 + first * 4, count, lane, arena, warp, kv_plans, plan_index, record);
           uint4 states[8];
           uint32_t places[8];
-          places[0] = ((source + record[0].y) * 17 + 16) * 4;
+          places[0] = ((value + record[0].y) * 17 + 16) * 4;
           #pragma unroll
-          for (uint32_t number_2 = 0; number_2 < 5; ++number_2) {
-            uint32_t source_2 = shuffle_u32(source, number_2);
-            places[number_2 + 1] = ((source_2 + record[0].y) * 17 + lane % 16) * 4;
+          for (uint32_t number = 0; number < 5; ++number) {
+            uint32_t source = shuffle_u32(value, number);
+            places[number + 1] = ((source + record[0].y) * 17 + lane % 16) * 4;
           }
           #pragma unroll
-          for (uint32_t number_2 = 0; number_2 < 8; ++number_2) {
-            if (number_2 < 6) {
-              uint4 words = ((const uint4*)(exchange_words + (places[number_2] / 4 * 4 + 20544)))[0];
-              states[number_2] = words;
+          for (uint32_t number = 0; number < 8; ++number) {
+            if (number < 6) {
+              uint4 words = ((const uint4*)(exchange_words + (places[number] / 4 * 4 + 20544)))[0];
+              states[number] = words;
             }
           }
           #pragma unroll
-          for (uint32_t number_2 = 0; number_2 < 5; ++number_2) {
-            if (number_2 < count) {
-              uint32_t value = shuffle_u32(states[0].x, number_2);
-              float lse = bits_float(value);
-              float new_highest = maximum_f32(highest, lse);
-              float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
-              float shrink = exp2_f32((highest - base) * 1.442695f);
-              float grow = exp2_f32((lse - base) * 1.442695f);
-              highest = new_highest;
-              weight_sum = weight_sum * shrink + grow * 1.0f;
-              sums[0] = sums[0] * shrink + grow * bits_float(states[number_2 + 1].x);
-              sums[1] = sums[1] * shrink + grow * bits_float(states[number_2 + 1].y);
-              sums[2] = sums[2] * shrink + grow * bits_float(states[number_2 + 1].z);
-              sums[3] = sums[3] * shrink + grow * bits_float(states[number_2 + 1].w);
+          for (uint32_t number = 0; number < 5; ++number) {
+            if (number < count) {
+              uint32_t value_2 = shuffle_u32(states[0].x, number);
+              float lse = bits_float(value_2);
+              add(bits_float(states[number + 1].x), bits_float(states[number + 1].y), bits_float(states[number + 1].z),
+                  bits_float(states[number + 1].w), lse, highest, weight_sum, sums);
             }
           }
         }
-        uint4* place = (uint4*)(arena + ATTENTION) + warp * 33;
-        place[lane] = make_u32x4(float_bits(sums[0]), float_bits(sums[1]), float_bits(sums[2]), float_bits(sums[3]));
-        if (lane == 0) {
-          place[32] = make_u32x4(float_bits(highest), float_bits(weight_sum), 0, 0);
-        }
+        lay_down_folded(arena, warp, lane, sums, highest, weight_sum);
         named_barrier(warp / 4 + 2, 128);
         if (warp % 4 == 0) {
-          #pragma unroll
-          for (uint32_t number = 1; number < 4; ++number) {
-            uint4* place_2 = (uint4*)(arena + ATTENTION) + (warp + number) * 33;
-            uint4 part = place_2[lane];
-            uint4 shared = place_2[32];
-            float new_highest = maximum_f32(highest, bits_float(shared.x));
-            float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
-            float shrink = exp2_f32((highest - base) * 1.442695f);
-            float grow = exp2_f32((bits_float(shared.x) - base) * 1.442695f);
-            highest = new_highest;
-            weight_sum = weight_sum * shrink + grow * bits_float(shared.y);
-            sums[0] = sums[0] * shrink + grow * bits_float(part.x);
-            sums[1] = sums[1] * shrink + grow * bits_float(part.y);
-            sums[2] = sums[2] * shrink + grow * bits_float(part.z);
-            sums[3] = sums[3] * shrink + grow * bits_float(part.w);
-          }
+          fold_team(arena, warp, lane, highest, weight_sum, sums);
         }
       }
       if (warp % 4 == 0) {
-        float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
-        float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest + log_f32(weight_sum);
-        if (lane < 16) {
-          uint32_t dim_pair = lane % 16 * 2;
-          float low = sums[0] * inverse;
-          float high = sums[1] * inverse;
-          uint32_t column = record[1].x + record[0].y / 4;
-          (exchange_words + (((((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair * 2) % 8 / 2 + 629824))[0] = pack_bf16x2(low, high);
-          uint32_t dim_pair_2 = lane % 16 * 2 + 1;
-          float low_2 = sums[2] * inverse;
-          float high_2 = sums[3] * inverse;
-          uint32_t column_2 = record[1].x + record[0].y / 4;
-          (exchange_words + (((((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair_2 * 2) / 32 * 8 + column_2) * 4 + ((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair_2 * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 64 + dim_pair_2 * 2) % 8 / 2 + 629824))[0] = pack_bf16x2(low_2, high_2);
-        }
+        finish_merge(layer_epoch, weight_sum, highest, lane, sums, record, exchange_words);
       }
     }
   }
   if (first_job + 264 < numbers_2.z) {
-    named_barrier(warp / 4 + 2, 128);
-    if (warp % 4 == 0) {
-      uint4* place = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
-      uint32_t number = load_constant_u32(kv_plans + (plan_index * 6208 + (first_job / numbers_2.w * 2 + 3584)));
-      uint32_t head = load_constant_u32(kv_plans + (plan_index * 6208 + (first_job / numbers_2.w * 2 + 1 + 3584)));
-      uint32_t begin = load_constant_u32(kv_plans + (plan_index * 6208 + (first_job / numbers_2.w + 3392)));
-      uint32_t end = load_constant_u32(kv_plans + (plan_index * 6208 + (first_job / numbers_2.w + 1 + 3392)));
-      if (lane == 0) {
-        place[0] = make_u32x4(head, first_job % numbers_2.w, begin, end);
-        const int32_t* record_2 = tiles + number * 8;
-        uint4 value = load_constant_u32x4(record_2);
-        (place + 1)[0] = value;
-        uint4 value_2 = load_constant_u32x4(record_2 + 4);
-        (place + 1)[1] = value_2;
-      }
-      uint32_t* sources = (uint32_t*)(place + 3);
-      if (lane < (end - begin < 20 ? end - begin : 20)) {
-        uint32_t value = load_constant_u32(kv_plans + (plan_index * 6208 + (begin + lane + 3840)));
-        sources[lane] = value;
-      }
-    }
-    named_barrier(warp / 4 + 2, 128);
+    replace_merge(first_job, numbers_2.w, warp, arena, kv_plans, plan_index, lane, tiles);
   }
   if (numbers_2.z > 0) {
     named_barrier(1, 256);
@@ -1561,6 +1822,77 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
   named_barrier(1, 256);
 }
 
+// Bring a part of a vector into shared memory; ends with a barrier of the math warps.
+__device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uint32_t column_count,
+    uint32_t* exchange_words) {
+  uint4* vector = (uint4*)(arena + VECTOR);
+  uint32_t first_unit = thread;
+  if (thread / 4 % 8 < column_count) {
+    uint4 units[8];
+    #pragma unroll
+    for (uint32_t number = 0; number < 8; ++number) {
+      uint4 words = ((const uint4*)(exchange_words + ((first_unit + number * 256) * 4 + 629824)))[0];
+      units[number] = words;
+    }
+    #pragma unroll
+    for (uint32_t number = 0; number < 8; ++number) {
+      vector[first_unit + number * 256] = units[number];
+    }
+  }
+  named_barrier(1, 256);
+}
+
+// Publish `count` values, one a lane from lane 0 on, as pairs of bf16 beginning at element `first` (even).
+__device__ __forceinline__ void publish_rows(float value, uint32_t first, uint32_t lane, uint32_t* exchange_words,
+    uint32_t column) {
+  float neighbour = shuffle_xor_f32(value, 1);
+  uint32_t pair = pack_bf16x2(value, neighbour);
+  if (lane < 16 && lane % 2 == 0) {
+    (exchange_words + ((((first + lane) / 32 * 8 + column) * 4 + (first + lane) / 8 % 4) * 4 + (first + lane) % 8 / 2 + 638016))[0] = pair;
+  }
+}
+
+// Add the warps' sums of a column, in order: half of the warps on each half of the lanes.
+__device__ __forceinline__ void finish_rows_2(uint32_t strip, float* reductions, uint32_t column, uint32_t lane,
+    uint8_t* arena, uint32_t* exchange_words) {
+  uint32_t row = lane % 16;
+  uint32_t half = lane / 16;
+  float half_sum = 0.0f;
+  #pragma unroll
+  for (uint32_t other = 0; other < 4; ++other) {
+    uint32_t place = (half * 4 + other) * 16 + row;
+    half_sum = half_sum + reductions[place * 8 + column];
+  }
+  float value = shuffle_xor_f32(half_sum, 16);
+  float row_sum = half_sum + value;
+  float* residual = (float*)(arena + RESIDUAL);
+  float value_2 = row_sum;
+  if (lane < 16) {
+    uint32_t place = (strip / 132 * 16 + row) * 8 + column;
+    value_2 = value_2 + residual[place];
+    residual[place] = value_2;
+  }
+  publish_rows(value_2, strip * 16, lane, exchange_words, column);
+}
+
+__device__ __forceinline__ void reduce_2(uint32_t strip, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
+    uint32_t warp, uint32_t lane, uint32_t& finisher, uint32_t column_count, uint32_t* exchange_words) {
+  float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
+  lay_down(reductions, sums, warp, lane);
+  named_barrier(1, 256);
+  if (warp / 8 == finisher) {
+    uint32_t column = warp % 8;
+    if (column < column_count) {
+      finish_rows_2(strip, reductions, column, lane, arena, exchange_words);
+    }
+  }
+  turn = turn ^ 1;
+  finisher = finisher + 1;
+  if (finisher == 1) {
+    finisher = 0;
+  }
+}
+
 // projection onto the residual
 __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     uint8_t* arena, uint32_t column_count, uint32_t* exchange_words, uint64_t* full, uint32_t& use_stage,
@@ -1571,21 +1903,7 @@ __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t 
   }
   uint32_t position = block % 132;
   if (position < 128) {
-    uint4* vector = (uint4*)(arena + VECTOR);
-    uint32_t first_unit = thread;
-    if (thread / 4 % 8 < column_count) {
-      uint4 units[8];
-      #pragma unroll
-      for (uint32_t number = 0; number < 8; ++number) {
-        uint4 words = ((const uint4*)(exchange_words + ((first_unit + number * 256) * 4 + 629824)))[0];
-        units[number] = words;
-      }
-      #pragma unroll
-      for (uint32_t number = 0; number < 8; ++number) {
-        vector[first_unit + number * 256] = units[number];
-      }
-    }
-    named_barrier(1, 256);
+    load_vector(arena, thread, column_count, exchange_words);
     #pragma unroll 1
     for (uint32_t strip = position; strip < 128; strip += 132) {
       float sums[1][4] = {};
@@ -1593,71 +1911,14 @@ __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t 
       for (uint32_t chunk = 0; chunk < 4; ++chunk) {
         mbarrier_wait(full + use_stage, use_parity);
         uint8_t* chunk_2 = ring + use_stage * 16384;
-        uint4* vector_2 = (uint4*)(arena + VECTOR);
-        const uint4* fragments = (const uint4*)(chunk_2);
-        #pragma unroll
-        for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
-          uint32_t pair = turn_2 * 8 + warp;
-          uint4 first = fragments[pair * 64 + lane];
-          uint4 second = fragments[pair * 64 + 32 + lane];
-          uint4* units = vector_2 + (chunk * 16 + pair) * 32;
-          uint4 values = units[lane % 32];
-          mma_bf16(sums[0], first, values.x, values.y);
-          mma_bf16(sums[0], second, values.z, values.w);
-          wait_for_u32(first.x ^ second.x);
-        }
+        multiply_chunk(chunk, chunk, sums, arena, chunk_2, warp, lane);
         warp_barrier();
         if (lane == 0) {
           mbarrier_arrive(empty + use_stage);
         }
-        use_stage = use_stage + 1;
-        if (use_stage == 11) {
-          use_stage = 0;
-          use_parity = use_parity ^ 1;
-        }
+        advance(use_stage, use_parity);
       }
-      float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
-      uint32_t row = warp * 16 + lane / 4;
-      uint32_t first = lane % 4 * 2;
-      uint32_t place = row * 8 + first;
-      reductions[place] = sums[0][0];
-      reductions[place + 64] = sums[0][2];
-      uint32_t place_2 = row * 8 + first + 1;
-      reductions[place_2] = sums[0][1];
-      reductions[place_2 + 64] = sums[0][3];
-      named_barrier(1, 256);
-      if (warp / 8 == finisher) {
-        uint32_t column = warp % 8;
-        if (column < column_count) {
-          uint32_t row_2 = lane % 16;
-          uint32_t half = lane / 16;
-          float half_sum = 0.0f;
-          #pragma unroll
-          for (uint32_t other = 0; other < 4; ++other) {
-            uint32_t place_3 = (half * 4 + other) * 16 + row_2;
-            half_sum = half_sum + reductions[place_3 * 8 + column];
-          }
-          float value = shuffle_xor_f32(half_sum, 16);
-          float row_sum = half_sum + value;
-          float* residual = (float*)(arena + RESIDUAL);
-          float value_2 = row_sum;
-          if (lane < 16) {
-            uint32_t place_3 = (strip / 132 * 16 + row_2) * 8 + column;
-            value_2 = value_2 + residual[place_3];
-            residual[place_3] = value_2;
-          }
-          float neighbour = shuffle_xor_f32(value_2, 1);
-          uint32_t pair = pack_bf16x2(value_2, neighbour);
-          if (lane < 16 && lane % 2 == 0) {
-            (exchange_words + ((((strip * 16 + lane) / 32 * 8 + column) * 4 + (strip * 16 + lane) / 8 % 4) * 4 + (strip * 16 + lane) % 8 / 2 + 638016))[0] = pair;
-          }
-        }
-      }
-      turn = turn ^ 1;
-      finisher = finisher + 1;
-      if (finisher == 1) {
-        finisher = 0;
-      }
+      reduce_2(strip, sums, arena, turn, warp, lane, finisher, column_count, exchange_words);
     }
   }
   // grid barrier
@@ -1670,6 +1931,53 @@ __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t 
   named_barrier(1, 256);
 }
 
+// Publish `count` values, one a lane from lane 0 on, as pairs of bf16 beginning at element `first` (even).
+__device__ __forceinline__ void publish_rows_2(float value, uint32_t first, uint32_t lane, uint32_t* exchange_words,
+    uint32_t column) {
+  float neighbour = shuffle_xor_f32(value, 1);
+  uint32_t pair = pack_bf16x2(value, neighbour);
+  if (lane < 8 && lane % 2 == 0) {
+    (exchange_words + ((((first + lane) / 32 * 8 + column) * 4 + (first + lane) / 8 % 4) * 4 + (first + lane) % 8 / 2 + 646208))[0] = pair;
+  }
+}
+
+// Add the warps' sums of a column, in order: half of the warps on each half of the lanes.
+__device__ __forceinline__ void finish_rows_3(uint32_t strip, float* reductions, uint32_t column, uint32_t lane,
+    uint8_t* arena, uint32_t* exchange_words) {
+  uint32_t row = lane % 16;
+  uint32_t half = lane / 16;
+  float half_sum = 0.0f;
+  #pragma unroll
+  for (uint32_t other = 0; other < 4; ++other) {
+    uint32_t place = (half * 4 + other) * 16 + row;
+    half_sum = half_sum + reductions[place * 8 + column];
+  }
+  float value = shuffle_xor_f32(half_sum, 16);
+  float row_sum = half_sum + value;
+  float value_2 = row_sum * ((float*)(arena + SCALES))[column];
+  float other = shuffle_xor_f32(value_2, 8);
+  float gated = divide_f32(value_2, 1.0f + exp_f32(-value_2)) * other;
+  publish_rows_2(gated, strip * 8, lane, exchange_words, column);
+}
+
+__device__ __forceinline__ void reduce_3(uint32_t strip, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
+    uint32_t warp, uint32_t lane, uint32_t& finisher, uint32_t column_count, uint32_t* exchange_words) {
+  float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
+  lay_down(reductions, sums, warp, lane);
+  named_barrier(1, 256);
+  if (warp / 8 == finisher) {
+    uint32_t column = warp % 8;
+    if (column < column_count) {
+      finish_rows_3(strip, reductions, column, lane, arena, exchange_words);
+    }
+  }
+  turn = turn ^ 1;
+  finisher = finisher + 1;
+  if (finisher == 1) {
+    finisher = 0;
+  }
+}
+
 // norm, gate and up, SwiGLU
 __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint32_t layer, const bf16* norms, uint8_t* arena, uint32_t column_count, uint32_t* exchange_words, uint32_t lane,
@@ -1678,13 +1986,7 @@ __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uin
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 82 + (layer * 5 + 3));
   }
-  const uint8_t* lines = (const uint8_t*)(norms + (layer * 2 + 2) * 2048);
-  if (thread == 0) {
-    #pragma unroll 1
-    for (uint32_t offset = block * 128; offset < 4096; offset += 16896) {
-      prefetch_l2(lines + offset);
-    }
-  }
+  prefetch(norms + (layer * 2 + 2) * 2048, thread, block);
   uint32_t position = (block + 4) % 132;
   if (position < 1024) {
     uint4* vector = (uint4*)(arena + VECTOR);
@@ -1707,23 +2009,7 @@ __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uin
       }
       #pragma unroll
       for (uint32_t number = 0; number < 6; ++number) {
-        float low = bf16x2_low(units[number].x);
-        float high = bf16x2_high(units[number].x);
-        squares = squares + (low * low + high * high);
-        uint32_t weights_2 = weights[number].x;
-        float low_2 = bf16x2_low(units[number].y);
-        float high_2 = bf16x2_high(units[number].y);
-        squares = squares + (low_2 * low_2 + high_2 * high_2);
-        uint32_t weights_3 = weights[number].y;
-        float low_3 = bf16x2_low(units[number].z);
-        float high_3 = bf16x2_high(units[number].z);
-        squares = squares + (low_3 * low_3 + high_3 * high_3);
-        uint32_t weights_4 = weights[number].z;
-        float low_4 = bf16x2_low(units[number].w);
-        float high_4 = bf16x2_high(units[number].w);
-        squares = squares + (low_4 * low_4 + high_4 * high_4);
-        uint32_t weights_5 = weights[number].w;
-        vector[first_unit + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_2), high * bf16x2_high(weights_2)), pack_bf16x2(low_2 * bf16x2_low(weights_3), high_2 * bf16x2_high(weights_3)), pack_bf16x2(low_3 * bf16x2_low(weights_4), high_3 * bf16x2_high(weights_4)), pack_bf16x2(low_4 * bf16x2_low(weights_5), high_4 * bf16x2_high(weights_5)));
+        normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
       }
     }
     uint32_t first_unit_2 = thread + 1536;
@@ -1742,45 +2028,10 @@ __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uin
       }
       #pragma unroll
       for (uint32_t number = 0; number < 2; ++number) {
-        float low = bf16x2_low(units[number].x);
-        float high = bf16x2_high(units[number].x);
-        squares = squares + (low * low + high * high);
-        uint32_t weights_3 = weights_2[number].x;
-        float low_2 = bf16x2_low(units[number].y);
-        float high_2 = bf16x2_high(units[number].y);
-        squares = squares + (low_2 * low_2 + high_2 * high_2);
-        uint32_t weights_4 = weights_2[number].y;
-        float low_3 = bf16x2_low(units[number].z);
-        float high_3 = bf16x2_high(units[number].z);
-        squares = squares + (low_3 * low_3 + high_3 * high_3);
-        uint32_t weights_5 = weights_2[number].z;
-        float low_4 = bf16x2_low(units[number].w);
-        float high_4 = bf16x2_high(units[number].w);
-        squares = squares + (low_4 * low_4 + high_4 * high_4);
-        uint32_t weights_6 = weights_2[number].w;
-        vector[first_unit_2 + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_3), high * bf16x2_high(weights_3)), pack_bf16x2(low_2 * bf16x2_low(weights_4), high_2 * bf16x2_high(weights_4)), pack_bf16x2(low_3 * bf16x2_low(weights_5), high_3 * bf16x2_high(weights_5)), pack_bf16x2(low_4 * bf16x2_low(weights_6), high_4 * bf16x2_high(weights_6)));
+        normalise_unit(vector, first_unit_2 + number * 256, units[number], weights_2[number], squares);
       }
     }
-    float* partial_sums = (float*)(arena + PARTIAL_SUMS);
-    float* scales = (float*)(arena + SCALES);
-    float sum_of_token = squares;
-    float value = shuffle_xor_f32(sum_of_token, 2);
-    sum_of_token = sum_of_token + value;
-    float value_2 = shuffle_xor_f32(sum_of_token, 1);
-    sum_of_token = sum_of_token + value_2;
-    if (lane % 4 == 0 && lane < 32) {
-      partial_sums[warp * 8 + lane / 4] = sum_of_token;
-    }
-    named_barrier(1, 256);
-    if (thread < column_count) {
-      float total = 0.0f;
-      #pragma unroll
-      for (uint32_t other = 0; other < 8; ++other) {
-        uint32_t warp_2 = other + thread / 8;
-        total = total + partial_sums[warp_2 * 8 + thread % 8];
-      }
-      scales[thread] = rsqrt_f32(total * 0.00048828125f + 1e-05f);
-    }
+    write_scales(squares, arena, lane, warp, thread, column_count);
     #pragma unroll 1
     for (uint32_t strip = position; strip < 1024; strip += 132) {
       float sums[1][4] = {};
@@ -1788,67 +2039,14 @@ __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uin
       for (uint32_t chunk = 0; chunk < 4; ++chunk) {
         mbarrier_wait(full + use_stage, use_parity);
         uint8_t* chunk_2 = ring + use_stage * 16384;
-        uint4* vector_2 = (uint4*)(arena + VECTOR);
-        const uint4* fragments = (const uint4*)(chunk_2);
-        #pragma unroll
-        for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
-          uint32_t pair_2 = turn_2 * 8 + warp;
-          uint4 first = fragments[pair_2 * 64 + lane];
-          uint4 second = fragments[pair_2 * 64 + 32 + lane];
-          uint4* units = vector_2 + (chunk * 16 + pair_2) * 32;
-          uint4 values = units[lane % 32];
-          mma_bf16(sums[0], first, values.x, values.y);
-          mma_bf16(sums[0], second, values.z, values.w);
-          wait_for_u32(first.x ^ second.x);
-        }
+        multiply_chunk(chunk, chunk, sums, arena, chunk_2, warp, lane);
         warp_barrier();
         if (lane == 0) {
           mbarrier_arrive(empty + use_stage);
         }
-        use_stage = use_stage + 1;
-        if (use_stage == 11) {
-          use_stage = 0;
-          use_parity = use_parity ^ 1;
-        }
+        advance(use_stage, use_parity);
       }
-      float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
-      uint32_t row = warp * 16 + lane / 4;
-      uint32_t first = lane % 4 * 2;
-      uint32_t place = row * 8 + first;
-      reductions[place] = sums[0][0];
-      reductions[place + 64] = sums[0][2];
-      uint32_t place_2 = row * 8 + first + 1;
-      reductions[place_2] = sums[0][1];
-      reductions[place_2 + 64] = sums[0][3];
-      named_barrier(1, 256);
-      if (warp / 8 == finisher) {
-        uint32_t column = warp % 8;
-        if (column < column_count) {
-          uint32_t row_2 = lane % 16;
-          uint32_t half = lane / 16;
-          float half_sum = 0.0f;
-          #pragma unroll
-          for (uint32_t other = 0; other < 4; ++other) {
-            uint32_t place_3 = (half * 4 + other) * 16 + row_2;
-            half_sum = half_sum + reductions[place_3 * 8 + column];
-          }
-          float value_3 = shuffle_xor_f32(half_sum, 16);
-          float row_sum = half_sum + value_3;
-          float value_4 = row_sum * ((float*)(arena + SCALES))[column];
-          float other = shuffle_xor_f32(value_4, 8);
-          float gated = divide_f32(value_4, 1.0f + exp_f32(-value_4)) * other;
-          float neighbour = shuffle_xor_f32(gated, 1);
-          uint32_t pair_2 = pack_bf16x2(gated, neighbour);
-          if (lane < 8 && lane % 2 == 0) {
-            (exchange_words + ((((strip * 8 + lane) / 32 * 8 + column) * 4 + (strip * 8 + lane) / 8 % 4) * 4 + (strip * 8 + lane) % 8 / 2 + 646208))[0] = pair_2;
-          }
-        }
-      }
-      turn = turn ^ 1;
-      finisher = finisher + 1;
-      if (finisher == 1) {
-        finisher = 0;
-      }
+      reduce_3(strip, sums, arena, turn, warp, lane, finisher, column_count, exchange_words);
     }
   }
   // grid barrier
@@ -1859,6 +2057,137 @@ __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uin
     wait_at_least_u64(counter, arrivals_due);
   }
   named_barrier(1, 256);
+}
+
+// Bring a part of a vector into shared memory; ends with a barrier of the math warps.
+__device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, uint32_t column_count,
+    uint32_t* exchange_words) {
+  uint4* vector = (uint4*)(arena + VECTOR);
+  uint32_t first_unit = thread;
+  if (thread / 4 % 8 < column_count) {
+    uint4 units[8];
+    #pragma unroll
+    for (uint32_t number = 0; number < 8; ++number) {
+      uint4 words = ((const uint4*)(exchange_words + ((first_unit + number * 256) * 4 + 646208)))[0];
+      units[number] = words;
+    }
+    #pragma unroll
+    for (uint32_t number = 0; number < 8; ++number) {
+      vector[first_unit + number * 256] = units[number];
+    }
+  }
+  named_barrier(1, 256);
+}
+
+// Bring a part of a vector into shared memory; ends with a barrier of the math warps.
+__device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, uint32_t column_count,
+    uint32_t* exchange_words) {
+  uint4* vector = (uint4*)(arena + VECTOR);
+  uint32_t first_unit = thread;
+  if (thread / 4 % 8 < column_count) {
+    uint4 units[8];
+    #pragma unroll
+    for (uint32_t number = 0; number < 8; ++number) {
+      uint4 words = ((const uint4*)(exchange_words + ((first_unit + 2048 + number * 256) * 4 + 646208)))[0];
+      units[number] = words;
+    }
+    #pragma unroll
+    for (uint32_t number = 0; number < 8; ++number) {
+      vector[first_unit + number * 256] = units[number];
+    }
+  }
+  named_barrier(1, 256);
+}
+
+// Bring a part of a vector into shared memory; ends with a barrier of the math warps.
+__device__ __forceinline__ void load_vector_4(uint8_t* arena, uint32_t thread, uint32_t column_count,
+    uint32_t* exchange_words) {
+  uint4* vector = (uint4*)(arena + VECTOR);
+  uint32_t first_unit = thread;
+  if (thread / 4 % 8 < column_count) {
+    uint4 units[8];
+    #pragma unroll
+    for (uint32_t number = 0; number < 8; ++number) {
+      uint4 words = ((const uint4*)(exchange_words + ((first_unit + 4096 + number * 256) * 4 + 646208)))[0];
+      units[number] = words;
+    }
+    #pragma unroll
+    for (uint32_t number = 0; number < 8; ++number) {
+      vector[first_unit + number * 256] = units[number];
+    }
+  }
+  named_barrier(1, 256);
+}
+
+// Bring a part of a vector into shared memory; ends with a barrier of the math warps.
+__device__ __forceinline__ void load_vector_5(uint8_t* arena, uint32_t thread, uint32_t column_count,
+    uint32_t* exchange_words) {
+  uint4* vector = (uint4*)(arena + VECTOR);
+  uint32_t first_unit = thread;
+  if (thread / 4 % 8 < column_count) {
+    uint4 units[8];
+    #pragma unroll
+    for (uint32_t number = 0; number < 8; ++number) {
+      uint4 words = ((const uint4*)(exchange_words + ((first_unit + 6144 + number * 256) * 4 + 646208)))[0];
+      units[number] = words;
+    }
+    #pragma unroll
+    for (uint32_t number = 0; number < 8; ++number) {
+      vector[first_unit + number * 256] = units[number];
+    }
+  }
+  named_barrier(1, 256);
+}
+
+// Publish `count` values, one a lane from lane 0 on, as pairs of bf16 beginning at element `first` (even).
+__device__ __forceinline__ void publish_rows_3(float value, uint32_t first, uint32_t lane, uint32_t* exchange_words,
+    uint32_t column) {
+  float neighbour = shuffle_xor_f32(value, 1);
+  uint32_t pair = pack_bf16x2(value, neighbour);
+  if (lane < 16 && lane % 2 == 0) {
+    (exchange_words + ((((first + lane) / 32 * 8 + column) * 4 + (first + lane) / 8 % 4) * 4 + (first + lane) % 8 / 2 + 64))[0] = pair;
+  }
+}
+
+// Add the warps' sums of a column, in order: half of the warps on each half of the lanes.
+__device__ __forceinline__ void finish_rows_4(uint32_t strip, float* reductions, uint32_t column, uint32_t lane,
+    uint8_t* arena, uint32_t* exchange_words) {
+  uint32_t row = lane % 16;
+  uint32_t half = lane / 16;
+  float half_sum = 0.0f;
+  #pragma unroll
+  for (uint32_t other = 0; other < 4; ++other) {
+    uint32_t place = (half * 4 + other) * 16 + row;
+    half_sum = half_sum + reductions[place * 8 + column];
+  }
+  float value = shuffle_xor_f32(half_sum, 16);
+  float row_sum = half_sum + value;
+  float* residual = (float*)(arena + RESIDUAL);
+  float value_2 = row_sum;
+  if (lane < 16) {
+    uint32_t place = (strip / 132 * 16 + row) * 8 + column;
+    value_2 = value_2 + residual[place];
+    residual[place] = value_2;
+  }
+  publish_rows_3(value_2, strip * 16, lane, exchange_words, column);
+}
+
+__device__ __forceinline__ void reduce_4(uint32_t strip, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
+    uint32_t warp, uint32_t lane, uint32_t& finisher, uint32_t column_count, uint32_t* exchange_words) {
+  float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
+  lay_down(reductions, sums, warp, lane);
+  named_barrier(1, 256);
+  if (warp / 8 == finisher) {
+    uint32_t column = warp % 8;
+    if (column < column_count) {
+      finish_rows_4(strip, reductions, column, lane, arena, exchange_words);
+    }
+  }
+  turn = turn ^ 1;
+  finisher = finisher + 1;
+  if (finisher == 1) {
+    finisher = 0;
+  }
 }
 
 // projection onto the residual
@@ -1872,219 +2201,58 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
   uint32_t position = block % 132;
   if (position < 128) {
     float sums[1][4] = {};
-    uint4* vector = (uint4*)(arena + VECTOR);
-    uint32_t first_unit = thread;
-    if (thread / 4 % 8 < column_count) {
-      uint4 units[8];
-      #pragma unroll
-      for (uint32_t number = 0; number < 8; ++number) {
-        uint4 words = ((const uint4*)(exchange_words + ((first_unit + number * 256) * 4 + 646208)))[0];
-        units[number] = words;
-      }
-      #pragma unroll
-      for (uint32_t number = 0; number < 8; ++number) {
-        vector[first_unit + number * 256] = units[number];
-      }
-    }
-    named_barrier(1, 256);
+    load_vector_2(arena, thread, column_count, exchange_words);
     #pragma unroll 2
     for (uint32_t chunk = 0; chunk < 4; ++chunk) {
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 16384;
-      uint4* vector_2 = (uint4*)(arena + VECTOR);
-      const uint4* fragments = (const uint4*)(chunk_2);
-      #pragma unroll
-      for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
-        uint32_t pair = turn_2 * 8 + warp;
-        uint4 first = fragments[pair * 64 + lane];
-        uint4 second = fragments[pair * 64 + 32 + lane];
-        uint4* units = vector_2 + (chunk * 16 + pair) * 32;
-        uint4 values = units[lane % 32];
-        mma_bf16(sums[0], first, values.x, values.y);
-        mma_bf16(sums[0], second, values.z, values.w);
-        wait_for_u32(first.x ^ second.x);
-      }
+      multiply_chunk(chunk, chunk, sums, arena, chunk_2, warp, lane);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
       }
-      use_stage = use_stage + 1;
-      if (use_stage == 11) {
-        use_stage = 0;
-        use_parity = use_parity ^ 1;
-      }
+      advance(use_stage, use_parity);
     }
     named_barrier(1, 256);
-    uint4* vector_2 = (uint4*)(arena + VECTOR);
-    uint32_t first_unit_2 = thread;
-    if (thread / 4 % 8 < column_count) {
-      uint4 units[8];
-      #pragma unroll
-      for (uint32_t number = 0; number < 8; ++number) {
-        uint4 words = ((const uint4*)(exchange_words + ((first_unit_2 + 2048 + number * 256) * 4 + 646208)))[0];
-        units[number] = words;
-      }
-      #pragma unroll
-      for (uint32_t number = 0; number < 8; ++number) {
-        vector_2[first_unit_2 + number * 256] = units[number];
-      }
-    }
-    named_barrier(1, 256);
+    load_vector_3(arena, thread, column_count, exchange_words);
     #pragma unroll 2
     for (uint32_t chunk = 4; chunk < 8; ++chunk) {
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 16384;
-      uint4* vector_3 = (uint4*)(arena + VECTOR);
-      const uint4* fragments = (const uint4*)(chunk_2);
-      #pragma unroll
-      for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
-        uint32_t pair = turn_2 * 8 + warp;
-        uint4 first = fragments[pair * 64 + lane];
-        uint4 second = fragments[pair * 64 + 32 + lane];
-        uint4* units = vector_3 + ((chunk - 4) * 16 + pair) * 32;
-        uint4 values = units[lane % 32];
-        mma_bf16(sums[0], first, values.x, values.y);
-        mma_bf16(sums[0], second, values.z, values.w);
-        wait_for_u32(first.x ^ second.x);
-      }
+      multiply_chunk(chunk, chunk - 4, sums, arena, chunk_2, warp, lane);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
       }
-      use_stage = use_stage + 1;
-      if (use_stage == 11) {
-        use_stage = 0;
-        use_parity = use_parity ^ 1;
-      }
+      advance(use_stage, use_parity);
     }
     named_barrier(1, 256);
-    uint4* vector_3 = (uint4*)(arena + VECTOR);
-    uint32_t first_unit_3 = thread;
-    if (thread / 4 % 8 < column_count) {
-      uint4 units[8];
-      #pragma unroll
-      for (uint32_t number = 0; number < 8; ++number) {
-        uint4 words = ((const uint4*)(exchange_words + ((first_unit_3 + 4096 + number * 256) * 4 + 646208)))[0];
-        units[number] = words;
-      }
-      #pragma unroll
-      for (uint32_t number = 0; number < 8; ++number) {
-        vector_3[first_unit_3 + number * 256] = units[number];
-      }
-    }
-    named_barrier(1, 256);
+    load_vector_4(arena, thread, column_count, exchange_words);
     #pragma unroll 2
     for (uint32_t chunk = 8; chunk < 12; ++chunk) {
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 16384;
-      uint4* vector_4 = (uint4*)(arena + VECTOR);
-      const uint4* fragments = (const uint4*)(chunk_2);
-      #pragma unroll
-      for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
-        uint32_t pair = turn_2 * 8 + warp;
-        uint4 first = fragments[pair * 64 + lane];
-        uint4 second = fragments[pair * 64 + 32 + lane];
-        uint4* units = vector_4 + ((chunk - 8) * 16 + pair) * 32;
-        uint4 values = units[lane % 32];
-        mma_bf16(sums[0], first, values.x, values.y);
-        mma_bf16(sums[0], second, values.z, values.w);
-        wait_for_u32(first.x ^ second.x);
-      }
+      multiply_chunk(chunk, chunk - 8, sums, arena, chunk_2, warp, lane);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
       }
-      use_stage = use_stage + 1;
-      if (use_stage == 11) {
-        use_stage = 0;
-        use_parity = use_parity ^ 1;
-      }
+      advance(use_stage, use_parity);
     }
     named_barrier(1, 256);
-    uint4* vector_4 = (uint4*)(arena + VECTOR);
-    uint32_t first_unit_4 = thread;
-    if (thread / 4 % 8 < column_count) {
-      uint4 units[8];
-      #pragma unroll
-      for (uint32_t number = 0; number < 8; ++number) {
-        uint4 words = ((const uint4*)(exchange_words + ((first_unit_4 + 6144 + number * 256) * 4 + 646208)))[0];
-        units[number] = words;
-      }
-      #pragma unroll
-      for (uint32_t number = 0; number < 8; ++number) {
-        vector_4[first_unit_4 + number * 256] = units[number];
-      }
-    }
-    named_barrier(1, 256);
+    load_vector_5(arena, thread, column_count, exchange_words);
     #pragma unroll 2
     for (uint32_t chunk = 12; chunk < 16; ++chunk) {
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 16384;
-      uint4* vector_5 = (uint4*)(arena + VECTOR);
-      const uint4* fragments = (const uint4*)(chunk_2);
-      #pragma unroll
-      for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
-        uint32_t pair = turn_2 * 8 + warp;
-        uint4 first = fragments[pair * 64 + lane];
-        uint4 second = fragments[pair * 64 + 32 + lane];
-        uint4* units = vector_5 + ((chunk - 12) * 16 + pair) * 32;
-        uint4 values = units[lane % 32];
-        mma_bf16(sums[0], first, values.x, values.y);
-        mma_bf16(sums[0], second, values.z, values.w);
-        wait_for_u32(first.x ^ second.x);
-      }
+      multiply_chunk(chunk, chunk - 12, sums, arena, chunk_2, warp, lane);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
       }
-      use_stage = use_stage + 1;
-      if (use_stage == 11) {
-        use_stage = 0;
-        use_parity = use_parity ^ 1;
-      }
+      advance(use_stage, use_parity);
     }
-    float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
-    uint32_t row = warp * 16 + lane / 4;
-    uint32_t first = lane % 4 * 2;
-    uint32_t place = row * 8 + first;
-    reductions[place] = sums[0][0];
-    reductions[place + 64] = sums[0][2];
-    uint32_t place_2 = row * 8 + first + 1;
-    reductions[place_2] = sums[0][1];
-    reductions[place_2 + 64] = sums[0][3];
-    named_barrier(1, 256);
-    if (warp / 8 == finisher) {
-      uint32_t column = warp % 8;
-      if (column < column_count) {
-        uint32_t row_2 = lane % 16;
-        uint32_t half = lane / 16;
-        float half_sum = 0.0f;
-        #pragma unroll
-        for (uint32_t other = 0; other < 4; ++other) {
-          uint32_t place_3 = (half * 4 + other) * 16 + row_2;
-          half_sum = half_sum + reductions[place_3 * 8 + column];
-        }
-        float value = shuffle_xor_f32(half_sum, 16);
-        float row_sum = half_sum + value;
-        float* residual = (float*)(arena + RESIDUAL);
-        float value_2 = row_sum;
-        if (lane < 16) {
-          uint32_t place_3 = (position / 132 * 16 + row_2) * 8 + column;
-          value_2 = value_2 + residual[place_3];
-          residual[place_3] = value_2;
-        }
-        float neighbour = shuffle_xor_f32(value_2, 1);
-        uint32_t pair = pack_bf16x2(value_2, neighbour);
-        if (lane < 16 && lane % 2 == 0) {
-          (exchange_words + ((((position * 16 + lane) / 32 * 8 + column) * 4 + (position * 16 + lane) / 8 % 4) * 4 + (position * 16 + lane) % 8 / 2 + 64))[0] = pair;
-        }
-      }
-    }
-    turn = turn ^ 1;
-    finisher = finisher + 1;
-    if (finisher == 1) {
-      finisher = 0;
-    }
+    reduce_4(position, sums, arena, turn, warp, lane, finisher, column_count, exchange_words);
   }
   // grid barrier
   named_barrier(1, 256);
@@ -2096,8 +2264,94 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
   named_barrier(1, 256);
 }
 
+// -log(-log u), u = ((word >> 9) + 0.5) / 2^23: exact in f32, and never 0 or 1.
+__device__ __forceinline__ float gumbel(uint32_t token, uint32_t position, uint64_t seed) {
+  uint32_t c0 = token;
+  uint32_t c1 = position;
+  uint32_t c2 = 0;
+  uint32_t c3 = 0;
+  uint32_t k0 = (uint32_t)(seed);
+  uint32_t k1 = (uint32_t)(seed >> 32);
+  #pragma unroll
+  for (uint32_t i = 0; i < 10; ++i) {
+    uint32_t high0 = multiply_high_u32(3528531795u, c0);
+    uint32_t high1 = multiply_high_u32(3449720151u, c2);
+    uint32_t low0 = c0 * 3528531795u;
+    uint32_t low1 = c2 * 3449720151u;
+    c0 = high1 ^ c1 ^ k0;
+    c1 = low1;
+    c2 = high0 ^ c3 ^ k1;
+    c3 = low0;
+    k0 = k0 + 2654435769u;
+    k1 = k1 + 3144134277u;
+  }
+  uint32_t word = c0;
+  float uniform = ((float)(word >> 9) + 0.5f) * 1.1920929e-07f;
+  float noise = -log_f32(-log_f32(uniform));
+  return noise;
+}
+
+// Take a strip's logits in: one row a lane. A lane sees ascending ids, so `>` keeps the lowest on ties.
+__device__ __forceinline__ void consider(float logit, uint32_t strip, uint32_t row, uint8_t* arena, uint32_t column,
+    float& best, uint32_t& best_token) {
+  uint32_t token = strip * 16 + row;
+  float candidate = logit;
+  float temperature = bits_float(((uint32_t*)(arena + COLUMNS))[column * 8 + 3]);
+  if (temperature > 0.0f) {
+    uint64_t seed = ((uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 8 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 8 + 4]);
+    uint32_t position = ((uint32_t*)(arena + COLUMNS))[column * 8] + 1;
+    float value = gumbel(token, position, seed);
+    candidate = divide_f32(logit, temperature) + value;
+  }
+  if (token < 128256 && candidate > best) {
+    best = candidate;
+    best_token = token;
+  }
+}
+
+// Add the warps' sums of a column, in order: half of the warps on each half of the lanes.
+__device__ __forceinline__ void finish_rows_5(uint32_t strip, float* reductions, uint32_t column, uint32_t lane,
+    uint8_t* arena, float* logits, uint32_t step, float& best, uint32_t& best_token) {
+  uint32_t row = lane % 16;
+  uint32_t half = lane / 16;
+  float half_sum = 0.0f;
+  #pragma unroll
+  for (uint32_t other = 0; other < 4; ++other) {
+    uint32_t place = (half * 4 + other) * 16 + row;
+    half_sum = half_sum + reductions[place * 8 + column];
+  }
+  float value = shuffle_xor_f32(half_sum, 16);
+  float row_sum = half_sum + value;
+  float logit = row_sum * ((float*)(arena + SCALES))[column];
+  uint32_t token = strip * 16 + row;
+  if (logits != nullptr && lane < 16 && token < 128256) {
+    uint64_t row_2 = (uint64_t)(step * 8 + column);
+    logits[row_2 * 128256 + (uint64_t)(token)] = logit;
+  }
+  consider(logit, strip, row, arena, column, best, best_token);
+}
+
+__device__ __forceinline__ void reduce_5(uint32_t strip, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
+    uint32_t warp, uint32_t lane, uint32_t& finisher, uint32_t column_count, float* logits, uint32_t step, float& best,
+    uint32_t& best_token) {
+  float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
+  lay_down(reductions, sums, warp, lane);
+  named_barrier(1, 256);
+  if (warp / 8 == finisher) {
+    uint32_t column = warp % 8;
+    if (column < column_count) {
+      finish_rows_5(strip, reductions, column, lane, arena, logits, step, best, best_token);
+    }
+  }
+  turn = turn ^ 1;
+  finisher = finisher + 1;
+  if (finisher == 1) {
+    finisher = 0;
+  }
+}
+
 // final norm, logits, candidates
-__device__ __forceinline__ void head_2(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
+__device__ __forceinline__ void head(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint32_t head_from, float* logits, uint8_t* arena, const bf16* norms, uint32_t column_count,
     uint32_t* exchange_words, uint32_t lane, uint32_t warp, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
     uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher, float& best, uint32_t& best_token) {
@@ -2127,23 +2381,7 @@ __device__ __forceinline__ void head_2(uint32_t thread, uint32_t* progress, uint
         }
         #pragma unroll
         for (uint32_t number = 0; number < 6; ++number) {
-          float low = bf16x2_low(units[number].x);
-          float high = bf16x2_high(units[number].x);
-          squares = squares + (low * low + high * high);
-          uint32_t weights_2 = weights[number].x;
-          float low_2 = bf16x2_low(units[number].y);
-          float high_2 = bf16x2_high(units[number].y);
-          squares = squares + (low_2 * low_2 + high_2 * high_2);
-          uint32_t weights_3 = weights[number].y;
-          float low_3 = bf16x2_low(units[number].z);
-          float high_3 = bf16x2_high(units[number].z);
-          squares = squares + (low_3 * low_3 + high_3 * high_3);
-          uint32_t weights_4 = weights[number].z;
-          float low_4 = bf16x2_low(units[number].w);
-          float high_4 = bf16x2_high(units[number].w);
-          squares = squares + (low_4 * low_4 + high_4 * high_4);
-          uint32_t weights_5 = weights[number].w;
-          vector[first_unit + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_2), high * bf16x2_high(weights_2)), pack_bf16x2(low_2 * bf16x2_low(weights_3), high_2 * bf16x2_high(weights_3)), pack_bf16x2(low_3 * bf16x2_low(weights_4), high_3 * bf16x2_high(weights_4)), pack_bf16x2(low_4 * bf16x2_low(weights_5), high_4 * bf16x2_high(weights_5)));
+          normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
         }
       }
       uint32_t first_unit_2 = thread + 1536;
@@ -2162,45 +2400,10 @@ __device__ __forceinline__ void head_2(uint32_t thread, uint32_t* progress, uint
         }
         #pragma unroll
         for (uint32_t number = 0; number < 2; ++number) {
-          float low = bf16x2_low(units[number].x);
-          float high = bf16x2_high(units[number].x);
-          squares = squares + (low * low + high * high);
-          uint32_t weights_3 = weights_2[number].x;
-          float low_2 = bf16x2_low(units[number].y);
-          float high_2 = bf16x2_high(units[number].y);
-          squares = squares + (low_2 * low_2 + high_2 * high_2);
-          uint32_t weights_4 = weights_2[number].y;
-          float low_3 = bf16x2_low(units[number].z);
-          float high_3 = bf16x2_high(units[number].z);
-          squares = squares + (low_3 * low_3 + high_3 * high_3);
-          uint32_t weights_5 = weights_2[number].z;
-          float low_4 = bf16x2_low(units[number].w);
-          float high_4 = bf16x2_high(units[number].w);
-          squares = squares + (low_4 * low_4 + high_4 * high_4);
-          uint32_t weights_6 = weights_2[number].w;
-          vector[first_unit_2 + number * 256] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights_3), high * bf16x2_high(weights_3)), pack_bf16x2(low_2 * bf16x2_low(weights_4), high_2 * bf16x2_high(weights_4)), pack_bf16x2(low_3 * bf16x2_low(weights_5), high_3 * bf16x2_high(weights_5)), pack_bf16x2(low_4 * bf16x2_low(weights_6), high_4 * bf16x2_high(weights_6)));
+          normalise_unit(vector, first_unit_2 + number * 256, units[number], weights_2[number], squares);
         }
       }
-      float* partial_sums = (float*)(arena + PARTIAL_SUMS);
-      float* scales = (float*)(arena + SCALES);
-      float sum_of_token = squares;
-      float value = shuffle_xor_f32(sum_of_token, 2);
-      sum_of_token = sum_of_token + value;
-      float value_2 = shuffle_xor_f32(sum_of_token, 1);
-      sum_of_token = sum_of_token + value_2;
-      if (lane % 4 == 0 && lane < 32) {
-        partial_sums[warp * 8 + lane / 4] = sum_of_token;
-      }
-      named_barrier(1, 256);
-      if (thread < column_count) {
-        float total = 0.0f;
-        #pragma unroll
-        for (uint32_t other = 0; other < 8; ++other) {
-          uint32_t warp_2 = other + thread / 8;
-          total = total + partial_sums[warp_2 * 8 + thread % 8];
-        }
-        scales[thread] = rsqrt_f32(total * 0.00048828125f + 1e-05f);
-      }
+      write_scales(squares, arena, lane, warp, thread, column_count);
       #pragma unroll 1
       for (uint32_t strip = position; strip < 8016; strip += 132) {
         float sums[1][4] = {};
@@ -2208,112 +2411,20 @@ __device__ __forceinline__ void head_2(uint32_t thread, uint32_t* progress, uint
         for (uint32_t chunk = 0; chunk < 4; ++chunk) {
           mbarrier_wait(full + use_stage, use_parity);
           uint8_t* chunk_2 = ring + use_stage * 16384;
-          uint4* vector_2 = (uint4*)(arena + VECTOR);
-          const uint4* fragments = (const uint4*)(chunk_2);
-          #pragma unroll
-          for (uint32_t turn_2 = 0; turn_2 < 2; ++turn_2) {
-            uint32_t pair_2 = turn_2 * 8 + warp;
-            uint4 first = fragments[pair_2 * 64 + lane];
-            uint4 second = fragments[pair_2 * 64 + 32 + lane];
-            uint4* units = vector_2 + (chunk * 16 + pair_2) * 32;
-            uint4 values = units[lane % 32];
-            mma_bf16(sums[0], first, values.x, values.y);
-            mma_bf16(sums[0], second, values.z, values.w);
-            wait_for_u32(first.x ^ second.x);
-          }
+          multiply_chunk(chunk, chunk, sums, arena, chunk_2, warp, lane);
           warp_barrier();
           if (lane == 0) {
             mbarrier_arrive(empty + use_stage);
           }
-          use_stage = use_stage + 1;
-          if (use_stage == 11) {
-            use_stage = 0;
-            use_parity = use_parity ^ 1;
-          }
+          advance(use_stage, use_parity);
         }
-        float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
-        uint32_t row = warp * 16 + lane / 4;
-        uint32_t first = lane % 4 * 2;
-        uint32_t place = row * 8 + first;
-        reductions[place] = sums[0][0];
-        reductions[place + 64] = sums[0][2];
-        uint32_t place_2 = row * 8 + first + 1;
-        reductions[place_2] = sums[0][1];
-        reductions[place_2 + 64] = sums[0][3];
-        named_barrier(1, 256);
-        if (warp / 8 == finisher) {
-          uint32_t column = warp % 8;
-          if (column < column_count) {
-            uint32_t row_2 = lane % 16;
-            uint32_t half = lane / 16;
-            float half_sum = 0.0f;
-            #pragma unroll
-            for (uint32_t other = 0; other < 4; ++other) {
-              uint32_t place_3 = (half * 4 + other) * 16 + row_2;
-              half_sum = half_sum + reductions[place_3 * 8 + column];
-            }
-            float value_3 = shuffle_xor_f32(half_sum, 16);
-            float row_sum = half_sum + value_3;
-            float logit = row_sum * ((float*)(arena + SCALES))[column];
-            uint32_t token = strip * 16 + row_2;
-            if (logits != nullptr && lane < 16 && token < 128256) {
-              uint64_t row_3 = (uint64_t)(step * 8 + column);
-              logits[row_3 * 128256 + (uint64_t)(token)] = logit;
-            }
-            uint32_t token_2 = strip * 16 + row_2;
-            float candidate = logit;
-            float temperature = bits_float(((uint32_t*)(arena + COLUMNS))[column * 8 + 3]);
-            if (temperature > 0.0f) {
-              uint64_t seed = ((uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 8 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 8 + 4]);
-              uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[column * 8] + 1;
-              uint32_t c0 = token_2;
-              uint32_t c1 = position_2;
-              uint32_t c2 = 0;
-              uint32_t c3 = 0;
-              uint32_t k0 = (uint32_t)(seed);
-              uint32_t k1 = (uint32_t)(seed >> 32);
-              #pragma unroll
-              for (uint32_t i = 0; i < 10; ++i) {
-                uint32_t high0 = multiply_high_u32(3528531795u, c0);
-                uint32_t high1 = multiply_high_u32(3449720151u, c2);
-                uint32_t low0 = c0 * 3528531795u;
-                uint32_t low1 = c2 * 3449720151u;
-                c0 = high1 ^ c1 ^ k0;
-                c1 = low1;
-                c2 = high0 ^ c3 ^ k1;
-                c3 = low0;
-                k0 = k0 + 2654435769u;
-                k1 = k1 + 3144134277u;
-              }
-              uint32_t word = c0;
-              float uniform = ((float)(word >> 9) + 0.5f) * 1.1920929e-07f;
-              float noise = -log_f32(-log_f32(uniform));
-              candidate = divide_f32(logit, temperature) + noise;
-            }
-            if (token_2 < 128256 && candidate > best) {
-              best = candidate;
-              best_token = token_2;
-            }
-          }
-        }
-        turn = turn ^ 1;
-        finisher = finisher + 1;
-        if (finisher == 1) {
-          finisher = 0;
-        }
+        reduce_5(strip, sums, arena, turn, warp, lane, finisher, column_count, logits, step, best, best_token);
       }
     }
   }
 }
 
-__device__ __forceinline__ void sampling(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
-    uint8_t* arena, float& best, uint32_t& best_token, uint32_t lane, uint32_t warp, uint32_t* exchange_words,
-    uint64_t& arrivals_due, uint64_t* counter) {
-  if (thread == 0) {
-    store_relaxed_u32(progress + block, step * 82 + 81);
-  }
-  uint32_t first_word = step % 2 * 132 * 16;
-  uint32_t* words = (uint32_t*)(arena + WARP_CANDIDATES);
+__device__ __forceinline__ void best_of_warp(float& best, uint32_t& best_token) {
   #pragma unroll 1
   for (uint32_t level = 0; level < 5; ++level) {
     uint32_t mask = 16u >> level;
@@ -2324,37 +2435,83 @@ __device__ __forceinline__ void sampling(uint32_t thread, uint32_t* progress, ui
       best_token = other_token;
     }
   }
+}
+
+// Each warp's best of its columns, in shared memory: [slot, warp], which is [group, column].
+__device__ __forceinline__ void lay_down_warps(uint8_t* arena, float& best, uint32_t& best_token, uint32_t lane,
+    uint32_t warp) {
+  uint32_t* words = (uint32_t*)(arena + WARP_CANDIDATES);
+  best_of_warp(best, best_token);
   if (lane == 0) {
     uint32_t place = warp * 2;
     words[place] = float_bits(best);
     words[place + 1] = best_token;
   }
-  named_barrier(1, 256);
+}
+
+// The best of a column's `count` candidates in a region, on every lane of the warp.
+__device__ __forceinline__ void best_of(uint32_t column, uint8_t* arena, uint32_t lane, float& best_out,
+    uint32_t& best_token_out) {
   uint2* candidates = (uint2*)(arena + WARP_CANDIDATES);
-  float best_2 = -bits_float(0x7f800000);
-  uint32_t best_token_2 = 4294967295u;
+  float best = -bits_float(0x7f800000);
+  uint32_t best_token = 4294967295u;
   #pragma unroll 1
   for (uint32_t other = lane; other < 1; other += 32) {
-    uint2 candidate = candidates[other * 8 + warp];
-    if (bits_float(candidate.x) > best_2 || (bits_float(candidate.x) == best_2 && candidate.y < best_token_2)) {
-      best_2 = bits_float(candidate.x);
-      best_token_2 = candidate.y;
+    uint2 candidate = candidates[other * 8 + column];
+    if (bits_float(candidate.x) > best || (bits_float(candidate.x) == best && candidate.y < best_token)) {
+      best = bits_float(candidate.x);
+      best_token = candidate.y;
     }
   }
+  best_of_warp(best, best_token);
+  best_out = best;
+  best_token_out = best_token;
+}
+
+// All blocks' candidates into shared memory, as they lie in the exchange.
+__device__ __forceinline__ void gather(uint32_t first_unit, uint32_t epoch, uint8_t* arena, uint32_t thread,
+    uint32_t* exchange_words) {
+  uint4* units = (uint4*)(arena + CANDIDATES);
   #pragma unroll 1
-  for (uint32_t level = 0; level < 5; ++level) {
-    uint32_t mask = 16u >> level;
-    float other = shuffle_xor_f32(best_2, mask);
-    uint32_t other_token = shuffle_xor_u32(best_token_2, mask);
-    if (other > best_2 || (other == best_2 && other_token < best_token_2)) {
-      best_2 = other;
-      best_token_2 = other_token;
+  for (uint32_t other = thread; other < 528; other += 256) {
+    uint4 words = ((const uint4*)(exchange_words + ((first_unit + other) * 4 + 678976)))[0];
+    units[other] = words;
+  }
+}
+
+// The best of a column's `count` candidates in a region, on every lane of the warp.
+__device__ __forceinline__ void best_of_2(uint32_t column, uint8_t* arena, uint32_t lane, float& best_out,
+    uint32_t& best_token_out) {
+  uint2* candidates = (uint2*)(arena + CANDIDATES);
+  float best = -bits_float(0x7f800000);
+  uint32_t best_token = 4294967295u;
+  #pragma unroll 1
+  for (uint32_t other = lane; other < 132; other += 32) {
+    uint2 candidate = candidates[other * 8 + column];
+    if (bits_float(candidate.x) > best || (bits_float(candidate.x) == best && candidate.y < best_token)) {
+      best = bits_float(candidate.x);
+      best_token = candidate.y;
     }
   }
-  float best_3 = best_2;
-  uint32_t best_token_3 = best_token_2;
+  best_of_warp(best, best_token);
+  best_out = best;
+  best_token_out = best_token;
+}
+
+__device__ __forceinline__ void sampling(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
+    uint8_t* arena, float& best, uint32_t& best_token, uint32_t lane, uint32_t warp, uint32_t* exchange_words,
+    uint64_t& arrivals_due, uint64_t* counter, uint32_t step_epoch) {
+  if (thread == 0) {
+    store_relaxed_u32(progress + block, step * 82 + 81);
+  }
+  uint32_t first_word = step % 2 * 132 * 16;
+  lay_down_warps(arena, best, best_token, lane, warp);
+  named_barrier(1, 256);
+  float best_2;
+  uint32_t best_token_2;
+  best_of(warp, arena, lane, best_2, best_token_2);
   if (lane < 2) {
-    uint32_t word = lane % 2 == 0 ? float_bits(best_3) : best_token_3;
+    uint32_t word = lane % 2 == 0 ? float_bits(best_2) : best_token_2;
     uint32_t place = first_word + (block * 8 + warp) * 2 + lane;
     (exchange_words + (place + 678976))[0] = word;
   }
@@ -2366,41 +2523,76 @@ __device__ __forceinline__ void sampling(uint32_t thread, uint32_t* progress, ui
     wait_at_least_u64(counter, arrivals_due);
   }
   named_barrier(1, 256);
-  uint4* units = (uint4*)(arena + CANDIDATES);
-  #pragma unroll 1
-  for (uint32_t other = thread; other < 528; other += 256) {
-    uint4 words_2 = ((const uint4*)(exchange_words + ((first_word / 4 + other) * 4 + 678976)))[0];
-    units[other] = words_2;
-  }
+  gather(first_word / 4, step_epoch + 16, arena, thread, exchange_words);
   named_barrier(1, 256);
   uint32_t* chosen = (uint32_t*)(arena + CHOSEN);
-  uint2* candidates_2 = (uint2*)(arena + CANDIDATES);
-  float best_4 = -bits_float(0x7f800000);
-  uint32_t best_token_4 = 4294967295u;
-  #pragma unroll 1
-  for (uint32_t other = lane; other < 132; other += 32) {
-    uint2 candidate = candidates_2[other * 8 + warp];
-    if (bits_float(candidate.x) > best_4 || (bits_float(candidate.x) == best_4 && candidate.y < best_token_4)) {
-      best_4 = bits_float(candidate.x);
-      best_token_4 = candidate.y;
-    }
-  }
-  #pragma unroll 1
-  for (uint32_t level = 0; level < 5; ++level) {
-    uint32_t mask = 16u >> level;
-    float other = shuffle_xor_f32(best_4, mask);
-    uint32_t other_token = shuffle_xor_u32(best_token_4, mask);
-    if (other > best_4 || (other == best_4 && other_token < best_token_4)) {
-      best_4 = other;
-      best_token_4 = other_token;
-    }
-  }
-  float _ = best_4;
-  uint32_t best_token_5 = best_token_4;
+  float _;
+  uint32_t best_token_3;
+  best_of_2(warp, arena, lane, _, best_token_3);
   if (lane == 0) {
-    chosen[warp] = best_token_5;
+    chosen[warp] = best_token_3;
   }
   named_barrier(1, 256);
+}
+
+// One lane, one column: note what was sampled after its token, and the token that it has in the next step.
+__device__ __forceinline__ void take(uint32_t column, uint32_t& going_on, uint8_t* arena, const int32_t* sequences,
+    uint32_t block, int32_t* tokens, const int32_t* stop_ids, uint32_t* next_token) {
+  uint32_t sequence = ((uint32_t*)(arena + COLUMNS))[column * 8 + 6];
+  uint32_t number = ((uint32_t*)(arena + COLUMNS))[column * 8 + 1];
+  uint32_t total = ((uint32_t*)(arena + COLUMNS))[column * 8 + 2];
+  uint32_t value = load_constant_u32(sequences + (sequence * 16 + 2));
+  uint32_t given_2 = value;
+  uint32_t value_2 = load_constant_u32(sequences + (sequence * 16 + 1));
+  uint32_t per_step = value_2;
+  uint32_t sampled = ((uint32_t*)(arena + CHOSEN))[column];
+  uint32_t stopped = ((uint32_t*)(arena + COLUMNS))[column * 8 + 7];
+  if (number + 1 >= given_2 && number < total) {
+    if (block == 0) {
+      tokens[sequence * 513 + number + 1] = (int32_t)(sampled);
+    }
+    uint32_t value_3 = load_constant_u32(sequences + (sequence * 16 + 8));
+    uint32_t first_stop = value_3;
+    uint32_t value_4 = load_constant_u32(sequences + (sequence * 16 + 9));
+    #pragma unroll 1
+    for (uint32_t stop = 0; stop < value_4; ++stop) {
+      if ((uint32_t)(stop_ids[first_stop + stop]) == sampled) {
+        stopped = 1;
+      }
+    }
+  }
+  uint32_t following = number + per_step;
+  if (following >= total) {
+    stopped = 1;
+  }
+  ((uint32_t*)(arena + COLUMNS))[column * 8 + 7] = stopped;
+  if (stopped == 0) {
+    going_on = 1;
+  }
+  if (following >= given_2 && per_step == 1) {
+    next_token[column] = sampled < 128255 ? sampled : 128255;
+  } else {
+    uint32_t value_3 = given(sequence, following, sequences, tokens);
+    next_token[column] = value_3;
+  }
+}
+
+// In the math role: use up the block's chunks of a matrix that were fetched in vain.
+__device__ __forceinline__ void skip(uint32_t block, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
+    uint8_t* ring, uint32_t lane, uint64_t* empty) {
+  #pragma unroll 1
+  for (uint32_t i = (block + 4) % 132; i < 192; i += 132) {
+    #pragma unroll 1
+    for (uint32_t i_2 = 0; i_2 < 4; ++i_2) {
+      mbarrier_wait(full + use_stage, use_parity);
+      uint8_t* chunk = ring + use_stage * 16384;
+      warp_barrier();
+      if (lane == 0) {
+        mbarrier_arrive(empty + use_stage);
+      }
+      advance(use_stage, use_parity);
+    }
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* weights, const bf16* norms, const bf16* embedding, const float* rope, bf16* kv, const int32_t* page_table, const int32_t* kv_plans, const int32_t* tiles, const int32_t* sequences, const int32_t* columns, uint8_t* exchange, int32_t* tokens, const int32_t* stop_ids, float* logits, uint32_t* progress, int32_t* status, uint32_t steps, uint32_t head_from, uint32_t column_count, uint32_t plan_count, uint32_t epoch) {
@@ -2424,20 +2616,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
     mbarrier_init(step_done + 1, 1);
     mbarrier_fence_init();
   }
-  if (thread < column_count) {
-    uint32_t value = load_constant_u32(columns + thread * 4);
-    uint32_t sequence = value;
-    uint32_t value_2 = load_constant_u32(columns + (thread * 4 + 1));
-    uint32_t number = value_2;
-    uint32_t token = 0;
-    uint32_t value_3 = load_constant_u32(sequences + (sequence * 16 + 2));
-    if (number < value_3) {
-      uint32_t place = sequence * 513 + number;
-      token = (uint32_t)(tokens[place]) < 128255 ? (uint32_t)(tokens[place]) : 128255;
-    }
-    next_token[thread] = token;
-    ((uint32_t*)(arena + COLUMNS))[thread * 8 + 7] = 0;
-  }
+  take_first(thread, column_count, columns, sequences, tokens, next_token, arena);
   block_barrier();
   if (warp >= 8) {
     give_registers();
@@ -2463,32 +2642,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           // qkv
           uint32_t position = (block + 4) % 132;
           const uint8_t* matrix = weights + layer_offset;
-          #pragma unroll 1
-          for (uint32_t strip = position; strip < 192; strip += 132) {
-            uint32_t round = strip / 132;
-            uint64_t round_bytes = (uint64_t)(round) * 8650752;
-            uint32_t width = 132 - round * 72;
-            #pragma unroll 1
-            for (uint32_t chunk = 0; chunk < 4; ++chunk) {
-              const uint8_t* source = matrix + (round_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
-              mbarrier_wait(empty + fill_stage, fill_parity);
-              mbarrier_wait(full + landed_stage, landed_parity);
-              landed_stage = landed_stage + 1;
-              if (landed_stage == 11) {
-                landed_stage = 0;
-                landed_parity = landed_parity ^ 1;
-              }
-              uint64_t* barrier = full + fill_stage;
-              uint8_t* destination = ring + fill_stage * 16384;
-              mbarrier_arrive_expect_tx(barrier, 16384);
-              bulk_copy(destination, source, 16384, barrier);
-              fill_stage = fill_stage + 1;
-              if (fill_stage == 11) {
-                fill_stage = 0;
-                fill_parity = fill_parity ^ 1;
-              }
-            }
-          }
+          copy_chunks(matrix, position, empty, fill_stage, fill_parity, full, landed_stage, landed_parity, ring);
           // keys and values of earlier tokens
           if (layer == 0) {
             if (step > 0) {
@@ -2524,11 +2678,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
               }
               mbarrier_wait(empty + fill_stage, fill_parity);
               mbarrier_wait(full + landed_stage, landed_parity);
-              landed_stage = landed_stage + 1;
-              if (landed_stage == 11) {
-                landed_stage = 0;
-                landed_parity = landed_parity ^ 1;
-              }
+              advance(landed_stage, landed_parity);
               uint64_t* barrier = full + fill_stage;
               uint8_t* destination = ring + fill_stage * 16384;
               mbarrier_arrive_expect_tx(barrier, count * 256);
@@ -2543,72 +2693,19 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                   bulk_copy(keys_2 + 8192, key + 8192, run * 128, barrier);
                 }
               }
-              fill_stage = fill_stage + 1;
-              if (fill_stage == 11) {
-                fill_stage = 0;
-                fill_parity = fill_parity ^ 1;
-              }
+              advance(fill_stage, fill_parity);
             }
           }
           // o
           uint32_t position_2 = block % 132;
           uint64_t first_byte = layer_offset + 12582912;
           const uint8_t* matrix_2 = weights + first_byte;
-          #pragma unroll 1
-          for (uint32_t strip = position_2; strip < 128; strip += 132) {
-            uint32_t round = strip / 132;
-            uint64_t round_bytes = (uint64_t)(round) * 8650752;
-            #pragma unroll 1
-            for (uint32_t chunk = 0; chunk < 4; ++chunk) {
-              const uint8_t* source = matrix_2 + (round_bytes + (uint64_t)(128 * chunk * 16384 + position_2 * 16384));
-              mbarrier_wait(empty + fill_stage, fill_parity);
-              mbarrier_wait(full + landed_stage, landed_parity);
-              landed_stage = landed_stage + 1;
-              if (landed_stage == 11) {
-                landed_stage = 0;
-                landed_parity = landed_parity ^ 1;
-              }
-              uint64_t* barrier = full + fill_stage;
-              uint8_t* destination = ring + fill_stage * 16384;
-              mbarrier_arrive_expect_tx(barrier, 16384);
-              bulk_copy(destination, source, 16384, barrier);
-              fill_stage = fill_stage + 1;
-              if (fill_stage == 11) {
-                fill_stage = 0;
-                fill_parity = fill_parity ^ 1;
-              }
-            }
-          }
+          copy_chunks_2(matrix_2, position_2, empty, fill_stage, fill_parity, full, landed_stage, landed_parity, ring);
           // gate_up
           uint32_t position_3 = (block + 4) % 132;
           uint64_t first_byte_2 = layer_offset + 20971520;
           const uint8_t* matrix_3 = weights + first_byte_2;
-          #pragma unroll 1
-          for (uint32_t strip = position_3; strip < 1024; strip += 132) {
-            uint32_t round = strip / 132;
-            uint64_t round_bytes = (uint64_t)(round) * 8650752;
-            uint32_t width = 132 - round / 7 * 32;
-            #pragma unroll 1
-            for (uint32_t chunk = 0; chunk < 4; ++chunk) {
-              const uint8_t* source = matrix_3 + (round_bytes + (uint64_t)(width * chunk * 16384 + position_3 * 16384));
-              mbarrier_wait(empty + fill_stage, fill_parity);
-              mbarrier_wait(full + landed_stage, landed_parity);
-              landed_stage = landed_stage + 1;
-              if (landed_stage == 11) {
-                landed_stage = 0;
-                landed_parity = landed_parity ^ 1;
-              }
-              uint64_t* barrier = full + fill_stage;
-              uint8_t* destination = ring + fill_stage * 16384;
-              mbarrier_arrive_expect_tx(barrier, 16384);
-              bulk_copy(destination, source, 16384, barrier);
-              fill_stage = fill_stage + 1;
-              if (fill_stage == 11) {
-                fill_stage = 0;
-                fill_parity = fill_parity ^ 1;
-              }
-            }
-          }
+          copy_chunks_3(matrix_3, position_3, empty, fill_stage, fill_parity, full, landed_stage, landed_parity, ring);
           // down
           uint32_t position_4 = block % 132;
           uint64_t first_byte_3 = layer_offset + 88080384;
@@ -2617,63 +2714,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           for (uint32_t slice = 0; slice < 4; ++slice) {
             uint32_t first = slice * 4;
             uint32_t end = first + 4 < 16 ? first + 4 : 16;
-            #pragma unroll 1
-            for (uint32_t strip = position_4; strip < 128; strip += 132) {
-              uint32_t round = strip / 132;
-              uint64_t round_bytes = (uint64_t)(round) * 34603008;
-              #pragma unroll 1
-              for (uint32_t chunk = first; chunk < end; ++chunk) {
-                const uint8_t* source = matrix_4 + (round_bytes + (uint64_t)(128 * chunk * 16384 + position_4 * 16384));
-                mbarrier_wait(empty + fill_stage, fill_parity);
-                mbarrier_wait(full + landed_stage, landed_parity);
-                landed_stage = landed_stage + 1;
-                if (landed_stage == 11) {
-                  landed_stage = 0;
-                  landed_parity = landed_parity ^ 1;
-                }
-                uint64_t* barrier = full + fill_stage;
-                uint8_t* destination = ring + fill_stage * 16384;
-                mbarrier_arrive_expect_tx(barrier, 16384);
-                bulk_copy(destination, source, 16384, barrier);
-                fill_stage = fill_stage + 1;
-                if (fill_stage == 11) {
-                  fill_stage = 0;
-                  fill_parity = fill_parity ^ 1;
-                }
-              }
-            }
+            copy_chunks_4(matrix_4, position_4, first, end, empty, fill_stage, fill_parity, full, landed_stage,
+                landed_parity, ring);
           }
         }
         // head
         if (step >= head_from || logits != nullptr) {
           uint32_t position = (block + 4) % 132;
           const uint8_t* matrix = weights + 1946157056;
-          #pragma unroll 1
-          for (uint32_t strip = position; strip < 8016; strip += 132) {
-            uint32_t round = strip / 132;
-            uint64_t round_bytes = (uint64_t)(round) * 8650752;
-            uint32_t width = 132 - round / 60 * 36;
-            #pragma unroll 1
-            for (uint32_t chunk = 0; chunk < 4; ++chunk) {
-              const uint8_t* source = matrix + (round_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
-              mbarrier_wait(empty + fill_stage, fill_parity);
-              mbarrier_wait(full + landed_stage, landed_parity);
-              landed_stage = landed_stage + 1;
-              if (landed_stage == 11) {
-                landed_stage = 0;
-                landed_parity = landed_parity ^ 1;
-              }
-              uint64_t* barrier = full + fill_stage;
-              uint8_t* destination = ring + fill_stage * 16384;
-              mbarrier_arrive_expect_tx(barrier, 16384);
-              bulk_copy(destination, source, 16384, barrier);
-              fill_stage = fill_stage + 1;
-              if (fill_stage == 11) {
-                fill_stage = 0;
-                fill_parity = fill_parity ^ 1;
-              }
-            }
-          }
+          copy_chunks_5(matrix, position, empty, fill_stage, fill_parity, full, landed_stage, landed_parity, ring);
         }
         // sampling
       }
@@ -2706,98 +2755,21 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       }
       bool has_new_plan = is_new;
       uint32_t step_epoch = epoch + step * 17;
-      uint32_t* state = (uint32_t*)(arena + COLUMNS);
-      if (thread < column_count) {
-        uint32_t value = load_constant_u32(columns + thread * 4);
-        uint32_t sequence = value;
-        uint32_t value_2 = load_constant_u32(sequences + (sequence * 16 + 1));
-        uint32_t value_3 = load_constant_u32(columns + (thread * 4 + 1));
-        uint32_t number = step * value_2 + value_3;
-        uint32_t* words = state + thread * 8;
-        uint32_t value_4 = load_constant_u32(sequences + sequence * 16);
-        uint32_t position = value_4 + number < 8191 ? value_4 + number : 8191;
-        words[0] = position;
-        words[1] = number;
-        uint32_t value_5 = load_constant_u32(sequences + (sequence * 16 + 3));
-        words[2] = value_5;
-        uint32_t value_6 = load_constant_u32(sequences + (sequence * 16 + 5));
-        words[3] = value_6;
-        uint32_t value_7 = load_constant_u32(sequences + (sequence * 16 + 6));
-        words[4] = value_7;
-        uint32_t value_8 = load_constant_u32(sequences + (sequence * 16 + 7));
-        words[5] = value_8;
-        words[6] = sequence;
-      }
+      begin_step(step, arena, thread, column_count, columns, sequences);
       if (has_new_plan) {
-        uint4* kept = (uint4*)(arena + RECORDS);
-        uint4 header = load_constant_u32x4(kv_plans + plan_index * 6208);
-        if (thread < 4) {
-          uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 6208 + (block + 64)));
-          uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 6208 + (block + 1 + 64)));
-          if (thread == 0) {
-            kept[0] = make_u32x4(first_item, last_item, header.z * header.w, header.w);
-          }
-          if (first_item + thread < last_item) {
-            const int32_t* record = kv_plans + (plan_index * 6208 + ((first_item + thread) * 8 + 256));
-            uint4 what = load_constant_u32x4(record);
-            (kept + (1 + thread * 4))[0] = what;
-            uint4 value = load_constant_u32x4(record + 4);
-            (kept + (1 + thread * 4))[1] = value;
-            const int32_t* record_2 = tiles + what.y * 8;
-            uint4 value_2 = load_constant_u32x4(record_2);
-            (kept + (1 + thread * 4) + 2)[0] = value_2;
-            uint4 value_3 = load_constant_u32x4(record_2 + 4);
-            (kept + (1 + thread * 4) + 2)[1] = value_3;
-          }
-        }
-        if (warp % 4 == 0 && warp / 4 * 132 + block < header.z * header.w) {
-          uint4* place = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
-          uint32_t number = load_constant_u32(kv_plans + (plan_index * 6208 + ((warp / 4 * 132 + block) / header.w * 2 + 3584)));
-          uint32_t head = load_constant_u32(kv_plans + (plan_index * 6208 + ((warp / 4 * 132 + block) / header.w * 2 + 1 + 3584)));
-          uint32_t begin = load_constant_u32(kv_plans + (plan_index * 6208 + ((warp / 4 * 132 + block) / header.w + 3392)));
-          uint32_t end = load_constant_u32(kv_plans + (plan_index * 6208 + ((warp / 4 * 132 + block) / header.w + 1 + 3392)));
-          if (lane == 0) {
-            place[0] = make_u32x4(head, (warp / 4 * 132 + block) % header.w, begin, end);
-            const int32_t* record = tiles + number * 8;
-            uint4 value = load_constant_u32x4(record);
-            (place + 1)[0] = value;
-            uint4 value_2 = load_constant_u32x4(record + 4);
-            (place + 1)[1] = value_2;
-          }
-          uint32_t* sources = (uint32_t*)(place + 3);
-          if (lane < (end - begin < 20 ? end - begin : 20)) {
-            uint32_t value = load_constant_u32(kv_plans + (plan_index * 6208 + (begin + lane + 3840)));
-            sources[lane] = value;
-          }
-        }
+        keep(arena, kv_plans, plan_index, thread, block, tiles, warp, lane);
       }
       named_barrier(1, 256);
-      float* angles = (float*)(arena + ROPE);
-      #pragma unroll 1
-      for (uint32_t number = thread; number < column_count * 64; number += 256) {
-        uint32_t position = ((uint32_t*)(arena + COLUMNS))[number / 64 * 8];
-        angles[number] = rope[(uint64_t)(position) * 64 + (uint64_t)(number % 64)];
-      }
-      float* residual = (float*)(arena + RESIDUAL);
-      #pragma unroll 1
-      for (uint32_t place = thread; place < 128; place += 256) {
-        uint32_t own_row = place / 8;
-        uint32_t strip = own_row / 16 * 132 + block % 132;
-        uint32_t row = strip * 16 + own_row % 16;
-        if (row < 2048 && place % 8 < column_count) {
-          residual[place] = bf16_to_f32((embedding + (uint64_t)(next_token[place % 8]) * 2048)[row]);
-        } else {
-          residual[place] = 0.0f;
-        }
-      }
+      load_angles(arena, thread, column_count, rope);
+      start_residual(arena, thread, block, column_count, embedding, next_token);
       named_barrier(1, 256);
       for (uint32_t layer = 0; layer < 16; ++layer) {
         uint32_t layer_epoch = step_epoch + layer;
         qkv(thread, progress, block, step, layer, norms, arena, column_count, embedding, next_token, lane, warp,
             exchange_words, full, use_stage, use_parity, ring, empty, turn, finisher, page_table, kv, arrivals_due,
             counter);
-        attention(thread, progress, block, step, layer, arena, kv_plans, plan_index, tiles, exchange_words, lane, warp,
-            use_stage, full, use_parity, ring, empty, arrivals_due, counter);
+        attention(thread, progress, block, step, layer, arena, kv_plans, plan_index, tiles, layer_epoch, exchange_words,
+            lane, warp, use_stage, full, use_parity, ring, empty, arrivals_due, counter);
         o(thread, progress, block, step, layer, arena, column_count, exchange_words, full, use_stage, use_parity, ring,
             warp, lane, empty, turn, finisher, arrivals_due, counter);
         gate_up(thread, progress, block, step, layer, norms, arena, column_count, exchange_words, lane, warp, full,
@@ -2807,57 +2779,16 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       }
       float best = -bits_float(0x7f800000);
       uint32_t best_token = 4294967295u;
-      head_2(thread, progress, block, step, head_from, logits, arena, norms, column_count, exchange_words, lane, warp,
+      head(thread, progress, block, step, head_from, logits, arena, norms, column_count, exchange_words, lane, warp,
           full, use_stage, use_parity, ring, empty, turn, finisher, best, best_token);
       sampling(thread, progress, block, step, arena, best, best_token, lane, warp, exchange_words, arrivals_due,
-          counter);
+          counter, step_epoch);
       // the next tokens, and whether the launch ends
       if (warp == 0) {
         uint32_t going_on = 0;
         #pragma unroll 1
         for (uint32_t column = lane; column < column_count; column += 32) {
-          uint32_t sequence = ((uint32_t*)(arena + COLUMNS))[column * 8 + 6];
-          uint32_t number = ((uint32_t*)(arena + COLUMNS))[column * 8 + 1];
-          uint32_t total = ((uint32_t*)(arena + COLUMNS))[column * 8 + 2];
-          uint32_t value = load_constant_u32(sequences + (sequence * 16 + 2));
-          uint32_t given = value;
-          uint32_t value_2 = load_constant_u32(sequences + (sequence * 16 + 1));
-          uint32_t per_step = value_2;
-          uint32_t sampled = ((uint32_t*)(arena + CHOSEN))[column];
-          uint32_t stopped = ((uint32_t*)(arena + COLUMNS))[column * 8 + 7];
-          if (number + 1 >= given && number < total) {
-            if (block == 0) {
-              tokens[sequence * 513 + number + 1] = (int32_t)(sampled);
-            }
-            uint32_t value_3 = load_constant_u32(sequences + (sequence * 16 + 8));
-            uint32_t first_stop = value_3;
-            uint32_t value_4 = load_constant_u32(sequences + (sequence * 16 + 9));
-            #pragma unroll 1
-            for (uint32_t stop = 0; stop < value_4; ++stop) {
-              if ((uint32_t)(stop_ids[first_stop + stop]) == sampled) {
-                stopped = 1;
-              }
-            }
-          }
-          uint32_t following_2 = number + per_step;
-          if (following_2 >= total) {
-            stopped = 1;
-          }
-          ((uint32_t*)(arena + COLUMNS))[column * 8 + 7] = stopped;
-          if (stopped == 0) {
-            going_on = 1;
-          }
-          if (following_2 >= given && per_step == 1) {
-            next_token[column] = sampled < 128255 ? sampled : 128255;
-          } else {
-            uint32_t token = 0;
-            uint32_t value_3 = load_constant_u32(sequences + (sequence * 16 + 2));
-            if (following_2 < value_3) {
-              uint32_t place = sequence * 513 + following_2;
-              token = (uint32_t)(tokens[place]) < 128255 ? (uint32_t)(tokens[place]) : 128255;
-            }
-            next_token[column] = token;
-          }
+          take(column, going_on, arena, sequences, block, tokens, stop_ids, next_token);
         }
         #pragma unroll 1
         for (uint32_t level = 0; level < 5; ++level) {
@@ -2879,23 +2810,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       if (next_token[8] != 0) {
         // the copy lane has fetched what it does not need the tokens for: use it up
         if (step + 1 < steps) {
-          #pragma unroll 1
-          for (uint32_t i = (block + 4) % 132; i < 192; i += 132) {
-            #pragma unroll 1
-            for (uint32_t i_2 = 0; i_2 < 4; ++i_2) {
-              mbarrier_wait(full + use_stage, use_parity);
-              uint8_t* chunk = ring + use_stage * 16384;
-              warp_barrier();
-              if (lane == 0) {
-                mbarrier_arrive(empty + use_stage);
-              }
-              use_stage = use_stage + 1;
-              if (use_stage == 11) {
-                use_stage = 0;
-                use_parity = use_parity ^ 1;
-              }
-            }
-          }
+          skip(block, full, use_stage, use_parity, ring, lane, empty);
         }
         break;
       }

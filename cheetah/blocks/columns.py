@@ -80,7 +80,7 @@ class Columns:
         """A field of a sequence's record (u32)."""
         return prim.load_constant_u32(self.sequences + (sequence * SEQUENCE_WORDS + word(SequenceRecord, name)))
 
-    @ch.inline
+    @ch.function
     def begin_step(self, step: ch.Expr) -> None:
         """Write down every column's place in this step. A barrier of the math warps must follow."""
         machine = self.machine

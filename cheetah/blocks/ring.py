@@ -35,10 +35,16 @@ class Cursor:
         self.stage, self.parity, self.stages = stage, parity, stages
 
     def advance(self) -> None:
-        self.stage += 1
-        with ch.if_(self.stage == self.stages):
-            self.stage.set(0)
-            self.parity ^= 1
+        _advance(self.stage, self.parity, self.stages)
+
+
+@ch.function
+def _advance(stage: Any, parity: Any, stages: int) -> None:
+    """The next stage of the ring; behind the last comes the first, in the next pass."""
+    stage += 1
+    with ch.if_(stage == stages):
+        stage.set(0)
+        parity ^= 1
 
 
 class Stage:

@@ -50,7 +50,7 @@ def philox_word(counter: ch.Expr, position: ch.Expr, seed: ch.Expr) -> Any:
     return c0
 
 
-@ch.inline
+@ch.function
 def gumbel(token: ch.Expr, position: ch.Expr, seed: ch.Expr) -> Any:
     """-log(-log u), u = ((word >> 9) + 0.5) / 2^23: exact in f32, and never 0 or 1."""
     word = philox_word(token, position, seed)
@@ -84,7 +84,7 @@ class Sampler:
             self.best.append(best)
             self.best_token.append(best_token)
 
-    @ch.inline
+    @ch.function
     def consider(self, rows: Rows, logit: ch.Expr) -> None:
         """Take a strip's logits in: one row a lane. A lane sees ascending ids, so `>` keeps the lowest on ties."""
         columns = self.columns
@@ -147,7 +147,7 @@ class Sampler:
             with nullcontext() if first + warps <= limit else ch.if_(column < limit):
                 yield column
 
-    @ch.inline
+    @ch.function
     def _lay_down_warps(self) -> None:
         """Each warp's best of its columns, in shared memory: [slot, warp], which is [group, column]."""
         machine = self.machine
@@ -159,7 +159,7 @@ class Sampler:
                 words[place] = prim.float_bits(self.best[slot])
                 words[place + 1] = self.best_token[slot]
 
-    @ch.inline
+    @ch.function
     def _gather(self, first_unit: ch.Expr, epoch: ch.Expr) -> None:
         """All blocks' candidates into shared memory, as they lie in the exchange."""
         machine = self.machine
@@ -168,7 +168,7 @@ class Sampler:
         with ch.for_(machine.thread, count, machine.math_threads, unroll=1) as other:
             units[other] = self.exchange.read4_acquire("candidates", first_unit + other, epoch)
 
-    @ch.inline
+    @ch.function
     def _best_of(self, region: str, column: ch.Expr, stride: int, count: int) -> tuple[Any, Any]:
         """The best of a column's `count` candidates in a region, on every lane of the warp."""
         machine = self.machine
@@ -181,7 +181,7 @@ class Sampler:
         self._best_of_warp(best, best_token)
         return best, best_token
 
-    @ch.inline
+    @ch.function
     def _best_of_warp(self, best: Any, best_token: Any) -> None:
         with ch.for_(5, unroll=1) as level:
             mask = ty.u32(16) >> level

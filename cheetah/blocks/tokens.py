@@ -51,7 +51,7 @@ class Tokens:
         prim.mbarrier_init(self.step_done, 1)
         prim.mbarrier_init(self.step_taken, 1)
 
-    @ch.inline
+    @ch.function
     def take_first(self) -> None:
         """The first token of every column. A block barrier must follow."""
         machine = self.machine
@@ -108,7 +108,7 @@ class Tokens:
                 use_up()
             ch.break_()
 
-    @ch.inline
+    @ch.function
     def _take(self, column: ch.Expr, going_on: Any) -> None:
         """One lane, one column: note what was sampled after its token, and the token that it has in the next step."""
         machine, launch, columns = self.machine, self.launch, self.columns
@@ -138,7 +138,7 @@ class Tokens:
         with ch.else_():
             self.next_token[column] = self._given(sequence, following)
 
-    @ch.inline
+    @ch.function
     def _given(self, sequence: ch.Expr, number: ch.Expr) -> Any:
         """An input of a sequence, or 0 where it has none left."""
         launch = self.launch

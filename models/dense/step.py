@@ -174,7 +174,7 @@ class StepParts:
             self.start_residual()
             machine.meet()
 
-    @ch.inline
+    @ch.function
     def load_angles(self) -> None:
         """cos and sin of every column's position."""
         machine, head_dim = self.machine, self.shape.head_dim
@@ -183,7 +183,7 @@ class StepParts:
             position = self.columns.state(number // head_dim, POSITION)
             angles[number] = self.launch.rope[ty.u64(position) * head_dim + ty.u64(number % head_dim)]
 
-    @ch.inline
+    @ch.function
     def start_residual(self) -> None:
         """The rows of the tokens' embeddings that this block owns, in f32."""
         machine, matrix, tokens = self.machine, self.matrices.o, self.columns.limit

@@ -427,17 +427,17 @@ BUGS = (
     ),
     Bug("step ended without release", ("race",), ((r"publish_flagged_release\(", "publish_flagged("),)),
     Bug("step ended without acquire", ("race",), ((r"wait_flagged4_acquire\(", "wait_flagged4("),)),
-    Bug("queries used before they are there", BOTH, without(MEET, after=r"\s*uint32_t key_group")),
+    Bug("queries used before they are there", BOTH, without(MEET, before=r"load_newest_unit\([^;]*;\s*\}\s*\}\s*")),
     Bug(
         "states folded before they are there",
         ("reference", "race"),
-        without(MEET, after=r"\s*uint32_t rows = [^;]*;\s*#pragma unroll 1\s*for \(uint32_t output"),
+        without(MEET, after=r"\s*fold_slices\("),
     ),
-    Bug("states overwritten while folded", BOTH, without(MEET, after=r"\s*\}\s*// merge of partial")),
+    Bug("states overwritten while folded", BOTH, without(MEET, before=r"\sfold_slices\([^;{]*;\s*")),
     Bug(
         "a team's states folded before they are there",
         ("reference",),
-        without(r"named_barrier\(warp / 4 \+ 2, 128\);", before=r"float_bits\(weight_sum\), 0, 0\);\s*\}\s*"),
+        without(r"named_barrier\(warp / 4 \+ 2, 128\);", before=r"\slay_down_folded\([^;{]*;\s*"),
         setup=MANY,
     ),
     Bug(
@@ -452,7 +452,7 @@ BUGS = (
     Bug(
         "stale values multiplied by zero",
         ("reference",),
-        ((r"(tile_key_\d+ = )([^;?]*) < count - row_2 - 1 \? [^;]*;", r"\1\2;"),),
+        ((r"(tile_key(?:_\d+)? = )([^;?]*) < valid - 1 \? [^;]*;", r"\1\2;"),),
     ),
     # -- blocks that have little to do
     Bug(

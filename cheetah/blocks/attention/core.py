@@ -126,7 +126,7 @@ class Attention:
             newest_begin = ch.maximum(item.begin, item.tile.cached)
             newest_end = ch.minimum(item.end, item.tile.cached + item.tile.new)
             newest = ch.select(newest_begin < newest_end, newest_end - newest_begin, ty.u32(0))
-            self._load(item, newest_begin, newest, epoch)
+            self._load_item(item, newest_begin, newest, epoch)
             self.timeline.stamp_first("ready")
             self.ring.uses(CACHED_KEYS)
             if self.sizes.max_rows <= COLUMNS:
@@ -137,7 +137,7 @@ class Attention:
                 with ch.else_():
                     self._attend_item(item, 2, cached_end, newest_begin, newest, epoch)
 
-    @ch.inline
+    @ch.function
     def _attend_item(
         self, item: Item, width: int, cached_end: ch.Expr, newest_begin: ch.Expr, newest: ch.Expr, epoch: ch.Expr
     ) -> None:
@@ -179,8 +179,8 @@ class Attention:
 
     # -- queries, and the newest keys and values --------------------------------------------------------------------
 
-    @ch.inline
-    def _load(self, item: Item, newest_begin: ch.Expr, newest: ch.Expr, epoch: ch.Expr) -> None:
+    @ch.function
+    def _load_item(self, item: Item, newest_begin: ch.Expr, newest: ch.Expr, epoch: ch.Expr) -> None:
         """Bring the item's queries to shared memory, and those newest keys and values that it has."""
         if self.port.heads is not None:
             self._load_raw(self.port.heads, item, newest_begin, newest, epoch)
@@ -279,7 +279,7 @@ class Attention:
             queries[row * sizes.head_units + unit] = new_near
             queries[row * sizes.head_units + unit + half] = new_far
 
-    @ch.inline
+    @ch.function
     def _load_newest_unit(
         self, item: Item, newest_begin: ch.Expr, number: ch.Expr, newest_units: ch.Expr, epoch: ch.Expr
     ) -> None:
@@ -387,7 +387,7 @@ class Attention:
 
     # -- keys and values ----------------------------------------------------------------------------------------------
 
-    @ch.inline
+    @ch.function
     def _attend_keys(
         self,
         begin: ch.Expr,
@@ -440,7 +440,7 @@ class Attention:
                 self.timeline.stamp_here("last_chunk")
         self.ring.skip((cached + (sizes.stage_tokens - 1)) // sizes.stage_tokens)
 
-    @ch.inline
+    @ch.function
     def _arrivals(self, share: Share, first_tile: ch.Expr, last_tile: ch.Expr) -> Any:
         """For how many warps this one gives back a stage with these tiles: those with a tile in it share out all."""
         warps = self.sizes.warps
@@ -454,7 +454,7 @@ class Attention:
 
     # -- folding the warps' states ------------------------------------------------------------------------------------
 
-    @ch.inline
+    @ch.function
     def _fold(self, item: Item, share: Share, states: Sequence[WarpState], epoch: ch.Expr) -> None:
         """Fold the key groups' states, in ascending order, as many dims at a time as there is room for, and publish the
         result."""
@@ -480,7 +480,7 @@ class Attention:
         slice_bytes = self.sizes.warps * self.columns * SLICE_DIMS * 4
         return min(self.machine.shared.region("attention").nbytes // slice_bytes, self.sizes.slices)
 
-    @ch.inline
+    @ch.function
     def _lay_down_statistics(self, state: WarpState) -> None:
         """Highest logit and weight sum of this warp, per column: statistics[warp][column]."""
         machine = self.machine
@@ -495,7 +495,7 @@ class Attention:
                 words[place] = state.highest[column]
                 words[place + 1] = total
 
-    @ch.inline
+    @ch.function
     def _lay_down(self, slices: range, state: WarpState) -> None:
         """This warp's unnormalised output of some slices: attention[warp][column][slice][number]."""
         machine = self.machine
@@ -512,7 +512,7 @@ class Attention:
                         ]
                         place[half] = prim.make_u32x4(*(prim.float_bits(value) for value in tiles))
 
-    @ch.inline
+    @ch.function
     def _fold_slices(self, slices: range, item: Item, share: Share, number: int, epoch: ch.Expr) -> None:
         """Column tile `number` of every group: its column c was laid down by the warps column_group, column_group +
         column_groups, ..., as their column c."""
@@ -542,7 +542,7 @@ class Attention:
         with ch.else_():
             self._publish_partial(item.partial + row, dim_pair, low, high, lse, epoch)
 
-    @ch.inline
+    @ch.function
     def _fold_states(self, first: ch.Expr, stride: Any, pair: ch.Expr, pairs: int) -> tuple[Any, Any, Any]:
         """Fold the states of rows `first`, `first + stride`, ... of the laid down ones: (low, high, lse)."""
         machine, sizes = self.machine, self.sizes
@@ -574,7 +574,7 @@ class Attention:
         lse = ch.select(weight_sum == 0.0, -math.inf, highest * LN_2 + prim.log_f32(weight_sum))
         return low * inverse, high * inverse, lse
 
-    @ch.inline
+    @ch.function
     def _publish_partial(
         self, row: ch.Expr, dim_pair: ch.Expr, low: ch.Expr, high: ch.Expr, lse: ch.Expr, epoch: ch.Expr
     ) -> None:

@@ -99,7 +99,7 @@ class Merger:
         """Where (u32x4*) a warp's folded state lies while its team meets: a unit of every lane, then what all share."""
         return self.machine.region("attention", ty.u32x4) + warp * FOLDED_UNITS
 
-    @ch.inline
+    @ch.function
     def _lay_down_folded(self, folded: Folded) -> None:
         place = self._folded_place(self.machine.warp)
         place[self.machine.lane] = prim.make_u32x4(*(prim.float_bits(folded.sums[word]) for word in range(4)))
@@ -108,7 +108,7 @@ class Merger:
                 words = prim.float_bits(folded.highest), prim.float_bits(folded.weight_sum)
                 place[FOLDED_UNITS - 1] = prim.make_u32x4(*words, 0, 0)
 
-    @ch.inline
+    @ch.function
     def _fold_team(self, folded: Folded) -> None:
         """What the other warps of the team laid down, into the first one's."""
         machine = self.machine
@@ -122,7 +122,7 @@ class Merger:
             else:
                 folded.add(values, None)
 
-    @ch.inline
+    @ch.function
     def _finish_merge(self, merge: Merge, folded: Folded, epoch: ch.Expr) -> None:
         sums, lse = folded.result()
         with ch.if_(self.machine.lane < self.head_dim // 4):
@@ -147,7 +147,7 @@ class Folded:
         sums = ch.array(ty.f32, 4, zero=True)
         self.highest, self.weight_sum, self.sums = highest, weight_sum, sums
 
-    @ch.inline
+    @ch.function
     def add(self, values: Sequence[ch.Expr], lse: Any, weight: Any = 1.0) -> None:
         """One more: `values` of a state with this LSE, or sums of several with the highest and the sum of weights."""
         if not self.softmax:

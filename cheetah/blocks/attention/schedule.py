@@ -140,7 +140,7 @@ class Schedule:
         """The record of the first merge of this warp's team: head, row, first and last source; the tile; sources."""
         return self._kept + (1 + (KEPT_ITEMS + 1) * ITEM_UNITS + self.team * MERGE_UNITS)
 
-    @ch.inline
+    @ch.function
     def keep(self) -> None:
         """In the math role: bring the records of the present plan to shared memory. A barrier of the math warps must
         precede, if there were others, and follow."""
@@ -157,7 +157,7 @@ class Schedule:
         with ch.if_((self.team_warp == 0) & (self._first_job() < header.z * header.w)):
             self._keep_merge(self._first_job(), header.w)
 
-    @ch.inline
+    @ch.function
     def _keep_item(self, place: ch.Expr, number: ch.Expr) -> None:
         record = self._place(self.machine.math, "items", number * ITEM_WORDS)
         what = prim.load_constant_u32x4(record)
@@ -165,13 +165,13 @@ class Schedule:
         place[1] = prim.load_constant_u32x4(record + 4)
         self._keep_tile(place + 2, what.y)
 
-    @ch.inline
+    @ch.function
     def _keep_tile(self, place: ch.Expr, number: ch.Expr) -> None:
         record = self.tile_records + number * TILE_WORDS
         place[0] = prim.load_constant_u32x4(record)
         place[1] = prim.load_constant_u32x4(record + 4)
 
-    @ch.inline
+    @ch.function
     def _keep_merge(self, job: ch.Expr, merge_rows: ch.Expr) -> None:
         """Called by a whole warp of the team."""
         machine, place = self.machine, self._kept_merge
@@ -254,7 +254,7 @@ class Schedule:
         with ch.if_(numbers.z > 0):
             machine.meet()
 
-    @ch.inline
+    @ch.function
     def _replace_merge(self, job: ch.Expr, merge_rows: ch.Expr) -> None:
         """The record at hand becomes that of another merge of this team."""
         self.meet_team()  # all have used the last one
@@ -275,7 +275,7 @@ class Schedule:
         end = self._word(role, "merge_indptr", merge + 1)
         return number, head, begin, end
 
-    @ch.inline
+    @ch.function
     def sources(self, merge: Merge, first: ch.Expr, every: ch.Expr, count: ch.Expr) -> Any:
         """`count` sources of a merge, numbers `first`, `first + every`, ... Lane n: the n-th of them, or the last: the
         partial row of the tile's first fused row."""

@@ -136,7 +136,7 @@ class TileProduct:
         highest[1] = -math.inf
         return WarpState(highest, weight_sum, output)
 
-    @ch.inline
+    @ch.function
     def attend(
         self,
         rows: Rows,
@@ -200,7 +200,7 @@ class TileProduct:
         for part in range(parts):
             self._multiply_part(keys[0][part], keys[1][part], part, queries, sums)
 
-    @ch.inline
+    @ch.function
     def _multiply_part(self, low: Any, high: Any, part: int, queries: Sequence[Queries], sums: list[Any]) -> None:
         early = prim.make_u32x4(low[0], high[0], low[1], high[1])
         late = prim.make_u32x4(low[2], high[2], low[3], high[3])
@@ -228,7 +228,7 @@ class TileProduct:
             self._read_codes(rows, row, words)
         return words
 
-    @ch.inline
+    @ch.function
     def _read_crossed(self, rows: Rows, row: ch.Expr, both: int, words: Any) -> None:
         """Lanes of odd rows read the two units in the opposite order: no bank conflicts."""
         keys = ch.reinterpret(ty.ptr(ty.u32x4), rows.keys) + row * self.sizes.head_units
@@ -239,7 +239,7 @@ class TileProduct:
             words[0][word] = ch.select(is_odd == 0, getattr(first, member), getattr(second, member))
             words[1][word] = ch.select(is_odd == 0, getattr(second, member), getattr(first, member))
 
-    @ch.inline
+    @ch.function
     def _read_wide_codes(self, rows: Rows, row: ch.Expr, both: int, words: Any) -> None:
         """16 codes at a time."""
         keys = ch.reinterpret(ty.ptr(ty.u32x4), rows.keys) + row * (self.sizes.head_dim // 16)
@@ -247,7 +247,7 @@ class TileProduct:
         for quarter, member in enumerate("xyzw"):
             self._widen(getattr(read, member), words[quarter // 2], quarter % 2 * 2)
 
-    @ch.inline
+    @ch.function
     def _read_codes(self, rows: Rows, row: ch.Expr, words: Any) -> None:
         """8 codes at a time."""
         keys = ch.reinterpret(ty.ptr(ty.u32x2), rows.keys) + row * self.sizes.head_units
@@ -291,7 +291,7 @@ class TileProduct:
 
     # -- logits to weights --------------------------------------------------------------------------------------------
 
-    @ch.inline
+    @ch.function
     def _scale_and_mask(self, logits: Any, valid: ch.Expr, key: ch.Expr, queries: Queries) -> None:
         """Logits times log2 e, and -inf (without softmax: weights, and 0) where a key is not seen.
 
@@ -324,7 +324,7 @@ class TileProduct:
         factor = base / math.sqrt(self.sizes.head_dim)
         return product * (factor if queries.scale is None else queries.scale * factor)
 
-    @ch.inline
+    @ch.function
     def _weigh(self, logits: Any, state: WarpState) -> None:
         """exp2(logit - highest) in place, and the state shrunk to the new highest logit."""
         highest, weight_sum, output = state.highest, state.weight_sum, state.output
@@ -345,7 +345,7 @@ class TileProduct:
 
     # -- values x weights ---------------------------------------------------------------------------------------------
 
-    @ch.inline
+    @ch.function
     def _add_values(
         self,
         rows: Rows,
@@ -386,7 +386,7 @@ class TileProduct:
         packed: ch.Expr = prim.byte_permute(words[key][element // 2], words[key + 1][element // 2], selector)
         return packed
 
-    @ch.inline
+    @ch.function
     def _read_values(self, rows: Rows, row: ch.Expr, words: Any, number: int) -> None:
         """Units slices * r, slices * r + 1, ... of a value, as bf16 pairs into words[slice][number]."""
         slices, lane = self.sizes.slices, self.machine.lane

@@ -46,7 +46,7 @@ def swiglu(machine: Machine, into: Published) -> Epilogue:
     return finish
 
 
-@ch.inline
+@ch.function
 def publish_rows(machine: Machine, into: Published, rows: Rows, value: ch.Expr, first: ch.Value, count: int) -> None:
     """Publish `count` values, one a lane from lane 0 on, as pairs of bf16 beginning at element `first` (even)."""
     neighbour = prim.shuffle_xor_f32(value, 1)
@@ -61,7 +61,7 @@ def scaled(machine: Machine, rows: Rows) -> Any:
     return rows.sum * machine.region("scales", ty.f32)[rows.column]
 
 
-@ch.inline
+@ch.function
 def rotate(machine: Machine, rows: Rows, value: ch.Expr, strip_of_head: ch.Expr) -> tuple[Any, Any]:
     """RoPE (rotate-half): the pair (k, k + D/2) lies 8 lanes apart. Returns the rotated value and its dim in the head.
 

@@ -96,7 +96,7 @@ class Matvec(Linear):
             end = ch.minimum(first + layout.slice_chunks, layout.chunks)
             self._copy_chunks(layout, matrix, position, first, end)
 
-    @ch.inline
+    @ch.function
     def _copy_chunks(
         self, layout: MatrixLayout, matrix: ch.Expr, position: ch.Expr, first: ch.Value, end: ch.Value
     ) -> None:
@@ -110,7 +110,7 @@ class Matvec(Linear):
                 with self.ring.fill(chunk_bytes) as (destination, barrier):
                     prim.bulk_copy(destination, source, chunk_bytes, barrier)
 
-    @ch.inline
+    @ch.function
     def skip(self, layout: MatrixLayout) -> None:
         """In the math role: use up the block's chunks of a matrix that were fetched in vain."""
         with ch.for_(layout.position(self.machine.block), layout.strips, layout.blocks, unroll=1):
@@ -177,7 +177,7 @@ class Matvec(Linear):
         full = layout.round_width(round) == layout.blocks or round == 0
         return nullcontext() if full else ch.if_(position + round * layout.blocks < layout.strips)
 
-    @ch.inline
+    @ch.function
     def _multiply_chunk(self, layout: MatrixLayout, chunk: ch.Expr, place: ch.Expr, stage: Stage, sums: Any) -> None:
         """Chunk `chunk` of a strip by the vectors in shared memory, in which it is number `place`."""
         machine = self.machine
@@ -199,7 +199,7 @@ class Matvec(Linear):
                 with ch.if_(pair < layout.chunk_tiles(chunk)):
                     multiply_tile()
 
-    @ch.inline
+    @ch.function
     def _reduce(self, layout: MatrixLayout, strip: ch.Expr, sums: Any, epilogue: Epilogue) -> None:
         machine, warps = self.machine, self.machine.plan.math_warps
         reductions = machine.region("reductions", ty.f32) + self.turn * (warps * STRIP_ROWS * self.columns.limit)
@@ -209,13 +209,13 @@ class Matvec(Linear):
             for slot in range(self.slots):
                 column = ch.const(ty.u32, self.column_of_warp(slot), name="column")
                 with self.columns.if_active(column):
-                    self._finish(layout, strip, reductions, column, slot, epilogue)
+                    self._finish_rows(layout, strip, reductions, column, slot, epilogue)
         self.turn ^= 1
         self.finisher += 1
         with ch.if_(self.finisher == warps // self._finishers):
             self.finisher.set(0)
 
-    @ch.inline
+    @ch.function
     def _lay_down(self, reductions: ch.Expr, sums: Any) -> None:
         """This warp's sums: [warp][row][column]. Lane 4g + t holds rows g and g + 8 of columns 2t and 2t + 1."""
         machine, tokens = self.machine, self.columns.limit
@@ -228,8 +228,8 @@ class Matvec(Linear):
                     reductions[place] = sums[tile][number]
                     reductions[place + 8 * tokens] = sums[tile][number + 2]
 
-    @ch.inline
-    def _finish(
+    @ch.function
+    def _finish_rows(
         self, layout: MatrixLayout, strip: ch.Expr, reductions: ch.Expr, column: ch.Expr, slot: int, epilogue: Epilogue
     ) -> None:
         """Add the warps' sums of a column, in order: half of the warps on each half of the lanes."""

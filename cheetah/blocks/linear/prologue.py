@@ -142,7 +142,7 @@ class Part:
     first_unit: ch.Value = 0
 
 
-@ch.inline
+@ch.function
 def load_vector(columns: Columns, part: Part, read: Read, wait: Wait | None = None) -> None:
     """Bring a part of a vector into shared memory; ends with a barrier of the math warps."""
     machine = columns.machine
@@ -191,7 +191,7 @@ def load_normalised(
     _write_scales(columns, squares, true_elements, epsilon)
 
 
-@ch.inline
+@ch.function
 def prefetch(machine: Machine, source: ch.Expr, size_bytes: int) -> None:
     """Bring `size_bytes` of global memory into L2, a line a block: a cold line under full load takes microseconds."""
     lines = ch.reinterpret(ty.ptr(ty.u8), source)
@@ -273,7 +273,7 @@ def _each(machine: Machine, batch: _Batch) -> Iterator[tuple[ch.Expr, ch.Expr]]:
         yield number, batch.first + number * machine.math_threads
 
 
-@ch.inline
+@ch.function
 def _normalise_unit(vector: ch.Expr, unit: ch.Expr, words: ch.Expr, weight: ch.Expr, squares: Any) -> None:
     packed = []
     for member in "xyzw":
@@ -285,7 +285,7 @@ def _normalise_unit(vector: ch.Expr, unit: ch.Expr, words: ch.Expr, weight: ch.E
     vector[unit] = prim.make_u32x4(*packed)
 
 
-@ch.inline
+@ch.function
 def _write_scales(columns: Columns, squares: Any, true_elements: int, epsilon: float) -> None:
     """1/rms of every token from the threads' sums of squares: within warps, then over the warps in order."""
     machine, tokens = columns.machine, columns.limit
