@@ -21,6 +21,7 @@ LABELS = {
     "weights": "weights",
     "embedding": "embedding",
     "norms": "norms",
+    "head_norms": "norms",
     "rope": "rotary table",
     "kv": "keys and values",
     "logits": "logits",
