@@ -37,6 +37,8 @@ TOGETHER_STEPS = 3
 TEACHER_TOKENS = 5
 TEMPERATURE, SAMPLING_SEED = 0.8, 7 + (11 << 32)
 """The seed needs both of its halves."""
+HOT = 16.0
+"""The temperature of sequences that draw together: every row of the head has a chance, those of padding too."""
 SAMPLING_MARGIN = 1e-3
 """How far below the best a drawn token's noisy logit may lie: logarithms differ in their last bits."""
 TOLERANCE_FACTOR, LEAST_TOLERANCE = 3.0, 0.01
@@ -226,8 +228,7 @@ class Course:
         for own in caches:
             own.length -= 1
         parts = [
-            Part(own, ids_[-1:], 1, Sampling(TEMPERATURE, SAMPLING_SEED + number))
-            for number, (ids_, own) in enumerate(pairs)
+            Part(own, ids_[-1:], 1, Sampling(HOT, SAMPLING_SEED + number)) for number, (ids_, own) in enumerate(pairs)
         ]
         drawn = tuple(token for result in launcher.launch_together(parts) for token in result.token_ids)
         if len(drawn) != len(parts):
@@ -264,12 +265,17 @@ class Course:
         _, prompted, _, stopped, _ = transcript.launches
         drawn = range(PROMPT_TOKENS + len(prompted), PROMPT_TOKENS + len(prompted) + len(stopped))
         problems = [
-            sampling_problem(transcript.ids[position], transcript.logits[position - 1], position, position in drawn)
+            sampling_problem(
+                transcript.ids[position],
+                transcript.logits[position - 1],
+                position,
+                TEMPERATURE if position in drawn else 0.0,
+            )
             for position in range(PROMPT_TOKENS, len(transcript.ids))
         ]
         batched = transcript.together[len(transcript.together) - len(transcript.drawn_together) :]
         problems += [
-            sampling_problem(token, scores[-1], len(ids), True, SAMPLING_SEED + number)
+            sampling_problem(token, scores[-1], len(ids), HOT, SAMPLING_SEED + number)
             for number, (token, (ids, scores)) in enumerate(zip(transcript.drawn_together, batched, strict=True))
         ]
         return [problem for problem in problems if problem]
@@ -356,13 +362,13 @@ class TrapDevice(EmulatorDevice):
         return buffer
 
 
-def sampling_problem(token: int, logits: F32, position: int, is_drawn: bool, seed: int = SAMPLING_SEED) -> str:
+def sampling_problem(token: int, logits: F32, position: int, temperature: float, seed: int = SAMPLING_SEED) -> str:
     """Why a token cannot have been sampled from the logits before it, or ""."""
     scores, margin = logits, SAMPLING_MARGIN
-    if is_drawn:
-        scores = logits / np.float32(TEMPERATURE) + gumbel_noise(np.arange(len(logits)), seed, position)
+    if temperature:
+        scores = logits / np.float32(temperature) + gumbel_noise(np.arange(len(logits)), seed, position)
     best = int(scores.argmax())  # the lowest of equal ones
-    is_right = scores[token] >= scores[best] - margin if is_drawn else token == best
+    is_right = scores[token] >= scores[best] - margin if temperature else token == best
     return "" if is_right else f"token {token} was sampled at position {position}, its logits give {best}"
 
 
