@@ -52,7 +52,7 @@ def _header(config: ModelConfig, gpu: Gpu, plan: Plan, command: str) -> str:
         f"Regenerate with: {command}",
         "",
         "model: " + ", ".join(f"{name} {value}" for name, value in shape.describe().items()),
-        f"machine: {gpu.name}, {gpu.blocks} blocks of {plan.threads} threads: {plan.math_warps} math warps",
+        f"machine: {gpu.name}, {gpu.blocks} blocks of {plan.threads} threads: {plan.consumer_warps} consumer warps",
         "plan: " + ", ".join(f"{name} {value}" for name, value in plan.to_dict().items()),
         f"weights read a step: {matrices.weight_bytes} bytes, in {matrices.layer_stride} a layer",
         "shared memory:",

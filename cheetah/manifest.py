@@ -136,7 +136,7 @@ class Manifest:
     matrices: for each packed weight matrix a dict of name, rows, columns, offset, layer_stride, layers, start.
     layer_stride, weight_bytes: bytes from one layer to the next in the weights buffer, and of all of it.
     phases: names of the phases of a step, in order; progress[block] = step * len(phases) + phase.
-    step_bytes: bytes that one step reads, by kind, e.g. {"weights": ...}.
+    step_bytes: bytes that one step reads, by kind, e.g. {"weights": ...}. world_size: GPUs that share a kernel.
     Mappings and sequences inside gpu, config, plan, matrices and step_bytes become plain sorted dicts and lists, so
     that a manifest equals the one that is read back from its JSON.
     """
@@ -156,10 +156,12 @@ class Manifest:
     buffers: tuple[Buffer, ...]
     phases: tuple[str, ...]
     step_bytes: dict[str, Any]
+    world_size: int = 1
     format: int = FORMAT
 
     def __post_init__(self) -> None:
         _require(self.format == FORMAT, _wrong_format(self.format))
+        _require(self.world_size == 1, f"manifest: world_size is {shown(self.world_size)}: kernels run on one GPU")
         is_name = re.fullmatch("[A-Za-z_][A-Za-z0-9_]{0,199}", self.kernel) is not None
         _require(is_name, f"manifest: kernel {shown(self.kernel)} is no name of a function")
         for name in ("gpu", "config", "plan", "matrices", "step_bytes"):

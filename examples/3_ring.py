@@ -1,10 +1,10 @@
-"""y = W x, the weights brought by a copy warp through a ring of stages in shared memory.
+"""y = W x, the weights brought by a producer warp through a ring of stages in shared memory.
 
 New since 2_matvec: two warp roles whose programs grow side by side, regions of shared memory, mbarriers and bulk
 copies. The ring hides its phase bits: a matvec says `with ring.strips(...) as (strip, chunk)` and writes the body for
-the math warps; the copy warp's loop is appended at the same time.
+the consumer warps; the producer warp's loop is appended at the same time.
 
-A strip is as many rows as there are math warps; it fills one stage. Block b owns strips b, b + blocks, ...
+A strip is as many rows as there are consumer warps; it fills one stage. Block b owns strips b, b + blocks, ...
 """
 
 from contextlib import contextmanager
@@ -47,7 +47,7 @@ class Place:
 
 
 class Ring:
-    """Stages that the copy role fills and the math role uses, in the same order."""
+    """Stages that the producer role fills and the consumer role uses, in the same order."""
 
     @ch.inline
     def __init__(self):
@@ -61,7 +61,7 @@ class Ring:
                 prim.mbarrier_init(self.empty + stage, WARPS)
             prim.mbarrier_fence_init()  # the copy engine sees the barriers only after this
         prim.block_barrier()  # and the other threads after this
-        self.copy, self.math = ch.Role("copy"), ch.Role("math")
+        self.copy, self.math = ch.Role("producer"), ch.Role("consumer")
         self.streams = ch.Streams()
         with self.copy:
             self.filled = Place()
@@ -70,7 +70,7 @@ class Ring:
 
     @contextmanager
     def strips(self, name, matrix, rows):
-        """The body runs in the math warps, for each strip of this block; `chunk` points to its rows."""
+        """The body runs in the consumer warps, for each strip of this block; `chunk` points to its rows."""
         stream = self.streams.open(name)
         roles = (self.copy, self.math)
         with ch.roles_for(roles, ch.block_idx_x(), rows // WARPS, ch.grid_dim_x(), name="strip") as strip:

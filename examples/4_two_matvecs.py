@@ -1,9 +1,8 @@
 """z = B (A x): two matvecs in one kernel, with a barrier over the whole grid between them.
 
-New since 3_ring: every block needs all of y = A x before it can begin with B. The math warps meet the other blocks at
-a counter in global memory. The copy warp does not: it goes on to B's strips at once, as far as the ring has room, so
-the barrier costs no bandwidth. The ring and the matvec are those of 3_ring, unchanged.
-"""
+New since 3_ring: every block needs all of y = A x before it can begin with B. The consumer warps meet the other blocks
+at a counter in global memory. The producer warp does not: it goes on to B's strips at once, as far as the ring has
+room, so the barrier costs no bandwidth. The ring and the matvec are those of 3_ring, unchanged."""
 
 from importlib import import_module
 
@@ -16,21 +15,21 @@ from cheetah import prim, ty
 page = import_module("3_ring")  # a name that begins with a digit cannot be imported otherwise
 Ring, matvec, shared, MATH_THREADS, THREADS = page.Ring, page.matvec, page.shared, page.MATH_THREADS, page.THREADS
 SIZE = page.COLUMNS  # A and B are square
-MATH_BARRIER = 1
+CONSUMER_BARRIER = 1
 
 
 @ch.inline
 def grid_barrier(counter):
-    """What the math warps of every block wrote before is visible to those of every block after.
+    """What the consumer warps of every block wrote before is visible to those of every block after.
 
     Order: a block's stores -> its named barrier -> the release of its one addition -> the acquire of another block's
     wait -> that block's named barrier -> its loads.
     """
-    prim.named_barrier(MATH_BARRIER, MATH_THREADS)  # all stores of this block, before the addition
+    prim.named_barrier(CONSUMER_BARRIER, MATH_THREADS)  # all stores of this block, before the addition
     with ch.if_(ch.thread_idx_x() == 0):
         prim.add_release_u64(counter, 1)
         prim.wait_at_least_u64(counter, ty.u64(ch.grid_dim_x()))
-    prim.named_barrier(MATH_BARRIER, MATH_THREADS)  # nobody reads before the wait is over
+    prim.named_barrier(CONSUMER_BARRIER, MATH_THREADS)  # nobody reads before the wait is over
 
 
 @ch.kernel(

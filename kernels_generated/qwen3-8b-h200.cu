@@ -2,8 +2,8 @@
 // Regenerate with: cheetah generate qwen3-8b
 //
 // model: hidden 4096, ffn 12288, vocab 151936, heads 32, kv_heads 8, head_dim 128, layers 36
-// machine: h200, 132 blocks of 384 threads: 8 math warps
-// plan: math_warps 8, stage_bytes 16384, stages 12, in_flight 4, copy_warps 4, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 2, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 8, start_residual 0, start_gate_up 8, start_head 8, trace False
+// machine: h200, 132 blocks of 384 threads: 8 consumer warps
+// plan: consumer_warps 8, stage_bytes 16384, stages 12, in_flight 4, producer_warps 4, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 2, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 8, start_residual 0, start_gate_up 8, start_head 8, trace False
 // weights read a step: 15136194560 bytes, in 385875968 a layer
 // shared memory:
 //     offset    bytes  region
@@ -370,13 +370,13 @@ __device__ __forceinline__ void copy_chunks(const uint8_t* matrix, uint32_t posi
     uint32_t& fill_stage, uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity,
     uint8_t* ring) {
   #pragma unroll 1
-  for (uint32_t strip = position; strip < 384; strip += 132) {
-    uint32_t round = strip / 132;
-    uint64_t round_bytes = (uint64_t)(round) * 17301504;
-    uint32_t width = 132 - round / 2 * 12;
+  for (uint32_t m_tile = position; m_tile < 384; m_tile += 132) {
+    uint32_t wave = m_tile / 132;
+    uint64_t wave_bytes = (uint64_t)(wave) * 17301504;
+    uint32_t width = 132 - wave / 2 * 12;
     #pragma unroll 1
     for (uint32_t chunk = 0; chunk < 8; ++chunk) {
-      const uint8_t* source = matrix + (round_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
+      const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
       mbarrier_wait(empty + fill_stage, fill_parity);
       mbarrier_wait(full + landed_stage, landed_parity);
       advance(landed_stage, landed_parity);
@@ -393,13 +393,13 @@ __device__ __forceinline__ void copy_chunks_2(const uint8_t* matrix, uint32_t po
     uint32_t& fill_stage, uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity,
     uint8_t* ring) {
   #pragma unroll 1
-  for (uint32_t strip = position; strip < 256; strip += 132) {
-    uint32_t round = strip / 132;
-    uint64_t round_bytes = (uint64_t)(round) * 17301504;
-    uint32_t width = 132 - round * 8;
+  for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
+    uint32_t wave = m_tile / 132;
+    uint64_t wave_bytes = (uint64_t)(wave) * 17301504;
+    uint32_t width = 132 - wave * 8;
     #pragma unroll 1
     for (uint32_t chunk = 0; chunk < 8; ++chunk) {
-      const uint8_t* source = matrix + (round_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
+      const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
       mbarrier_wait(empty + fill_stage, fill_parity);
       mbarrier_wait(full + landed_stage, landed_parity);
       advance(landed_stage, landed_parity);
@@ -416,13 +416,13 @@ __device__ __forceinline__ void copy_chunks_3(const uint8_t* matrix, uint32_t po
     uint32_t& fill_stage, uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity,
     uint8_t* ring) {
   #pragma unroll 1
-  for (uint32_t strip = position; strip < 1536; strip += 132) {
-    uint32_t round = strip / 132;
-    uint64_t round_bytes = (uint64_t)(round) * 17301504;
-    uint32_t width = 132 - round / 11 * 48;
+  for (uint32_t m_tile = position; m_tile < 1536; m_tile += 132) {
+    uint32_t wave = m_tile / 132;
+    uint64_t wave_bytes = (uint64_t)(wave) * 17301504;
+    uint32_t width = 132 - wave / 11 * 48;
     #pragma unroll 1
     for (uint32_t chunk = 0; chunk < 8; ++chunk) {
-      const uint8_t* source = matrix + (round_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
+      const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
       mbarrier_wait(empty + fill_stage, fill_parity);
       mbarrier_wait(full + landed_stage, landed_parity);
       advance(landed_stage, landed_parity);
@@ -439,13 +439,13 @@ __device__ __forceinline__ void copy_chunks_4(const uint8_t* matrix, uint32_t po
     uint64_t* empty, uint32_t& fill_stage, uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage,
     uint32_t& landed_parity, uint8_t* ring) {
   #pragma unroll 1
-  for (uint32_t strip = position; strip < 256; strip += 132) {
-    uint32_t round = strip / 132;
-    uint64_t round_bytes = (uint64_t)(round) * 51904512;
-    uint32_t width = 132 - round * 8;
+  for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
+    uint32_t wave = m_tile / 132;
+    uint64_t wave_bytes = (uint64_t)(wave) * 51904512;
+    uint32_t width = 132 - wave * 8;
     #pragma unroll 1
     for (uint32_t chunk = first; chunk < end; ++chunk) {
-      const uint8_t* source = matrix + (round_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
+      const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
       mbarrier_wait(empty + fill_stage, fill_parity);
       mbarrier_wait(full + landed_stage, landed_parity);
       advance(landed_stage, landed_parity);
@@ -462,13 +462,13 @@ __device__ __forceinline__ void copy_chunks_5(const uint8_t* matrix, uint32_t po
     uint32_t& fill_stage, uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity,
     uint8_t* ring) {
   #pragma unroll 1
-  for (uint32_t strip = position; strip < 9496; strip += 132) {
-    uint32_t round = strip / 132;
-    uint64_t round_bytes = (uint64_t)(round) * 17301504;
-    uint32_t width = 132 - round / 71 * 8;
+  for (uint32_t m_tile = position; m_tile < 9496; m_tile += 132) {
+    uint32_t wave = m_tile / 132;
+    uint64_t wave_bytes = (uint64_t)(wave) * 17301504;
+    uint32_t width = 132 - wave / 71 * 8;
     #pragma unroll 1
     for (uint32_t chunk = 0; chunk < 8; ++chunk) {
-      const uint8_t* source = matrix + (round_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
+      const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
       mbarrier_wait(empty + fill_stage, fill_parity);
       mbarrier_wait(full + landed_stage, landed_parity);
       advance(landed_stage, landed_parity);
@@ -481,7 +481,7 @@ __device__ __forceinline__ void copy_chunks_5(const uint8_t* matrix, uint32_t po
   }
 }
 
-// Write down every column's place in this step. A barrier of the math warps must follow.
+// Write down every column's place in this step. A barrier of the consumer warps must follow.
 __device__ __forceinline__ void begin_step(uint32_t step, uint8_t* arena, uint32_t thread, uint32_t column_count,
     const int32_t* columns, const int32_t* sequences) {
   uint32_t* state = (uint32_t*)(arena + COLUMNS);
@@ -545,8 +545,8 @@ __device__ __forceinline__ void keep_merge(uint32_t job, uint32_t merge_rows, ui
   }
 }
 
-// In the math role: bring the records of the present plan to shared memory. A barrier of the math warps must
-// precede, if there were others, and follow.
+// In the consumer role: bring the records of the present plan to shared memory. A barrier of the consumer warps
+// must precede, if there were others, and follow.
 __device__ __forceinline__ void keep(uint8_t* arena, const int32_t* kv_plans, uint32_t plan_index, uint32_t thread,
     uint32_t block, const int32_t* tiles, uint32_t warp, uint32_t lane) {
   uint4* kept = (uint4*)(arena + RECORDS);
@@ -582,8 +582,8 @@ __device__ __forceinline__ void start_residual(uint8_t* arena, uint32_t thread, 
   float* residual = (float*)(arena + RESIDUAL);
   #pragma unroll 1
   for (uint32_t place = thread; place < 32; place += 256) {
-    uint32_t strip = place / 16 * 132 + block % 132;
-    uint32_t row = strip * 16 + place % 16;
+    uint32_t m_tile = place / 16 * 132 + block % 132;
+    uint32_t row = m_tile * 16 + place % 16;
     if (row < 4096 && 0 < column_count) {
       residual[place] = bf16_to_f32((embedding + (uint64_t)(next_token[0]) * 4096)[row]);
     } else {
@@ -666,7 +666,7 @@ __device__ __forceinline__ void write_scales(float squares, uint8_t* arena, uint
   }
 }
 
-// Chunk `chunk` of a strip by the vectors in shared memory, in which it is number `place`.
+// Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
 __device__ __forceinline__ void multiply_chunk(uint32_t chunk, uint32_t place, float (&sums)[1][4], uint8_t* arena,
     uint8_t* chunk_2, uint32_t warp, uint32_t lane) {
   uint4* vector = (uint4*)(arena + VECTOR);
@@ -696,7 +696,7 @@ __device__ __forceinline__ void lay_down(float* reductions, float (&sums)[1][4],
 }
 
 // Add the warps' sums of a column, in order: half of the warps on each half of the lanes.
-__device__ __forceinline__ void finish_rows(uint32_t strip, float* reductions, uint32_t column, uint32_t lane,
+__device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, uint32_t column, uint32_t lane,
     uint8_t* arena, uint64_t* exchange_words, uint32_t layer_epoch) {
   uint32_t row = lane % 16;
   uint32_t half = lane / 16;
@@ -708,12 +708,12 @@ __device__ __forceinline__ void finish_rows(uint32_t strip, float* reductions, u
   }
   float value = shuffle_xor_f32(half_sum, 16);
   float row_sum = half_sum + value;
-  uint32_t head = strip / 8;
-  uint32_t strip_of_head = strip % 8;
+  uint32_t head = m_tile / 8;
+  uint32_t m_tile_of_head = m_tile % 8;
   float value_2 = row_sum * ((float*)(arena + SCALES))[column];
-  uint32_t paired = strip_of_head * 8 + row % 8 + (row >= 8 ? 64u : 0u);
+  uint32_t paired = m_tile_of_head * 8 + row % 8 + (row >= 8 ? 64u : 0u);
   bool is_paired = head < 40;
-  uint32_t dim = is_paired ? paired : strip_of_head * 16 + row;
+  uint32_t dim = is_paired ? paired : m_tile_of_head * 16 + row;
   float value_3 = shuffle_xor_f32(value_2, 1);
   uint32_t pair = pack_bf16x2(value_2, value_3);
   if (lane < 16 && lane % 2 == 0) {
@@ -722,14 +722,14 @@ __device__ __forceinline__ void finish_rows(uint32_t strip, float* reductions, u
   }
 }
 
-__device__ __forceinline__ void reduce(uint32_t strip, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
+__device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
     uint32_t warp, uint32_t lane, uint32_t& finisher, uint64_t* exchange_words, uint32_t layer_epoch) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
   lay_down(reductions, sums, warp, lane);
   named_barrier(1, 256);
   if (warp == finisher) {
     uint32_t column = 0;
-    finish_rows(strip, reductions, column, lane, arena, exchange_words, layer_epoch);
+    finish_rows(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
   }
   turn = turn ^ 1;
   finisher = finisher + 1;
@@ -795,7 +795,7 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
       write_scales(squares, arena, lane, warp, thread, column_count);
     }
     #pragma unroll 1
-    for (uint32_t strip = position; strip < 384; strip += 132) {
+    for (uint32_t m_tile = position; m_tile < 384; m_tile += 132) {
       float sums[1][4] = {};
       #pragma unroll 2
       for (uint32_t chunk = 0; chunk < 8; ++chunk) {
@@ -808,7 +808,7 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
         }
         advance(use_stage, use_parity);
       }
-      reduce(strip, sums, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
+      reduce(m_tile, sums, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
     }
   }
 }
@@ -1616,7 +1616,7 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
   }
 }
 
-// Bring a part of a vector into shared memory; ends with a barrier of the math warps.
+// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
 __device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uint32_t lane, uint64_t* exchange_words,
     uint32_t layer_epoch) {
   uint4* vector = (uint4*)(arena + VECTOR);
@@ -1645,7 +1645,7 @@ __device__ __forceinline__ void publish_rows(float value, uint32_t first, uint32
 }
 
 // Add the warps' sums of a column, in order: half of the warps on each half of the lanes.
-__device__ __forceinline__ void finish_rows_2(uint32_t strip, float* reductions, uint32_t column, uint32_t lane,
+__device__ __forceinline__ void finish_rows_2(uint32_t m_tile, float* reductions, uint32_t column, uint32_t lane,
     uint8_t* arena, uint64_t* exchange_words, uint32_t layer_epoch) {
   uint32_t row = lane % 16;
   uint32_t half = lane / 16;
@@ -1660,21 +1660,21 @@ __device__ __forceinline__ void finish_rows_2(uint32_t strip, float* reductions,
   float* residual = (float*)(arena + RESIDUAL);
   float value_2 = row_sum;
   if (lane < 16) {
-    uint32_t place = strip / 132 * 16 + row + column;
+    uint32_t place = m_tile / 132 * 16 + row + column;
     value_2 = value_2 + residual[place];
     residual[place] = value_2;
   }
-  publish_rows(value_2, strip * 16, lane, exchange_words, column, layer_epoch);
+  publish_rows(value_2, m_tile * 16, lane, exchange_words, column, layer_epoch);
 }
 
-__device__ __forceinline__ void reduce_2(uint32_t strip, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
+__device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
     uint32_t warp, uint32_t lane, uint32_t& finisher, uint64_t* exchange_words, uint32_t layer_epoch) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
   lay_down(reductions, sums, warp, lane);
   named_barrier(1, 256);
   if (warp == finisher) {
     uint32_t column = 0;
-    finish_rows_2(strip, reductions, column, lane, arena, exchange_words, layer_epoch);
+    finish_rows_2(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
   }
   turn = turn ^ 1;
   finisher = finisher + 1;
@@ -1694,7 +1694,7 @@ __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t 
   if (position < 256) {
     load_vector(arena, thread, lane, exchange_words, layer_epoch);
     #pragma unroll 1
-    for (uint32_t strip = position; strip < 256; strip += 132) {
+    for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
       float sums[1][4] = {};
       #pragma unroll 2
       for (uint32_t chunk = 0; chunk < 8; ++chunk) {
@@ -1707,7 +1707,7 @@ __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t 
         }
         advance(use_stage, use_parity);
       }
-      reduce_2(strip, sums, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
+      reduce_2(m_tile, sums, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
     }
   }
 }
@@ -1723,7 +1723,7 @@ __device__ __forceinline__ void publish_rows_2(float value, uint32_t first, uint
 }
 
 // Add the warps' sums of a column, in order: half of the warps on each half of the lanes.
-__device__ __forceinline__ void finish_rows_3(uint32_t strip, float* reductions, uint32_t column, uint32_t lane,
+__device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions, uint32_t column, uint32_t lane,
     uint8_t* arena, uint64_t* exchange_words, uint32_t layer_epoch) {
   uint32_t row = lane % 16;
   uint32_t half = lane / 16;
@@ -1738,17 +1738,17 @@ __device__ __forceinline__ void finish_rows_3(uint32_t strip, float* reductions,
   float value_2 = row_sum * ((float*)(arena + SCALES))[column];
   float other = shuffle_xor_f32(value_2, 8);
   float gated = divide_f32(value_2, 1.0f + exp_f32(-value_2)) * other;
-  publish_rows_2(gated, strip * 8, lane, exchange_words, column, layer_epoch);
+  publish_rows_2(gated, m_tile * 8, lane, exchange_words, column, layer_epoch);
 }
 
-__device__ __forceinline__ void reduce_3(uint32_t strip, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
+__device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
     uint32_t warp, uint32_t lane, uint32_t& finisher, uint64_t* exchange_words, uint32_t layer_epoch) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
   lay_down(reductions, sums, warp, lane);
   named_barrier(1, 256);
   if (warp == finisher) {
     uint32_t column = 0;
-    finish_rows_3(strip, reductions, column, lane, arena, exchange_words, layer_epoch);
+    finish_rows_3(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
   }
   turn = turn ^ 1;
   finisher = finisher + 1;
@@ -1789,7 +1789,7 @@ __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uin
     }
     write_scales(squares, arena, lane, warp, thread, column_count);
     #pragma unroll 1
-    for (uint32_t strip = position; strip < 1536; strip += 132) {
+    for (uint32_t m_tile = position; m_tile < 1536; m_tile += 132) {
       float sums[1][4] = {};
       #pragma unroll 2
       for (uint32_t chunk = 0; chunk < 8; ++chunk) {
@@ -1802,12 +1802,12 @@ __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uin
         }
         advance(use_stage, use_parity);
       }
-      reduce_3(strip, sums, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
+      reduce_3(m_tile, sums, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
     }
   }
 }
 
-// Bring a part of a vector into shared memory; ends with a barrier of the math warps.
+// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
 __device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, uint32_t lane, uint64_t* exchange_words,
     uint32_t layer_epoch) {
   uint4* vector = (uint4*)(arena + VECTOR);
@@ -1825,7 +1825,7 @@ __device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, u
   named_barrier(1, 256);
 }
 
-// Bring a part of a vector into shared memory; ends with a barrier of the math warps.
+// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
 __device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, uint32_t lane, uint64_t* exchange_words,
     uint32_t layer_epoch) {
   uint4* vector = (uint4*)(arena + VECTOR);
@@ -1854,7 +1854,7 @@ __device__ __forceinline__ void publish_rows_3(float value, uint32_t first, uint
 }
 
 // Add the warps' sums of a column, in order: half of the warps on each half of the lanes.
-__device__ __forceinline__ void finish_rows_4(uint32_t strip, float* reductions, uint32_t column, uint32_t lane,
+__device__ __forceinline__ void finish_rows_4(uint32_t m_tile, float* reductions, uint32_t column, uint32_t lane,
     uint8_t* arena, uint64_t* exchange_words, uint32_t layer_epoch) {
   uint32_t row = lane % 16;
   uint32_t half = lane / 16;
@@ -1869,21 +1869,21 @@ __device__ __forceinline__ void finish_rows_4(uint32_t strip, float* reductions,
   float* residual = (float*)(arena + RESIDUAL);
   float value_2 = row_sum;
   if (lane < 16) {
-    uint32_t place = strip / 132 * 16 + row + column;
+    uint32_t place = m_tile / 132 * 16 + row + column;
     value_2 = value_2 + residual[place];
     residual[place] = value_2;
   }
-  publish_rows_3(value_2, strip * 16, lane, exchange_words, column, layer_epoch);
+  publish_rows_3(value_2, m_tile * 16, lane, exchange_words, column, layer_epoch);
 }
 
-__device__ __forceinline__ void reduce_4(uint32_t strip, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
+__device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
     uint32_t warp, uint32_t lane, uint32_t& finisher, uint64_t* exchange_words, uint32_t layer_epoch) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
   lay_down(reductions, sums, warp, lane);
   named_barrier(1, 256);
   if (warp == finisher) {
     uint32_t column = 0;
-    finish_rows_4(strip, reductions, column, lane, arena, exchange_words, layer_epoch);
+    finish_rows_4(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
   }
   turn = turn ^ 1;
   finisher = finisher + 1;
@@ -1988,10 +1988,10 @@ __device__ __forceinline__ float gumbel(uint32_t token, uint32_t position, uint6
   return noise;
 }
 
-// Take a strip's logits in: one row a lane. A lane sees ascending ids, so `>` keeps the lowest on ties.
-__device__ __forceinline__ void consider(float logit, uint32_t strip, uint32_t row, uint8_t* arena, uint32_t column,
+// Take an M-tile's logits in: one row a lane. A lane sees ascending ids, so `>` keeps the lowest on ties.
+__device__ __forceinline__ void consider(float logit, uint32_t m_tile, uint32_t row, uint8_t* arena, uint32_t column,
     float& best, uint32_t& best_token) {
-  uint32_t token = strip * 16 + row;
+  uint32_t token = m_tile * 16 + row;
   float candidate = logit;
   float temperature = bits_float(((uint32_t*)(arena + COLUMNS))[column * 8 + 3]);
   if (temperature > 0.0f) {
@@ -2007,7 +2007,7 @@ __device__ __forceinline__ void consider(float logit, uint32_t strip, uint32_t r
 }
 
 // Add the warps' sums of a column, in order: half of the warps on each half of the lanes.
-__device__ __forceinline__ void finish_rows_5(uint32_t strip, float* reductions, uint32_t column, uint32_t lane,
+__device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions, uint32_t column, uint32_t lane,
     uint8_t* arena, float* logits, uint32_t step, float& best, uint32_t& best_token) {
   uint32_t row = lane % 16;
   uint32_t half = lane / 16;
@@ -2020,22 +2020,22 @@ __device__ __forceinline__ void finish_rows_5(uint32_t strip, float* reductions,
   float value = shuffle_xor_f32(half_sum, 16);
   float row_sum = half_sum + value;
   float logit = row_sum * ((float*)(arena + SCALES))[column];
-  uint32_t token = strip * 16 + row;
+  uint32_t token = m_tile * 16 + row;
   if (logits != nullptr && lane < 16 && token < 151936) {
     uint64_t row_2 = (uint64_t)(step + column);
     logits[row_2 * 151936 + (uint64_t)(token)] = logit;
   }
-  consider(logit, strip, row, arena, column, best, best_token);
+  consider(logit, m_tile, row, arena, column, best, best_token);
 }
 
-__device__ __forceinline__ void reduce_5(uint32_t strip, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
+__device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
     uint32_t warp, uint32_t lane, uint32_t& finisher, float* logits, uint32_t step, float& best, uint32_t& best_token) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
   lay_down(reductions, sums, warp, lane);
   named_barrier(1, 256);
   if (warp == finisher) {
     uint32_t column = 0;
-    finish_rows_5(strip, reductions, column, lane, arena, logits, step, best, best_token);
+    finish_rows_5(m_tile, reductions, column, lane, arena, logits, step, best, best_token);
   }
   turn = turn ^ 1;
   finisher = finisher + 1;
@@ -2045,7 +2045,7 @@ __device__ __forceinline__ void reduce_5(uint32_t strip, float (&sums)[1][4], ui
 }
 
 // final norm, logits, candidates
-__device__ __forceinline__ void head(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
+__device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint32_t head_from, float* logits, uint8_t* arena, const bf16* norms, uint32_t lane, uint64_t* exchange_words,
     uint32_t step_epoch, uint32_t warp, uint32_t column_count, uint64_t* full, uint32_t& use_stage,
     uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher, float& best,
@@ -2077,7 +2077,7 @@ __device__ __forceinline__ void head(uint32_t thread, uint32_t* progress, uint32
       }
       write_scales(squares, arena, lane, warp, thread, column_count);
       #pragma unroll 1
-      for (uint32_t strip = position; strip < 9496; strip += 132) {
+      for (uint32_t m_tile = position; m_tile < 9496; m_tile += 132) {
         float sums[1][4] = {};
         #pragma unroll 2
         for (uint32_t chunk = 0; chunk < 8; ++chunk) {
@@ -2090,7 +2090,7 @@ __device__ __forceinline__ void head(uint32_t thread, uint32_t* progress, uint32
           }
           advance(use_stage, use_parity);
         }
-        reduce_5(strip, sums, arena, turn, warp, lane, finisher, logits, step, best, best_token);
+        reduce_5(m_tile, sums, arena, turn, warp, lane, finisher, logits, step, best, best_token);
       }
     }
   }
@@ -2245,7 +2245,7 @@ __device__ __forceinline__ void take(uint32_t column, uint32_t& going_on, uint8_
   }
 }
 
-// In the math role: use up the block's chunks of a matrix that were fetched in vain.
+// In the consumer role: use up the block's chunks of a matrix that were fetched in vain.
 __device__ __forceinline__ void skip(uint32_t block, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
     uint8_t* ring, uint32_t lane, uint64_t* empty) {
   #pragma unroll 1
@@ -2288,7 +2288,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
   block_barrier();
   if (warp >= 8) {
     give_registers();
-    // the copy warp: one lane walks the whole model's chunk list
+    // the producer warp: one lane walks the whole model's chunk list
     if (thread == 256) {
       uint32_t plan_index = 0;
       uint32_t fill_stage = 0;
@@ -2386,7 +2386,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
                 landed_parity, ring);
           }
         }
-        // head
+        // lm_head
         if (step >= head_from || logits != nullptr) {
           uint32_t position = (block + 8) % 132;
           const uint8_t* matrix = weights + 13891534848ull;
@@ -2397,7 +2397,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
     }
   } else {
     take_registers();
-    // the math warps
+    // the consumer warps
     uint32_t turn = 0;
     uint32_t finisher = 0;
     uint32_t plan_index = 0;
@@ -2438,7 +2438,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       }
       float best = -bits_float(0x7f800000);
       uint32_t best_token = 4294967295u;
-      head(thread, progress, block, step, head_from, logits, arena, norms, lane, exchange_words, step_epoch, warp,
+      lm_head(thread, progress, block, step, head_from, logits, arena, norms, lane, exchange_words, step_epoch, warp,
           column_count, full, use_stage, use_parity, ring, empty, turn, finisher, best, best_token);
       sampling(thread, progress, block, step, arena, best, best_token, lane, warp, exchange_words, step_epoch);
       // the next tokens, and whether the launch ends
@@ -2466,7 +2466,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       }
       named_barrier(1, 256);
       if (next_token[1] != 0) {
-        // the copy lane has fetched what it does not need the tokens for: use it up
+        // the producer lane has fetched what it does not need the tokens for: use it up
         if (step + 1 < steps) {
           skip(block, full, use_stage, use_parity, ring, lane, empty);
         }

@@ -176,3 +176,10 @@ def test_lookup_by_name() -> None:
 def test_manifests_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         example().kernel = "other"  # type: ignore[misc]
+
+
+def test_a_kernel_of_several_gpus_is_refused() -> None:
+    values = json.loads(example().to_json())
+    assert values["world_size"] == 1
+    with pytest.raises(ManifestError, match="world_size is 2: kernels run on one GPU"):
+        Manifest.from_json(json.dumps({**values, "world_size": 2}))

@@ -19,7 +19,7 @@ from cheetah.tools.bench import DecodeBench
 from cheetah.tools.timeline import Spans, kind_of, layer_of, spans_of, summarise
 from cheetah.tools.trace_events import LayerRange, write_trace
 
-PHASES = ("layer 0 qkv", "layer 0 attention", "layer 1 qkv", "layer 1 attention", "head")
+PHASES = ("layer 0 qkv", "layer 0 attention", "layer 1 qkv", "layer 1 attention", "lm_head")
 ZERO = 1_795_218_784_212_232_192  # what a GPU's clock says: nanoseconds since 1970
 STALE = ZERO - 1000
 
@@ -59,7 +59,7 @@ def spans() -> Spans:
 
 
 def test_attention_is_two_phases(spans: Spans) -> None:
-    assert [kind_of(name) for name in spans.names] == ["qkv", "attention", "merge"] * 2 + ["head"]
+    assert [kind_of(name) for name in spans.names] == ["qkv", "attention", "merge"] * 2 + ["lm_head"]
     assert [layer_of(name) for name in spans.names] == [0, 0, 0, 1, 1, 1, None]
     np.testing.assert_array_equal(spans.done[0], [[10, 18, 20, 30, 39, 40, 100], [8, 15, 16, 32, 32, 44, 90]])
     np.testing.assert_array_equal(spans.start[0], [[0, 10, 18, 20, 30, 39, 40], [2, 8, 15, 16, 32, 32, 44]])
@@ -99,7 +99,7 @@ def test_what_phases_add_is_the_step(spans: Spans) -> None:
 def test_launches_are_each_from_their_own_beginning(spans: Spans) -> None:
     one = stamps_of([phase(0, 1, 3)], [phase(1, 2, 5)])
     two = stamps_of([phase(50, 51, 60)], [phase(51, 52, 53)])
-    both = spans_of(np.concatenate([one, two]), ("head",))
+    both = spans_of(np.concatenate([one, two]), ("lm_head",))
     assert both.step.tolist() == [5, 10]
     assert summarise(both).step == 7.5
 
@@ -107,7 +107,7 @@ def test_launches_are_each_from_their_own_beginning(spans: Spans) -> None:
 def test_an_event_of_an_earlier_step_did_not_happen() -> None:
     stamps = stamps_of([phase(0, 1, 3, first_chunk=2)])
     stamps[0, 0, 0, EVENTS.index("first_chunk")] = STALE
-    assert np.isnan(spans_of(stamps, ("head",)).first_chunk).all()
+    assert np.isnan(spans_of(stamps, ("lm_head",)).first_chunk).all()
 
 
 def test_three_events_are_enough() -> None:
@@ -122,13 +122,13 @@ def test_three_events_are_enough() -> None:
 def test_a_phase_that_was_not_reached_is_named(value: int) -> None:
     stamps = stamps_of([phase(0, 1, 3), phase(3, 4, 8)])
     stamps[0, 0, 1, EVENTS.index("done")] = value
-    with pytest.raises(CheetahError, match="block 0 has no whole stamps of phase 'head'"):
-        spans_of(stamps, ("layer 0 qkv", "head"))
+    with pytest.raises(CheetahError, match="block 0 has no whole stamps of phase 'lm_head'"):
+        spans_of(stamps, ("layer 0 qkv", "lm_head"))
 
 
 def test_the_clocks_step() -> None:
     stamps = stamps_of([phase(0, 0.032, 0.128)])
-    assert spans_of(stamps, ("head",)).tick_ns == 32
+    assert spans_of(stamps, ("lm_head",)).tick_ns == 32
 
 
 # -- the file ---------------------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def test_a_row_tells_phases_and_in_them_waiting_and_work(tmp_path: Path, spans: 
 
 @pytest.mark.parametrize(
     ("text", "kept"),
-    [(":", {"0", "1", "head"}), ("0:1", {"0"}), ("1:", {"1", "head"}), (":2", {"0", "1"}), ("1:2", {"1"})],
+    [(":", {"0", "1", "lm_head"}), ("0:1", {"0"}), ("1:", {"1", "lm_head"}), (":2", {"0", "1"}), ("1:2", {"1"})],
 )
 def test_only_some_layers(tmp_path: Path, spans: Spans, text: str, kept: set[str]) -> None:
     write_trace(tmp_path / "t.json", spans, 0, LayerRange.parse(text), "made up", {})
@@ -200,7 +200,7 @@ def test_the_demos_stamps(sync: str) -> None:
     products = [kind_of(name) not in ("attention", "sampling") for name in phases]
     for earlier, later in ((begin, ready), (ready, first), (first, last), (last, done)):
         assert (earlier <= later)[..., products].all()
-    many_chunks = [kind_of(name) in ("gate_up", "head") for name in phases]
+    many_chunks = [kind_of(name) in ("gate_up", "lm_head") for name in phases]
     assert (last - first > first - ready)[..., many_chunks].all()  # not each chunk's, but the first one's
     is_attention = [kind_of(name) == "attention" for name in phases]
     assert ((begin <= attended) & (attended <= done))[..., is_attention].all()
@@ -209,8 +209,8 @@ def test_the_demos_stamps(sync: str) -> None:
     assert has_input[..., [kind_of(name) == "attention" for name in spans.names]].any(axis=1).all()
     assert [kind.kind for kind in summarise(spans).kinds] == [
         *("qkv", "attention", "merge", "o", "gate_up", "down"),
-        *("head", "sampling"),
+        *("lm_head", "sampling"),
     ]
-    takes_all = [kind_of(name) in ("gate_up", "down", "head") for name in phases]
+    takes_all = [kind_of(name) in ("gate_up", "down", "lm_head") for name in phases]
     everywhere = np.roll(last.max(axis=1, keepdims=True), 1, axis=2)  # thread 0's stamp comes before any publishing
     assert (ready >= everywhere)[..., takes_all].all()

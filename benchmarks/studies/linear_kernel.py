@@ -20,7 +20,7 @@ from cheetah.blocks.linear.prologue import Slices, Units
 from cheetah.blocks.machine import Machine, emit_roles, start_machine
 from cheetah.blocks.ring import Ring
 from cheetah.lang import prim, ty
-from cheetah.plan import STRIP_ROWS, Gpu, MatrixLayout, ModelShape, default_plan, shared_map
+from cheetah.plan import M_TILE_ROWS, Gpu, MatrixLayout, ModelShape, default_plan, shared_map
 
 FUSED_PARAMETERS = ch.Params(
     weights=ty.ptr(ty.u8),
@@ -36,7 +36,8 @@ UNFUSED_PARAMETERS = ch.Params(weights=ty.ptr(ty.u8), x=ty.ptr(ty.bf16), y=ty.pt
 
 @dataclass(frozen=True)
 class Variant:
-    """overlap: the copy warp runs ahead of the exchange; else it waits for a layer's input before it fetches weights.
+    """overlap: the producer warp runs ahead of the exchange; else it waits for a layer's input before it fetches
+    weights.
 
     sync: how blocks exchange the vector (see `cheetah.plan`)."""
 
@@ -72,7 +73,7 @@ class LinearKernel:
 def linear_kernel(size: int, gpu: Gpu, variant: Variant, **plan_fields: Any) -> LinearKernel:
     """The kernel for matrices [size, size] (a multiple of 32). Any number of layers runs with it."""
     assert size % 32 == 0, size
-    shape = ModelShape(size, size, STRIP_ROWS, 1, 1, 64, 1)
+    shape = ModelShape(size, size, M_TILE_ROWS, 1, 1, 64, 1)
     plan = default_plan(gpu, shape, sync=variant.sync, **plan_fields)
     layout = MatrixLayout("w", size, size, gpu.blocks, plan.stage_bytes)
     parameters = FUSED_PARAMETERS if variant.fused else UNFUSED_PARAMETERS
@@ -127,15 +128,15 @@ class DeepLinear:
         self._set_up()
         if self.exchange is None:
             self._copy(launch.first_layer)
-            with machine.math:
+            with machine.consumer:
                 self._multiply(self._read_input, self._store)
         else:
-            with machine.math:
+            with machine.consumer:
                 epoch = ch.const(ty.u32, launch.epochs[machine.block])
                 self.exchange.start()
             with ch.roles_for(machine.roles, launch.layers, name="layer") as layer:
                 self._fused_layer(layer, epoch)
-            with machine.math:
+            with machine.consumer:
                 machine.meet()  # every thread has read the epoch
                 with ch.if_(machine.thread == 0):
                     launch.epochs[machine.block] = epoch + launch.layers
@@ -156,15 +157,15 @@ class DeepLinear:
     def _fused_layer(self, layer: Any, epoch: Any) -> None:
         machine, exchange = self.machine, self.exchange
         assert exchange is not None
-        with machine.copy:
+        with machine.producer:
             if not self.variant.overlap:
                 ch.comment("no weights are fetched before their input is there")
                 with ch.if_((layer > 0) & self._owns_rows()):
                     prim.mbarrier_wait(self.input_there, (layer + 1) % 2)
         self._copy(self.launch.first_layer + layer)
-        with machine.math:
+        with machine.consumer:
             words = self.layout.padded_columns // 2
-            threads = machine.math_threads
+            threads = machine.consumer_threads
 
             def read(data: Any, unit: Any, count: int) -> None:
                 with ch.if_(layer == 0):
@@ -185,7 +186,7 @@ class DeepLinear:
 
     @ch.inline
     def _copy(self, layer: Any) -> None:
-        with self.machine.copy:
+        with self.machine.producer:
             self.matvec.begin_layer(layer, self.layout.total_bytes)
             self.matvec.copy(self.layout)
 
@@ -196,30 +197,30 @@ class DeepLinear:
         def finish(rows: Rows) -> None:
             neighbour = prim.shuffle_xor_f32(rows.sum, 1)
             pair = prim.pack_bf16x2(rows.sum, neighbour)
-            with ch.if_((rows.lane < STRIP_ROWS) & (rows.lane % 2 == 0)):
+            with ch.if_((rows.lane < M_TILE_ROWS) & (rows.lane % 2 == 0)):
                 publish(rows, pair)
 
         whole = Slices(self.columns, Units(read), self.layout.padded_columns)
         self.matvec.multiply(self.layout, self._told(whole, layer), finish)
 
     def _told(self, prologue: Prologue, layer: Any) -> Prologue:
-        """The same, but where copies do not overlap the copy lane is told that the input is there."""
+        """The same, but where copies do not overlap the producer lane is told that the input is there."""
         if layer is None or self.variant.overlap:
             return prologue
         return Told(prologue, (self.machine.thread == 0) & (layer > 0), self.input_there)
 
     def _owns_rows(self) -> Any:
-        return self.layout.position(self.machine.block) < self.layout.strips
+        return self.layout.position(self.machine.block) < self.layout.m_tiles
 
     def _read_input(self, data: Any, unit: Any, count: int) -> None:
         """Units of the launch's input, which nobody writes meanwhile."""
         with ch.for_(count, unroll=True, name="number") as number:
-            place = (unit + number * self.machine.math_threads) * UNIT
+            place = (unit + number * self.machine.consumer_threads) * UNIT
             data[number] = prim.load_constant_u32x4(self.launch.x + place)
 
     @staticmethod
     def _word_of(rows: Rows) -> Any:
-        return (rows.strip * STRIP_ROWS + rows.lane) // 2
+        return (rows.m_tile * M_TILE_ROWS + rows.lane) // 2
 
     def _store(self, rows: Rows, pair: Any) -> None:
         self.launch.y[self._word_of(rows)] = pair

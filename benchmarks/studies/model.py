@@ -39,7 +39,7 @@ class Fused:
     """The generated kernel of the whole step on the device, with exchange and tokens of its own."""
 
     def __init__(self, state: DecodeState, config: LlamaConfig, generated: Generated, name: str = "fused") -> None:
-        self.state, self.manifest = state, generated.manifest
+        self.state, self.manifest, self.head_dim = state, generated.manifest, config.head_dim
         self.loaded = state.device.load(generated.text, generated.manifest)
         self.exchange = state.add(f"{name} exchange", generated.manifest.buffer("exchange").bytes)
         self.tokens = state.add(f"{name} tokens", generated.manifest.buffer("tokens").bytes)
@@ -65,7 +65,7 @@ class BothSteps:
     def __init__(self, study: Study, name: str, state: DecodeState, generated: Generated) -> None:
         self.study, self.name, self.state = study, name, state
         self.fused = Fused(state, state.config, generated)
-        self.unfused = Unfused(state, study.gpu, (*MODEL, "head", "sampling"))
+        self.unfused = Unfused(state, study.gpu, (*MODEL, "lm_head", "sampling"))
 
     def measure(self, context: int) -> None:
         """Both at one context, the logits of the first step compared before."""

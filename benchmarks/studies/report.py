@@ -21,7 +21,7 @@ TITLES = {
 NOTES = {
     "linear": (
         "y = W x through `layers` square bf16 matrices, batch 1. Unfused: a kernel a layer, from a CUDA graph. Fused: "
-        "one kernel, whose copy warp asks for a layer's weights when the layer's input is there. Overlap: the copy "
+        "one kernel, whose producer warp asks for a layer's weights when the layer's input is there. Overlap: the copy "
         "warp runs ahead. Blocks exchange the vector by flagged words, or where it says so by a grid barrier. "
         "Every pass reads weights that are not in L2."
     ),

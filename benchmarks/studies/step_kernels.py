@@ -24,12 +24,12 @@ from cheetah.lang import prim, ty
 from cheetah.models.dense.launch import Launch, kernel_parameters
 from cheetah.models.dense.step import StepParts, exchange_sizes
 from cheetah.models.llama import LlamaConfig
-from cheetah.plan import STRIP_ROWS, Gpu, Plan, shared_map, step_matrices
+from cheetah.plan import M_TILE_ROWS, Gpu, Plan, shared_map, step_matrices
 
 MODEL = ("qkv", "attention", "merge", "o", "gate_up", "down")
 STACKS = {"attention": MODEL[:4], "glu": MODEL[4:]}
 """The phases of a stack's layer, as unfused kernels."""
-NEED_POSITIONS = ("qkv", "attention", "head")
+NEED_POSITIONS = ("qkv", "attention", "lm_head")
 NEED_RECORDS = ("attention", "merge")
 FUSED_PARAMETERS = {"epochs": ty.ptr_mut(ty.u32), "layers": ty.u32}
 PHASE_PARAMETERS = {"residual": ty.ptr_mut(ty.f32), "layer": ty.u32}
@@ -64,7 +64,7 @@ def phase_kernel(config: LlamaConfig, gpu: Gpu, plan: Plan, phase: str, stack: s
 
 def residual_words(config: LlamaConfig, gpu: Gpu, plan: Plan) -> int:
     """Elements (f32) of the buffer `residual`: every block's rows."""
-    return gpu.blocks * step_matrices(config.shape, plan, gpu).o.rounds * STRIP_ROWS
+    return gpu.blocks * step_matrices(config.shape, plan, gpu).o.waves * M_TILE_ROWS
 
 
 def _step_kernel(
@@ -136,7 +136,7 @@ class FusedStack(Piece):
         first_epoch = ch.const(ty.u32, epochs[machine.block])
         self.set_up()
         self.begin_step(self.step)
-        with machine.math:
+        with machine.consumer:
             self.step_epoch = first_epoch
         with ch.roles_for(machine.roles, layers, name="layer") as layer:
             self.begin_layer(layer)
@@ -145,7 +145,7 @@ class FusedStack(Piece):
                 if name in phases:  # the merge is the end of the fused attention
                     with self.phase(name):
                         phases[name]()
-        with machine.math:
+        with machine.consumer:
             machine.meet()  # every thread has read the epoch
             with ch.if_(machine.thread == 0):
                 epochs[machine.block] = self.step_epoch + layers
@@ -165,9 +165,7 @@ class KernelBoundary(BarrierExchange):
 class OnePhase(Piece):
     """One phase of one layer."""
 
-    def __init__(
-        self, config: LlamaConfig, machine: Machine, launch: Launch, phase: str, stack: str | None
-    ) -> None:
+    def __init__(self, config: LlamaConfig, machine: Machine, launch: Launch, phase: str, stack: str | None) -> None:
         sizes = exchange_sizes(machine.shape, machine.gpu, machine.plan)
         super().__init__(config, machine, launch, stack, KernelBoundary(machine, launch.exchange, sizes))
         self.name = phase
@@ -184,7 +182,7 @@ class OnePhase(Piece):
         self.begin_layer(layer)
         self._phases(layer)[self.name]()
         if self.name in ("o", "down"):
-            with machine.math:
+            with machine.consumer:
                 self._store_residual()
         emit_roles(machine)
 
@@ -193,7 +191,7 @@ class OnePhase(Piece):
             **self.layer_phases(layer),
             "attention": lambda: self._attention(layer),
             "merge": self._merge,
-            "head": self._head,
+            "lm_head": self._head,
             "sampling": self._sampling,
         }
 
@@ -209,7 +207,7 @@ class OnePhase(Piece):
     def _begin_phase(self, layer: Any) -> None:
         """What the fused kernel does once a step, as far as this phase needs it."""
         machine = self.machine
-        with machine.math:
+        with machine.consumer:
             self.step_epoch = ty.u32(0)
             if self.name in NEED_POSITIONS:
                 self.columns.begin_step(self.step)
@@ -231,34 +229,34 @@ class OnePhase(Piece):
     def _load_residual(self) -> None:
         """The block's rows. Other threads see them after the barrier that follows the loading of the input."""
         residual, kept, places = self._residual_places()
-        with ch.for_(self.machine.thread, places, self.machine.math_threads, unroll=1) as place:
+        with ch.for_(self.machine.thread, places, self.machine.consumer_threads, unroll=1) as place:
             residual[place] = kept[place]
 
     @ch.inline
     def _store_residual(self) -> None:
         residual, kept, places = self._residual_places()
         self.machine.meet()  # every warp has finished its rows
-        with ch.for_(self.machine.thread, places, self.machine.math_threads, unroll=1) as place:
+        with ch.for_(self.machine.thread, places, self.machine.consumer_threads, unroll=1) as place:
             kept[place] = residual[place]
 
     def _residual_places(self) -> tuple[Any, Any, int]:
         """The block's rows in shared memory and in the buffer, and how many places there are."""
-        places = self.matrices.o.rounds * STRIP_ROWS
+        places = self.matrices.o.waves * M_TILE_ROWS
         kept = self.residual + self.machine.block * places
         return self.machine.region("residual", ty.f32), kept, places
 
     @ch.inline
     def _attention(self, layer: Any) -> None:
         """The block's items: outputs of whole heads, partial states of split ones."""
-        with self.machine.copy:
+        with self.machine.producer:
             self.attention.copy(layer, self.step)
-        with self.machine.math:
+        with self.machine.consumer:
             self.port.layer = layer
             self.attention.attend(self.step, self.layer_epoch)
 
     @ch.inline
     def _merge(self) -> None:
-        with self.machine.math:
+        with self.machine.consumer:
             self.attention.merge(self.layer_epoch)
 
     def _head(self) -> None:
@@ -266,14 +264,14 @@ class OnePhase(Piece):
         self.linear.end_layers()
         self.start_sampling()
         norm = self.rms_norm(self.vector("hidden"), ty.u32(2 * self.shape.layers))
-        self.linear(self.matrices.head, norm, self.take_logits(self.step), when=self.needs_head(self.step))
-        with self.machine.math:
+        self.linear(self.matrices.lm_head, norm, self.take_logits(self.step), when=self.needs_head(self.step))
+        with self.machine.consumer:
             self.two_kernels.publish_best()
 
     @ch.inline
     def _sampling(self) -> None:
         """One block takes the best of all blocks' candidates."""
-        with self.machine.math:
+        with self.machine.consumer:
             self.two_kernels.choose_of_blocks()
             with ch.if_(self.machine.thread == 0):
                 chosen = self.machine.region("chosen", ty.u32)[0]
@@ -306,7 +304,7 @@ class SamplerInTwoKernels(Sampler):
 
     @ch.inline
     def choose_of_blocks(self) -> None:
-        """Leaves it in the region `chosen`; ends with a barrier of the math warps."""
+        """Leaves it in the region `chosen`; ends with a barrier of the consumer warps."""
         machine = self.machine
         self._gather(ty.u32(0), ty.u32(0))
         machine.meet()

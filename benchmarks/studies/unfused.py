@@ -34,7 +34,7 @@ class Unfused:
     def launch(self, arguments: dict[str, Any], layers: int) -> None:
         """One pass: the phases of every layer, then those that come once. `arguments` as of the fused step."""
         given = {**arguments, "exchange": self.exchange, "residual": self.residual}
-        once = [phase for phase in self.phases if phase in ("head", "sampling")]
+        once = [phase for phase in self.phases if phase in ("lm_head", "sampling")]
         for layer in range(layers):
             for phase in self.phases:
                 if phase not in once:

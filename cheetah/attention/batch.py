@@ -197,14 +197,17 @@ class BatchAttention:
         made = schedule(tables.tiles, scheduling)
         if order is not None:
             made = _reordered(made, order)
-        planned = _Planned(made, tables, int(rows[-1]))
+        self._take(_Planned(made, tables, int(rows[-1])))
+        return made
+
+    def _take(self, planned: _Planned) -> None:
+        """Lay a plan into the workspace; what is refused leaves the one before."""
         sections = self._sections(planned)
         self._planned = None  # while the workspace holds half of one plan and half of another
         for name, words in sections.items():
             if words.nbytes:
                 self.workspace.upload(words, self.spec.offsets[name])
         self._planned = planned
-        return made
 
     def _rows(self, qo_indptr: Int32Array | None, requests: int) -> Int32Array:
         if not 1 <= requests <= self.spec.batch:

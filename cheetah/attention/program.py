@@ -59,7 +59,7 @@ class AttentionSpec:
 
     batch: requests. queries: of a request (l_q). levels: 1, or more for shared prefixes. page_entries: of the page
     tables of all levels together. chunk, max_keys: a fixed chunk length (F) and the most keys of a request with it.
-    plan: fields of `Plan` other than by rule, e.g. math_warps.
+    plan: fields of `Plan` other than by rule, e.g. consumer_warps.
     """
 
     heads: int
@@ -287,10 +287,10 @@ def _emit(spec: AttentionSpec, machine: Machine, given: SimpleNamespace) -> None
         parameters=given,
         tile_columns=spec.tile_columns,
     )
-    with machine.copy:
+    with machine.producer:
         ch.comment("keys and values")
         attention.copy(0, 0)
-    with machine.math:
+    with machine.consumer:
         exchange.start()
         _take_ticket(machine, given.workspace + spec.offsets["launches"])
         schedule.keep()

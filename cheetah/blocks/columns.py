@@ -3,7 +3,7 @@
 A kernel has room for `plan.tokens` columns, a launch uses the first `count` of them. Columns are independent of each
 other in every product, so those that are not used may hold anything: nobody loads, finishes or publishes them.
 
-In memory a vector lies in *fragment order*: for each 32 elements (the columns of a tile pair), for each token: its four
+In memory a vector lies in *fragment order*: for each 32 elements (the columns of a K-tile), for each token: its four
 units of 8. So lane 4n + t of a warp finds the operand of token n in one 16-byte load, and a vector is copied from the
 exchange to shared memory as it is. With one token that is the natural order.
 """
@@ -17,12 +17,12 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
-from cheetah.plan import PAIR_COLUMNS
+from cheetah.plan import VECTOR_COLUMNS
 from cheetah.plan.kv.tables import COLUMN_WORDS, SEQUENCE_WORDS, ColumnRecord, SequenceRecord, word
 from cheetah.plan.plan import COLUMNS
 
 UNIT = 8
-UNITS_PER_PAIR = PAIR_COLUMNS // UNIT
+UNITS_PER_TILE = VECTOR_COLUMNS // UNIT
 POSITION, NUMBER, TOTAL, TEMPERATURE, SEED_LOW, SEED_HIGH, SEQUENCE, STOPPED = range(8)
 """Words of a column in the region `columns`: what finishing warps need to know of it in this step."""
 STATE_WORDS = 8
@@ -30,13 +30,13 @@ STATE_WORDS = 8
 
 def fragment_word(element: Any, column: Any, tokens: int) -> Any:
     """Payload word of a vector in fragment order that holds elements `element` (even) and the next of a token."""
-    unit = (element // PAIR_COLUMNS * tokens + column) * UNITS_PER_PAIR + element // UNIT % UNITS_PER_PAIR
+    unit = (element // VECTOR_COLUMNS * tokens + column) * UNITS_PER_TILE + element // UNIT % UNITS_PER_TILE
     return unit * (UNIT // 2) + element % UNIT // 2
 
 
 def vector_words(elements: int, tokens: int) -> int:
-    """Payload words (two bf16 each) of a vector of so many elements a token, padded to whole tile pairs."""
-    return -(-elements // PAIR_COLUMNS) * (PAIR_COLUMNS // 2) * tokens
+    """Payload words (two bf16 each) of a vector of so many elements a token, padded to whole K-tiles."""
+    return -(-elements // VECTOR_COLUMNS) * (VECTOR_COLUMNS // 2) * tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +59,8 @@ class Columns:
         return -(-self.limit // COLUMNS)
 
     def of_thread(self) -> Any:
-        """The column that a math thread loads: every unit that it takes of a vector belongs to it."""
-        return self.machine.thread // UNITS_PER_PAIR % self.limit
+        """The column that a consumer thread loads: every unit that it takes of a vector belongs to it."""
+        return self.machine.thread // UNITS_PER_TILE % self.limit
 
     def if_active(self, column: ch.Expr) -> AbstractContextManager[Any]:
         """Do what follows for a column in use; with room for one column only, it is."""
@@ -82,7 +82,7 @@ class Columns:
 
     @ch.function
     def begin_step(self, step: ch.Expr) -> None:
-        """Write down every column's place in this step. A barrier of the math warps must follow."""
+        """Write down every column's place in this step. A barrier of the consumer warps must follow."""
         machine = self.machine
         state = machine.region("columns", ty.u32)
         with ch.if_(machine.thread < self.count):

@@ -17,6 +17,7 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
+from cheetah.lang.primitive import GPU_SCOPE
 from cheetah.lang.primitives.exchange import UNITS
 
 COUNTER_BYTES = 256
@@ -46,8 +47,8 @@ class Published:
         self.exchange.publish(self.name, index, data, self.epoch)
 
     def read(self, data: Any, unit: ch.Expr, count: int) -> None:
-        """Units `unit`, `unit + math_threads`, ... (`count` of them) into the array `data`."""
-        self.exchange.read_units(self.name, data, unit, self.exchange.machine.math_threads, count, self.epoch)
+        """Units `unit`, `unit + consumer_threads`, ... (`count` of them) into the array `data`."""
+        self.exchange.read_units(self.name, data, unit, self.exchange.machine.consumer_threads, count, self.epoch)
 
     def wait(self, unit: ch.Expr, when: ch.Value) -> None:
         """Wait for one unit on behalf of a warp, before all of it is polled."""
@@ -55,12 +56,13 @@ class Published:
 
 
 class Exchange(ABC):
-    """What both kinds share: where vectors lie in the workspace."""
+    """What both kinds share: where vectors lie in the workspace. scope: the memory scope in which blocks meet, that of
+    one GPU or of several."""
 
     word: ty.Scalar
 
-    def __init__(self, machine: Machine, workspace: ch.Expr, sizes: dict[str, int]) -> None:
-        self.machine = machine
+    def __init__(self, machine: Machine, workspace: ch.Expr, sizes: dict[str, int], scope: str = GPU_SCOPE) -> None:
+        self.machine, self.scope = machine, scope
         self.workspace = workspace
         self.vectors = self._lay_out(sizes)
         self._declare()
@@ -96,7 +98,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """In the math role, once a launch: make ready."""
+        """In the consumer role, once a launch: make ready."""
 
     @abstractmethod
     def publish(self, name: str, index: ch.Value, data: ch.Value, epoch: ch.Value) -> None:
@@ -108,7 +110,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def meet(self) -> None:
-        """Between the writers of a vector and its readers: called by all math warps."""
+        """Between the writers of a vector and its readers: called by all consumer warps."""
 
     @abstractmethod
     def read4(self, name: str, unit: ch.Value, epoch: ch.Value) -> Any:
@@ -146,32 +148,32 @@ class FlaggedExchange(Exchange):
         pass
 
     def publish(self, name: str, index: ch.Value, data: ch.Value, epoch: ch.Value) -> None:
-        prim.publish_flagged(self.place(name, index), data, epoch)
+        prim.publish_flagged(self.place(name, index), data, epoch, scope=self.scope)
 
     def publish_release(self, name: str, index: ch.Value, data: ch.Value, epoch: ch.Value) -> None:
-        prim.publish_flagged_release(self.place(name, index), data, epoch)
+        prim.publish_flagged_release(self.place(name, index), data, epoch, scope=self.scope)
 
     def meet(self) -> None:
         """Each word is waited for by itself."""
 
     def read4(self, name: str, unit: ch.Value, epoch: ch.Value) -> Any:
-        return prim.wait_flagged4(self.place(name, ch.cast(ty.u32, unit) * 4), epoch)
+        return prim.wait_flagged4(self.place(name, ch.cast(ty.u32, unit) * 4), epoch, scope=self.scope)
 
     def read_units(self, name: str, data: Any, unit: ch.Value, stride: int, count: int, epoch: ch.Value) -> None:
         words = self.place(name, ch.cast(ty.u32, unit) * 4)
-        prim.wait_flagged_units(data, words, stride * 4, count, epoch)
+        prim.wait_flagged_units(data, words, stride * 4, count, epoch, scope=self.scope)
 
     def read_places(self, name: str, data: Any, places: Any, count: ch.Value, epoch: ch.Value) -> None:
-        prim.wait_flagged_places(data, self.place(name, 0), places, count, epoch)
+        prim.wait_flagged_places(data, self.place(name, 0), places, count, epoch, scope=self.scope)
 
     def wait_for_one(self, name: str, unit: ch.Value, epoch: ch.Value, when: ch.Value = True) -> None:
         first = self.machine.lane == 0
         with ch.if_(first if when is True else first & when):
-            prim.wait_flagged4(self.place(name, ch.cast(ty.u32, unit) * 4), epoch)
+            prim.wait_flagged4(self.place(name, ch.cast(ty.u32, unit) * 4), epoch, scope=self.scope)
         prim.warp_barrier()
 
     def read4_acquire(self, name: str, unit: ch.Value, epoch: ch.Value) -> Any:
-        return prim.wait_flagged4_acquire(self.place(name, ch.cast(ty.u32, unit) * 4), epoch)
+        return prim.wait_flagged4_acquire(self.place(name, ch.cast(ty.u32, unit) * 4), epoch, scope=self.scope)
 
 
 class BarrierExchange(Exchange):
@@ -192,9 +194,9 @@ class BarrierExchange(Exchange):
         arrivals_due = ch.var(ty.u64, 0)
         self.counter, self.arrivals_due = counter, arrivals_due
         with ch.if_(self.machine.thread == 0):
-            ticket = prim.fetch_add_release_u64(counter, 1)
+            ticket = prim.fetch_add_release_u64(counter, 1, scope=self.scope)
             arrivals_due.set((ticket // self.machine.gpu.blocks + 1) * self.machine.gpu.blocks)
-            prim.wait_at_least_u64(counter, arrivals_due)
+            prim.wait_at_least_u64(counter, arrivals_due, scope=self.scope)
         self.machine.meet()
 
     def publish(self, name: str, index: ch.Value, data: ch.Value, epoch: ch.Value) -> None:
@@ -207,8 +209,8 @@ class BarrierExchange(Exchange):
         self.machine.meet()
         with ch.if_(self.machine.thread == 0):
             self.arrivals_due += self.machine.gpu.blocks
-            prim.add_release_u64(self.counter, 1)
-            prim.wait_at_least_u64(self.counter, self.arrivals_due)
+            prim.add_release_u64(self.counter, 1, scope=self.scope)
+            prim.wait_at_least_u64(self.counter, self.arrivals_due, scope=self.scope)
         self.machine.meet()
 
     @ch.inline
@@ -233,7 +235,7 @@ class BarrierExchange(Exchange):
                 data[number] = self.read4(name, places[number] // 4, epoch)
 
 
-def make_exchange(machine: Machine, workspace: ch.Expr, sizes: dict[str, int]) -> Exchange:
+def make_exchange(machine: Machine, workspace: ch.Expr, sizes: dict[str, int], scope: str = GPU_SCOPE) -> Exchange:
     """The kind that the plan names."""
     kinds = {"flags": FlaggedExchange, "barrier": BarrierExchange}
-    return kinds[machine.plan.sync](machine, workspace, sizes)
+    return kinds[machine.plan.sync](machine, workspace, sizes, scope)

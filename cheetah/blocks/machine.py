@@ -8,8 +8,8 @@ from cheetah import lang as ch
 from cheetah.lang import prim, ty
 from cheetah.plan import Gpu, ModelShape, Plan, SharedMap
 
-MATH_BARRIER = 1
-"""The named barrier at which the math warps meet; the copy warp never does."""
+CONSUMER_BARRIER = 1
+"""The named barrier at which the consumer warps meet; the producer warp never does."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,7 +17,7 @@ class Machine:
     """The parts that every building block needs.
 
     block, thread, warp and lane are device values; arena is the start of shared memory, laid out by `shared`.
-    The math role is every thread of the first warps, the copy role is one lane of the next one.
+    The consumer role is every thread of the first warps, the producer role is one lane of the next one.
     """
 
     shape: ModelShape
@@ -29,24 +29,24 @@ class Machine:
     thread: ch.Expr
     warp: ch.Expr
     lane: ch.Expr
-    copy: ch.Role
-    math: ch.Role
+    producer: ch.Role
+    consumer: ch.Role
 
     @property
-    def math_threads(self) -> int:
-        return self.plan.math_warps * 32
+    def consumer_threads(self) -> int:
+        return self.plan.consumer_warps * 32
 
     @property
     def roles(self) -> tuple[ch.Role, ch.Role]:
-        return self.copy, self.math
+        return self.producer, self.consumer
 
     def region(self, name: str, element: ty.Type) -> ch.Expr:
         """A pointer to a region of shared memory."""
         return shared_region(self.shared, self.arena, name, element)
 
     def meet(self) -> None:
-        """All math warps meet: what each wrote to shared memory before is seen by all after."""
-        prim.named_barrier(MATH_BARRIER, self.math_threads)
+        """All consumer warps meet: what each wrote to shared memory before is seen by all after."""
+        prim.named_barrier(CONSUMER_BARRIER, self.consumer_threads)
 
 
 def shared_region(shared: SharedMap, arena: ch.Expr, name: str, element: ty.Type) -> ch.Expr:
@@ -68,21 +68,21 @@ def start_machine(shape: ModelShape, plan: Plan, gpu: Gpu, shared: SharedMap) ->
     thread = ch.thread_idx_x()
     warp = thread // 32
     lane = thread % 32
-    return Machine(shape, plan, gpu, shared, arena, block, thread, warp, lane, ch.Role("copy"), ch.Role("math"))
+    return Machine(shape, plan, gpu, shared, arena, block, thread, warp, lane, ch.Role("producer"), ch.Role("consumer"))
 
 
 @ch.inline
 def emit_roles(machine: Machine) -> None:
-    """The kernel's fork: one lane of the copy warps copies, the math warps compute."""
+    """The kernel's fork: one lane of the producer warps copies, the consumer warps compute."""
     plan = machine.plan
-    with ch.if_(machine.warp >= plan.math_warps):
+    with ch.if_(machine.warp >= plan.consumer_warps):
         if plan.moves_registers:
             prim.give_registers()
-        ch.comment("the copy warp: one lane walks the whole model's chunk list")
-        with ch.if_(machine.thread == machine.math_threads):
-            machine.copy.emit_here()
+        ch.comment("the producer warp: one lane walks the whole model's chunk list")
+        with ch.if_(machine.thread == machine.consumer_threads):
+            machine.producer.emit_here()
     with ch.else_():
         if plan.moves_registers:
             prim.take_registers()
-        ch.comment("the math warps")
-        machine.math.emit_here()
+        ch.comment("the consumer warps")
+        machine.consumer.emit_here()

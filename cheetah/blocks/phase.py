@@ -57,13 +57,13 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str, about: str = "", *, fetched: str = "", meets: bool = True) -> Iterator[None]:
-        """The math role's part becomes a function of that name. about: what it does; fetched: what the copy role does,
-        if not the same. meets: whether a vector is exchanged at the end, between its writers here and its readers in
-        the next phase."""
+        """The consumer role's part becomes a function of that name. about: what it does; fetched: what the producer
+        role does, if not the same. meets: whether a vector is exchanged at the end, between its writers here and its
+        readers in the next phase."""
         machine = self.machine
-        with machine.copy:
+        with machine.producer:
             ch.comment(fetched or name)
-        with machine.math, ch.outline(name, about):
+        with machine.consumer, ch.outline(name, about):
             self._note(self.names.index(name, self.layer))
             yield
             if meets:
@@ -71,7 +71,7 @@ class Phases:
 
     def meet(self) -> None:
         """Between the writers of what was published in this phase and its readers."""
-        with self.machine.math:
+        with self.machine.consumer:
             self.exchange.meet()
 
     @ch.inline

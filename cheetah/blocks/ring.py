@@ -1,15 +1,15 @@
 """The copy ring: fixed-size stages in shared memory through which every weight and every KV page of the model flows.
 
-The copy lane fills stages with bulk copies and never waits for the model's dependencies; the math warps use the stages
-in the same order. Two mbarriers a stage keep them apart:
+The producer lane fills stages with bulk copies and never waits for the model's dependencies; the consumer warps use the
+stages in the same order. Two mbarriers a stage keep them apart:
 
-* full[s]: one arrival (the copy lane's, announcing the bytes) and the bytes themselves. A math warp that has waited for
-  it sees the copied data, because completion of the copy releases and the wait acquires.
-* empty[s]: one arrival a math warp, made after the warp's last read of the stage (`warp_barrier` orders the
+* full[s]: one arrival (the producer lane's, announcing the bytes) and the bytes themselves. A consumer warp that has
+  waited for it sees the copied data, because completion of the copy releases and the wait acquires.
+* empty[s]: one arrival a consumer warp, made after the warp's last read of the stage (`warp_barrier` orders the
   other lanes' reads before it). A load that was issued has not read yet, and an arrival may overtake it where the
   memory pipeline is busy: so a stage takes what came of it (`Stage.has_read`), and one whose body says nothing is
-  refused while the kernel is generated. The copy lane waits for it before it announces the next bytes, so a stage is
-  never overwritten early. In attention the warps share stages out: who works on one arrives for the others too, and
+  refused while the kernel is generated. The producer lane waits for it before it announces the next bytes, so a stage
+  is never overwritten early. In attention the warps share stages out: who works on one arrives for the others too, and
   nobody else touches it. A warp that waits for a stage of its own cannot be a lap behind, since its arrival is needed.
 
 At most `plan.in_flight` chunks are requested and not yet landed: more requests would delay the exchanges (8B on an
@@ -48,7 +48,7 @@ def _advance(stage: Any, parity: Any, stages: int) -> None:
 
 
 class Stage:
-    """A full stage in the hands of a math warp: its bytes begin at `address`, and end in the ring's `use`."""
+    """A full stage in the hands of a consumer warp: its bytes begin at `address`, and end in the ring's `use`."""
 
     def __init__(self, address: ch.Expr) -> None:
         self.address = address
@@ -94,12 +94,12 @@ class Ring:
         """Set the barriers up; one thread does, and a block barrier must follow before anyone uses them."""
         with ch.for_(self.stages) as stage:
             prim.mbarrier_init(self.full + stage, 1)
-            prim.mbarrier_init(self.empty + stage, self.machine.plan.math_warps)
+            prim.mbarrier_init(self.empty + stage, self.machine.plan.consumer_warps)
 
     @ch.inline
     def start(self) -> None:
         """Give each role its cursor."""
-        with self.machine.copy:
+        with self.machine.producer:
             fill_stage = ch.var(ty.u32, 0)
             # A fresh barrier's previous phase has parity 1: the first pass finds every stage empty at once.
             fill_parity = ch.var(ty.u32, 1)
@@ -107,23 +107,23 @@ class Ring:
             landed_parity = ch.var(ty.u32, 1)
             self.filling = Cursor(fill_stage, fill_parity, self.stages)
             self.landed = Cursor(landed_stage, landed_parity, self.stages)
-        with self.machine.math:
+        with self.machine.consumer:
             use_stage = ch.var(ty.u32, 0)
             use_parity = ch.var(ty.u32, 0)
             self.using = Cursor(use_stage, use_parity, self.stages)
 
     def fills(self, name: str) -> None:
-        """While generating: the copy role's program fills stages with `name` here. Who never uses them is told."""
+        """While generating: the producer role's program fills stages with `name` here. Who never uses them is told."""
         self.keys[name] = self.streams.open(name)
 
     def uses(self, name: str) -> None:
-        """While generating: the math role's program uses the stages that were filled with `name`."""
+        """While generating: the consumer role's program uses the stages that were filled with `name`."""
         self.streams.consume(self.keys.get(name, -1))
 
     @contextmanager
     @ch.inline
     def fill(self, chunk_bytes: Any) -> Iterator[tuple[ch.Expr, ch.Expr]]:
-        """In the copy role: the next stage, empty and with `chunk_bytes` announced; the body issues the copies."""
+        """In the producer role: the next stage, empty and with `chunk_bytes` announced; the body issues the copies."""
         prim.mbarrier_wait(self.empty + self.filling.stage, self.filling.parity)
         prim.mbarrier_wait(self.full + self.landed.stage, self.landed.parity)  # bounds the chunks in flight
         self.landed.advance()
@@ -135,13 +135,13 @@ class Ring:
 
     @contextmanager
     def use(self) -> Iterator[Stage]:
-        """In the math role: the next stage, full. The body says what it has read; then this warp gives it back."""
+        """In the consumer role: the next stage, full. The body says what it has read; then this warp gives it back."""
         with self._next_stage() as stage:
             yield stage
             stage.require_read()
 
     def discard(self) -> None:
-        """In the math role: give the next stage back as soon as it is full; nobody reads it."""
+        """In the consumer role: give the next stage back as soon as it is full; nobody reads it."""
         with self._next_stage():
             pass
 
@@ -159,13 +159,13 @@ class Ring:
     @contextmanager
     @ch.inline
     def use_ahead(self, ahead: ch.Expr, arrivals: ch.Expr, when: ch.Expr) -> Iterator[Stage]:
-        """In the math role, where the warps share stages out: the stage `ahead` of the cursor, full. After the body,
-        which says what it has read, this warp arrives for `arrivals` warps; those that work on a stage make up for all
-        others, which do not touch it. A parity tells two neighbouring passes apart only: a warp must not look at a
-        stage before the pass that precedes has landed. It has, if the stage is at most `stages - in_flight` behind one
-        that is known to have landed, because the copy lane waited for the chunk `in_flight` places before that one.
-        `skip` moves the cursor. Unless `when` holds no stage is taken, and the body finds something else to work on.
-        """
+        """In the consumer role, where the warps share stages out: the stage `ahead` of the cursor, full. After the
+        body, which says what it has read, this warp arrives for `arrivals` warps; those that work on a stage make up
+        for all others, which do not touch it. A parity tells two neighbouring passes apart only: a warp must not look
+        at a stage before the pass that precedes has landed. It has, if the stage is at most `stages - in_flight` behind
+        one that is known to have landed, because the producer lane waited for the chunk `in_flight` places before that
+        one. `skip` moves the cursor. Unless `when` holds no stage is taken, and the body finds something else to work
+        on."""
         place = self.using.stage + ahead
         stage = ch.const(ty.u32, place % self.stages, name="stage")
         with ch.if_(when):
@@ -180,7 +180,7 @@ class Ring:
 
     @ch.inline
     def skip(self, stages: ch.Expr) -> None:
-        """In the math role: move the cursor over stages that were used by `use_ahead`."""
+        """In the consumer role: move the cursor over stages that were used by `use_ahead`."""
         place = self.using.stage + stages
         self.using.parity.set((self.using.parity + place // self.stages) % 2)
         self.using.stage.set(place % self.stages)

@@ -19,7 +19,7 @@ from cheetah.blocks.linear.interface import Rows
 from cheetah.blocks.linear.matvec import Matvec
 from cheetah.blocks.timeline import NO_TIMELINE, Timeline
 from cheetah.lang import prim, ty
-from cheetah.plan import STRIP_ROWS
+from cheetah.plan import M_TILE_ROWS
 from cheetah.plan.kv.tables import NO_TOKEN
 
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -60,9 +60,9 @@ def gumbel(token: ch.Expr, position: ch.Expr, seed: ch.Expr) -> Any:
 
 
 class Sampler:
-    """Keeps each lane's best candidates over the strips of the head, then finds the grid's, for every token.
+    """Keeps each lane's best candidates over the M-tiles of the head, then finds the grid's, for every token.
 
-    A warp sees the same columns in every strip that it finishes, so its lanes keep one candidate a slot of theirs.
+    A warp sees the same columns in every M-tile that it finishes, so its lanes keep one candidate a slot of theirs.
     """
 
     def __init__(self, matvec: Matvec, exchange: Exchange, vocab: int, timeline: Timeline = NO_TIMELINE) -> None:
@@ -86,9 +86,9 @@ class Sampler:
 
     @ch.function
     def consider(self, rows: Rows, logit: ch.Expr) -> None:
-        """Take a strip's logits in: one row a lane. A lane sees ascending ids, so `>` keeps the lowest on ties."""
+        """Take an M-tile's logits in: one row a lane. A lane sees ascending ids, so `>` keeps the lowest on ties."""
         columns = self.columns
-        token = rows.strip * STRIP_ROWS + rows.row
+        token = rows.m_tile * M_TILE_ROWS + rows.row
         candidate = ch.var(ty.f32, logit)
         temperature = prim.bits_float(columns.state(rows.column, TEMPERATURE))
         with ch.if_(temperature > 0.0):
@@ -102,13 +102,13 @@ class Sampler:
     @ch.inline
     def choose(self, epoch: ch.Expr, step: ch.Expr) -> None:
         """Leave the grid's best token of every column in the region `chosen`, NO_TOKEN where no logit is a number above
-        -infinity; ends with a barrier of the math warps.
+        -infinity; ends with a barrier of the consumer warps.
 
         Every block publishes here in every step, even if it has no candidate: with release, and all blocks' words are
         read with acquire. So after it each block sees what every block wrote in this step, its keys and values above
         all.
 
-        Steps take turns with two vectors. A block without a strip or a key publishes nothing else, so nobody waits
+        Steps take turns with two vectors. A block without an M-tile or a key publishes nothing else, so nobody waits
         for it before publishing the next step's candidate, over one that it may not have read yet; but nobody comes
         two steps ahead of it, for its own candidate of the step between is needed.
         """
@@ -137,11 +137,11 @@ class Sampler:
     @property
     def _groups(self) -> int:
         """Warps that have seen the same column."""
-        return max(1, self.machine.plan.math_warps // self.columns.limit)
+        return max(1, self.machine.plan.consumer_warps // self.columns.limit)
 
     def _columns_of_warp(self) -> Iterator[Any]:
         """The columns whose candidates this warp compares."""
-        warps, limit = self.machine.plan.math_warps, self.columns.limit
+        warps, limit = self.machine.plan.consumer_warps, self.columns.limit
         for first in range(0, limit, warps):
             column = self.machine.warp + first
             with nullcontext() if first + warps <= limit else ch.if_(column < limit):
@@ -155,7 +155,7 @@ class Sampler:
         for slot in range(self.matvec.slots):
             self._best_of_warp(self.best[slot], self.best_token[slot])
             with ch.if_(machine.lane == 0):
-                place = (slot * machine.plan.math_warps + machine.warp) * 2
+                place = (slot * machine.plan.consumer_warps + machine.warp) * 2
                 words[place] = prim.float_bits(self.best[slot])
                 words[place + 1] = self.best_token[slot]
 
@@ -165,7 +165,7 @@ class Sampler:
         machine = self.machine
         units = machine.region("candidates", ty.u32x4)
         count = machine.gpu.blocks * self.places // 2
-        with ch.for_(machine.thread, count, machine.math_threads, unroll=1) as other:
+        with ch.for_(machine.thread, count, machine.consumer_threads, unroll=1) as other:
             units[other] = self.exchange.read4_acquire("candidates", first_unit + other, epoch)
 
     @ch.function

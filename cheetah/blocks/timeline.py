@@ -17,7 +17,8 @@ not happen in a phase is not stamped: an event before `begin` is one of an earli
 
 
 class Timeline:
-    """Stamps in nanoseconds: u64 [blocks, phases, events], of the launch's last step. All calls are the math role's."""
+    """Stamps in nanoseconds: u64 [blocks, phases, events], of the launch's last step. All calls are the consumer
+    role's."""
 
     def __init__(self, machine: Any, stamps: Any, phases: int) -> None:
         self.machine, self.stamps, self.phases = machine, stamps, phases  # a Machine, unless stamps is None

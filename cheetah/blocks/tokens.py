@@ -1,8 +1,7 @@
 """The tokens of a launch from step to step: who takes which token next, when a step is over, when the launch ends.
 
-Two mbarriers pass the end of a step from the math warps to the copy lane: `step_done` says that every block has written
-its keys and values, `step_taken` that the copy lane has seen that.
-"""
+Two mbarriers pass the end of a step from the consumer warps to the producer lane: `step_done` says that every block has
+written its keys and values, `step_taken` that the producer lane has seen that."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from cheetah import lang as ch
 from cheetah.blocks.columns import NUMBER, SEQUENCE, STATE_WORDS, STOPPED, TOTAL, UNIT, Columns
 from cheetah.blocks.linear.prologue import Read, addresses_of_units
 from cheetah.lang import prim, ty
-from cheetah.plan import PAIR_COLUMNS
+from cheetah.plan import VECTOR_COLUMNS
 
 
 class LaunchTokens(Protocol):
@@ -63,13 +62,12 @@ class Tokens:
 
     @ch.inline
     def wait_for_step(self, step: Any) -> None:
-        """In the copy role: no key or value of the last step is fetched before all blocks have written theirs.
+        """In the producer role: no key or value of the last step is fetched before all blocks have written theirs.
 
-        The math warps arrive at `step_done` after the rendezvous of all blocks that ends a step (release by each block
-        after its stores, acquire by this one); the fence orders those ordinary stores before the copy engine's reads.
-        Weights of the first layer are requested before this, so the memory stays busy. If the sequence has ended, the
-        math warps use those up and the copy lane leaves.
-        """
+        The consumer warps arrive at `step_done` after the rendezvous of all blocks that ends a step (release by each
+        block after its stores, acquire by this one); the fence orders those ordinary stores before the copy engine's
+        reads. Weights of the first layer are requested before this, so the memory stays busy. If the sequence has
+        ended, the consumer warps use those up and the producer lane leaves."""
         with ch.if_(step > 0):
             prim.mbarrier_wait(self.step_done, (step + 1) % 2)
             prim.fence_proxy_async()
@@ -80,8 +78,9 @@ class Tokens:
 
     @ch.inline
     def end_step(self, step: Any, use_up: Callable[[], None]) -> None:
-        """In the math role: a warp takes every column's next token, given or chosen, and finds whether to go on; then
-        all pass on together. `use_up` uses what the copy lane has fetched of the next step, if the launch ends."""
+        """In the consumer role: a warp takes every column's next token, given or chosen, and finds whether to go on;
+        then all pass on together. `use_up` uses what the producer lane has fetched of the next step, if the launch
+        ends."""
         machine = self.machine
         ch.comment("the next tokens, and whether the launch ends")
         with ch.if_(machine.warp == 0):
@@ -94,7 +93,7 @@ class Tokens:
             with ch.if_(machine.thread == 0):
                 with ch.if_(machine.block == 0):
                     self.launch.status[0] = ty.i32(step + 1)
-                # The copy lane has seen the end of the last step: a block with nothing to fetch could come two
+                # The producer lane has seen the end of the last step: a block with nothing to fetch could come two
                 # steps ahead of it, and a parity tells two neighbouring phases apart only. Long since true for the
                 # others.
                 prim.mbarrier_wait(self.step_taken, (step + 1) % 2)
@@ -103,7 +102,7 @@ class Tokens:
                 prim.mbarrier_arrive(self.step_done)
         machine.meet()
         with ch.if_(self.next_token[self.columns.limit] != 0):
-            ch.comment("the copy lane has fetched what it does not need the tokens for: use it up")
+            ch.comment("the producer lane has fetched what it does not need the tokens for: use it up")
             with ch.if_(step + 1 < self.launch.steps):
                 use_up()
             ch.break_()
@@ -167,8 +166,8 @@ class Embeddings:
 
     @ch.inline
     def _read(self, data: Any, unit: Any, count: int) -> None:
-        limit, threads = self.tokens.columns.limit, self.tokens.machine.math_threads
-        embedded = self.tokens.embedding(unit // (PAIR_COLUMNS // UNIT) % limit)
+        limit, threads = self.tokens.columns.limit, self.tokens.machine.consumer_threads
+        embedded = self.tokens.embedding(unit // (VECTOR_COLUMNS // UNIT) % limit)
         embedded_at = addresses_of_units(self.tokens.columns, embedded)
         with ch.for_(count, unroll=True, name="number") as number:
             data[number] = prim.load_constant_u32x4(embedded_at(unit + number * threads))

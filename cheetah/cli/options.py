@@ -21,7 +21,7 @@ PLAN_OPTIONS: Mapping[str, tuple[type, str]] = {
     "stage_bytes": (int, "Bytes of a stage of the ring, the unit of every copy of weights."),
     "stages": (int, "Stages of the ring."),
     "in_flight": (int, "Most stages that are being filled at a time."),
-    "math_warps": (int, "Warps of a block that compute; others copy."),
+    "consumer_warps": (int, "Warps of a block that compute; others copy."),
     "max_steps": (int, "Most decode steps of one launch."),
     "batch": (int, "Most sequences that share a step, 1 to 8."),
     "tokens": (int, "Most tokens that share a step: of several sequences, or of one prompt."),

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from cheetah.lang import types as ty
@@ -17,6 +18,10 @@ from cheetah.lang.nodes import Call, Do, Expr
 from cheetah.lang.operators import lift
 from cheetah.lang.printer import parameter_text
 from cheetah.lang.scope import emit, reserve
+
+GPU_SCOPE = "gpu"
+SCOPES = (GPU_SCOPE, "sys")
+"""How far the order between blocks reaches: the blocks of one GPU, or other GPUs and the host too."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +42,25 @@ class Primitive:
     def __post_init__(self) -> None:
         reserve(self.name)
 
-    def __call__(self, *arguments: Any) -> Any:
+    @property
+    def has_scope(self) -> bool:
+        """Whether its order reaches as far as a memory scope says."""
+        return f".{GPU_SCOPE}." in self.cuda
+
+    def in_scope(self, scope: str) -> Primitive:
+        """The same for a memory scope of the PTX ISA: "gpu", which is what it is declared for, or "sys", which other
+        GPUs and the host see too. Called `<name>_sys` in the text."""
+        if scope not in SCOPES or not self.has_scope:
+            raise LangError(
+                f"{self.name} has no memory scope {scope!r}: "
+                + (f"give one of {', '.join(SCOPES)}." if self.has_scope else "it orders nothing between blocks.")
+            )
+        return self if scope == GPU_SCOPE else _in_scope(self, scope)
+
+    def __call__(self, *arguments: Any, scope: str | None = None) -> Any:
+        """A call; `scope`: as in `in_scope`."""
+        if scope not in (None, GPU_SCOPE):
+            return self.in_scope(scope)(*arguments)
         if len(arguments) != len(self.parameters):
             raise TypeMixError(
                 f"{self.name} takes {len(self.parameters)} arguments ({', '.join(self.parameters)}), "
@@ -73,6 +96,12 @@ class Primitive:
         parameters = ", ".join(parameter_text(name, type_) for name, type_ in self.parameters.items())
         head = f"__device__ __forceinline__ {self.returns} {self.name}({parameters}) {{"
         return f"{head}\n{textwrap.indent(textwrap.dedent(self.cuda).strip(), '  ')}\n}}\n"
+
+
+@cache
+def _in_scope(primitive: Primitive, scope: str) -> Primitive:
+    cuda = primitive.cuda.replace(f".{GPU_SCOPE}.", f".{scope}.")
+    return replace(primitive, name=f"{primitive.name}_{scope}", cuda=cuda)
 
 
 PRIMITIVES: dict[str, Primitive] = {}

@@ -4,11 +4,12 @@ Knows nothing of the language, the model's code or the runtime.
 """
 
 from cheetah.plan.errors import PlanError
+from cheetah.plan.formats import M_TILE_ROWS, VECTOR_COLUMNS
 from cheetah.plan.gpu import GPUS, Gpu, gpu_named
 from cheetah.plan.kv import KvPlanLayout, kv_plan
 from cheetah.plan.kv.launch import LaunchTile, decode_tiles, kv_plans_for_launch, launch_tiles, max_plans, most_tiles
 from cheetah.plan.kv.scheduler import KvPlan, Scheduling, Tile
-from cheetah.plan.layout import PAIR_COLUMNS, STRIP_ROWS, MatrixLayout
+from cheetah.plan.layout import MatrixLayout
 from cheetah.plan.matrices import StepMatrices, step_matrices
 from cheetah.plan.plan import Plan, default_plan, kernel_regions, shared_map
 from cheetah.plan.shape import ModelShape
@@ -17,8 +18,8 @@ from cheetah.plan.split import Split
 
 __all__ = [
     "GPUS",
-    "PAIR_COLUMNS",
-    "STRIP_ROWS",
+    "VECTOR_COLUMNS",
+    "M_TILE_ROWS",
     "Gpu",
     "KvPlan",
     "KvPlanLayout",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from cheetah.plan.errors import PlanError, require_positive
 
 M_TILE_ROWS = 16
-"""Rows of a strip: the rows of the `mma.m16n8k16` weight operand."""
+"""Rows of an M-tile: the rows of the `mma.m16n8k16` weight operand."""
 VECTOR_COLUMNS = 32
 """Columns that a vector is padded to, and that a K-tile has some of whole."""
 TILE_ALIGNMENT = 16

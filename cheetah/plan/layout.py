@@ -1,4 +1,4 @@
-"""Where every weight of a packed matrix lies: strips, chunks and their byte addresses.
+"""Where every weight of a packed matrix lies: M-tiles, chunks and their byte addresses.
 
 One layout serves three readers: the packer (numpy), the kernel generator (device expressions) and the report. The bytes
 of a K-tile are the format's business; here they are opaque.
@@ -8,24 +8,21 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from cheetah.plan.errors import PlanError, require_positive
-from cheetah.plan.formats import BF16, M_TILE_ROWS, TILE_ALIGNMENT, VECTOR_COLUMNS, TileFormat
+from cheetah.plan.formats import BF16, M_TILE_ROWS, TILE_ALIGNMENT, TileFormat
 from cheetah.plan.index import Index, ceil_div
 from cheetah.plan.split import Split
-
-STRIP_ROWS = M_TILE_ROWS
-PAIR_COLUMNS = VECTOR_COLUMNS
 
 
 @dataclass(frozen=True)
 class MatrixLayout:
-    """A matrix [rows, columns] of a weight format, cut into strips of 16 rows and chunks of one stage, as it is read.
+    """A matrix [rows, columns] of a weight format, cut into M-tiles of 16 rows and chunks of one stage, as it is read.
 
-    Memory order: for each round of the split, for each chunk of a strip, for each position in the round: that chunk. So
-    the blocks read adjacent chunks side by side. All chunks of a strip but the last fill `stage_bytes`. Rows are padded
-    to 16 and columns to whole K-tiles with zeros. `offset` is the byte of the weights where it (of layer 0) begins.
-    `slices` says in how many parts (of whole chunks) the vector is brought that the matrix is multiplied with: the
-    chunks of a part are read for all strips of a block before those of the next part. Where they lie does not change.
-    """
+    Memory order: for each wave of the split, for each chunk of an M-tile, for each position in the wave: that chunk. So
+    the blocks read adjacent chunks side by side. All chunks of an M-tile but the last fill `stage_bytes`. Rows are
+    padded to 16 and columns to whole K-tiles with zeros. `offset` is the byte of the weights where it (of layer 0)
+    begins. `slices` says in how many parts (of whole chunks) the vector is brought that the matrix is multiplied with:
+    the chunks of a part are read for all M-tiles of a block before those of the next part. Where they lie does not
+    change."""
 
     name: str
     rows: int
@@ -49,31 +46,29 @@ class MatrixLayout:
         if not 0 <= self.start < self.blocks:
             raise PlanError(f"{place}: start is {self.start} with {self.blocks} blocks: give 0 to {self.blocks - 1}")
         if self.offset < 0 or self.offset % TILE_ALIGNMENT:
-            raise PlanError(
-                f"{place}: offset is {self.offset}: give a multiple of {TILE_ALIGNMENT} bytes, 0 or above"
-            )
+            raise PlanError(f"{place}: offset is {self.offset}: give a multiple of {TILE_ALIGNMENT} bytes, 0 or above")
 
     @cached_property
     def split(self) -> Split:
-        """Who owns which strips."""
-        return Split(self.strips, self.blocks, self.start)
+        """Who owns which M-tiles."""
+        return Split(self.m_tiles, self.blocks, self.start)
 
     @property
-    def strips(self) -> int:
-        return ceil_div(self.rows, STRIP_ROWS)
+    def m_tiles(self) -> int:
+        return ceil_div(self.rows, M_TILE_ROWS)
 
     @property
-    def rounds(self) -> int:
-        return ceil_div(self.strips, self.blocks)
+    def waves(self) -> int:
+        return ceil_div(self.m_tiles, self.blocks)
 
     @property
     def k_tiles(self) -> int:
-        """K-tiles of a strip."""
+        """K-tiles of an M-tile."""
         return ceil_div(self.columns, self.format.columns)
 
     @property
     def padded_rows(self) -> int:
-        return self.strips * STRIP_ROWS
+        return self.m_tiles * M_TILE_ROWS
 
     @property
     def padded_columns(self) -> int:
@@ -81,17 +76,17 @@ class MatrixLayout:
 
     @property
     def tiles_per_chunk(self) -> int:
-        """K-tiles of every chunk but the last of a strip."""
+        """K-tiles of every chunk but the last of an M-tile."""
         return self.stage_bytes // self.format.tile_bytes
 
     @property
     def chunks(self) -> int:
-        """Chunks of a strip."""
+        """Chunks of an M-tile."""
         return ceil_div(self.k_tiles, self.tiles_per_chunk)
 
     @property
     def slice_chunks(self) -> int:
-        """Chunks of a strip in every slice but perhaps the last."""
+        """Chunks of an M-tile in every slice but perhaps the last."""
         return ceil_div(self.chunks, self.slices)
 
     def slice_range(self, number: int) -> tuple[int, int]:
@@ -100,12 +95,12 @@ class MatrixLayout:
         return first, min(first + self.slice_chunks, self.chunks)
 
     @property
-    def strip_bytes(self) -> int:
+    def m_tile_bytes(self) -> int:
         return self.k_tiles * self.format.tile_bytes
 
     @property
     def total_bytes(self) -> int:
-        return self.strips * self.strip_bytes
+        return self.m_tiles * self.m_tile_bytes
 
     @property
     def last_chunk_tiles(self) -> int:
@@ -116,9 +111,9 @@ class MatrixLayout:
         return self.last_chunk_tiles * self.format.tile_bytes
 
     @property
-    def last_round_width(self) -> int:
-        """Strips of the last round."""
-        return self.strips - (self.rounds - 1) * self.blocks
+    def last_wave_width(self) -> int:
+        """M-tiles of the last wave."""
+        return self.m_tiles - (self.waves - 1) * self.blocks
 
     def chunk_tiles(self, chunk: Index) -> Index:
         """K-tiles of chunk `chunk` (0 <= chunk < chunks); also for device expressions."""
@@ -128,41 +123,41 @@ class MatrixLayout:
         """Bytes of chunk `chunk` (0 <= chunk < chunks); also for device expressions."""
         return _last_differs(chunk, self.chunks, self.stage_bytes, self.last_chunk_bytes)
 
-    def round_width(self, round: Index) -> Index:
-        """Strips of round `round` (0 <= round < rounds); also for device expressions."""
-        return _last_differs(round, self.rounds, self.blocks, self.last_round_width)
+    def wave_width(self, wave: Index) -> Index:
+        """M-tiles of wave `wave` (0 <= wave < waves); also for device expressions."""
+        return _last_differs(wave, self.waves, self.blocks, self.last_wave_width)
 
     def position(self, block: Index) -> Index:
-        """Where `block` stands in every round; also for device expressions."""
+        """Where `block` stands in every wave; also for device expressions."""
         return (block + self.start) % self.blocks
 
-    def strip(self, round: Index, position: Index) -> Index:
-        """The strip at `position` of `round`; also for device expressions."""
-        return round * self.blocks + position
+    def m_tile(self, wave: Index, position: Index) -> Index:
+        """The M-tile at `position` of `wave`; also for device expressions."""
+        return wave * self.blocks + position
 
-    def address(self, round: Index, chunk: Index, position: Index, width: Index) -> Index:
-        """Byte address, inside the matrix, of the chunk; `width` is `round_width(round)`. A multiple of 1024.
+    def address(self, wave: Index, chunk: Index, position: Index, width: Index) -> Index:
+        """Byte address, inside the matrix, of the chunk; `width` is `round_width(wave)`. A multiple of 1024.
 
         Also for device expressions; they must be 64 bits wide where `total_bytes` passes 2**32.
         """
-        return self.round_address(round) + self.chunk_address(chunk, position, width)
+        return self.wave_address(wave) + self.chunk_address(chunk, position, width)
 
-    def round_address(self, round: Index) -> Index:
-        """Where a round begins inside the matrix; 64 bits wide on a device where the matrix passes 2**32 bytes."""
-        return round * (self.blocks * self.strip_bytes)
+    def wave_address(self, wave: Index) -> Index:
+        """Where a wave begins inside the matrix; 64 bits wide on a device where the matrix passes 2**32 bytes."""
+        return wave * (self.blocks * self.m_tile_bytes)
 
     def chunk_address(self, chunk: Index, position: Index, width: Index) -> Index:
-        """Where a chunk begins inside its round, which is far below 2**32 bytes."""
+        """Where a chunk begins inside its wave, which is far below 2**32 bytes."""
         return width * chunk * self.stage_bytes + position * self.chunk_bytes(chunk)
 
-    def strip_address(self, strip: int, chunk: int) -> int:
-        """`address` of a chunk of `strip`, for the packer."""
-        round, position = divmod(strip, self.blocks)
-        return int(self.address(round, chunk, position, self.round_width(round)))
+    def m_tile_address(self, m_tile: int, chunk: int) -> int:
+        """`address` of a chunk of `m_tile`, for the packer."""
+        wave, position = divmod(m_tile, self.blocks)
+        return int(self.address(wave, chunk, position, self.wave_width(wave)))
 
     def block_bytes(self, block: int) -> int:
         """Bytes of the matrix that `block` reads."""
-        return self.split.count(block) * self.strip_bytes
+        return self.split.count(block) * self.m_tile_bytes
 
 
 def slice_columns(columns: int, stage_bytes: int, slices: int, format: TileFormat = BF16) -> int:

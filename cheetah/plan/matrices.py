@@ -4,29 +4,31 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from cheetah.plan.errors import PlanError
+from cheetah.plan.formats import M_TILE_ROWS
 from cheetah.plan.gpu import Gpu
 from cheetah.plan.index import ceil_div
-from cheetah.plan.layout import STRIP_ROWS, MatrixLayout
+from cheetah.plan.layout import MatrixLayout
 from cheetah.plan.plan import Plan
 from cheetah.plan.shape import ModelShape
 
-GATE_UP_ROWS = STRIP_ROWS // 2
-"""Gate rows of a strip; their up rows are its other half, so that SwiGLU is local to a lane."""
+GATE_UP_ROWS = M_TILE_ROWS // 2
+"""Gate rows of an M-tile; their up rows are its other half, so that SwiGLU is local to a lane."""
 
 
 @dataclass(frozen=True)
 class StepMatrices:
-    """`weights` is [layer 0: qkv, o, gate_up, down] [layer 1] ... [head]; `offset` of a layout is that of layer 0."""
+    """`weights` is [layer 0: qkv, o, gate_up, down] [layer 1] ... [lm_head]; `offset` of a layout is that of layer
+    0."""
 
     qkv: MatrixLayout
     o: MatrixLayout
     gate_up: MatrixLayout
     down: MatrixLayout
-    head: MatrixLayout
+    lm_head: MatrixLayout
     layers: int
 
     def __iter__(self) -> Iterator[MatrixLayout]:
-        return iter((*self.of_layer, self.head))
+        return iter((*self.of_layer, self.lm_head))
 
     @property
     def of_layer(self) -> tuple[MatrixLayout, ...]:
@@ -48,10 +50,10 @@ class StepMatrices:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights buffer; every step reads each once."""
-        return self.head.offset + self.head.total_bytes
+        return self.lm_head.offset + self.lm_head.total_bytes
 
     def offset(self, name: str, layer: int = 0) -> int:
-        """First byte of a matrix in the weights buffer; the head has no layers."""
+        """First byte of a matrix in the weights buffer; the lm_head has no layers."""
         layout = self.named(name)
         count = self.copies(layout)
         if not 0 <= layer < count:
@@ -59,8 +61,8 @@ class StepMatrices:
         return layout.offset + layer * self.layer_stride
 
     def copies(self, layout: MatrixLayout) -> int:
-        """How many of this matrix a step reads: one a layer, one head."""
-        return 1 if layout.name == self.head.name else self.layers
+        """How many of this matrix a step reads: one a layer, one lm_head."""
+        return 1 if layout.name == self.lm_head.name else self.layers
 
     def describe(self) -> tuple[dict[str, int | str], ...]:
         """One plain entry a matrix: name, rows, columns, format, offset, layer_stride, layers,
@@ -75,7 +77,7 @@ class StepMatrices:
             "columns": layout.columns,
             "format": layout.format.name,
             "offset": layout.offset,
-            "layer_stride": 0 if layout.name == self.head.name else self.layer_stride,
+            "layer_stride": 0 if layout.name == self.lm_head.name else self.layer_stride,
             "layers": layers,
             "start": layout.start,
         }
@@ -92,16 +94,16 @@ def step_matrices(shape: ModelShape, plan: Plan, gpu: Gpu) -> StepMatrices:
             format=shape.format_of(name),
         )
 
-    gate_up_rows = ceil_div(shape.ffn, GATE_UP_ROWS) * STRIP_ROWS
+    gate_up_rows = ceil_div(shape.ffn, GATE_UP_ROWS) * M_TILE_ROWS
     qkv, o, gate_up, down = _placed(
         layout("qkv", shape.qkv_rows, shape.hidden, plan.start_qkv),
         layout("o", shape.hidden, shape.query_rows, plan.start_residual),
         layout("gate_up", gate_up_rows, shape.hidden, plan.start_gate_up),
         layout("down", shape.hidden, shape.ffn, plan.start_residual, plan.down_slices),
     )
-    head = layout("head", shape.vocab, shape.hidden, plan.start_head)
+    lm_head = layout("lm_head", shape.vocab, shape.hidden, plan.start_head)
     stride = down.offset + down.total_bytes
-    return StepMatrices(qkv, o, gate_up, down, replace(head, offset=shape.layers * stride), shape.layers)
+    return StepMatrices(qkv, o, gate_up, down, replace(lm_head, offset=shape.layers * stride), shape.layers)
 
 
 def _placed(*layouts: MatrixLayout) -> list[MatrixLayout]:

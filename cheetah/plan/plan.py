@@ -6,10 +6,10 @@ from math import lcm
 from typing import Any
 
 from cheetah.plan.errors import PlanError, require_positive
-from cheetah.plan.formats import BF16
+from cheetah.plan.formats import BF16, M_TILE_ROWS
 from cheetah.plan.gpu import Gpu
 from cheetah.plan.index import ceil_div, round_up
-from cheetah.plan.layout import STRIP_ROWS, slice_columns
+from cheetah.plan.layout import slice_columns
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.shared_memory import BULK_ALIGNMENT, Region, SharedMap, ring_regions, stages_that_fit
 from cheetah.printable import shown
@@ -29,7 +29,7 @@ KV_DTYPES = {"bf16": 2, "e4m3": 1}
 BARRIER_TOKENS = 8
 """From so many tokens on, blocks exchange vectors by the grid barrier unless told otherwise."""
 ATTENTION_SLICE_DIMS = 64
-"""Dims of a head's output that the math warps fold at a time, or twice as many."""
+"""Dims of a head's output that the consumer warps fold at a time, or twice as many."""
 KEPT_ITEMS, KEPT_ITEM_BYTES = 4, 64
 """Items of a block whose records stay in shared memory, and the bytes of one with its tile."""
 KEPT_SOURCES, KEPT_MERGE_BYTES = 20, 128
@@ -59,8 +59,8 @@ class Plan:
     """The static choices of one kernel. Bytes are bytes; tokens, warps, stages and steps are counts.
 
     `in_flight` chunks are requested at most at a time (48 to 64 KB an SM measured best; more delays the exchanges).
-    One lane of the first copy warp copies; a whole warpgroup of them leaves its registers to the math warps.
-    The starts rotate who owns a matrix's first strip; o and down share one, so a residual row stays with its block.
+    One lane of the first producer warp copies; a whole warpgroup of them leaves its registers to the consumer warps.
+    The starts rotate who owns a matrix's first M-tile; o and down share one, so a residual row stays with its block.
     `trace` adds time stamps of every block and phase to the kernel (buffer `timeline`); off, none of it is there.
     `batch` sequences share a step at most, and `tokens` tokens, which are the columns of every product (a prompt has
     several). `down_slices`: the input of the down projection is brought to shared memory in so many parts.
@@ -70,11 +70,11 @@ class Plan:
     `kv_dtype` is how keys and values are cached.
     """
 
-    math_warps: int
+    consumer_warps: int
     stage_bytes: int
     stages: int
     in_flight: int = 3
-    copy_warps: int = 1
+    producer_warps: int = 1
     sync: str = "flags"
     page_size: int = 16
     max_context: int = DEFAULT_CONTEXT
@@ -136,19 +136,27 @@ class Plan:
             raise PlanError(f"Plan: kv_item_cost is {self.kv_item_cost}: give a number of keys, 0 or more")
         if self.kv_chunk < 0 or self.kv_chunk % self.kv_align:
             raise PlanError(f"Plan: kv_chunk {self.kv_chunk} is no multiple of kv_align {self.kv_align}, nor 0")
-        if self.math_warps + self.copy_warps > MAX_WARPS:
+        if self.consumer_warps + self.producer_warps > MAX_WARPS:
             raise PlanError(
-                f"Plan: math_warps is {self.math_warps} and copy_warps {self.copy_warps}: a block has {MAX_WARPS} warps"
+                f"Plan: consumer_warps is {self.consumer_warps} and producer_warps {self.producer_warps}: a block has "
+                f"{MAX_WARPS} warps"
             )
-        if max(self.tokens, self.math_warps) % min(self.tokens, self.math_warps) or self.math_warps * 8 % self.tokens:
+        if (
+            max(self.tokens, self.consumer_warps) % min(self.tokens, self.consumer_warps)
+            or self.consumer_warps * 8 % self.tokens
+        ):
             raise PlanError(
-                f"Plan: tokens is {self.tokens} with {self.math_warps} math warps: the warps share the tokens evenly, "
-                f"at most 8 a warp: use a number of warps that divides or is divided by it"
+                f"Plan: tokens is {self.tokens} with {self.consumer_warps} consumer warps: the warps share the tokens "
+                f"evenly, at most 8 a warp: use a number of warps that divides or is divided by it"
             )
-        if self.math_warps % 2:
-            raise PlanError(f"Plan: math_warps is {self.math_warps}: two halves add up a strip: use an even number")
-        if self.math_warps // self.merge_warps > MOST_TEAMS:
-            raise PlanError(f"Plan: math_warps is {self.math_warps}: use a multiple of 4: a block has 16 barriers")
+        if self.consumer_warps % 2:
+            raise PlanError(
+                f"Plan: consumer_warps is {self.consumer_warps}: two halves add up an M-tile: use an even number"
+            )
+        if self.consumer_warps // self.merge_warps > MOST_TEAMS:
+            raise PlanError(
+                f"Plan: consumer_warps is {self.consumer_warps}: use a multiple of 4: a block has 16 barriers"
+            )
         if self.kv_chunk_min % self.kv_align:
             raise PlanError(f"Plan: kv_chunk_min {self.kv_chunk_min} is no multiple of kv_align {self.kv_align}")
         for name in ("start_qkv", "start_residual", "start_gate_up", "start_head"):
@@ -156,10 +164,10 @@ class Plan:
                 raise PlanError(f"Plan: {name} is {getattr(self, name)}: give 0 to blocks - 1")
 
     def _check_ring(self) -> None:
-        unit = self.math_warps * BF16.tile_bytes
+        unit = self.consumer_warps * BF16.tile_bytes
         if self.stage_bytes % unit:
             raise PlanError(
-                f"Plan: stage_bytes is {self.stage_bytes} with {self.math_warps} math warps: each takes whole "
+                f"Plan: stage_bytes is {self.stage_bytes} with {self.consumer_warps} consumer warps: each takes whole "
                 f"{BF16.tile_bytes}-byte K-tiles of a chunk: use a multiple of {unit}"
             )
         if self.stage_bytes >= TRANSACTION_LIMIT_BYTES:
@@ -173,19 +181,19 @@ class Plan:
 
     @property
     def threads(self) -> int:
-        """Threads of a block: the math warps, then the copy warps."""
-        return (self.math_warps + self.copy_warps) * 32
+        """Threads of a block: the consumer warps, then the producer warps."""
+        return (self.consumer_warps + self.producer_warps) * 32
 
     @property
     def merge_warps(self) -> int:
         """Warps of a team that merges a row of attention."""
-        return min(MERGE_WARPS, self.math_warps & -self.math_warps)
+        return min(MERGE_WARPS, self.consumer_warps & -self.consumer_warps)
 
     @property
     def moves_registers(self) -> bool:
-        """Whether the copy warps give registers to the math warps: two warpgroups of 232 and one of 40 a thread. Equal
-        shares would be 168."""
-        return self.math_warps == 8 and self.copy_warps == WARPGROUP
+        """Whether the producer warps give registers to the consumer warps: two warpgroups of 232 and one of 40 a
+        thread. Equal shares would be 168."""
+        return self.consumer_warps == 8 and self.producer_warps == WARPGROUP
 
     @property
     def ring_bytes(self) -> int:
@@ -211,8 +219,8 @@ class Plan:
 
     @property
     def tile_rows(self) -> int:
-        """Most query rows of a tile of attention: every math warp takes 8 columns of the products."""
-        return COLUMNS * self.math_warps
+        """Most query rows of a tile of attention: every consumer warp takes 8 columns of the products."""
+        return COLUMNS * self.consumer_warps
 
     def tile_columns(self, group: int) -> int:
         """Most tokens of a tile of attention, each with `group` query rows; at least 1."""
@@ -232,11 +240,11 @@ class Plan:
                 f"tokens are {unit} bytes and a stage holds whole such tiles: use a multiple of {unit}"
             )
         for matrix, _ in shape.formats:
-            unit = shape.format_of(matrix).tile_bytes * self.math_warps
+            unit = shape.format_of(matrix).tile_bytes * self.consumer_warps
             if self.stage_bytes % unit:
                 raise PlanError(
-                    f"Plan: stage_bytes is {self.stage_bytes} with {self.math_warps} math warps: a chunk of {matrix} "
-                    f"({shape.format_of(matrix).name}) has as many K-tiles for each: use a multiple of {unit}"
+                    f"Plan: stage_bytes is {self.stage_bytes} with {self.consumer_warps} consumer warps: a chunk of "
+                    f"{matrix} ({shape.format_of(matrix).name}) has as many K-tiles for each: use a multiple of {unit}"
                 )
         for name in ("start_qkv", "start_residual", "start_gate_up", "start_head"):
             if getattr(self, name) >= gpu.blocks:
@@ -254,7 +262,7 @@ class Plan:
         known = {field.name for field in fields(cls)}
         if unknown := sorted(set(values) - known):
             raise PlanError(f"Plan: unknown field {', '.join(unknown)}: the fields are {', '.join(sorted(known))}")
-        if missing := sorted({"math_warps", "stage_bytes", "stages"} - set(values)):
+        if missing := sorted({"consumer_warps", "stage_bytes", "stages"} - set(values)):
             raise PlanError(f"Plan: missing field {', '.join(missing)}")
         return cls(**values)
 
@@ -275,19 +283,19 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
     vector_bytes = plan.tokens * vector_columns(shape, plan) * 2
     attention = attention_regions(shape, plan, vector_bytes)
     candidates = gpu.blocks * max(plan.tokens, 2) * 8
-    residual_rows = ceil_div(ceil_div(shape.hidden, STRIP_ROWS), gpu.blocks) * STRIP_ROWS
+    residual_rows = ceil_div(ceil_div(shape.hidden, M_TILE_ROWS), gpu.blocks) * M_TILE_ROWS
     return (
         Region("scratch", max(vector_bytes, sum(region.nbytes for region in attention), candidates), BULK_ALIGNMENT),
         Region("vector", vector_bytes, BULK_ALIGNMENT, over="scratch"),
         Region("candidates", candidates, BULK_ALIGNMENT, over="scratch"),
         *attention,
-        Region("reductions", 2 * plan.math_warps * STRIP_ROWS * plan.tokens * 4, BULK_ALIGNMENT),
+        Region("reductions", 2 * plan.consumer_warps * M_TILE_ROWS * plan.tokens * 4, BULK_ALIGNMENT),
         Region("residual", residual_rows * plan.tokens * 4),
-        Region("partial_sums", plan.math_warps * COLUMNS * 4),
+        Region("partial_sums", plan.consumer_warps * COLUMNS * 4),
         Region("scales", plan.tokens * 4),
         Region("rope", plan.tokens * shape.head_dim * 4),
         *attention_records(plan),
-        Region("warp_candidates", max(plan.math_warps, plan.tokens) * 8),
+        Region("warp_candidates", max(plan.consumer_warps, plan.tokens) * 8),
         Region("columns", plan.tokens * 8 * 4),
         Region("chosen", plan.tokens * 4),
         Region("step_done", 16),
@@ -300,15 +308,14 @@ def attention_regions(
 ) -> tuple[Region, ...]:
     """What attention needs while it works on an item, one after the other, over the region `scratch`.
 
-    attention: of every math warp as many dims of its output (f32) as fit in `room` bytes beside the others, 64 at least
-    [warps, columns, dims]. queries: of a tile (bf16), rows rounded up to 8. newest: the newest keys of a KV head,
-    rounded up to 16, then as many values (bf16). tile_columns: tokens of a tile, if fewer than the plan's.
-    """
+    attention: of every consumer warp as many dims of its output (f32) as fit in `room` bytes beside the others, 64 at
+    least [warps, columns, dims]. queries: of a tile (bf16), rows rounded up to 8. newest: the newest keys of a KV head,
+    rounded up to 16, then as many values (bf16). tile_columns: tokens of a tile, if fewer than the plan's."""
     rows = (tile_columns or plan.tile_columns(shape.group)) * shape.group
-    slice_bytes = plan.math_warps * min(rows, COLUMNS) * ATTENTION_SLICE_DIMS * 4
+    slice_bytes = plan.consumer_warps * min(rows, COLUMNS) * ATTENTION_SLICE_DIMS * 4
     queries = round_up(rows, COLUMNS) * shape.head_dim * 2
     newest_bytes = 2 * round_up(plan.tokens, KV_TILE_TOKENS) * shape.head_dim * 2 if newest else 0
-    room = max(room - queries - newest_bytes, plan.math_warps * COLUMNS * ATTENTION_SLICE_DIMS * 4)
+    room = max(room - queries - newest_bytes, plan.consumer_warps * COLUMNS * ATTENTION_SLICE_DIMS * 4)
     slices = min(shape.head_dim // ATTENTION_SLICE_DIMS, room // slice_bytes)
     sizes = {"attention": slices * slice_bytes, "queries": queries, "newest": newest_bytes}
     regions, skip = [], 0
@@ -322,8 +329,8 @@ def attention_regions(
 def attention_records(plan: Plan) -> tuple[Region, ...]:
     """What attention keeps beside that. statistics: (highest, weight sum) of each warp's state and query column.
     records: four numbers, the block's first items with their tiles, one more item, every team's first merge."""
-    kept = 16 + (KEPT_ITEMS + 1) * KEPT_ITEM_BYTES + plan.math_warps // plan.merge_warps * KEPT_MERGE_BYTES
-    return Region("statistics", plan.math_warps * COLUMNS * 8), Region("records", kept)
+    kept = 16 + (KEPT_ITEMS + 1) * KEPT_ITEM_BYTES + plan.consumer_warps // plan.merge_warps * KEPT_MERGE_BYTES
+    return Region("statistics", plan.consumer_warps * COLUMNS * 8), Region("records", kept)
 
 
 def vector_columns(shape: ModelShape, plan: Plan) -> int:
@@ -368,12 +375,12 @@ def default_plan(gpu: Gpu, shape: ModelShape, *, reserve: Reserve = kernel_regio
     """
     given = {name: value for name, value in overrides.items() if value is not None}
     chosen: dict[str, Any] = {**_machine_defaults(gpu), **default_starts(shape, gpu), **given}
-    used_here = ("math_warps", "batch", "tokens", "stages")
+    used_here = ("consumer_warps", "batch", "tokens", "stages")
     require_positive("Plan", **{name: chosen[name] for name in used_here if name in chosen})
     chosen.setdefault("tokens", next((size for size in STEP_TOKENS if size >= chosen.get("batch", 1)), MAX_BATCH))
     chosen.setdefault("down_slices", default_down_slices(shape, chosen["tokens"], gpu))
     chosen.setdefault("sync", default_sync(chosen["tokens"], gpu))
-    chosen.setdefault("stage_bytes", _default_stage_bytes(shape, gpu, chosen["math_warps"]))
+    chosen.setdefault("stage_bytes", _default_stage_bytes(shape, gpu, chosen["consumer_warps"]))
     draft = Plan.from_dict({**chosen, "stages": 2, "in_flight": 1})
     draft.check(shape, gpu)
     stages = chosen["stages"] if "stages" in chosen else _default_stages(shape, draft, gpu, reserve)
@@ -384,24 +391,24 @@ def default_plan(gpu: Gpu, shape: ModelShape, *, reserve: Reserve = kernel_regio
 
 
 def _machine_defaults(gpu: Gpu) -> dict[str, Any]:
-    """Eight math warps: 16 have too few registers and spill. 256 keys an item: so a context of up to 256 keys needs no
-    merge of states, which is worth 1 to 2 % there; at 512 keys it costs as much, beyond that little either way (H200,
-    benchmarks/LOG.md). The emulator is small, so that little work is split too."""
+    """Eight consumer warps: 16 have too few registers and spill. 256 keys an item: so a context of up to 256 keys needs
+    no merge of states, which is worth 1 to 2 % there; at 512 keys it costs as much, beyond that little either way
+    (H200, benchmarks/LOG.md). The emulator is small, so that little work is split too."""
     if gpu.emulated:
-        return {"math_warps": 4, "kv_chunk_min": 64}
-    return {"math_warps": 8, "copy_warps": WARPGROUP, "kv_chunk_min": 256, "kv_item_cost": 128}
+        return {"consumer_warps": 4, "kv_chunk_min": 64}
+    return {"consumer_warps": 8, "producer_warps": WARPGROUP, "kv_chunk_min": 256, "kv_item_cost": 128}
 
 
 def default_starts(shape: ModelShape, gpu: Gpu) -> dict[str, int]:
-    """Starts that give the first strips of the others to the blocks which the last round of o and down leaves out."""
-    left_out = ceil_div(shape.hidden, STRIP_ROWS) % gpu.blocks
+    """Starts that give the first M-tiles of the others to the blocks which the last round of o and down leaves out."""
+    left_out = ceil_div(shape.hidden, M_TILE_ROWS) % gpu.blocks
     start = -left_out % gpu.blocks
     return {"start_qkv": start, "start_residual": 0, "start_gate_up": start, "start_head": start}
 
 
-def _default_stage_bytes(shape: ModelShape, gpu: Gpu, math_warps: int) -> int:
+def _default_stage_bytes(shape: ModelShape, gpu: Gpu, consumer_warps: int) -> int:
     tiles = (BF16.tile_bytes, *(shape.format_of(matrix).tile_bytes for matrix, _ in shape.formats))
-    unit = lcm(*(math_warps * tile for tile in tiles), KV_TILE_TOKENS * 2 * 2 * shape.head_dim)
+    unit = lcm(*(consumer_warps * tile for tile in tiles), KV_TILE_TOKENS * 2 * 2 * shape.head_dim)
     return round_up(4096 if gpu.emulated else 16384, unit)
 
 

@@ -98,7 +98,7 @@ class Report:
 
     @cached_property
     def phases(self) -> tuple[PhaseShare, ...]:
-        """qkv, attention, o, gate_up, down, head: in the order of a step."""
+        """qkv, attention, o, gate_up, down, lm_head: in the order of a step."""
         qkv, *others = (self._matrix_share(layout) for layout in self.matrices)
         return (qkv, self._attention_share(), *others)
 
@@ -145,7 +145,7 @@ class Report:
                 f"its input in {plan.down_slices} parts" if plan.down_slices > 1 else "its input whole",
             ),
             ("ring", f"{plan.stages} stages of {plan.stage_bytes} bytes, {plan.in_flight} in flight"),
-            ("math warps", str(plan.math_warps)),
+            ("consumer warps", str(plan.consumer_warps)),
             ("exchanges a step", f"{self.exchanges_per_step} ({plan.sync})"),
             ("weights a step", f"{nbytes.weights / 1e9:.3f} GB"),
             ("KV a step", f"{nbytes.kv / 1e9:.3f} GB ({plan.kv_dtype})"),

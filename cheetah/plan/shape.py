@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 from cheetah.plan.errors import PlanError, require_positive
-from cheetah.plan.formats import BF16, TileFormat, tile_format
+from cheetah.plan.formats import BF16, M_TILE_ROWS, VECTOR_COLUMNS, TileFormat, tile_format
 from cheetah.plan.index import ceil_div
-from cheetah.plan.layout import PAIR_COLUMNS, STRIP_ROWS
 
 
 @dataclass(frozen=True)
@@ -32,9 +31,9 @@ class ModelShape:
             raise PlanError(
                 f"ModelShape: {self.heads} heads on {self.kv_heads} KV heads: heads must be a multiple of kv_heads"
             )
-        if self.head_dim % STRIP_ROWS:
+        if self.head_dim % M_TILE_ROWS:
             raise PlanError(
-                f"ModelShape: head_dim is {self.head_dim}: give a multiple of {STRIP_ROWS} (whole strips a head)"
+                f"ModelShape: head_dim is {self.head_dim}: give a multiple of {M_TILE_ROWS} (whole M-tiles a head)"
             )
 
     def format_of(self, matrix: str) -> TileFormat:
@@ -63,7 +62,7 @@ class ModelShape:
 
     @property
     def padded_hidden(self) -> int:
-        """`hidden` rounded up to whole tile pairs: the row length of norms and embedding."""
+        """`hidden` rounded up to whole K-tiles: the row length of norms and embedding."""
         return _padded(self.hidden)
 
     @property
@@ -81,4 +80,4 @@ class ModelShape:
 
 
 def _padded(columns: int) -> int:
-    return ceil_div(columns, PAIR_COLUMNS) * PAIR_COLUMNS
+    return ceil_div(columns, VECTOR_COLUMNS) * VECTOR_COLUMNS

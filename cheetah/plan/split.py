@@ -1,4 +1,4 @@
-"""Who owns which strips: a rule, not a table. Knows nothing of matrices or memory."""
+"""Who owns which M-tiles: a rule, not a table. Knows nothing of matrices or memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,51 +9,51 @@ from cheetah.plan.index import Index, ceil_div
 
 @dataclass(frozen=True)
 class Split:
-    """`strips` dealt to `blocks` in rounds, the first strip to the block whose position is 0.
+    """`m_tiles` dealt to `blocks` in waves, the first M-tile to the block whose position is 0.
 
-    Strip `s` lies in round `s // blocks` at position `s % blocks`; block `b` stands at position `(b + start) % blocks`
-    in every round. So every strip has exactly one owner and shares differ by at most one strip.
+    M-tile `s` lies in wave `s // blocks` at position `s % blocks`; block `b` stands at position `(b + start) % blocks`
+    in every wave. So every M-tile has exactly one owner and shares differ by at most one M-tile.
     """
 
-    strips: int
+    m_tiles: int
     blocks: int
     start: int = 0
 
     def __post_init__(self) -> None:
-        require_positive("Split", strips=self.strips, blocks=self.blocks)
+        require_positive("Split", m_tiles=self.m_tiles, blocks=self.blocks)
         if not 0 <= self.start < self.blocks:
             raise PlanError(f"Split: start is {self.start} with {self.blocks} blocks: give 0 to {self.blocks - 1}")
 
     @property
-    def rounds(self) -> int:
-        """Rounds, the last one possibly incomplete."""
-        return ceil_div(self.strips, self.blocks)
+    def waves(self) -> int:
+        """Waves, the last one possibly incomplete."""
+        return ceil_div(self.m_tiles, self.blocks)
 
     def position(self, block: Index) -> Index:
-        """Where `block` stands in every round; also for device expressions."""
+        """Where `block` stands in every wave; also for device expressions."""
         return (block + self.start) % self.blocks
 
-    def width(self, round: int) -> int:
-        """How many strips `round` holds: `blocks`, or what is left for the last."""
-        return min(self.blocks, self.strips - round * self.blocks)
+    def width(self, wave: int) -> int:
+        """How many M-tiles `wave` holds: `blocks`, or what is left for the last."""
+        return min(self.blocks, self.m_tiles - wave * self.blocks)
 
-    def owner(self, strip: int) -> int:
-        """The block that owns `strip`."""
-        if not 0 <= strip < self.strips:
-            raise PlanError(f"Split: strip {strip} does not exist: there are strips 0 to {self.strips - 1}")
-        return (strip - self.start) % self.blocks
+    def owner(self, m_tile: int) -> int:
+        """The block that owns `m_tile`."""
+        if not 0 <= m_tile < self.m_tiles:
+            raise PlanError(f"Split: M-tile {m_tile} does not exist: there are M-tiles 0 to {self.m_tiles - 1}")
+        return (m_tile - self.start) % self.blocks
 
     def owned(self, block: int) -> Sequence[int]:
-        """The strips of `block`, ascending."""
+        """The M-tiles of `block`, ascending."""
         if not 0 <= block < self.blocks:
             raise PlanError(f"Split: block {block} does not exist: there are blocks 0 to {self.blocks - 1}")
-        return range((block + self.start) % self.blocks, self.strips, self.blocks)
+        return range((block + self.start) % self.blocks, self.m_tiles, self.blocks)
 
     def count(self, block: int) -> int:
-        """How many strips `block` owns; 0 where there are fewer strips than blocks."""
+        """How many M-tiles `block` owns; 0 where there are fewer M-tiles than blocks."""
         return len(self.owned(block))
 
     @property
     def imbalance(self) -> float:
         """The largest share over the mean share, less 1: 0.0 when all are equal."""
-        return self.rounds * self.blocks / self.strips - 1.0
+        return self.waves * self.blocks / self.m_tiles - 1.0

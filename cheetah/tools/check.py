@@ -197,7 +197,7 @@ class _Paced:
             return ""
         return (
             f"a block never had more than {self.most_chunks} chunks under way, its plan lets it have {self.in_flight}: "
-            "the copy lane waits for a chunk that it need not wait for yet"
+            "the producer lane waits for a chunk that it need not wait for yet"
         )
 
 

@@ -87,8 +87,8 @@ class Space:
         if field == "in_flight":
             least, most = (factor * rule.stage_bytes * rule.in_flight for factor in FLIGHT_FACTORS)
             return [count for count in CHUNKS_IN_FLIGHT if least <= count * now["stage_bytes"] <= most]
-        if field == "math_warps":
-            return _scaled(rule.math_warps, WARP_FACTORS)
+        if field == "consumer_warps":
+            return _scaled(rule.consumer_warps, WARP_FACTORS)
         return SYNCS if field == "sync" else _scaled(rule.kv_chunk_min, KEY_FACTORS)
 
 

@@ -36,12 +36,12 @@ from cheetah.models.dense.weights import (
 from cheetah.models.family import Progress, ReadRows, ReadTensor, Rows, WriteBytes
 from cheetah.models.formats import Bytes, PackingError, format_of
 from cheetah.models.rounding import Bits
-from cheetah.plan import STRIP_ROWS, MatrixLayout, StepMatrices
+from cheetah.plan import M_TILE_ROWS, MatrixLayout, StepMatrices
 
 BLOCK_BYTES = 4 * 2**20
 """About what a thread reads and packs at a time: a millisecond of work, and little enough for its caches."""
 PIECE_BYTES = 8 * 2**20
-"""About what one call of `write` gets, or one round of strips where that is more."""
+"""About what one call of `write` gets, or one wave of M-tiles where that is more."""
 BLOCKS_AHEAD = 3
 """For each thread, so much memory in pieces that are being made or wait for the calling thread."""
 MOST_THREADS = 16
@@ -135,7 +135,7 @@ def _pieces(config: ModelConfig, matrices: StepMatrices, tensor: ReadTensor, row
     for layer in range(config.layers):
         for layout in matrices.of_layer:
             yield from _matrix_pieces(config, layout, matrices.offset(layout.name, layer), layer, rows)
-    yield from _matrix_pieces(config, matrices.head, matrices.head.offset, 0, rows)
+    yield from _matrix_pieces(config, matrices.lm_head, matrices.lm_head.offset, 0, rows)
 
 
 def _norms_piece(config: ModelConfig, tensor: ReadTensor) -> _Piece:
@@ -151,7 +151,7 @@ def _norms_piece(config: ModelConfig, tensor: ReadTensor) -> _Piece:
 
 
 def _biases_piece(config: ModelConfig, tensor: ReadTensor) -> _Piece:
-    """Every layer's biases in strip order: a bias is a matrix of one column."""
+    """Every layer's biases in M-tile order: a bias is a matrix of one column."""
     shape = vector_shapes(config)["biases"]
 
     def make(memory: Bytes) -> None:
@@ -194,15 +194,17 @@ def _matrix_pieces(
     config: ModelConfig, layout: MatrixLayout, offset: int, layer: int, rows: ReadRows
 ) -> Iterator[_Piece]:
     groups = row_groups(config, layout.name)
-    if len(groups) != 2 * layout.strips:
-        raise PackingError(f"matrix {layout.name!r}: {len(groups)} groups of rows for {layout.strips} strips")
+    if len(groups) != 2 * layout.m_tiles:
+        raise PackingError(f"matrix {layout.name!r}: {len(groups)} groups of rows for {layout.m_tiles} M-tiles")
     tensors = tuple(rows(name) for name in matrix_tensors(config, layout.name, layer))
-    for strips in _ranges(layout.strips, layout.blocks * max(1, PIECE_BYTES // (layout.blocks * layout.strip_bytes))):
-        blocks = _ranges(len(strips), max(1, BLOCK_BYTES // layout.strip_bytes))
-        first_round = strips.start // layout.blocks
-        jobs = (_Block(layout, groups, tensors, strips[block.start : block.stop], first_round) for block in blocks)
-        begin = offset + strips.start * layout.strip_bytes
-        yield _Piece("weights", begin, len(strips) * layout.strip_bytes, tuple(job.pack for job in jobs))
+    for m_tiles in _ranges(
+        layout.m_tiles, layout.blocks * max(1, PIECE_BYTES // (layout.blocks * layout.m_tile_bytes))
+    ):
+        blocks = _ranges(len(m_tiles), max(1, BLOCK_BYTES // layout.m_tile_bytes))
+        first_wave = m_tiles.start // layout.blocks
+        jobs = (_Block(layout, groups, tensors, m_tiles[block.start : block.stop], first_wave) for block in blocks)
+        begin = offset + m_tiles.start * layout.m_tile_bytes
+        yield _Piece("weights", begin, len(m_tiles) * layout.m_tile_bytes, tuple(job.pack for job in jobs))
 
 
 def _ranges(count: int, size: int) -> list[range]:
@@ -211,27 +213,27 @@ def _ranges(count: int, size: int) -> list[range]:
 
 @dataclass(frozen=True)
 class _Block:
-    """Some strips of a piece that begins with `first_round`."""
+    """Some M-tiles of a piece that begins with `first_wave`."""
 
     layout: MatrixLayout
     groups: RowGroups
     tensors: tuple[Rows, ...]
-    strips: range
-    first_round: int
+    m_tiles: range
+    first_wave: int
 
     def pack(self, memory: Bytes) -> None:
         """To their places in the piece's memory."""
-        format_of(self.layout).pack_strips(self.layout, self.strips, self._rows(), memory, self.first_round)
+        format_of(self.layout).pack_m_tiles(self.layout, self.m_tiles, self._rows(), memory, self.first_wave)
 
     def _rows(self) -> Bits:
-        """The strips' rows, padded: straight from the tensor where they are in order, else gathered by this thread."""
-        begin, stop = self.strips.start * STRIP_ROWS, self.strips.stop * STRIP_ROWS
+        """The M-tiles' rows, padded: straight from the tensor where they are in order, else gathered by this thread."""
+        begin, stop = self.m_tiles.start * M_TILE_ROWS, self.m_tiles.stop * M_TILE_ROWS
         is_whole = stop <= self.layout.rows and self.layout.columns == self.layout.padded_columns
         if is_whole and len(self.tensors) == 1:
             return np.ascontiguousarray(self.tensors[0][begin:stop])
         rows = _scratch_rows(stop - begin, self.layout.padded_columns)
         rows[:, self.layout.columns :] = 0
-        self.groups.gather(self.tensors, rows, range(2 * self.strips.start, 2 * self.strips.stop))
+        self.groups.gather(self.tensors, rows, range(2 * self.m_tiles.start, 2 * self.m_tiles.stop))
         return rows
 
 

@@ -1,9 +1,8 @@
 """The decode step of a dense decoder as one kernel: the model as a page, written with the building blocks.
 
-A phase says what the copy lane fetches and what the math warps do with it; the products say it themselves. Nothing here
-knows a phase bit, a stage or a barrier. Numerics: bf16 weights and activations, f32 accumulation and softmax, residual
-in f32, logits f32.
-"""
+A phase says what the producer lane fetches and what the consumer warps do with it; the products say it themselves.
+Nothing here knows a phase bit, a stage or a barrier. Numerics: bf16 weights and activations, f32 accumulation and
+softmax, residual in f32, logits f32."""
 
 from __future__ import annotations
 
@@ -75,8 +74,8 @@ class Step(StepParts):
         """Logits, and the next token of every column; the head is left out for tokens whose logits nobody wants."""
         hidden, final_norm = self.vector("hidden"), ty.u32(2 * self.shape.layers)
         self.start_sampling()
-        with self.phase("head", "final norm, logits, candidates", meets=False):
+        with self.phase("lm_head", "final norm, logits, candidates", meets=False):
             norm = self.rms_norm(hidden, final_norm)
-            self.linear(self.matrices.head, norm, self.take_logits(step), when=self.needs_head(step))
+            self.linear(self.matrices.lm_head, norm, self.take_logits(step), when=self.needs_head(step))
         with self.phase("sampling", meets=False):
             self.choose(step)

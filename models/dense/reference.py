@@ -179,7 +179,7 @@ class Reference:
         self.layers = [_layer(config, layer, weight) for layer in range(config.layers)]
         self.norm = weight(FINAL_NORM)
         head_weight = self.embedding if config.tied_embeddings else weight(head_tensor(config))
-        self.head = as_multiplied(config, "head", head_weight)
+        self.head = as_multiplied(config, "lm_head", head_weight)
         self.reset()
 
     def reset(self) -> None:

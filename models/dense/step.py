@@ -30,12 +30,12 @@ from cheetah.blocks.tokens import Embeddings, Tokens
 from cheetah.lang import prim, ty
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.launch import Launch
-from cheetah.plan import STRIP_ROWS, Gpu, ModelShape, Plan, step_matrices
+from cheetah.plan import M_TILE_ROWS, Gpu, ModelShape, Plan, step_matrices
 from cheetah.plan.index import round_up
 from cheetah.plan.kv import KvPlanLayout, max_plans
 
 LAYER_PHASES = ("qkv", "attention", "o", "gate_up", "down")
-LAST_PHASES = ("head", "sampling")
+LAST_PHASES = ("lm_head", "sampling")
 
 
 def kv_layout(shape: ModelShape, gpu: Gpu, plan: Plan) -> KvPlanLayout:
@@ -152,7 +152,7 @@ class StepParts:
         self.tokens.take_first()
         prim.block_barrier()  # orders the barriers' initialisation before their first use by either role
         self.ring.start()
-        with machine.math:
+        with machine.consumer:
             self.exchange.start()
 
     @ch.inline
@@ -160,10 +160,10 @@ class StepParts:
         """The step's KV plan, its columns, the angles of their positions, the residual of their tokens."""
         machine = self.machine
         self.phase.step = step
-        with machine.copy:
-            self.schedule.advance(machine.copy, step)
-        with machine.math:
-            has_new_plan = self.schedule.advance(machine.math, step)
+        with machine.producer:
+            self.schedule.advance(machine.producer, step)
+        with machine.consumer:
+            has_new_plan = self.schedule.advance(machine.consumer, step)
             step_epoch = self.launch.epoch + step * (self.shape.layers + 1)
             self.step_epoch = step_epoch
             self.columns.begin_step(step)
@@ -179,7 +179,7 @@ class StepParts:
         """cos and sin of every column's position."""
         machine, head_dim = self.machine, self.shape.head_dim
         angles = machine.region("rope", ty.f32)
-        with ch.for_(machine.thread, self.launch.column_count * head_dim, machine.math_threads, unroll=1) as number:
+        with ch.for_(machine.thread, self.launch.column_count * head_dim, machine.consumer_threads, unroll=1) as number:
             position = self.columns.state(number // head_dim, POSITION)
             angles[number] = self.launch.rope[ty.u64(position) * head_dim + ty.u64(number % head_dim)]
 
@@ -188,11 +188,11 @@ class StepParts:
         """The rows of the tokens' embeddings that this block owns, in f32."""
         machine, matrix, tokens = self.machine, self.matrices.o, self.columns.limit
         residual = machine.region("residual", ty.f32)
-        count = matrix.rounds * STRIP_ROWS * tokens
-        with ch.for_(machine.thread, count, machine.math_threads, unroll=1, name="place") as place:
+        count = matrix.waves * M_TILE_ROWS * tokens
+        with ch.for_(machine.thread, count, machine.consumer_threads, unroll=1, name="place") as place:
             own_row = place // tokens
-            strip = matrix.strip(own_row // STRIP_ROWS, matrix.position(machine.block))
-            row = strip * STRIP_ROWS + own_row % STRIP_ROWS
+            m_tile = matrix.m_tile(own_row // M_TILE_ROWS, matrix.position(machine.block))
+            row = m_tile * M_TILE_ROWS + own_row % M_TILE_ROWS
             with ch.if_((row < self.shape.hidden) & (place % tokens < self.launch.column_count)):
                 residual[place] = prim.bf16_to_f32(self.tokens.embedding(place % tokens)[row])
             with ch.else_():
@@ -202,9 +202,9 @@ class StepParts:
     def begin_layer(self, layer: Any) -> None:
         """The products and vectors that follow are this layer's."""
         self.phase.layer = layer
-        with self.machine.copy:
+        with self.machine.producer:
             self.linear.begin_layer(layer, self.matrices.layer_stride)
-        with self.machine.math:
+        with self.machine.consumer:
             layer_epoch = self.step_epoch + layer
             self.layer_epoch = layer_epoch
 
@@ -216,7 +216,7 @@ class StepParts:
     @ch.inline
     def end_step(self, step: Any) -> None:
         """The next tokens are taken; if the launch ends, what was fetched of the next step is used up."""
-        with self.machine.math:
+        with self.machine.consumer:
             self.tokens.end_step(step, lambda: self.linear.skip(self.matrices.qkv))
 
     # -- attention and sampling -----------------------------------------------------------------------------------
@@ -224,27 +224,27 @@ class StepParts:
     def attend(self, step: Any, layer: Any) -> None:
         """The block's items of the KV plan, then its merges of heads that were split."""
         machine, attention = self.machine, self.attention
-        with machine.copy:
+        with machine.producer:
             with ch.if_(layer == 0):
                 self.tokens.wait_for_step(step)
             attention.copy(layer, step)
-        with machine.math:
+        with machine.consumer:
             self.port.layer = layer
             attention.attend(step, self.layer_epoch)
             self.timeline.stamp_here("attended")
         self.phase.meet()
-        with machine.math:
+        with machine.consumer:
             ch.comment("merge of partial states")
             attention.merge(self.layer_epoch)
             self.timeline.stamp_here("done")
 
     def start_sampling(self) -> None:
-        with self.machine.math:
+        with self.machine.consumer:
             self.sampler.start()
 
     def choose(self, step: Any) -> None:
         """Every column's next token, in the region `chosen`."""
-        with self.machine.math:
+        with self.machine.consumer:
             self.sampler.choose(self.step_epoch + self.shape.layers, step)
             self.timeline.stamp_here("done")
 
@@ -259,7 +259,7 @@ class StepParts:
         shape, epsilon = self.shape, self.config.rms_norm_eps
         weight = self._norm(norm)
         next_weight = None if following is None else self._norm(following)
-        available = round_up(shape.hidden, STRIP_ROWS)
+        available = round_up(shape.hidden, M_TILE_ROWS)
         return RmsNorm(self.columns, source, shape.hidden, available, epsilon, weight, next_weight)
 
     def input_of(self, layer: Any) -> Prologue:
@@ -297,8 +297,8 @@ class StepParts:
         def finish(rows: Rows) -> None:
             launch, vocab = self.launch, self.shape.vocab
             logit = scaled(self.machine, rows)
-            token = rows.strip * STRIP_ROWS + rows.row
-            with ch.if_((launch.logits != None) & (rows.lane < STRIP_ROWS) & (token < vocab)):  # noqa: E711
+            token = rows.m_tile * M_TILE_ROWS + rows.row
+            with ch.if_((launch.logits != None) & (rows.lane < M_TILE_ROWS) & (token < vocab)):  # noqa: E711
                 row = ty.u64(step * self.columns.limit + rows.column)
                 launch.logits[row * vocab + ty.u64(token)] = logit
             self.sampler.consider(rows, logit)

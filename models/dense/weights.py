@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from cheetah.models.config import ModelConfig
 from cheetah.models.family import Rows
 from cheetah.models.rounding import Bits
-from cheetah.plan import STRIP_ROWS, StepMatrices
+from cheetah.plan import M_TILE_ROWS, StepMatrices
 
 __all__ = [
     "EMBEDDING",
@@ -39,7 +39,7 @@ __all__ = [
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
-MATRICES = ("qkv", "o", "gate_up", "down", "head")
+MATRICES = ("qkv", "o", "gate_up", "down", "lm_head")
 
 _LAYER = "model.layers.{layer}."
 LAYER_PATTERN = r"model\.layers\.([0-9]{1,9})\."  # a longer number is no layer's
@@ -54,7 +54,7 @@ _SOURCES = {
 QKV_BIASES = tuple(_LAYER + f"self_attn.{part}_proj.bias" for part in "qkv")
 HEAD_NORMS = tuple(_LAYER + f"self_attn.{part}_norm.weight" for part in "qk")
 
-GROUP_ROWS = 8  # a strip is two groups of 8 consecutive rows of one tensor: the rows g and g + 8 of an mma fragment
+GROUP_ROWS = 8  # an M-tile is two groups of 8 consecutive rows of one tensor: the rows g and g + 8 of an mma fragment
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -117,7 +117,7 @@ def head_tensor(config: ModelConfig) -> str:
 
 def weight_sources(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     """Which tensors make which matrix; `{layer}` stands for the layer's number."""
-    return {**_SOURCES, "head": (head_tensor(config),)}
+    return {**_SOURCES, "lm_head": (head_tensor(config),)}
 
 
 def matrix_tensors(config: ModelConfig, matrix: str, layer: int = 0) -> tuple[str, ...]:
@@ -148,7 +148,7 @@ def vector_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def logical_matrix(config: ModelConfig, matrix: str, tensors: Sequence[Bits]) -> Bits:
-    """`matrix` in strip order, uint16 [rows, columns], from its tensors: what `unpack_matrix` gives back."""
+    """`matrix` in M-tile order, uint16 [rows, columns], from its tensors: what `unpack_matrix` gives back."""
     groups = row_groups(config, matrix)
     rows = np.zeros((len(groups) * GROUP_ROWS, tensors[0].shape[1]), dtype=np.uint16)
     groups.gather(tensors, rows, range(len(groups)))
@@ -171,7 +171,7 @@ class _Run:
 
 
 class RowGroups:
-    """The rows of a matrix in strip order, as groups of 8: tensor `source`, rows `first` .. `first + count` - 1.
+    """The rows of a matrix in M-tile order, as groups of 8: tensor `source`, rows `first` .. `first + count` - 1.
 
     A group with fewer than 8 rows (at a tensor's end) is filled up with zero rows.
     """
@@ -235,13 +235,13 @@ def row_groups(config: ModelConfig, matrix: str) -> RowGroups:
         ffn = config.intermediate_size
         first = np.repeat(np.arange(0, ffn, GROUP_ROWS, dtype=np.int64), 2)
         return _counted(np.arange(len(first), dtype=np.int64) % 2, first, ffn)
-    rows = config.vocab_size if matrix == "head" else config.hidden_size
-    first = np.arange(0, -(-rows // STRIP_ROWS) * STRIP_ROWS, GROUP_ROWS, dtype=np.int64)
+    rows = config.vocab_size if matrix == "lm_head" else config.hidden_size
+    first = np.arange(0, -(-rows // M_TILE_ROWS) * M_TILE_ROWS, GROUP_ROWS, dtype=np.int64)
     return _counted(np.zeros_like(first), first, rows)
 
 
 def _head_groups(head_dim: int, source: int, heads: int, rotated: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Strip j of a rotated head: dims 8j.. then dims D/2 + 8j.., so that both of a rotated pair lie in one lane."""
+    """M-tile j of a rotated head: dims 8j.. then dims D/2 + 8j.., so that both of a rotated pair lie in one lane."""
     dims = np.arange(0, head_dim, GROUP_ROWS, dtype=np.int64)
     if rotated:
         dims = dims.reshape(2, -1).T.reshape(-1)

@@ -20,7 +20,7 @@ def format_of(layout: MatrixLayout) -> WeightFormat:
 
 
 def pack_matrix(layout: MatrixLayout, matrix: Bits) -> Bytes:
-    """All `layout.total_bytes` bytes of `matrix`, uint16 [rows, columns] in strip order; the padding is zero."""
+    """All `layout.total_bytes` bytes of `matrix`, uint16 [rows, columns] in M-tile order; the padding is zero."""
     if matrix.shape != (layout.rows, layout.columns):
         raise PackingError(
             f"matrix {layout.name!r}: shape {list(matrix.shape)}, its layout says {[layout.rows, layout.columns]}"
@@ -28,7 +28,7 @@ def pack_matrix(layout: MatrixLayout, matrix: Bits) -> Bytes:
     padded = np.zeros((layout.padded_rows, layout.padded_columns), dtype=np.uint16)
     padded[: layout.rows, : layout.columns] = matrix
     packed = np.empty(layout.total_bytes, dtype=np.uint8)
-    format_of(layout).pack_strips(layout, range(layout.strips), padded, packed)
+    format_of(layout).pack_m_tiles(layout, range(layout.m_tiles), padded, packed)
     return packed
 
 

@@ -28,7 +28,7 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def encode(self, rows: Bits) -> Bytes:
-        """uint8 [strips, K-tiles, tile bytes] of rows, uint16 [strips * 16, padded columns]."""
+        """uint8 [M-tiles, K-tiles, tile bytes] of rows, uint16 [M-tiles * 16, padded columns]."""
 
     @abstractmethod
     def decode(self, tiles: Bytes) -> Bits:
@@ -38,43 +38,41 @@ class WeightFormat(ABC):
     def meaning(self, weights: F32) -> F32:
         """What the kernel multiplies with where a tensor [rows, columns] has these values."""
 
-    def pack_strips(
-        self, layout: MatrixLayout, strips: range, rows: Bits, out: Bytes, first_round: int = 0
-    ) -> None:
-        """Pack some strips to their places in `out`, the bytes of some rounds from `first_round` on.
+    def pack_m_tiles(self, layout: MatrixLayout, m_tiles: range, rows: Bits, out: Bytes, first_wave: int = 0) -> None:
+        """Pack some M-tiles to their places in `out`, the bytes of some waves from `first_wave` on.
 
-        rows: uint16 [strips * 16, padded_columns], C-contiguous, padding included. Other threads may pack other strips.
-        """
-        tiles = self.encode(rows).reshape(len(strips), layout.k_tiles, layout.format.tile_bytes)
-        for places, begin, end, of_strips in chunks_of_rounds(layout, strips, out, first_round):
-            places[:] = tiles[of_strips.start : of_strips.stop, begin:end].reshape(len(of_strips), -1)
+        rows: uint16 [M-tiles * 16, padded_columns], C-contiguous, padding included. Other threads may pack other
+        M-tiles."""
+        tiles = self.encode(rows).reshape(len(m_tiles), layout.k_tiles, layout.format.tile_bytes)
+        for places, begin, end, of_m_tiles in chunks_of_rounds(layout, m_tiles, out, first_wave):
+            places[:] = tiles[of_m_tiles.start : of_m_tiles.stop, begin:end].reshape(len(of_m_tiles), -1)
 
     def unpack(self, layout: MatrixLayout, packed: Bytes) -> Bits:
         """uint16 [rows, columns] of a whole packed matrix."""
-        tiles = np.empty((layout.strips, layout.k_tiles, layout.format.tile_bytes), np.uint8)
-        for places, begin, end, strips in chunks_of_rounds(layout, range(layout.strips), packed):
-            tiles[strips.start : strips.stop, begin:end] = places.reshape(len(strips), end - begin, -1)
+        tiles = np.empty((layout.m_tiles, layout.k_tiles, layout.format.tile_bytes), np.uint8)
+        for places, begin, end, m_tiles in chunks_of_rounds(layout, range(layout.m_tiles), packed):
+            tiles[m_tiles.start : m_tiles.stop, begin:end] = places.reshape(len(m_tiles), end - begin, -1)
         rows = self.decode(tiles).reshape(layout.padded_rows, layout.padded_columns)
         return np.ascontiguousarray(rows[: layout.rows, : layout.columns])
 
 
 def chunks_of_rounds(
-    layout: MatrixLayout, strips: range, memory: Bytes, first_round: int = 0
+    layout: MatrixLayout, m_tiles: range, memory: Bytes, first_wave: int = 0
 ) -> Iterator[tuple[Bytes, int, int, range]]:
-    """Where the chunks of some strips lie in `memory`, the bytes of some rounds from `first_round` on.
+    """Where the chunks of some M-tiles lie in `memory`, the bytes of some waves from `first_wave` on.
 
-    Of each round and chunk: its bytes [strips, bytes] (a view), its first K-tile and the one behind its last, and which
-    of the strips they are, counted from the first of them.
+    Of each wave and chunk: its bytes [M-tiles, bytes] (a view), its first K-tile and the one behind its last, and which
+    of the M-tiles they are, counted from the first of them.
     """
-    for round in sorted({strip // layout.blocks for strip in strips}):
-        width, start = int(layout.round_width(round)), round * layout.blocks
-        begin, stop = max(start, strips.start), min(start + width, strips.stop)
-        position = (start - first_round * layout.blocks) * layout.strip_bytes
+    for wave in sorted({m_tile // layout.blocks for m_tile in m_tiles}):
+        width, start = int(layout.wave_width(wave)), wave * layout.blocks
+        begin, stop = max(start, m_tiles.start), min(start + width, m_tiles.stop)
+        position = (start - first_wave * layout.blocks) * layout.m_tile_bytes
         for first in range(0, layout.k_tiles, layout.tiles_per_chunk):
             last = min(first + layout.tiles_per_chunk, layout.k_tiles)
             end = position + width * (last - first) * layout.format.tile_bytes
             if end > memory.size or position < 0:
-                raise PackingError(f"matrix {layout.name!r}: round {round} is not in a buffer of {memory.nbytes} bytes")
+                raise PackingError(f"matrix {layout.name!r}: wave {wave} is not in a buffer of {memory.nbytes} bytes")
             chunk = memory[position:end].reshape(width, -1)[begin - start : stop - start]
-            yield chunk, first, last, range(begin - strips.start, stop - strips.start)
+            yield chunk, first, last, range(begin - m_tiles.start, stop - m_tiles.start)
             position = end

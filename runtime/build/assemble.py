@@ -215,7 +215,7 @@ def _check_shared(shared: Iterable[str], manifest: Manifest, other: Manifest, to
         if mine != theirs or other.matrices != manifest.matrices:
             raise CheetahError(
                 f"prompt_tokens={tokens}: a kernel of that many tokens a step lays out {name} otherwise than the "
-                f"kernel that decodes, so they cannot share it: use the same math_warps and stage_bytes for both"
+                f"kernel that decodes, so they cannot share it: use the same consumer_warps and stage_bytes for both"
             )
 
 

@@ -254,9 +254,7 @@ def _find_nvcc() -> str:
     for candidate in candidates:
         if path := shutil.which(candidate):
             return path
-    raise CompileError(
-        "nvcc is neither in $CUDA_HOME/bin nor on PATH: install the CUDA toolkit, or use NVRTC"
-    )
+    raise CompileError("nvcc is neither in $CUDA_HOME/bin nor on PATH: install the CUDA toolkit, or use NVRTC")
 
 
 def _run(command: list[str], what: str) -> str:

@@ -13,8 +13,8 @@ from cheetah.errors import CheetahError
 from cheetah.manifest import Buffer
 from cheetah.models.config import ModelConfig, round_up
 
-STRIP_ROWS = 16  # rows and columns of a packed matrix are padded to whole strips and tile pairs
-PAIR_COLUMNS = 32
+M_TILE_ROWS = 16  # rows and columns of a packed matrix are padded to whole M-tiles and K-tiles
+VECTOR_COLUMNS = 32
 
 # Buffers of a manifest that have a line of their own; the others together are the workspace.
 LABELS = {
@@ -119,7 +119,7 @@ def memory_estimate(
 def packed_weight_bytes(config: ModelConfig) -> int:
     """Bytes of the `weights` buffer; the same for every plan, because padding depends on the shapes alone."""
     hidden, ffn = config.hidden_size, config.intermediate_size
-    gate_up_rows = 2 * round_up(ffn, STRIP_ROWS // 2)
+    gate_up_rows = 2 * round_up(ffn, M_TILE_ROWS // 2)
     of_layer = [(config.qkv_rows, hidden), (hidden, config.query_rows), (gate_up_rows, hidden), (hidden, ffn)]
     layer = sum(_packed_bytes(rows, columns) for rows, columns in of_layer)
     return config.layers * layer + _packed_bytes(config.vocab_size, hidden)
@@ -136,4 +136,4 @@ def size_text(size: int) -> str:
 
 
 def _packed_bytes(rows: int, columns: int) -> int:
-    return round_up(rows, STRIP_ROWS) * round_up(columns, PAIR_COLUMNS) * 2
+    return round_up(rows, M_TILE_ROWS) * round_up(columns, VECTOR_COLUMNS) * 2

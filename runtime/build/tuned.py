@@ -26,7 +26,7 @@ from cheetah.runtime.build.sources import sources_of
 from cheetah.untrusted import UnreadableError, read_json
 from cheetah.version import __version__
 
-SEARCHED = ("stage_bytes", "in_flight", "math_warps", "kv_chunk_min", "sync")
+SEARCHED = ("stage_bytes", "in_flight", "consumer_warps", "kv_chunk_min", "sync")
 """Fields of the plan that a record holds."""
 
 INDEPENDENT = ("max_context", "page_size", "max_steps", "trace")

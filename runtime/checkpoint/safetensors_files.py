@@ -256,4 +256,3 @@ def _is_sizes(value: Any) -> bool:
     if not isinstance(value, list) or len(value) > MOST_DIMENSIONS:
         return False
     return all(type(size) is int and 0 <= size <= LARGEST_SIZE for size in value)
-

@@ -93,7 +93,7 @@ def fold_in_another_order(attention: BatchAttention, made: KvPlan, seed: int) ->
     sources = [draw.permutation(made.merge_src[begin:end]) for begin, end in merges]
     assert attention._planned is not None
     shuffled = replace(made, merge_src=np.concatenate(sources).astype(np.int32))
-    attention._upload(replace(attention._planned, plan=shuffled))
+    attention._take(replace(attention._planned, plan=shuffled))
 
 
 class Memory:
@@ -151,7 +151,7 @@ def _attention(core: Core, target: Target) -> BatchAttention:
         chunk=core.shortest_chunk,
         gpu=_machine(target, core.blocks),
         device=device,
-        **({"math_warps": EMULATED_WARPS} if target.device == "emulator" else {}),
+        **({"consumer_warps": EMULATED_WARPS} if target.device == "emulator" else {}),
     )
 
 

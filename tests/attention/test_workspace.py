@@ -22,7 +22,7 @@ MAIN = Core(shortest_chunk=16)
 
 
 def built(**more: Any) -> BatchAttention:
-    return BatchAttention(**SMALL, gpu="emulator", math_warps=4, **more)
+    return BatchAttention(**SMALL, gpu="emulator", consumer_warps=4, **more)
 
 
 def run(attention: BatchAttention, case: Case, **more: Any) -> np.ndarray:
@@ -66,7 +66,7 @@ def test_keys_left_of_a_window_are_not_read(own: int) -> None:
     """The window's first key is own - 1 - 13; ranges are rounded outward to 16 keys."""
     case = with_sliding_window(random_case(MAIN, (own,)), 13)
     memory = Memory(case)
-    attention = BatchAttention(**SMALL, gpu="emulator", math_warps=4, variant=shipped.sliding_window(13))
+    attention = BatchAttention(**SMALL, gpu="emulator", consumer_warps=4, variant=shipped.sliding_window(13))
     plan = attention.plan(*memory.own, chunk=0)
     assert plan.items[:, 3].min() == (own - 14) // 16 * 16
     wide = replace(case, core=MAIN)

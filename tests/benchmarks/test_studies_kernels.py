@@ -26,7 +26,7 @@ class Chain:
     def __init__(self, size: int, blocks: int, variant: Variant, sanitize: bool = False) -> None:
         self.size, self.variant, self.blocks = size, variant, blocks
         gpu = gpu_named(emulated_gpu(blocks))
-        self.kernel: LinearKernel = linear_kernel(size, gpu, variant, math_warps=2, stages=3, in_flight=2)
+        self.kernel: LinearKernel = linear_kernel(size, gpu, variant, consumer_warps=2, stages=3, in_flight=2)
         manifest = self.kernel.text.manifest
         parameters = [(parameter.name, parameter.ctype) for parameter in manifest.parameters]
         self.launch_shape = manifest.launch
@@ -82,7 +82,7 @@ def error(found: np.ndarray, wanted: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
-@pytest.mark.parametrize(("size", "blocks"), [(64, 3), (96, 8)])  # 4 strips of 3 blocks, 6 of 8: two blocks own none
+@pytest.mark.parametrize(("size", "blocks"), [(64, 3), (96, 8)])  # 4 M-tiles of 3 blocks, 6 of 8: two blocks own none
 def test_chains_of_any_depth(variant: Variant, size: int, blocks: int) -> None:
     chain = Chain(size, blocks, variant)
     for layers in (1, 2, LAYERS):
@@ -99,5 +99,6 @@ def test_no_races(variant: Variant) -> None:
 
 def test_only_overlap_fetches_before_the_input_is_there() -> None:
     texts = {variant.name: linear_kernel(64, gpu_named("h200"), variant).text.text for variant in VARIANTS}
-    waits = {name: "mbarrier_wait(input_there" in text.split("the math warps")[0] for name, text in texts.items()}
+    fetching = {name: text.split("// the consumer warps\n")[0] for name, text in texts.items()}
+    waits = {name: "mbarrier_wait(input_there" in text for name, text in fetching.items()}
     assert waits == {variant.name: variant.fused and not variant.overlap for variant in VARIANTS}

@@ -57,7 +57,7 @@ class Core:
     head_dim: int = 64
     page_size: int = 16
     blocks: int = 3
-    math_warps: int = 2
+    consumer_warps: int = 2
     sync: str = "flags"
     tokens: int = 1
     batch: int = 1
@@ -81,7 +81,7 @@ class Core:
 
     @property
     def tile_columns(self) -> int:
-        return max(1, min(self.tokens, 8 * self.math_warps // self.group))
+        return max(1, min(self.tokens, 8 * self.consumer_warps // self.group))
 
     @property
     def layout(self) -> KvPlanLayout:
@@ -157,13 +157,13 @@ def core_kernel(core: Core) -> SmallKernel:
         attention = Attention(
             machine, ring, exchange, schedule, cache_, port, variant=core.variant, parameters=Given(given)
         )
-        everyone = machine.math_threads * core.blocks
-        with machine.copy:
+        everyone = machine.consumer_threads * core.blocks
+        with machine.producer:
             attention.copy(ty.u32(0), ty.u32(0))
-        with machine.math:
+        with machine.consumer:
             exchange.start()
             schedule.keep()
-            mine = machine.block * machine.math_threads + machine.thread
+            mine = machine.block * machine.consumer_threads + machine.thread
             with ch.for_(mine, core.sizes["qkv"], everyone) as word:
                 exchange.publish("qkv", word, given["qkv"][word], epoch)
             exchange.meet()
@@ -176,7 +176,7 @@ def core_kernel(core: Core) -> SmallKernel:
         core.shape,
         core.blocks,
         sync=core.sync,
-        math_warps=core.math_warps,
+        consumer_warps=core.consumer_warps,
         page_size=core.page_size,
         max_context=CONTEXT,
         tokens=core.tokens,

@@ -24,12 +24,12 @@ def gpu_of(blocks: int) -> Gpu:
 
 
 def plan_of(shape: ModelShape, blocks: int, **fields: Any) -> Plan:
-    """The plan by rule, with two math warps unless `fields` say otherwise."""
-    return default_plan(gpu_of(blocks), shape, **{"math_warps": 2, "max_context": 512, **fields})
+    """The plan by rule, with two consumer warps unless `fields` say otherwise."""
+    return default_plan(gpu_of(blocks), shape, **{"consumer_warps": 2, "max_context": 512, **fields})
 
 
 class SmallKernel:
-    """`body(machine, ring, parameters)` emits the copy role and the math role; the ring is ready in both."""
+    """`body(machine, ring, parameters)` emits the producer role and the consumer role; the ring is ready in both."""
 
     def __init__(
         self, shape: ModelShape, blocks: int, plan: Plan, parameters: ch.Params, body: Body, sanitize: bool = False

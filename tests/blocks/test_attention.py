@@ -30,25 +30,25 @@ CORES = {
     "usual": Core(),
     "head of 128": Core(head_dim=128, page_size=5),
     "group of 1, pages of 1": Core(group=1, page_size=1, kv_heads=2),
-    "group of 3": Core(group=3, blocks=4, math_warps=4),
+    "group of 3": Core(group=3, blocks=4, consumer_warps=4),
     "group of 4, pages of 64": Core(group=4, kv_heads=2, page_size=64, blocks=2),
-    "group of 7, head of 128": Core(group=7, head_dim=128, blocks=5, math_warps=8),
+    "group of 7, head of 128": Core(group=7, head_dim=128, blocks=5, consumer_warps=8),
     "group of 8, barrier": Core(group=8, blocks=3, sync="barrier"),
-    "group of 12, no key of the step": Core(group=12, blocks=3, math_warps=6, has_newest=False),
+    "group of 12, no key of the step": Core(group=12, blocks=3, consumer_warps=6, has_newest=False),
     "pages of 256": Core(page_size=256, blocks=8, kv_heads=3),
     "codes": Core(kv_dtype="e4m3", group=4, kv_heads=2),
-    "codes, head of 128": Core(kv_dtype="e4m3", head_dim=128, group=3, page_size=5, math_warps=4),
+    "codes, head of 128": Core(kv_dtype="e4m3", head_dim=128, group=3, page_size=5, consumer_warps=4),
 }
 SEVERAL = {
     "2 columns": Core(tokens=2, group=4),
-    "4 columns, pages of 5": Core(tokens=4, group=7, head_dim=128, page_size=5, math_warps=4),
-    "8 columns": Core(tokens=8, group=8, math_warps=8, blocks=2),
+    "4 columns, pages of 5": Core(tokens=4, group=7, head_dim=128, page_size=5, consumer_warps=4),
+    "8 columns": Core(tokens=8, group=8, consumer_warps=8, blocks=2),
     "8 columns, pages of 1": Core(tokens=8, group=1, page_size=1, kv_heads=2),
-    "8 columns in tiles of 5": Core(tokens=8, group=3, math_warps=2),
-    "8 columns, all in the cache": Core(tokens=8, group=4, math_warps=4, has_newest=False, head_dim=128),
-    "8 columns of codes": Core(tokens=8, group=4, math_warps=4, kv_dtype="e4m3", head_dim=128),
+    "8 columns in tiles of 5": Core(tokens=8, group=3, consumer_warps=2),
+    "8 columns, all in the cache": Core(tokens=8, group=4, consumer_warps=4, has_newest=False, head_dim=128),
+    "8 columns of codes": Core(tokens=8, group=4, consumer_warps=4, kv_dtype="e4m3", head_dim=128),
     "4 columns of codes, in the cache": Core(tokens=4, group=2, kv_dtype="e4m3", has_newest=False, page_size=64),
-    "warps that do not divide": Core(tokens=2, group=12, math_warps=6, sync="barrier"),
+    "warps that do not divide": Core(tokens=2, group=12, consumer_warps=6, sync="barrier"),
 }
 every_core = pytest.mark.parametrize("core", CORES.values(), ids=CORES.keys())
 every_several = pytest.mark.parametrize("core", SEVERAL.values(), ids=SEVERAL.keys())
@@ -264,7 +264,7 @@ def test_the_same_bits_under_every_schedule(sync: str) -> None:
 
 @pytest.mark.parametrize("kv_dtype", ["bf16", "e4m3"])
 def test_several_columns_have_the_same_bits_under_every_schedule(kv_dtype: str) -> None:
-    core = Core(tokens=8, batch=2, group=4, kv_heads=2, blocks=4, math_warps=4, kv_dtype=kv_dtype)
+    core = Core(tokens=8, batch=2, group=4, kv_heads=2, blocks=4, consumer_warps=4, kv_dtype=kv_dtype)
     batch = [random_inputs(core, 130, columns=4), random_inputs(core, 45, columns=3)]
 
     def run(scheduler: str, seed: int) -> np.ndarray:

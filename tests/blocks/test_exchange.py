@@ -23,31 +23,31 @@ SIZES = {"even": WORDS, "odd": WORDS}
 KINDS = {"flags": FlaggedExchange, "barrier": BarrierExchange}
 
 
-def passing(sync: str, blocks: int) -> SmallKernel:
+def passing(sync: str, blocks: int, scope: str = "gpu") -> SmallKernel:
     """Round r makes word i from words i and i + 1 of round r - 1; block i % blocks makes word i."""
 
     def body(machine: Any, ring: Any, given: dict[str, Any]) -> None:
-        with machine.math:
-            exchange = make_exchange(machine, given["exchange"], SIZES)
+        with machine.consumer:
+            exchange = make_exchange(machine, given["exchange"], SIZES, scope)
             exchange.start()
             vector = machine.region("vector", ty.u32)
             units = machine.region("vector", ty.u32x4)
-            with ch.for_(machine.thread, WORDS, machine.math_threads) as word:
+            with ch.for_(machine.thread, WORDS, machine.consumer_threads) as word:
                 vector[word] = word * word
             machine.meet()
             with ch.for_(0, given["rounds"], 2) as pair:
                 for number, name in enumerate(SIZES):
                     round_ = pair + number
                     first = machine.block + machine.thread * blocks
-                    with ch.for_(first, WORDS, machine.math_threads * blocks) as word:
+                    with ch.for_(first, WORDS, machine.consumer_threads * blocks) as word:
                         value = vector[word] * 3 + vector[(word + 1) % WORDS] + round_
                         exchange.publish(name, word, value, given["epoch"] + round_)
                     exchange.meet()
                     machine.meet()
-                    with ch.for_(machine.thread, WORDS // 4, machine.math_threads) as unit:
+                    with ch.for_(machine.thread, WORDS // 4, machine.consumer_threads) as unit:
                         units[unit] = exchange.read4(name, unit, given["epoch"] + round_)
                     machine.meet()
-            with ch.for_(machine.thread, WORDS, machine.math_threads) as word:
+            with ch.for_(machine.thread, WORDS, machine.consumer_threads) as word:
                 given["output"][machine.block * WORDS + word] = vector[word]
 
     return SmallKernel(SHAPE, blocks, plan_of(SHAPE, blocks, sync=sync), PARAMETERS, body)
@@ -60,10 +60,10 @@ def wanted(rounds: int) -> np.ndarray:
     return words
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 5])
+@pytest.mark.parametrize(("blocks", "scope"), [(1, "gpu"), (2, "gpu"), (5, "gpu"), (2, "sys")])
 @pytest.mark.parametrize("sync", KINDS)
-def test_every_block_reads_what_all_blocks_made(sync: str, blocks: int) -> None:
-    kernel = passing(sync, blocks)
+def test_every_block_reads_what_all_blocks_made(sync: str, blocks: int, scope: str) -> None:
+    kernel = passing(sync, blocks, scope)
 
     def run(scheduler: str, seed: int) -> np.ndarray:
         workspace = allocate(KINDS[sync].size_bytes(SIZES), np.uint8, fill=0)

@@ -28,25 +28,25 @@ PARAMETERS = ch.Params(weights=ty.ptr(ty.u8), x=ty.ptr(ty.u32), y=ty.ptr_mut(ty.
 # rows, columns, blocks, then fields of the plan
 CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "one element": (1, 1, 1, {}),
-    "one tile pair": (16, 32, 2, {}),
+    "one K-tile": (16, 32, 2, {}),
     "one over": (17, 33, 2, {}),
-    "fewer strips than blocks": (20, 70, 5, {}),
-    "one strip over a round": (65, 100, 4, {}),
+    "fewer M-tiles than blocks": (20, 70, 5, {}),
+    "one M-tile over a wave": (65, 100, 4, {}),
     "a chunk and a pair": (40, 160, 3, {}),
     "many chunks": (50, 1000, 2, {}),
     "more chunks than stages": (200, 300, 2, {"stages": 2, "in_flight": 1}),
-    "eight warps": (33, 700, 3, {"math_warps": 8}),
-    "six warps": (33, 700, 3, {"math_warps": 6, "stage_bytes": 12288}),
-    "large stages": (33, 1400, 3, {"math_warps": 4, "stage_bytes": 16384}),
+    "eight warps": (33, 700, 3, {"consumer_warps": 8}),
+    "six warps": (33, 700, 3, {"consumer_warps": 6, "stage_bytes": 12288}),
+    "large stages": (33, 1400, 3, {"consumer_warps": 4, "stage_bytes": 16384}),
     "rotated": (70, 90, 4, {"start_residual": 3}),
     "two tokens": (50, 200, 3, {"tokens": 2}),
-    "four tokens, four warps": (50, 200, 3, {"tokens": 4, "math_warps": 4}),
+    "four tokens, four warps": (50, 200, 3, {"tokens": 4, "consumer_warps": 4}),
     "eight tokens, two warps": (50, 200, 3, {"tokens": 8}),
-    "eight tokens, eight warps": (50, 700, 3, {"tokens": 8, "math_warps": 8}),
+    "eight tokens, eight warps": (50, 700, 3, {"tokens": 8, "consumer_warps": 8}),
     "sixteen tokens": (33, 100, 3, {"tokens": 16}),
-    "64 tokens, eight warps": (33, 100, 2, {"tokens": 64, "math_warps": 8}),
+    "64 tokens, eight warps": (33, 100, 2, {"tokens": 64, "consumer_warps": 8}),
     "two slices": (50, 1000, 3, {"tokens": 4, "down_slices": 2}),
-    "uneven slices, a last round that some have": (70, 1250, 3, {"tokens": 8, "down_slices": 3}),
+    "uneven slices, a last wave that some have": (70, 1250, 3, {"tokens": 8, "down_slices": 3}),
     "slices for one token": (33, 700, 2, {"down_slices": 4}),
 }
 
@@ -64,10 +64,10 @@ def product(rows: int, elements: int, blocks: int, fields: dict[str, Any]) -> tu
 
         def read(data: Any, unit: Any, count: int) -> None:
             for number in range(count):
-                data[number] = prim.load_constant_u32x4(given["x"] + (unit + number * machine.math_threads) * 4)
+                data[number] = prim.load_constant_u32x4(given["x"] + (unit + number * machine.consumer_threads) * 4)
 
         def store(done: Any) -> None:
-            row = done.strip * 16 + done.row
+            row = done.m_tile * 16 + done.row
             with ch.if_((done.lane < 16) & (row < rows)):
                 given["y"][done.column * rows + row] = done.sum
 
@@ -131,9 +131,9 @@ def test_slices_change_no_bit() -> None:
     np.testing.assert_array_equal(outputs[2], outputs[0])
 
 
-def test_an_odd_number_of_math_warps_is_refused() -> None:
-    with pytest.raises(PlanError, match="math_warps is 3: .* use an even number"):
-        generate_kernel(model(), emulated_gpu(2), math_warps=3)
+def test_an_odd_number_of_consumer_warps_is_refused() -> None:
+    with pytest.raises(PlanError, match="consumer_warps is 3: .* use an even number"):
+        generate_kernel(model(), emulated_gpu(2), consumer_warps=3)
 
 
 def test_a_matrix_that_is_fetched_and_never_used_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,13 +21,13 @@ UNREAD = r"nothing says that its loads have read: call `stage.has_read\(word\)`"
 
 
 def kernel(use: Callable[[Any, Any, Any], None]) -> SmallKernel:
-    """One chunk through the ring; `use(machine, ring, sink)` is the math role's program."""
+    """One chunk through the ring; `use(machine, ring, sink)` is the consumer role's program."""
 
     def body(machine: Any, ring: Any, given: dict[str, Any]) -> None:
-        with machine.copy:
+        with machine.producer:
             with ring.fill(CHUNK_BYTES) as (destination, barrier):
                 prim.bulk_copy(destination, given["source"], CHUNK_BYTES, barrier)
-        with machine.math:
+        with machine.consumer:
             use(machine, ring, given["sink"])
 
     return SmallKernel(SHAPE, 1, plan_of(SHAPE, 1), PARAMETERS, body)

@@ -30,8 +30,8 @@ def drawing() -> SmallKernel:
     shape = ModelShape(16, 16, 16, 1, 1, 64, 1)
 
     def body(machine: Any, ring: Any, given: dict[str, Any]) -> None:
-        with machine.math:
-            with ch.for_(machine.thread, given["count"], machine.math_threads) as number:
+        with machine.consumer:
+            with ch.for_(machine.thread, given["count"], machine.consumer_threads) as number:
                 token = given["first"] + number
                 given["words"][number] = philox_word(token, given["position"], given["seed"])
                 given["noise"][number] = gumbel(token, given["position"], given["seed"])

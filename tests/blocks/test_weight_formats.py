@@ -119,7 +119,7 @@ def test_a_step_with_some_matrices_in_another_format(toy: None, fields: dict[str
     matrices = ("o", "gate_up", "down")
     config = replace(model(), weight_formats=tuple((matrix, "toy") for matrix in matrices))
     weights = RandomWeights(config)
-    rig = Rig(weights, blocks=3, math_warps=2, max_context=128, **fields)
+    rig = Rig(weights, blocks=3, consumer_warps=2, max_context=128, **fields)
     ids = token_ids(12, config.vocab_size)
     found = rig.session("random", 1).score(ids)
     assert relative_error(found, float32_logits(weights, ids)) < LOGITS

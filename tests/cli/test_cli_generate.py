@@ -40,7 +40,7 @@ def test_writes_a_kernel_and_its_manifest(tmp_path: Path) -> None:
     [
         ("--sync", "barrier", "--page-size", "64"),
         ("--gpu", "emulator-8", "--line-marks"),
-        ("--math-warps", "4", "--stages", "6", "--in-flight", "2", "--stage-bytes", "32768"),
+        ("--consumer-warps", "4", "--stages", "6", "--in-flight", "2", "--stage-bytes", "32768"),
         ("--max-context", "128", "--max-steps", "16", "--kv-chunk-min", "128"),
     ],
 )
@@ -65,8 +65,8 @@ def test_options_that_say_what_the_rule_says_change_nothing(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "kept"),
     [
-        (("--math-warps", "6", "--stage-bytes", "24576"), " --math-warps 6"),  # what the rule makes of 6 warps
-        (("--math-warps", "8", "--stage-bytes", "32768"), " --stage-bytes 32768"),  # 8 warps are the rule
+        (("--consumer-warps", "6", "--stage-bytes", "24576"), " --consumer-warps 6"),  # what the rule makes of 6 warps
+        (("--consumer-warps", "8", "--stage-bytes", "32768"), " --stage-bytes 32768"),  # 8 warps are the rule
     ],
 )
 def test_only_options_that_change_something_are_in_the_command(

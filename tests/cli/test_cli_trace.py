@@ -12,7 +12,7 @@ from cheetah.generate import generate_kernel
 from cheetah.models.registry import preset
 
 QUICK = ("--device", "emulator", "--context", "40", "--steps", "2", "--repetitions", "1", "--warmup", "0")
-KINDS = ["qkv", "attention", "merge", "o", "gate_up", "down", "head", "sampling", "all"]
+KINDS = ["qkv", "attention", "merge", "o", "gate_up", "down", "lm_head", "sampling", "all"]
 
 
 @pytest.mark.slow
@@ -33,7 +33,7 @@ def test_table_and_file(tmp_path: Path) -> None:
     assert document["otherData"]["context"] == 40 and "not times" in document["otherData"]["note"]
     names = {event["name"] for event in document["traceEvents"] if event["ph"] == "X"}
     assert names >= {f"layer 1 {kind}" for kind in KINDS[:6]} | {"wait", "work"}
-    assert not any(name.startswith(("layer 0", "layer 2", "head")) for name in names)
+    assert not any(name.startswith(("layer 0", "layer 2", "lm_head")) for name in names)
     assert f"wrote {target}" in result.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
 

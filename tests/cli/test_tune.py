@@ -69,7 +69,7 @@ class Times:
     [
         {"stage_bytes": 32768, "in_flight": 3},
         {"stage_bytes": 8192, "in_flight": 12, "sync": "barrier", "kv_chunk_min": 64},
-        {"math_warps": 4, "kv_chunk_min": 512, "in_flight": 6},
+        {"consumer_warps": 4, "kv_chunk_min": 512, "in_flight": 6},
         {},
     ],
 )
@@ -90,10 +90,10 @@ def test_groups_begin_with_the_best_so_far() -> None:
 
 
 def test_what_no_machine_can_run_is_left_out() -> None:
-    """16 math warps take 16 KB at least, so that 8 KB stages have 8 or 4."""
+    """16 consumer warps take 16 KB at least, so that 8 KB stages have 8 or 4."""
     small = choose_plan(CONFIG, H200, max_context=8192, stage_bytes=8192)
-    assert {plan.math_warps for plan in SPACE.around(small, "math_warps")} == {4}
-    assert {plan.math_warps for plan in SPACE.around(SPACE.rule, "math_warps")} == {4, 16}
+    assert {plan.consumer_warps for plan in SPACE.around(small, "consumer_warps")} == {4}
+    assert {plan.consumer_warps for plan in SPACE.around(SPACE.rule, "consumer_warps")} == {4, 16}
 
 
 def test_stages_of_another_size_keep_the_bytes_in_flight() -> None:
@@ -191,7 +191,7 @@ def test_a_record_is_used_beside_what_it_does_not_depend_on() -> None:
     assert said.startswith("plan tuned for emulator: stage_bytes 8192, in_flight 2, sync barrier (--no-tuned")
 
 
-@pytest.mark.parametrize("field", ["stage_bytes", "stages", "batch", "kv_align", "math_warps"])
+@pytest.mark.parametrize("field", ["stage_bytes", "stages", "batch", "kv_align", "consumer_warps"])
 def test_another_field_puts_it_aside(field: str) -> None:
     record().store()
     assert used({field: 1}) == ({field: 1}, "")

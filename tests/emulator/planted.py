@@ -1,8 +1,7 @@
 """A kernel with every kind of synchronisation that Cheetah's kernels use, and the bugs that can be planted in it.
 
-Each block multiplies its weights, which a copy warp brings through a ring, by the totals that all blocks made in the
-layer before. A bug is one replacement in the text, so that what is tested is what a reader would see.
-"""
+Each block multiplies its weights, which a producer warp brings through a ring, by the totals that all blocks made in
+the layer before. A bug is one replacement in the text, so that what is tested is what a reader would see."""
 
 from dataclasses import dataclass
 
@@ -101,14 +100,14 @@ BUGS = (
     Bug("reduction without its barrier", "named_barrier(1, 128);", "", ("round_robin", "random", "priority"), True),
     Bug("no grid barrier", "wait_at_least_u64(counter, (layer + 1) * gridDim.x);", "", ("random", "priority"), True),
     Bug(
-        "copy warp ignores empty",
+        "producer warp ignores empty",
         "mbarrier_wait(&empty[stage], (round & 1) ^ 1);",
         "",
         ("round_robin", "random", "priority"),
         True,
     ),
     Bug(
-        "math warps ignore full",
+        "consumer warps ignore full",
         "mbarrier_wait(&full[stage], round & 1);",
         "",
         ("round_robin", "random", "priority"),

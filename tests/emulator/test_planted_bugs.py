@@ -42,7 +42,7 @@ def test_schedules_show_the_bug(bug: Bug) -> None:
 
 @pytest.mark.parametrize("bug", [bug for bug in BUGS if bug.is_race], ids=names)
 def test_the_sanitizer_finds_the_bug_in_one_run(bug: Bug) -> None:
-    # Without a wait on "empty" the copy warp may overrun its mbarrier before anything is read twice.
+    # Without a wait on "empty" the producer warp may overrun its mbarrier before anything is read twice.
     errors = EmulatorError if "empty" in bug.name else Race
     with pytest.raises(errors, match=r"at planted\.cu:\d+"):
         run(planted_program(bug, sanitize=True), "round_robin")

@@ -272,7 +272,7 @@ def test_a_name_of_another_role() -> None:
 
         @emits
         def kernel(n, m, c, x, w):
-            copy, math = ch.Role("copy"), ch.Role("math")
+            copy, math = ch.Role("producer"), ch.Role("consumer")
             with copy:
                 stage = n + 1
             with math:
@@ -280,32 +280,32 @@ def test_a_name_of_another_role() -> None:
 
 
 def test_a_role_that_is_never_placed() -> None:
-    with refused(ch.RoleError, "the copy role has a program that no warp runs: call `emit_here()`"):
+    with refused(ch.RoleError, "the producer role has a program that no warp runs: call `emit_here()`"):
 
         @emits
         def kernel(n, m, c, x, w):
-            copy = ch.Role("copy")  # wrong
+            copy = ch.Role("producer")  # wrong
             with copy:
                 x[0] = 1
 
 
 def test_a_role_continued_after_it_was_placed() -> None:
-    with refused(ch.RoleError, "the copy role is continued after it was placed in the kernel"):
+    with refused(ch.RoleError, "the producer role is continued after it was placed in the kernel"):
 
         @emits
         def kernel(n, m, c, x, w):
-            copy = ch.Role("copy")
+            copy = ch.Role("producer")
             copy.emit_here()
             with copy:  # wrong
                 x[0] = 1
 
 
 def test_a_role_placed_where_its_names_clash() -> None:
-    with refused(ch.RoleError, "the math role binds `y`, as does an if_ block, where it is placed"):
+    with refused(ch.RoleError, "the consumer role binds `y`, as does an if_ block, where it is placed"):
 
         @emits
         def kernel(n, m, c, x, w):
-            math = ch.Role("math")
+            math = ch.Role("consumer")
             with math:
                 y = x[0]
                 x[1] = y

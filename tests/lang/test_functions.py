@@ -269,7 +269,7 @@ def test_a_function_grows_in_the_role_that_calls_it() -> None:
 
     @ch.kernel(ch.Params(x=ty.ptr_mut(ty.u32)))
     def kernel(x):
-        copy, math = ch.Role("copy"), ch.Role("math")
+        copy, math = ch.Role("producer"), ch.Role("consumer")
         for role, place in ((copy, 0), (math, 1)):
             with role:
                 stage = ch.var(ty.u32, 0)
@@ -287,7 +287,7 @@ def test_a_function_grows_in_the_role_that_calls_it() -> None:
 def test_what_a_function_says_to_another_role_goes_to_that_roles_program() -> None:
     @ch.kernel(ch.Params(x=ty.ptr_mut(ty.u32)))
     def kernel(x):
-        copy, math = ch.Role("copy"), ch.Role("math")
+        copy, math = ch.Role("producer"), ch.Role("consumer")
 
         @ch.function
         def both():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cheetah import lang as ch
-from cheetah.lang import ty
+from cheetah.lang import LangError, ty
 from cheetah.lang.primitive import PRIMITIVES, Primitive
 from tests.lang.compilers import compile_cpp, compile_cuda
 
@@ -64,6 +64,41 @@ def test_the_emulators_header_defines_exactly_these() -> None:
     header = (RUNTIME / "cheetah_emulator.h").read_text()
     defined = set(re.findall(r"^CHEETAH_PRIMITIVE [\w*]+ (\w+)\(", header, re.MULTILINE))
     assert defined == PRIMITIVES.keys()
+
+
+SCOPED = [primitive for primitive in PRIMITIVES.values() if primitive.has_scope]
+
+
+@pytest.mark.compiler
+def test_a_wider_scope_changes_that_word_alone_and_compiles() -> None:
+    assert {one.name for one in SCOPED} >= {"publish_flagged", "wait_flagged4_acquire", "add_release_u64"}
+    for primitive in SCOPED:
+        wider = primitive.in_scope("sys")
+        assert wider.name == f"{primitive.name}_sys" and wider is primitive.in_scope("sys")
+        assert wider.cuda.replace(".sys.", ".gpu.") == primitive.cuda and primitive.in_scope("gpu") is primitive
+
+    @ch.kernel(ch.Params(words=ty.ptr_mut(ty.u64)), max_threads=32)
+    def kernel(words):
+        ch.prim.publish_flagged(words, 1, 2, scope="sys")
+        ch.prim.wait_flagged4(words, 2, scope="sys")
+        ch.prim.add_release_u64(words, 1, scope="sys")
+
+    text = ch.render_file(kernel)
+    assert "st.relaxed.sys.global.u64" in text and ".gpu." not in text
+    compile_cuda(text)
+
+
+def test_a_scope_that_there_is_not_is_refused() -> None:
+    with pytest.raises(LangError, match="publish_flagged has no memory scope 'cta': give one of gpu, sys"):
+        ch.prim.publish_flagged.in_scope("cta")
+    with pytest.raises(LangError, match="warp_barrier has no memory scope 'sys': it orders nothing between blocks"):
+        ch.prim.warp_barrier.in_scope("sys")
+
+
+def test_the_emulators_header_names_every_wider_scope() -> None:
+    header = (RUNTIME / "cheetah_emulator.h").read_text()
+    named = set(re.findall(r"^#define (\w+)_sys (\w+)$", header, re.MULTILINE))
+    assert named == {(primitive.name, primitive.name) for primitive in SCOPED}
 
 
 @pytest.mark.compiler

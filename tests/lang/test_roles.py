@@ -12,7 +12,7 @@ from tests.lang.test_render import body
 def test_two_roles_grow_side_by_side() -> None:
     @ch.kernel(ch.Params(n=ty.u32, x=ty.ptr_mut(ty.u32)))
     def kernel(n, x):
-        copy, math = ch.Role("copy"), ch.Role("math")
+        copy, math = ch.Role("producer"), ch.Role("consumer")
         with copy:
             stage = ch.var(ty.u32, 0)
         with math:
@@ -51,7 +51,7 @@ def test_two_roles_grow_side_by_side() -> None:
 def test_a_shared_counter_has_one_name_that_is_free_in_every_role() -> None:
     @ch.kernel(ch.Params(x=ty.ptr_mut(ty.u32)))
     def kernel(x):
-        copy, math = ch.Role("copy"), ch.Role("math")
+        copy, math = ch.Role("producer"), ch.Role("consumer")
         with copy:
             layer = ch.const(ty.u32, 1)
             x[0] = layer
@@ -74,7 +74,7 @@ def test_a_later_common_name_is_not_hidden_by_a_roles() -> None:
 
     @ch.kernel(ch.Params(x=ty.ptr_mut(ty.u32)))
     def kernel(x):
-        math = ch.Role("math")
+        math = ch.Role("consumer")
         with math:
             i = x[0]
         common = i = x[1]
@@ -88,7 +88,7 @@ def test_a_later_common_name_is_not_hidden_by_a_roles() -> None:
 
     @ch.kernel(ch.Params(x=ty.ptr_mut(ty.u32)))
     def second(x):
-        math = ch.Role("math")
+        math = ch.Role("consumer")
         with math:
             i = x[0]
         i = x[1]
@@ -111,7 +111,7 @@ def test_an_exception_in_a_shared_loop_is_the_users() -> None:
 
         @ch.kernel(ch.Params(n=ty.u32))
         def kernel(n):
-            roles = (ch.Role("copy"), ch.Role("math"))
+            roles = (ch.Role("producer"), ch.Role("consumer"))
             with ch.roles_for(roles, n):
                 1 / 0  # noqa: B018
 

@@ -104,7 +104,7 @@ def test_vectors_of_a_family_lie_where_its_kernel_reads_them(name: str) -> None:
             assert np.array_equal(found["biases"][layer], logical_matrix(config, "qkv", columns)[:, 0])
 
 
-def test_strip_order_of_biases_is_that_of_the_rows_they_are_added_to() -> None:
+def test_m_tile_order_of_biases_is_that_of_the_rows_they_are_added_to() -> None:
     """Row r of the packed matrix is made of the tensor's row whose bias lies at r: both show that row's number."""
     config = CONFIGS["qwen2"]
     numbers = [first + np.arange(rows, dtype=np.uint16) for first, rows in ((0, 448), (1000, 64), (2000, 64))]

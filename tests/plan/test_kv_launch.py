@@ -234,7 +234,7 @@ def test_every_launch_of_a_kernel_fits_its_layout():
     for tokens in (1, 2, 8, 16, 64):
         for fixed in (0, 256):
             batch = min(tokens, 8)
-            plan = Plan(math_warps=8, stage_bytes=16384, stages=4, batch=batch, tokens=tokens, kv_chunk=fixed)
+            plan = Plan(consumer_warps=8, stage_bytes=16384, stages=4, batch=batch, tokens=tokens, kv_chunk=fixed)
             layout = KvPlanLayout.for_step(plan, group, kv_heads, 132)
             most = max_plans(64, plan.kv_align, layout.tiles, plan.tokens)
             for _ in range(12):

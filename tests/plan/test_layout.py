@@ -20,17 +20,17 @@ SMALL = [
 
 
 def chunks_in_memory_order(layout):
-    for round in range(layout.rounds):
+    for wave in range(layout.waves):
         for chunk in range(layout.chunks):
-            for position in range(layout.round_width(round)):
-                yield round, chunk, position
+            for position in range(layout.wave_width(wave)):
+                yield wave, chunk, position
 
 
 def test_addresses_partition_the_matrix_in_memory_order():
     for layout in SMALL:
         end = 0
-        for round, chunk, position in chunks_in_memory_order(layout):
-            address = layout.address(round, chunk, position, layout.round_width(round))
+        for wave, chunk, position in chunks_in_memory_order(layout):
+            address = layout.address(wave, chunk, position, layout.wave_width(wave))
             assert address == end, layout
             assert address % 16 == 0
             end = address + layout.chunk_bytes(chunk)
@@ -39,18 +39,18 @@ def test_addresses_partition_the_matrix_in_memory_order():
 
 def test_address_is_the_formula_of_the_layout():
     layout = MatrixLayout("w", rows=7 * 16, columns=10 * 32, blocks=4, stage_bytes=4096)
-    assert (layout.strips, layout.k_tiles, layout.tiles_per_chunk, layout.chunks) == (7, 10, 4, 3)
-    assert (layout.strip_bytes, layout.last_chunk_bytes, layout.rounds) == (10240, 2048, 2)
+    assert (layout.m_tiles, layout.k_tiles, layout.tiles_per_chunk, layout.chunks) == (7, 10, 4, 3)
+    assert (layout.m_tile_bytes, layout.last_chunk_bytes, layout.waves) == (10240, 2048, 2)
     assert layout.address(0, 0, 3, 4) == 3 * 4096
     assert layout.address(0, 2, 1, 4) == 4 * 2 * 4096 + 2048
     assert layout.address(1, 1, 2, 3) == 4 * 10240 + 3 * 4096 + 2 * 4096
     assert layout.address(1, 2, 2, 3) + 2048 == layout.total_bytes
 
 
-def test_chunks_of_a_strip_hold_its_k_tiles_and_all_but_the_last_are_full():
+def test_chunks_of_a_m_tile_hold_its_k_tiles_and_all_but_the_last_are_full():
     for layout in SMALL:
         sizes = [layout.chunk_bytes(chunk) for chunk in range(layout.chunks)]
-        assert sum(sizes) == layout.strip_bytes
+        assert sum(sizes) == layout.m_tile_bytes
         assert all(size == layout.stage_bytes for size in sizes[:-1])
         assert 0 < sizes[-1] <= layout.stage_bytes
         assert sizes == [layout.chunk_tiles(chunk) * 1024 for chunk in range(layout.chunks)]
@@ -59,20 +59,20 @@ def test_chunks_of_a_strip_hold_its_k_tiles_and_all_but_the_last_are_full():
 def test_round_widths_and_positions_agree_with_the_split():
     for layout in SMALL:
         split = layout.split
-        assert [layout.round_width(r) for r in range(layout.rounds)] == [split.width(r) for r in range(split.rounds)]
+        assert [layout.wave_width(r) for r in range(layout.waves)] == [split.width(r) for r in range(split.waves)]
         for block in range(layout.blocks):
             position = layout.position(block)
-            owned = [layout.strip(r, position) for r in range(layout.rounds) if position < layout.round_width(r)]
+            owned = [layout.m_tile(r, position) for r in range(layout.waves) if position < layout.wave_width(r)]
             assert owned == list(split.owned(block))
-            assert layout.block_bytes(block) == len(owned) * layout.strip_bytes
+            assert layout.block_bytes(block) == len(owned) * layout.m_tile_bytes
 
 
-def test_strip_address_is_the_address_of_its_round_and_position():
+def test_m_tile_address_is_the_address_of_its_round_and_position():
     layout = MatrixLayout("w", rows=7 * 16, columns=10 * 32, blocks=4, stage_bytes=4096)
-    assert layout.strip_address(6, 1) == layout.address(1, 1, 2, 3)
+    assert layout.m_tile_address(6, 1) == layout.address(1, 1, 2, 3)
 
 
-def test_slices_part_the_chunks_of_a_strip_and_move_nothing():
+def test_slices_part_the_chunks_of_a_m_tile_and_move_nothing():
     for layout in SMALL:
         for slices in (1, 2, 3, layout.chunks, layout.chunks + 1):
             sliced = replace(layout, slices=slices)
@@ -81,7 +81,7 @@ def test_slices_part_the_chunks_of_a_strip_and_move_nothing():
             lengths = [end - first for first, end in map(sliced.slice_range, range(slices))]
             assert max(lengths) == sliced.slice_chunks and lengths == sorted(lengths, reverse=True)
             assert sliced.total_bytes == layout.total_bytes
-            assert sliced.strip_address(0, layout.position(0)) == layout.strip_address(0, layout.position(0))
+            assert sliced.m_tile_address(0, layout.position(0)) == layout.m_tile_address(0, layout.position(0))
 
 
 def test_the_longest_slice_is_what_must_be_in_memory_at_once():
@@ -93,20 +93,20 @@ def test_the_longest_slice_is_what_must_be_in_memory_at_once():
 
 
 def test_device_expressions_give_the_same_addresses():
-    round, chunk, position, block = map(Symbol, ("round", "chunk", "position", "block"))
+    wave, chunk, position, block = map(Symbol, ("wave", "chunk", "position", "block"))
     for layout in SMALL:
-        width = layout.round_width(round)
-        address = layout.address(round, chunk, position, width)
+        width = layout.wave_width(wave)
+        address = layout.address(wave, chunk, position, width)
         for r, c, p in chunks_in_memory_order(layout):
-            expected = layout.address(r, c, p, layout.round_width(r))
-            assert evaluate(address, round=r, chunk=c, position=p) == expected, layout
+            expected = layout.address(r, c, p, layout.wave_width(r))
+            assert evaluate(address, wave=r, chunk=c, position=p) == expected, layout
         place = layout.position(block)
         assert [evaluate(place, block=b) for b in range(layout.blocks)] == [
             layout.position(b) for b in range(layout.blocks)
         ]
 
 
-def test_padding_reaches_whole_strips_and_k_tiles():
+def test_padding_reaches_whole_m_tiles_and_k_tiles():
     layout = MatrixLayout("w", rows=17, columns=33, blocks=2, stage_bytes=1024)
     assert (layout.padded_rows, layout.padded_columns, layout.total_bytes) == (32, 64, 4096)
 

@@ -44,7 +44,7 @@ def test_gpus_are_named_by_their_key_and_unknown_names_list_them():
 @pytest.mark.parametrize("shape", SHAPES)
 def test_default_plan_holds_its_constraints(shape, gpu):
     plan = plan_for(shape, gpu)
-    assert plan.stage_bytes % (plan.math_warps * 1024) == 0
+    assert plan.stage_bytes % (plan.consumer_warps * 1024) == 0
     assert plan.kv_stage_tokens(shape.head_dim) % 16 == 0
     assert plan.kv_stage_tokens(shape.head_dim) * 4 * shape.head_dim == plan.stage_bytes
     assert 2 <= plan.stages and plan.in_flight < plan.stages
@@ -53,14 +53,14 @@ def test_default_plan_holds_its_constraints(shape, gpu):
 
 def test_default_plan_on_an_h200_is_the_one_that_measured_best():
     plan = plan_for(LLAMA_8B)
-    assert (plan.math_warps, plan.stage_bytes, plan.stages, plan.in_flight) == (8, 16384, 12, 4)
+    assert (plan.consumer_warps, plan.stage_bytes, plan.stages, plan.in_flight) == (8, 16384, 12, 4)
     assert plan.sync == "flags" and plan.threads == (8 + 4) * 32 and plan.moves_registers
     assert plan.kv_stage_tokens(128) == 32
 
 
 def test_default_plan_on_the_emulator_is_small():
     plan = plan_for(TINY, "emulator")
-    assert (plan.math_warps, plan.stage_bytes, plan.stages) == (4, 4096, 8)
+    assert (plan.consumer_warps, plan.stage_bytes, plan.stages) == (4, 4096, 8)
     assert plan_for(LLAMA_8B, "emulator").stage_bytes == 8192, "K and V of 16 tokens at head_dim 128 are 8 KB"
 
 
@@ -80,12 +80,18 @@ def test_overrides_win_and_none_means_by_rule():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"stage_bytes": 8192, "math_warps": 16}, "stage_bytes is 8192 with 16 math warps: .* use a multiple of 16384"),
-        ({"stage_bytes": 6144, "math_warps": 6}, "head_dim 128: .* use a multiple of 8192"),
-        ({"math_warps": 3}, "math_warps is 3: .* use an even number"),
-        ({"math_warps": 32}, "math_warps is 32 and copy_warps 4: a block has 32 warps"),
-        ({"math_warps": 30, "copy_warps": 1, "stage_bytes": 122880}, "math_warps is 30: use a multiple of 4"),
-        ({"math_warps": 0}, "math_warps is 0"),
+        (
+            {"stage_bytes": 8192, "consumer_warps": 16},
+            "stage_bytes is 8192 with 16 consumer warps: .* use a multiple of 16384",
+        ),
+        ({"stage_bytes": 6144, "consumer_warps": 6}, "head_dim 128: .* use a multiple of 8192"),
+        ({"consumer_warps": 3}, "consumer_warps is 3: .* use an even number"),
+        ({"consumer_warps": 32}, "consumer_warps is 32 and producer_warps 4: a block has 32 warps"),
+        (
+            {"consumer_warps": 30, "producer_warps": 1, "stage_bytes": 122880},
+            "consumer_warps is 30: use a multiple of 4",
+        ),
+        ({"consumer_warps": 0}, "consumer_warps is 0"),
         ({"stages": 1}, "stages is 1: a ring needs at least 2"),
         ({"stages": 4, "in_flight": 4}, "in_flight 4 of 4 stages: give at most 3"),
         ({"in_flight": 0}, "in_flight is 0"),
@@ -95,13 +101,19 @@ def test_overrides_win_and_none_means_by_rule():
         ({"tokens": 128}, "tokens is 128: a step takes"),
         ({"tokens": 0}, "tokens is 0"),
         ({"tokens": 2, "batch": 4}, "tokens is 2 with batch 4: each sequence has one at least"),
-        ({"tokens": 4, "math_warps": 6, "stage_bytes": 24576}, "tokens is 4 with 6 math warps: .* share the tokens"),
-        ({"tokens": 32, "math_warps": 2, "stage_bytes": 8192}, "tokens is 32 with 2 math warps: .* at most 8 a warp"),
+        (
+            {"tokens": 4, "consumer_warps": 6, "stage_bytes": 24576},
+            "tokens is 4 with 6 consumer warps: .* share the tokens",
+        ),
+        (
+            {"tokens": 32, "consumer_warps": 2, "stage_bytes": 8192},
+            "tokens is 32 with 2 consumer warps: .* at most 8 a warp",
+        ),
         ({"tokens": 64}, "512 KB of scratch .* or fewer tokens"),
         ({"down_slices": 0}, "down_slices is 0"),
         ({"tokens": 8, "down_slices": 1}, "224 KB of scratch"),
         ({"kv_dtype": "fp8"}, "kv_dtype is 'fp8': choose one of bf16, e4m3"),
-        ({"kv_dtype": "e4m3", "stage_bytes": 2048, "math_warps": 2}, "head_dim 128: .* use a multiple of 4096"),
+        ({"kv_dtype": "e4m3", "stage_bytes": 2048, "consumer_warps": 2}, "head_dim 128: .* use a multiple of 4096"),
         ({"kv_chunk": 100}, "kv_chunk 100 is no multiple of kv_align 16, nor 0"),
         ({"kv_chunk": -16}, "kv_chunk -16 is no multiple"),
         ({"page_size": 0}, "page_size is 0"),
@@ -170,7 +182,7 @@ def test_codes_of_eight_bits_have_twice_the_tokens_in_a_stage():
 def test_plan_survives_a_dictionary():
     plan = plan_for(LLAMA_70B, page_size=64)
     assert Plan.from_dict(plan.to_dict()) == plan
-    with pytest.raises(PlanError, match="missing field math_warps, stages"):
+    with pytest.raises(PlanError, match="missing field consumer_warps, stages"):
         Plan.from_dict({"stage_bytes": 16384})
 
 
@@ -202,8 +214,8 @@ def test_matrices_lie_one_after_another(shape, gpu):
             assert matrices.offset(layout.name, layer) == end
             assert end % 1024 == 0
             end += layout.total_bytes
-    assert matrices.offset("head") == end
-    assert matrices.weight_bytes == end + matrices.head.total_bytes
+    assert matrices.offset("lm_head") == end
+    assert matrices.weight_bytes == end + matrices.lm_head.total_bytes
 
 
 def test_matrices_have_the_rows_and_columns_of_the_model():
@@ -213,7 +225,7 @@ def test_matrices_have_the_rows_and_columns_of_the_model():
         "o": (4096, 4096),
         "gate_up": (28672, 4096),
         "down": (4096, 14336),
-        "head": (128256, 4096),
+        "lm_head": (128256, 4096),
     }
     assert matrices.describe()[3] == {
         "name": "down",
@@ -225,16 +237,16 @@ def test_matrices_have_the_rows_and_columns_of_the_model():
         "layers": 32,
         "start": 0,
     }
-    with pytest.raises(PlanError, match="no matrix 'up': there are qkv, o, gate_up, down, head"):
+    with pytest.raises(PlanError, match="no matrix 'up': there are qkv, o, gate_up, down, lm_head"):
         matrices.named("up")
     with pytest.raises(PlanError, match="layer 32 does not exist: there are layers 0 to 31"):
         matrices.offset("o", 32)
 
 
-def test_gate_up_has_a_strip_for_every_eight_gate_rows():
+def test_gate_up_has_a_m_tile_for_every_eight_gate_rows():
     shape = ModelShape(**{**vars(TINY), "ffn": 100})
     matrices = step_matrices(shape, plan_for(shape, "emulator"), GPUS["emulator"])
-    assert matrices.gate_up.strips == 13 and matrices.down.columns == 100
+    assert matrices.gate_up.m_tiles == 13 and matrices.down.columns == 100
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -254,8 +266,8 @@ def test_a_residual_row_has_one_owner_and_rotation_evens_the_layer(shape):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_other_matrices_begin_where_o_and_down_end(shape, gpu):
     matrices = step_matrices(shape, plan_for(shape, gpu), GPUS[gpu])
-    following = (matrices.o.split.owner(matrices.o.strips - 1) + 1) % GPUS[gpu].blocks
-    assert [layout.split.owner(0) for layout in (matrices.qkv, matrices.gate_up, matrices.head)] == [following] * 3
+    following = (matrices.o.split.owner(matrices.o.m_tiles - 1) + 1) % GPUS[gpu].blocks
+    assert [layout.split.owner(0) for layout in (matrices.qkv, matrices.gate_up, matrices.lm_head)] == [following] * 3
 
 
 @pytest.mark.parametrize(
@@ -272,6 +284,6 @@ def test_the_other_matrices_begin_where_o_and_down_end(shape, gpu):
     ],
 )
 def test_a_field_of_another_kind_is_refused_by_name(field: str, value: object, wanted: str) -> None:
-    fields = {"math_warps": 8, "stage_bytes": 16384, "stages": 4, field: value}
+    fields = {"consumer_warps": 8, "stage_bytes": 16384, "stages": 4, field: value}
     with pytest.raises(PlanError, match=f"Plan: {wanted}"):
         Plan.from_dict(fields)

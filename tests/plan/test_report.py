@@ -44,7 +44,7 @@ def test_kv_grows_with_context_and_batch():
 @pytest.mark.parametrize("shape", [LLAMA_1B, LLAMA_8B, TINY])
 def test_shares_of_the_phases_sum_to_the_bytes_of_the_step(shape, gpu):
     report = report_of(shape, gpu, context=777)
-    assert [phase.name for phase in report.phases] == ["qkv", "attention", "o", "gate_up", "down", "head"]
+    assert [phase.name for phase in report.phases] == ["qkv", "attention", "o", "gate_up", "down", "lm_head"]
     assert [phase.runs for phase in report.phases] == [shape.layers] * 5 + [1]
     assert all(len(phase.block_bytes) == GPUS[gpu].blocks for phase in report.phases)
     assert report.step_share.total_bytes == report.step_bytes.weights + report.step_bytes.kv
@@ -53,8 +53,8 @@ def test_shares_of_the_phases_sum_to_the_bytes_of_the_step(shape, gpu):
 
 def test_imbalance_is_the_largest_share_over_the_mean():
     phases = {phase.name: phase for phase in report_of(LLAMA_8B).phases}
-    strip = 4096 * 16 * 2
-    assert (phases["o"].largest_bytes, phases["o"].smallest_bytes) == (2 * strip, strip)
+    m_tile = 4096 * 16 * 2
+    assert (phases["o"].largest_bytes, phases["o"].smallest_bytes) == (2 * m_tile, m_tile)
     assert phases["o"].imbalance_percent == pytest.approx(100 * (2 * 132 / 256 - 1))
     assert phases["qkv"].imbalance_percent == pytest.approx(100 * (3 * 132 / 384 - 1))
 
@@ -102,7 +102,7 @@ def test_summary_names_columns_and_slices():
     assert rows["slices of down"] == "its input in 4 parts"
     assert report.ceiling_tokens_per_s == pytest.approx(3e3 / report.ceiling_ms)
     assert dict(report_of(LLAMA_8B, tokens=16).summary())["columns"].endswith("attention tiles of 16")
-    assert dict(report_of(LLAMA_8B, tokens=16, math_warps=4).summary())["columns"].endswith("attention tiles of 8")
+    assert dict(report_of(LLAMA_8B, tokens=16, consumer_warps=4).summary())["columns"].endswith("attention tiles of 8")
 
 
 def test_contexts_beyond_the_plan_are_refused():

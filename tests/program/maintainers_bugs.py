@@ -104,7 +104,7 @@ TRIED = (
     bug("attention that does not wait for its loads", UNREAD, without(r"wait_for_u32\(float_bits[^;]*;")),
     quick("no fence after a key is cached", UNFENCED, without(FENCE, before=r"= pair;\s*")),
     bug(
-        "no fence in the copy lane",
+        "no fence in the producer lane",
         "the thread that issues this copy has made no fence_proxy_async",
         without(FENCE, before=r"mbarrier_wait\(step_done, [^;]*;\s*"),
     ),

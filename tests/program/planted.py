@@ -58,7 +58,7 @@ class Setup:
     config: ModelConfig
     blocks: int
     scored: int = 40
-    math_warps: int = 2
+    consumer_warps: int = 2
     stages: int = 4
     launch_steps: int = 64
 
@@ -71,16 +71,16 @@ class Setup:
 
     def rig(self, **options: Any) -> Rig:
         """The clean kernel, unless `options` say otherwise."""
-        sizes = {"blocks": self.blocks, "math_warps": self.math_warps, "stages": self.stages}
+        sizes = {"blocks": self.blocks, "consumer_warps": self.consumer_warps, "stages": self.stages}
         return Rig(self.weights, kv_chunk_min=16, max_context=128, **sizes, **options)
 
 
 USUAL = Setup(model(), blocks=3)
 """Three partial states of one head to merge, more chunks a matrix than stages, blocks of unequal shares."""
 ROOMY = replace(USUAL, stages=40)
-"""A ring that lets the copy lane run ahead as far as it is allowed to."""
+"""A ring that lets the producer lane run ahead as far as it is allowed to."""
 IDLE = Setup(model(16, 16, 1, 1, 1, 64, 16), blocks=8)
-"""More blocks than any vector has strips: some have nothing to do in most phases."""
+"""More blocks than any vector has M-tiles: some have nothing to do in most phases."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def cancelling_weights(config: ModelConfig) -> RandomWeights:
     return weights
 
 
-MANY = Cancelling(model(16, 16, 1, 8, 1, 64, 16), blocks=8, scored=120, math_warps=8, launch_steps=8)
+MANY = Cancelling(model(16, 16, 1, 8, 1, 64, 16), blocks=8, scored=120, consumer_warps=8, launch_steps=8)
 """Up to eight partial states folded at once, of eight query heads."""
 
 
@@ -346,12 +346,12 @@ def load_without_meeting(patch: Patch) -> None:
 
 
 def wait_for_the_step_too_late(patch: Patch) -> None:
-    """The copy lane fetches the first layer's keys and values, and then waits for the end of the last step."""
+    """The producer lane fetches the first layer's keys and values, and then waits for the end of the last step."""
     wait, attend = Tokens.wait_for_step, StepParts.attend
 
     def attend_and_wait(self: Any, step: Any, layer: Any) -> None:
         attend(self, step, layer)
-        with self.machine.copy:
+        with self.machine.producer:
             with ch.if_(layer == 0):
                 wait(self.tokens, step)
 
@@ -384,8 +384,8 @@ def without(pattern: str, before: str = "", after: str = "") -> tuple[tuple[str,
 BUGS = (
     # -- the ring
     Bug("ring wait of the wrong parity", BOTH, ((r"use_parity = 0;", "use_parity = 1;"),)),
-    Bug("math warps do not wait for full", BOTH, without(r"mbarrier_wait\(full \+ use_stage, use_parity\);")),
-    Bug("copy warp ignores empty", BOTH, without(r"mbarrier_wait\(empty \+ fill_stage, fill_parity\);")),
+    Bug("consumer warps do not wait for full", BOTH, without(r"mbarrier_wait\(full \+ use_stage, use_parity\);")),
+    Bug("producer warp ignores empty", BOTH, without(r"mbarrier_wait\(empty \+ fill_stage, fill_parity\);")),
     Bug(
         "stage given back before all lanes have read",
         BOTH,
@@ -461,6 +461,6 @@ BUGS = (
         ((r"first_word = step % 2 \* 8 \* 4;", "first_word = 0;"),),
         setup=IDLE,
     ),
-    Bug("copy lane overtaken by two steps", BOTH, without(r"mbarrier_wait\(step_done \+ 1, [^;]*;"), setup=IDLE),
+    Bug("producer lane overtaken by two steps", BOTH, without(r"mbarrier_wait\(step_done \+ 1, [^;]*;"), setup=IDLE),
 )
 """Not to be seen here: a missing `fence_proxy_async`, for the emulator has one proxy."""

@@ -16,7 +16,7 @@ from cheetah.models.dense import step
 from cheetah.models.mistral import MistralConfig
 from cheetah.models.qwen2 import Qwen2Config
 from cheetah.models.qwen3 import Qwen3Config
-from cheetah.plan import STRIP_ROWS
+from cheetah.plan import M_TILE_ROWS
 from tests.program.planted import BOTH, USUAL, Bug, Patch, read_without_waiting
 
 _SIZES: Any = (48, 40, 2, 4, 2, 64, 50)
@@ -96,12 +96,12 @@ def take_the_bias_of(row: Any) -> Any:
 
 
 def _next_head(rows: Any, shape: Any) -> Any:
-    return (rows.strip * STRIP_ROWS + rows.row + shape.head_dim) % shape.qkv_rows
+    return (rows.m_tile * M_TILE_ROWS + rows.row + shape.head_dim) % shape.qkv_rows
 
 
 def _natural_order(rows: Any, shape: Any) -> Any:
     """As if rows 8 apart were neighbours in the checkpoint's order: the halves of a pair take each other's bias."""
-    return rows.strip * STRIP_ROWS + (rows.row + STRIP_ROWS // 2) % STRIP_ROWS
+    return rows.m_tile * M_TILE_ROWS + (rows.row + M_TILE_ROWS // 2) % M_TILE_ROWS
 
 
 def see_one_key_more(patch: Patch) -> None:

@@ -110,7 +110,7 @@ class Rig:
         **plan: Any,
     ) -> None:
         self.weights, self.config = weights, weights.config
-        chosen = {"math_warps": 2, "max_context": 192, **plan}
+        chosen = {"consumer_warps": 2, "max_context": 192, **plan}
         self.generated = generate(weights.config, emulated_gpu(blocks), **chosen)
         self.manifest = self.generated.manifest
         self.plan = Plan.from_dict(self.manifest.plan)

@@ -23,7 +23,7 @@ from tests.tolerances import LOGITS, SMALL_MARGIN
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 
 # name: (sizes of the model, how it is run, tokens). Defaults: 2 layers, hidden 48, feed-forward 40, vocabulary 50,
-# 2 query heads and one KV head of 64; 2 blocks of 2 math warps, pages of 16, flags.
+# 2 query heads and one KV head of 64; 2 blocks of 2 consumer warps, pages of 16, flags.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "defaults": ({}, {}, 40),
     "head of 128": ({"head_dim": 128}, {"kv_chunk_min": 16}, 40),
@@ -34,8 +34,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "no groups": ({"heads": 4, "kv_heads": 4}, {"blocks": 8}, 40),
     "more KV heads than blocks": ({"heads": 6, "kv_heads": 6}, {"kv_chunk_min": 16}, 40),
     "one element": ({"hidden": 1, "ffn": 1, "vocab": 2}, {}, 10),
-    "one over a strip": ({"hidden": 17, "ffn": 9, "vocab": 17}, {"blocks": 3}, 20),
-    "one under a strip": ({"hidden": 31, "ffn": 15, "vocab": 63}, {"blocks": 4}, 20),
+    "one over an M-tile": ({"hidden": 17, "ffn": 9, "vocab": 17}, {"blocks": 3}, 20),
+    "one under an M-tile": ({"hidden": 31, "ffn": 15, "vocab": 63}, {"blocks": 4}, 20),
     "wide": ({"hidden": 600, "ffn": 2100, "layers": 1}, {"stage_bytes": 8192}, 6),
     "much wider than deep": ({"hidden": 1700, "ffn": 40, "layers": 1, "vocab": 600}, {"blocks": 3}, 6),
     "tied": ({"tied_embeddings": True, "vocab": 300}, {"blocks": 4}, 20),
@@ -47,8 +47,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "page of 5": ({}, {"page_size": 5, "kv_chunk_min": 16}, 40),
     "page of 64, five blocks": ({}, {"page_size": 64, "kv_chunk_min": 16, "blocks": 5}, 100),
     "split six ways": ({"layers": 1, "heads": 4}, {"kv_chunk_min": 16, "blocks": 6}, 110),
-    "several stages a chunk": ({"layers": 1}, {"kv_chunk_min": 64, "blocks": 2, "math_warps": 4}, 150),
-    "eight warps": ({}, {"math_warps": 8, "kv_chunk_min": 16}, 40),
+    "several stages a chunk": ({"layers": 1}, {"kv_chunk_min": 64, "blocks": 2, "consumer_warps": 4}, 150),
+    "eight warps": ({}, {"consumer_warps": 8, "kv_chunk_min": 16}, 40),
     "two stages": ({}, {"stages": 2, "in_flight": 1}, 30),
     "rotated starts": ({}, {"blocks": 5, "start_qkv": 3, "start_residual": 4, "start_gate_up": 1, "start_head": 2}, 30),
     "llama3 rope": ({"rope": Rope(10000.0, "llama3", 8.0, 1.0, 4.0, 32)}, {"blocks": 3}, 60),
@@ -84,7 +84,7 @@ def test_the_reference_is_a_sharp_measure() -> None:
 @pytest.mark.parametrize(("sync", "text"), [("flags", "There was"), ("barrier", "Once upon a time")])
 def test_demo_model_teacher_forced_and_greedy(sync: str, text: str) -> None:
     prompt = Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json")).encode(text).ids
-    follow(open_checkpoint(DEMO_FOLDER), prompt, 64, {"blocks": 4, "sync": sync, "math_warps": 4})
+    follow(open_checkpoint(DEMO_FOLDER), prompt, 64, {"blocks": 4, "sync": sync, "consumer_warps": 4})
 
 
 def test_demo_model_on_as_many_blocks_as_an_h200_has() -> None:
@@ -103,7 +103,7 @@ def test_demo_model_on_as_many_blocks_as_an_h200_has() -> None:
 def test_trained_checkpoint_teacher_forced_and_golden_greedy_ids(trained_checkpoint: Path, number: int) -> None:
     golden = json.loads((trained_checkpoint / "golden.json").read_text())["cases"][number]
     stored = golden["stored_weights_fp32"]
-    greedy = follow(open_checkpoint(trained_checkpoint), golden["prompt_ids"], 64, {"blocks": 4, "math_warps": 4})
+    greedy = follow(open_checkpoint(trained_checkpoint), golden["prompt_ids"], 64, {"blocks": 4, "consumer_warps": 4})
     sure = first_small(stored["margins"])
     assert greedy[:sure] == stored["greedy_ids"][: len(greedy)][:sure]
 

@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 SHAPES: dict[str, tuple[Any, int, dict[str, Any]]] = {
     "two": (model(), 3, {"batch": 2}),
     "three of four": (model(heads=4, kv_heads=2), 4, {"batch": 4}),
-    "eight, sliced down": (model(64, 600, 1, 4, 1), 3, {"batch": 8, "down_slices": 3, "math_warps": 4}),
+    "eight, sliced down": (model(64, 600, 1, 4, 1), 3, {"batch": 8, "down_slices": 3, "consumer_warps": 4}),
     "eight on two warps": (model(), 2, {"batch": 8}),
     "barrier": (model(), 3, {"batch": 4, "sync": "barrier"}),
 }
@@ -102,7 +102,7 @@ def test_several_tokens_of_a_prompt_in_a_step(name: str, per_step: int) -> None:
 
 
 def test_more_tokens_a_step_than_a_tile_has_rows() -> None:
-    """16 tokens with two math warps: several products' accumulators, and tiles of a part of the tokens."""
+    """16 tokens with two consumer warps: several products' accumulators, and tiles of a part of the tokens."""
     rig = Rig(random_weights(model(heads=4, kv_heads=1)), blocks=3, kv_chunk_min=16, tokens=16, stages=4)
     ids = token_ids(50, rig.config.vocab_size)
     logits = rig.session().score(ids, 16)

@@ -36,7 +36,7 @@ CASES: dict[str, tuple[ModelConfig, dict[str, Any], int]] = {
     "qwen3": (qwen3(), {}, 40),
     "qwen3, head of 128, several KV heads": (qwen3(4, 2, 128), {"blocks": 3, **SPLIT}, 40),
     "qwen3, group of 5, barrier": (qwen3(5), {"blocks": 3, "sync": "barrier", **SPLIT}, 40),
-    "qwen3, group of 8, eight warps": (qwen3(8), {"math_warps": 8, **SPLIT}, 40),
+    "qwen3, group of 8, eight warps": (qwen3(8), {"consumer_warps": 8, **SPLIT}, 40),
     "qwen3, more blocks than items": (qwen3(3, 3), {"blocks": 8, **SPLIT}, 40),
     "qwen3, tied, large epsilon": (qwen3(tied_embeddings=True, rms_norm_eps=0.1), {"blocks": 4}, 20),
     "qwen3, pages of 5": (qwen3(), {"page_size": 5, **SPLIT}, 40),
@@ -58,10 +58,10 @@ def test_logits_of_every_position(case: str) -> None:
 def test_many_tokens_of_a_step_are_the_same_as_one(config: ModelConfig) -> None:
     """Several tiles then load a new key: each is in the cache once, as the first of them made it."""
     weights, ids = random_weights(config), token_ids(40, config.vocab_size)
-    session = Rig(weights, blocks=3, tokens=16, math_warps=2, **SPLIT).session("random", 2)
+    session = Rig(weights, blocks=3, tokens=16, consumer_warps=2, **SPLIT).session("random", 2)
     assert relative_error(session.score(ids, per_step=16), float32_logits(weights, ids)) < LOGITS
     several = session.cached()
-    alone = Rig(weights, blocks=3, tokens=16, math_warps=2, **SPLIT).session("random", 3)
+    alone = Rig(weights, blocks=3, tokens=16, consumer_warps=2, **SPLIT).session("random", 3)
     alone.score(ids)
     difference = np.abs(several.astype(np.int64) - alone.cached().astype(np.int64))
     assert (difference <= 1).mean() > 0.95, "up to the last bit of bf16, where sums were made in another order"

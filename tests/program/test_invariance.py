@@ -136,7 +136,7 @@ def test_sampled_ids_follow_from_the_kernel_s_own_logits(sync: str, temperature:
 
 
 def test_of_equal_logits_the_lowest_id_is_taken() -> None:
-    """Rows of the head that are the same, in one strip, in two strips of a block, and in strips of two blocks."""
+    """Rows of the head that are the same, in one M-tile, in two M-tiles of a block, and in M-tiles of two blocks."""
     for twins in [(3, 4, 5), (2, 18, 34), (0, 16, 50), (17, 64, 89)]:
         weights = type(WEIGHTS)(WEIGHTS.config)
         head = weights.tensors["lm_head.weight"]

@@ -48,7 +48,7 @@ class Kernels:
 @cache
 def assembled(kernel: str, number: int) -> Assembly:
     plan, prompt_tokens = KERNELS[kernel]
-    overrides = {"max_context": 96, "math_warps": 4, "kv_chunk": 64, "max_steps": 8, **plan}
+    overrides = {"max_context": 96, "consumer_warps": 4, "kv_chunk": 64, "max_steps": 8, **plan}
     return assemble(
         random_weights(CONFIG),
         device=EmulatorDevice(),

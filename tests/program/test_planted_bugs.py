@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 BUGS = (*COMMON_BUGS, *FAMILY_BUGS)
 SEEDS = 20
 RACES_ALWAYS_LOOKED_FOR = (
-    "math warps do not wait for full",
+    "consumer warps do not wait for full",
     "one reduction buffer",
     "cache read before the step is done",
 )

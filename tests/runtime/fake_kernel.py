@@ -154,7 +154,7 @@ class FakeDevice:
 
 
 def model_in_buffers(manifest: Manifest, buffers: Mapping[str, Any]) -> Reference:
-    """The reference, with its weights unpacked from the device's buffers, rounding where bf16 must round."""
+    """The reference, with its weights unpacked from the device's buffers, rounding where bf16 must wave."""
     config = dataclasses.replace(LlamaConfig.from_json(manifest.config), tied_embeddings=False)
     gpu = gpu_named(manifest.gpu["name"])
     matrices = step_matrices(config.shape, Plan.from_dict(manifest.plan), gpu)
@@ -178,7 +178,7 @@ def model_in_buffers(manifest: Manifest, buffers: Mapping[str, Any]) -> Referenc
 
 
 def _split(config: LlamaConfig, matrix: str, layer: int, rows: NDArray[np.uint16]) -> dict[str, NDArray[np.uint16]]:
-    """A matrix in strip order back into its tensors: where each row went is found by packing row numbers."""
+    """A matrix in M-tile order back into its tensors: where each row went is found by packing row numbers."""
     names, shapes = matrix_tensors(config, matrix, layer), tensor_shapes(config)
     counts = [shapes[name][0] for name in names]
     numbers = np.arange(1, sum(counts) + 1, dtype=np.uint16)[:, None]

@@ -242,9 +242,7 @@ def test_with_fixed_items_a_prompt_takes_one_step_more_at_most() -> None:
         rig = Rig(batch=1, tokens=8, kv_chunk=chunk)
         for prompt in prompts:
             rig.device.launches.clear()
-            assert tokens_of(rig.desk.complete(Request(prompt, 1, Sampling()))) == alone(
-                Request(prompt, 1, Sampling())
-            )
+            assert tokens_of(rig.desk.complete(Request(prompt, 1, Sampling()))) == alone(Request(prompt, 1, Sampling()))
             found.append(sum(launch["steps"] for launch in rig.device.launches))
     more = [fixed - by_rule for by_rule, fixed in zip(steps[0], steps[64], strict=True)]
     assert more == [0 if len(prompt) % 8 == 1 else 1 for prompt in prompts]

@@ -40,7 +40,7 @@ def manifest(**changes: Any) -> Manifest:
         layer_stride=0,
         weight_bytes=4096,
         buffers=(),
-        phases=("qkv", "attention", "head"),
+        phases=("qkv", "attention", "lm_head"),
         step_bytes={},
     )
     return Manifest(**{**fields, **changes})
@@ -124,7 +124,7 @@ def test_packed_arguments_have_the_sizes_and_values_of_the_signature() -> None:
 
 
 def test_progress_names_step_and_phase_of_each_group() -> None:
-    phases = ("qkv", "attention", "head")
+    phases = ("qkv", "attention", "lm_head")
     assert describe_progress([3 * 3 + 1] * 131 + [3 * 3], phases) == (
         "blocks 0-130: step 3, phase attention; block 131: step 3, phase qkv"
     )

@@ -76,7 +76,7 @@ def manifest_of(text: str, kernel: str, launch: Launch, parameters: tuple[Parame
         layer_stride=0,
         weight_bytes=0,
         buffers=(),
-        phases=("qkv", "attention", "head"),
+        phases=("qkv", "attention", "lm_head"),
         step_bytes={},
     )
 

@@ -132,7 +132,7 @@ def test_a_completion_ended_early_leaves_the_next_one_alone(
 
 @pytest.mark.compiler
 def test_an_early_end_with_more_chunks_ahead_than_stages(folder: Path, whole_launches: None) -> None:
-    """On two blocks the first matrix of a step is longer than the ring, so the copy warp is in the middle of it."""
+    """On two blocks the first matrix of a step is longer than the ring, so the producer warp is in the middle of it."""
     check_early_ends(opened(folder, EMULATOR))
 
 

@@ -76,7 +76,8 @@ class KvCache:
     def copy_tokens(
         self, ring: Ring, layer: ch.Value, head: ch.Expr, table: ch.Expr, begin: ch.Expr, end: ch.Expr
     ) -> None:
-        """In the copy role: bring keys [begin, end) of a head, a stage at a time: keys in its first half, then values.
+        """In the producer role: bring keys [begin, end) of a head, a stage at a time: keys in its first half, then
+        values.
 
         A copy never crosses a page, and stops at the last token: what lies behind it in the stage is stale. Pages are
         looked up before the wait for a stage, so that the look-up's trip costs nothing.

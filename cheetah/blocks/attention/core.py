@@ -5,12 +5,11 @@ of exponentials (FlashInfer, 2.2). Logits are kept in base 2 inside the kernel (
 LSE. Without softmax the state is O, the sum of weighted values, and states are added.
 
 An item is a range of keys of one KV head for a tile of fused query rows: row i * group + (h mod group) is query i of
-the tile and head h. 8 rows ride in the n = 8 dimension of the products, so the math warps share out the tile's groups
-of 8 rows (*column tiles*), and those with the same rows (a *key group* each) take tiles of 16 keys in turn, each with a
-state of its own. The newest keys, which come from the exchange and not from the cache, are further such tiles. The
-block folds the states of the key groups in ascending order and publishes the output, or a partial state where the keys
-were split.
-"""
+the tile and head h. 8 rows ride in the n = 8 dimension of the products, so the consumer warps share out the tile's
+groups of 8 rows (*column tiles*), and those with the same rows (a *key group* each) take tiles of 16 keys in turn, each
+with a state of its own. The newest keys, which come from the exchange and not from the cache, are further such tiles.
+The block folds the states of the key groups in ascending order and publishes the output, or a partial state where the
+keys were split."""
 
 from __future__ import annotations
 
@@ -77,7 +76,7 @@ class LoadedUnit:
 
 
 class Attention:
-    """The attention core of a kernel: `copy` in the copy role, `attend` and then `merge` in the math role.
+    """The attention core of a kernel: `copy` in the producer role, `attend` and then `merge` in the consumer role.
 
     parameters: an object with the variant's own kernel parameters as attributes. tile_columns: the most columns of a
     tile, if fewer than the plan allows.
@@ -102,7 +101,7 @@ class Attention:
         self.sizes = AttentionShape(
             shape.group,
             shape.head_dim,
-            plan.math_warps,
+            plan.consumer_warps,
             plan.kv_stage_tokens(shape.head_dim),
             (tile_columns or plan.tile_columns(shape.group)) * shape.group,
             plan.kv_dtype == "e4m3",
@@ -113,15 +112,15 @@ class Attention:
 
     @ch.inline
     def copy(self, layer: ch.Value, step: ch.Value) -> None:
-        """In the copy role: fetch the cached keys and values of this block's items."""
-        with self.schedule.items(self.machine.copy, step) as item:
+        """In the producer role: fetch the cached keys and values of this block's items."""
+        with self.schedule.items(self.machine.producer, step) as item:
             end = ch.minimum(item.end, item.tile.cached)
             self.cache.copy_tokens(self.ring, layer, item.head, item.tile.table, item.begin, end)
 
     @ch.inline
     def attend(self, step: ch.Value, epoch: ch.Expr) -> None:
-        """In the math role: compute this block's items."""
-        with self.schedule.items(self.machine.math, step) as item:
+        """In the consumer role: compute this block's items."""
+        with self.schedule.items(self.machine.consumer, step) as item:
             cached_end = ch.minimum(item.end, item.tile.cached)
             newest_begin = ch.maximum(item.begin, item.tile.cached)
             newest_end = ch.minimum(item.end, item.tile.cached + item.tile.new)
@@ -191,7 +190,7 @@ class Attention:
             self._load_transformed(item, queries, epoch)
         query_units = item.rows * sizes.head_units if self.variant.query_transform is None else ty.u32(0)
         newest_units = newest * sizes.head_units if self.port.has_newest else ty.u32(0)
-        with ch.for_(machine.thread, query_units + newest_units * 2, machine.math_threads, unroll=1) as number:
+        with ch.for_(machine.thread, query_units + newest_units * 2, machine.consumer_threads, unroll=1) as number:
             with ch.if_(number < query_units):
                 row = number // sizes.head_units
                 queries[number] = self._query_unit(item, row, number % sizes.head_units, epoch)
@@ -210,7 +209,7 @@ class Attention:
         query_units = item.rows * sizes.head_units
         key_end = query_units + newest * sizes.head_units
         units = key_end + newest * sizes.head_units
-        with ch.for_(machine.warp * 32, units, machine.math_threads, unroll=1) as first:
+        with ch.for_(machine.warp * 32, units, machine.consumer_threads, unroll=1) as first:
             own = first + machine.lane
             number = ch.minimum(own, units - 1)
             is_value = number >= key_end
@@ -269,7 +268,7 @@ class Attention:
         """Both units of rotated pairs together, through the variant's query_transform."""
         machine, sizes = self.machine, self.sizes
         half = sizes.head_units // 2
-        with ch.for_(machine.thread, item.rows * half, machine.math_threads, unroll=1) as number:
+        with ch.for_(machine.thread, item.rows * half, machine.consumer_threads, unroll=1) as number:
             row = number // half
             unit = number % half
             near = self._query_unit(item, row, unit, epoch)
@@ -520,7 +519,7 @@ class Attention:
         slice_pairs = SLICE_DIMS // 2
         pairs = slice_pairs * len(slices)
         rows = item.rows if share.width == 1 else share.column_groups * COLUMNS
-        with ch.for_(machine.thread, rows * pairs, machine.math_threads, unroll=1) as output:
+        with ch.for_(machine.thread, rows * pairs, machine.consumer_threads, unroll=1) as output:
             place = output // pairs
             pair = output % pairs
             row = place
@@ -610,5 +609,5 @@ class Attention:
 
     @ch.inline
     def merge(self, epoch: ch.Expr) -> None:
-        """In the math role, after `attend`: the rows whose keys were split."""
+        """In the consumer role, after `attend`: the rows whose keys were split."""
         Merger(self.machine, self.exchange, self.schedule, self.variant.softmax, self.finish).merge(epoch)

@@ -1,6 +1,6 @@
 """Heads that are finished by who reads them: RMSNorm of every query and key by itself, then RoPE.
 
-A head's rows are made in strips by different blocks, so nobody knows its sum of squares when they are made. They are
+A head's rows are made in M-tiles by different blocks, so nobody knows its sum of squares when they are made. They are
 published in bf16 as their product gives them; the block that loads a query or a new key for attention has all units of
 the head in neighbouring lanes of a warp. New keys and values go to the cache from there too: of the blocks that load
 them, that whose item belongs to the column's own tile appends them.

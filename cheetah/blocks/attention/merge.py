@@ -33,8 +33,8 @@ def partial_words(head_dim: int) -> int:
 
 
 class Merger:
-    """The merges of a schedule, in the math role: what is merged, a lane's 4 dims of a row, goes to `finish`, as (tile,
-    head, row, dim_pair, low, high, lse, epoch) for either pair. Without `softmax` the states are sums."""
+    """The merges of a schedule, in the consumer role: what is merged, a lane's 4 dims of a row, goes to `finish`, as
+    (tile, head, row, dim_pair, low, high, lse, epoch) for either pair. Without `softmax` the states are sums."""
 
     def __init__(
         self, machine: Machine, exchange: Exchange, schedule: Schedule, softmax: bool, finish: Callable[..., None]
@@ -45,8 +45,8 @@ class Merger:
 
     @ch.inline
     def merge(self, epoch: ch.Expr) -> None:
-        """In the math role: fold the partial states of the rows that are this warp's team's. Each warp folds every so
-        many-th in the plan's order, the first one those results in the order of the warps; of few it does all alone.
+        """In the consumer role: fold the partial states of the rows that are this warp's team's. Each warp folds every
+        so many-th in the plan's order, the first one those results in the order of the warps; of few it does all alone.
         States that are the identity, behind the others, change no bit."""
         schedule = self.schedule
         with schedule.merges() as merge:

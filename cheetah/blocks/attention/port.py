@@ -13,7 +13,7 @@ from cheetah.lang.errors import LangError
 class AttentionPort(ABC):
     """What the core asks of the kernel around it. Columns are those of the step; a unit is 8 elements (u32x4 of bf16).
 
-    The methods emit code in the math role and may wait. What a plan or a variant does not need is never called.
+    The methods emit code in the consumer role and may wait. What a plan or a variant does not need is never called.
     """
 
     has_newest = True

@@ -1,8 +1,8 @@
 """The KV plan as the kernel reads it: which items of attention a block works on, and which merges it makes.
 
 The host made the plans of the launch from the sequence lengths (see `cheetah.plan.kv`); a step uses the last plan whose
-first step is not after it. Both roles follow the same plan, so the copy lane fetches just what the math warps expect.
-"""
+first step is not after it. Both roles follow the same plan, so the producer lane fetches just what the consumer warps
+expect."""
 
 from __future__ import annotations
 
@@ -71,9 +71,8 @@ class Merge:
 class Schedule:
     """The plans of a launch, and the one of the present step in each role. `tiles` are the launch's tile records.
 
-    The math warps keep the records of the block's first items and of each warp's first merge in shared memory, from one
-    plan to the next (`keep`): else every layer would wait for loads one after the other.
-    """
+    The consumer warps keep the records of the block's first items and of each warp's first merge in shared memory, from
+    one plan to the next (`keep`): else every layer would wait for loads one after the other."""
 
     def __init__(
         self,
@@ -142,14 +141,14 @@ class Schedule:
 
     @ch.function
     def keep(self) -> None:
-        """In the math role: bring the records of the present plan to shared memory. A barrier of the math warps must
-        precede, if there were others, and follow."""
+        """In the consumer role: bring the records of the present plan to shared memory. A barrier of the consumer warps
+        must precede, if there were others, and follow."""
         machine = self.machine
         kept = ch.const(self._kept.type, self._kept, name="kept")
-        header = prim.load_constant_u32x4(self._place(machine.math, "header", 0))
+        header = prim.load_constant_u32x4(self._place(machine.consumer, "header", 0))
         with ch.if_(machine.thread < KEPT_ITEMS):
-            first_item = self._word(machine.math, "work_indptr", machine.block)
-            last_item = self._word(machine.math, "work_indptr", machine.block + 1)
+            first_item = self._word(machine.consumer, "work_indptr", machine.block)
+            last_item = self._word(machine.consumer, "work_indptr", machine.block + 1)
             with ch.if_(machine.thread == 0):
                 kept[0] = prim.make_u32x4(first_item, last_item, header.z * header.w, header.w)
             with ch.if_(first_item + machine.thread < last_item):
@@ -159,7 +158,7 @@ class Schedule:
 
     @ch.function
     def _keep_item(self, place: ch.Expr, number: ch.Expr) -> None:
-        record = self._place(self.machine.math, "items", number * ITEM_WORDS)
+        record = self._place(self.machine.consumer, "items", number * ITEM_WORDS)
         what = prim.load_constant_u32x4(record)
         place[0] = what
         place[1] = prim.load_constant_u32x4(record + 4)
@@ -189,7 +188,7 @@ class Schedule:
     @ch.inline
     def items(self, role: ch.Role, step: ch.Value) -> Iterator[Item]:
         """The items of this block, in order."""
-        if role is self.machine.math:
+        if role is self.machine.consumer:
             with self._kept_items(step) as item:
                 yield item
             return
@@ -204,7 +203,7 @@ class Schedule:
     @contextmanager
     @ch.inline
     def _kept_items(self, step: ch.Value) -> Iterator[Item]:
-        """The same in the math role, where the records are at hand. Those of later items share a place."""
+        """The same in the consumer role, where the records are at hand. Those of later items share a place."""
         machine = self.machine
         numbers = self._kept[0]
         with ch.for_(numbers.x, numbers.y, unroll=1) as number:
@@ -236,11 +235,11 @@ class Schedule:
     @contextmanager
     @ch.inline
     def merges(self) -> Iterator[Merge]:
-        """In the math role, the merges of this warp's team: a row of a split head each, dealt round to the blocks, then
-        to their teams. Then the block's warps meet, if there was any merge at all."""
+        """In the consumer role, the merges of this warp's team: a row of a split head each, dealt round to the blocks,
+        then to their teams. Then the block's warps meet, if there was any merge at all."""
         machine = self.machine
         numbers = self._kept[0]
-        jobs = machine.gpu.blocks * (machine.plan.math_warps // machine.plan.merge_warps)
+        jobs = machine.gpu.blocks * (machine.plan.consumer_warps // machine.plan.merge_warps)
         record = self._kept_merge
         first_job = self._first_job()
         with ch.for_(first_job, numbers.z, jobs, unroll=1) as job:
@@ -268,7 +267,7 @@ class Schedule:
     @ch.inline
     def _merge_words(self, merge: ch.Expr) -> tuple[Any, Any, Any, Any]:
         """Tile, head, first and last source of a merge."""
-        role = self.machine.math
+        role = self.machine.consumer
         number = self._word(role, "merges", merge * 2)
         head = self._word(role, "merges", merge * 2 + 1)
         begin = self._word(role, "merge_indptr", merge)
@@ -288,4 +287,4 @@ class Schedule:
         return source
 
     def _source(self, index: ch.Value) -> Any:
-        return self._word(self.machine.math, "merge_src", index)
+        return self._word(self.machine.consumer, "merge_src", index)

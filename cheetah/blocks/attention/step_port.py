@@ -15,7 +15,7 @@ from cheetah.blocks.linear.epilogue import HALF, paired_dim, rotate, scaled
 from cheetah.blocks.linear.interface import Rows
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
-from cheetah.plan import STRIP_ROWS
+from cheetah.plan import M_TILE_ROWS
 
 
 class StepPort(AttentionPort):
@@ -88,38 +88,38 @@ class Projection:
         value = scaled(self.machine, rows)
         if self.biases is None:
             return value
-        return value + prim.bf16_to_f32(self.biases[layer * self.shape.qkv_rows + rows.strip * STRIP_ROWS + rows.row])
+        return value + prim.bf16_to_f32(self.biases[layer * self.shape.qkv_rows + rows.m_tile * M_TILE_ROWS + rows.row])
 
     @ch.inline
     def _publish_raw(self, rows: Rows, layer: ch.Expr, epoch: ch.Expr) -> None:
         shape = self.shape
-        strips_per_head = shape.head_dim // STRIP_ROWS
-        head = rows.strip // strips_per_head
-        strip_of_head = rows.strip % strips_per_head
+        m_tiles_per_head = shape.head_dim // M_TILE_ROWS
+        head = rows.m_tile // m_tiles_per_head
+        m_tile_of_head = rows.m_tile % m_tiles_per_head
         value = self._value(rows, layer)
-        paired = paired_dim(strip_of_head * HALF + rows.row % HALF, rows.row >= HALF, shape.head_dim)
+        paired = paired_dim(m_tile_of_head * HALF + rows.row % HALF, rows.row >= HALF, shape.head_dim)
         is_paired = head < shape.heads + shape.kv_heads
-        dim = ch.select(is_paired, paired, strip_of_head * STRIP_ROWS + rows.row)
+        dim = ch.select(is_paired, paired, m_tile_of_head * M_TILE_ROWS + rows.row)
         pair = prim.pack_bf16x2(value, prim.shuffle_xor_f32(value, 1))
-        with ch.if_((rows.lane < STRIP_ROWS) & (rows.lane % 2 == 0)):
+        with ch.if_((rows.lane < M_TILE_ROWS) & (rows.lane % 2 == 0)):
             place = (rows.column * shape.qkv_rows + head * shape.head_dim + dim) // 2
             self.port.exchange.publish("qkv", place, pair, epoch)
 
     @ch.inline
     def _rotate_and_append(self, rows: Rows, layer: ch.Expr, epoch: ch.Expr) -> None:
         shape = self.shape
-        strips_per_head = shape.head_dim // STRIP_ROWS
-        head = rows.strip // strips_per_head
-        strip_of_head = rows.strip % strips_per_head
+        m_tiles_per_head = shape.head_dim // M_TILE_ROWS
+        head = rows.m_tile // m_tiles_per_head
+        m_tile_of_head = rows.m_tile % m_tiles_per_head
         value = ch.var(ty.f32, self._value(rows, layer))
-        dim = ch.var(ty.u32, strip_of_head * STRIP_ROWS + rows.row)
+        dim = ch.var(ty.u32, m_tile_of_head * M_TILE_ROWS + rows.row)
         with ch.if_(head < shape.heads + shape.kv_heads):
-            rotated, rotated_dim = rotate(self.machine, rows, value, strip_of_head)
+            rotated, rotated_dim = rotate(self.machine, rows, value, m_tile_of_head)
             value.set(rotated)
             dim.set(rotated_dim)
         neighbour = prim.shuffle_xor_f32(value, 1)
         pair = ch.var(ty.u32, prim.pack_bf16x2(value, neighbour))
-        with ch.if_((rows.lane < STRIP_ROWS) & (rows.lane % 2 == 0)):
+        with ch.if_((rows.lane < M_TILE_ROWS) & (rows.lane % 2 == 0)):
             place = (rows.column * shape.qkv_rows + head * shape.head_dim + dim) // 2
             if self.machine.plan.kv_dtype == "e4m3":
                 with ch.if_(head >= shape.heads):

@@ -1,4 +1,4 @@
-"""What becomes of the rows of a finished strip: residual, SwiGLU, rotary embedding. One warp and token, one row a
+"""What becomes of the rows of a finished M-tile: residual, SwiGLU, rotary embedding. One warp and token, one row a
 lane."""
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from cheetah.blocks.exchange import Published
 from cheetah.blocks.linear.interface import Epilogue, Rows
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
-from cheetah.plan import STRIP_ROWS
+from cheetah.plan import M_TILE_ROWS
 
-HALF = STRIP_ROWS // 2
+HALF = M_TILE_ROWS // 2
 
 
 def add_residual(machine: Machine, into: Published) -> Epilogue:
@@ -23,17 +23,17 @@ def add_residual(machine: Machine, into: Published) -> Epilogue:
     def finish(rows: Rows) -> None:
         residual = machine.region("residual", ty.f32)
         value = ch.var(ty.f32, rows.sum)
-        with ch.if_(rows.lane < STRIP_ROWS):
-            place = (rows.round * STRIP_ROWS + rows.row) * machine.plan.tokens + rows.column
+        with ch.if_(rows.lane < M_TILE_ROWS):
+            place = (rows.wave * M_TILE_ROWS + rows.row) * machine.plan.tokens + rows.column
             value += residual[place]
             residual[place] = value
-        publish_rows(machine, into, rows, value, rows.strip * STRIP_ROWS, STRIP_ROWS)
+        publish_rows(machine, into, rows, value, rows.m_tile * M_TILE_ROWS, M_TILE_ROWS)
 
     return finish
 
 
 def swiglu(machine: Machine, into: Published) -> Epilogue:
-    """silu(gate) * up: a strip holds 8 gate rows and, 8 lanes further, their up rows."""
+    """silu(gate) * up: an M-tile holds 8 gate rows and, 8 lanes further, their up rows."""
 
     @ch.inline
     def finish(rows: Rows) -> None:
@@ -41,7 +41,7 @@ def swiglu(machine: Machine, into: Published) -> Epilogue:
         other = prim.shuffle_xor_f32(value, HALF)
         # Lanes of the up rows compute something too; only the first 8 lanes publish.
         gated = prim.divide_f32(value, 1.0 + prim.exp_f32(-value)) * other
-        publish_rows(machine, into, rows, gated, rows.strip * HALF, HALF)
+        publish_rows(machine, into, rows, gated, rows.m_tile * HALF, HALF)
 
     return finish
 
@@ -62,13 +62,13 @@ def scaled(machine: Machine, rows: Rows) -> Any:
 
 
 @ch.function
-def rotate(machine: Machine, rows: Rows, value: ch.Expr, strip_of_head: ch.Expr) -> tuple[Any, Any]:
+def rotate(machine: Machine, rows: Rows, value: ch.Expr, m_tile_of_head: ch.Expr) -> tuple[Any, Any]:
     """RoPE (rotate-half): the pair (k, k + D/2) lies 8 lanes apart. Returns the rotated value and its dim in the head.
 
     cos and sin of the token's position lie in the region `rope` as pairs.
     """
     angles = machine.region("rope", ty.f32x2) + rows.column * (machine.shape.head_dim // 2)
-    frequency = strip_of_head * HALF + rows.row % HALF
+    frequency = m_tile_of_head * HALF + rows.row % HALF
     angle = angles[frequency]
     partner = prim.shuffle_xor_f32(value, HALF)
     is_second = rows.row >= HALF

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cheetah import lang as ch
-from cheetah.blocks.columns import UNITS_PER_PAIR, Columns
+from cheetah.blocks.columns import UNITS_PER_TILE, Columns
 from cheetah.blocks.ring import Stage
 from cheetah.plan.plan import COLUMNS
 
@@ -23,15 +23,15 @@ class Activations:
         """This lane's 8 elements of the tile's 32 columns number `part`, of a column of `group` (8 columns each): that
         of lane / 4, or one that stands for it where there are fewer. `units` is this, named."""
         lane, tokens = self.columns.machine.lane, self.columns.limit
-        first = part * (UNITS_PER_PAIR * tokens)
+        first = part * (UNITS_PER_TILE * tokens)
         if tokens == 1:
-            return units[lane % UNITS_PER_PAIR + first]
-        unit = lane % (UNITS_PER_PAIR * min(tokens, COLUMNS)) + group * (COLUMNS * UNITS_PER_PAIR)
+            return units[lane % UNITS_PER_TILE + first]
+        unit = lane % (UNITS_PER_TILE * min(tokens, COLUMNS)) + group * (COLUMNS * UNITS_PER_TILE)
         return units[unit + first]
 
 
 class Fragments(ABC):
-    """The K-tiles of one format in a full stage, as a warp reads them. Emits code in the math role."""
+    """The K-tiles of one format in a full stage, as a warp reads them. Emits code in the consumer role."""
 
     def __init__(self, stage: Stage, lane: ch.Expr) -> None:
         self.stage, self.lane = stage, lane

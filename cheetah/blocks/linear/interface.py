@@ -12,14 +12,14 @@ from cheetah.plan import MatrixLayout
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """What a finishing warp gets of a strip and a token: lane `l` and lane `l + 16` hold the sum of row `l % 16`.
+    """What a finishing warp gets of an M-tile and a token: lane `l` and lane `l + 16` hold the sum of row `l % 16`.
 
-    round counts the block's strips of this matrix from 0. slot is which of its columns this is to the warp (static): a
-    warp finishes the same columns of every strip.
+    wave counts the block's M-tiles of this matrix from 0. slot is which of its columns this is to the warp (static): a
+    warp finishes the same columns of every M-tile.
     """
 
-    strip: ch.Expr
-    round: ch.Expr
+    m_tile: ch.Expr
+    wave: ch.Expr
     row: ch.Expr
     lane: ch.Expr
     column: ch.Expr
@@ -28,18 +28,18 @@ class Rows:
 
 
 Epilogue = Callable[[Rows], None]
-"""What becomes of the finished rows of a strip, of one token: called by one warp."""
+"""What becomes of the finished rows of an M-tile, of one token: called by one warp."""
 
 
 class Prologue(ABC):
-    """What brings the input of a product into shared memory. All calls are the math role's."""
+    """What brings the input of a product into shared memory. All calls are the consumer role's."""
 
     def prepare(self) -> None:  # noqa: B027 - most have nothing to prepare
-        """Called when the phase begins, also by blocks that own no strip: what can be asked for early."""
+        """Called when the phase begins, also by blocks that own no M-tile: what can be asked for early."""
 
     @abstractmethod
     def load(self, matrix: MatrixLayout, number: int) -> None:
-        """Bring slice `number` of the input of `matrix`, ending with a barrier of the math warps."""
+        """Bring slice `number` of the input of `matrix`, ending with a barrier of the consumer warps."""
 
 
 class Linear(ABC):
@@ -53,4 +53,4 @@ class Linear(ABC):
 
     @abstractmethod
     def skip(self, matrix: MatrixLayout) -> None:
-        """In the math role: use up what was fetched in vain of the matrix."""
+        """In the consumer role: use up what was fetched in vain of the matrix."""

@@ -1,14 +1,14 @@
 """Matrix times vectors on tensor cores: the weights are the 16-row operand of `mma.m16n8k16`, tokens its 8 columns.
 
-The copy lane brings the block's strips chunk by chunk; in each chunk every math warp multiplies its tile pairs and
-keeps partial sums of the strip's 16 rows; at the end of a strip the warps' sums are added in fixed order, for each
-token by one warp, which finishes the rows. Which warps finish rotates, so the others go on with the next strip.
+The producer lane brings the block's M-tiles chunk by chunk; in each chunk every consumer warp multiplies its K-tiles
+and keeps partial sums of the M-tile's 16 rows; at the end of an M-tile the warps' sums are added in fixed order, for
+each token by one warp, which finishes the rows. Which warps finish rotates, so the others go on with the next M-tile.
 
 Where the vectors of several tokens do not fit into shared memory whole, the matrix is multiplied slice by slice: all
-the block's strips by the first part of the vectors, then by the next, with the sums of all its strips in registers. The
-parts are waited for one by one, so the first is multiplied before the last one exists.
+the block's M-tiles by the first part of the vectors, then by the next, with the sums of all its M-tiles in registers.
+The parts are waited for one by one, so the first is multiplied before the last one exists.
 
-The loops over strips and chunks stay (almost) rolled: unrolled, the kernel is twice as long and no faster (H200).
+The loops over M-tiles and chunks stay (almost) rolled: unrolled, the kernel is twice as long and no faster (H200).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cheetah.blocks.linear.interface import Epilogue, Linear, Prologue, Rows
 from cheetah.blocks.ring import Ring, Stage
 from cheetah.blocks.timeline import NO_TIMELINE, Timeline
 from cheetah.lang import prim, ty
-from cheetah.plan import STRIP_ROWS, MatrixLayout
+from cheetah.plan import M_TILE_ROWS, MatrixLayout
 from cheetah.plan.plan import COLUMNS
 
 
@@ -39,7 +39,8 @@ class Matvec(Linear):
 
     @ch.inline
     def begin_layer(self, layer: ch.Expr, layer_stride: int) -> None:
-        """In the copy role: the products that follow are of this layer, `layer_stride` bytes after the one before."""
+        """In the producer role: the products that follow are of this layer, `layer_stride` bytes after the one
+        before."""
         layer_offset = ty.u64(layer) * layer_stride
         self.layer_offset = layer_offset
 
@@ -50,9 +51,9 @@ class Matvec(Linear):
     def __call__(
         self, matrix: MatrixLayout, prologue: Prologue, epilogue: Epilogue, when: ch.Expr | None = None
     ) -> None:
-        with self.machine.copy, ch.if_(when) if when is not None else nullcontext():
+        with self.machine.producer, ch.if_(when) if when is not None else nullcontext():
             self.copy(matrix)
-        with self.machine.math:
+        with self.machine.consumer:
             prologue.prepare()
             with ch.if_(when) if when is not None else nullcontext():
                 self.multiply(matrix, prologue, epilogue)
@@ -60,8 +61,8 @@ class Matvec(Linear):
 
     @property
     def _finishers(self) -> int:
-        """Warps that finish a strip together: one a column, if there are so many."""
-        return min(self.columns.limit, self.machine.plan.math_warps)
+        """Warps that finish an M-tile together: one a column, if there are so many."""
+        return min(self.columns.limit, self.machine.plan.consumer_warps)
 
     @property
     def slots(self) -> int:
@@ -74,16 +75,16 @@ class Matvec(Linear):
 
     @ch.inline
     def _start(self) -> None:
-        with self.machine.math:
+        with self.machine.consumer:
             # Two reduction buffers in turn: the finishing warps read one while the others fill the other; the barrier
-            # of the next strip lies between their reading and the next writing of the same buffer.
+            # of the next M-tile lies between their reading and the next writing of the same buffer.
             turn = ch.var(ty.u32, 0)
             finisher = ch.var(ty.u32, 0)
             self.turn, self.finisher = turn, finisher
 
     @ch.inline
     def copy(self, layout: MatrixLayout) -> None:
-        """In the copy role: fetch the block's strips of a matrix of the present layer."""
+        """In the producer role: fetch the block's M-tiles of a matrix of the present layer."""
         self.ring.fills(layout.name)
         position = layout.position(self.machine.block)
         first_byte = self.layer_offset + layout.offset
@@ -100,33 +101,33 @@ class Matvec(Linear):
     def _copy_chunks(
         self, layout: MatrixLayout, matrix: ch.Expr, position: ch.Expr, first: ch.Value, end: ch.Value
     ) -> None:
-        with ch.for_(position, layout.strips, layout.blocks, unroll=1) as strip:
-            round = strip // layout.blocks
-            round_bytes = layout.round_address(ty.u64(round))
-            width = layout.round_width(round)
+        with ch.for_(position, layout.m_tiles, layout.blocks, unroll=1) as m_tile:
+            wave = m_tile // layout.blocks
+            wave_bytes = layout.wave_address(ty.u64(wave))
+            width = layout.wave_width(wave)
             with ch.for_(first, end, unroll=1) as chunk:
                 chunk_bytes = layout.chunk_bytes(chunk)
-                source = matrix + (round_bytes + ty.u64(layout.chunk_address(chunk, position, width)))
+                source = matrix + (wave_bytes + ty.u64(layout.chunk_address(chunk, position, width)))
                 with self.ring.fill(chunk_bytes) as (destination, barrier):
                     prim.bulk_copy(destination, source, chunk_bytes, barrier)
 
     @ch.function
     def skip(self, layout: MatrixLayout) -> None:
-        """In the math role: use up the block's chunks of a matrix that were fetched in vain."""
-        with ch.for_(layout.position(self.machine.block), layout.strips, layout.blocks, unroll=1):
+        """In the consumer role: use up the block's chunks of a matrix that were fetched in vain."""
+        with ch.for_(layout.position(self.machine.block), layout.m_tiles, layout.blocks, unroll=1):
             with ch.for_(layout.chunks, unroll=1):
                 self.ring.discard()
 
     @ch.inline
     def multiply(self, layout: MatrixLayout, prologue: Prologue, epilogue: Epilogue) -> None:
-        """In the math role: multiply the block's strips by the vectors that the prologue brings.
+        """In the consumer role: multiply the block's M-tiles by the vectors that the prologue brings.
 
-        A block without a strip loads nothing and waits for nobody.
+        A block without an M-tile loads nothing and waits for nobody.
         """
         machine = self.machine
         self.ring.uses(layout.name)
         position = layout.position(machine.block)
-        with ch.if_(position < layout.strips):
+        with ch.if_(position < layout.m_tiles):
             if layout.slices == 1:
                 self._multiply_whole(layout, position, prologue, epilogue)
             else:
@@ -135,19 +136,19 @@ class Matvec(Linear):
     @ch.inline
     def _multiply_whole(self, layout: MatrixLayout, position: ch.Expr, prologue: Prologue, epilogue: Epilogue) -> None:
         self._load(layout, prologue, 0)
-        with ch.for_(position, layout.strips, layout.blocks, unroll=1) as strip:
+        with ch.for_(position, layout.m_tiles, layout.blocks, unroll=1) as m_tile:
             sums = ch.array(ty.f32, self.columns.tiles, 4, zero=True)
             with ch.for_(layout.chunks, unroll=2) as chunk:
                 with self.ring.use() as stage:
                     self.timeline.stamp_first("first_chunk")
                     self._multiply_chunk(layout, chunk, chunk, stage, sums)
             self.timeline.stamp_here("last_chunk")
-            self._reduce(layout, strip, sums, epilogue)
+            self._reduce(layout, m_tile, sums, epilogue)
 
     @ch.inline
     def _multiply_sliced(self, layout: MatrixLayout, position: ch.Expr, prologue: Prologue, epilogue: Epilogue) -> None:
-        """Slices outside, strips inside."""
-        sums = [ch.array(ty.f32, self.columns.tiles, 4, zero=True, name="sums") for _ in range(layout.rounds)]
+        """Slices outside, M-tiles inside."""
+        sums = [ch.array(ty.f32, self.columns.tiles, 4, zero=True, name="sums") for _ in range(layout.waves)]
         for number in range(layout.slices):
             first, end = layout.slice_range(number)
             if first == end:
@@ -155,16 +156,16 @@ class Matvec(Linear):
             if number > 0:
                 self.machine.meet()  # everybody has read the last part before it is loaded over
             self._load(layout, prologue, number)
-            for round in range(layout.rounds):
-                with self._has_strip(layout, position, round):
+            for wave in range(layout.waves):
+                with self._has_m_tile(layout, position, wave):
                     with ch.for_(first, end, unroll=2) as chunk:
                         with self.ring.use() as stage:
                             self.timeline.stamp_first("first_chunk")
-                            self._multiply_chunk(layout, chunk, chunk - first, stage, sums[round])
+                            self._multiply_chunk(layout, chunk, chunk - first, stage, sums[wave])
         self.timeline.stamp_here("last_chunk")
-        for round in range(layout.rounds):
-            with self._has_strip(layout, position, round):
-                self._reduce(layout, position + round * layout.blocks, sums[round], epilogue)
+        for wave in range(layout.waves):
+            with self._has_m_tile(layout, position, wave):
+                self._reduce(layout, position + wave * layout.blocks, sums[wave], epilogue)
 
     def _load(self, layout: MatrixLayout, prologue: Prologue, number: int) -> None:
         prologue.load(layout, number)
@@ -172,25 +173,23 @@ class Matvec(Linear):
             self.timeline.stamp_here("ready")
 
     @staticmethod
-    def _has_strip(layout: MatrixLayout, position: ch.Expr, round: int) -> AbstractContextManager[Any]:
-        """Whether this block has a strip in a round; surely in all but the last."""
-        full = layout.round_width(round) == layout.blocks or round == 0
-        return nullcontext() if full else ch.if_(position + round * layout.blocks < layout.strips)
+    def _has_m_tile(layout: MatrixLayout, position: ch.Expr, wave: int) -> AbstractContextManager[Any]:
+        """Whether this block has an M-tile in a wave; surely in all but the last."""
+        full = layout.wave_width(wave) == layout.blocks or wave == 0
+        return nullcontext() if full else ch.if_(position + wave * layout.blocks < layout.m_tiles)
 
     @ch.function
     def _multiply_chunk(self, layout: MatrixLayout, chunk: ch.Expr, place: ch.Expr, stage: Stage, sums: Any) -> None:
-        """Chunk `chunk` of a strip by the vectors in shared memory, in which it is number `place`."""
+        """Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`."""
         machine = self.machine
         vector = machine.region("vector", ty.u32x4)
         fragments = fragments_of(layout.format.name, stage, machine.lane)
-        with ch.for_(layout.tiles_per_chunk // machine.plan.math_warps, unroll=True) as turn:
-            pair = turn * machine.plan.math_warps + machine.warp
+        with ch.for_(layout.tiles_per_chunk // machine.plan.consumer_warps, unroll=True) as turn:
+            pair = turn * machine.plan.consumer_warps + machine.warp
 
             def multiply_tile() -> None:
                 units_per_tile = layout.format.columns // UNIT * self.columns.limit
-                units = Activations(
-                    self.columns, vector + (place * layout.tiles_per_chunk + pair) * units_per_tile
-                )
+                units = Activations(self.columns, vector + (place * layout.tiles_per_chunk + pair) * units_per_tile)
                 fragments.multiply(pair, units, sums)
 
             if layout.last_chunk_tiles == layout.tiles_per_chunk:
@@ -200,16 +199,16 @@ class Matvec(Linear):
                     multiply_tile()
 
     @ch.function
-    def _reduce(self, layout: MatrixLayout, strip: ch.Expr, sums: Any, epilogue: Epilogue) -> None:
-        machine, warps = self.machine, self.machine.plan.math_warps
-        reductions = machine.region("reductions", ty.f32) + self.turn * (warps * STRIP_ROWS * self.columns.limit)
+    def _reduce(self, layout: MatrixLayout, m_tile: ch.Expr, sums: Any, epilogue: Epilogue) -> None:
+        machine, warps = self.machine, self.machine.plan.consumer_warps
+        reductions = machine.region("reductions", ty.f32) + self.turn * (warps * M_TILE_ROWS * self.columns.limit)
         self._lay_down(reductions, sums)
         machine.meet()
         with ch.if_(machine.warp // self._finishers == self.finisher):
             for slot in range(self.slots):
                 column = ch.const(ty.u32, self.column_of_warp(slot), name="column")
                 with self.columns.if_active(column):
-                    self._finish_rows(layout, strip, reductions, column, slot, epilogue)
+                    self._finish_rows(layout, m_tile, reductions, column, slot, epilogue)
         self.turn ^= 1
         self.finisher += 1
         with ch.if_(self.finisher == warps // self._finishers):
@@ -219,7 +218,7 @@ class Matvec(Linear):
     def _lay_down(self, reductions: ch.Expr, sums: Any) -> None:
         """This warp's sums: [warp][row][column]. Lane 4g + t holds rows g and g + 8 of columns 2t and 2t + 1."""
         machine, tokens = self.machine, self.columns.limit
-        row = machine.warp * STRIP_ROWS + machine.lane // 4
+        row = machine.warp * M_TILE_ROWS + machine.lane // 4
         for tile in range(self.columns.tiles):
             first = machine.lane % 4 * 2 + tile * COLUMNS
             with nullcontext() if tokens >= COLUMNS else ch.if_(first < tokens):
@@ -230,15 +229,15 @@ class Matvec(Linear):
 
     @ch.function
     def _finish_rows(
-        self, layout: MatrixLayout, strip: ch.Expr, reductions: ch.Expr, column: ch.Expr, slot: int, epilogue: Epilogue
+        self, layout: MatrixLayout, m_tile: ch.Expr, reductions: ch.Expr, column: ch.Expr, slot: int, epilogue: Epilogue
     ) -> None:
         """Add the warps' sums of a column, in order: half of the warps on each half of the lanes."""
-        machine, warps, tokens = self.machine, self.machine.plan.math_warps, self.columns.limit
-        row = machine.lane % STRIP_ROWS
-        half = machine.lane // STRIP_ROWS
+        machine, warps, tokens = self.machine, self.machine.plan.consumer_warps, self.columns.limit
+        row = machine.lane % M_TILE_ROWS
+        half = machine.lane // M_TILE_ROWS
         half_sum = ch.var(ty.f32, 0.0)
         with ch.for_(warps // 2, unroll=True) as other:
-            place = (half * (warps // 2) + other) * STRIP_ROWS + row
+            place = (half * (warps // 2) + other) * M_TILE_ROWS + row
             half_sum += reductions[place * tokens + column]
-        row_sum = half_sum + prim.shuffle_xor_f32(half_sum, STRIP_ROWS)
-        epilogue(Rows(strip, strip // layout.blocks, row, machine.lane, column, slot, row_sum))
+        row_sum = half_sum + prim.shuffle_xor_f32(half_sum, M_TILE_ROWS)
+        epilogue(Rows(m_tile, m_tile // layout.blocks, row, machine.lane, column, slot, row_sum))

@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cheetah import lang as ch
-from cheetah.blocks.columns import UNIT, UNITS_PER_PAIR, Columns
+from cheetah.blocks.columns import UNIT, UNITS_PER_TILE, Columns
 from cheetah.blocks.linear.interface import Prologue
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
 from cheetah.lang.primitives.exchange import UNITS
-from cheetah.plan import PAIR_COLUMNS, MatrixLayout
+from cheetah.plan import VECTOR_COLUMNS, MatrixLayout
 from cheetah.plan.plan import COLUMNS
 
 LINE_BYTES = 128
 NORMALISED_UNITS = 6
 """Units that are normalised together where there are several tokens: with 8, registers spill."""
 Read = Callable[[Any, ch.Expr, int], None]
-"""Puts units (u32x4) `unit`, `unit + math_threads`, ... into an array: (array of UNITS, unit, how many)."""
+"""Puts units (u32x4) `unit`, `unit + consumer_threads`, ... into an array: (array of UNITS, unit, how many)."""
 Wait = Callable[[ch.Expr, ch.Value], None]
 """Lets one lane of a warp wait for its unit before all lanes read: called by whole warps with each lane's first unit,
 and whether it is to come at all.
@@ -55,7 +55,7 @@ class RmsNorm(Prologue):
     """x * weight, and 1/rms of every token beside it, of the whole vector.
 
     elements: of the vector, over which the mean of squares runs; available: those that the source has, the rest of its
-    tile pairs is zero. weight: bf16, padded like the vector. following: the weights of the norm after this one, which
+    K-tiles is zero. weight: bf16, padded like the vector. following: the weights of the norm after this one, which
     are brought into L2 while this one is worked on.
     """
 
@@ -78,7 +78,7 @@ class RmsNorm(Prologue):
 
     @property
     def _padded(self) -> int:
-        return -(-self.elements // PAIR_COLUMNS) * PAIR_COLUMNS
+        return -(-self.elements // VECTOR_COLUMNS) * VECTOR_COLUMNS
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +144,7 @@ class Part:
 
 @ch.function
 def load_vector(columns: Columns, part: Part, read: Read, wait: Wait | None = None) -> None:
-    """Bring a part of a vector into shared memory; ends with a barrier of the math warps."""
+    """Bring a part of a vector into shared memory; ends with a barrier of the consumer warps."""
     machine = columns.machine
     vector = machine.region("vector", ty.u32x4)
     for batch in _batches(columns, part):
@@ -171,7 +171,7 @@ def load_normalised(
 
     The products are multiplied by 1/rms afterwards, which keeps it off their path. The mean of squares runs over
     `true_elements`; padding is zero. `norm` points to the bf16 weights. They are loaded before the vector is waited
-    for. Ends with a barrier of the math warps for the vector; `scales` are seen after the next one.
+    for. Ends with a barrier of the consumer warps for the vector; `scales` are seen after the next one.
     """
     machine = columns.machine
     vector = machine.region("vector", ty.u32x4)
@@ -202,22 +202,22 @@ def prefetch(machine: Machine, source: ch.Expr, size_bytes: int) -> None:
 
 @ch.inline
 def addresses_of_units(columns: Columns, source: ch.Expr) -> Callable[[ch.Expr], ch.Expr]:
-    """Where a math thread finds a unit of its own in `source`, the elements of its token (bf16, in natural order).
+    """Where a consumer thread finds a unit of its own in `source`, the elements of its token (bf16, in natural order).
 
-    Its units lie whole tile pairs apart: one address for all, and distances that the compiler knows. Worked out for
+    Its units lie whole K-tiles apart: one address for all, and distances that the compiler knows. Worked out for
     each unit by itself, the addresses were kept in registers from layer to layer, and up to 100 words spilled.
     """
     thread, tokens = columns.machine.thread, columns.limit
     if tokens == 1:
         return lambda unit: source + unit * UNIT
-    pair = thread // (UNITS_PER_PAIR * tokens)
-    own_units = source + (pair * UNITS_PER_PAIR + thread % UNITS_PER_PAIR) * UNIT
+    pair = thread // (UNITS_PER_TILE * tokens)
+    own_units = source + (pair * UNITS_PER_TILE + thread % UNITS_PER_TILE) * UNIT
     return lambda unit: own_units + (unit - thread) // tokens * UNIT
 
 
 @dataclass(frozen=True, eq=False)
 class _Batch:
-    """Units `first`, `first + math_threads`, ... of a thread: `count` of them, for an array of UNITS.
+    """Units `first`, `first + consumer_threads`, ... of a thread: `count` of them, for an array of UNITS.
 
     leads: the vector's first batch, and every thread has it, so that whole warps can wait together.
     """
@@ -238,8 +238,8 @@ class _Batch:
 def _batches(columns: Columns, part: Part, most: int = UNITS) -> Iterator[_Batch]:
     """The thread's units that exist, at most `most` at a time; then the padding is cleared."""
     machine, tokens = columns.machine, columns.limit
-    whole_pairs = part.available // PAIR_COLUMNS
-    units, threads = whole_pairs * UNITS_PER_PAIR * tokens, machine.math_threads
+    whole_pairs = part.available // VECTOR_COLUMNS
+    units, threads = whole_pairs * UNITS_PER_TILE * tokens, machine.consumer_threads
     each = units // threads  # of every thread; some have one more
     begin = 0
     while begin * threads < units:
@@ -249,18 +249,18 @@ def _batches(columns: Columns, part: Part, most: int = UNITS) -> Iterator[_Batch
             first = ch.const(ty.u32, machine.thread + begin * threads, name="first_unit")
             yield _Batch(columns, part, first, size, full and begin == 0)
         begin += size
-    if part.available % PAIR_COLUMNS:
+    if part.available % VECTOR_COLUMNS:
         yield from _last_pair(columns, part, units)
 
 
 def _last_pair(columns: Columns, part: Part, first_unit: int) -> Iterator[_Batch]:
-    """A tile pair of which only the first units exist: the others are zero."""
+    """A K-tile of which only the first units exist: the others are zero."""
     machine, tokens = columns.machine, columns.limit
     vector = machine.region("vector", ty.u32x4)
-    existing = part.available % PAIR_COLUMNS // UNIT
-    with ch.for_(machine.thread, UNITS_PER_PAIR * tokens, machine.math_threads, unroll=1, name="rest") as rest:
+    existing = part.available % VECTOR_COLUMNS // UNIT
+    with ch.for_(machine.thread, UNITS_PER_TILE * tokens, machine.consumer_threads, unroll=1, name="rest") as rest:
         first = ch.const(ty.u32, rest + first_unit, name="first_unit")
-        with ch.if_(rest % UNITS_PER_PAIR < existing):
+        with ch.if_(rest % UNITS_PER_TILE < existing):
             yield _Batch(columns, part, first, 1, False)
         with ch.else_():
             vector[first] = prim.make_u32x4(0, 0, 0, 0)
@@ -270,7 +270,7 @@ def _last_pair(columns: Columns, part: Part, first_unit: int) -> Iterator[_Batch
 def _each(machine: Machine, batch: _Batch) -> Iterator[tuple[ch.Expr, ch.Expr]]:
     """(number in the array, unit) of each of the batch."""
     with ch.for_(batch.count, unroll=True, name="number") as number:
-        yield number, batch.first + number * machine.math_threads
+        yield number, batch.first + number * machine.consumer_threads
 
 
 @ch.function
@@ -295,14 +295,14 @@ def _write_scales(columns: Columns, squares: Any, true_elements: int, epsilon: f
     classes = tokens // in_warp  # so many neighbouring warps have the units of different tokens
     sum_of_token = ch.var(ty.f32, squares)
     for mask in (16, 8, 4, 2, 1):
-        if mask < UNITS_PER_PAIR or mask >= UNITS_PER_PAIR * in_warp:
+        if mask < UNITS_PER_TILE or mask >= UNITS_PER_TILE * in_warp:
             sum_of_token += prim.shuffle_xor_f32(sum_of_token, mask)
-    with ch.if_((machine.lane % UNITS_PER_PAIR == 0) & (machine.lane < UNITS_PER_PAIR * in_warp)):
-        partial_sums[machine.warp * COLUMNS + machine.lane // UNITS_PER_PAIR] = sum_of_token
+    with ch.if_((machine.lane % UNITS_PER_TILE == 0) & (machine.lane < UNITS_PER_TILE * in_warp)):
+        partial_sums[machine.warp * COLUMNS + machine.lane // UNITS_PER_TILE] = sum_of_token
     machine.meet()
     with ch.if_(machine.thread < columns.count):
         total = ch.var(ty.f32, 0.0)
-        with ch.for_(machine.plan.math_warps // classes, unroll=True) as other:
+        with ch.for_(machine.plan.consumer_warps // classes, unroll=True) as other:
             warp = other * classes + machine.thread // COLUMNS
             total += partial_sums[warp * COLUMNS + machine.thread % COLUMNS]
         scales[machine.thread] = prim.rsqrt_f32(total * (1.0 / true_elements) + epsilon)

@@ -261,6 +261,19 @@ CHEETAH_PRIMITIVE void store_relaxed_u32(uint32_t* p, uint32_t value, CHEETAH_PL
   __atomic_store_n(p, value, __ATOMIC_RELAXED);
 }
 
+// -- the same for the whole system: there is one memory here, so a wider scope orders no more
+
+#define publish_flagged_sys publish_flagged
+#define publish_flagged_release_sys publish_flagged_release
+#define wait_flagged4_sys wait_flagged4
+#define wait_flagged_units_sys wait_flagged_units
+#define wait_flagged_places_sys wait_flagged_places
+#define wait_flagged4_acquire_sys wait_flagged4_acquire
+#define add_release_u64_sys add_release_u64
+#define fetch_add_release_u64_sys fetch_add_release_u64
+#define wait_at_least_u64_sys wait_at_least_u64
+#define store_relaxed_u32_sys store_relaxed_u32
+
 // -- memory that nobody writes during the launch
 
 CHEETAH_PRIMITIVE uint4 load_constant_u32x4(const void* p, CHEETAH_PLACE) {

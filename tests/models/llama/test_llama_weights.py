@@ -28,21 +28,21 @@ layouts = st.builds(
     stage_bytes=st.integers(1, 4).map(lambda pairs: pairs * 1024),
 )
 
-pack_strips = Bf16().pack_strips
+pack_m_tiles = Bf16().pack_m_tiles
 
 
 def slow_pack(layout, matrix):
     """One element at a time, as the contract writes it down."""
     packed = np.zeros(layout.total_bytes // 2, dtype=np.uint16)
     for row in range(layout.rows):
-        strip, r = divmod(row, 16)
+        m_tile, r = divmod(row, 16)
         for column in range(layout.columns):
             pair, c = divmod(column, 32)
             chunk, inner = divmod(pair, layout.tiles_per_chunk)
             t, h, low_high = c // 8, c % 8 // 4, c % 4
             lane = 4 * (r % 8) + t
             word = (2 if low_high >= 2 else 0) + (1 if r >= 8 else 0)
-            offset = layout.strip_address(strip, chunk) + inner * 1024 + h * 512 + lane * 16 + word * 4
+            offset = layout.m_tile_address(m_tile, chunk) + inner * 1024 + h * 512 + lane * 16 + word * 4
             packed[offset // 2 + low_high % 2] = matrix[row, column]
     return packed.view(np.uint8)
 
@@ -70,24 +70,24 @@ def test_unpacking_gives_the_matrix_back(layout):
 def test_packing_in_pieces_is_packing_at_once(layout, data):
     matrix = random_bits((layout.padded_rows, layout.padded_columns))
     whole = pack_matrix(replace(layout, rows=layout.padded_rows, columns=layout.padded_columns), matrix)
-    cut = data.draw(st.integers(0, layout.rounds))
-    strips = min(cut * layout.blocks, layout.strips)
+    cut = data.draw(st.integers(0, layout.waves))
+    m_tiles = min(cut * layout.blocks, layout.m_tiles)
     pieces = np.full(layout.total_bytes, 0xFF, dtype=np.uint8)
-    pack_strips(layout, range(strips), matrix[: strips * 16], pieces[: strips * layout.strip_bytes])
-    rest = range(strips, layout.strips)
-    pack_strips(layout, rest, matrix[strips * 16 :], pieces[strips * layout.strip_bytes :], first_round=cut)
+    pack_m_tiles(layout, range(m_tiles), matrix[: m_tiles * 16], pieces[: m_tiles * layout.m_tile_bytes])
+    rest = range(m_tiles, layout.m_tiles)
+    pack_m_tiles(layout, rest, matrix[m_tiles * 16 :], pieces[m_tiles * layout.m_tile_bytes :], first_wave=cut)
     assert np.array_equal(pieces, whole)
 
 
 @given(layouts, st.data())
 @settings(max_examples=50, deadline=None)
-def test_any_strips_find_their_places(layout, data):
+def test_any_m_tiles_find_their_places(layout, data):
     matrix = random_bits((layout.padded_rows, layout.padded_columns))
     whole = pack_matrix(replace(layout, rows=layout.padded_rows, columns=layout.padded_columns), matrix)
-    cuts = sorted({0, layout.strips, *data.draw(st.lists(st.integers(0, layout.strips)))})
+    cuts = sorted({0, layout.m_tiles, *data.draw(st.lists(st.integers(0, layout.m_tiles)))})
     packed = np.full(layout.total_bytes, 0xFF, dtype=np.uint8)
     for first, stop in zip(cuts[:-1], cuts[1:], strict=True):
-        pack_strips(layout, range(first, stop), matrix[first * 16 : stop * 16], packed)
+        pack_m_tiles(layout, range(first, stop), matrix[first * 16 : stop * 16], packed)
     assert np.array_equal(packed, whole)
 
 
@@ -106,10 +106,10 @@ def test_wrong_sizes_are_refused():
         pack_matrix(layout, random_bits((40, 71)))
     with pytest.raises(PackingError, match="its layout says uint8"):
         unpack_matrix(layout, np.zeros(7, dtype=np.uint8))
-    with pytest.raises(PackingError, match="round 1 is not in a buffer of 6144 bytes"):
-        pack_strips(layout, range(3), random_bits((48, 96)), np.zeros(2 * 16 * 96 * 2, dtype=np.uint8))
-    with pytest.raises(PackingError, match="round 0 is not in a buffer of 9216 bytes"):
-        pack_strips(layout, range(3), random_bits((48, 96)), np.zeros(48 * 96 * 2, dtype=np.uint8), first_round=1)
+    with pytest.raises(PackingError, match="wave 1 is not in a buffer of 6144 bytes"):
+        pack_m_tiles(layout, range(3), random_bits((48, 96)), np.zeros(2 * 16 * 96 * 2, dtype=np.uint8))
+    with pytest.raises(PackingError, match="wave 0 is not in a buffer of 9216 bytes"):
+        pack_m_tiles(layout, range(3), random_bits((48, 96)), np.zeros(48 * 96 * 2, dtype=np.uint8), first_wave=1)
 
 
 def some_tensors(config):
@@ -129,14 +129,14 @@ def test_qkv_row_order(head_dim):
     for source, first_head in ((q, 0), (k, 4)):
         for head in range(len(source) // head_dim):
             for j in range(per_head):
-                strip = rows[((first_head + head) * per_head + j) * 16 :][:16]
+                m_tile = rows[((first_head + head) * per_head + j) * 16 :][:16]
                 low = head * head_dim + 8 * j
-                assert np.array_equal(strip[:8], source[low : low + 8])
-                assert np.array_equal(strip[8:], source[low + head_dim // 2 :][:8])
+                assert np.array_equal(m_tile[:8], source[low : low + 8])
+                assert np.array_equal(m_tile[8:], source[low + head_dim // 2 :][:8])
     assert np.array_equal(rows[6 * head_dim :], v)
 
 
-def test_gate_up_row_order_fills_the_last_strip_with_zeros():
+def test_gate_up_row_order_fills_the_last_m_tile_with_zeros():
     gate, up = of_matrix(ODD, some_tensors(ODD), "gate_up")
     rows = logical_matrix(ODD, "gate_up", (gate, up)).reshape(13, 2, 8, 72)
     assert np.array_equal(rows[:, 0].reshape(104, 72)[:100], gate)
