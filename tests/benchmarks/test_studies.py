@@ -22,7 +22,7 @@ from benchmarks.studies.stacks import StackReference
 from benchmarks.studies.step_kernels import OnePhase, Piece
 from cheetah import lang as ch
 from cheetah.lang import ty
-from cheetah.plan import STRIP_ROWS
+from cheetah.plan import M_TILE_ROWS
 from cheetah.runtime.device.driver import DriverError
 from cheetah.runtime.device.emulator import EmulatorDevice
 
@@ -97,7 +97,7 @@ def test_a_chain_with_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("kind", [Piece, OnePhase])
 def test_a_stack_that_skips_its_residual_is_found(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def start_with_nothing(self: Any) -> None:
-        with ch.if_(self.machine.thread < STRIP_ROWS):
+        with ch.if_(self.machine.thread < M_TILE_ROWS):
             self.machine.region("residual", ty.f32)[self.machine.thread] = 0.0
 
     monkeypatch.setattr(kind, "_start_residual", start_with_nothing, raising=False)

@@ -267,7 +267,7 @@ def test_a_counter_used_in_its_own_condition_of_another_block() -> None:
 
 
 def test_a_name_of_another_role() -> None:
-    message = "is used by the math code: roles share only what both compute"
+    message = "is used by the consumer code: roles share only what both compute"
     with refused(ch.ScopeError, message):
 
         @emits

@@ -430,7 +430,7 @@ BUGS = (
     Bug("queries used before they are there", BOTH, without(MEET, before=r"load_newest_unit\([^;]*;\s*\}\s*\}\s*")),
     Bug(
         "states folded before they are there",
-        ("reference", "race"),
+        BOTH,
         without(MEET, after=r"\s*fold_slices\("),
     ),
     Bug("states overwritten while folded", BOTH, without(MEET, before=r"\sfold_slices\([^;{]*;\s*")),
@@ -451,7 +451,7 @@ BUGS = (
     Bug("one partial state merged twice", ("reference",), change=merge_the_first_state_twice),
     Bug(
         "stale values multiplied by zero",
-        ("reference",),
+        ("schedules",),
         ((r"(tile_key(?:_\d+)? = )([^;?]*) < valid - 1 \? [^;]*;", r"\1\2;"),),
     ),
     # -- blocks that have little to do

@@ -103,7 +103,7 @@ def turns() -> Array:
 
 def chat_text(messages: list[dict[str, str]], add_generation_prompt: bool = False) -> str:
     settings = json.loads((DEMO_FOLDER / "tokenizer_config.json").read_text())
-    template = jinja2.Environment(trim_blocks=True, lm_tile_blocks=True).from_string(settings["chat_template"])
+    template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(settings["chat_template"])
     marks = {"bos_token": BEGIN, "eos_token": END}
     return template.render(messages=messages, add_generation_prompt=add_generation_prompt, **marks)
 
