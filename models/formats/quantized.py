@@ -1,0 +1,135 @@
+"""Quantised weights on their way from a checkpoint to the kernel's tiles: codes, scales and zero points of whole rows.
+
+Every checkpoint format becomes this one record, and every device format is packed from it. A weight is
+`scale * (code - zero point)`, or `scale * e4m3(code)`; scales stay in the checkpoint's own dtype, so nothing is rounded
+on the way. Where codes come from is not known here, nor how a kernel keeps them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from cheetah.errors import CheetahError
+from cheetah.models.rounding import F32
+
+KINDS = ("int4", "int8", "fp8")
+MIDDLE_CODE = {"int4": 8, "int8": 128}
+"""The code of zero where the scheme is symmetric."""
+LARGEST_CODE = {"int4": 15, "int8": 255, "fp8": 255}
+SCALE_DTYPES: dict[str, np.dtype[Any]] = {
+    "f16": np.dtype(np.float16),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "f32": np.dtype(np.float32),
+}
+
+_NAME = re.compile(r"(int4|int8)(?:-g([1-9][0-9]{0,4}))?(-asym)?|(fp8)(?:-block([1-9][0-9]{0,4}))?")
+
+
+class QuantizationError(CheetahError):
+    """Quantised weights that contradict themselves, or a scheme that does not exist."""
+
+
+@dataclass(frozen=True)
+class QuantizationScheme:
+    """What the numbers of a quantised matrix are.
+
+    kind: "int4", "int8" or "fp8" (e4m3). group_columns: so many neighbouring columns of a row share a scale; None: the
+    whole row does. symmetric: zero points are the middle code; fp8 has none and is symmetric. scales: "f16", "bf16" or
+    "f32", the dtype that the checkpoint keeps scales in.
+    """
+
+    kind: str
+    group_columns: int | None = None
+    symmetric: bool = True
+    scales: str = "f16"
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise QuantizationError(f"quantisation {self.kind!r}: there are {', '.join(KINDS)}")
+        if self.group_columns is not None and self.group_columns < 1:
+            raise QuantizationError(f"quantisation {self.kind}: groups of {self.group_columns} columns")
+        if self.scales not in SCALE_DTYPES:
+            raise QuantizationError(f"scales of dtype {self.scales!r}: there are {', '.join(SCALE_DTYPES)}")
+        if self.kind == "fp8" and not self.symmetric:
+            raise QuantizationError("fp8 weights have no zero points")
+
+    @property
+    def name(self) -> str:
+        """The format's name: "int4-g128", "int4-g128-asym", "int4" (a scale a row), "int8", "fp8", "fp8-block128"."""
+        group = "" if self.group_columns is None else f"-{'block' if self.kind == 'fp8' else 'g'}{self.group_columns}"
+        return f"{self.kind}{group}{'' if self.symmetric else '-asym'}"
+
+    def groups(self, columns: int) -> int:
+        """Scales of a row of so many columns; the last group may be a part of one."""
+        return 1 if self.group_columns is None else -(-columns // self.group_columns)
+
+
+def scheme_of_name(name: str, scales: str = "f16") -> QuantizationScheme:
+    """The inverse of `QuantizationScheme.name`; QuantizationError if there is no such scheme."""
+    found = _NAME.fullmatch(name)
+    if found is None:
+        raise QuantizationError(
+            f"there is no quantisation {name!r}: write int4, int8 or fp8, and for groups -g128 or, with fp8, -block128"
+        )
+    integer, group, asymmetric, _, block = found.groups()
+    columns = group or block
+    return QuantizationScheme(integer or "fp8", int(columns) if columns else None, asymmetric is None, scales)
+
+
+@dataclass(frozen=True)
+class QuantizedRows:
+    """Some whole rows of one matrix.
+
+    codes: uint8 [rows, columns]; int4: 0 .. 15, int8: the value + 128, fp8: the byte of e4m3.
+    scales: [rows, groups], float16, bfloat16 or float32 as the checkpoint has them.
+    zero_points: uint8 [rows, groups], in codes; None: all of them `MIDDLE_CODE[kind]` (fp8: none).
+    group_columns: columns of a group, `columns` where a row has one scale; the last group may be shorter.
+    """
+
+    kind: str
+    codes: NDArray[np.uint8]
+    scales: NDArray[Any]
+    zero_points: NDArray[np.uint8] | None
+    group_columns: int
+
+    def __post_init__(self) -> None:
+        rows, columns = self.codes.shape
+        wanted = (rows, -(-columns // self.group_columns))
+        if self.scales.shape != wanted:
+            raise QuantizationError(
+                f"scales are {list(self.scales.shape)}, {columns} columns in groups of {self.group_columns} need "
+                f"{list(wanted)}"
+            )
+        if self.zero_points is not None and (self.kind == "fp8" or self.zero_points.shape != wanted):
+            raise QuantizationError(
+                f"zero points are {list(self.zero_points.shape)} of {self.kind}, not {list(wanted)}"
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[rows, columns]."""
+        rows, columns = self.codes.shape
+        return rows, columns
+
+    def dequantized(self) -> F32:
+        """float32 [rows, columns]: what the checkpoint says that the weights are. Exact for scales of 16 bits."""
+        if self.kind == "fp8":
+            values = self.codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        else:
+            values = self.codes.astype(np.float32) - self._of_columns(self._zero_points())
+        return np.asarray(values * self._of_columns(self.scales.astype(np.float32)), np.float32)
+
+    def _zero_points(self) -> F32:
+        if self.zero_points is None:
+            return np.full(self.scales.shape, MIDDLE_CODE[self.kind], np.float32)
+        return self.zero_points.astype(np.float32)
+
+    def _of_columns(self, of_groups: F32) -> F32:
+        """[rows, groups] spread over [rows, columns]."""
+        return np.repeat(of_groups, self.group_columns, axis=1)[:, : self.codes.shape[1]]
