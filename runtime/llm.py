@@ -17,10 +17,11 @@ import numpy.typing as npt
 
 from cheetah.errors import CheetahError
 from cheetah.plan.plan import MAX_BATCH, default_context
+from cheetah.runtime.asked import Ask, Asked
 from cheetah.runtime.engine.engine import Engine
 from cheetah.runtime.engine.launch_tables import Sampling
 from cheetah.runtime.engine.prefix_cache import PrefixCache
-from cheetah.runtime.engine.requests import Failed, Request
+from cheetah.runtime.engine.requests import Request
 from cheetah.runtime.engine.shared import SharedEngine
 from cheetah.runtime.outputs import RequestOutput, StreamPiece
 from cheetah.runtime.sampling import SamplingDefaults, SamplingParams, stop_ids
@@ -107,8 +108,8 @@ class LLM:
         checkpoint = open_checkpoint(model, revision, local_files_only, tie_word_embeddings=tie_word_embeddings)
         self.config = checkpoint.config
         self.seed = seed
-        self._prompts = Prompts.of(checkpoint, tokenizer, chat_template)
-        self.tokenizer = self._prompts.tokenizer
+        self.prompts = Prompts.of(checkpoint, tokenizer, chat_template)
+        self.tokenizer = self.prompts.tokenizer
         self._defaults = SamplingDefaults.from_configs(checkpoint.generation_config, checkpoint.eos_token_id)
         if not quiet:
             _print_notes(checkpoint, self._defaults, self.tokenizer)
@@ -137,7 +138,7 @@ class LLM:
         self.max_context = cache.context
         keeps_prefixes = prefix_cache and self._assembly.launcher.window is None  # a window leaves them behind
         self.prefix_cache = PrefixCache(cache.pool, cache.page_size) if keeps_prefixes else None
-        self._engine = SharedEngine(
+        self.engine = SharedEngine(
             Engine(self._assembly.launcher, launch_steps, self.prefix_cache, self._assembly.prompts)
         )
 
@@ -157,7 +158,7 @@ class LLM:
         """
         several = [cast(Prompt, prompts)] if _is_one(prompts) else list(cast(Sequence[Prompt], prompts))
         texts = [prompt if isinstance(prompt, str) else None for prompt in several]
-        outputs = self._collect(texts, [self._prompts.encode(prompt) for prompt in several], params)
+        outputs = self._collect(texts, [self.prompts.encode(prompt) for prompt in several], params)
         return outputs[0] if _is_one(prompts) else outputs
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamPiece]:
@@ -167,7 +168,7 @@ class LLM:
         those of other threads are waited for. With more they go on side by side, each when any of them is asked for its
         next piece; a stream that nobody wants any more gives its place up when it is closed or collected.
         """
-        return self._stream(self._prompts.encode(prompt), params)
+        return self._stream(self.prompts.encode(prompt), params)
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any) -> RequestOutput:
         """The model's next message in a conversation: [{"role": "user", "content": "..."}, ...].
@@ -175,25 +176,42 @@ class LLM:
         `template`: tools, documents, add_generation_prompt (True) and what else the chat template knows, such as
         enable_thinking; chat_template to use another one. The rendered conversation is the output's `prompt`.
         """
-        text, ids = self._prompts.render(messages, **template)
+        text, ids = self.prompts.render(messages, **template)
         return self._collect([text], [ids], params)[0]
 
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any
     ) -> Iterator[StreamPiece]:
         """Like `chat`, piece by piece as `stream`."""
-        return self._stream(self._prompts.render(messages, **template)[1], params)
+        return self._stream(self.prompts.render(messages, **template)[1], params)
 
     def score(self, ids: Prompt) -> npt.NDArray[np.float32]:
         """The logits of every position, float32 [len(ids), vocab]: row i is for the token after ids 0 .. i."""
-        token_ids = self._prompts.encode(ids)
-        self._engine.check_open()
+        token_ids = self.prompts.encode(ids)
+        self.engine.check_open()
         self._assembly.launcher.cache.check_fits(len(token_ids))
-        return self._engine.score(token_ids, self._assembly.logits_buffer())
+        return self.engine.score(token_ids, self._assembly.logits_buffer())
+
+    def ask(self, ids: Sequence[int], params: SamplingParams) -> Ask:
+        """What `params` asks for behind a prompt of these ids, with the checkpoint's defaults, checked: for who drives
+        `engine` otherwise than this class does."""
+        self.engine.check_open()
+        self.prompts.check(params)
+        cache = self._assembly.launcher.cache
+        cache.check_fits(len(ids))
+        sampling = Sampling(
+            self._defaults.temperature if params.temperature is None else params.temperature,
+            self.seed if params.seed is None else params.seed,
+            stop_ids(params, self._defaults),
+        )
+        room = cache.context - len(ids) + 1  # the last token that is made needs no place in the cache
+        request = Request(tuple(ids), params.max_tokens or room, sampling, params.min_tokens, params.n)
+        self.engine.check(request)
+        return Ask(request, params)
 
     def close(self) -> None:
         """Frees the device's memory. The LLM cannot be used afterwards; a second call does nothing."""
-        self._engine.close()
+        self.engine.close()
         self._assembly.close()
 
     def __enter__(self) -> LLM:
@@ -219,9 +237,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """All completions of all prompts, decoded together."""
         params = params or SamplingParams()
-        requests = [self._request(ids, params) for ids in prompts]
-        found: list[list[StreamPiece]] = [[] for _ in requests for _ in range(params.n)]
-        for number, piece in self._pieces(requests, params):
+        asks = [self.ask(ids, params) for ids in prompts]
+        found: list[list[StreamPiece]] = [[] for _ in asks for _ in range(params.n)]
+        for number, piece in self._pieces(asks):
             found[number].append(piece)
         outputs = iter([collect(pieces) for pieces in found])
         return [
@@ -229,49 +247,23 @@ class LLM:
         ]
 
     def _stream(self, ids: tuple[int, ...], params: SamplingParams | None) -> Iterator[StreamPiece]:
-        params = params or SamplingParams()
-        request = self._request(ids, params)
-        return (piece for _, piece in self._pieces([request], params))
+        ask = self.ask(ids, params or SamplingParams())
+        return (piece for _, piece in self._pieces([ask]))
 
-    def _request(self, ids: tuple[int, ...], params: SamplingParams) -> Request:
-        """The request, checked."""
-        self._engine.check_open()
-        self._prompts.check(params)
-        cache = self._assembly.launcher.cache
-        cache.check_fits(len(ids))
-        sampling = Sampling(
-            self._defaults.temperature if params.temperature is None else params.temperature,
-            self.seed if params.seed is None else params.seed,
-            stop_ids(params, self._defaults),
-        )
-        room = cache.context - len(ids) + 1  # the last token that is made needs no place in the cache
-        request = Request(ids, params.max_tokens or room, sampling, params.min_tokens, params.n)
-        self._engine.check(request)
-        return request
-
-    def _pieces(self, requests: Sequence[Request], params: SamplingParams) -> Iterator[tuple[int, StreamPiece]]:
-        """(number of the completion among those of all requests, piece), as they are made, until all are finished."""
-        ids = self._engine.submit(requests)
+    def _pieces(self, asks: Sequence[Ask]) -> Iterator[tuple[int, StreamPiece]]:
+        """(number of the completion among those of all asks, piece), as they are made, until all are finished."""
+        ids = self.engine.submit([ask.request for ask in asks])
         try:
-            completions = [(request.prompt_ids, index) for request in requests for index in range(request.count)]
-            unfinished = {
-                id: (number, self._prompts.pieces(prompt_ids, params, index))
-                for number, (id, (prompt_ids, index)) in enumerate(zip(ids, completions, strict=True))
-            }
-            while unfinished:
-                for event in self._engine.wait(unfinished):
-                    if event.id not in unfinished:
-                        continue  # made behind a stop string
-                    if isinstance(event, Failed):
-                        raise CheetahError(event.message)
-                    number, pieces = unfinished[event.id]
-                    piece = pieces.take(event.token_ids, event.timings, event.finish_reason)
-                    if piece.finished:
-                        del unfinished[event.id]
-                        self._engine.release([event.id])
-                    yield number, piece
+            asked = Asked(self.prompts, asks, ids)
+            while asked.unfinished:
+                for event in self.engine.wait(asked.unfinished):
+                    if (found := asked.take(event)) is None:
+                        continue
+                    if found[1].finished:
+                        self.engine.release([event.id])
+                    yield found
         finally:
-            self._engine.release(ids)
+            self.engine.release(ids)
 
 
 def _checked_batch(batch: int | None) -> int | None:

@@ -1,14 +1,15 @@
 """One engine, used by several threads at a time: each gets the events of its own requests, whoever drives.
 
 No thread of its own: who waits for events takes a step of the engine if nobody else is in one, and delivers what it
-made to all. So a program of one thread runs as if this were not here.
+made to all. So a program of one thread runs as if this were not here. A server has a thread that does nothing else
+(`drive`), and is called for each event of its requests.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,16 +26,29 @@ OVERTAKEN = (
 )
 
 
+Deliver = Callable[[Event], None]
+"""Takes an event, in whatever thread made it: it must neither wait nor raise."""
+
+
 @dataclass
 class _Mailbox:
-    """What a completion made and nobody has taken yet; `owner` is the thread that asked for it."""
+    """What a completion made and nobody has taken yet; `owner` is the thread that asked for it. With `deliver` it is
+    always empty: each event is passed on."""
 
+    deliver: Deliver | None = None
     owner: int = field(default_factory=threading.get_ident)
     events: deque[Event] = field(default_factory=deque)
 
+    def put(self, event: Event) -> None:
+        (self.deliver or self.events.append)(event)
+
     @property
-    def is_complete(self) -> bool:
-        """Whether no more events will come."""
+    def is_abandoned(self) -> bool:
+        """Whether its owner, who now does something else, has left it before its end."""
+        return self.deliver is None and self.owner == threading.get_ident() and not self._is_complete
+
+    @property
+    def _is_complete(self) -> bool:
         last = self.events[-1] if self.events else None
         return isinstance(last, Failed) or (isinstance(last, Made) and last.finish_reason is not None)
 
@@ -66,8 +80,11 @@ class SharedEngine:
         with self._changed:
             self._changed.notify_all()
 
-    def submit(self, requests: Sequence[Request]) -> list[int]:
-        """Puts requests in line; gives the ids of all their completions, to be released when they are done with."""
+    def submit(self, requests: Sequence[Request], deliver: Deliver | None = None) -> list[int]:
+        """Puts requests in line; gives the ids of all their completions, to be released when they are done with.
+
+        deliver: is called with each of their events, which are then not waited for; some thread must `drive`.
+        """
         for request in requests:
             self.engine.check(request)
         self._overtake()
@@ -76,7 +93,7 @@ class SharedEngine:
             with interrupts.deferred(), self._changed:  # nothing is delivered before there is a box for it
                 for request in requests:
                     ids += self.engine.add(request)
-                self._mail.update({id: _Mailbox() for id in ids})
+                self._mail.update({id: _Mailbox(deliver) for id in ids})
         except BaseException:
             self.release(ids)
             raise
@@ -103,14 +120,18 @@ class SharedEngine:
             self._mail.pop(id, None)
         self.engine.abort(ids)
 
+    def drive(self) -> None:
+        """One step of the engine; or the end of one that another thread is in."""
+        if not self._drive():
+            with self._changed:
+                if self._is_driven:
+                    self._changed.wait()
+
     def score(self, token_ids: Sequence[int], logits: Buffer) -> npt.NDArray[np.float32]:
         """`Engine.score`, once there are pages for it."""
         self._overtake()
         while (scores := self.engine.score(token_ids, logits)) is None:
-            if not self._drive():
-                with self._changed:
-                    if self._is_driven:
-                        self._changed.wait()
+            self.drive()
         return scores
 
     def _drive(self) -> bool:
@@ -133,16 +154,15 @@ class SharedEngine:
     def _deliver(self, events: Sequence[Event]) -> None:
         for event in events:
             if (box := self._mail.get(event.id)) is not None:
-                box.events.append(event)
+                box.put(event)
 
     def _overtake(self) -> None:
         """With a batch of 1, ends what this thread has left unfinished."""
         if self.engine.launcher.batch > 1:
             return
-        me = threading.get_ident()
         with interrupts.deferred(), self._changed:
             for id in [*self._mail]:
                 box = self._mail.get(id)
-                if box is not None and box.owner == me and not box.is_complete:
+                if box is not None and box.is_abandoned:
                     self.engine.abort([id])
                     box.events.append(Failed(id, OVERTAKEN))

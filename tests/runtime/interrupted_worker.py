@@ -37,7 +37,7 @@ def main(batch: int, sync: str) -> None:
         started = time.monotonic()
         wanted = [output.token_ids for output in llm.generate(PROMPTS, params)]
         whole = time.monotonic() - started
-        pool = llm._engine.engine.launcher.cache.pool
+        pool = llm.engine.engine.launcher.cache.pool
         hits = 0
         for number in range(OFFSETS):
             try:

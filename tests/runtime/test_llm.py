@@ -340,7 +340,7 @@ def test_streams_of_one_model_go_on_side_by_side(folder: Path, llm: LLM) -> None
 
 def test_an_abandoned_stream_frees_its_pages(folder: Path) -> None:
     llm = opened(folder, batch=2, launch_steps=1, prefix_cache=False)
-    pool = llm._engine.engine.launcher.cache.pool
+    pool = llm.engine.engine.launcher.cache.pool
     stream = llm.stream([1] * 40, SamplingParams(max_tokens=30))
     next(stream)
     assert pool.free_pages < pool.pages
@@ -353,7 +353,7 @@ def test_an_abandoned_stream_of_several_leaves_nobody_in_line(folder: Path) -> N
     stream = llm.stream([1] * 40, SamplingParams(max_tokens=30, n=5))
     next(stream)
     stream.close()  # type: ignore[attr-defined]
-    engine = llm._engine.engine
+    engine = llm.engine.engine
     assert engine.is_idle
     assert engine.launcher.cache.pool.free_pages == engine.launcher.cache.pool.pages
 

@@ -69,9 +69,9 @@ def reference() -> Reference:
 
 
 def scored(llm: LLM, ids: tuple[int, ...], launch_steps: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    llm._engine.engine.launch_steps = launch_steps
+    llm.engine.engine.launch_steps = launch_steps
     scores = llm.score(ids)
-    llm._engine.engine.launch_steps = 64
+    llm.engine.engine.launch_steps = 64
     return scores
 
 
@@ -138,7 +138,7 @@ def test_an_early_end_with_more_chunks_ahead_than_stages(folder: Path, whole_lau
 
 def test_epochs_may_start_again(llm: LLM) -> None:
     plain = llm.generate(PROMPT, SamplingParams(max_tokens=20)).token_ids
-    launcher = llm._engine.engine.launcher
+    launcher = llm.engine.engine.launcher
     launcher._buffers["exchange"].fill(0)
     launcher._epochs = Epochs(tiny_weights().config.layers + 1, first=EPOCH_LIMIT - 50)
     assert llm.generate(PROMPT, SamplingParams(max_tokens=20)).token_ids == plain

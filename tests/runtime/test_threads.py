@@ -65,8 +65,8 @@ def test_threads_that_generate_at_the_same_time(folder: Path, device: str, batch
             return [llm.generate(prompt(number), params(number)).token_ids for number in own]
 
         assert [ids for found in in_threads(work) for ids in found] == alone
-        pool = llm._engine.engine.launcher.cache.pool
-        assert pool.available_pages == pool.pages and llm._engine.engine.is_idle
+        pool = llm.engine.engine.launcher.cache.pool
+        assert pool.available_pages == pool.pages and llm.engine.engine.is_idle
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -89,8 +89,8 @@ def test_threads_that_stream_score_and_give_up(folder: Path, batch: int) -> None
             return True
 
         assert in_threads(work) == [True] * THREADS
-        pool = llm._engine.engine.launcher.cache.pool
-        assert pool.available_pages == pool.pages and llm._engine.engine.is_idle
+        pool = llm.engine.engine.launcher.cache.pool
+        assert pool.available_pages == pool.pages and llm.engine.engine.is_idle
 
 
 def test_with_a_batch_of_1_a_request_ends_those_of_its_own_thread_only(folder: Path) -> None:
@@ -140,8 +140,8 @@ def test_an_interrupt_of_the_main_thread_leaves_the_requests_of_others(folder: P
                     while True:
                         llm.generate([1, 2], params(90))
             assert others.result(timeout=60) == [wanted] * 5
-        pool = llm._engine.engine.launcher.cache.pool
-        assert pool.available_pages == pool.pages and llm._engine.engine.is_idle
+        pool = llm.engine.engine.launcher.cache.pool
+        assert pool.available_pages == pool.pages and llm.engine.engine.is_idle
 
 
 def test_a_failed_launch_ends_every_thread_with_the_reason(folder: Path) -> None:
