@@ -58,6 +58,12 @@ float warp_sum(float value, Place place);
 float warp_max(float value, Place place);
 void mma(float* c, const uint32_t* a, uint32_t b0, uint32_t b1, Place place);
 uint32_t matrix_transpose(uint32_t value, Place place);
+uint64_t matrix_descriptor(const void* start, uint32_t leading, uint32_t stride, Place place);
+void wgmma_fence(Place place);
+void wgmma(float* sums, const uint32_t* a, uint64_t descriptor, bool accumulate, uint32_t columns, Place place,
+           const char* primitive);
+void wgmma_commit(Place place);
+void wgmma_wait(uint32_t left, Place place, const char* primitive);
 
 void mbarrier_init(uint64_t* barrier, uint32_t arrivals, Place place);
 void mbarrier_arrive(uint64_t* barrier, uint32_t transaction_bytes, Place place, const char* primitive);
@@ -142,6 +148,46 @@ CHEETAH_PRIMITIVE void mma_bf16(float (&c)[4], uint4 a, uint32_t b0, uint32_t b1
 
 CHEETAH_PRIMITIVE uint32_t matrix_transpose_b16(uint32_t value, CHEETAH_PLACE) {
   return cheetah_emulator::matrix_transpose(value, place);
+}
+
+// -- products of a warpgroup: operands are read, and sums written, at any time until they are waited for
+
+CHEETAH_PRIMITIVE uint64_t matrix_descriptor(const void* start, uint32_t leading_bytes, uint32_t stride_bytes,
+                                             CHEETAH_PLACE) {
+  return cheetah_emulator::matrix_descriptor(start, leading_bytes, stride_bytes, place);
+}
+
+CHEETAH_PRIMITIVE void wgmma_fence(CHEETAH_PLACE) { cheetah_emulator::wgmma_fence(place); }
+CHEETAH_PRIMITIVE void wgmma_commit(CHEETAH_PLACE) { cheetah_emulator::wgmma_commit(place); }
+CHEETAH_PRIMITIVE void wgmma_wait_all(CHEETAH_PLACE) { cheetah_emulator::wgmma_wait(0, place, "wgmma_wait_all"); }
+
+CHEETAH_PRIMITIVE void wgmma_wait_but_one(CHEETAH_PLACE) {
+  cheetah_emulator::wgmma_wait(1, place, "wgmma_wait_but_one");
+}
+
+CHEETAH_PRIMITIVE void wgmma_bf16_n16(float (&sums)[8], const uint4& a, uint64_t b, uint32_t accumulate,
+                                       CHEETAH_PLACE) {
+  cheetah_emulator::wgmma(sums, &a.x, b, accumulate, 16, place, "wgmma_bf16_n16");
+}
+
+CHEETAH_PRIMITIVE void wgmma_bf16_n32(float (&sums)[16], const uint4& a, uint64_t b, uint32_t accumulate,
+                                       CHEETAH_PLACE) {
+  cheetah_emulator::wgmma(sums, &a.x, b, accumulate, 32, place, "wgmma_bf16_n32");
+}
+
+CHEETAH_PRIMITIVE void wgmma_bf16_n64(float (&sums)[32], const uint4& a, uint64_t b, uint32_t accumulate,
+                                       CHEETAH_PLACE) {
+  cheetah_emulator::wgmma(sums, &a.x, b, accumulate, 64, place, "wgmma_bf16_n64");
+}
+
+CHEETAH_PRIMITIVE void wgmma_bf16_n128(float (&sums)[64], const uint4& a, uint64_t b, uint32_t accumulate,
+                                       CHEETAH_PLACE) {
+  cheetah_emulator::wgmma(sums, &a.x, b, accumulate, 128, place, "wgmma_bf16_n128");
+}
+
+CHEETAH_PRIMITIVE void wgmma_bf16_n256(float (&sums)[128], const uint4& a, uint64_t b, uint32_t accumulate,
+                                       CHEETAH_PLACE) {
+  cheetah_emulator::wgmma(sums, &a.x, b, accumulate, 256, place, "wgmma_bf16_n256");
 }
 
 // -- mbarriers and bulk copies

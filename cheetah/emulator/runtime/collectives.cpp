@@ -4,57 +4,12 @@
 #include <cmath>
 
 #include "machine.h"
+#include "rendezvous.h"
 #include "sanitizer.h"
-#include "watch.h"
+#include "tiles.h"
 
 namespace cheetah_emulator {
 namespace {
-
-[[noreturn]] void diverged(const Warp& warp, Place place, const char* primitive) {
-  misuse(place, primitive, "diverged: %u other lanes of this warp are in %s at %s:%u; all lanes must meet in one call",
-         unsigned(__builtin_popcount(warp.arrived)), warp.primitive, warp.place.file_name(),
-         unsigned(warp.place.line()));
-}
-
-// Leaves when all lanes of the warp have come; `compute` runs once, by the last.
-template <class Compute>
-inline void rendezvous(Collective collective, Place place, const char* primitive, Compute compute) {
-  Fibre& self = *machine.current;
-  Warp& warp = *self.warp;
-  if (!warp.arrived) {
-    warp.collective = collective;
-    warp.place = place;
-    warp.primitive = primitive;
-  } else if (warp.collective != collective || warp.place.line() != place.line()) {
-    diverged(warp, place, primitive);
-  }
-  const uint32_t bit = 1u << self.lane;
-  warp.arrived |= bit;
-  if (warp.arrived != warp.lanes) {
-    block_on({WaitKind::collective, primitive, place, &warp, 0});
-    return;
-  }
-  compute(warp);
-  watch::warp_meets(warp, collective == Collective::warp_barrier);
-  warp.arrived = 0;
-  for (WordWaits& waits : warp.word_waits) waits = {};
-  machine.collectives++;
-  wake_lanes(warp, warp.lanes & ~bit);
-  note(place, primitive);
-  if (machine.scheduler != Scheduler::round_robin) yield();
-}
-
-Slot& my_slot() {
-  const Fibre& self = *machine.current;
-  return self.warp->slots[self.lane];
-}
-
-void require_whole_warp(Place place, const char* primitive) {
-  const uint32_t lanes = machine.current->warp->lanes;
-  if (lanes != ~0u)
-    misuse(place, primitive, "needs 32 lanes, this warp has %u: launch a multiple of 32 threads",
-           unsigned(__builtin_popcount(lanes)));
-}
 
 // The order of the GPU's butterfly, so that the sum has the same bits as with five shuffles.
 template <class Combine>
@@ -67,15 +22,6 @@ void butterfly(Warp& warp, Combine combine) {
   }
   for (uint32_t lane = 0; lane < warp_lanes; lane++) warp.slots[lane].number = values[lane];
 }
-
-typedef float Row __attribute__((vector_size(32)));  // 8 columns
-
-struct Operands {
-  alignas(32) float a[16][16], b[16][8], c[16][8];  // [row][k], [k][column], [row][column]
-};
-
-float low(uint32_t pair) { return bits_float(pair << 16); }
-float high(uint32_t pair) { return bits_float(pair & 0xFFFF0000u); }
 
 // PTX's fragments: lane 4*g + t holds rows g, g+8 of A and C, column g of B.
 void gather(const Warp& warp, Operands& m) {
@@ -105,33 +51,10 @@ void scatter(Warp& warp, const Operands& m) {
   }
 }
 
-// Products of two bf16 are exact in float; the sum over k runs upwards from C, so the bits do not depend on the
-// machine's vector width. Four rows at a time keep the adders busy.
-[[gnu::always_inline]] inline void sum_products(Operands& m) {
-  for (uint32_t row = 0; row < 16; row += 4) {
-    Row sums[4];
-    for (uint32_t r = 0; r < 4; r++) sums[r] = *reinterpret_cast<const Row*>(m.c[row + r]);
-    for (uint32_t k = 0; k < 16; k++) {
-      const Row b = *reinterpret_cast<const Row*>(m.b[k]);
-      for (uint32_t r = 0; r < 4; r++) sums[r] += m.a[row + r][k] * b;
-    }
-    for (uint32_t r = 0; r < 4; r++) *reinterpret_cast<Row*>(m.c[row + r]) = sums[r];
-  }
-}
-
-#if defined(__x86_64__)
-[[gnu::target("avx2")]] void sum_products_avx2(Operands& m) { sum_products(m); }
-const bool has_avx2 = __builtin_cpu_supports("avx2");
-#else
-void sum_products_avx2(Operands&) {}
-constexpr bool has_avx2 = false;
-#endif
-
 void multiply(Warp& warp) {
   Operands operands;
   gather(warp, operands);
-  if (has_avx2) sum_products_avx2(operands);
-  else sum_products(operands);
+  add_product(operands);
   scatter(warp, operands);
 }
 

@@ -34,6 +34,7 @@ void check_copy(const uint8_t* destination, const uint8_t* source, uint32_t byte
              long(destination - block.arena), long(destination - block.arena + bytes), other.place.file_name(),
              unsigned(other.place.line()));
   }
+  check_no_product_reads(block, destination, bytes, place);
   watch::check_copy(destination, source, bytes, place);
   if (block.copy_count == copies_a_block)
     misuse(place, primitive, "more than %u copies of one block in flight", copies_a_block);

@@ -50,6 +50,7 @@ void prepare_fibre(uint32_t index, Block& block, uint32_t thread, const CheetahL
   fibre.thread = thread;
   fibre.lane = thread % warp_lanes;
   fibre.stack = stack_of(index);
+  fibre.fenced = fenced_stack_of(index);
   // The canary at the low end stays outside.
   fibre.stack_pointer = prepare_context(fibre.stack + 64, stack_bytes - 64, fibre_entry);
   fibre.sanitizer_fibre = create_thread_fibre(block.index, thread);
@@ -62,6 +63,7 @@ void prepare_warps(Block& block) {
     warp.lanes = threads == warp_lanes ? ~0u : (1u << threads) - 1;
     warp.runnable = warp.arrived = warp.generation = 0;
     warp.unordered = warp.passed_by = 0;
+    begin_products(*warp.products);
     for (WordWaits& waits : warp.word_waits) waits = {};
     warp.first_fibre = block.first_fibre + w * warp_lanes;
     warp.block = block.index;

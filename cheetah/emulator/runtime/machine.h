@@ -21,7 +21,9 @@ enum class Scheduler : uint32_t { round_robin, random, priority };
 
 enum class Outcome : uint32_t { done, deadlock, misuse, switch_limit, interrupted, poll };
 
-enum class Collective : uint8_t { none, warp_barrier, shuffle_xor, shuffle, sum, max, mma, transpose };
+enum class Collective : uint8_t {
+  none, warp_barrier, shuffle_xor, shuffle, sum, max, mma, transpose, wgmma_fence, wgmma, wgmma_commit, wgmma_wait
+};
 
 enum class WaitKind : uint8_t { none, collective, barrier, mbarrier, words, at_least };
 
@@ -38,6 +40,7 @@ struct Random {  // splitmix64: small, fast, and every seed is a good one
 };
 
 struct Fibre;
+struct WarpProducts;
 struct Warp;
 struct Block;
 
@@ -86,6 +89,9 @@ struct Slot {  // what a lane brings to a collective and takes from it
   uint32_t argument;
   uint32_t a[4], b[2];
   float c[4];
+  const uint32_t* a_place;  // of a wgmma: where its registers are kept
+  float* sums;
+  uint64_t descriptor;
 };
 
 struct Fibre {
@@ -103,6 +109,8 @@ struct Fibre {
   uint64_t fence_moment;    // watched: when it made its last proxy fence
   uint32_t fences;          // watched: that it has made
   uint32_t stored;          // watched: the byte of shared memory that it stored to last
+  uint8_t* fenced;          // its stack, from `fenced_from` on, as its last wgmma_fence found it; byte for byte
+  const uint8_t* fenced_from;  // null: it has made none
 };
 
 struct WordWaits {          // on which lines a lane has waited for words since it met others, a bit a line
@@ -126,6 +134,7 @@ struct Warp {
   uint32_t passed_by;       // watched: those whose stores came before a collective that orders no memory
   char order[2];
   Slot slots[warp_lanes];
+  WarpProducts* products;   // of wgmma, in flight
 };
 
 struct Block {
@@ -217,6 +226,14 @@ void land_any_copy();
 // -- mbarriers.cpp
 
 void complete_transaction(Block& block, MBarrier& barrier, uint32_t bytes);
+
+// -- warpgroup.cpp
+
+void begin_products(WarpProducts& products);
+// Misuse if a copy to these bytes of shared memory would change what a wgmma in flight reads.
+void check_no_product_reads(const Block& block, const uint8_t* destination, uint32_t bytes, Place place);
+// Misuse if the block ends with a wgmma in flight, or its warpgroups' warps have issued different ones.
+void check_products_ended(const Block& block);
 
 // -- words.cpp
 

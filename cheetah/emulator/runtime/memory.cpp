@@ -2,6 +2,8 @@
 
 #include <sys/mman.h>
 
+#include "warpgroup.h"
+
 namespace cheetah_emulator {
 namespace {
 
@@ -15,7 +17,7 @@ struct Mapping {
   size_t bytes = 0;
 };
 
-Mapping stacks, states;
+Mapping stacks, states, fenced_stacks;
 
 bool ensure(Mapping& mapping, size_t bytes) {
   if (mapping.bytes >= bytes) return true;
@@ -57,6 +59,8 @@ size_t cut(uint8_t* start) {
   auto* mbarriers = cutter.take<MBarrier>(size_t(mbarriers_a_block) * machine.block_count);
   auto* loads = cutter.take<uint64_t>(load_marks() * machine.block_count);
   auto* copies = cutter.take<BulkCopy>(size_t(copies_a_block) * machine.block_count);
+  auto* products = cutter.take<WarpProducts>(machine.warp_count);
+  for (uint32_t w = 0; start && w < machine.warp_count; w++) machine.warps[w].products = &products[w];
   for (uint32_t b = 0; start && b < machine.block_count; b++) {
     machine.blocks[b].arena = arenas + b * arena_bytes;
     machine.blocks[b].mbarriers = mbarriers + b * size_t(mbarriers_a_block);
@@ -70,6 +74,8 @@ size_t cut(uint8_t* start) {
 
 bool lay_out_memory() {
   if (!ensure(states, cut(nullptr)) || !ensure(stacks, machine.fibre_count * stack_stride)) return false;
+  // Room alone: a page of it exists once a wgmma_fence has written there.
+  if (!ensure(fenced_stacks, machine.fibre_count * stack_bytes)) return false;
   cut(states.start);
   for (uint32_t f = 0; f < machine.fibre_count; f++) *reinterpret_cast<uint64_t*>(stack_of(f)) = canary;
   return true;
@@ -80,9 +86,12 @@ size_t load_marks() { return watch::enabled ? machine.shared_bytes / 16 + 1 : 0;
 void release_memory() {
   release(stacks);
   release(states);
+  release(fenced_stacks);
 }
 
 uint8_t* stack_of(uint32_t fibre) { return stacks.start + fibre * stack_stride; }
+
+uint8_t* fenced_stack_of(uint32_t fibre) { return fenced_stacks.start + fibre * stack_bytes; }
 
 bool overflowed(const Fibre& fibre) { return *reinterpret_cast<const uint64_t*>(fibre.stack) != canary; }
 

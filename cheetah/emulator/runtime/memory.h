@@ -22,6 +22,8 @@ size_t load_marks();
 
 // The stack of a fibre: its bytes begin `stack_bytes` below its top.
 uint8_t* stack_of(uint32_t fibre);
+// Where a copy of it is kept.
+uint8_t* fenced_stack_of(uint32_t fibre);
 
 // True when something has been written over the low end of a stack.
 bool overflowed(const Fibre& fibre);

@@ -9,5 +9,6 @@
 #include "memory.cpp"
 #include "report.cpp"
 #include "schedule.cpp"
+#include "warpgroup.cpp"
 #include "watch.cpp"
 #include "words.cpp"

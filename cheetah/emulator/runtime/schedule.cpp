@@ -244,6 +244,7 @@ void finish_current() {
       misuse(copy.place, "bulk_copy", "still in flight when the block ended (%u in all); wait on its mbarrier",
              block.copy_count);
     }
+    check_products_ended(block);
     if (--machine.live_blocks == 0) stop(Outcome::done);
   }
   reschedule();

@@ -70,9 +70,24 @@ from cheetah.lang.primitives.numbers import (
     tanh_f32,
 )
 from cheetah.lang.primitives.tensor import make_u32x4, matrix_transpose_b16, mma_bf16
+from cheetah.lang.primitives.warpgroup import (
+    WGMMA_COLUMNS,
+    matrix_descriptor,
+    wgmma_bf16,
+    wgmma_bf16_n16,
+    wgmma_bf16_n32,
+    wgmma_bf16_n64,
+    wgmma_bf16_n128,
+    wgmma_bf16_n256,
+    wgmma_commit,
+    wgmma_fence,
+    wgmma_wait_all,
+    wgmma_wait_but_one,
+)
 
 __all__ = [
     "PRIMITIVES",
+    "WGMMA_COLUMNS",
     "Primitive",
     "add_release_u64",
     "bf16_to_f32",
@@ -98,6 +113,7 @@ __all__ = [
     "load_constant_u32x4",
     "log_f32",
     "make_u32x4",
+    "matrix_descriptor",
     "matrix_transpose_b16",
     "maximum_f32",
     "mbarrier_arrive",
@@ -133,5 +149,15 @@ __all__ = [
     "warp_barrier",
     "warp_max_f32",
     "warp_sum_f32",
+    "wgmma_bf16",
+    "wgmma_bf16_n128",
+    "wgmma_bf16_n16",
+    "wgmma_bf16_n256",
+    "wgmma_bf16_n32",
+    "wgmma_bf16_n64",
+    "wgmma_commit",
+    "wgmma_fence",
+    "wgmma_wait_all",
+    "wgmma_wait_but_one",
     "with_requirements",
 ]

@@ -1,0 +1,95 @@
+"""Products of a warpgroup, the four warps whose first is a multiple of four: m64nNk16 in bf16 with f32 sums.
+
+They are asynchronous. `wgmma_fence` comes between what stores to registers and the first product that uses them;
+`wgmma_commit` makes a group of the products before it; `wgmma_wait_all` and `wgmma_wait_but_one` wait for groups. Until
+then the operands in shared memory may be read, and registers of A and the sums belong to the product.
+"""
+
+from __future__ import annotations
+
+from cheetah.lang import types as ty
+from cheetah.lang.errors import RangeError
+from cheetah.lang.primitive import ANY, Primitive, declare
+
+matrix_descriptor = declare(
+    "matrix_descriptor",
+    ty.u64,
+    """
+    return (uint64_t)((shared_address(start) & 0x3ffff) >> 4) | (uint64_t)(leading_bytes >> 4) << 16
+      | (uint64_t)(stride_bytes >> 4) << 32;
+    """,
+    "where operand B [16, columns] lies in shared memory, as core matrices (8 columns x 8 of k, 16 bytes of k for each "
+    "column in turn): leading_bytes apart along k, stride_bytes along the columns; all multiples of 16. Adding n moves "
+    "the start by 16 n bytes",
+    requires=("shared_address",),
+    start=ANY,
+    leading_bytes=ty.u32,
+    stride_bytes=ty.u32,
+)
+wgmma_fence = declare(
+    "wgmma_fence",
+    ty.void,
+    'asm volatile("wgmma.fence.sync.aligned;" ::: "memory");',
+    "orders accesses of registers (and of this proxy's memory) before the products that follow",
+)
+wgmma_commit = declare(
+    "wgmma_commit",
+    ty.void,
+    'asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");',
+    "the products since the last one are a group",
+)
+wgmma_wait_all = declare(
+    "wgmma_wait_all",
+    ty.void,
+    'asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");',
+    "waits until all groups are done",
+)
+wgmma_wait_but_one = declare(
+    "wgmma_wait_but_one",
+    ty.void,
+    'asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");',
+    "waits until all groups but the last are done",
+)
+
+
+def _product(columns: int) -> Primitive:
+    count = columns // 2
+    sums = ", ".join(f"%{number}" for number in range(count))
+    operands = ", ".join(f'"+f"(sums[{number}])' for number in range(count))
+    cuda = (
+        'asm volatile("{\\n\\t.reg .pred p;\\n\\t"\n'
+        f'  "setp.ne.b32 p, %{count + 5}, 0;\\n\\t"\n'
+        f'  "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 "\n'
+        f'  "{{{sums}}}, "\n'
+        f'  "{{%{count}, %{count + 1}, %{count + 2}, %{count + 3}}}, %{count + 4}, p, 1, 1, 0;\\n\\t}}"\n'
+        f"  : {operands}\n"
+        '  : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(accumulate));'
+    )
+    return declare(
+        f"wgmma_bf16_n{columns}",
+        ty.void,
+        cuda,
+        f"sums (64 x {columns}; of 16 rows a warp) = a (64 x 16, a warp's rows as in mma_bf16) * b, plus themselves if "
+        "`accumulate`; lane 4g + t has in sums[4j..] rows g, g, g + 8, g + 8 of columns 8j + 2t, + 1, + 0, + 1",
+        sums=ty.array(ty.f32, count),
+        a=ty.u32x4,
+        b=ty.u64,
+        accumulate=ty.u32,
+    )
+
+
+wgmma_bf16_n16 = _product(16)
+wgmma_bf16_n32 = _product(32)
+wgmma_bf16_n64 = _product(64)
+wgmma_bf16_n128 = _product(128)
+wgmma_bf16_n256 = _product(256)
+_PRODUCTS = {16: wgmma_bf16_n16, 32: wgmma_bf16_n32, 64: wgmma_bf16_n64, 128: wgmma_bf16_n128, 256: wgmma_bf16_n256}
+WGMMA_COLUMNS = tuple(_PRODUCTS)
+"""Columns of B and of the sums that there are products for."""
+
+
+def wgmma_bf16(columns: int) -> Primitive:
+    """The product with so many columns; RangeError where there is none."""
+    if columns not in _PRODUCTS:
+        raise RangeError(f"wgmma with {columns} columns: there are {', '.join(map(str, WGMMA_COLUMNS))}.")
+    return _PRODUCTS[columns]
