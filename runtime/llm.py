@@ -106,7 +106,7 @@ class LLM:
 
         SamplingParams(seed=seed)  # a bad seed is refused before anything is loaded
         checkpoint = open_checkpoint(model, revision, local_files_only, tie_word_embeddings=tie_word_embeddings)
-        self.config = checkpoint.config
+        self.name, self.config = checkpoint.name, checkpoint.config
         self.seed = seed
         self.prompts = Prompts.of(checkpoint, tokenizer, chat_template)
         self.tokenizer = self.prompts.tokenizer

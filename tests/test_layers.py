@@ -48,6 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # The one place where the runtime asks the generator, and only for a text and its manifest.
     "cheetah.runtime.build.assemble": {*DATA, "cheetah.generate", "cheetah.runtime", "cheetah.runtime.device"},
     "cheetah.runtime.device": {"cheetah.manifest", "cheetah.emulator", "cheetah.runtime"},
+    "cheetah.serve": {"cheetah.runtime"},
 }
 # What has no longer name above: the command line and its helpers. They may import everything but families, and no part
 # imports them.

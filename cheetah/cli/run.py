@@ -88,7 +88,7 @@ def run(
     options |= {"kv_dtype": kv_dtype, "prompt_tokens": prompt_tokens}
     if batch or completions > 1:
         options["batch"] = batch or min(completions, MOST_TOGETHER)
-    with LLM(model, revision=revision, generate_kernel=_generator(model), **options) as llm:
+    with LLM(model, revision=revision, generate_kernel=kernel_generator(model), **options) as llm:
         _write(llm, _one_after_another(_pieces(llm, text, token_ids, chat, params)), completions)
 
 
@@ -97,7 +97,7 @@ def register(app: typer.Typer) -> None:
     app.command(epilog=EPILOG)(run)
 
 
-def _generator(model: str) -> GenerateKernel:
+def kernel_generator(model: str) -> GenerateKernel:
     """Makes the very text that `cheetah generate` writes, so that a kernel compiled for it is found in the cache."""
     from cheetah.cli.configs import canonical_name
     from cheetah.tools.regenerate import generate_named

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cheetah.errors import CheetahError
+from cheetah.manifest import NO_PAGE
 from cheetah.runtime import interrupts
 from cheetah.runtime.device.interface import LaunchCancelled
 from cheetah.runtime.engine.completion import Completion
@@ -29,7 +30,7 @@ from cheetah.runtime.engine.launcher import Launcher
 from cheetah.runtime.engine.pace import LaunchPace
 from cheetah.runtime.engine.prefix_cache import PrefixCache
 from cheetah.runtime.engine.prompt_reading import FewestSteps, SameSteps
-from cheetah.runtime.engine.requests import Event, Failed, Request
+from cheetah.runtime.engine.requests import Event, Failed, Load, Request
 
 if TYPE_CHECKING:
     from cheetah.runtime.device.interface import Buffer
@@ -70,11 +71,19 @@ class Engine:
         self._running: list[Completion] = []
         self._others_are_due = False
         self._is_closed = False
+        self._tokens_looked_up = self._tokens_found = 0
 
     @property
     def is_idle(self) -> bool:
         """Whether there is nothing to do."""
         return not (self._orders or self._waiting or self._reading or self._running)
+
+    def load(self) -> Load:
+        """What is going on, as far as it can be told without waiting for a step."""
+        begun = [*self._reading, *self._running]
+        held = {page for one in begun if (cache := one.cache) is not None for page in [*cache.pages]} - {NO_PAGE}
+        used = len(held) / self.launcher.cache.pool.pages
+        return Load(len(begun), len(self._waiting), used, self._tokens_looked_up, self._tokens_found)
 
     def check(self, request: Request) -> None:
         """CheetahError for a request that can never fit."""
@@ -205,6 +214,8 @@ class Engine:
             spare = self._unclaimed_pages() - missing
             if spare >= 0:
                 first.cached_tokens = first.cache.length
+                self._tokens_looked_up += len(first.ids)
+                self._tokens_found += first.cached_tokens
                 group = alike[: 1 + spare // of_each_other]
                 self._waiting = deque(one for one in self._waiting if one not in group)
                 return group

@@ -50,3 +50,16 @@ class Failed:
 
 
 Event = Made | Failed
+
+
+@dataclass(frozen=True)
+class Load:
+    """What an engine is doing: completions that have begun and that wait in line, the share of the cache's pages that
+    they hold (0 to 1), and since the engine was made: tokens of prompts that have begun, and those of them that were
+    cached."""
+
+    running: int
+    waiting: int
+    pages_used: float
+    tokens_looked_up: int
+    tokens_found: int

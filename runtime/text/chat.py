@@ -15,7 +15,7 @@ from typing import Any
 from cheetah.errors import CheetahError
 from cheetah.printable import shown
 from cheetah.runtime.text.guarded_process import GuardedProcess, Limits
-from cheetah.untrusted import read_text
+from cheetah.untrusted import parse_json, read_text
 
 Message = Mapping[str, Any]
 """{"role": "user", "content": "..."} and whatever else the template understands."""
@@ -70,21 +70,27 @@ class ChatTemplates:
         tools: Sequence[Any] | None = None,
         documents: Sequence[Any] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **others: Any,
     ) -> str:
-        """The prompt text for a conversation. `template`: the name of one of the checkpoint's, or Jinja text. others:
-        what this template knows beside, such as enable_thinking of Qwen3's."""
-        _check_messages(messages)
+        """The prompt text for a conversation. `template`: the name of one of the checkpoint's, or Jinja text.
+        continue_final_message: it ends with the last message's text, which the model is to go on from; give
+        add_generation_prompt=False beside it. others: what this template knows beside, such as enable_thinking of
+        Qwen3's."""
+        if continue_final_message and add_generation_prompt:
+            raise CheetahError("continue_final_message=True goes on from the last message: add_generation_prompt=False")
+        plain = _plain_messages(messages)
         variables = {
             **others,
-            "messages": [dict(message) for message in messages],
+            "messages": plain,
             "tools": tools,
             "documents": documents,
             "add_generation_prompt": add_generation_prompt,
             **self._special_tokens,
         }
         question = {"source": self._source(template), "now": self._now().isoformat(), "variables": variables}
-        return str(_PROCESS.ask(question))
+        text = str(_PROCESS.ask(question))
+        return _up_to_message(text, plain[-1]["content"]) if continue_final_message else text
 
     def _source(self, template: str | None) -> str:
         source = self.templates.get("default") if template is None else self.templates.get(template, template)
@@ -110,9 +116,66 @@ def _templates_of_config(entry: Any) -> dict[str, str]:
     return {str(item["name"]): str(item["template"]) for item in entries}
 
 
-def _check_messages(messages: Sequence[Message]) -> None:
+def _plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as templates expect them: content is text, and a tool call's arguments are an object."""
     if isinstance(messages, str | Mapping) or not messages:
         raise CheetahError('chat() takes a list of messages: [{"role": "user", "content": "Hello"}]')
-    for position, message in enumerate(messages):
-        if not isinstance(message, Mapping) or "role" not in message:
-            raise CheetahError(f'message {position}: expected {{"role": ..., "content": ...}}, found {shown(message)}')
+    return [_plain_message(message, f"message {position}") for position, message in enumerate(messages)]
+
+
+def _plain_message(message: Message, place: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise CheetahError(f'{place}: expected {{"role": ..., "content": ...}}, found {shown(message)}')
+    plain = {**message, "content": _text_of(message.get("content"), place)}
+    if calls := message.get("tool_calls"):
+        plain["tool_calls"] = [_plain_call(call, place) for call in _as_list(calls, f"{place}: tool_calls")]
+    return plain
+
+
+def _text_of(content: Any, place: str) -> str:
+    """The text of a content: none is no text, parts stand in lines of their own."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(_text_of_part(part, place) for part in _as_list(content, f"{place}: content"))
+
+
+def _text_of_part(part: Any, place: str) -> str:
+    text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
+    if not isinstance(text, str):
+        kind = part.get("type") if isinstance(part, Mapping) else part
+        raise CheetahError(f'{place}: content has a part {shown(kind)}: give {{"type": "text", "text": "..."}}')
+    return text
+
+
+def _plain_call(call: Any, place: str) -> dict[str, Any]:
+    """A tool call whose arguments, which clients write as JSON in a text, are what it says: templates write it anew."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise CheetahError(
+            f'{place}: expected tool_calls of {{"function": {{"name", "arguments"}}}}, found {shown(call)}'
+        )
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = parse_json(arguments.encode("utf-8", "surrogatepass"), place, CheetahError) if arguments else {}
+        except CheetahError:
+            raise CheetahError(
+                f"{place}: the arguments of {function['name']} are no JSON: {shown(arguments)}"
+            ) from None
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _as_list(value: Any, place: str) -> list[Any]:
+    if not isinstance(value, list | tuple):
+        raise CheetahError(f"{place} is {shown(value)}: expected a list, or text")
+    return list(value)
+
+
+def _up_to_message(text: str, message: str) -> str:
+    """The rendered text up to the end of the last message, as `transformers` cuts it: a template may strip messages."""
+    stripped = message.strip()
+    start = text.rfind(stripped)
+    if start < 0:
+        raise CheetahError("continue_final_message: the chat template does not show the last message as it is")
+    whole = message.lstrip()
+    return text[: start + len(whole if text.startswith(whole, start) else stripped)]

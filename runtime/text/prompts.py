@@ -46,11 +46,19 @@ class Prompts:
         templates = ChatTemplates.from_files(files, config, tokenizer.special_tokens if tokenizer else None)
         return cls(tokenizer, templates, checkpoint.config.vocab_size, chat_template)
 
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """The ids of a prompt."""
+    @property
+    def default_template(self) -> str | None:
+        """The Jinja text that conversations are rendered with unless told otherwise; None if there is none."""
+        templates = self.templates.templates
+        chosen = self.chat_template or "default"
+        return templates.get(chosen, self.chat_template)
+
+    def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """The ids of a prompt; `add_special_tokens`: of text, with what the checkpoint begins a text with."""
         if not isinstance(prompt, str):
             return as_token_ids(prompt, self.vocab_size)
-        return as_token_ids(self._tokenizer_for("a text prompt").encode(prompt), self.vocab_size)
+        tokenizer = self._tokenizer_for("a text prompt")
+        return as_token_ids(tokenizer.encode(prompt, add_special_tokens), self.vocab_size)
 
     def render(
         self, messages: Sequence[Message], *, chat_template: str | None = None, **variables: Any

@@ -1,0 +1,139 @@
+"""`cheetah serve`: a model behind OpenAI's protocol."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cheetah.cli.run import kernel_generator
+from cheetah.errors import CheetahError
+
+if TYPE_CHECKING:
+    from cheetah.runtime import LLM
+    from cheetah.serve.service import Options
+
+EPILOG = "Example: cheetah serve demo --device emulator"
+KEY_VARIABLE = "CHEETAH_API_KEY"
+LOCAL = ("127.0.0.1", "::1", "localhost")
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help="demo, a folder, a hub id, or random:PRESET.", show_default=False)],
+    host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for every one.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(help=f"A key that requests need; repeatable, or in {KEY_VARIABLE}.", show_default=False),
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(help="What clients call the model; repeatable. By default MODEL.", show_default=False),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cuda, cuda:1 or emulator; by default what is there.", show_default=False)
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="The machine to generate for; by default the device's.", show_default=False)
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, max=8, help="How many completions run together.")] = 8,
+    max_context: Annotated[
+        int | None, typer.Option(help="Most tokens in all; by default the model's, at most 8192.", show_default=False)
+    ] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="How the cache is kept: bf16 (the default) or e4m3.", show_default=False)
+    ] = None,
+    kv_chunk: Annotated[
+        int | None, typer.Option(help="With it no bit of an answer depends on who else asks.", show_default=False)
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of a prompt that a step reads; by default 16 or 8.", show_default=False)
+    ] = None,
+    prefix_cache: Annotated[
+        bool, typer.Option(help="Keep the pages of prompts for later ones that begin alike.")
+    ] = True,
+    max_waiting: Annotated[int, typer.Option(min=0, help="Completions that may wait; further ones get 429.")] = 256,
+    max_body_mb: Annotated[float, typer.Option(min=0.001, help="Most megabytes of a request.")] = 8.0,
+    stuck_after: Annotated[float, typer.Option(min=0.1, help="Seconds of a step after which /health fails.")] = 60.0,
+    drain: Annotated[int, typer.Option(min=0, help="Seconds that requests have to end after SIGTERM.")] = 120,
+    chat_template: Annotated[
+        str | None, typer.Option(help="Jinja text, or the name of one of the checkpoint's.", show_default=False)
+    ] = None,
+    tool_call_parser: Annotated[
+        str | None,
+        typer.Option(help="hermes or llama3_json; by default what the template tells.", show_default=False),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of requests without one; by default a new one each.", show_default=False)
+    ] = None,
+    tuned: Annotated[bool, typer.Option(help="Use what `cheetah tune` has stored for this shape and GPU.")] = True,
+    revision: Annotated[
+        str | None, typer.Option(help="Of a hub id: branch, tag or commit.", show_default=False)
+    ] = None,
+    log_level: Annotated[str, typer.Option(help="critical, error, warning, info or debug.")] = "info",
+) -> None:
+    """Serve a model over HTTP to clients that speak OpenAI's protocol."""
+    _need_extra()
+    if device == "pycuda":
+        raise CheetahError("device pycuda works in the thread that opened it alone: use cuda")
+    from cheetah.runtime import LLM
+    from cheetah.serve.service import Options
+
+    keys = tuple(api_key or filter(None, [os.environ.get(KEY_VARIABLE)]))
+    options = Options(
+        names=tuple(served_model_name or [model]),
+        api_keys=keys,
+        most_waiting=max_waiting,
+        body_bytes=int(max_body_mb * 1e6),
+        stuck_after_s=stuck_after,
+        tool_parser=tool_call_parser,
+        seed=seed,
+    )
+    if host not in LOCAL and not keys:
+        typer.echo(f"anybody who reaches {host}:{port} may use this server: set {KEY_VARIABLE}", err=True)
+    given: dict[str, Any] = {"device": device, "gpu": gpu, "batch": batch, "max_context": max_context}
+    given |= {"kv_dtype": kv_dtype, "kv_chunk": kv_chunk, "prompt_tokens": prompt_tokens, "prefix_cache": prefix_cache}
+    generate = kernel_generator(model)
+    with LLM(
+        model, revision=revision, chat_template=chat_template, generate_kernel=generate, tuned=tuned, **given
+    ) as llm:
+        if not _served_to_the_end(llm, options, host=host, port=port, drain=drain, log_level=log_level):
+            raise CheetahError("the engine failed, see above; nothing more could be answered")
+
+
+def register(app: typer.Typer) -> None:
+    """Make this a command of `app`."""
+    app.command(epilog=EPILOG)(serve)
+
+
+def _served_to_the_end(llm: LLM, options: Options, *, drain: int, **config: Any) -> bool:
+    """Serves until a signal asks for the end, then finishes what is under way; False if the engine failed before."""
+    import uvicorn
+
+    from cheetah.serve.app import asgi
+
+    failed = False
+
+    def stop_for_fault() -> None:
+        nonlocal failed
+        failed = server.should_exit = True
+
+    app = asgi(llm, options, stop_for_fault)
+    server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=drain, server_header=False, **config))
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: None)  # uvicorn raises it again behind a clean end
+    try:
+        server.run()
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    return not failed and server.started
+
+
+def _need_extra() -> None:
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as missing:
+        raise CheetahError(f"{missing.name} is not installed: pip install 'cheetah-megakernel[serve]'") from None

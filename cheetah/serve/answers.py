@@ -1,0 +1,197 @@
+"""What is sent back: OpenAI's records of completions and of chats, whole or chunk by chunk.
+
+A chunk that ends a choice has no text in it, and the one with the usage has no choices, as OpenAI's clients expect.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from cheetah.runtime.outputs import CompletionOutput, StreamPiece
+from cheetah.serve.tools import Part, ToolCall, ToolParser
+
+Record = dict[str, Any]
+
+
+def as_json(record: Any) -> bytes:
+    """JSON in UTF-8; a lone surrogate, which UTF-8 has not, becomes a question mark."""
+    return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def new_id(kind: str) -> str:
+    return f"{kind}-{uuid.uuid4().hex}"
+
+
+@dataclass
+class Usage:
+    """Tokens of all the completions of a request; each prompt counts once."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def take(self, piece: StreamPiece) -> None:
+        self.completion_tokens += len(piece.token_ids)
+        if piece.timings is not None and piece.index == 0:
+            self.cached_tokens += piece.timings.cached_tokens
+
+    def record(self) -> Record:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class Answer(Protocol):
+    """How the pieces of a request's completions are told."""
+
+    usage: Usage
+
+    def chunks(self, number: int, piece: StreamPiece) -> Iterator[Record]:
+        """What the next piece of completion `number` adds."""
+
+    def ending(self) -> Iterator[Record]:
+        """What stands behind the last piece."""
+
+    def whole(self, outputs: Sequence[CompletionOutput]) -> Record:
+        """All of it at once."""
+
+
+@dataclass
+class Envelope:
+    """What all records of one answer have in common."""
+
+    id: str
+    kind: str
+    model: str
+    usage: Usage
+    wants_usage: bool
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def record(self, kind: str, choices: list[Record], **more: Any) -> Record:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
+
+    def chunk(self, choice: Record) -> Record:
+        return self.record(self.kind, [choice], **({"usage": None} if self.wants_usage else {}))
+
+    def ending(self) -> Iterator[Record]:
+        if self.wants_usage:
+            yield self.record(self.kind, [], usage=self.usage.record())
+
+
+class CompletionAnswer:
+    """/v1/completions. echoes: for each completion the text that is put before it, "" for none."""
+
+    def __init__(self, model: str, usage: Usage, echoes: Sequence[str], wants_usage: bool, with_ids: bool):
+        self.usage = usage
+        self._envelope = Envelope(new_id("cmpl"), "text_completion", model, usage, wants_usage)
+        self._echoes, self._with_ids = dict(enumerate(echoes)), with_ids
+
+    def chunks(self, number: int, piece: StreamPiece) -> Iterator[Record]:
+        text = self._echoes.pop(number, "") + (piece.text or "")
+        if text or self._with_ids:
+            yield self._envelope.chunk(self._choice(number, text, piece.token_ids))
+        if piece.finished:
+            yield self._envelope.chunk(self._choice(number, "", (), piece.finish_reason, piece.stop_reason))
+
+    def ending(self) -> Iterator[Record]:
+        return self._envelope.ending()
+
+    def whole(self, outputs: Sequence[CompletionOutput]) -> Record:
+        choices = [
+            self._choice(
+                number, self._echoes[number] + (out.text or ""), out.token_ids, out.finish_reason, out.stop_reason
+            )
+            for number, out in enumerate(outputs)
+        ]
+        return self._envelope.record("text_completion", choices, usage=self.usage.record())
+
+    def _choice(
+        self, number: int, text: str, ids: Sequence[int], reason: str | None = None, stop: int | str | None = None
+    ) -> Record:
+        choice = {"index": number, "text": text, "logprobs": None, "finish_reason": reason, "stop_reason": stop}
+        return {**choice, "token_ids": [*ids]} if self._with_ids else choice
+
+
+class ChatAnswer:
+    """/v1/chat/completions. new_parser: finds calls of tools. one_call: no more than one call is told."""
+
+    def __init__(
+        self, model: str, usage: Usage, new_parser: Callable[[], ToolParser], one_call: bool, wants_usage: bool
+    ):
+        self.usage = usage
+        self._envelope = Envelope(new_id("chatcmpl"), "chat.completion.chunk", model, usage, wants_usage)
+        self._new_parser, self._one_call = new_parser, one_call
+        self._choices: dict[int, _ChatChoice] = {}
+
+    def chunks(self, number: int, piece: StreamPiece) -> Iterator[Record]:
+        if number not in self._choices:
+            self._choices[number] = _ChatChoice(self._new_parser(), self._one_call)
+            yield self._chunk(number, {"role": "assistant", "content": ""})
+        choice = self._choices[number]
+        for delta in choice.deltas(piece.text or "", piece.finished):
+            yield self._chunk(number, delta)
+        if piece.finished:
+            yield self._chunk(number, {}, choice.finish_reason(piece.finish_reason), piece.stop_reason)
+
+    def ending(self) -> Iterator[Record]:
+        return self._envelope.ending()
+
+    def whole(self, outputs: Sequence[CompletionOutput]) -> Record:
+        choices = [self._whole_choice(number, output) for number, output in enumerate(outputs)]
+        return self._envelope.record("chat.completion", choices, usage=self.usage.record())
+
+    def _whole_choice(self, number: int, output: CompletionOutput) -> Record:
+        choice = _ChatChoice(self._new_parser(), self._one_call)
+        deltas = list(choice.deltas(output.text or "", True))
+        text = "".join(delta.get("content", "") for delta in deltas)
+        calls = [
+            {k: v for k, v in call.items() if k != "index"} for delta in deltas for call in delta.get("tool_calls", ())
+        ]
+        message: Record = {"role": "assistant", "content": None if calls and not text else text, "refusal": None}
+        if calls:
+            message["tool_calls"] = calls
+        return {
+            "index": number,
+            "message": message,
+            "logprobs": None,
+            "finish_reason": choice.finish_reason(output.finish_reason),
+            "stop_reason": output.stop_reason,
+        }
+
+    def _chunk(self, number: int, delta: Record, reason: str | None = None, stop: int | str | None = None) -> Record:
+        choice = {"index": number, "delta": delta, "logprobs": None, "finish_reason": reason}
+        return self._envelope.chunk(choice if reason is None else {**choice, "stop_reason": stop})
+
+
+class _ChatChoice:
+    """One choice of a chat while its text comes: deltas of text and of calls."""
+
+    def __init__(self, parser: ToolParser, one_call: bool):
+        self._parser, self._one_call = parser, one_call
+        self._calls = 0
+
+    def deltas(self, text: str, is_last: bool) -> Iterator[Record]:
+        for part in (*self._parser.feed(text), *(self._parser.finish() if is_last else ())):
+            yield from self._delta(part)
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """A call that was cut by the length is none that may be made."""
+        return "tool_calls" if self._calls and reason == "stop" else reason
+
+    def _delta(self, part: Part) -> Iterator[Record]:
+        if not isinstance(part, ToolCall):
+            yield {"content": part}
+        elif not (self._one_call and self._calls):
+            function = {"name": part.name, "arguments": part.arguments}
+            yield {
+                "tool_calls": [{"index": self._calls, "id": new_id("call"), "type": "function", "function": function}]
+            }
+            self._calls += 1

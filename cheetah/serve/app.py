@@ -1,0 +1,274 @@
+"""The application: routes, keys, limits, and the ways of HTTP with requests that end early.
+
+`asgi(llm)` is an ASGI application for any server; `cheetah serve` runs it with uvicorn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from importlib.resources import files
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import HTMLResponse, Response, StreamingResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cheetah.errors import CheetahError
+from cheetah.runtime import LLM
+from cheetah.serve.answers import as_json
+from cheetah.serve.driver import EngineStopped
+from cheetah.serve.errors import ApiError, of_validation
+from cheetah.serve.metrics import CONTENT_TYPE
+from cheetah.serve.records import Body, ChatBody, CompletionBody, DetokenizeBody, ResponseBody, TokenizeBody
+from cheetah.serve.service import Options, Service, Work
+from cheetah.version import __version__
+
+BODY_SECONDS = 60.0
+"""A body that takes longer to come is not waited for."""
+
+OPEN_TO_ALL = ("/", "/health", "/ping")
+"""What needs no key: a page that asks for one, and whether the server is well."""
+
+PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+def asgi(llm: LLM, options: Options | None = None, on_fault: Callable[[], None] = lambda: None) -> FastAPI:
+    """The server's application over `llm`, which stays the caller's to close. on_fault: called once if the engine
+    fails for good, after which nothing but errors is answered."""
+    service = Service(llm, options or Options((llm.name,)), on_fault)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.driver.start()
+        yield
+        await service.driver.stop()
+
+    app = FastAPI(title="Cheetah", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.service = service
+    app.add_middleware(Keys, keys=service.options.api_keys)
+    for kind, answer in _MISHAPS.items():
+        app.add_exception_handler(kind, answer)
+    _add_engine_routes(app, service)
+    _add_other_routes(app, service)
+    return app
+
+
+def _add_engine_routes(app: FastAPI, service: Service) -> None:
+    """What makes text."""
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await _answered(request, service.completion(await _body(request, CompletionBody, service)))
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await _answered(request, service.chat(await _body(request, ChatBody, service)))
+
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        body = await _body(request, ResponseBody, service)
+        return await _answered(request, service.response(body), named_events=True)
+
+
+def _add_other_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        return _json(await service.tokenize(await _body(request, TokenizeBody, service)))
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        return _json(await service.detokenize(await _body(request, DetokenizeBody, service)))
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json(service.models())
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        return _json(service.model(name))
+
+    @app.get("/health")
+    @app.get("/ping")
+    async def health() -> Response:
+        service.driver.check()
+        return Response(status_code=200)
+
+    @app.get("/version")
+    async def version() -> Response:
+        return _json({"version": __version__})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE)
+
+    @app.get("/")
+    async def page() -> Response:
+        text = files("cheetah.serve").joinpath("page.html").read_text(encoding="utf-8")
+        return HTMLResponse(text, headers={"content-security-policy": PAGE_POLICY})
+
+
+class Keys:
+    """Lets through who has one of the keys, and everybody if there is none."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]):
+        self._app, self._keys = app, [f"Bearer {key}".encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_TO_ALL or self._has_key(scope):
+            await self._app(scope, receive, send)
+        else:
+            problem = ApiError(401, "this server needs an API key: send the header Authorization: Bearer KEY")
+            await _error(problem)(scope, receive, send)
+
+    def _has_key(self, scope: Scope) -> bool:
+        """Compares with every key in a time that does not tell how much of one was right."""
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return not self._keys or any([hmac.compare_digest(given, key) for key in self._keys])
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events of a piece of work, which ends with its client."""
+
+    def __init__(self, work: Work, named_events: bool):
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(_events(work, named_events), media_type="text/event-stream", headers=headers)
+        self._work = work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await _unless_gone(receive, self.stream_response(send))
+        except ClientDisconnect:
+            pass
+        finally:
+            self._work.close()
+
+
+async def _answered(request: Request, asked: Awaitable[Work], named_events: bool = False) -> Response:
+    """The answer to what was asked, as events or whole."""
+    work = await asked
+    if work.streams:
+        return EventStream(work, named_events)
+    try:
+        return _json(await _unless_gone(request.receive, work.whole()))
+    finally:
+        work.close()
+
+
+async def _events(work: Work, named: bool) -> AsyncIterator[bytes]:
+    try:
+        async for number, piece in work.answers.pieces():
+            work.answer.usage.take(piece)
+            for record in work.answer.chunks(number, piece):
+                yield _event(record, named)
+        for record in work.answer.ending():
+            yield _event(record, named)
+    except (EngineStopped, CheetahError) as problem:
+        yield _event(ApiError(500, str(problem)).body, False)
+    if not named:
+        yield b"data: [DONE]\n\n"
+
+
+def _event(record: dict[str, Any], named: bool) -> bytes:
+    name = f"event: {record['type']}\n".encode() if named else b""
+    return name + b"data: " + as_json(record) + b"\n\n"
+
+
+Result = TypeVar("Result")
+
+
+async def _unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:
+    """The result of `work`, which is cancelled if the client goes away before; then ClientDisconnect."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_client_gone(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        watching.cancel()
+        working.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _client_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _body(request: Request, kind: type[AnyBody], service: Service) -> AnyBody:
+    """The body, read within limits and checked."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, "send JSON, with the header Content-Type: application/json")
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            data = await _read(request, service.options.body_bytes)
+    except TimeoutError:
+        raise ApiError(408, f"the body has not come within {BODY_SECONDS:.0f} s") from None
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as problem:
+        raise of_validation(problem) from None
+
+
+async def _read(request: Request, most: int) -> bytes:
+    data = bytearray()
+    async for part in request.stream():
+        data += part
+        if len(data) > most:
+            raise ApiError(413, f"the body has more than {most} bytes, which this server does not take")
+    return bytes(data)
+
+
+def _json(record: Any, status: int = 200) -> Response:
+    return Response(as_json(record), status, media_type="application/json")
+
+
+def _error(problem: ApiError) -> Response:
+    response = _json(problem.body, problem.status)
+    response.headers.update(problem.headers)
+    return response
+
+
+async def _of_api_error(request: Request, problem: Exception) -> Response:
+    assert isinstance(problem, ApiError)
+    return _error(problem)
+
+
+async def _of_http(request: Request, problem: Exception) -> Response:
+    assert isinstance(problem, HTTPException)
+    return _error(ApiError(problem.status_code, f"{request.method} {request.url.path}: {problem.detail}"))
+
+
+async def _of_stopped_engine(request: Request, problem: Exception) -> Response:
+    return _error(ApiError(503, str(problem)))
+
+
+async def _of_failed_completion(request: Request, problem: Exception) -> Response:
+    return _error(ApiError(500, str(problem)))
+
+
+async def _of_gone_client(request: Request, problem: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it; the log does
+
+
+async def _of_our_bug(request: Request, problem: Exception) -> Response:
+    return _error(ApiError(500, "internal error: the server's log says more"))
+
+
+_MISHAPS: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
+    ApiError: _of_api_error,
+    HTTPException: _of_http,
+    EngineStopped: _of_stopped_engine,
+    CheetahError: _of_failed_completion,
+    ClientDisconnect: _of_gone_client,
+    Exception: _of_our_bug,
+}

@@ -1,0 +1,217 @@
+"""The bodies of requests: OpenAI's fields and vLLM's beside them, checked when they are read.
+
+A field that is null counts as absent, one that nobody knows is refused by name, and one that asks for what cannot be
+done is refused where it is used. What changes nothing (`user`, `metadata`, ...) is read and forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from cheetah.printable import shown
+from cheetah.runtime.sampling import SamplingParams
+from cheetah.serve.errors import refused
+
+Messages = list[dict[str, Any]]
+
+
+class Body(BaseModel):
+    """JSON with exactly these fields, each of exactly its type."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, value: Any) -> Any:
+        return {name: entry for name, entry in value.items() if entry is not None} if isinstance(value, dict) else value
+
+
+class Forgotten(Body):
+    """What clients send that changes nothing here."""
+
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    verbosity: str | None = None
+    priority: int | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+
+
+class Sampled(Forgotten):
+    """How to sample and when to end, by the names of `SamplingParams`."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    length_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None  # JSON has no other keys
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    use_beam_search: bool | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False  # OpenAI's padding against eavesdroppers: never added
+
+
+class Streamed(Sampled):
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionBody(Streamed):
+    """POST /v1/completions."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    max_tokens: int = 16
+    echo: bool = False
+    suffix: str | None = None
+    best_of: int | None = None
+    logprobs: int | None = None
+    add_special_tokens: bool = True
+    return_token_ids: bool = False
+
+
+class TemplateOptions(Body):
+    """What of a chat template is told by the request."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    documents: list[dict[str, Any]] | None = None
+    chat_template: str | None = None
+
+
+class ChatBody(TemplateOptions, Streamed):
+    """POST /v1/chat/completions."""
+
+    messages: Messages
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None
+    modalities: list[str] = Field(default_factory=lambda: ["text"])
+
+
+class ResponseBody(Forgotten):
+    """POST /v1/responses: text in, text out."""
+
+    model: str | None = None
+    input: str | Messages
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    previous_response_id: str | None = None
+    conversation: str | dict[str, Any] | None = None
+    background: bool = False
+    reasoning: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    include: list[str] = Field(default_factory=list)
+    truncation: str = "disabled"
+
+
+class TokenizeBody(TemplateOptions):
+    """POST /tokenize, of a prompt or of a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "use_beam_search": (False,),
+    "response_format": ({"type": "text"},),
+}
+"""Values that ask for nothing: clients send them, whatever the server can do."""
+
+SEEDS = 2**64
+
+
+def sampling_params(body: Sampled, max_tokens: int | None, seed: int) -> SamplingParams:
+    """What a body asks for. `seed`: if it gives none; a negative one is taken as unsigned. ApiError for a field that
+    `SamplingParams` does not have, CheetahError for a value that it refuses."""
+    supported = {field.name for field in fields(SamplingParams)}
+    given = {
+        name: getattr(body, name) for name in Sampled.model_fields if name not in (*Forgotten.model_fields, "model")
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if "logit_bias" in given:
+        given["logit_bias"] = {_token_id(token): bias for token, bias in given["logit_bias"].items()}
+    for name in [*given]:
+        if name not in supported:
+            if given.pop(name) not in NEUTRAL.get(name, ()):
+                raise refused(name, "is not supported by this server")
+    wanted = given.pop("seed", seed)
+    is_signed = -SEEDS // 2 <= wanted < 0
+    return SamplingParams(**given, max_tokens=max_tokens, seed=wanted + SEEDS if is_signed else wanted)
+
+
+def _token_id(written: str) -> int:
+    if not written.isascii() or not written.isdigit() or len(written) > 10:
+        raise refused("logit_bias", f"{shown(written)} is no token id")
+    return int(written)

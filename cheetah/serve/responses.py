@@ -1,0 +1,112 @@
+"""/v1/responses, text in and text out: OpenAI's newer records, whole or as events. Nothing is stored."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from cheetah.runtime.outputs import CompletionOutput, StreamPiece
+from cheetah.serve.answers import Record, Usage, new_id
+from cheetah.serve.records import Messages, ResponseBody
+
+
+def messages_of(body: ResponseBody) -> Messages:
+    """The conversation that a body holds."""
+    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    if isinstance(body.input, str):
+        return [*system, {"role": "user", "content": body.input}]
+    return [
+        *system,
+        *({name: item[name] for name in item if name not in ("id", "type", "status")} for item in body.input),
+    ]
+
+
+class ResponseAnswer:
+    """One response with one message of one text."""
+
+    def __init__(self, model: str, usage: Usage, body: ResponseBody):
+        self.usage = usage
+        self._model, self._body = model, body
+        self._id, self._item_id, self._created = new_id("resp"), new_id("msg"), int(time.time())
+        self._text = ""
+        self._events = 0
+
+    def chunks(self, number: int, piece: StreamPiece) -> Iterator[Record]:
+        if not self._events:
+            yield self._event("response.created", response=self._response("in_progress", []))
+            yield self._event("response.in_progress", response=self._response("in_progress", []))
+            yield self._event("response.output_item.added", item=self._item("in_progress", []), output_index=0)
+            yield self._event("response.content_part.added", part=self._part(""), **self._place)
+        if piece.text:
+            self._text += piece.text
+            yield self._event("response.output_text.delta", delta=piece.text, logprobs=[], **self._place)
+        if piece.finished:
+            yield from self._finish(piece.finish_reason)
+
+    def ending(self) -> Iterator[Record]:
+        return iter(())
+
+    def whole(self, outputs: Sequence[CompletionOutput]) -> Record:
+        return self._finished(outputs[0].text or "", outputs[0].finish_reason)
+
+    @property
+    def _place(self) -> Record:
+        return {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+
+    def _finish(self, reason: str | None) -> Iterator[Record]:
+        response = self._finished(self._text, reason)
+        yield self._event("response.output_text.done", text=self._text, logprobs=[], **self._place)
+        yield self._event("response.content_part.done", part=self._part(self._text), **self._place)
+        yield self._event("response.output_item.done", item=response["output"][0], output_index=0)
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def _event(self, kind: str, **more: Any) -> Record:
+        self._events += 1
+        return {"type": kind, "sequence_number": self._events - 1, **more}
+
+    def _finished(self, text: str, reason: str | None) -> Record:
+        status = "completed" if reason == "stop" else "incomplete"
+        return self._response(status, [self._item(status, [self._part(text)])])
+
+    def _part(self, text: str) -> Record:
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+    def _item(self, status: str, content: list[Record]) -> Record:
+        return {"id": self._item_id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+    def _response(self, status: str, output: list[Record]) -> Record:
+        body = self._body
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "model": self._model,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "output": output,
+            "parallel_tool_calls": False,
+            "previous_response_id": None,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "tool_choice": "none",
+            "tools": [],
+            "text": {"format": {"type": "text"}},
+            "truncation": "disabled",
+            "metadata": body.metadata or {},
+            "store": False,
+            "usage": None if status == "in_progress" else self._usage(),
+        }
+
+    def _usage(self) -> Record:
+        usage = self.usage
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }

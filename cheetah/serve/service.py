@@ -1,0 +1,295 @@
+"""From a request's body to completions in the engine: prompts, parameters, limits. Knows nothing of HTTP's ways."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from cheetah.errors import CheetahError
+from cheetah.runtime import LLM, SamplingParams
+from cheetah.runtime.outputs import CompletionOutput, StreamPiece
+from cheetah.runtime.text.pieces import collect
+from cheetah.runtime.text.prompts import Prompt
+from cheetah.serve.answers import Answer, ChatAnswer, CompletionAnswer, Usage
+from cheetah.serve.driver import Answers, Driver, QueueFull
+from cheetah.serve.errors import ApiError, of_mistake, refused
+from cheetah.serve.metrics import Metrics, RequestMetrics
+from cheetah.serve.records import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Messages,
+    ResponseBody,
+    Sampled,
+    TemplateOptions,
+    TokenizeBody,
+    sampling_params,
+)
+from cheetah.serve.responses import ResponseAnswer, messages_of
+from cheetah.serve.tools import PARSERS, NoTools, ToolParser, parser_of_template
+
+Ids = tuple[int, ...]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a server is set up.
+
+    names: what clients may call the model; the first is what answers say. api_keys: if any, requests need one of them.
+    most_waiting: completions that may wait in line before further ones are refused. body_bytes: of a request at most.
+    stuck_after_s: a step of the engine that takes longer makes /health fail. tool_parser: a name of
+    `serve.tools.PARSERS`; None for what the chat template tells. seed: of requests without one; None for a new one
+    each.
+    """
+
+    names: tuple[str, ...]
+    api_keys: tuple[str, ...] = ()
+    most_waiting: int = 256
+    body_bytes: int = 8_000_000
+    stuck_after_s: float = 60.0
+    tool_parser: str | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.tool_parser is not None and self.tool_parser not in PARSERS:
+            raise CheetahError(f"tool_parser={self.tool_parser!r}: choose one of {', '.join(PARSERS)}")
+
+
+@dataclass
+class Work:
+    """Completions that are being made, and how they are told. Close it when its client wants no more."""
+
+    answers: Answers
+    answer: Answer
+    streams: bool
+    metrics: RequestMetrics
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer, once all of it is there."""
+        pieces: dict[int, list[StreamPiece]] = {}
+        async for number, piece in self.answers.pieces():
+            self.answer.usage.take(piece)
+            pieces.setdefault(number, []).append(piece)
+        outputs: list[CompletionOutput] = [collect(pieces[number]) for number in sorted(pieces)]
+        return self.answer.whole(outputs)
+
+    def close(self) -> None:
+        self.answers.close()
+        self.metrics.close()
+
+
+class Service:
+    """What the routes ask. Every method raises ApiError for what the client has to change."""
+
+    def __init__(self, llm: LLM, options: Options, on_fault: Callable[[], None] = lambda: None):
+        self.options = options
+        self.context, self._began = llm.max_context, int(time.time())
+        self._llm, self._prompts = llm, llm.prompts
+        self.metrics = Metrics(options.names[0], llm.engine.engine)
+        self.driver = Driver(llm.engine, llm.prompts, options.most_waiting, options.stuck_after_s, on_fault)
+        name = options.tool_parser or parser_of_template(llm.prompts.default_template)
+        self._parser: Callable[[], ToolParser] | None = PARSERS[name] if name else None
+
+    async def completion(self, body: CompletionBody) -> Work:
+        self._check_model(body.model)
+        if body.suffix:
+            raise refused("suffix", "is not supported: put what comes behind into the prompt")
+        if body.best_of not in (None, body.n or 1):
+            raise refused("best_of", f"is {body.best_of}: leave it out, or give the value of n")
+        _refuse_logprobs(body.logprobs is not None)
+        prompts = _several(body.prompt)
+        ids = [await self._encode(prompt, body.add_special_tokens) for prompt in prompts]
+        params = self._params(body, body.max_tokens)
+        echoes = [self._text_of(prompt) if body.echo else "" for prompt in prompts for _ in range(params.n)]
+        answer = CompletionAnswer(self._name, _usage(ids), echoes, body.wants_usage, body.return_token_ids)
+        return self._submit(ids, params, answer, body.stream, "prompt")
+
+    async def chat(self, body: ChatBody) -> Work:
+        self._check_model(body.model)
+        _refuse_logprobs(body.logprobs or body.top_logprobs is not None)
+        if body.modalities != ["text"]:
+            raise refused("modalities", 'only ["text"] can be made')
+        new_parser = self._parser_for(body)
+        variables: dict[str, Any] = {"tools": body.tools or None} if body.tool_choice != "none" else {}
+        if body.reasoning_effort is not None:
+            variables["reasoning_effort"] = body.reasoning_effort
+        ids = await self._render(body.messages, body, variables)
+        params = self._params(body, body.max_completion_tokens or body.max_tokens)
+        answer = ChatAnswer(self._name, _usage([ids]), new_parser, not body.parallel_tool_calls, body.wants_usage)
+        return self._submit([ids], params, answer, body.stream, "messages")
+
+    async def response(self, body: ResponseBody) -> Work:
+        self._check_model(body.model)
+        _refuse_what_text_has_not(body)
+        ids = await self._render(messages_of(body), TemplateOptions(), {}, "input")
+        sampled = Sampled(temperature=body.temperature, top_p=body.top_p)
+        answer = ResponseAnswer(self._name, _usage([ids]), body)
+        return self._submit([ids], self._params(sampled, body.max_output_tokens), answer, body.stream, "input")
+
+    async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
+        self._check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise refused("prompt", "give either a prompt or messages")
+        if body.messages is not None:
+            ids = await self._render(body.messages, body, {"tools": body.tools or None})
+        else:
+            ids = await self._encode(body.prompt or "", body.add_special_tokens is not False)
+        found: dict[str, Any] = {"count": len(ids), "max_model_len": self.context, "tokens": ids}
+        return {**found, "token_strs": [self._text_of([id]) for id in ids]} if body.return_token_strs else found
+
+    async def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
+        self._check_model(body.model)
+        ids = await self._encode(body.tokens, False) if body.tokens else ()
+        return {"prompt": await asyncio.to_thread(self._text_of, ids)}
+
+    def models(self) -> dict[str, Any]:
+        entries = [
+            {
+                "id": name,
+                "object": "model",
+                "created": self._began,
+                "owned_by": "cheetah",
+                "root": self._name,
+                "parent": None,
+                "max_model_len": self.context,
+            }
+            for name in self.options.names
+        ]
+        return {"object": "list", "data": entries}
+
+    def model(self, name: str) -> dict[str, Any]:
+        self._check_model(name)
+        return next(entry for entry in self.models()["data"] if entry["id"] == name)
+
+    @property
+    def _name(self) -> str:
+        return self.options.names[0]
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.options.names:
+            known = ", ".join(self.options.names)
+            raise ApiError(404, f"model {name!r} is not served here: use {known}", "model", "model_not_found")
+
+    def _params(self, body: Sampled, max_tokens: int | None) -> SamplingParams:
+        seed = secrets.randbits(63) if self.options.seed is None else self.options.seed
+        return _or_refused(lambda: sampling_params(body, max_tokens, seed))
+
+    def _parser_for(self, body: ChatBody) -> Callable[[], ToolParser]:
+        """What looks for calls in the answers to a body."""
+        choice = body.tool_choice or ("auto" if body.tools else "none")
+        if choice == "none" or not body.tools:
+            if choice != "none" and body.tool_choice is not None:
+                raise refused("tool_choice", "there are no tools to choose from: give tools, or leave it out")
+            return NoTools
+        if choice != "auto":
+            raise refused("tool_choice", 'only "auto" and "none" are supported: say in the messages which to call')
+        if self._parser is None:
+            known = " or ".join(PARSERS)
+            raise refused(
+                "tools", f"the chat template has no known way of calls: start with --tool-call-parser {known}"
+            )
+        return self._parser
+
+    async def _encode(self, prompt: Prompt, add_special_tokens: bool) -> Ids:
+        return await _in_thread(lambda: self._prompts.encode(prompt, add_special_tokens), "prompt")
+
+    async def _render(
+        self, messages: Messages, options: TemplateOptions, variables: dict[str, Any], param: str = "messages"
+    ) -> Ids:
+        if options.chat_template is not None:
+            raise refused("chat_template", "is not taken from requests: start the server with --chat-template")
+        if options.documents:
+            variables["documents"] = options.documents
+        variables |= {
+            "add_generation_prompt": options.add_generation_prompt and not options.continue_final_message,
+            "continue_final_message": options.continue_final_message,
+        }
+        if clash := sorted({"messages", "chat_template", "template", *variables} & options.chat_template_kwargs.keys()):
+            raise refused("chat_template_kwargs", f"{clash[0]} is no variable of a template: give it beside them")
+        known = [
+            {**message, "role": "system"} if message.get("role") == "developer" else message for message in messages
+        ]
+        return (
+            await _in_thread(lambda: self._prompts.render(known, **options.chat_template_kwargs, **variables), param)
+        )[1]
+
+    def _text_of(self, prompt: Prompt) -> str:
+        tokenizer = self._prompts.tokenizer
+        return prompt if isinstance(prompt, str) else "" if tokenizer is None else tokenizer.decode(prompt)
+
+    def _submit(
+        self, prompts: Sequence[Ids], params: SamplingParams, answer: Answer, streams: bool, param: str
+    ) -> Work:
+        for ids in prompts:
+            self._check_length(len(ids), params.max_tokens, param)
+        count = len(prompts) * params.n
+        if count > self.driver.most:
+            raise refused("n", f"{count} completions are asked for, this server takes {self.driver.most} at most")
+        metrics = RequestMetrics(self.metrics, count)
+        asks = [_or_refused(lambda ids=ids: self._llm.ask(ids, params)) for ids in prompts]  # type: ignore[misc]
+        try:
+            answers = self.driver.submit(asks, metrics.observe)
+        except QueueFull:
+            raise ApiError(429, f"{self.driver.most} completions run or wait already: try again later") from None
+        return Work(answers, answer, streams, metrics)
+
+    def _check_length(self, tokens: int, max_tokens: int | None, param: str) -> None:
+        room = self.context - tokens
+        if room < 1:
+            raise ApiError(400, f"{param}: {tokens} tokens leave no room in the context of {self.context}", param)
+        if max_tokens is not None and max_tokens > room + 1:
+            message = f"max_tokens: {max_tokens} with {tokens} of the prompt do not fit the context of {self.context}"
+            raise ApiError(400, message, "max_tokens", "context_length_exceeded")
+
+
+async def _in_thread(work: Callable[[], Result], param: str) -> Result:
+    """What may take long, away from the event loop; a mistake in it is one of the field `param`."""
+    try:
+        return await asyncio.to_thread(work)
+    except CheetahError as problem:
+        raise ApiError(400, str(problem), param) from None
+
+
+def _or_refused(work: Callable[[], Result]) -> Result:
+    try:
+        return work()
+    except CheetahError as problem:
+        raise of_mistake(problem) from None
+
+
+def _usage(prompts: Sequence[Ids]) -> Usage:
+    return Usage(sum(map(len, prompts)))
+
+
+def _several(prompt: str | list[int] | list[str] | list[list[int]]) -> list[Prompt]:
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise refused("prompt", "is empty: give text, token ids, or a list of them")
+    return [prompt] if isinstance(prompt[0], int) else list(prompt)
+
+
+def _refuse_logprobs(wanted: bool) -> None:
+    if wanted:
+        raise refused("logprobs", "is not supported by this server")
+
+
+def _refuse_what_text_has_not(body: ResponseBody) -> None:
+    allowed: dict[str, tuple[Any, ...]] = {
+        "tools": ([],),
+        "previous_response_id": (None,),
+        "conversation": (None,),
+        "background": (False,),
+        "text": (None, {}, {"format": {"type": "text"}}),
+        "include": ([],),
+        "top_logprobs": (None, 0),
+        "truncation": ("disabled",),
+    }
+    for name, neutral in allowed.items():
+        if getattr(body, name) not in neutral:
+            raise refused(name, "is not supported by this server, which makes text of text and stores nothing")

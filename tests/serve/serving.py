@@ -1,0 +1,78 @@
+"""A server in a thread of this process, on a free port of 127.0.0.1, and devices that can be held up."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+
+from cheetah.runtime import LLM
+from cheetah.serve.app import asgi
+from cheetah.serve.service import Options
+from tests.runtime.fake_kernel import FakeDevice, generate_kernel
+
+PATIENCE_S = 30.0
+
+
+@dataclass
+class Served:
+    """A server that runs. `faults` counts calls of on_fault."""
+
+    llm: LLM
+    server: uvicorn.Server
+    address: str
+    faults: list[int]
+
+    @property
+    def url(self) -> str:
+        return f"{self.address}/v1"
+
+
+@contextmanager
+def served(llm: LLM, **options: Any) -> Iterator[Served]:
+    """`llm` behind HTTP until the end of the block; requests under way are then ended."""
+    faults: list[int] = []
+    app = asgi(llm, Options(**{"names": (llm.name,), **options}), lambda: faults.append(1))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=5))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        wait_until(lambda: server.started or not thread.is_alive())
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield Served(llm, server, f"http://127.0.0.1:{port}", faults)
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < end, "it did not come true in time"
+        time.sleep(0.005)
+
+
+class GatedDevice(FakeDevice):
+    """Its launches end while the gate is open; `seconds` is what each takes at least."""
+
+    def __init__(self, seconds: float = 0.0):
+        super().__init__()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.seconds = seconds
+
+    def synchronize(self, timeout_s: float | None = None, progress: object = None) -> None:
+        time.sleep(self.seconds)
+        assert self.gate.wait(PATIENCE_S)
+        super().synchronize(timeout_s, progress)
+
+
+def quick_llm(device: FakeDevice | None = None, **options: Any) -> LLM:
+    """The demo model on a device that runs the reference."""
+    given = {"batch": 2, "max_context": 96, "quiet": True, **options}
+    return LLM("demo", device=device or GatedDevice(), generate_kernel=generate_kernel, **given)
