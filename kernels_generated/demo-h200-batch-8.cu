@@ -270,8 +270,7 @@ constexpr uint32_t NEXT_TOKEN = 231904;
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t number, const int32_t* sequences,
     int32_t* tokens) {
   uint32_t token = 0;
-  uint32_t value = load_constant_u32(sequences + (sequence * 16 + 2));
-  if (number < value) {
+  if (number < load_constant_u32(sequences + (sequence * 16 + 2))) {
     uint32_t place = sequence * 513 + number;
     token = (uint32_t)(tokens[place]) < 511 ? (uint32_t)(tokens[place]) : 511;
   }
@@ -280,30 +279,45 @@ __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t number, co
 
 // The first token of every column. A block barrier must follow.
 __device__ __forceinline__ void take_first(uint32_t thread, uint32_t column_count, const int32_t* columns,
-    const int32_t* sequences, int32_t* tokens, uint32_t* next_token, uint8_t* arena) {
+    uint32_t* next_token, const int32_t* sequences, int32_t* tokens, uint8_t* arena) {
   if (thread < column_count) {
-    uint32_t value = load_constant_u32(columns + thread * 4);
-    uint32_t sequence = value;
-    uint32_t value_2 = load_constant_u32(columns + (thread * 4 + 1));
-    uint32_t number = value_2;
-    uint32_t value_3 = given(sequence, number, sequences, tokens);
-    next_token[thread] = value_3;
+    uint32_t sequence = load_constant_u32(columns + thread * 4);
+    uint32_t number = load_constant_u32(columns + (thread * 4 + 1));
+    next_token[thread] = given(sequence, number, sequences, tokens);
     ((uint32_t*)(arena + COLUMNS))[thread * 8 + 7] = 0;
   }
 }
 
+// Move on to the next plan if it begins in this step. Whether it is not the plan of the step before.
+__device__ __forceinline__ bool follow_plan(uint32_t& plan_index, uint32_t step, uint32_t plan_count,
+    const int32_t* kv_plans) {
+  bool is_new = step == 0;
+  uint32_t following = plan_index + 1;
+  if (following < plan_count) {
+    uint32_t first_step = load_constant_u32(kv_plans + following * 4928);
+    if (first_step <= step) {
+      plan_index = following;
+      is_new = true;
+    }
+  }
+  return is_new;
+}
+
 // The next stage of the ring; behind the last comes the first, in the next pass.
 __device__ __forceinline__ void advance(uint32_t& stage, uint32_t& parity) {
-  stage = stage + 1;
+  stage += 1;
   if (stage == 12) {
     stage = 0;
-    parity = parity ^ 1;
+    parity ^= 1;
   }
 }
 
-__device__ __forceinline__ void copy_chunks(const uint8_t* matrix, uint32_t position, uint64_t* empty,
-    uint32_t& fill_stage, uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity,
-    uint8_t* ring) {
+// The block's M-tiles of qkv, chunk by chunk, into the stages of the ring.
+__device__ __forceinline__ void fetch_qkv(uint32_t block, const uint8_t* weights, uint64_t layer_offset,
+    uint64_t* empty, uint32_t& fill_stage, uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage,
+    uint32_t& landed_parity, uint8_t* ring) {
+  uint32_t position = (block + 124) % 132;
+  const uint8_t* matrix = weights + layer_offset;
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 32; m_tile += 132) {
     uint32_t wave = m_tile / 132;
@@ -323,9 +337,67 @@ __device__ __forceinline__ void copy_chunks(const uint8_t* matrix, uint32_t posi
   }
 }
 
-__device__ __forceinline__ void copy_chunks_2(const uint8_t* matrix, uint32_t position, uint64_t* empty,
+// In the producer role: wait for the end of the last step, and see whether it was the launch's last.
+__device__ __forceinline__ bool launch_is_over(uint32_t step, uint64_t* step_done, uint32_t* next_token) {
+  mbarrier_wait(step_done, (step + 1) % 2);
+  fence_proxy_async();
+  uint32_t stop = next_token[8];
+  mbarrier_arrive(step_done + 1);
+  return stop != 0;
+}
+
+// The cached keys and values of this block's items, one item after the other.
+__device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step, const int32_t* kv_plans, uint32_t plan_index,
+    uint32_t block, const int32_t* tiles, const int32_t* page_table, uint64_t* empty, uint32_t& fill_stage,
+    uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity, uint8_t* ring, bf16* kv) {
+  uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 4928 + block + 64));
+  uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 4928 + block + 65));
+  #pragma unroll 1
+  for (uint32_t number = first_item; number < last_item; ++number) {
+    const int32_t* record = kv_plans + (plan_index * 4928 + number * 8 + 256);
+    uint4 what = load_constant_u32x4(record);
+    uint4 rest = load_constant_u32x4(record + 4);
+    const int32_t* record_2 = tiles + what.y * 8;
+    uint4 place = load_constant_u32x4(record_2);
+    uint4 keys = load_constant_u32x4(record_2 + 4);
+    uint32_t end = rest.x < keys.x + keys.y * step ? rest.x : keys.x + keys.y * step;
+    #pragma unroll 1
+    for (uint32_t first = what.w; first < end; first += 64) {
+      uint32_t count = end - first < 64 ? end - first : 64;
+      uint32_t pages[4];
+      #pragma unroll
+      for (uint32_t number_2 = 0; number_2 < 4; ++number_2) {
+        uint32_t token = first + number_2 * 16 < end - 1 ? first + number_2 * 16 : end - 1;
+        pages[number_2] = load_constant_u32(page_table + (place.z + token / 16));
+      }
+      mbarrier_wait(empty + fill_stage, fill_parity);
+      mbarrier_wait(full + landed_stage, landed_parity);
+      advance(landed_stage, landed_parity);
+      uint64_t* barrier = full + fill_stage;
+      uint8_t* destination = ring + fill_stage * 16384;
+      mbarrier_arrive_expect_tx(barrier, count * 256);
+      #pragma unroll
+      for (uint32_t number_2 = 0; number_2 < 4; ++number_2) {
+        if (number_2 * 16 < count) {
+          uint32_t run = count - number_2 * 16 < 16 ? count - number_2 * 16 : 16;
+          uint64_t offset = (uint64_t)(layer) * 1048576 + (uint64_t)(pages[number_2]) * 4096;
+          bf16* key = kv + (offset + (uint64_t)(what.z * 1024));
+          uint8_t* keys_2 = destination + number_2 * 2048;
+          bulk_copy(keys_2, key, run * 128, barrier);
+          bulk_copy(keys_2 + 8192, key + 2048, run * 128, barrier);
+        }
+      }
+      advance(fill_stage, fill_parity);
+    }
+  }
+}
+
+// The block's M-tiles of o, chunk by chunk, into the stages of the ring.
+__device__ __forceinline__ void fetch_o(uint32_t block, const uint8_t* weights, uint64_t layer_offset, uint64_t* empty,
     uint32_t& fill_stage, uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity,
     uint8_t* ring) {
+  uint32_t position = block % 132;
+  const uint8_t* matrix = weights + (layer_offset + 131072);
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 8; m_tile += 132) {
     uint32_t wave = m_tile / 132;
@@ -345,9 +417,12 @@ __device__ __forceinline__ void copy_chunks_2(const uint8_t* matrix, uint32_t po
   }
 }
 
-__device__ __forceinline__ void copy_chunks_3(const uint8_t* matrix, uint32_t position, uint64_t* empty,
-    uint32_t& fill_stage, uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity,
-    uint8_t* ring) {
+// The block's M-tiles of gate_up, chunk by chunk, into the stages of the ring.
+__device__ __forceinline__ void fetch_gate_up(uint32_t block, const uint8_t* weights, uint64_t layer_offset,
+    uint64_t* empty, uint32_t& fill_stage, uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage,
+    uint32_t& landed_parity, uint8_t* ring) {
+  uint32_t position = (block + 124) % 132;
+  const uint8_t* matrix = weights + (layer_offset + 196608);
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 40; m_tile += 132) {
     uint32_t wave = m_tile / 132;
@@ -367,23 +442,55 @@ __device__ __forceinline__ void copy_chunks_3(const uint8_t* matrix, uint32_t po
   }
 }
 
-__device__ __forceinline__ void copy_chunks_4(const uint8_t* matrix, uint32_t position, uint32_t first, uint32_t end,
+// The block's M-tiles of down, chunk by chunk, into the stages of the ring.
+__device__ __forceinline__ void fetch_down(uint32_t block, const uint8_t* weights, uint64_t layer_offset,
     uint64_t* empty, uint32_t& fill_stage, uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage,
     uint32_t& landed_parity, uint8_t* ring) {
+  uint32_t position = block % 132;
+  const uint8_t* matrix = weights + (layer_offset + 360448);
   #pragma unroll 1
-  for (uint32_t m_tile = position; m_tile < 8; m_tile += 132) {
-    uint32_t wave = m_tile / 132;
-    uint64_t wave_bytes = (uint64_t)(wave) * 1351680;
+  for (uint32_t slice = 0; slice < 2; ++slice) {
+    uint32_t end = slice + 1 < 1 ? slice + 1 : 1;
     #pragma unroll 1
-    for (uint32_t chunk = first; chunk < end; ++chunk) {
-      const uint8_t* source = matrix + (wave_bytes + (uint64_t)(8 * chunk * 16384 + position * 10240));
+    for (uint32_t m_tile = position; m_tile < 8; m_tile += 132) {
+      uint32_t wave = m_tile / 132;
+      uint64_t wave_bytes = (uint64_t)(wave) * 1351680;
+      #pragma unroll 1
+      for (uint32_t chunk = slice; chunk < end; ++chunk) {
+        const uint8_t* source = matrix + (wave_bytes + (uint64_t)(8 * chunk * 16384 + position * 10240));
+        mbarrier_wait(empty + fill_stage, fill_parity);
+        mbarrier_wait(full + landed_stage, landed_parity);
+        advance(landed_stage, landed_parity);
+        uint64_t* barrier = full + fill_stage;
+        uint8_t* destination = ring + fill_stage * 16384;
+        mbarrier_arrive_expect_tx(barrier, 10240);
+        bulk_copy(destination, source, 10240, barrier);
+        advance(fill_stage, fill_parity);
+      }
+    }
+  }
+}
+
+// The block's M-tiles of lm_head, chunk by chunk, into the stages of the ring.
+__device__ __forceinline__ void fetch_lm_head(uint32_t block, const uint8_t* weights, uint64_t* empty,
+    uint32_t& fill_stage, uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity,
+    uint8_t* ring) {
+  uint32_t position = (block + 124) % 132;
+  const uint8_t* matrix = weights + 1327104;
+  #pragma unroll 1
+  for (uint32_t m_tile = position; m_tile < 32; m_tile += 132) {
+    uint32_t wave = m_tile / 132;
+    uint64_t wave_bytes = (uint64_t)(wave) * 540672;
+    #pragma unroll 1
+    for (uint32_t chunk = 0; chunk < 1; ++chunk) {
+      const uint8_t* source = matrix + (wave_bytes + (uint64_t)(32 * chunk * 16384 + position * 4096));
       mbarrier_wait(empty + fill_stage, fill_parity);
       mbarrier_wait(full + landed_stage, landed_parity);
       advance(landed_stage, landed_parity);
       uint64_t* barrier = full + fill_stage;
       uint8_t* destination = ring + fill_stage * 16384;
-      mbarrier_arrive_expect_tx(barrier, 10240);
-      bulk_copy(destination, source, 10240, barrier);
+      mbarrier_arrive_expect_tx(barrier, 4096);
+      bulk_copy(destination, source, 4096, barrier);
       advance(fill_stage, fill_parity);
     }
   }
@@ -394,43 +501,35 @@ __device__ __forceinline__ void begin_step(uint32_t step, uint8_t* arena, uint32
     const int32_t* columns, const int32_t* sequences) {
   uint32_t* state = (uint32_t*)(arena + COLUMNS);
   if (thread < column_count) {
-    uint32_t value = load_constant_u32(columns + thread * 4);
-    uint32_t sequence = value;
-    uint32_t value_2 = load_constant_u32(sequences + (sequence * 16 + 1));
-    uint32_t value_3 = load_constant_u32(columns + (thread * 4 + 1));
-    uint32_t number = step * value_2 + value_3;
+    uint32_t sequence = load_constant_u32(columns + thread * 4);
+    uint32_t per_step = load_constant_u32(sequences + (sequence * 16 + 1));
+    uint32_t number = step * per_step + load_constant_u32(columns + (thread * 4 + 1));
     uint32_t* words = state + thread * 8;
-    uint32_t value_4 = load_constant_u32(sequences + sequence * 16);
-    uint32_t position = value_4 + number < 511 ? value_4 + number : 511;
-    words[0] = position;
+    uint32_t position = load_constant_u32(sequences + sequence * 16) + number;
+    words[0] = position < 511 ? position : 511;
     words[1] = number;
-    uint32_t value_5 = load_constant_u32(sequences + (sequence * 16 + 3));
-    words[2] = value_5;
-    uint32_t value_6 = load_constant_u32(sequences + (sequence * 16 + 5));
-    words[3] = value_6;
-    uint32_t value_7 = load_constant_u32(sequences + (sequence * 16 + 6));
-    words[4] = value_7;
-    uint32_t value_8 = load_constant_u32(sequences + (sequence * 16 + 7));
-    words[5] = value_8;
+    words[2] = load_constant_u32(sequences + (sequence * 16 + 3));
+    words[3] = load_constant_u32(sequences + (sequence * 16 + 5));
+    words[4] = load_constant_u32(sequences + (sequence * 16 + 6));
+    words[5] = load_constant_u32(sequences + (sequence * 16 + 7));
     words[6] = sequence;
   }
 }
 
+// A tile's record, in two units of 16 bytes.
 __device__ __forceinline__ void keep_tile(uint4* place, uint32_t number, const int32_t* tiles) {
   const int32_t* record = tiles + number * 8;
-  uint4 value = load_constant_u32x4(record);
-  place[0] = value;
-  uint4 value_2 = load_constant_u32x4(record + 4);
-  place[1] = value_2;
+  place[0] = load_constant_u32x4(record);
+  place[1] = load_constant_u32x4(record + 4);
 }
 
+// An item's record and its tile's, in four units of 16 bytes.
 __device__ __forceinline__ void keep_item(uint4* place, uint32_t number, const int32_t* kv_plans, uint32_t plan_index,
     const int32_t* tiles) {
-  const int32_t* record = kv_plans + (plan_index * 4928 + (number * 8 + 256));
+  const int32_t* record = kv_plans + (plan_index * 4928 + number * 8 + 256);
   uint4 what = load_constant_u32x4(record);
   place[0] = what;
-  uint4 value = load_constant_u32x4(record + 4);
-  place[1] = value;
+  place[1] = load_constant_u32x4(record + 4);
   keep_tile(place + 2, what.y, tiles);
 }
 
@@ -438,18 +537,17 @@ __device__ __forceinline__ void keep_item(uint4* place, uint32_t number, const i
 __device__ __forceinline__ void keep_merge(uint32_t job, uint32_t merge_rows, uint8_t* arena, uint32_t warp,
     const int32_t* kv_plans, uint32_t plan_index, uint32_t lane, const int32_t* tiles) {
   uint4* place = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
-  uint32_t number = load_constant_u32(kv_plans + (plan_index * 4928 + (job / merge_rows * 2 + 2688)));
-  uint32_t head = load_constant_u32(kv_plans + (plan_index * 4928 + (job / merge_rows * 2 + 1 + 2688)));
-  uint32_t begin = load_constant_u32(kv_plans + (plan_index * 4928 + (job / merge_rows + 2624)));
-  uint32_t end = load_constant_u32(kv_plans + (plan_index * 4928 + (job / merge_rows + 1 + 2624)));
+  uint32_t number = load_constant_u32(kv_plans + (plan_index * 4928 + job / merge_rows * 2 + 2688));
+  uint32_t head = load_constant_u32(kv_plans + (plan_index * 4928 + job / merge_rows * 2 + 2689));
+  uint32_t begin = load_constant_u32(kv_plans + (plan_index * 4928 + job / merge_rows + 2624));
+  uint32_t end = load_constant_u32(kv_plans + (plan_index * 4928 + job / merge_rows + 2625));
   if (lane == 0) {
     place[0] = make_u32x4(head, job % merge_rows, begin, end);
     keep_tile(place + 1, number, tiles);
   }
   uint32_t* sources = (uint32_t*)(place + 3);
   if (lane < (end - begin < 20 ? end - begin : 20)) {
-    uint32_t value = load_constant_u32(kv_plans + (plan_index * 4928 + (begin + lane + 2752)));
-    sources[lane] = value;
+    sources[lane] = load_constant_u32(kv_plans + (plan_index * 4928 + (begin + lane) + 2752));
   }
 }
 
@@ -460,8 +558,8 @@ __device__ __forceinline__ void keep(uint8_t* arena, const int32_t* kv_plans, ui
   uint4* kept = (uint4*)(arena + RECORDS);
   uint4 header = load_constant_u32x4(kv_plans + plan_index * 4928);
   if (thread < 4) {
-    uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 4928 + (block + 64)));
-    uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 4928 + (block + 1 + 64)));
+    uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 4928 + block + 64));
+    uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 4928 + block + 65));
     if (thread == 0) {
       kept[0] = make_u32x4(first_item, last_item, header.z * header.w, header.w);
     }
@@ -512,23 +610,24 @@ __device__ __forceinline__ void prefetch(const bf16* source, uint32_t thread, ui
   }
 }
 
+// A unit times the norm's weights into the vector, and its squares to the thread's sum.
 __device__ __forceinline__ void normalise_unit(uint4* vector, uint32_t unit, uint4 words, uint4 weight,
     float& squares) {
   float low = bf16x2_low(words.x);
   float high = bf16x2_high(words.x);
-  squares = squares + (low * low + high * high);
+  squares += low * low + high * high;
   uint32_t weights = weight.x;
   float low_2 = bf16x2_low(words.y);
   float high_2 = bf16x2_high(words.y);
-  squares = squares + (low_2 * low_2 + high_2 * high_2);
+  squares += low_2 * low_2 + high_2 * high_2;
   uint32_t weights_2 = weight.y;
   float low_3 = bf16x2_low(words.z);
   float high_3 = bf16x2_high(words.z);
-  squares = squares + (low_3 * low_3 + high_3 * high_3);
+  squares += low_3 * low_3 + high_3 * high_3;
   uint32_t weights_3 = weight.z;
   float low_4 = bf16x2_low(words.w);
   float high_4 = bf16x2_high(words.w);
-  squares = squares + (low_4 * low_4 + high_4 * high_4);
+  squares += low_4 * low_4 + high_4 * high_4;
   uint32_t weights_4 = weight.w;
   vector[unit] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4)));
 }
@@ -539,10 +638,8 @@ __device__ __forceinline__ void write_scales(float squares, uint8_t* arena, uint
   float* partial_sums = (float*)(arena + PARTIAL_SUMS);
   float* scales = (float*)(arena + SCALES);
   float sum_of_token = squares;
-  float value = shuffle_xor_f32(sum_of_token, 2);
-  sum_of_token = sum_of_token + value;
-  float value_2 = shuffle_xor_f32(sum_of_token, 1);
-  sum_of_token = sum_of_token + value_2;
+  sum_of_token += shuffle_xor_f32(sum_of_token, 2);
+  sum_of_token += shuffle_xor_f32(sum_of_token, 1);
   if (lane % 4 == 0 && lane < 32) {
     partial_sums[warp * 8 + lane / 4] = sum_of_token;
   }
@@ -552,7 +649,7 @@ __device__ __forceinline__ void write_scales(float squares, uint8_t* arena, uint
     #pragma unroll
     for (uint32_t other = 0; other < 8; ++other) {
       uint32_t warp_2 = other + thread / 8;
-      total = total + partial_sums[warp_2 * 8 + thread % 8];
+      total += partial_sums[warp_2 * 8 + thread % 8];
     }
     scales[thread] = rsqrt_f32(total * 0.0078125f + 1e-05f);
   }
@@ -613,23 +710,22 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
     uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum = half_sum + reductions[place * 8 + column];
+    half_sum += reductions[place * 8 + column];
   }
-  float value = shuffle_xor_f32(half_sum, 16);
-  float row_sum = half_sum + value;
+  float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   uint32_t head = m_tile / 4;
   uint32_t m_tile_of_head = m_tile % 4;
-  float value_2 = row_sum * ((float*)(arena + SCALES))[column];
+  float value = row_sum * ((float*)(arena + SCALES))[column];
   uint32_t dim = m_tile_of_head * 16 + row;
   if (head < 6) {
     float rotated;
     uint32_t rotated_dim;
-    rotate(value_2, m_tile_of_head, arena, column, row, rotated, rotated_dim);
-    value_2 = rotated;
+    rotate(value, m_tile_of_head, arena, column, row, rotated, rotated_dim);
+    value = rotated;
     dim = rotated_dim;
   }
-  float neighbour = shuffle_xor_f32(value_2, 1);
-  uint32_t pair = pack_bf16x2(value_2, neighbour);
+  float neighbour = shuffle_xor_f32(value, 1);
+  uint32_t pair = pack_bf16x2(value, neighbour);
   if (lane < 16 && lane % 2 == 0) {
     uint32_t place = (column * 512 + head * 64 + dim) / 2;
     if (head >= 4) {
@@ -647,6 +743,7 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   }
 }
 
+// The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
     uint32_t warp, uint32_t lane, uint32_t& finisher, uint32_t column_count, const int32_t* page_table, uint32_t layer,
     bf16* kv, uint32_t* exchange_words) {
@@ -659,14 +756,17 @@ __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uin
       finish_rows(m_tile, reductions, column, lane, arena, page_table, layer, kv, exchange_words);
     }
   }
-  turn = turn ^ 1;
-  finisher = finisher + 1;
+  turn ^= 1;
+  finisher += 1;
   if (finisher == 1) {
     finisher = 0;
   }
 }
 
-// input norm, q, k and v of these tokens, rotary embedding
+// ---- phase qkv -------------------------------------------------------------------------------------
+// Input norm; q, k and v of these tokens; rotary embedding.
+// Waits for: hidden of the layer before; in the first layer for nothing, the tokens' embeddings are there.
+// Makes: qkv, and the keys and values in the cache.
 __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     const bf16* norms, uint8_t* arena, uint32_t column_count, const bf16* embedding, uint32_t* next_token,
     uint32_t lane, uint32_t warp, uint32_t* exchange_words, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
@@ -688,8 +788,7 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
         uint4 weights[8];
         #pragma unroll
         for (uint32_t number = 0; number < 1; ++number) {
-          uint4 value = load_constant_u32x4(own_units + (first_unit + number * 256 - thread) / 8 * 8);
-          weights[number] = value;
+          weights[number] = load_constant_u32x4(own_units + (first_unit + number * 256 - thread) / 8 * 8);
         }
         if (thread / 4 % 8 < column_count) {
           uint4 units[8];
@@ -698,8 +797,7 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
           const bf16* own_units_2 = embedded + (pair_2 * 4 + thread % 4) * 8;
           #pragma unroll
           for (uint32_t number = 0; number < 1; ++number) {
-            uint4 value = load_constant_u32x4(own_units_2 + (first_unit + number * 256 - thread) / 8 * 8);
-            units[number] = value;
+            units[number] = load_constant_u32x4(own_units_2 + (first_unit + number * 256 - thread) / 8 * 8);
           }
           #pragma unroll
           for (uint32_t number = 0; number < 1; ++number) {
@@ -712,14 +810,13 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
       uint4* vector = (uint4*)(arena + VECTOR);
       float squares = 0.0f;
       uint32_t pair = thread / 32;
-      const bf16* own_units = norms + layer * 2 * 128 + (pair * 4 + thread % 4) * 8;
+      const bf16* own_units = norms + layer * 256 + (pair * 4 + thread % 4) * 8;
       if (thread < 128) {
         uint32_t first_unit = thread;
         uint4 weights[8];
         #pragma unroll
         for (uint32_t number = 0; number < 1; ++number) {
-          uint4 value = load_constant_u32x4(own_units + (first_unit + number * 256 - thread) / 8 * 8);
-          weights[number] = value;
+          weights[number] = load_constant_u32x4(own_units + (first_unit + number * 256 - thread) / 8 * 8);
         }
         if (thread / 4 % 8 < column_count) {
           uint4 units[8];
@@ -756,7 +853,7 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
   // grid barrier
   named_barrier(1, 256);
   if (thread == 0) {
-    arrivals_due = arrivals_due + 132;
+    arrivals_due += 132;
     add_release_u64(counter, 1);
     wait_at_least_u64(counter, arrivals_due);
   }
@@ -802,10 +899,10 @@ __device__ __forceinline__ void load_item(uint32_t newest_begin, uint32_t newest
 
 // For how many warps this one gives back a stage with these tiles: those with a tile in it share out all.
 __device__ __forceinline__ uint32_t arrivals(uint32_t first_tile, uint32_t last_tile, uint32_t warp) {
-  uint32_t groups = last_tile - first_tile < 8 ? last_tile - first_tile : 8;
+  uint32_t tiles = (last_tile < first_tile + 1 ? first_tile + 1 : last_tile) - first_tile;
+  uint32_t groups = tiles < 8 ? tiles : 8;
   uint32_t number = (warp + 8 - first_tile % 8) % 8;
-  uint32_t arrivals = 8 / groups + (number < 8 % groups ? 1u : 0u);
-  return arrivals;
+  return 8 / groups + (number < 8 % groups ? 1u : 0u);
 }
 
 // Lanes of odd rows read the two units in the opposite order: no bank conflicts.
@@ -824,6 +921,7 @@ __device__ __forceinline__ void read_crossed(uint32_t row, uint32_t (&words)[2][
   words[1][3] = is_odd == 0 ? second.w : first.w;
 }
 
+// 32 dims of 16 keys by those of the queries: low and high are what the lane has of keys r and r + 8.
 __device__ __forceinline__ void multiply_part(uint32_t (&low)[4], uint32_t (&high)[4], float (&sums_0)[2][4],
     uint4* query, uint32_t lane) {
   uint4 early = make_u32x4(low[0], high[0], low[1], high[1]);
@@ -833,6 +931,7 @@ __device__ __forceinline__ void multiply_part(uint32_t (&low)[4], uint32_t (&hig
   mma_bf16(sums_0[1], late, query_2.z, query_2.w);
 }
 
+// 32 dims of 16 keys by those of the queries: low and high are what the lane has of keys r and r + 8.
 __device__ __forceinline__ void multiply_part_2(uint32_t (&low)[4], uint32_t (&high)[4], float (&sums_0)[2][4],
     uint4* query, uint32_t lane) {
   uint4 early = make_u32x4(low[0], high[0], low[1], high[1]);
@@ -871,12 +970,9 @@ __device__ __forceinline__ void weigh(float (&logits)[4], float (&highest)[2], f
   #pragma unroll
   for (uint32_t column = 0; column < 2; ++column) {
     float peak = maximum_f32(logits[column], logits[column + 2]);
-    float value = shuffle_xor_f32(peak, 4);
-    peak = maximum_f32(peak, value);
-    float value_2 = shuffle_xor_f32(peak, 8);
-    peak = maximum_f32(peak, value_2);
-    float value_3 = shuffle_xor_f32(peak, 16);
-    peak = maximum_f32(peak, value_3);
+    peak = maximum_f32(peak, shuffle_xor_f32(peak, 4));
+    peak = maximum_f32(peak, shuffle_xor_f32(peak, 8));
+    peak = maximum_f32(peak, shuffle_xor_f32(peak, 16));
     float new_highest = maximum_f32(highest[column], peak);
     float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
     float shrink = exp2_f32(highest[column] - base);
@@ -1026,7 +1122,7 @@ __device__ __forceinline__ void attend_keys(uint32_t begin, uint32_t end, uint32
     while (tile < last_tile) {
       uint32_t row = (tile - first_tile) * 16;
       attend(row, count - row, first_key + row, lane, keys, query, limits, highest, weight_sum, output, values);
-      tile = tile + 8;
+      tile += 8;
     }
     wait_for_u32(float_bits(output[0][0]));
     warp_barrier();
@@ -1046,12 +1142,9 @@ __device__ __forceinline__ void lay_down_statistics(uint8_t* arena, float (&weig
   #pragma unroll
   for (uint32_t column = 0; column < 2; ++column) {
     float total = weight_sum[column];
-    float value = shuffle_xor_f32(total, 4);
-    total = total + value;
-    float value_2 = shuffle_xor_f32(total, 8);
-    total = total + value_2;
-    float value_3 = shuffle_xor_f32(total, 16);
-    total = total + value_3;
+    total += shuffle_xor_f32(total, 4);
+    total += shuffle_xor_f32(total, 8);
+    total += shuffle_xor_f32(total, 16);
     uint32_t number = lane * 2 + column;
     if (number < 8) {
       uint32_t place = (warp * 8 + number) * 2;
@@ -1093,9 +1186,9 @@ __device__ __forceinline__ void fold_states(uint32_t first, uint32_t pair, uint8
     float2 numbers = statistics[other];
     float weight = exp2_f32(numbers.x - base);
     float2 part = scratch[other * 32 + pair];
-    weight_sum = weight_sum + weight * numbers.y;
-    low = low + weight * part.x;
-    high = high + weight * part.y;
+    weight_sum += weight * numbers.y;
+    low += weight * part.x;
+    high += weight * part.y;
   }
   float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
   float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
@@ -1108,7 +1201,7 @@ __device__ __forceinline__ void publish_partial(uint32_t row, uint32_t dim_pair,
     uint32_t epoch, uint32_t* exchange_words) {
   uint32_t partial = row * 68;
   (exchange_words + (partial + dim_pair * 2 + 2624))[0] = float_bits(low);
-  (exchange_words + (partial + dim_pair * 2 + 1 + 2624))[0] = float_bits(high);
+  (exchange_words + (partial + dim_pair * 2 + 2625))[0] = float_bits(high);
   if (dim_pair < 4) {
     (exchange_words + (partial + 64 + dim_pair + 2624))[0] = float_bits(lse);
   }
@@ -1185,14 +1278,15 @@ __device__ __forceinline__ void attend_item(uint32_t cached_end, uint32_t newest
 // For how many warps this one gives back a stage with these tiles: those with a tile in it share out all.
 __device__ __forceinline__ uint32_t arrivals_2(uint32_t first_tile, uint32_t last_tile, uint32_t key_groups,
     uint32_t column_groups, uint32_t key_group, uint32_t column_group) {
-  uint32_t groups = last_tile - first_tile < key_groups ? last_tile - first_tile : key_groups;
+  uint32_t tiles = (last_tile < first_tile + 1 ? first_tile + 1 : last_tile) - first_tile;
+  uint32_t groups = tiles < key_groups ? tiles : key_groups;
   uint32_t members = groups * column_groups;
   uint32_t number = (key_group + key_groups - first_tile % key_groups) % key_groups;
   uint32_t rank = number * column_groups + column_group;
-  uint32_t arrivals = 8 / members + (rank < 8 % members ? 1u : 0u);
-  return arrivals;
+  return 8 / members + (rank < 8 % members ? 1u : 0u);
 }
 
+// 32 dims of 16 keys by those of the queries: low and high are what the lane has of keys r and r + 8.
 __device__ __forceinline__ void multiply_part_3(uint32_t (&low)[4], uint32_t (&high)[4], float (&sums_0)[2][4],
     float (&sums_1)[2][4], uint4* query, uint32_t lane, uint4* query_2) {
   uint4 early = make_u32x4(low[0], high[0], low[1], high[1]);
@@ -1205,6 +1299,7 @@ __device__ __forceinline__ void multiply_part_3(uint32_t (&low)[4], uint32_t (&h
   mma_bf16(sums_1[1], late, query_4.z, query_4.w);
 }
 
+// 32 dims of 16 keys by those of the queries: low and high are what the lane has of keys r and r + 8.
 __device__ __forceinline__ void multiply_part_4(uint32_t (&low)[4], uint32_t (&high)[4], float (&sums_0)[2][4],
     float (&sums_1)[2][4], uint4* query, uint32_t lane, uint4* query_2) {
   uint4 early = make_u32x4(low[0], high[0], low[1], high[1]);
@@ -1324,7 +1419,7 @@ __device__ __forceinline__ void attend_keys_2(uint32_t begin, uint32_t end, uint
       uint32_t row = (tile - first_tile) * 16;
       attend_2(row, count - row, first_key + row, lane, keys, query, query_2, limits, highest, weight_sum, output,
           limits_2, highest_2, weight_sum_2, output_2, values);
-      tile = tile + key_groups;
+      tile += key_groups;
     }
     wait_for_u32(float_bits(output[0][0]));
     wait_for_u32(float_bits(output_2[0][0]));
@@ -1357,9 +1452,9 @@ __device__ __forceinline__ void fold_states_2(uint32_t first, uint32_t stride, u
     float2 numbers = statistics[other];
     float weight = exp2_f32(numbers.x - base);
     float2 part = scratch[other * 32 + pair];
-    weight_sum = weight_sum + weight * numbers.y;
-    low = low + weight * part.x;
-    high = high + weight * part.y;
+    weight_sum += weight * numbers.y;
+    low += weight * part.x;
+    high += weight * part.y;
   }
   float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
   float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
@@ -1377,7 +1472,7 @@ __device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint32_t column_gr
   for (uint32_t output = thread; output < rows * 32; output += 256) {
     uint32_t place = output / 32;
     uint32_t pair = output % 32;
-    uint32_t row = place / 8 * 2 * 8 + place % 8;
+    uint32_t row = place / 8 * 16 + place % 8;
     if (row < record[1].z) {
       uint32_t stride = column_groups * 8;
       float low;
@@ -1451,17 +1546,17 @@ __device__ __forceinline__ void attend_item_2(uint32_t cached_end, uint32_t newe
   uint32_t column_group = warp % column_groups;
   uint32_t key_group = warp_group < key_groups ? warp_group : 134217728;
   uint4* shared = (uint4*)(arena + QUERIES);
-  uint32_t row = column_group * 2 * 8 + lane / 4 < 15 ? column_group * 2 * 8 + lane / 4 : 15;
+  uint32_t row = column_group * 16 + lane / 4 < 15 ? column_group * 16 + lane / 4 : 15;
   uint4* query = shared + row * 8;
   uint32_t limits[2];
-  uint32_t fused = column_group * 2 * 8 + lane % 4 * 2;
+  uint32_t fused = column_group * 16 + lane % 4 * 2;
   uint32_t present = fused < record[1].z - 1 ? fused : record[1].z - 1;
   uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
   uint32_t position = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 2) * 8];
   uint32_t following = position + 1;
   uint32_t visible = following > record[2].w ? following - record[2].w : 0;
   limits[0] = fused < record[1].z ? (end < visible ? end : visible) : 0;
-  uint32_t fused_2 = column_group * 2 * 8 + lane % 4 * 2 + 1;
+  uint32_t fused_2 = column_group * 16 + lane % 4 * 2 + 1;
   uint32_t present_2 = fused_2 < record[1].z - 1 ? fused_2 : record[1].z - 1;
   uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
   uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 2) * 8];
@@ -1522,8 +1617,7 @@ __device__ __forceinline__ uint32_t sources(uint32_t first, uint32_t count, uint
   if (number < 20) {
     source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[number];
   } else {
-    uint32_t value = load_constant_u32(kv_plans + (plan_index * 4928 + (record[0].z + number + 2752)));
-    source = value;
+    source = load_constant_u32(kv_plans + (plan_index * 4928 + (record[0].z + number) + 2752));
   }
   return source;
 }
@@ -1536,7 +1630,7 @@ __device__ __forceinline__ void add(float values_0, float values_1, float values
   float shrink = exp2_f32((highest - base) * 1.442695f);
   float grow = exp2_f32((lse - base) * 1.442695f);
   highest = new_highest;
-  weight_sum = weight_sum * shrink + grow * 1.0f;
+  weight_sum = weight_sum * shrink + grow;
   sums[0] = sums[0] * shrink + grow * values_0;
   sums[1] = sums[1] * shrink + grow * values_1;
   sums[2] = sums[2] * shrink + grow * values_2;
@@ -1552,12 +1646,12 @@ __device__ __forceinline__ uint32_t sources_2(uint32_t first, uint32_t count, ui
   if (number < 20) {
     source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[number];
   } else {
-    uint32_t value = load_constant_u32(kv_plans + (plan_index * 4928 + (record[0].z + number + 2752)));
-    source = value;
+    source = load_constant_u32(kv_plans + (plan_index * 4928 + (record[0].z + number) + 2752));
   }
   return source;
 }
 
+// This warp's folded state, for the first warp of its team.
 __device__ __forceinline__ void lay_down_folded(uint8_t* arena, uint32_t warp, uint32_t lane, float (&sums)[4],
     float highest, float weight_sum) {
   uint4* place = (uint4*)(arena + ATTENTION) + warp * 33;
@@ -1595,6 +1689,7 @@ __device__ __forceinline__ void fold_team(uint8_t* arena, uint32_t warp, uint32_
   }
 }
 
+// The row's output, from the state that all its sources were folded into: 4 dims a lane.
 __device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, float highest, uint32_t lane,
     float (&sums)[4], uint4* record, uint32_t* exchange_words) {
   float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
@@ -1613,12 +1708,16 @@ __device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, f
   }
 }
 
+// ---- phase attention -------------------------------------------------------------------------------
+// The block's items of the KV plan; then its merges of rows whose keys were split.
+// Waits for: the queries, newest keys and values of an item (qkv); the states of a row (partials).
+// Makes: attention, where keys were split by way of partials.
 __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint32_t layer, uint8_t* arena, const int32_t* kv_plans, uint32_t plan_index, const int32_t* tiles,
     uint32_t layer_epoch, uint32_t* exchange_words, uint32_t lane, uint32_t warp, uint32_t& use_stage, uint64_t* full,
     uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint64_t& arrivals_due, uint64_t* counter) {
   if (thread == 0) {
-    store_relaxed_u32(progress + block, step * 17 + (layer * 5 + 1));
+    store_relaxed_u32(progress + block, step * 17 + layer * 5 + 1);
   }
   uint4 numbers = ((uint4*)(arena + RECORDS))[0];
   #pragma unroll 1
@@ -1649,7 +1748,7 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
   // grid barrier
   named_barrier(1, 256);
   if (thread == 0) {
-    arrivals_due = arrivals_due + 132;
+    arrivals_due += 132;
     add_release_u64(counter, 1);
     wait_at_least_u64(counter, arrivals_due);
   }
@@ -1693,8 +1792,7 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
             #pragma unroll
             for (uint32_t number = 0; number < 5; ++number) {
               if (number < count) {
-                uint32_t value_2 = shuffle_u32(states[0].x, number);
-                float lse = bits_float(value_2);
+                float lse = bits_float(shuffle_u32(states[0].x, number));
                 add(bits_float(states[number + 1].x), bits_float(states[number + 1].y),
                     bits_float(states[number + 1].z), bits_float(states[number + 1].w), lse, highest, weight_sum, sums);
               }
@@ -1725,8 +1823,7 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
           #pragma unroll
           for (uint32_t number = 0; number < 5; ++number) {
             if (number < count) {
-              uint32_t value_2 = shuffle_u32(states[0].x, number);
-              float lse = bits_float(value_2);
+              float lse = bits_float(shuffle_u32(states[0].x, number));
               add(bits_float(states[number + 1].x), bits_float(states[number + 1].y), bits_float(states[number + 1].z),
                   bits_float(states[number + 1].w), lse, highest, weight_sum, sums);
             }
@@ -1752,7 +1849,7 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
   // grid barrier
   named_barrier(1, 256);
   if (thread == 0) {
-    arrivals_due = arrivals_due + 132;
+    arrivals_due += 132;
     add_release_u64(counter, 1);
     wait_at_least_u64(counter, arrivals_due);
   }
@@ -1818,20 +1915,20 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, float* reductions
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
     uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum = half_sum + reductions[place * 8 + column];
+    half_sum += reductions[place * 8 + column];
   }
-  float value = shuffle_xor_f32(half_sum, 16);
-  float row_sum = half_sum + value;
+  float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float* residual = (float*)(arena + RESIDUAL);
-  float value_2 = row_sum;
+  float value = row_sum;
   if (lane < 16) {
     uint32_t place = (m_tile / 132 * 16 + row) * 8 + column;
-    value_2 = value_2 + residual[place];
-    residual[place] = value_2;
+    value += residual[place];
+    residual[place] = value;
   }
-  publish_rows(value_2, m_tile * 16, lane, exchange_words, column);
+  publish_rows(value, m_tile * 16, lane, exchange_words, column);
 }
 
+// The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
     uint32_t warp, uint32_t lane, uint32_t& finisher, uint32_t column_count, uint32_t* exchange_words) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
@@ -1843,20 +1940,23 @@ __device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], u
       finish_rows_2(m_tile, reductions, column, lane, arena, exchange_words);
     }
   }
-  turn = turn ^ 1;
-  finisher = finisher + 1;
+  turn ^= 1;
+  finisher += 1;
   if (finisher == 1) {
     finisher = 0;
   }
 }
 
-// projection onto the residual
+// ---- phase o ---------------------------------------------------------------------------------------
+// Projection onto the residual.
+// Waits for: attention.
+// Makes: middle.
 __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     uint8_t* arena, uint32_t column_count, uint32_t* exchange_words, uint64_t* full, uint32_t& use_stage,
     uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint32_t lane, uint64_t* empty, uint32_t& turn,
     uint32_t& finisher, uint64_t& arrivals_due, uint64_t* counter) {
   if (thread == 0) {
-    store_relaxed_u32(progress + block, step * 17 + (layer * 5 + 2));
+    store_relaxed_u32(progress + block, step * 17 + layer * 5 + 2);
   }
   uint32_t position = block % 132;
   if (position < 8) {
@@ -1881,7 +1981,7 @@ __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t 
   // grid barrier
   named_barrier(1, 256);
   if (thread == 0) {
-    arrivals_due = arrivals_due + 132;
+    arrivals_due += 132;
     add_release_u64(counter, 1);
     wait_at_least_u64(counter, arrivals_due);
   }
@@ -1907,16 +2007,16 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
     uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum = half_sum + reductions[place * 8 + column];
+    half_sum += reductions[place * 8 + column];
   }
-  float value = shuffle_xor_f32(half_sum, 16);
-  float row_sum = half_sum + value;
-  float value_2 = row_sum * ((float*)(arena + SCALES))[column];
-  float other = shuffle_xor_f32(value_2, 8);
-  float gated = divide_f32(value_2, 1.0f + exp_f32(-value_2)) * other;
+  float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
+  float value = row_sum * ((float*)(arena + SCALES))[column];
+  float other = shuffle_xor_f32(value, 8);
+  float gated = divide_f32(value, 1.0f + exp_f32(-value)) * other;
   publish_rows_2(gated, m_tile * 8, lane, exchange_words, column);
 }
 
+// The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
     uint32_t warp, uint32_t lane, uint32_t& finisher, uint32_t column_count, uint32_t* exchange_words) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
@@ -1928,20 +2028,23 @@ __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], u
       finish_rows_3(m_tile, reductions, column, lane, arena, exchange_words);
     }
   }
-  turn = turn ^ 1;
-  finisher = finisher + 1;
+  turn ^= 1;
+  finisher += 1;
   if (finisher == 1) {
     finisher = 0;
   }
 }
 
-// norm, gate and up, SwiGLU
+// ---- phase gate_up ---------------------------------------------------------------------------------
+// Norm; gate and up; SwiGLU.
+// Waits for: middle.
+// Makes: gated.
 __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint32_t layer, const bf16* norms, uint8_t* arena, uint32_t column_count, uint32_t* exchange_words, uint32_t lane,
     uint32_t warp, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
     uint32_t& turn, uint32_t& finisher, uint64_t& arrivals_due, uint64_t* counter) {
   if (thread == 0) {
-    store_relaxed_u32(progress + block, step * 17 + (layer * 5 + 3));
+    store_relaxed_u32(progress + block, step * 17 + layer * 5 + 3);
   }
   prefetch(norms + (layer * 2 + 2) * 128, thread, block);
   uint32_t position = (block + 124) % 132;
@@ -1955,8 +2058,7 @@ __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uin
       uint4 weights[8];
       #pragma unroll
       for (uint32_t number = 0; number < 1; ++number) {
-        uint4 value = load_constant_u32x4(own_units + (first_unit + number * 256 - thread) / 8 * 8);
-        weights[number] = value;
+        weights[number] = load_constant_u32x4(own_units + (first_unit + number * 256 - thread) / 8 * 8);
       }
       if (thread / 4 % 8 < column_count) {
         uint4 units[8];
@@ -1992,7 +2094,7 @@ __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uin
   // grid barrier
   named_barrier(1, 256);
   if (thread == 0) {
-    arrivals_due = arrivals_due + 132;
+    arrivals_due += 132;
     add_release_u64(counter, 1);
     wait_at_least_u64(counter, arrivals_due);
   }
@@ -2073,20 +2175,20 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, float* reductions
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
     uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum = half_sum + reductions[place * 8 + column];
+    half_sum += reductions[place * 8 + column];
   }
-  float value = shuffle_xor_f32(half_sum, 16);
-  float row_sum = half_sum + value;
+  float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float* residual = (float*)(arena + RESIDUAL);
-  float value_2 = row_sum;
+  float value = row_sum;
   if (lane < 16) {
     uint32_t place = (m_tile / 132 * 16 + row) * 8 + column;
-    value_2 = value_2 + residual[place];
-    residual[place] = value_2;
+    value += residual[place];
+    residual[place] = value;
   }
-  publish_rows_3(value_2, m_tile * 16, lane, exchange_words, column);
+  publish_rows_3(value, m_tile * 16, lane, exchange_words, column);
 }
 
+// The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
     uint32_t warp, uint32_t lane, uint32_t& finisher, uint32_t column_count, uint32_t* exchange_words) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
@@ -2098,20 +2200,23 @@ __device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], u
       finish_rows_4(m_tile, reductions, column, lane, arena, exchange_words);
     }
   }
-  turn = turn ^ 1;
-  finisher = finisher + 1;
+  turn ^= 1;
+  finisher += 1;
   if (finisher == 1) {
     finisher = 0;
   }
 }
 
-// projection onto the residual
+// ---- phase down ------------------------------------------------------------------------------------
+// Projection onto the residual.
+// Waits for: gated.
+// Makes: hidden.
 __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     uint8_t* arena, uint32_t column_count, uint32_t* exchange_words, uint64_t* full, uint32_t& use_stage,
     uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint32_t lane, uint64_t* empty, uint32_t& turn,
     uint32_t& finisher, uint64_t& arrivals_due, uint64_t* counter) {
   if (thread == 0) {
-    store_relaxed_u32(progress + block, step * 17 + (layer * 5 + 4));
+    store_relaxed_u32(progress + block, step * 17 + layer * 5 + 4);
   }
   uint32_t position = block % 132;
   if (position < 8) {
@@ -2133,7 +2238,7 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
   // grid barrier
   named_barrier(1, 256);
   if (thread == 0) {
-    arrivals_due = arrivals_due + 132;
+    arrivals_due += 132;
     add_release_u64(counter, 1);
     wait_at_least_u64(counter, arrivals_due);
   }
@@ -2158,13 +2263,12 @@ __device__ __forceinline__ float gumbel(uint32_t token, uint32_t position, uint6
     c1 = low1;
     c2 = high0 ^ c3 ^ k1;
     c3 = low0;
-    k0 = k0 + 2654435769u;
-    k1 = k1 + 3144134277u;
+    k0 += 2654435769u;
+    k1 += 3144134277u;
   }
   uint32_t word = c0;
   float uniform = ((float)(word >> 9) + 0.5f) * 1.1920929e-07f;
-  float noise = -log_f32(-log_f32(uniform));
-  return noise;
+  return -log_f32(-log_f32(uniform));
 }
 
 // Take an M-tile's logits in: one row a lane. A lane sees ascending ids, so `>` keeps the lowest on ties.
@@ -2176,8 +2280,7 @@ __device__ __forceinline__ void consider(float logit, uint32_t m_tile, uint32_t 
   if (temperature > 0.0f) {
     uint64_t seed = ((uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 8 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 8 + 4]);
     uint32_t position = ((uint32_t*)(arena + COLUMNS))[column * 8] + 1;
-    float value = gumbel(token, position, seed);
-    candidate = divide_f32(logit, temperature) + value;
+    candidate = divide_f32(logit, temperature) + gumbel(token, position, seed);
   }
   if (token < 512 && candidate > best) {
     best = candidate;
@@ -2194,10 +2297,9 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
     uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum = half_sum + reductions[place * 8 + column];
+    half_sum += reductions[place * 8 + column];
   }
-  float value = shuffle_xor_f32(half_sum, 16);
-  float row_sum = half_sum + value;
+  float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float logit = row_sum * ((float*)(arena + SCALES))[column];
   uint32_t token = m_tile * 16 + row;
   if (logits != nullptr && lane < 16 && token < 512) {
@@ -2207,6 +2309,7 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
   consider(logit, m_tile, row, arena, column, best, best_token);
 }
 
+// The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
     uint32_t warp, uint32_t lane, uint32_t& finisher, uint32_t column_count, float* logits, uint32_t step, float& best,
     uint32_t& best_token) {
@@ -2219,14 +2322,17 @@ __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], u
       finish_rows_5(m_tile, reductions, column, lane, arena, logits, step, best, best_token);
     }
   }
-  turn = turn ^ 1;
-  finisher = finisher + 1;
+  turn ^= 1;
+  finisher += 1;
   if (finisher == 1) {
     finisher = 0;
   }
 }
 
-// final norm, logits, candidates
+// ---- phase lm_head ---------------------------------------------------------------------------------
+// Final norm; logits; each lane's best candidates.
+// Waits for: hidden of the last layer.
+// Makes: logits, where they are wanted, and candidates in registers.
 __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint32_t head_from, float* logits, uint8_t* arena, const bf16* norms, uint32_t column_count,
     uint32_t* exchange_words, uint32_t lane, uint32_t warp, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
@@ -2246,8 +2352,7 @@ __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uin
         uint4 weights[8];
         #pragma unroll
         for (uint32_t number = 0; number < 1; ++number) {
-          uint4 value = load_constant_u32x4(own_units + (first_unit + number * 256 - thread) / 8 * 8);
-          weights[number] = value;
+          weights[number] = load_constant_u32x4(own_units + (first_unit + number * 256 - thread) / 8 * 8);
         }
         if (thread / 4 % 8 < column_count) {
           uint4 units[8];
@@ -2283,6 +2388,7 @@ __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uin
   }
 }
 
+// The best candidate of a warp's lanes, on all of them; the lowest id on ties.
 __device__ __forceinline__ void best_of_warp(float& best, uint32_t& best_token) {
   #pragma unroll 1
   for (uint32_t level = 0; level < 5; ++level) {
@@ -2357,13 +2463,17 @@ __device__ __forceinline__ void best_of_2(uint32_t column, uint8_t* arena, uint3
   best_token_out = best_token;
 }
 
+// ---- phase sampling --------------------------------------------------------------------------------
+// The grid's choice; the meeting of all blocks that ends a step.
+// Waits for: the candidates of all blocks.
+// Makes: candidates, and every column's token in `chosen`.
 __device__ __forceinline__ void sampling(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint8_t* arena, float& best, uint32_t& best_token, uint32_t lane, uint32_t warp, uint32_t* exchange_words,
     uint64_t& arrivals_due, uint64_t* counter, uint32_t step_epoch) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 17 + 16);
   }
-  uint32_t first_word = step % 2 * 132 * 16;
+  uint32_t first_word = step % 2 * 2112;
   lay_down_warps(arena, best, best_token, lane, warp);
   named_barrier(1, 256);
   float best_2;
@@ -2377,7 +2487,7 @@ __device__ __forceinline__ void sampling(uint32_t thread, uint32_t* progress, ui
   // grid barrier
   named_barrier(1, 256);
   if (thread == 0) {
-    arrivals_due = arrivals_due + 132;
+    arrivals_due += 132;
     add_release_u64(counter, 1);
     wait_at_least_u64(counter, arrivals_due);
   }
@@ -2400,21 +2510,18 @@ __device__ __forceinline__ void take(uint32_t column, uint32_t& going_on, uint8_
   uint32_t sequence = ((uint32_t*)(arena + COLUMNS))[column * 8 + 6];
   uint32_t number = ((uint32_t*)(arena + COLUMNS))[column * 8 + 1];
   uint32_t total = ((uint32_t*)(arena + COLUMNS))[column * 8 + 2];
-  uint32_t value = load_constant_u32(sequences + (sequence * 16 + 2));
-  uint32_t given_2 = value;
-  uint32_t value_2 = load_constant_u32(sequences + (sequence * 16 + 1));
-  uint32_t per_step = value_2;
+  uint32_t given_2 = load_constant_u32(sequences + (sequence * 16 + 2));
+  uint32_t per_step = load_constant_u32(sequences + (sequence * 16 + 1));
   uint32_t sampled = ((uint32_t*)(arena + CHOSEN))[column];
   uint32_t stopped = ((uint32_t*)(arena + COLUMNS))[column * 8 + 7];
   if (number + 1 >= given_2 && number < total) {
     if (block == 0) {
       tokens[sequence * 513 + number + 1] = (int32_t)(sampled);
     }
-    uint32_t value_3 = load_constant_u32(sequences + (sequence * 16 + 8));
-    uint32_t first_stop = value_3;
-    uint32_t value_4 = load_constant_u32(sequences + (sequence * 16 + 9));
+    uint32_t first_stop = load_constant_u32(sequences + (sequence * 16 + 8));
+    uint32_t stop_count = load_constant_u32(sequences + (sequence * 16 + 9));
     #pragma unroll 1
-    for (uint32_t stop = 0; stop < value_4; ++stop) {
+    for (uint32_t stop = 0; stop < stop_count; ++stop) {
       if ((uint32_t)(stop_ids[first_stop + stop]) == sampled) {
         stopped = 1;
       }
@@ -2431,9 +2538,37 @@ __device__ __forceinline__ void take(uint32_t column, uint32_t& going_on, uint8_
   if (following >= given_2 && per_step == 1) {
     next_token[column] = sampled < 511 ? sampled : 511;
   } else {
-    uint32_t value_3 = given(sequence, following, sequences, tokens);
-    next_token[column] = value_3;
+    next_token[column] = given(sequence, following, sequences, tokens);
   }
+}
+
+// One warp takes every column's next token, given or chosen, and finds whether to go on; then all warps go on
+// together, and the producer lane with them.
+__device__ __forceinline__ void take_tokens(uint32_t step, uint32_t warp, uint32_t lane, uint32_t column_count,
+    uint8_t* arena, const int32_t* sequences, uint32_t block, int32_t* tokens, const int32_t* stop_ids,
+    uint32_t* next_token, uint32_t thread, int32_t* status, uint64_t* step_done) {
+  if (warp == 0) {
+    uint32_t going_on = 0;
+    #pragma unroll 1
+    for (uint32_t column = lane; column < column_count; column += 32) {
+      take(column, going_on, arena, sequences, block, tokens, stop_ids, next_token);
+    }
+    #pragma unroll 1
+    for (uint32_t level = 0; level < 5; ++level) {
+      going_on |= shuffle_xor_u32(going_on, 16u >> level);
+    }
+    warp_barrier();
+    if (thread == 0) {
+      if (block == 0) {
+        status[0] = (int32_t)(step + 1);
+      }
+      mbarrier_wait(step_done + 1, (step + 1) % 2);
+      next_token[8] = going_on == 0 ? 1u : 0u;
+      fence_proxy_async();
+      mbarrier_arrive(step_done);
+    }
+  }
+  named_barrier(1, 256);
 }
 
 // In the consumer role: use up the block's chunks of a matrix that were fetched in vain.
@@ -2454,7 +2589,11 @@ __device__ __forceinline__ void skip(uint32_t block, uint64_t* full, uint32_t& u
   }
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* weights, const bf16* norms, const bf16* embedding, const float* rope, bf16* kv, const int32_t* page_table, const int32_t* kv_plans, const int32_t* tiles, const int32_t* sequences, const int32_t* columns, uint8_t* exchange, int32_t* tokens, const int32_t* stop_ids, float* logits, uint32_t* progress, int32_t* status, uint32_t steps, uint32_t head_from, uint32_t column_count, uint32_t plan_count, uint32_t epoch) {
+extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* weights, const bf16* norms,
+    const bf16* embedding, const float* rope, bf16* kv, const int32_t* page_table, const int32_t* kv_plans,
+    const int32_t* tiles, const int32_t* sequences, const int32_t* columns, uint8_t* exchange, int32_t* tokens,
+    const int32_t* stop_ids, float* logits, uint32_t* progress, int32_t* status, uint32_t steps, uint32_t head_from,
+    uint32_t column_count, uint32_t plan_count, uint32_t epoch) {
   uint8_t* arena = shared_arena();
   uint32_t block = blockIdx.x;
   uint32_t thread = threadIdx.x;
@@ -2466,6 +2605,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
   uint8_t* ring = arena + RING;
   uint64_t* step_done = (uint64_t*)(arena + STEP_DONE);
   uint32_t* next_token = (uint32_t*)(arena + NEXT_TOKEN);
+  // barriers, and every column's first token
   if (thread == 0) {
     for (uint32_t stage = 0; stage < 12; ++stage) {
       mbarrier_init(full + stage, 1);
@@ -2475,7 +2615,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
     mbarrier_init(step_done + 1, 1);
     mbarrier_fence_init();
   }
-  take_first(thread, column_count, columns, sequences, tokens, next_token, arena);
+  take_first(thread, column_count, columns, next_token, sequences, tokens, arena);
   block_barrier();
   if (warp >= 8) {
     give_registers();
@@ -2487,100 +2627,33 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       uint32_t landed_stage = 9;
       uint32_t landed_parity = 1;
       for (uint32_t step = 0; step < steps; ++step) {
-        bool is_new = step == 0;
-        uint32_t following = plan_index + 1;
-        if (following < plan_count) {
-          uint32_t first_step = load_constant_u32(kv_plans + following * 4928);
-          if (first_step <= step) {
-            plan_index = following;
-            is_new = true;
-          }
-        }
+        follow_plan(plan_index, step, plan_count, kv_plans);
         for (uint32_t layer = 0; layer < 3; ++layer) {
           uint64_t layer_offset = (uint64_t)(layer) * 442368;
           // qkv
-          uint32_t position = (block + 124) % 132;
-          const uint8_t* matrix = weights + layer_offset;
-          copy_chunks(matrix, position, empty, fill_stage, fill_parity, full, landed_stage, landed_parity, ring);
+          fetch_qkv(block, weights, layer_offset, empty, fill_stage, fill_parity, full, landed_stage, landed_parity,
+              ring);
           // keys and values of earlier tokens
-          if (layer == 0) {
-            if (step > 0) {
-              mbarrier_wait(step_done, (step + 1) % 2);
-              fence_proxy_async();
-              uint32_t stop = next_token[8];
-              mbarrier_arrive(step_done + 1);
-              if (stop != 0) {
-                return;
-              }
+          if (layer == 0 && step > 0) {
+            if (launch_is_over(step, step_done, next_token)) {
+              return;
             }
           }
-          uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 4928 + (block + 64)));
-          uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 4928 + (block + 1 + 64)));
-          #pragma unroll 1
-          for (uint32_t number = first_item; number < last_item; ++number) {
-            const int32_t* record = kv_plans + (plan_index * 4928 + (number * 8 + 256));
-            uint4 what = load_constant_u32x4(record);
-            uint4 rest = load_constant_u32x4(record + 4);
-            const int32_t* record_2 = tiles + what.y * 8;
-            uint4 place = load_constant_u32x4(record_2);
-            uint4 keys = load_constant_u32x4(record_2 + 4);
-            uint32_t end = rest.x < keys.x + keys.y * step ? rest.x : keys.x + keys.y * step;
-            #pragma unroll 1
-            for (uint32_t first = what.w; first < end; first += 64) {
-              uint32_t count = end - first < 64 ? end - first : 64;
-              uint32_t pages[4];
-              #pragma unroll
-              for (uint32_t number_2 = 0; number_2 < 4; ++number_2) {
-                uint32_t token = first + number_2 * 16 < end - 1 ? first + number_2 * 16 : end - 1;
-                uint32_t value = load_constant_u32(page_table + (place.z + token / 16));
-                pages[number_2] = value;
-              }
-              mbarrier_wait(empty + fill_stage, fill_parity);
-              mbarrier_wait(full + landed_stage, landed_parity);
-              advance(landed_stage, landed_parity);
-              uint64_t* barrier = full + fill_stage;
-              uint8_t* destination = ring + fill_stage * 16384;
-              mbarrier_arrive_expect_tx(barrier, count * 256);
-              #pragma unroll
-              for (uint32_t number_2 = 0; number_2 < 4; ++number_2) {
-                if (number_2 * 16 < count) {
-                  uint32_t run = count - number_2 * 16 < 16 ? count - number_2 * 16 : 16;
-                  uint64_t offset = (uint64_t)(layer) * 1048576 + (uint64_t)(pages[number_2]) * 4096;
-                  bf16* key = kv + (offset + (uint64_t)(what.z * 1024));
-                  uint8_t* keys_2 = destination + number_2 * 16 * 128;
-                  bulk_copy(keys_2, key, run * 128, barrier);
-                  bulk_copy(keys_2 + 8192, key + 2048, run * 128, barrier);
-                }
-              }
-              advance(fill_stage, fill_parity);
-            }
-          }
+          copy_items(layer, step, kv_plans, plan_index, block, tiles, page_table, empty, fill_stage, fill_parity, full,
+              landed_stage, landed_parity, ring, kv);
           // o
-          uint32_t position_2 = block % 132;
-          uint64_t first_byte = layer_offset + 131072;
-          const uint8_t* matrix_2 = weights + first_byte;
-          copy_chunks_2(matrix_2, position_2, empty, fill_stage, fill_parity, full, landed_stage, landed_parity, ring);
+          fetch_o(block, weights, layer_offset, empty, fill_stage, fill_parity, full, landed_stage, landed_parity,
+              ring);
           // gate_up
-          uint32_t position_3 = (block + 124) % 132;
-          uint64_t first_byte_2 = layer_offset + 196608;
-          const uint8_t* matrix_3 = weights + first_byte_2;
-          copy_chunks_3(matrix_3, position_3, empty, fill_stage, fill_parity, full, landed_stage, landed_parity, ring);
+          fetch_gate_up(block, weights, layer_offset, empty, fill_stage, fill_parity, full, landed_stage, landed_parity,
+              ring);
           // down
-          uint32_t position_4 = block % 132;
-          uint64_t first_byte_3 = layer_offset + 360448;
-          const uint8_t* matrix_4 = weights + first_byte_3;
-          #pragma unroll 1
-          for (uint32_t slice = 0; slice < 2; ++slice) {
-            uint32_t end = slice + 1 < 1 ? slice + 1 : 1;
-            copy_chunks_4(matrix_4, position_4, slice, end, empty, fill_stage, fill_parity, full, landed_stage,
-                landed_parity, ring);
-          }
+          fetch_down(block, weights, layer_offset, empty, fill_stage, fill_parity, full, landed_stage, landed_parity,
+              ring);
         }
         // lm_head
         if (step >= head_from || logits != nullptr) {
-          uint32_t position = (block + 124) % 132;
-          const uint8_t* matrix = weights + 1327104;
-          copy_chunks(matrix, position, empty, fill_stage, fill_parity, full, landed_stage, landed_parity, ring);
+          fetch_lm_head(block, weights, empty, fill_stage, fill_parity, full, landed_stage, landed_parity, ring);
         }
         // sampling
       }
@@ -2602,16 +2675,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
     }
     named_barrier(1, 256);
     for (uint32_t step = 0; step < steps; ++step) {
-      bool is_new = step == 0;
-      uint32_t following = plan_index + 1;
-      if (following < plan_count) {
-        uint32_t first_step = load_constant_u32(kv_plans + following * 4928);
-        if (first_step <= step) {
-          plan_index = following;
-          is_new = true;
-        }
-      }
-      bool has_new_plan = is_new;
+      bool has_new_plan = follow_plan(plan_index, step, plan_count, kv_plans);
       uint32_t step_epoch = epoch + step * 4;
       begin_step(step, arena, thread, column_count, columns, sequences);
       if (has_new_plan) {
@@ -2641,30 +2705,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
           full, use_stage, use_parity, ring, empty, turn, finisher, best, best_token);
       sampling(thread, progress, block, step, arena, best, best_token, lane, warp, exchange_words, arrivals_due,
           counter, step_epoch);
-      // the next tokens, and whether the launch ends
-      if (warp == 0) {
-        uint32_t going_on = 0;
-        #pragma unroll 1
-        for (uint32_t column = lane; column < column_count; column += 32) {
-          take(column, going_on, arena, sequences, block, tokens, stop_ids, next_token);
-        }
-        #pragma unroll 1
-        for (uint32_t level = 0; level < 5; ++level) {
-          uint32_t value = shuffle_xor_u32(going_on, 16u >> level);
-          going_on = going_on | value;
-        }
-        warp_barrier();
-        if (thread == 0) {
-          if (block == 0) {
-            status[0] = (int32_t)(step + 1);
-          }
-          mbarrier_wait(step_done + 1, (step + 1) % 2);
-          next_token[8] = going_on == 0 ? 1u : 0u;
-          fence_proxy_async();
-          mbarrier_arrive(step_done);
-        }
-      }
-      named_barrier(1, 256);
+      take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, stop_ids, next_token, thread, status,
+          step_done);
       if (next_token[8] != 0) {
         // the producer lane has fetched what it does not need the tokens for: use it up
         if (step + 1 < steps) {

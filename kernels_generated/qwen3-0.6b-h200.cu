@@ -335,8 +335,7 @@ constexpr uint32_t NEXT_TOKEN = 218400;
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t number, const int32_t* sequences,
     int32_t* tokens) {
   uint32_t token = 0;
-  uint32_t value = load_constant_u32(sequences + (sequence * 16 + 2));
-  if (number < value) {
+  if (number < load_constant_u32(sequences + (sequence * 16 + 2))) {
     uint32_t place = sequence * 65 + number;
     token = (uint32_t)(tokens[place]) < 151935 ? (uint32_t)(tokens[place]) : 151935;
   }
@@ -345,30 +344,45 @@ __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t number, co
 
 // The first token of every column. A block barrier must follow.
 __device__ __forceinline__ void take_first(uint32_t thread, uint32_t column_count, const int32_t* columns,
-    const int32_t* sequences, int32_t* tokens, uint32_t* next_token, uint8_t* arena) {
+    uint32_t* next_token, const int32_t* sequences, int32_t* tokens, uint8_t* arena) {
   if (thread < column_count) {
-    uint32_t value = load_constant_u32(columns + thread * 4);
-    uint32_t sequence = value;
-    uint32_t value_2 = load_constant_u32(columns + (thread * 4 + 1));
-    uint32_t number = value_2;
-    uint32_t value_3 = given(sequence, number, sequences, tokens);
-    next_token[thread] = value_3;
+    uint32_t sequence = load_constant_u32(columns + thread * 4);
+    uint32_t number = load_constant_u32(columns + (thread * 4 + 1));
+    next_token[thread] = given(sequence, number, sequences, tokens);
     ((uint32_t*)(arena + COLUMNS))[thread * 8 + 7] = 0;
   }
 }
 
+// Move on to the next plan if it begins in this step. Whether it is not the plan of the step before.
+__device__ __forceinline__ bool follow_plan(uint32_t& plan_index, uint32_t step, uint32_t plan_count,
+    const int32_t* kv_plans) {
+  bool is_new = step == 0;
+  uint32_t following = plan_index + 1;
+  if (following < plan_count) {
+    uint32_t first_step = load_constant_u32(kv_plans + following * 2880);
+    if (first_step <= step) {
+      plan_index = following;
+      is_new = true;
+    }
+  }
+  return is_new;
+}
+
 // The next stage of the ring; behind the last comes the first, in the next pass.
 __device__ __forceinline__ void advance(uint32_t& stage, uint32_t& parity) {
-  stage = stage + 1;
+  stage += 1;
   if (stage == 12) {
     stage = 0;
-    parity = parity ^ 1;
+    parity ^= 1;
   }
 }
 
-__device__ __forceinline__ void copy_chunks(const uint8_t* matrix, uint32_t position, uint64_t* empty,
-    uint32_t& fill_stage, uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity,
-    uint8_t* ring) {
+// The block's M-tiles of qkv, chunk by chunk, into the stages of the ring.
+__device__ __forceinline__ void fetch_qkv(uint32_t block, const uint8_t* weights, uint64_t layer_offset,
+    uint64_t* empty, uint32_t& fill_stage, uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage,
+    uint32_t& landed_parity, uint8_t* ring) {
+  uint32_t position = (block + 68) % 132;
+  const uint8_t* matrix = weights + layer_offset;
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
     uint32_t wave = m_tile / 132;
@@ -389,9 +403,67 @@ __device__ __forceinline__ void copy_chunks(const uint8_t* matrix, uint32_t posi
   }
 }
 
-__device__ __forceinline__ void copy_chunks_2(const uint8_t* matrix, uint32_t position, uint64_t* empty,
+// In the producer role: wait for the end of the last step, and see whether it was the launch's last.
+__device__ __forceinline__ bool launch_is_over(uint32_t step, uint64_t* step_done, uint32_t* next_token) {
+  mbarrier_wait(step_done, (step + 1) % 2);
+  fence_proxy_async();
+  uint32_t stop = next_token[1];
+  mbarrier_arrive(step_done + 1);
+  return stop != 0;
+}
+
+// The cached keys and values of this block's items, one item after the other.
+__device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step, const int32_t* kv_plans, uint32_t plan_index,
+    uint32_t block, const int32_t* tiles, const int32_t* page_table, uint64_t* empty, uint32_t& fill_stage,
+    uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity, uint8_t* ring, bf16* kv) {
+  uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 2880 + block + 64));
+  uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 2880 + block + 65));
+  #pragma unroll 1
+  for (uint32_t number = first_item; number < last_item; ++number) {
+    const int32_t* record = kv_plans + (plan_index * 2880 + number * 8 + 256);
+    uint4 what = load_constant_u32x4(record);
+    uint4 rest = load_constant_u32x4(record + 4);
+    const int32_t* record_2 = tiles + what.y * 8;
+    uint4 place = load_constant_u32x4(record_2);
+    uint4 keys = load_constant_u32x4(record_2 + 4);
+    uint32_t end = rest.x < keys.x + keys.y * step ? rest.x : keys.x + keys.y * step;
+    #pragma unroll 1
+    for (uint32_t first = what.w; first < end; first += 32) {
+      uint32_t count = end - first < 32 ? end - first : 32;
+      uint32_t pages[2];
+      #pragma unroll
+      for (uint32_t number_2 = 0; number_2 < 2; ++number_2) {
+        uint32_t token = first + number_2 * 16 < end - 1 ? first + number_2 * 16 : end - 1;
+        pages[number_2] = load_constant_u32(page_table + (place.z + token / 16));
+      }
+      mbarrier_wait(empty + fill_stage, fill_parity);
+      mbarrier_wait(full + landed_stage, landed_parity);
+      advance(landed_stage, landed_parity);
+      uint64_t* barrier = full + fill_stage;
+      uint8_t* destination = ring + fill_stage * 16384;
+      mbarrier_arrive_expect_tx(barrier, count * 512);
+      #pragma unroll
+      for (uint32_t number_2 = 0; number_2 < 2; ++number_2) {
+        if (number_2 * 16 < count) {
+          uint32_t run = count - number_2 * 16 < 16 ? count - number_2 * 16 : 16;
+          uint64_t offset = (uint64_t)(layer) * 16777216 + (uint64_t)(pages[number_2]) * 32768;
+          bf16* key = kv + (offset + (uint64_t)(what.z * 2048));
+          uint8_t* keys_2 = destination + number_2 * 4096;
+          bulk_copy(keys_2, key, run * 256, barrier);
+          bulk_copy(keys_2 + 8192, key + 16384, run * 256, barrier);
+        }
+      }
+      advance(fill_stage, fill_parity);
+    }
+  }
+}
+
+// The block's M-tiles of o, chunk by chunk, into the stages of the ring.
+__device__ __forceinline__ void fetch_o(uint32_t block, const uint8_t* weights, uint64_t layer_offset, uint64_t* empty,
     uint32_t& fill_stage, uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity,
     uint8_t* ring) {
+  uint32_t position = block % 132;
+  const uint8_t* matrix = weights + (layer_offset + 8388608);
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 64; m_tile += 132) {
     uint32_t wave = m_tile / 132;
@@ -411,9 +483,12 @@ __device__ __forceinline__ void copy_chunks_2(const uint8_t* matrix, uint32_t po
   }
 }
 
-__device__ __forceinline__ void copy_chunks_3(const uint8_t* matrix, uint32_t position, uint64_t* empty,
-    uint32_t& fill_stage, uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity,
-    uint8_t* ring) {
+// The block's M-tiles of gate_up, chunk by chunk, into the stages of the ring.
+__device__ __forceinline__ void fetch_gate_up(uint32_t block, const uint8_t* weights, uint64_t layer_offset,
+    uint64_t* empty, uint32_t& fill_stage, uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage,
+    uint32_t& landed_parity, uint8_t* ring) {
+  uint32_t position = (block + 68) % 132;
+  const uint8_t* matrix = weights + (layer_offset + 12582912);
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 384; m_tile += 132) {
     uint32_t wave = m_tile / 132;
@@ -434,31 +509,42 @@ __device__ __forceinline__ void copy_chunks_3(const uint8_t* matrix, uint32_t po
   }
 }
 
-__device__ __forceinline__ void copy_chunks_4(const uint8_t* matrix, uint32_t position, uint32_t first, uint32_t end,
+// The block's M-tiles of down, chunk by chunk, into the stages of the ring.
+__device__ __forceinline__ void fetch_down(uint32_t block, const uint8_t* weights, uint64_t layer_offset,
     uint64_t* empty, uint32_t& fill_stage, uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage,
     uint32_t& landed_parity, uint8_t* ring) {
+  uint32_t position = block % 132;
+  const uint8_t* matrix = weights + (layer_offset + 25165824);
   #pragma unroll 1
-  for (uint32_t m_tile = position; m_tile < 64; m_tile += 132) {
-    uint32_t wave = m_tile / 132;
-    uint64_t wave_bytes = (uint64_t)(wave) * 12976128;
+  for (uint32_t slice = 0; slice < 2; ++slice) {
+    uint32_t first = slice * 3;
+    uint32_t end = first + 3 < 6 ? first + 3 : 6;
     #pragma unroll 1
-    for (uint32_t chunk = first; chunk < end; ++chunk) {
-      const uint8_t* source = matrix + (wave_bytes + (uint64_t)(64 * chunk * 16384 + position * 16384));
-      mbarrier_wait(empty + fill_stage, fill_parity);
-      mbarrier_wait(full + landed_stage, landed_parity);
-      advance(landed_stage, landed_parity);
-      uint64_t* barrier = full + fill_stage;
-      uint8_t* destination = ring + fill_stage * 16384;
-      mbarrier_arrive_expect_tx(barrier, 16384);
-      bulk_copy(destination, source, 16384, barrier);
-      advance(fill_stage, fill_parity);
+    for (uint32_t m_tile = position; m_tile < 64; m_tile += 132) {
+      uint32_t wave = m_tile / 132;
+      uint64_t wave_bytes = (uint64_t)(wave) * 12976128;
+      #pragma unroll 1
+      for (uint32_t chunk = first; chunk < end; ++chunk) {
+        const uint8_t* source = matrix + (wave_bytes + (uint64_t)(64 * chunk * 16384 + position * 16384));
+        mbarrier_wait(empty + fill_stage, fill_parity);
+        mbarrier_wait(full + landed_stage, landed_parity);
+        advance(landed_stage, landed_parity);
+        uint64_t* barrier = full + fill_stage;
+        uint8_t* destination = ring + fill_stage * 16384;
+        mbarrier_arrive_expect_tx(barrier, 16384);
+        bulk_copy(destination, source, 16384, barrier);
+        advance(fill_stage, fill_parity);
+      }
     }
   }
 }
 
-__device__ __forceinline__ void copy_chunks_5(const uint8_t* matrix, uint32_t position, uint64_t* empty,
+// The block's M-tiles of lm_head, chunk by chunk, into the stages of the ring.
+__device__ __forceinline__ void fetch_lm_head(uint32_t block, const uint8_t* weights, uint64_t* empty,
     uint32_t& fill_stage, uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity,
     uint8_t* ring) {
+  uint32_t position = (block + 68) % 132;
+  const uint8_t* matrix = weights + 880803840;
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 9496; m_tile += 132) {
     uint32_t wave = m_tile / 132;
@@ -484,43 +570,35 @@ __device__ __forceinline__ void begin_step(uint32_t step, uint8_t* arena, uint32
     const int32_t* columns, const int32_t* sequences) {
   uint32_t* state = (uint32_t*)(arena + COLUMNS);
   if (thread < column_count) {
-    uint32_t value = load_constant_u32(columns + thread * 4);
-    uint32_t sequence = value;
-    uint32_t value_2 = load_constant_u32(sequences + (sequence * 16 + 1));
-    uint32_t value_3 = load_constant_u32(columns + (thread * 4 + 1));
-    uint32_t number = step * value_2 + value_3;
+    uint32_t sequence = load_constant_u32(columns + thread * 4);
+    uint32_t per_step = load_constant_u32(sequences + (sequence * 16 + 1));
+    uint32_t number = step * per_step + load_constant_u32(columns + (thread * 4 + 1));
     uint32_t* words = state + thread * 8;
-    uint32_t value_4 = load_constant_u32(sequences + sequence * 16);
-    uint32_t position = value_4 + number < 8191 ? value_4 + number : 8191;
-    words[0] = position;
+    uint32_t position = load_constant_u32(sequences + sequence * 16) + number;
+    words[0] = position < 8191 ? position : 8191;
     words[1] = number;
-    uint32_t value_5 = load_constant_u32(sequences + (sequence * 16 + 3));
-    words[2] = value_5;
-    uint32_t value_6 = load_constant_u32(sequences + (sequence * 16 + 5));
-    words[3] = value_6;
-    uint32_t value_7 = load_constant_u32(sequences + (sequence * 16 + 6));
-    words[4] = value_7;
-    uint32_t value_8 = load_constant_u32(sequences + (sequence * 16 + 7));
-    words[5] = value_8;
+    words[2] = load_constant_u32(sequences + (sequence * 16 + 3));
+    words[3] = load_constant_u32(sequences + (sequence * 16 + 5));
+    words[4] = load_constant_u32(sequences + (sequence * 16 + 6));
+    words[5] = load_constant_u32(sequences + (sequence * 16 + 7));
     words[6] = sequence;
   }
 }
 
+// A tile's record, in two units of 16 bytes.
 __device__ __forceinline__ void keep_tile(uint4* place, uint32_t number, const int32_t* tiles) {
   const int32_t* record = tiles + number * 8;
-  uint4 value = load_constant_u32x4(record);
-  place[0] = value;
-  uint4 value_2 = load_constant_u32x4(record + 4);
-  place[1] = value_2;
+  place[0] = load_constant_u32x4(record);
+  place[1] = load_constant_u32x4(record + 4);
 }
 
+// An item's record and its tile's, in four units of 16 bytes.
 __device__ __forceinline__ void keep_item(uint4* place, uint32_t number, const int32_t* kv_plans, uint32_t plan_index,
     const int32_t* tiles) {
-  const int32_t* record = kv_plans + (plan_index * 2880 + (number * 8 + 256));
+  const int32_t* record = kv_plans + (plan_index * 2880 + number * 8 + 256);
   uint4 what = load_constant_u32x4(record);
   place[0] = what;
-  uint4 value = load_constant_u32x4(record + 4);
-  place[1] = value;
+  place[1] = load_constant_u32x4(record + 4);
   keep_tile(place + 2, what.y, tiles);
 }
 
@@ -528,18 +606,17 @@ __device__ __forceinline__ void keep_item(uint4* place, uint32_t number, const i
 __device__ __forceinline__ void keep_merge(uint32_t job, uint32_t merge_rows, uint8_t* arena, uint32_t warp,
     const int32_t* kv_plans, uint32_t plan_index, uint32_t lane, const int32_t* tiles) {
   uint4* place = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
-  uint32_t number = load_constant_u32(kv_plans + (plan_index * 2880 + (job / merge_rows * 2 + 2496)));
-  uint32_t head = load_constant_u32(kv_plans + (plan_index * 2880 + (job / merge_rows * 2 + 1 + 2496)));
-  uint32_t begin = load_constant_u32(kv_plans + (plan_index * 2880 + (job / merge_rows + 2432)));
-  uint32_t end = load_constant_u32(kv_plans + (plan_index * 2880 + (job / merge_rows + 1 + 2432)));
+  uint32_t number = load_constant_u32(kv_plans + (plan_index * 2880 + job / merge_rows * 2 + 2496));
+  uint32_t head = load_constant_u32(kv_plans + (plan_index * 2880 + job / merge_rows * 2 + 2497));
+  uint32_t begin = load_constant_u32(kv_plans + (plan_index * 2880 + job / merge_rows + 2432));
+  uint32_t end = load_constant_u32(kv_plans + (plan_index * 2880 + job / merge_rows + 2433));
   if (lane == 0) {
     place[0] = make_u32x4(head, job % merge_rows, begin, end);
     keep_tile(place + 1, number, tiles);
   }
   uint32_t* sources = (uint32_t*)(place + 3);
   if (lane < (end - begin < 20 ? end - begin : 20)) {
-    uint32_t value = load_constant_u32(kv_plans + (plan_index * 2880 + (begin + lane + 2560)));
-    sources[lane] = value;
+    sources[lane] = load_constant_u32(kv_plans + (plan_index * 2880 + (begin + lane) + 2560));
   }
 }
 
@@ -550,8 +627,8 @@ __device__ __forceinline__ void keep(uint8_t* arena, const int32_t* kv_plans, ui
   uint4* kept = (uint4*)(arena + RECORDS);
   uint4 header = load_constant_u32x4(kv_plans + plan_index * 2880);
   if (thread < 4) {
-    uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 2880 + (block + 64)));
-    uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 2880 + (block + 1 + 64)));
+    uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 2880 + block + 64));
+    uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 2880 + block + 65));
     if (thread == 0) {
       kept[0] = make_u32x4(first_item, last_item, header.z * header.w, header.w);
     }
@@ -612,23 +689,24 @@ __device__ __forceinline__ void prefetch_2(const bf16* source, uint32_t thread, 
   }
 }
 
+// A unit times the norm's weights into the vector, and its squares to the thread's sum.
 __device__ __forceinline__ void normalise_unit(uint4* vector, uint32_t unit, uint4 words, uint4 weight,
     float& squares) {
   float low = bf16x2_low(words.x);
   float high = bf16x2_high(words.x);
-  squares = squares + (low * low + high * high);
+  squares += low * low + high * high;
   uint32_t weights = weight.x;
   float low_2 = bf16x2_low(words.y);
   float high_2 = bf16x2_high(words.y);
-  squares = squares + (low_2 * low_2 + high_2 * high_2);
+  squares += low_2 * low_2 + high_2 * high_2;
   uint32_t weights_2 = weight.y;
   float low_3 = bf16x2_low(words.z);
   float high_3 = bf16x2_high(words.z);
-  squares = squares + (low_3 * low_3 + high_3 * high_3);
+  squares += low_3 * low_3 + high_3 * high_3;
   uint32_t weights_3 = weight.z;
   float low_4 = bf16x2_low(words.w);
   float high_4 = bf16x2_high(words.w);
-  squares = squares + (low_4 * low_4 + high_4 * high_4);
+  squares += low_4 * low_4 + high_4 * high_4;
   uint32_t weights_4 = weight.w;
   vector[unit] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4)));
 }
@@ -639,16 +717,11 @@ __device__ __forceinline__ void write_scales(float squares, uint8_t* arena, uint
   float* partial_sums = (float*)(arena + PARTIAL_SUMS);
   float* scales = (float*)(arena + SCALES);
   float sum_of_token = squares;
-  float value = shuffle_xor_f32(sum_of_token, 16);
-  sum_of_token = sum_of_token + value;
-  float value_2 = shuffle_xor_f32(sum_of_token, 8);
-  sum_of_token = sum_of_token + value_2;
-  float value_3 = shuffle_xor_f32(sum_of_token, 4);
-  sum_of_token = sum_of_token + value_3;
-  float value_4 = shuffle_xor_f32(sum_of_token, 2);
-  sum_of_token = sum_of_token + value_4;
-  float value_5 = shuffle_xor_f32(sum_of_token, 1);
-  sum_of_token = sum_of_token + value_5;
+  sum_of_token += shuffle_xor_f32(sum_of_token, 16);
+  sum_of_token += shuffle_xor_f32(sum_of_token, 8);
+  sum_of_token += shuffle_xor_f32(sum_of_token, 4);
+  sum_of_token += shuffle_xor_f32(sum_of_token, 2);
+  sum_of_token += shuffle_xor_f32(sum_of_token, 1);
   if (lane % 4 == 0 && lane < 4) {
     partial_sums[warp * 8 + lane / 4] = sum_of_token;
   }
@@ -658,7 +731,7 @@ __device__ __forceinline__ void write_scales(float squares, uint8_t* arena, uint
     #pragma unroll
     for (uint32_t other = 0; other < 8; ++other) {
       uint32_t warp_2 = other + thread / 8;
-      total = total + partial_sums[warp_2 * 8 + thread % 8];
+      total += partial_sums[warp_2 * 8 + thread % 8];
     }
     scales[thread] = rsqrt_f32(total * 0.0009765625f + 1e-06f);
   }
@@ -702,24 +775,23 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
     uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum = half_sum + reductions[place + column];
+    half_sum += reductions[place + column];
   }
-  float value = shuffle_xor_f32(half_sum, 16);
-  float row_sum = half_sum + value;
+  float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   uint32_t head = m_tile / 8;
   uint32_t m_tile_of_head = m_tile % 8;
-  float value_2 = row_sum * ((float*)(arena + SCALES))[column];
+  float value = row_sum * ((float*)(arena + SCALES))[column];
   uint32_t paired = m_tile_of_head * 8 + row % 8 + (row >= 8 ? 64u : 0u);
   bool is_paired = head < 24;
   uint32_t dim = is_paired ? paired : m_tile_of_head * 16 + row;
-  float value_3 = shuffle_xor_f32(value_2, 1);
-  uint32_t pair = pack_bf16x2(value_2, value_3);
+  uint32_t pair = pack_bf16x2(value, shuffle_xor_f32(value, 1));
   if (lane < 16 && lane % 2 == 0) {
     uint32_t place = (column * 4096 + head * 128 + dim) / 2;
     publish_flagged(exchange_words + (place + 544), pair, layer_epoch);
   }
 }
 
+// The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
     uint32_t warp, uint32_t lane, uint32_t& finisher, uint64_t* exchange_words, uint32_t layer_epoch) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
@@ -729,14 +801,17 @@ __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uin
     uint32_t column = 0;
     finish_rows(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
   }
-  turn = turn ^ 1;
-  finisher = finisher + 1;
+  turn ^= 1;
+  finisher += 1;
   if (finisher == 8) {
     finisher = 0;
   }
 }
 
-// input norm, q, k and v of these tokens, rotary embedding
+// ---- phase qkv -------------------------------------------------------------------------------------
+// Input norm; q, k and v of these tokens; rotary embedding.
+// Waits for: hidden of the layer before; in the first layer for nothing, the tokens' embeddings are there.
+// Makes: qkv, and the keys and values in the cache.
 __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     const bf16* norms, const bf16* head_norms, uint8_t* arena, const bf16* embedding, uint32_t* next_token,
     uint32_t lane, uint32_t warp, uint32_t column_count, uint64_t* exchange_words, uint32_t layer_epoch, uint64_t* full,
@@ -747,67 +822,62 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
   prefetch(norms + (layer * 2 + 1) * 1024, thread, block);
   prefetch_2(head_norms + layer * 256, thread, block);
   uint32_t position = (block + 68) % 132;
-  if (position < 256) {
-    if (layer == 0) {
-      uint4* vector = (uint4*)(arena + VECTOR);
-      float squares = 0.0f;
-      if (thread < 128) {
-        uint32_t first_unit = thread;
-        uint4 weights[8];
-        #pragma unroll
-        for (uint32_t number = 0; number < 1; ++number) {
-          uint4 value = load_constant_u32x4(norms + (first_unit + number * 256) * 8);
-          weights[number] = value;
-        }
-        uint4 units[8];
-        const bf16* embedded = embedding + (uint64_t)(next_token[0]) * 1024;
-        #pragma unroll
-        for (uint32_t number = 0; number < 1; ++number) {
-          uint4 value = load_constant_u32x4(embedded + (first_unit + number * 256) * 8);
-          units[number] = value;
-        }
-        #pragma unroll
-        for (uint32_t number = 0; number < 1; ++number) {
-          normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
-        }
+  if (layer == 0) {
+    uint4* vector = (uint4*)(arena + VECTOR);
+    float squares = 0.0f;
+    if (thread < 128) {
+      uint32_t first_unit = thread;
+      uint4 weights[8];
+      #pragma unroll
+      for (uint32_t number = 0; number < 1; ++number) {
+        weights[number] = load_constant_u32x4(norms + (first_unit + number * 256) * 8);
       }
-      write_scales(squares, arena, lane, warp, thread, column_count);
-    } else {
-      uint4* vector = (uint4*)(arena + VECTOR);
-      float squares = 0.0f;
-      if (thread < 128) {
-        uint32_t first_unit = thread;
-        uint4 weights[8];
-        #pragma unroll
-        for (uint32_t number = 0; number < 1; ++number) {
-          uint4 value = load_constant_u32x4(norms + layer * 2 * 1024 + (first_unit + number * 256) * 8);
-          weights[number] = value;
-        }
-        uint4 units[8];
-        wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 1, layer_epoch - 1);
-        #pragma unroll
-        for (uint32_t number = 0; number < 1; ++number) {
-          normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
-        }
+      uint4 units[8];
+      const bf16* embedded = embedding + (uint64_t)(next_token[0]) * 1024;
+      #pragma unroll
+      for (uint32_t number = 0; number < 1; ++number) {
+        units[number] = load_constant_u32x4(embedded + (first_unit + number * 256) * 8);
       }
-      write_scales(squares, arena, lane, warp, thread, column_count);
+      #pragma unroll
+      for (uint32_t number = 0; number < 1; ++number) {
+        normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
+      }
     }
-    #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
-      float sums[1][4] = {};
-      #pragma unroll 2
-      for (uint32_t chunk = 0; chunk < 2; ++chunk) {
-        mbarrier_wait(full + use_stage, use_parity);
-        uint8_t* chunk_2 = ring + use_stage * 16384;
-        multiply_chunk(chunk, chunk, sums, arena, chunk_2, warp, lane);
-        warp_barrier();
-        if (lane == 0) {
-          mbarrier_arrive(empty + use_stage);
-        }
-        advance(use_stage, use_parity);
+    write_scales(squares, arena, lane, warp, thread, column_count);
+  } else {
+    uint4* vector = (uint4*)(arena + VECTOR);
+    float squares = 0.0f;
+    if (thread < 128) {
+      uint32_t first_unit = thread;
+      uint4 weights[8];
+      #pragma unroll
+      for (uint32_t number = 0; number < 1; ++number) {
+        weights[number] = load_constant_u32x4(norms + layer * 2048 + (first_unit + number * 256) * 8);
       }
-      reduce(m_tile, sums, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
+      uint4 units[8];
+      wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 1, layer_epoch - 1);
+      #pragma unroll
+      for (uint32_t number = 0; number < 1; ++number) {
+        normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
+      }
     }
+    write_scales(squares, arena, lane, warp, thread, column_count);
+  }
+  #pragma unroll 1
+  for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
+    float sums[1][4] = {};
+    #pragma unroll 2
+    for (uint32_t chunk = 0; chunk < 2; ++chunk) {
+      mbarrier_wait(full + use_stage, use_parity);
+      uint8_t* chunk_2 = ring + use_stage * 16384;
+      multiply_chunk(chunk, chunk, sums, arena, chunk_2, warp, lane);
+      warp_barrier();
+      if (lane == 0) {
+        mbarrier_arrive(empty + use_stage);
+      }
+      advance(use_stage, use_parity);
+    }
+    reduce(m_tile, sums, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
   }
 }
 
@@ -842,22 +912,18 @@ __device__ __forceinline__ void load_item(uint32_t newest_begin, uint32_t newest
     values[6] = bf16x2_low(words_2.w);
     values[7] = bf16x2_high(words_2.w);
     float squares = 0.0f;
-    squares = squares + values[0] * values[0];
-    squares = squares + values[1] * values[1];
-    squares = squares + values[2] * values[2];
-    squares = squares + values[3] * values[3];
-    squares = squares + values[4] * values[4];
-    squares = squares + values[5] * values[5];
-    squares = squares + values[6] * values[6];
-    squares = squares + values[7] * values[7];
-    float value = shuffle_xor_f32(squares, 1);
-    squares = squares + value;
-    float value_2 = shuffle_xor_f32(squares, 2);
-    squares = squares + value_2;
-    float value_3 = shuffle_xor_f32(squares, 4);
-    squares = squares + value_3;
-    float value_4 = shuffle_xor_f32(squares, 8);
-    squares = squares + value_4;
+    squares += values[0] * values[0];
+    squares += values[1] * values[1];
+    squares += values[2] * values[2];
+    squares += values[3] * values[3];
+    squares += values[4] * values[4];
+    squares += values[5] * values[5];
+    squares += values[6] * values[6];
+    squares += values[7] * values[7];
+    squares += shuffle_xor_f32(squares, 1);
+    squares += shuffle_xor_f32(squares, 2);
+    squares += shuffle_xor_f32(squares, 4);
+    squares += shuffle_xor_f32(squares, 8);
     float scale = rsqrt_f32(squares * 0.0078125f + 1e-06f);
     float scaled[8];
     scaled[0] = values[0] * scale * bf16x2_low(words.x);
@@ -931,10 +997,10 @@ __device__ __forceinline__ void load_item(uint32_t newest_begin, uint32_t newest
 
 // For how many warps this one gives back a stage with these tiles: those with a tile in it share out all.
 __device__ __forceinline__ uint32_t arrivals(uint32_t first_tile, uint32_t last_tile, uint32_t warp) {
-  uint32_t groups = last_tile - first_tile < 8 ? last_tile - first_tile : 8;
+  uint32_t tiles = (last_tile < first_tile + 1 ? first_tile + 1 : last_tile) - first_tile;
+  uint32_t groups = tiles < 8 ? tiles : 8;
   uint32_t number = (warp + 8 - first_tile % 8) % 8;
-  uint32_t arrivals = 8 / groups + (number < 8 % groups ? 1u : 0u);
-  return arrivals;
+  return 8 / groups + (number < 8 % groups ? 1u : 0u);
 }
 
 // Lanes of odd rows read the two units in the opposite order: no bank conflicts.
@@ -953,6 +1019,7 @@ __device__ __forceinline__ void read_crossed(uint32_t row, uint32_t (&words)[2][
   words[1][3] = is_odd == 0 ? second.w : first.w;
 }
 
+// 32 dims of 16 keys by those of the queries: low and high are what the lane has of keys r and r + 8.
 __device__ __forceinline__ void multiply_part(uint32_t (&low)[4], uint32_t (&high)[4], float (&sums_0)[2][4],
     uint4* query, uint32_t lane) {
   uint4 early = make_u32x4(low[0], high[0], low[1], high[1]);
@@ -962,6 +1029,7 @@ __device__ __forceinline__ void multiply_part(uint32_t (&low)[4], uint32_t (&hig
   mma_bf16(sums_0[1], late, query_2.z, query_2.w);
 }
 
+// 32 dims of 16 keys by those of the queries: low and high are what the lane has of keys r and r + 8.
 __device__ __forceinline__ void multiply_part_2(uint32_t (&low)[4], uint32_t (&high)[4], float (&sums_0)[2][4],
     uint4* query, uint32_t lane) {
   uint4 early = make_u32x4(low[0], high[0], low[1], high[1]);
@@ -987,6 +1055,7 @@ __device__ __forceinline__ void read_crossed_2(uint32_t row, uint32_t (&words)[2
   words[1][3] = is_odd == 0 ? second.w : first.w;
 }
 
+// 32 dims of 16 keys by those of the queries: low and high are what the lane has of keys r and r + 8.
 __device__ __forceinline__ void multiply_part_3(uint32_t (&low)[4], uint32_t (&high)[4], float (&sums_0)[2][4],
     uint4* query, uint32_t lane) {
   uint4 early = make_u32x4(low[0], high[0], low[1], high[1]);
@@ -996,6 +1065,7 @@ __device__ __forceinline__ void multiply_part_3(uint32_t (&low)[4], uint32_t (&h
   mma_bf16(sums_0[1], late, query_2.z, query_2.w);
 }
 
+// 32 dims of 16 keys by those of the queries: low and high are what the lane has of keys r and r + 8.
 __device__ __forceinline__ void multiply_part_4(uint32_t (&low)[4], uint32_t (&high)[4], float (&sums_0)[2][4],
     uint4* query, uint32_t lane) {
   uint4 early = make_u32x4(low[0], high[0], low[1], high[1]);
@@ -1034,12 +1104,9 @@ __device__ __forceinline__ void weigh(float (&logits)[4], float (&highest)[2], f
   #pragma unroll
   for (uint32_t column = 0; column < 2; ++column) {
     float peak = maximum_f32(logits[column], logits[column + 2]);
-    float value = shuffle_xor_f32(peak, 4);
-    peak = maximum_f32(peak, value);
-    float value_2 = shuffle_xor_f32(peak, 8);
-    peak = maximum_f32(peak, value_2);
-    float value_3 = shuffle_xor_f32(peak, 16);
-    peak = maximum_f32(peak, value_3);
+    peak = maximum_f32(peak, shuffle_xor_f32(peak, 4));
+    peak = maximum_f32(peak, shuffle_xor_f32(peak, 8));
+    peak = maximum_f32(peak, shuffle_xor_f32(peak, 16));
     float new_highest = maximum_f32(highest[column], peak);
     float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
     float shrink = exp2_f32(highest[column] - base);
@@ -1228,7 +1295,7 @@ __device__ __forceinline__ void attend_keys(uint32_t begin, uint32_t end, uint32
     while (tile < last_tile) {
       uint32_t row = (tile - first_tile) * 16;
       attend(row, count - row, first_key + row, lane, keys, query, limits, highest, weight_sum, output, values);
-      tile = tile + 8;
+      tile += 8;
     }
     wait_for_u32(float_bits(output[0][0]));
     warp_barrier();
@@ -1248,12 +1315,9 @@ __device__ __forceinline__ void lay_down_statistics(uint8_t* arena, float (&weig
   #pragma unroll
   for (uint32_t column = 0; column < 2; ++column) {
     float total = weight_sum[column];
-    float value = shuffle_xor_f32(total, 4);
-    total = total + value;
-    float value_2 = shuffle_xor_f32(total, 8);
-    total = total + value_2;
-    float value_3 = shuffle_xor_f32(total, 16);
-    total = total + value_3;
+    total += shuffle_xor_f32(total, 4);
+    total += shuffle_xor_f32(total, 8);
+    total += shuffle_xor_f32(total, 16);
     uint32_t number = lane * 2 + column;
     if (number < 2) {
       uint32_t place = (warp * 2 + number) * 2;
@@ -1300,9 +1364,9 @@ __device__ __forceinline__ void fold_states(uint32_t first, uint32_t pair, uint8
     float2 numbers = statistics[other];
     float weight = exp2_f32(numbers.x - base);
     float2 part = scratch[other * 64 + pair];
-    weight_sum = weight_sum + weight * numbers.y;
-    low = low + weight * part.x;
-    high = high + weight * part.y;
+    weight_sum += weight * numbers.y;
+    low += weight * part.x;
+    high += weight * part.y;
   }
   float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
   float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
@@ -1315,7 +1379,7 @@ __device__ __forceinline__ void publish_partial(uint32_t row, uint32_t dim_pair,
     uint32_t epoch, uint64_t* exchange_words) {
   uint32_t partial = row * 132;
   publish_flagged(exchange_words + (partial + dim_pair * 2 + 2592), float_bits(low), epoch);
-  publish_flagged(exchange_words + (partial + dim_pair * 2 + 1 + 2592), float_bits(high), epoch);
+  publish_flagged(exchange_words + (partial + dim_pair * 2 + 2593), float_bits(high), epoch);
   if (dim_pair < 4) {
     publish_flagged(exchange_words + (partial + 128 + dim_pair + 2592), float_bits(lse), epoch);
   }
@@ -1408,8 +1472,7 @@ __device__ __forceinline__ uint32_t sources(uint32_t first, uint32_t count, uint
   if (number < 20) {
     source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[number];
   } else {
-    uint32_t value = load_constant_u32(kv_plans + (plan_index * 2880 + (record[0].z + number + 2560)));
-    source = value;
+    source = load_constant_u32(kv_plans + (plan_index * 2880 + (record[0].z + number) + 2560));
   }
   return source;
 }
@@ -1422,7 +1485,7 @@ __device__ __forceinline__ void add(float values_0, float values_1, float values
   float shrink = exp2_f32((highest - base) * 1.442695f);
   float grow = exp2_f32((lse - base) * 1.442695f);
   highest = new_highest;
-  weight_sum = weight_sum * shrink + grow * 1.0f;
+  weight_sum = weight_sum * shrink + grow;
   sums[0] = sums[0] * shrink + grow * values_0;
   sums[1] = sums[1] * shrink + grow * values_1;
   sums[2] = sums[2] * shrink + grow * values_2;
@@ -1438,12 +1501,12 @@ __device__ __forceinline__ uint32_t sources_2(uint32_t first, uint32_t count, ui
   if (number < 20) {
     source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[number];
   } else {
-    uint32_t value = load_constant_u32(kv_plans + (plan_index * 2880 + (record[0].z + number + 2560)));
-    source = value;
+    source = load_constant_u32(kv_plans + (plan_index * 2880 + (record[0].z + number) + 2560));
   }
   return source;
 }
 
+// This warp's folded state, for the first warp of its team.
 __device__ __forceinline__ void lay_down_folded(uint8_t* arena, uint32_t warp, uint32_t lane, float (&sums)[4],
     float highest, float weight_sum) {
   uint4* place = (uint4*)(arena + ATTENTION) + warp * 33;
@@ -1481,6 +1544,7 @@ __device__ __forceinline__ void fold_team(uint8_t* arena, uint32_t warp, uint32_
   }
 }
 
+// The row's output, from the state that all its sources were folded into: 4 dims a lane.
 __device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, float highest, uint32_t lane,
     float (&sums)[4], uint4* record, uint64_t* exchange_words) {
   float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
@@ -1499,13 +1563,17 @@ __device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, f
   }
 }
 
+// ---- phase attention -------------------------------------------------------------------------------
+// The block's items of the KV plan; then its merges of rows whose keys were split.
+// Waits for: the queries, newest keys and values of an item (qkv); the states of a row (partials).
+// Makes: attention, where keys were split by way of partials.
 __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint32_t layer, uint8_t* arena, const int32_t* kv_plans, uint32_t plan_index, const int32_t* tiles,
     uint32_t layer_epoch, uint32_t warp, uint32_t lane, const bf16* head_norms, uint64_t* exchange_words,
     const int32_t* page_table, bf16* kv, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring,
     uint64_t* empty) {
   if (thread == 0) {
-    store_relaxed_u32(progress + block, step * 142 + (layer * 5 + 1));
+    store_relaxed_u32(progress + block, step * 142 + layer * 5 + 1);
   }
   uint4 numbers = ((uint4*)(arena + RECORDS))[0];
   #pragma unroll 1
@@ -1562,8 +1630,7 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
             #pragma unroll
             for (uint32_t number = 0; number < 5; ++number) {
               if (number < count) {
-                uint32_t value_2 = shuffle_u32(states[0].x, number);
-                float lse = bits_float(value_2);
+                float lse = bits_float(shuffle_u32(states[0].x, number));
                 add(bits_float(states[number + 1].x), bits_float(states[number + 1].y),
                     bits_float(states[number + 1].z), bits_float(states[number + 1].w), lse, highest, weight_sum, sums);
               }
@@ -1588,8 +1655,7 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
           #pragma unroll
           for (uint32_t number = 0; number < 5; ++number) {
             if (number < count) {
-              uint32_t value_2 = shuffle_u32(states[0].x, number);
-              float lse = bits_float(value_2);
+              float lse = bits_float(shuffle_u32(states[0].x, number));
               add(bits_float(states[number + 1].x), bits_float(states[number + 1].y), bits_float(states[number + 1].z),
                   bits_float(states[number + 1].w), lse, highest, weight_sum, sums);
             }
@@ -1620,7 +1686,7 @@ __device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uin
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    uint4 value = wait_flagged4(exchange_words + (first_unit * 4 + 72288), layer_epoch);
+    wait_flagged4(exchange_words + (first_unit * 4 + 72288), layer_epoch);
   }
   warp_barrier();
   uint4 units[8];
@@ -1651,20 +1717,20 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, float* reductions
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
     uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum = half_sum + reductions[place + column];
+    half_sum += reductions[place + column];
   }
-  float value = shuffle_xor_f32(half_sum, 16);
-  float row_sum = half_sum + value;
+  float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float* residual = (float*)(arena + RESIDUAL);
-  float value_2 = row_sum;
+  float value = row_sum;
   if (lane < 16) {
     uint32_t place = m_tile / 132 * 16 + row + column;
-    value_2 = value_2 + residual[place];
-    residual[place] = value_2;
+    value += residual[place];
+    residual[place] = value;
   }
-  publish_rows(value_2, m_tile * 16, lane, exchange_words, column, layer_epoch);
+  publish_rows(value, m_tile * 16, lane, exchange_words, column, layer_epoch);
 }
 
+// The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
     uint32_t warp, uint32_t lane, uint32_t& finisher, uint64_t* exchange_words, uint32_t layer_epoch) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
@@ -1674,19 +1740,22 @@ __device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], u
     uint32_t column = 0;
     finish_rows_2(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
   }
-  turn = turn ^ 1;
-  finisher = finisher + 1;
+  turn ^= 1;
+  finisher += 1;
   if (finisher == 8) {
     finisher = 0;
   }
 }
 
-// projection onto the residual
+// ---- phase o ---------------------------------------------------------------------------------------
+// Projection onto the residual.
+// Waits for: attention.
+// Makes: middle.
 __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     uint8_t* arena, uint32_t lane, uint64_t* exchange_words, uint32_t layer_epoch, uint64_t* full, uint32_t& use_stage,
     uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint64_t* empty, uint32_t& turn, uint32_t& finisher) {
   if (thread == 0) {
-    store_relaxed_u32(progress + block, step * 142 + (layer * 5 + 2));
+    store_relaxed_u32(progress + block, step * 142 + layer * 5 + 2);
   }
   uint32_t position = block % 132;
   if (position < 64) {
@@ -1729,16 +1798,16 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
     uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum = half_sum + reductions[place + column];
+    half_sum += reductions[place + column];
   }
-  float value = shuffle_xor_f32(half_sum, 16);
-  float row_sum = half_sum + value;
-  float value_2 = row_sum * ((float*)(arena + SCALES))[column];
-  float other = shuffle_xor_f32(value_2, 8);
-  float gated = divide_f32(value_2, 1.0f + exp_f32(-value_2)) * other;
+  float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
+  float value = row_sum * ((float*)(arena + SCALES))[column];
+  float other = shuffle_xor_f32(value, 8);
+  float gated = divide_f32(value, 1.0f + exp_f32(-value)) * other;
   publish_rows_2(gated, m_tile * 8, lane, exchange_words, column, layer_epoch);
 }
 
+// The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
     uint32_t warp, uint32_t lane, uint32_t& finisher, uint64_t* exchange_words, uint32_t layer_epoch) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
@@ -1748,58 +1817,58 @@ __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], u
     uint32_t column = 0;
     finish_rows_3(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
   }
-  turn = turn ^ 1;
-  finisher = finisher + 1;
+  turn ^= 1;
+  finisher += 1;
   if (finisher == 8) {
     finisher = 0;
   }
 }
 
-// norm, gate and up, SwiGLU
+// ---- phase gate_up ---------------------------------------------------------------------------------
+// Norm; gate and up; SwiGLU.
+// Waits for: middle.
+// Makes: gated.
 __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint32_t layer, const bf16* norms, uint8_t* arena, uint64_t* exchange_words, uint32_t layer_epoch, uint32_t lane,
     uint32_t warp, uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring,
     uint64_t* empty, uint32_t& turn, uint32_t& finisher) {
   if (thread == 0) {
-    store_relaxed_u32(progress + block, step * 142 + (layer * 5 + 3));
+    store_relaxed_u32(progress + block, step * 142 + layer * 5 + 3);
   }
   prefetch(norms + (layer * 2 + 2) * 1024, thread, block);
   uint32_t position = (block + 68) % 132;
-  if (position < 384) {
-    uint4* vector = (uint4*)(arena + VECTOR);
-    float squares = 0.0f;
-    if (thread < 128) {
-      uint32_t first_unit = thread;
-      uint4 weights[8];
-      #pragma unroll
-      for (uint32_t number = 0; number < 1; ++number) {
-        uint4 value = load_constant_u32x4(norms + (layer * 2 + 1) * 1024 + (first_unit + number * 256) * 8);
-        weights[number] = value;
-      }
-      uint4 units[8];
-      wait_flagged_units(units, exchange_words + (first_unit * 4 + 73312), 1024, 1, layer_epoch);
-      #pragma unroll
-      for (uint32_t number = 0; number < 1; ++number) {
-        normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
-      }
+  uint4* vector = (uint4*)(arena + VECTOR);
+  float squares = 0.0f;
+  if (thread < 128) {
+    uint32_t first_unit = thread;
+    uint4 weights[8];
+    #pragma unroll
+    for (uint32_t number = 0; number < 1; ++number) {
+      weights[number] = load_constant_u32x4(norms + (layer * 2 + 1) * 1024 + (first_unit + number * 256) * 8);
     }
-    write_scales(squares, arena, lane, warp, thread, column_count);
-    #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < 384; m_tile += 132) {
-      float sums[1][4] = {};
-      #pragma unroll 2
-      for (uint32_t chunk = 0; chunk < 2; ++chunk) {
-        mbarrier_wait(full + use_stage, use_parity);
-        uint8_t* chunk_2 = ring + use_stage * 16384;
-        multiply_chunk(chunk, chunk, sums, arena, chunk_2, warp, lane);
-        warp_barrier();
-        if (lane == 0) {
-          mbarrier_arrive(empty + use_stage);
-        }
-        advance(use_stage, use_parity);
-      }
-      reduce_3(m_tile, sums, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
+    uint4 units[8];
+    wait_flagged_units(units, exchange_words + (first_unit * 4 + 73312), 1024, 1, layer_epoch);
+    #pragma unroll
+    for (uint32_t number = 0; number < 1; ++number) {
+      normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
     }
+  }
+  write_scales(squares, arena, lane, warp, thread, column_count);
+  #pragma unroll 1
+  for (uint32_t m_tile = position; m_tile < 384; m_tile += 132) {
+    float sums[1][4] = {};
+    #pragma unroll 2
+    for (uint32_t chunk = 0; chunk < 2; ++chunk) {
+      mbarrier_wait(full + use_stage, use_parity);
+      uint8_t* chunk_2 = ring + use_stage * 16384;
+      multiply_chunk(chunk, chunk, sums, arena, chunk_2, warp, lane);
+      warp_barrier();
+      if (lane == 0) {
+        mbarrier_arrive(empty + use_stage);
+      }
+      advance(use_stage, use_parity);
+    }
+    reduce_3(m_tile, sums, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
   }
 }
 
@@ -1854,20 +1923,20 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, float* reductions
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
     uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum = half_sum + reductions[place + column];
+    half_sum += reductions[place + column];
   }
-  float value = shuffle_xor_f32(half_sum, 16);
-  float row_sum = half_sum + value;
+  float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float* residual = (float*)(arena + RESIDUAL);
-  float value_2 = row_sum;
+  float value = row_sum;
   if (lane < 16) {
     uint32_t place = m_tile / 132 * 16 + row + column;
-    value_2 = value_2 + residual[place];
-    residual[place] = value_2;
+    value += residual[place];
+    residual[place] = value;
   }
-  publish_rows_3(value_2, m_tile * 16, lane, exchange_words, column, layer_epoch);
+  publish_rows_3(value, m_tile * 16, lane, exchange_words, column, layer_epoch);
 }
 
+// The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
     uint32_t warp, uint32_t lane, uint32_t& finisher, uint64_t* exchange_words, uint32_t layer_epoch) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
@@ -1877,20 +1946,23 @@ __device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], u
     uint32_t column = 0;
     finish_rows_4(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
   }
-  turn = turn ^ 1;
-  finisher = finisher + 1;
+  turn ^= 1;
+  finisher += 1;
   if (finisher == 8) {
     finisher = 0;
   }
 }
 
-// projection onto the residual
+// ---- phase down ------------------------------------------------------------------------------------
+// Projection onto the residual.
+// Waits for: gated.
+// Makes: hidden.
 __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     uint8_t* arena, uint64_t* exchange_words, uint32_t layer_epoch, uint64_t* full, uint32_t& use_stage,
     uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint32_t lane, uint64_t* empty, uint32_t& turn,
     uint32_t& finisher) {
   if (thread == 0) {
-    store_relaxed_u32(progress + block, step * 142 + (layer * 5 + 4));
+    store_relaxed_u32(progress + block, step * 142 + layer * 5 + 4);
   }
   uint32_t position = block % 132;
   if (position < 64) {
@@ -1942,13 +2014,12 @@ __device__ __forceinline__ float gumbel(uint32_t token, uint32_t position, uint6
     c1 = low1;
     c2 = high0 ^ c3 ^ k1;
     c3 = low0;
-    k0 = k0 + 2654435769u;
-    k1 = k1 + 3144134277u;
+    k0 += 2654435769u;
+    k1 += 3144134277u;
   }
   uint32_t word = c0;
   float uniform = ((float)(word >> 9) + 0.5f) * 1.1920929e-07f;
-  float noise = -log_f32(-log_f32(uniform));
-  return noise;
+  return -log_f32(-log_f32(uniform));
 }
 
 // Take an M-tile's logits in: one row a lane. A lane sees ascending ids, so `>` keeps the lowest on ties.
@@ -1960,8 +2031,7 @@ __device__ __forceinline__ void consider(float logit, uint32_t m_tile, uint32_t 
   if (temperature > 0.0f) {
     uint64_t seed = ((uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 8 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 8 + 4]);
     uint32_t position = ((uint32_t*)(arena + COLUMNS))[column * 8] + 1;
-    float value = gumbel(token, position, seed);
-    candidate = divide_f32(logit, temperature) + value;
+    candidate = divide_f32(logit, temperature) + gumbel(token, position, seed);
   }
   if (token < 151936 && candidate > best) {
     best = candidate;
@@ -1978,10 +2048,9 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
     uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum = half_sum + reductions[place + column];
+    half_sum += reductions[place + column];
   }
-  float value = shuffle_xor_f32(half_sum, 16);
-  float row_sum = half_sum + value;
+  float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float logit = row_sum * ((float*)(arena + SCALES))[column];
   uint32_t token = m_tile * 16 + row;
   if (logits != nullptr && lane < 16 && token < 151936) {
@@ -1991,6 +2060,7 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
   consider(logit, m_tile, row, arena, column, best, best_token);
 }
 
+// The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
     uint32_t warp, uint32_t lane, uint32_t& finisher, float* logits, uint32_t step, float& best, uint32_t& best_token) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
@@ -2000,14 +2070,17 @@ __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], u
     uint32_t column = 0;
     finish_rows_5(m_tile, reductions, column, lane, arena, logits, step, best, best_token);
   }
-  turn = turn ^ 1;
-  finisher = finisher + 1;
+  turn ^= 1;
+  finisher += 1;
   if (finisher == 8) {
     finisher = 0;
   }
 }
 
-// final norm, logits, candidates
+// ---- phase lm_head ---------------------------------------------------------------------------------
+// Final norm; logits; each lane's best candidates.
+// Waits for: hidden of the last layer.
+// Makes: logits, where they are wanted, and candidates in registers.
 __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint32_t head_from, float* logits, uint8_t* arena, const bf16* norms, uint64_t* exchange_words, uint32_t step_epoch,
     uint32_t lane, uint32_t warp, uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
@@ -2017,45 +2090,43 @@ __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uin
   }
   if (step >= head_from || logits != nullptr) {
     uint32_t position = (block + 68) % 132;
-    if (position < 9496) {
-      uint4* vector = (uint4*)(arena + VECTOR);
-      float squares = 0.0f;
-      if (thread < 128) {
-        uint32_t first_unit = thread;
-        uint4 weights[8];
-        #pragma unroll
-        for (uint32_t number = 0; number < 1; ++number) {
-          uint4 value = load_constant_u32x4(norms + 57344 + (first_unit + number * 256) * 8);
-          weights[number] = value;
-        }
-        uint4 units[8];
-        wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 1, step_epoch + 27);
-        #pragma unroll
-        for (uint32_t number = 0; number < 1; ++number) {
-          normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
-        }
+    uint4* vector = (uint4*)(arena + VECTOR);
+    float squares = 0.0f;
+    if (thread < 128) {
+      uint32_t first_unit = thread;
+      uint4 weights[8];
+      #pragma unroll
+      for (uint32_t number = 0; number < 1; ++number) {
+        weights[number] = load_constant_u32x4(norms + 57344 + (first_unit + number * 256) * 8);
       }
-      write_scales(squares, arena, lane, warp, thread, column_count);
-      #pragma unroll 1
-      for (uint32_t m_tile = position; m_tile < 9496; m_tile += 132) {
-        float sums[1][4] = {};
-        #pragma unroll 2
-        for (uint32_t chunk = 0; chunk < 2; ++chunk) {
-          mbarrier_wait(full + use_stage, use_parity);
-          uint8_t* chunk_2 = ring + use_stage * 16384;
-          multiply_chunk(chunk, chunk, sums, arena, chunk_2, warp, lane);
-          warp_barrier();
-          if (lane == 0) {
-            mbarrier_arrive(empty + use_stage);
-          }
-          advance(use_stage, use_parity);
-        }
-        reduce_5(m_tile, sums, arena, turn, warp, lane, finisher, logits, step, best, best_token);
+      uint4 units[8];
+      wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 1, step_epoch + 27);
+      #pragma unroll
+      for (uint32_t number = 0; number < 1; ++number) {
+        normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
       }
+    }
+    write_scales(squares, arena, lane, warp, thread, column_count);
+    #pragma unroll 1
+    for (uint32_t m_tile = position; m_tile < 9496; m_tile += 132) {
+      float sums[1][4] = {};
+      #pragma unroll 2
+      for (uint32_t chunk = 0; chunk < 2; ++chunk) {
+        mbarrier_wait(full + use_stage, use_parity);
+        uint8_t* chunk_2 = ring + use_stage * 16384;
+        multiply_chunk(chunk, chunk, sums, arena, chunk_2, warp, lane);
+        warp_barrier();
+        if (lane == 0) {
+          mbarrier_arrive(empty + use_stage);
+        }
+        advance(use_stage, use_parity);
+      }
+      reduce_5(m_tile, sums, arena, turn, warp, lane, finisher, logits, step, best, best_token);
     }
   }
 }
 
+// The best candidate of a warp's lanes, on all of them; the lowest id on ties.
 __device__ __forceinline__ void best_of_warp(float& best, uint32_t& best_token) {
   #pragma unroll 1
   for (uint32_t level = 0; level < 5; ++level) {
@@ -2106,8 +2177,7 @@ __device__ __forceinline__ void gather(uint32_t first_unit, uint32_t epoch, uint
   uint4* units = (uint4*)(arena + CANDIDATES);
   #pragma unroll 1
   for (uint32_t other = thread; other < 132; other += 256) {
-    uint4 value = wait_flagged4_acquire(exchange_words + ((first_unit + other) * 4 + 75360), epoch);
-    units[other] = value;
+    units[other] = wait_flagged4_acquire(exchange_words + ((first_unit + other) * 4 + 75360), epoch);
   }
 }
 
@@ -2130,13 +2200,17 @@ __device__ __forceinline__ void best_of_2(uint32_t column, uint8_t* arena, uint3
   best_token_out = best_token;
 }
 
+// ---- phase sampling --------------------------------------------------------------------------------
+// The grid's choice; the meeting of all blocks that ends a step.
+// Waits for: the candidates of all blocks.
+// Makes: candidates, and every column's token in `chosen`.
 __device__ __forceinline__ void sampling(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint8_t* arena, float& best, uint32_t& best_token, uint32_t lane, uint32_t warp, uint64_t* exchange_words,
     uint32_t step_epoch) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 142 + 141);
   }
-  uint32_t first_word = step % 2 * 132 * 4;
+  uint32_t first_word = step % 2 * 528;
   lay_down_warps(arena, best, best_token, lane, warp);
   named_barrier(1, 256);
   if (warp < 1) {
@@ -2169,21 +2243,18 @@ __device__ __forceinline__ void take(uint32_t column, uint32_t& going_on, uint8_
   uint32_t sequence = ((uint32_t*)(arena + COLUMNS))[column * 8 + 6];
   uint32_t number = ((uint32_t*)(arena + COLUMNS))[column * 8 + 1];
   uint32_t total = ((uint32_t*)(arena + COLUMNS))[column * 8 + 2];
-  uint32_t value = load_constant_u32(sequences + (sequence * 16 + 2));
-  uint32_t given_2 = value;
-  uint32_t value_2 = load_constant_u32(sequences + (sequence * 16 + 1));
-  uint32_t per_step = value_2;
+  uint32_t given_2 = load_constant_u32(sequences + (sequence * 16 + 2));
+  uint32_t per_step = load_constant_u32(sequences + (sequence * 16 + 1));
   uint32_t sampled = ((uint32_t*)(arena + CHOSEN))[column];
   uint32_t stopped = ((uint32_t*)(arena + COLUMNS))[column * 8 + 7];
   if (number + 1 >= given_2 && number < total) {
     if (block == 0) {
       tokens[sequence * 65 + number + 1] = (int32_t)(sampled);
     }
-    uint32_t value_3 = load_constant_u32(sequences + (sequence * 16 + 8));
-    uint32_t first_stop = value_3;
-    uint32_t value_4 = load_constant_u32(sequences + (sequence * 16 + 9));
+    uint32_t first_stop = load_constant_u32(sequences + (sequence * 16 + 8));
+    uint32_t stop_count = load_constant_u32(sequences + (sequence * 16 + 9));
     #pragma unroll 1
-    for (uint32_t stop = 0; stop < value_4; ++stop) {
+    for (uint32_t stop = 0; stop < stop_count; ++stop) {
       if ((uint32_t)(stop_ids[first_stop + stop]) == sampled) {
         stopped = 1;
       }
@@ -2200,9 +2271,37 @@ __device__ __forceinline__ void take(uint32_t column, uint32_t& going_on, uint8_
   if (following >= given_2 && per_step == 1) {
     next_token[column] = sampled < 151935 ? sampled : 151935;
   } else {
-    uint32_t value_3 = given(sequence, following, sequences, tokens);
-    next_token[column] = value_3;
+    next_token[column] = given(sequence, following, sequences, tokens);
   }
+}
+
+// One warp takes every column's next token, given or chosen, and finds whether to go on; then all warps go on
+// together, and the producer lane with them.
+__device__ __forceinline__ void take_tokens(uint32_t step, uint32_t warp, uint32_t lane, uint32_t column_count,
+    uint8_t* arena, const int32_t* sequences, uint32_t block, int32_t* tokens, const int32_t* stop_ids,
+    uint32_t* next_token, uint32_t thread, int32_t* status, uint64_t* step_done) {
+  if (warp == 0) {
+    uint32_t going_on = 0;
+    #pragma unroll 1
+    for (uint32_t column = lane; column < column_count; column += 32) {
+      take(column, going_on, arena, sequences, block, tokens, stop_ids, next_token);
+    }
+    #pragma unroll 1
+    for (uint32_t level = 0; level < 5; ++level) {
+      going_on |= shuffle_xor_u32(going_on, 16u >> level);
+    }
+    warp_barrier();
+    if (thread == 0) {
+      if (block == 0) {
+        status[0] = (int32_t)(step + 1);
+      }
+      mbarrier_wait(step_done + 1, (step + 1) % 2);
+      next_token[1] = going_on == 0 ? 1u : 0u;
+      fence_proxy_async();
+      mbarrier_arrive(step_done);
+    }
+  }
+  named_barrier(1, 256);
 }
 
 // In the consumer role: use up the block's chunks of a matrix that were fetched in vain.
@@ -2223,7 +2322,11 @@ __device__ __forceinline__ void skip(uint32_t block, uint64_t* full, uint32_t& u
   }
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* weights, const bf16* norms, const bf16* embedding, const float* rope, bf16* kv, const int32_t* page_table, const int32_t* kv_plans, const int32_t* tiles, const int32_t* sequences, const int32_t* columns, uint8_t* exchange, int32_t* tokens, const int32_t* stop_ids, float* logits, uint32_t* progress, int32_t* status, uint32_t steps, uint32_t head_from, uint32_t column_count, uint32_t plan_count, uint32_t epoch, const bf16* head_norms) {
+extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* weights, const bf16* norms,
+    const bf16* embedding, const float* rope, bf16* kv, const int32_t* page_table, const int32_t* kv_plans,
+    const int32_t* tiles, const int32_t* sequences, const int32_t* columns, uint8_t* exchange, int32_t* tokens,
+    const int32_t* stop_ids, float* logits, uint32_t* progress, int32_t* status, uint32_t steps, uint32_t head_from,
+    uint32_t column_count, uint32_t plan_count, uint32_t epoch, const bf16* head_norms) {
   uint8_t* arena = shared_arena();
   uint32_t block = blockIdx.x;
   uint32_t thread = threadIdx.x;
@@ -2235,6 +2338,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
   uint8_t* ring = arena + RING;
   uint64_t* step_done = (uint64_t*)(arena + STEP_DONE);
   uint32_t* next_token = (uint32_t*)(arena + NEXT_TOKEN);
+  // barriers, and every column's first token
   if (thread == 0) {
     for (uint32_t stage = 0; stage < 12; ++stage) {
       mbarrier_init(full + stage, 1);
@@ -2244,7 +2348,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
     mbarrier_init(step_done + 1, 1);
     mbarrier_fence_init();
   }
-  take_first(thread, column_count, columns, sequences, tokens, next_token, arena);
+  take_first(thread, column_count, columns, next_token, sequences, tokens, arena);
   block_barrier();
   if (warp >= 8) {
     give_registers();
@@ -2256,101 +2360,33 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       uint32_t landed_stage = 9;
       uint32_t landed_parity = 1;
       for (uint32_t step = 0; step < steps; ++step) {
-        bool is_new = step == 0;
-        uint32_t following = plan_index + 1;
-        if (following < plan_count) {
-          uint32_t first_step = load_constant_u32(kv_plans + following * 2880);
-          if (first_step <= step) {
-            plan_index = following;
-            is_new = true;
-          }
-        }
+        follow_plan(plan_index, step, plan_count, kv_plans);
         for (uint32_t layer = 0; layer < 28; ++layer) {
           uint64_t layer_offset = (uint64_t)(layer) * 31457280;
           // qkv
-          uint32_t position = (block + 68) % 132;
-          const uint8_t* matrix = weights + layer_offset;
-          copy_chunks(matrix, position, empty, fill_stage, fill_parity, full, landed_stage, landed_parity, ring);
+          fetch_qkv(block, weights, layer_offset, empty, fill_stage, fill_parity, full, landed_stage, landed_parity,
+              ring);
           // keys and values of earlier tokens
-          if (layer == 0) {
-            if (step > 0) {
-              mbarrier_wait(step_done, (step + 1) % 2);
-              fence_proxy_async();
-              uint32_t stop = next_token[1];
-              mbarrier_arrive(step_done + 1);
-              if (stop != 0) {
-                return;
-              }
+          if (layer == 0 && step > 0) {
+            if (launch_is_over(step, step_done, next_token)) {
+              return;
             }
           }
-          uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 2880 + (block + 64)));
-          uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 2880 + (block + 1 + 64)));
-          #pragma unroll 1
-          for (uint32_t number = first_item; number < last_item; ++number) {
-            const int32_t* record = kv_plans + (plan_index * 2880 + (number * 8 + 256));
-            uint4 what = load_constant_u32x4(record);
-            uint4 rest = load_constant_u32x4(record + 4);
-            const int32_t* record_2 = tiles + what.y * 8;
-            uint4 place = load_constant_u32x4(record_2);
-            uint4 keys = load_constant_u32x4(record_2 + 4);
-            uint32_t end = rest.x < keys.x + keys.y * step ? rest.x : keys.x + keys.y * step;
-            #pragma unroll 1
-            for (uint32_t first = what.w; first < end; first += 32) {
-              uint32_t count = end - first < 32 ? end - first : 32;
-              uint32_t pages[2];
-              #pragma unroll
-              for (uint32_t number_2 = 0; number_2 < 2; ++number_2) {
-                uint32_t token = first + number_2 * 16 < end - 1 ? first + number_2 * 16 : end - 1;
-                uint32_t value = load_constant_u32(page_table + (place.z + token / 16));
-                pages[number_2] = value;
-              }
-              mbarrier_wait(empty + fill_stage, fill_parity);
-              mbarrier_wait(full + landed_stage, landed_parity);
-              advance(landed_stage, landed_parity);
-              uint64_t* barrier = full + fill_stage;
-              uint8_t* destination = ring + fill_stage * 16384;
-              mbarrier_arrive_expect_tx(barrier, count * 512);
-              #pragma unroll
-              for (uint32_t number_2 = 0; number_2 < 2; ++number_2) {
-                if (number_2 * 16 < count) {
-                  uint32_t run = count - number_2 * 16 < 16 ? count - number_2 * 16 : 16;
-                  uint64_t offset = (uint64_t)(layer) * 16777216 + (uint64_t)(pages[number_2]) * 32768;
-                  bf16* key = kv + (offset + (uint64_t)(what.z * 2048));
-                  uint8_t* keys_2 = destination + number_2 * 16 * 256;
-                  bulk_copy(keys_2, key, run * 256, barrier);
-                  bulk_copy(keys_2 + 8192, key + 16384, run * 256, barrier);
-                }
-              }
-              advance(fill_stage, fill_parity);
-            }
-          }
+          copy_items(layer, step, kv_plans, plan_index, block, tiles, page_table, empty, fill_stage, fill_parity, full,
+              landed_stage, landed_parity, ring, kv);
           // o
-          uint32_t position_2 = block % 132;
-          uint64_t first_byte = layer_offset + 8388608;
-          const uint8_t* matrix_2 = weights + first_byte;
-          copy_chunks_2(matrix_2, position_2, empty, fill_stage, fill_parity, full, landed_stage, landed_parity, ring);
+          fetch_o(block, weights, layer_offset, empty, fill_stage, fill_parity, full, landed_stage, landed_parity,
+              ring);
           // gate_up
-          uint32_t position_3 = (block + 68) % 132;
-          uint64_t first_byte_2 = layer_offset + 12582912;
-          const uint8_t* matrix_3 = weights + first_byte_2;
-          copy_chunks_3(matrix_3, position_3, empty, fill_stage, fill_parity, full, landed_stage, landed_parity, ring);
+          fetch_gate_up(block, weights, layer_offset, empty, fill_stage, fill_parity, full, landed_stage, landed_parity,
+              ring);
           // down
-          uint32_t position_4 = block % 132;
-          uint64_t first_byte_3 = layer_offset + 25165824;
-          const uint8_t* matrix_4 = weights + first_byte_3;
-          #pragma unroll 1
-          for (uint32_t slice = 0; slice < 2; ++slice) {
-            uint32_t first = slice * 3;
-            uint32_t end = first + 3 < 6 ? first + 3 : 6;
-            copy_chunks_4(matrix_4, position_4, first, end, empty, fill_stage, fill_parity, full, landed_stage,
-                landed_parity, ring);
-          }
+          fetch_down(block, weights, layer_offset, empty, fill_stage, fill_parity, full, landed_stage, landed_parity,
+              ring);
         }
         // lm_head
         if (step >= head_from || logits != nullptr) {
-          uint32_t position = (block + 68) % 132;
-          const uint8_t* matrix = weights + 880803840;
-          copy_chunks_5(matrix, position, empty, fill_stage, fill_parity, full, landed_stage, landed_parity, ring);
+          fetch_lm_head(block, weights, empty, fill_stage, fill_parity, full, landed_stage, landed_parity, ring);
         }
         // sampling
       }
@@ -2364,16 +2400,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
     uint32_t use_stage = 0;
     uint32_t use_parity = 0;
     for (uint32_t step = 0; step < steps; ++step) {
-      bool is_new = step == 0;
-      uint32_t following = plan_index + 1;
-      if (following < plan_count) {
-        uint32_t first_step = load_constant_u32(kv_plans + following * 2880);
-        if (first_step <= step) {
-          plan_index = following;
-          is_new = true;
-        }
-      }
-      bool has_new_plan = is_new;
+      bool has_new_plan = follow_plan(plan_index, step, plan_count, kv_plans);
       uint32_t step_epoch = epoch + step * 29;
       begin_step(step, arena, thread, column_count, columns, sequences);
       if (has_new_plan) {
@@ -2401,30 +2428,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       lm_head(thread, progress, block, step, head_from, logits, arena, norms, exchange_words, step_epoch, lane, warp,
           column_count, full, use_stage, use_parity, ring, empty, turn, finisher, best, best_token);
       sampling(thread, progress, block, step, arena, best, best_token, lane, warp, exchange_words, step_epoch);
-      // the next tokens, and whether the launch ends
-      if (warp == 0) {
-        uint32_t going_on = 0;
-        #pragma unroll 1
-        for (uint32_t column = lane; column < column_count; column += 32) {
-          take(column, going_on, arena, sequences, block, tokens, stop_ids, next_token);
-        }
-        #pragma unroll 1
-        for (uint32_t level = 0; level < 5; ++level) {
-          uint32_t value = shuffle_xor_u32(going_on, 16u >> level);
-          going_on = going_on | value;
-        }
-        warp_barrier();
-        if (thread == 0) {
-          if (block == 0) {
-            status[0] = (int32_t)(step + 1);
-          }
-          mbarrier_wait(step_done + 1, (step + 1) % 2);
-          next_token[1] = going_on == 0 ? 1u : 0u;
-          fence_proxy_async();
-          mbarrier_arrive(step_done);
-        }
-      }
-      named_barrier(1, 256);
+      take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, stop_ids, next_token, thread, status,
+          step_done);
       if (next_token[1] != 0) {
         // the producer lane has fetched what it does not need the tokens for: use it up
         if (step + 1 < steps) {

@@ -88,11 +88,12 @@ class Columns:
         with ch.if_(machine.thread < self.count):
             column = machine.thread
             sequence = ch.const(ty.u32, self.record(column, "sequence"), name="sequence")
-            number = step * self.sequence(sequence, "per_step") + self.record(column, "number")
+            per_step = ch.const(ty.u32, self.sequence(sequence, "per_step"), name="per_step")
+            number = step * per_step + self.record(column, "number")
             words = state + column * STATE_WORDS
             # Columns without a token left compute something: within the tables, please.
-            position = ch.minimum(self.sequence(sequence, "length") + number, machine.plan.max_context - 1)
-            words[POSITION] = position
+            position = ch.const(ty.u32, self.sequence(sequence, "length") + number, name="position")
+            words[POSITION] = ch.minimum(position, machine.plan.max_context - 1)
             words[NUMBER] = number
             words[TOTAL] = self.sequence(sequence, "total")
             words[TEMPERATURE] = self.sequence(sequence, "temperature")

@@ -13,6 +13,8 @@ from cheetah.blocks.machine import Machine
 from cheetah.blocks.timeline import Timeline
 from cheetah.lang import prim
 
+BANNER_WIDTH = 100
+
 
 @dataclass(frozen=True)
 class PhaseNames:
@@ -56,14 +58,17 @@ class Phases:
         self.layer: Any = None
 
     @contextmanager
-    def __call__(self, name: str, about: str = "", *, fetched: str = "", meets: bool = True) -> Iterator[None]:
-        """The consumer role's part becomes a function of that name. about: what it does; fetched: what the producer
-        role does, if not the same. meets: whether a vector is exchanged at the end, between its writers here and its
-        readers in the next phase."""
+    def __call__(
+        self, name: str, about: str, *, waits: str, makes: str, fetched: str = "", meets: bool = True
+    ) -> Iterator[None]:
+        """The consumer role's part becomes a function of that name, under a banner that says what it does (`about`),
+        what it waits for and what it makes. fetched: what the producer role does, if not the same. meets: whether a
+        vector is exchanged at the end, between its writers here and its readers in the next phase."""
         machine = self.machine
+        banner = f"---- phase {name} ".ljust(BANNER_WIDTH, "-")
         with machine.producer:
             ch.comment(fetched or name)
-        with machine.consumer, ch.outline(name, about):
+        with machine.consumer, ch.outline(name, f"{banner}\n{about}\nWaits for: {waits}.\nMakes: {makes}."):
             self._note(self.names.index(name, self.layer))
             yield
             if meets:

@@ -55,8 +55,7 @@ def gumbel(token: ch.Expr, position: ch.Expr, seed: ch.Expr) -> Any:
     """-log(-log u), u = ((word >> 9) + 0.5) / 2^23: exact in f32, and never 0 or 1."""
     word = philox_word(token, position, seed)
     uniform = (ty.f32(word >> 9) + 0.5) * 2.0**-23
-    noise = -prim.log_f32(-prim.log_f32(uniform))
-    return noise
+    return -prim.log_f32(-prim.log_f32(uniform))
 
 
 class Sampler:
@@ -183,6 +182,7 @@ class Sampler:
 
     @ch.function
     def _best_of_warp(self, best: Any, best_token: Any) -> None:
+        """The best candidate of a warp's lanes, on all of them; the lowest id on ties."""
         with ch.for_(5, unroll=1) as level:
             mask = ty.u32(16) >> level
             other = prim.shuffle_xor_f32(best, mask)

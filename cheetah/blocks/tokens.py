@@ -60,29 +60,37 @@ class Tokens:
             self.next_token[machine.thread] = self._given(sequence, number)
             machine.region("columns", ty.u32)[machine.thread * STATE_WORDS + STOPPED] = 0
 
-    @ch.inline
-    def wait_for_step(self, step: Any) -> None:
-        """In the producer role: no key or value of the last step is fetched before all blocks have written theirs.
+    @ch.function
+    def launch_is_over(self, step: Any) -> Any:
+        """In the producer role: wait for the end of the last step, and see whether it was the launch's last.
 
-        The consumer warps arrive at `step_done` after the rendezvous of all blocks that ends a step (release by each
-        block after its stores, acquire by this one); the fence orders those ordinary stores before the copy engine's
-        reads. Weights of the first layer are requested before this, so the memory stays busy. If the sequence has
-        ended, the consumer warps use those up and the producer lane leaves."""
-        with ch.if_(step > 0):
-            prim.mbarrier_wait(self.step_done, (step + 1) % 2)
-            prim.fence_proxy_async()
-            stop = ch.const(ty.u32, self.next_token[self.columns.limit])
-            prim.mbarrier_arrive(self.step_taken)
-            with ch.if_(stop != 0):
-                ch.return_()
+        No key or value of that step is fetched before all blocks have written theirs: the consumer warps arrive at
+        `step_done` after the rendezvous of all blocks that ends a step (release by each block after its stores, acquire
+        by this one); the fence orders those ordinary stores before the copy engine's reads. Weights of the first layer
+        are requested before this, so the memory stays busy. If the launch is over, the consumer warps use those up and
+        the producer lane leaves."""
+        prim.mbarrier_wait(self.step_done, (step + 1) % 2)
+        prim.fence_proxy_async()
+        stop = ch.const(ty.u32, self.next_token[self.columns.limit])
+        prim.mbarrier_arrive(self.step_taken)
+        return stop != 0
 
     @ch.inline
     def end_step(self, step: Any, use_up: Callable[[], None]) -> None:
-        """In the consumer role: a warp takes every column's next token, given or chosen, and finds whether to go on;
-        then all pass on together. `use_up` uses what the producer lane has fetched of the next step, if the launch
-        ends."""
+        """In the consumer role: the next tokens, and the end of the launch where nobody wants one. `use_up` uses what
+        the producer lane has fetched of the next step by then."""
+        self._take_tokens(step)
+        with ch.if_(self.next_token[self.columns.limit] != 0):
+            ch.comment("the producer lane has fetched what it does not need the tokens for: use it up")
+            with ch.if_(step + 1 < self.launch.steps):
+                use_up()
+            ch.break_()
+
+    @ch.function
+    def _take_tokens(self, step: Any) -> None:
+        """One warp takes every column's next token, given or chosen, and finds whether to go on; then all warps go on
+        together, and the producer lane with them."""
         machine = self.machine
-        ch.comment("the next tokens, and whether the launch ends")
         with ch.if_(machine.warp == 0):
             going_on = ch.var(ty.u32, 0)
             with ch.for_(machine.lane, self.columns.count, 32, unroll=1, name="column") as column:
@@ -101,11 +109,6 @@ class Tokens:
                 prim.fence_proxy_async()  # what other blocks wrote to the cache, before our copy engine reads it
                 prim.mbarrier_arrive(self.step_done)
         machine.meet()
-        with ch.if_(self.next_token[self.columns.limit] != 0):
-            ch.comment("the producer lane has fetched what it does not need the tokens for: use it up")
-            with ch.if_(step + 1 < self.launch.steps):
-                use_up()
-            ch.break_()
 
     @ch.function
     def _take(self, column: ch.Expr, going_on: Any) -> None:
@@ -122,7 +125,8 @@ class Tokens:
             with ch.if_(machine.block == 0):
                 launch.tokens[sequence * (machine.plan.launch_tokens + 1) + number + 1] = ty.i32(sampled)
             first_stop = ch.const(ty.u32, columns.sequence(sequence, "stop_first"), name="first_stop")
-            with ch.for_(columns.sequence(sequence, "stop_count"), unroll=1) as stop:
+            stop_count = ch.const(ty.u32, columns.sequence(sequence, "stop_count"), name="stop_count")
+            with ch.for_(stop_count, unroll=1) as stop:
                 with ch.if_(ty.u32(launch.stop_ids[first_stop + stop]) == sampled):
                     stopped.set(1)
         following = number + per_step

@@ -42,6 +42,7 @@ from cheetah.lang.nodes import (
 )
 from cheetah.lang.operators import is_mutable_place
 from cheetah.lang.printer import function_text
+from cheetah.lang.results import joined
 from cheetah.lang.scope import current, declare_name, emit, is_reserved
 
 P = ParamSpec("P")
@@ -152,7 +153,7 @@ class outline(Block):
         return _mapped(result, self.name, lambda value, _: next(values) if self._is_new(value) else value)
 
     def _finish(self) -> None:
-        body = tuple(self.scope.statements)
+        body = joined(self.scope.statements)
         given = [*self.given, *_captured(body, [*(item.name for item in self.given), *self.outputs])]
         stored = _stored_names(body)
         for item in given:

@@ -11,6 +11,7 @@ from cheetah.lang import types as ty
 from cheetah.lang.errors import SignatureError
 from cheetah.lang.names import keeping_names, location_of
 from cheetah.lang.nodes import Constant, Name, Stmt
+from cheetah.lang.results import joined
 from cheetah.lang.scope import Cursor, Scope, at, is_reserved
 
 
@@ -57,7 +58,7 @@ def kernel(
             keeping_names(function)(**arguments)
             cursor.close()
         constants = tuple(cursor.constants.values())
-        return Kernel(name or function.__name__, params, tuple(scope.statements), max_threads, constants)
+        return Kernel(name or function.__name__, params, joined(scope.statements), max_threads, constants)
 
     return build
 

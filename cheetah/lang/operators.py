@@ -118,8 +118,11 @@ def binary(op: str, left: object, right: object) -> Expr:
         return _fold(op, a, b)
     if op in _COMPARISON:
         return Binary(ty.boolean, op, a, b)
-    simpler = _identity(op, a, b)
-    return Binary(a.type, op, a, b) if simpler is None else simpler
+    for simplify in (_identity, _folded_constants):
+        simpler = simplify(op, a, b)
+        if simpler is not None:
+            return simpler
+    return Binary(a.type, op, a, b)
 
 
 def _same_type(op: str, left: object, right: object) -> tuple[Expr, Expr]:
@@ -174,9 +177,10 @@ def _fold(op: str, a: Literal, b: Literal) -> Expr:
 
 
 def _identity(op: str, a: Expr, b: Expr) -> Expr | None:
-    """x+0, x-0, x*1, x//1, x*0, x%1 on integers: index arithmetic over static dimensions makes many of these."""
+    """x+0, x-0, x*1, x//1, x*0, x%1 on integers: index arithmetic over static dimensions makes many of these. Of
+    floats x*1 and x/1, which are exact."""
     if not (isinstance(a.type, ty.Scalar) and a.type.is_integer):
-        return None
+        return a if isinstance(b, Literal) and b.value == 1.0 and op in ("*", "/") else None
     if isinstance(b, Literal):
         if b.value == 0 and op in ("//", "%"):
             raise RangeError(f"division of `{a}` by the constant zero.")
@@ -189,6 +193,41 @@ def _identity(op: str, a: Expr, b: Expr) -> Expr | None:
             return b
         if a.value == 0 and op in ("*", "//", "%", "&", "<<", ">>"):
             return Literal(a.type, 0)
+    return None
+
+
+def _folded_constants(op: str, a: Expr, b: Expr) -> Expr | None:
+    """(x + 1) + 2 as x + 3, x + (y + 1) as x + y + 1, (x * 2) * 3 as x * 6: exact, as unsigned integers wrap."""
+    if not (isinstance(a.type, ty.Scalar) and a.type.kind == "uint") or op not in ("+", "-", "*"):
+        return None
+    if op == "*":
+        return _folded_product(a, b)
+    (rest, before), (added, constant) = _sum_parts(a), _sum_parts(b)
+    if op == "+" and added is not None and rest is not None and constant and not before:
+        return binary("+", binary("+", a, added), constant)
+    if added is None and before and rest is not None:
+        return _plus_constant(rest, before + constant if op == "+" else before - constant)
+    return None
+
+
+def _sum_parts(value: Expr) -> tuple[Expr | None, int]:
+    """A sum's other part (None: there is none), and the constant that is added to it."""
+    if isinstance(value, Literal):
+        return None, int(value.value)
+    if isinstance(value, Binary) and value.operator in ("+", "-") and isinstance(value.right, Literal):
+        constant = int(value.right.value)
+        return value.left, constant if value.operator == "+" else -constant
+    return value, 0
+
+
+def _plus_constant(value: Expr, constant: int) -> Expr:
+    return binary("+", value, constant) if constant >= 0 else binary("-", value, -constant)
+
+
+def _folded_product(a: Expr, b: Expr) -> Expr | None:
+    if isinstance(b, Literal) and isinstance(a, Binary) and a.operator == "*" and isinstance(a.right, Literal):
+        assert isinstance(a.type, ty.Scalar)
+        return binary("*", a.left, int(a.right.value) * int(b.value) % (1 << a.type.bits))
     return None
 
 

@@ -290,7 +290,20 @@ def _initial(node: Declare) -> str:
 
 @_statement.register
 def _(node: Assign, printer: Printer) -> None:
-    printer.line(f"{render_expression(node.target)} = {render_expression(node.value)};")
+    target, operator, value = render_expression(node.target), "=", node.value
+    if isinstance(value, Binary) and _adds_to(node.target, value):
+        operator, value = f"{_c_operator(value)}=", value.right
+    if isinstance(value, Call) and isinstance(value.callee, Function):
+        _print_call(value, printer, f"{target} {operator} ")
+    else:
+        printer.line(f"{target} {operator} {render_expression(value)};")
+
+
+def _adds_to(target: Expr, value: Binary) -> bool:
+    """Whether a variable's `n = n + x` is written `n += x`. Not with conditions, which C computes as ints; a load from
+    memory and the store to it are written out."""
+    is_number = isinstance(value.type, ty.Scalar) and value.type.kind != "bool"
+    return is_number and isinstance(target, Name) and isinstance(value.left, Name) and value.left.name == target.name
 
 
 @_statement.register
@@ -357,7 +370,10 @@ def _(node: Comment, printer: Printer) -> None:
 
 @_statement.register
 def _(node: Return, printer: Printer) -> None:
-    printer.line(f"return {render_expression(node.value)};")
+    if isinstance(node.value, Call) and isinstance(node.value.callee, Function):
+        _print_call(node.value, printer, "return ")
+    else:
+        printer.line(f"return {render_expression(node.value)};")
 
 
 @_statement.register

@@ -89,10 +89,10 @@ def render(kernel: Kernel, *, line_marks: bool = False) -> str:
     """The kernel function and the functions that it calls, as CUDA C++."""
     functions = [function_text(function, line_marks=line_marks) for function in functions_of(kernel)]
     printer = Printer(line_marks)
-    parameters = ", ".join(f"{type_} {name}" for name, type_ in kernel.params.items())
+    parameters = [f"{type_} {name}" for name, type_ in kernel.params.items()]
     bounds = f" __launch_bounds__({kernel.max_threads}, 1)" if kernel.max_threads else ""
     linkage = 'extern "C" ' if kernel.max_threads else ""
-    printer.line(f"{linkage}__global__ void{bounds} {kernel.name}({parameters}) {{")
+    printer.listing(f"{linkage}__global__ void{bounds} {kernel.name}(", parameters, ") {")
     printer.body(kernel.body)
     printer.line("}")
     return "\n".join([*functions, printer.text])

@@ -58,24 +58,47 @@ class Step(StepParts):
         """Attention and feed-forward, each added to the residual."""
         machine, matrices, phase, linear = self.machine, self.matrices, self.phase, self.linear
         ffn_norm, next_norm = layer * 2 + 1, layer * 2 + 2
-        with phase("qkv", "input norm, q, k and v of these tokens, rotary embedding"):
+        with phase(
+            "qkv",
+            "Input norm; q, k and v of these tokens; rotary embedding.",
+            waits="hidden of the layer before; in the first layer for nothing, the tokens' embeddings are there",
+            makes="qkv, and the keys and values in the cache",
+        ):
             linear(matrices.qkv, self.input_of(layer), self.project_heads(layer))
-        with phase("attention", fetched="keys and values of earlier tokens"):
+        with phase(
+            "attention",
+            "The block's items of the KV plan; then its merges of rows whose keys were split.",
+            waits="the queries, newest keys and values of an item (qkv); the states of a row (partials)",
+            makes="attention, where keys were split by way of partials",
+            fetched="keys and values of earlier tokens",
+        ):
             self.attend(step, layer)
-        with phase("o", "projection onto the residual"):
+        with phase("o", "Projection onto the residual.", waits="attention", makes="middle"):
             linear(matrices.o, self.heads(), add_residual(machine, self.vector("middle")))
-        with phase("gate_up", "norm, gate and up, SwiGLU"):
+        with phase("gate_up", "Norm; gate and up; SwiGLU.", waits="middle", makes="gated"):
             norm = self.rms_norm(self.vector("middle"), ffn_norm, following=next_norm)
             linear(matrices.gate_up, norm, swiglu(machine, self.vector("gated")))
-        with phase("down", "projection onto the residual"):
+        with phase("down", "Projection onto the residual.", waits="gated", makes="hidden"):
             linear(matrices.down, self.gated(), add_residual(machine, self.vector("hidden")))
 
     def emit_head(self, step: Any) -> None:
         """Logits, and the next token of every column; the head is left out for tokens whose logits nobody wants."""
         hidden, final_norm = self.vector("hidden"), ty.u32(2 * self.shape.layers)
         self.start_sampling()
-        with self.phase("lm_head", "final norm, logits, candidates", meets=False):
+        with self.phase(
+            "lm_head",
+            "Final norm; logits; each lane's best candidates.",
+            waits="hidden of the last layer",
+            makes="logits, where they are wanted, and candidates in registers",
+            meets=False,
+        ):
             norm = self.rms_norm(hidden, final_norm)
             self.linear(self.matrices.lm_head, norm, self.take_logits(step), when=self.needs_head(step))
-        with self.phase("sampling", meets=False):
+        with self.phase(
+            "sampling",
+            "The grid's choice; the meeting of all blocks that ends a step.",
+            waits="the candidates of all blocks",
+            makes="candidates, and every column's token in `chosen`",
+            meets=False,
+        ):
             self.choose(step)

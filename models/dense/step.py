@@ -145,6 +145,7 @@ class StepParts:
         """Barriers, cursors, and every column's first token."""
         machine = self.machine
         self.tokens.declare()
+        ch.comment("barriers, and every column's first token")
         with ch.if_(machine.thread == 0):
             self.ring.initialise()
             self.tokens.initialise()
@@ -225,8 +226,8 @@ class StepParts:
         """The block's items of the KV plan, then its merges of heads that were split."""
         machine, attention = self.machine, self.attention
         with machine.producer:
-            with ch.if_(layer == 0):
-                self.tokens.wait_for_step(step)
+            with ch.if_((layer == 0) & (step > 0)), ch.if_(self.tokens.launch_is_over(step)):
+                ch.return_()
             attention.copy(layer, step)
         with machine.consumer:
             self.port.layer = layer

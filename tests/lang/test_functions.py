@@ -77,10 +77,9 @@ def test_calls_that_emit_the_same_share_a_function_and_static_arguments_make_ano
     assert first == (
         "// Add a value, scaled.\n"
         "__device__ __forceinline__ void add(float value, uint32_t rounds, uint32_t limit, float& total) {\n"
-        "  float scaled = value * 1.0f;\n"
         "  for (uint32_t i = 0; i < rounds; ++i) {\n"
         "    if (i < limit) {\n"
-        "      total = total + scaled;\n"
+        "      total += value;\n"
         "    }\n"
         "  }\n"
         "}"
@@ -133,8 +132,7 @@ def test_results_get_the_callers_names() -> None:
         "ordered(x[0], x[1], low, high);",
         "float middle = half(low + high);",
         "x[2] = middle;",
-        "float value = half(middle);",
-        "x[3] = value;",
+        "x[3] = half(middle);",
     ]
 
 
@@ -280,7 +278,7 @@ def test_a_function_grows_in_the_role_that_calls_it() -> None:
         with ch.else_():
             math.emit_here()
 
-    assert functions(kernel) == ["__device__ __forceinline__ void advance(uint32_t& stage) {\n  stage = stage + 1;\n}"]
+    assert functions(kernel) == ["__device__ __forceinline__ void advance(uint32_t& stage) {\n  stage += 1;\n}"]
     assert lines_of_kernel(kernel).count("advance(stage);") == 2
 
 

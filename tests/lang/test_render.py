@@ -112,8 +112,8 @@ def test_variables_constants_arrays() -> None:
 
     assert body(kernel) == [
         "  float total = 0.0f;",
-        "  total = total + x[0];",
-        "  total = total * 2.0f;",
+        "  total += x[0];",
+        "  total *= 2.0f;",
         "  uint32_t limit = 7;",
         "  float sums[4] = {};",
         "  uint32_t grid[2][3];",
@@ -142,9 +142,9 @@ def test_every_augmented_assignment_stores() -> None:
         f = ch.var(ty.f32, 1.0)
         f /= 2
 
-    operators = [line.split()[3] for line in body(kernel)[1:11]]
-    assert operators == ["+", "-", "*", "/", "%", "<<", ">>", "&", "|", "^"]
-    assert body(kernel)[11:] == ["  x[0] = x[0] | v;", "  float f = 1.0f;", "  f = f / 2.0f;"]
+    operators = [line.split()[1] for line in body(kernel)[1:11]]
+    assert operators == ["+=", "-=", "*=", "/=", "%=", "<<=", ">>=", "&=", "|=", "^="]
+    assert body(kernel)[11:] == ["  x[0] = x[0] | v;", "  float f = 1.0f;", "  f /= 2.0f;"]
 
 
 def test_members_of_vectors_and_structures_are_read_and_stored_to() -> None:

@@ -110,9 +110,13 @@ class Attention:
 
     # -- items ----------------------------------------------------------------------------------------------------
 
-    @ch.inline
     def copy(self, layer: ch.Value, step: ch.Value) -> None:
         """In the producer role: fetch the cached keys and values of this block's items."""
+        self._copy_items(layer, step)
+
+    @ch.function
+    def _copy_items(self, layer: ch.Value, step: ch.Value) -> None:
+        """The cached keys and values of this block's items, one item after the other."""
         with self.schedule.items(self.machine.producer, step) as item:
             end = ch.minimum(item.end, item.tile.cached)
             self.cache.copy_tokens(self.ring, layer, item.head, item.tile.table, item.begin, end)
@@ -443,13 +447,14 @@ class Attention:
     def _arrivals(self, share: Share, first_tile: ch.Expr, last_tile: ch.Expr) -> Any:
         """For how many warps this one gives back a stage with these tiles: those with a tile in it share out all."""
         warps = self.sizes.warps
-        groups = ch.minimum(last_tile - first_tile, share.key_groups)
+        # None where the stage holds no tile, being that of the newest keys, which nobody gives back.
+        tiles = ch.maximum(last_tile, first_tile + 1) - first_tile
+        groups = ch.minimum(tiles, share.key_groups)
         members = groups * share.column_groups
         # The stage's first tile belongs to key group first_tile % key_groups, the next one to the next.
         number = (share.key_group + share.key_groups - first_tile % share.key_groups) % share.key_groups
         rank = number * share.column_groups + share.column_group
-        arrivals = warps // members + ch.select(rank < warps % members, ty.u32(1), ty.u32(0))
-        return arrivals
+        return warps // members + ch.select(rank < warps % members, ty.u32(1), ty.u32(0))
 
     # -- folding the warps' states ------------------------------------------------------------------------------------
 

@@ -101,6 +101,7 @@ class Merger:
 
     @ch.function
     def _lay_down_folded(self, folded: Folded) -> None:
+        """This warp's folded state, for the first warp of its team."""
         place = self._folded_place(self.machine.warp)
         place[self.machine.lane] = prim.make_u32x4(*(prim.float_bits(folded.sums[word]) for word in range(4)))
         if self.softmax:
@@ -124,6 +125,7 @@ class Merger:
 
     @ch.function
     def _finish_merge(self, merge: Merge, folded: Folded, epoch: ch.Expr) -> None:
+        """The row's output, from the state that all its sources were folded into: 4 dims a lane."""
         sums, lse = folded.result()
         with ch.if_(self.machine.lane < self.head_dim // 4):
             for pair in range(2):

@@ -96,13 +96,18 @@ class Schedule:
 
     @ch.inline
     def advance(self, role: ch.Role, step: ch.Expr) -> Any:
-        """Move on to the plan of `step`; steps only grow. Whether it is another plan than that of the step before."""
+        """In a role: move on to the plan of `step`; steps only grow. Whether it is not the plan of the step before."""
+        return self._follow_plan(self.index[role.name], step)
+
+    @ch.function
+    def _follow_plan(self, plan_index: Any, step: ch.Expr) -> Any:
+        """Move on to the next plan if it begins in this step. Whether it is not the plan of the step before."""
         is_new = ch.var(ty.boolean, step == 0)
-        following = self.index[role.name] + 1
+        following = plan_index + 1
         with ch.if_(following < self.plan_count):
             first_step = prim.load_constant_u32(self.plans + following * self.layout.plan_words)
             with ch.if_(first_step <= step):
-                self.index[role.name].set(following)
+                plan_index.set(following)
                 is_new.set(True)
         return is_new
 
@@ -158,6 +163,7 @@ class Schedule:
 
     @ch.function
     def _keep_item(self, place: ch.Expr, number: ch.Expr) -> None:
+        """An item's record and its tile's, in four units of 16 bytes."""
         record = self._place(self.machine.consumer, "items", number * ITEM_WORDS)
         what = prim.load_constant_u32x4(record)
         place[0] = what
@@ -166,6 +172,7 @@ class Schedule:
 
     @ch.function
     def _keep_tile(self, place: ch.Expr, number: ch.Expr) -> None:
+        """A tile's record, in two units of 16 bytes."""
         record = self.tile_records + number * TILE_WORDS
         place[0] = prim.load_constant_u32x4(record)
         place[1] = prim.load_constant_u32x4(record + 4)

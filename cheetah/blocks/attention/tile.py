@@ -202,6 +202,7 @@ class TileProduct:
 
     @ch.function
     def _multiply_part(self, low: Any, high: Any, part: int, queries: Sequence[Queries], sums: list[Any]) -> None:
+        """32 dims of 16 keys by those of the queries: low and high are what the lane has of keys r and r + 8."""
         early = prim.make_u32x4(low[0], high[0], low[1], high[1])
         late = prim.make_u32x4(low[2], high[2], low[3], high[3])
         for own, chains in zip(queries, sums, strict=True):

@@ -86,21 +86,23 @@ class Matvec(Linear):
     def copy(self, layout: MatrixLayout) -> None:
         """In the producer role: fetch the block's M-tiles of a matrix of the present layer."""
         self.ring.fills(layout.name)
-        position = layout.position(self.machine.block)
-        first_byte = self.layer_offset + layout.offset
-        matrix = self.weights + first_byte
-        if layout.slices == 1:
-            self._copy_chunks(layout, matrix, position, 0, layout.chunks)
-            return
-        with ch.for_(layout.slices, unroll=1, name="slice") as slice_:
-            first = slice_ * layout.slice_chunks
-            end = ch.minimum(first + layout.slice_chunks, layout.chunks)
-            self._copy_chunks(layout, matrix, position, first, end)
+        about = f"The block's M-tiles of {layout.name}, chunk by chunk, into the stages of the ring."
+        with ch.outline(f"fetch_{layout.name}", about):
+            position = layout.position(self.machine.block)
+            matrix = self.weights + (self.layer_offset + layout.offset)
+            if layout.slices == 1:
+                self._copy_chunks(layout, matrix, position, 0, layout.chunks)
+                return
+            with ch.for_(layout.slices, unroll=1, name="slice") as slice_:
+                first = slice_ * layout.slice_chunks
+                end = ch.minimum(first + layout.slice_chunks, layout.chunks)
+                self._copy_chunks(layout, matrix, position, first, end)
 
-    @ch.function
+    @ch.inline
     def _copy_chunks(
         self, layout: MatrixLayout, matrix: ch.Expr, position: ch.Expr, first: ch.Value, end: ch.Value
     ) -> None:
+        """Chunks [first, end) of each of the block's M-tiles of a matrix."""
         with ch.for_(position, layout.m_tiles, layout.blocks, unroll=1) as m_tile:
             wave = m_tile // layout.blocks
             wave_bytes = layout.wave_address(ty.u64(wave))
@@ -127,7 +129,7 @@ class Matvec(Linear):
         machine = self.machine
         self.ring.uses(layout.name)
         position = layout.position(machine.block)
-        with ch.if_(position < layout.m_tiles):
+        with nullcontext() if layout.m_tiles >= layout.blocks else ch.if_(position < layout.m_tiles):
             if layout.slices == 1:
                 self._multiply_whole(layout, position, prologue, epilogue)
             else:
@@ -200,6 +202,7 @@ class Matvec(Linear):
 
     @ch.function
     def _reduce(self, layout: MatrixLayout, m_tile: ch.Expr, sums: Any, epilogue: Epilogue) -> None:
+        """The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows."""
         machine, warps = self.machine, self.machine.plan.consumer_warps
         reductions = machine.region("reductions", ty.f32) + self.turn * (warps * M_TILE_ROWS * self.columns.limit)
         self._lay_down(reductions, sums)

@@ -275,6 +275,7 @@ def _each(machine: Machine, batch: _Batch) -> Iterator[tuple[ch.Expr, ch.Expr]]:
 
 @ch.function
 def _normalise_unit(vector: ch.Expr, unit: ch.Expr, words: ch.Expr, weight: ch.Expr, squares: Any) -> None:
+    """A unit times the norm's weights into the vector, and its squares to the thread's sum."""
     packed = []
     for member in "xyzw":
         low = prim.bf16x2_low(getattr(words, member))
