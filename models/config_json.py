@@ -1,7 +1,8 @@
 """Reading a config.json: both spellings (transformers 4 and 5), every default, and everything that is refused.
 
 The rule is "accept exactly, or refuse by name": a field that would change the result and is not implemented raises
-`ConfigError` with the field, what was found and what would work. Lines worth printing go to a list of notes.
+`ConfigError` with the field, what was found and what would work. Lines worth printing go to a list of notes. How
+weights are quantised is read elsewhere (`cheetah.models.quantization`).
 """
 
 from __future__ import annotations
@@ -126,7 +127,6 @@ class _Reader:
 
     def fields(self) -> dict[str, Any]:
         self._check_model()
-        self._check_quantization()
         self._check_neutral()
         heads = self._count("num_attention_heads")
         fields = {
@@ -151,11 +151,6 @@ class _Reader:
         for name, supported in expected.items():
             if (found := self.values.get(name)) != supported:
                 raise self._error(f"{name} is {stated(found)}, supported is {supported!r}")
-
-    def _check_quantization(self) -> None:
-        quantization = self.values.get("quantization_config")
-        if quantization is not None:
-            raise self._error(f"the weights are quantised ({quantization_method(quantization)}): {ONLY_UNQUANTISED}")
 
     def _check_neutral(self) -> None:
         for name, neutral in self.neutral.items():
@@ -292,17 +287,6 @@ class _Reader:
 
 
 NOT_PLAIN_NUMBERS = ("original_max_position_embeddings", "truncate")
-ONLY_UNQUANTISED = "only unquantised weights (bf16, fp16, fp32) are supported; use the unquantised checkpoint"
-
-
-def quantization_method(quantization: object) -> str:
-    """The name of the method in a quantization_config object, with its format where it states one."""
-    if not isinstance(quantization, Mapping):
-        return f"quantization_config = {shown(quantization)}"
-    method = quantization.get("quant_method")
-    form = quantization.get("format") or quantization.get("checkpoint_format") or quantization.get("version")
-    named = str(method) if method else "method not named"
-    return f"{named}, {form}" if form and form != method else named
 
 
 def stated(value: object) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.models.config import ModelConfig
+from cheetah.models.formats.quantized import QuantizationScheme, QuantizedRows
 from cheetah.models.rounding import F32, Bits, Rounding, exact
 from cheetah.plan import Gpu, Plan, StepMatrices
 
@@ -33,8 +34,21 @@ class Rows(Protocol):
     def __getitem__(self, part: slice) -> Bits: ...
 
 
-ReadTensor = Callable[[str], Bits]
-ReadRows = Callable[[str], Rows]
+class QuantizedMatrix(Protocol):
+    """As `Rows`, a matrix whose rows are quantised."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def scheme(self) -> QuantizationScheme: ...
+
+    def __getitem__(self, part: slice) -> QuantizedRows: ...
+
+
+ReadTensor = Callable[[str], NDArray[Any]]
+"""A tensor's name -> its bf16 bits, uint16; of a quantised matrix what it stands for, float32."""
+ReadRows = Callable[[str], Rows | QuantizedMatrix]
 WriteBytes = Callable[[str, int, Bytes], None]
 Progress = Callable[[int], None]
 Tensors = Mapping[str, NDArray[Any]] | Callable[[str], NDArray[Any]]
@@ -105,6 +119,11 @@ class ModelFamily(ABC):
     @abstractmethod
     def layer_of(self, tensor: str) -> int | None:
         """The layer that a tensor of this name would belong to; None for one of no layer."""
+
+    @abstractmethod
+    def matrix_modules(self, config: ModelConfig) -> dict[str, tuple[str, ...]]:
+        """The linear layers that make each matrix, as checkpoints name them; `{layer}` stands for a layer's number. A
+        tied head is no linear layer."""
 
     @abstractmethod
     def matrices(self, config: ModelConfig, plan: Plan, gpu: Gpu) -> StepMatrices:

@@ -6,6 +6,7 @@ The only place that lists families. Nothing here touches weights or the network.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from cheetah.models import llama, mistral, qwen2, qwen3
 from cheetah.models.config import ModelConfig
 from cheetah.models.config_json import ConfigError, load_source, place_of, stated
 from cheetah.models.family import ModelFamily
+from cheetah.models.quantization import Quantization, quantization_of_folder, read_quantization
 
 _FAMILIES = (llama.FAMILY, qwen3.FAMILY, qwen2.FAMILY, mistral.FAMILY)
 FAMILIES: dict[str, ModelFamily] = {family.name: family for family in _FAMILIES}
@@ -34,11 +36,25 @@ def read_config(source: str | Path | Mapping[str, Any], notes: list[str] | None 
 
     ConfigError names the file, and what was found and what would work.
     """
-    model_type = load_source(source).get("model_type")
+    values = load_source(source)
+    model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         supported = ", ".join(map(repr, FAMILIES))
         raise ConfigError(f"{place_of(source)}: model_type is {stated(model_type)}, supported: {supported}")
-    return FAMILIES[model_type].config_type.from_json(source, notes)
+    family = FAMILIES[model_type]
+    config = family.config_type.from_json(source, notes)
+    quantization = stated_quantization(source, values)
+    if quantization is None:
+        return config
+    return replace(config, weight_formats=quantization.matrix_formats(family.matrix_modules(config), config.layers))
+
+
+def stated_quantization(source: str | Path | Mapping[str, Any], values: Mapping[str, Any]) -> Quantization | None:
+    """How the weights of a config.json's model are quantised, by the file and those beside it; None if they are not."""
+    if not isinstance(source, Mapping):
+        return quantization_of_folder(Path(source).parent, values)
+    stated = values.get("quantization_config")
+    return None if stated is None else read_quantization(stated, place_of(source))
 
 
 def preset(name: str) -> ModelConfig:

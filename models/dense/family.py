@@ -45,6 +45,9 @@ class DenseFamily(ModelFamily):
         found = re.match(weights.LAYER_PATTERN, tensor)
         return int(found[1]) if found else None
 
+    def matrix_modules(self, config: ModelConfig) -> dict[str, tuple[str, ...]]:
+        return weights.matrix_modules(config)
+
     def matrices(self, config: ModelConfig, plan: Plan, gpu: Gpu) -> StepMatrices:
         return step_matrices(config.shape, plan, gpu)
 

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
@@ -126,7 +127,7 @@ class _Piece:
 
 def _pieces(config: ModelConfig, matrices: StepMatrices, tensor: ReadTensor, rows: ReadRows) -> Iterator[_Piece]:
     """Everything. A tensor is opened when its first piece is wanted, and let go with its last."""
-    yield from _embedding_pieces(config, rows(EMBEDDING))
+    yield from _embedding_pieces(config, cast(Rows, rows(EMBEDDING)))
     yield _norms_piece(config, tensor)
     if config.qkv_biases:
         yield _biases_piece(config, tensor)
@@ -196,7 +197,7 @@ def _matrix_pieces(
     groups = row_groups(config, layout.name)
     if len(groups) != 2 * layout.m_tiles:
         raise PackingError(f"matrix {layout.name!r}: {len(groups)} groups of rows for {layout.m_tiles} M-tiles")
-    tensors = tuple(rows(name) for name in matrix_tensors(config, layout.name, layer))
+    tensors = tuple(cast(Rows, rows(name)) for name in matrix_tensors(config, layout.name, layer))
     for m_tiles in _ranges(
         layout.m_tiles, layout.blocks * max(1, PIECE_BYTES // (layout.blocks * layout.m_tile_bytes))
     ):

@@ -29,6 +29,7 @@ __all__ = [
     "buffer_bytes",
     "head_tensor",
     "logical_matrix",
+    "matrix_modules",
     "matrix_tensors",
     "row_groups",
     "shape_meaning",
@@ -118,6 +119,12 @@ def head_tensor(config: ModelConfig) -> str:
 def weight_sources(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     """Which tensors make which matrix; `{layer}` stands for the layer's number."""
     return {**_SOURCES, "lm_head": (head_tensor(config),)}
+
+
+def matrix_modules(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """The linear layers of each matrix; none of a tied head."""
+    sources = {**weight_sources(config), **({"lm_head": ()} if config.tied_embeddings else {})}
+    return {matrix: tuple(name.removesuffix(".weight") for name in names) for matrix, names in sources.items()}
 
 
 def matrix_tensors(config: ModelConfig, matrix: str, layer: int = 0) -> tuple[str, ...]:

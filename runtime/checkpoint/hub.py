@@ -71,7 +71,7 @@ def fetched_folder(repository: str, revision: str | None) -> Path:
         return _reported(repository, revision, lambda: call(repository, *arguments, cache_dir=cache_folder(), **named))
 
     config = Path(str(fetch(huggingface_hub.hf_hub_download, "config.json", revision=revision)))
-    read_config(config)
+    _ = read_config(config).shape  # which refuses weight formats that the kernel has not
     commit = config.parent.name
     fetch(huggingface_hub.snapshot_download, revision=commit, allow_patterns=SMALL_FILES, ignore_patterns=NEVER)
     try:

@@ -1,30 +1,40 @@
 """From a model's name to a checkpoint that is known to be whole: configuration, tensors, and the files beside them.
 
 A name is a local folder, a hub id, "demo", or "random:" with a preset, a folder or a config.json. Everything is checked
-before a single weight is read: what is missing, extra, misshapen, quantised or contradictory is refused by name.
+before a single weight is read: what is missing, extra, misshapen or contradictory, or quantised in a way that is not
+read, is refused by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from numpy.typing import NDArray
+
 from cheetah.models.config import ModelConfig
-from cheetah.models.config_json import ONLY_UNQUANTISED, ConfigError, quantization_method
-from cheetah.models.family import Rows
-from cheetah.models.registry import DEMO, DEMO_FOLDER, PRESET_NAMES, preset, read_config, resolve_config
+from cheetah.models.config_json import ConfigError, load_source
+from cheetah.models.family import QuantizedMatrix, ReadRows, ReadTensor, Rows
+from cheetah.models.registry import (
+    DEMO,
+    DEMO_FOLDER,
+    PRESET_NAMES,
+    preset,
+    read_config,
+    resolve_config,
+    stated_quantization,
+)
 from cheetah.runtime.checkpoint import hub
-from cheetah.runtime.checkpoint.random_weights import Bits, random_tensors
-from cheetah.runtime.checkpoint.safetensors_files import LoadingError, StoredTensors, find_tensors
-from cheetah.runtime.checkpoint.tensor_checks import checked_tensors
+from cheetah.runtime.checkpoint.random_weights import random_tensors
+from cheetah.runtime.checkpoint.safetensors_files import LoadingError, StoredTensor, find_tensors
+from cheetah.runtime.checkpoint.tensor_checks import CheckedTensors, checked_tensors
 from cheetah.untrusted import read_json
 
 __all__ = ["Checkpoint", "LoadingError", "open_checkpoint"]
 
 RANDOM = "random:"
-QUANTISATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
@@ -35,14 +45,16 @@ class Checkpoint:
     name: as it was asked for. generation_config: that file's object, empty if there is none. eos_token_id and
     bos_token_id: as config.json has them (an id, a list of ids, or None). files: the tokenizer's and the chat
     template's files that are there, by name relative to the folder. notes: lines worth printing once.
-    tensor: a tensor's name -> its bf16 bits, uint16, read-only; names and shapes are `tensor_shapes(config)`.
-    rows: a matrix's name -> the same bits, to be read in parts: what is not asked for is neither read nor made.
+    tensor: a tensor's name -> its bf16 bits, uint16, read-only; names and shapes are `tensor_shapes(config)`; of a
+    quantised matrix the float32 values that it stands for.
+    rows: a matrix's name -> the same bits, or codes with their scales, to be read in parts: what is not asked for is
+    neither read nor made.
     """
 
     name: str
     config: ModelConfig
-    tensor: Callable[[str], Bits]
-    rows: Callable[[str], Rows]
+    tensor: ReadTensor
+    rows: ReadRows
     generation_config: Mapping[str, Any]
     eos_token_id: Any
     bos_token_id: Any
@@ -51,7 +63,7 @@ class Checkpoint:
     folder: Path | None
 
 
-Readers = tuple[Callable[[str], Bits], Callable[[str], Rows]]
+Readers = tuple[ReadTensor, ReadRows]
 """`tensor` and `rows` of a checkpoint."""
 
 
@@ -97,7 +109,6 @@ def _not_a_model(name: str, path: Path) -> str:
 
 
 def _open_folder(name: str, folder: Path, tied: bool | None) -> Checkpoint:
-    _refuse_quantisation_files(folder)
     if not (folder / "config.json").is_file():
         raise LoadingError(f"{folder}: has no config.json")
     notes: list[str] = []
@@ -106,10 +117,23 @@ def _open_folder(name: str, folder: Path, tied: bool | None) -> Checkpoint:
         config = replace(config, tied_embeddings=tied)
     stored = find_tensors(folder)
     notes += stored.notes
-    tensors = checked_tensors(config, stored.tensors, str(folder), notes)
-    _note_dtype(folder, stored, notes)
-    readers = (lambda tensor: tensors[tensor].bf16_bits(), lambda matrix: tensors[matrix].rows())
-    return _checkpoint(name, config, folder, readers, notes)
+    quantization = stated_quantization(folder / "config.json", load_source(folder / "config.json"))
+    notes += quantization.notes if quantization else ()
+    tensors = checked_tensors(config, stored.tensors, str(folder), notes, quantization)
+    _note_dtype(folder, tensors.plain, notes)
+    return _checkpoint(name, config, folder, _readers(tensors), notes)
+
+
+def _readers(tensors: CheckedTensors) -> Readers:
+    def tensor(name: str) -> NDArray[Any]:
+        if name in tensors.quantized:
+            return tensors.quantized[name][:].dequantized()
+        return tensors.plain[name].bf16_bits()
+
+    def rows(name: str) -> Rows | QuantizedMatrix:
+        return tensors.quantized[name] if name in tensors.quantized else tensors.plain[name].rows()
+
+    return tensor, rows
 
 
 def _random_checkpoint(name: str, seed: int, tied: bool | None) -> Checkpoint:
@@ -156,15 +180,8 @@ def _text_files(folder: Path | None) -> dict[str, Path]:
     return {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
 
 
-def _refuse_quantisation_files(folder: Path) -> None:
-    for name, method in QUANTISATION_FILES.items():
-        if (folder / name).is_file():
-            method = quantization_method({"quant_method": method, **read_json(folder / name, error=LoadingError)})
-            raise LoadingError(f"{folder / name}: the weights are quantised ({method}): {ONLY_UNQUANTISED}")
-
-
-def _note_dtype(folder: Path, stored: StoredTensors, notes: list[str]) -> None:
+def _note_dtype(folder: Path, stored: Mapping[str, StoredTensor], notes: list[str]) -> None:
     """One line if weights have to be rounded."""
-    dtypes = sorted({tensor.dtype for tensor in stored.tensors.values()} & {"F16", "F32"})
+    dtypes = sorted({tensor.dtype for tensor in stored.values()} & {"F16", "F32"})
     if dtypes:
         notes.append(f"{folder}: weights stored as {' and '.join(dtypes)} are rounded to the nearest bf16")

@@ -40,6 +40,11 @@ DTYPE_BITS = {"BF16": 16, "F16": 16, "F32": 32, "F64": 64, "BOOL": 8, "F8_E4M3":
     f"{sign}{bits}": bits for sign in "IU" for bits in (8, 16, 32, 64)
 }
 WEIGHT_DTYPES: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
+STORED_DTYPES: dict[str, np.dtype[Any]] = {
+    **WEIGHT_DTYPES,
+    **{"F8_E4M3": np.dtype("u1"), "I32": np.dtype("<u4"), "I64": np.dtype("<u8")},
+}
+"""What is read as it is stored; codes are bits, so that whole numbers have no sign."""
 
 # Names of weights in formats that are not read: (pattern, what it is).
 OTHER_FORMATS = (
@@ -69,45 +74,65 @@ class StoredTensor:
         """The matrix, to be read in parts by several threads at once, and rounded to bf16 where it must be."""
         return _StoredRows(self)
 
+    def stored_rows(self) -> StoredRows:
+        """The matrix as it is stored, to be read in parts by several threads at once."""
+        return StoredRows(self)
+
     def bf16_bits(self) -> Bits:
         """The tensor as bf16 bit patterns, uint16: mapped as it is, or rounded to nearest even from F16 and F32."""
-        stored_dtype = WEIGHT_DTYPES[self.dtype]
+        stored = self.mapped().view(WEIGHT_DTYPES[self.dtype])
+        return np.asarray(stored) if self.dtype == "BF16" else _converted(stored)
+
+    def mapped(self) -> npt.NDArray[Any]:
+        """The tensor as it is stored, mapped. Bytes of F8_E4M3 are uint8, whole numbers of 32 bits or more unsigned."""
+        dtype = STORED_DTYPES[self.dtype]
         if self.nbytes == 0:
-            return np.zeros(self.shape, dtype=np.uint16)
-        stored = np.memmap(self.file, stored_dtype, mode="r", offset=self.begin, shape=self.shape)
-        if self.dtype == "BF16":
-            return np.asarray(stored)
-        return _converted(stored)
+            return np.zeros(self.shape, dtype)
+        values = np.memmap(self.file, np.uint8, mode="r", offset=self.begin, shape=(self.nbytes,))
+        return np.asarray(values).view(dtype).reshape(self.shape)  # a view may lie at any byte, as tensors may
 
 
-class _StoredRows:
-    """`Rows` of a stored matrix. They are read, not mapped: a page fault for each 4 KB would cost more than the copy,
+class StoredRows:
+    """A stored matrix in parts. They are read, not mapped: a page fault for each 4 KB would cost more than the copy,
     and large reads by several threads keep a disk busy."""
 
     def __init__(self, tensor: StoredTensor) -> None:
-        self._tensor = tensor
+        self.tensor = tensor
         self.shape = tensor.shape
         self._descriptor = os.open(tensor.file, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
         os.posix_fadvise(self._descriptor, tensor.begin, tensor.nbytes, os.POSIX_FADV_WILLNEED)  # begin to read it now
 
-    def __getitem__(self, part: slice) -> Bits:
-        """Bits in memory of this thread, overwritten when it reads again."""
+    def __getitem__(self, part: slice) -> npt.NDArray[Any]:
+        """Rows as they are stored, in memory of this thread, overwritten when it reads again."""
         first, stop, _ = part.indices(self.shape[0])
-        dtype = WEIGHT_DTYPES[self._tensor.dtype]
+        dtype = STORED_DTYPES[self.tensor.dtype]
         row_bytes = self.shape[1] * dtype.itemsize
         memory = _thread_memory((stop - first) * row_bytes)
-        self._read(memory, self._tensor.begin + first * row_bytes)
-        stored = memory.view(dtype).reshape(stop - first, self.shape[1])
-        return stored if self._tensor.dtype == "BF16" else _converted(stored)
+        self._read(memory, self.tensor.begin + first * row_bytes)
+        return memory.view(dtype).reshape(stop - first, self.shape[1])
 
     def _read(self, memory: npt.NDArray[np.uint8], offset: int) -> None:
         done = 0
         while done < memory.nbytes:
             count = os.preadv(self._descriptor, [memory[done:].data], offset + done)
             if count == 0:
-                raise LoadingError(f"{self._tensor.file}: ends at byte {offset + done}: it was cut while it was read")
+                raise LoadingError(f"{self.tensor.file}: ends at byte {offset + done}: it was cut while it was read")
             done += count
+
+
+class _StoredRows:
+    """`Rows` of a stored matrix."""
+
+    def __init__(self, tensor: StoredTensor) -> None:
+        self._stored = StoredRows(tensor)
+        self._is_bf16 = tensor.dtype == "BF16"
+        self.shape = tensor.shape
+
+    def __getitem__(self, part: slice) -> Bits:
+        """Bits in memory of this thread, overwritten when it reads again."""
+        stored = self._stored[part]
+        return stored if self._is_bf16 else _converted(stored)
 
 
 _of_thread = threading.local()

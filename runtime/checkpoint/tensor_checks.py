@@ -6,14 +6,27 @@ Where configuration and tensors disagree, the checkpoint is refused with both si
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 from cheetah.models.config import ModelConfig
-from cheetah.models.config_json import ONLY_UNQUANTISED
 from cheetah.models.family import ModelFamily
+from cheetah.models.quantization import Quantization, Storage
 from cheetah.models.registry import family_of
 from cheetah.printable import shown_name
+from cheetah.runtime.checkpoint.quantized import StoredQuantized
+from cheetah.runtime.checkpoint.quantized_checks import (
+    WEIGHT_SUFFIX,
+    convention_note,
+    open_matrix,
+    problems_of_dtypes,
+    problems_of_module,
+    quantized_modules,
+    refuse_stated_otherwise,
+    suffixes,
+    unused,
+)
 from cheetah.runtime.checkpoint.safetensors_files import WEIGHT_DTYPES, LoadingError, StoredTensor
 
 IGNORED_SUFFIX = ".rotary_emb.inv_freq"  # a constant that old checkpoints store
@@ -26,23 +39,80 @@ SHOWN_LINES = 6
 COMPARED_ROWS = 4096
 
 
+@dataclass(frozen=True)
+class CheckedTensors:
+    """The tensors of `tensor_shapes(config)`, by name: those stored as they are, and the quantised matrices."""
+
+    plain: Mapping[str, StoredTensor]
+    quantized: Mapping[str, StoredQuantized]
+
+
 def checked_tensors(
-    config: ModelConfig, stored: Mapping[str, StoredTensor], place: str, notes: list[str]
-) -> dict[str, StoredTensor]:
+    config: ModelConfig,
+    stored: Mapping[str, StoredTensor],
+    place: str,
+    notes: list[str],
+    quantization: Quantization | None = None,
+) -> CheckedTensors:
     """The tensors of `tensor_shapes(config)`, each present with its shape; LoadingError lists what is wrong."""
     family = family_of(config)
-    expected = family.tensor_shapes(config)
-    _refuse_quantised(stored, place)
+    shapes = family.tensor_shapes(config)
+    modules = quantized_modules(quantization, shapes) if quantization else {}
+    if quantization is None:
+        _refuse_quantised(stored, place)
+    else:
+        refuse_stated_otherwise(quantization, modules, stored, place)
     _check_layer_count(config, stored, place)
-    _check_head(config, stored, place)
-    problems = [
-        *_missing(expected, stored),
-        *_misshapen(family, expected, stored),
-        *_unknown(config, expected, stored, notes),
+    if family.head_tensor.removesuffix(WEIGHT_SUFFIX) not in modules:
+        _check_head(config, stored, place)
+    expected = {name: shape for name, shape in shapes.items() if name.removesuffix(WEIGHT_SUFFIX) not in modules}
+    others = _not_quantized(modules, stored)
+    matrices, problems = _quantized(modules, shapes, stored)
+    problems += [
+        *problems_of_dtypes(config, matrices),
+        *_missing(expected, others),
+        *_misshapen(family, expected, others),
+        *_mistyped(expected, others),
+        *_unknown(config, expected, others, notes),
     ]
     if problems:
-        raise LoadingError(f"{place}: the tensors are not those that config.json describes:\n{_lines(problems)}")
-    return {name: stored[name] for name in expected}
+        method = f" ({quantization.method})" if quantization else ""
+        lines = _lines(problems)
+        raise LoadingError(f"{place}: the tensors are not those that config.json describes{method}:\n{lines}")
+    notes += _convention_notes(modules, stored)
+    return CheckedTensors({name: stored[name] for name in expected}, matrices)
+
+
+def _not_quantized(modules: Mapping[str, Storage], stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors that belong to no quantised module, without scales that nobody uses."""
+    if not modules:
+        return dict(stored)
+    taken = {f"{module}.{suffix}" for module, storage in modules.items() for suffix in suffixes(storage)}
+    return {name: tensor for name, tensor in stored.items() if name not in taken and not unused(name)}
+
+
+def _quantized(
+    modules: Mapping[str, Storage], shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, StoredTensor]
+) -> tuple[dict[str, StoredQuantized], list[str]]:
+    """The quantised matrices by their weights' names, and what is wrong with them."""
+    matrices: dict[str, StoredQuantized] = {}
+    problems: list[str] = []
+    for module, storage in modules.items():
+        rows, columns = shapes[f"{module}{WEIGHT_SUFFIX}"]
+        found = problems_of_module(module, storage, (rows, columns), stored)
+        if not found:
+            matrices[f"{module}{WEIGHT_SUFFIX}"] = open_matrix(module, storage, (rows, columns), stored)
+        problems += found
+    return matrices, problems
+
+
+def _convention_notes(modules: Mapping[str, Storage], stored: Mapping[str, StoredTensor]) -> list[str]:
+    """A line if the first module stores its zero points otherwise than their label says."""
+    module, storage = next(iter(modules.items()), ("", None))
+    if storage is None or storage.layout != "gptq":
+        return []
+    note = convention_note(module, storage, stored[f"{module}.qzeros"])
+    return [note] if note else []
 
 
 def _refuse_quantised(stored: Mapping[str, StoredTensor], place: str) -> None:
@@ -52,7 +122,8 @@ def _refuse_quantised(stored: Mapping[str, StoredTensor], place: str) -> None:
             what = "is part of a quantised weight" if quantised else "is not a plain weight"
             described = f"tensor {shown_name(name)} ({tensor.dtype} {list(tensor.shape)})"
             raise LoadingError(
-                f"{place}: {described} {what}, though config.json names no quantisation: {ONLY_UNQUANTISED}"
+                f"{place}: {described} {what}, though config.json names no quantisation: its quantization_config is "
+                "missing, or use the unquantised checkpoint"
             )
 
 
@@ -95,6 +166,14 @@ def _misshapen(
     ]
 
 
+def _mistyped(expected: Mapping[str, tuple[int, ...]], stored: Mapping[str, StoredTensor]) -> list[str]:
+    return [
+        f"{name} is {stored[name].dtype}, expected {' or '.join(WEIGHT_DTYPES)}"
+        for name in expected
+        if name in stored and stored[name].dtype not in WEIGHT_DTYPES
+    ]
+
+
 def _unknown(
     config: ModelConfig,
     expected: Mapping[str, tuple[int, ...]],
@@ -105,7 +184,7 @@ def _unknown(
     extra = [name for name in stored if name not in expected and not name.endswith(IGNORED_SUFFIX)]
     if config.tied_embeddings and family_of(config).head_tensor in extra:
         extra.remove(family_of(config).head_tensor)
-    biases = [name for name in extra if name.endswith(".bias")]
+    biases = [name for name in extra if name.endswith(".bias") and stored[name].dtype in WEIGHT_DTYPES]
     zeros = {name for name in biases if not np.any(stored[name].bf16_bits() & 0x7FFF)}
     if zeros:
         notes.append(f"{len(zeros)} biases are all zero and are left out")

@@ -97,7 +97,6 @@ def test_long_lists_are_cut(tmp_path):
         ({"vocab_size": 51}, "model.embed_tokens.weight is [50, 48], expected [51, 48] = [vocab_size, hidden_size]"),
         ({"head_dim": 128}, "q_proj.weight is [256, 48], expected [512, 48]"),
         ({"num_key_value_heads": 1}, "k_proj.weight is [128, 48], expected [64, 48]"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "the weights are quantised (gptq)"),
     ],
 )
 def test_configs_that_lie_are_refused(tmp_path, changes, message):
@@ -125,12 +124,6 @@ def test_quantised_tensors_without_a_config_are_refused(tmp_path):
     assert "q_proj.qweight (I32 [6, 256]) is part of a quantised weight, though config.json names no" in message
     values = {**random_values(), Q: np.zeros((256, 48), ml_dtypes.float8_e4m3fn)}
     assert f"{Q} (F8_E4M3 [256, 48]) is not a plain weight" in refusal(write_model(tmp_path, values))
-
-
-@pytest.mark.parametrize(("file", "method"), [("quantize_config.json", "gptq"), ("quant_config.json", "awq")])
-def test_legacy_quantisation_files_are_refused(tmp_path, file, method):
-    (write_model(tmp_path) / file).write_text('{"bits": 4}')
-    assert f"{file}: the weights are quantised ({method})" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(

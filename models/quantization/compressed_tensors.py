@@ -1,0 +1,109 @@
+"""The `quantization_config` of compressed-tensors: groups of targets, each with a scheme or the name of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cheetah.models.formats.quantized import QuantizationScheme
+from cheetah.models.quantization.fields import Fields
+from cheetah.models.quantization.statement import EXPRESSION, LINEAR, Patterns, Quantization, Storage
+from cheetah.printable import shown
+
+PACKED, FLOAT = "pack-quantized", "float-quantized"
+_INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+_FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+PRESETS: dict[str, dict[str, Any]] = {
+    "W4A16": _INT4,
+    "W4A16_ASYM": {**_INT4, "symmetric": False},
+    "FP8": {**_FP8, "strategy": "tensor"},
+    "FP8_DYNAMIC": {**_FP8, "strategy": "channel"},
+    "FP8_BLOCK": {**_FP8, "strategy": "block", "block_structure": [128, 128]},
+}
+"""Schemes that a group may name in place of stating one, weights only (compressed_tensors, quant_scheme.py). W8A16 is
+not among them: it means a scale a row in older versions, groups of 128 in newer ones."""
+
+
+def read_compressed_tensors(fields: Fields) -> Quantization:
+    """Its object; `fields.place` names it in messages."""
+    form = fields.choice("format", (PACKED, FLOAT))
+    fields.choice("quantization_status", ("compressed",), "compressed")
+    if fields.inner("sparsity_config", fields.values.get("sparsity_config", {})).text("format", "dense") != "dense":
+        raise fields.error("sparsity_config: sparse weights are not supported")
+    if transforms := fields.values.get("transform_config"):
+        raise fields.error(f"transform_config = {shown(transforms)}: transformed activations are not supported")
+    stated = fields.values.get("config_groups")
+    if not isinstance(stated, dict) or not stated:
+        raise fields.error("config_groups is missing or empty: it must say how which modules are quantised")
+    notes: list[str] = []
+    groups = [_group(fields.inner("config_groups", stated), name, form, notes) for name in stated]
+    groups.sort(key=lambda group: _vagueness(group[0]))
+    if "kv_cache_scheme" in fields.values:
+        notes.append("it was made for keys and values in 8 bits; --kv-dtype says how they are kept")
+    return Quantization(
+        fields.place,
+        f"compressed-tensors, {form}",
+        tuple((Patterns(targets, fields.place), storage) for targets, storage in groups),
+        Patterns(fields.names("ignore"), fields.place),
+        tuple(f"{fields.place}: {note}" for note in dict.fromkeys(notes)),
+    )
+
+
+def _vagueness(targets: list[str]) -> int:
+    """A name says more than an expression, and that more than a class: what says most is asked first."""
+    return max(2 if target == LINEAR else 1 if target.startswith(EXPRESSION) else 0 for target in targets or [LINEAR])
+
+
+def _group(groups: Fields, name: str, form: str, notes: list[str]) -> tuple[list[str], Storage]:
+    if isinstance(groups.values[name], list):  # a preset's name with its targets
+        if name not in PRESETS:
+            raise groups.error(f"{shown(name)} is not a scheme that is supported: supported: {', '.join(PRESETS)}")
+        weights = Fields(PRESETS[name], groups.place)
+        return groups.names(name), _storage(weights, form)
+    group = groups.inner(name, groups.values.get(name))
+    if "weights" not in group.values:
+        raise group.error("weights is missing: groups that quantise activations alone are not supported")
+    if group.text("format", form) != form:
+        raise group.error(f"format = {shown(group.values['format'])} differs from the checkpoint's, {form!r}")
+    if "output_activations" in group.values:
+        raise group.error("output_activations: quantised outputs are not supported")
+    _check_inputs(group, notes)
+    return group.names("targets"), _storage(group.inner("weights", group.values["weights"]), form)
+
+
+def _check_inputs(group: Fields, notes: list[str]) -> None:
+    """Inputs that were to be rounded to 8-bit floating point are left as they are, which is nearer to the original."""
+    if "input_activations" in group.values:
+        inputs = group.inner("input_activations", group.values["input_activations"])
+        if inputs.text("type", "int") != "float" or inputs.values.get("num_bits") != 8:
+            raise group.error("input_activations: integer activations (W8A8, W4A8) are not supported; W8A16 is")
+        notes.append("activations are not quantised: scales of inputs are not used")
+
+
+def _storage(weights: Fields, form: str) -> Storage:
+    if weights.flag("dynamic", False):
+        raise weights.error("dynamic is true: the scales of weights must be stored")
+    if weights.text("actorder", "static") not in ("static", "weight"):
+        raise weights.error(
+            f"actorder = {shown(weights.values['actorder'])} is not supported: supported: 'static', or none"
+        )
+    return _float_storage(weights) if form == FLOAT else _integer_storage(weights)
+
+
+def _integer_storage(weights: Fields) -> Storage:
+    weights.choice("type", ("int",), "int")
+    kind = f"int{weights.choice('num_bits', (4, 8))}"
+    strategy = weights.choice("strategy", ("group", "channel"), "group" if "group_size" in weights.values else None)
+    group = weights.group_size("group_size") if strategy == "group" else None
+    return Storage("packed", QuantizationScheme(kind, group, weights.flag("symmetric", True)))
+
+
+def _float_storage(weights: Fields) -> Storage:
+    weights.choice("type", ("float",))
+    weights.choice("num_bits", (8,))
+    weights.choice("symmetric", (True,), True)
+    if weights.choice("strategy", ("tensor", "channel", "block"), "tensor") != "block":
+        return Storage("float8", QuantizationScheme("fp8", scales="f32"))
+    block = weights.block("block_structure")
+    if block is None:
+        raise weights.error("block_structure is missing: write [rows, columns] of a block")
+    return Storage("float8", QuantizationScheme("fp8", block[1], scales="f32"), block_rows=block[0])

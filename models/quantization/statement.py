@@ -1,0 +1,116 @@
+"""What a checkpoint's configuration says of its quantised modules: which they are, and how each is stored.
+
+A *module* is a linear layer by its name ("model.layers.0.mlp.down_proj"). Tensors are not known here; what they have
+to be for each `Storage` stands in `cheetah.runtime.checkpoint.quantized`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cheetah.models.config_json import ConfigError
+from cheetah.models.formats.quantized import QuantizationScheme
+from cheetah.printable import shown
+
+LAYOUTS = ("gptq", "awq", "packed", "float8")
+LINEAR = "Linear"
+"""The class of every matrix of a decoder, as compressed-tensors names targets."""
+EXPRESSION = "re:"
+MOST_CHARACTERS = 200
+MOST_REPETITIONS = 4
+"""Repetitions of a regular expression, none of them of a group: what matching may cost is bounded by it."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How one module's weights lie in tensors, and what they mean.
+
+    layout: "gptq" (words along the inputs, matrix transposed), "awq" (words along the outputs, transposed), "packed"
+    (compressed-tensors' words along the inputs) or "float8" (bytes of e4m3). scheme: kind, groups and symmetry; the
+    scales' dtype is the tensor's, whatever stands here. zero_offset: what is added to a stored zero point (1 in files
+    of the first GPTQ format). block_rows: rows that share their scales, where blocks do.
+    """
+
+    layout: str
+    scheme: QuantizationScheme
+    zero_offset: int = 0
+    block_rows: int | None = None
+
+
+class Patterns:
+    """Names of modules as the formats list them: a whole name, neighbouring parts of one ("mlp.down_proj",
+    "model.layers.0"), a name with `*`, `re:` with a regular expression for the beginning, or the class `Linear`."""
+
+    def __init__(self, patterns: Sequence[str], place: str) -> None:
+        self._patterns = tuple(patterns)
+        self._expressions = {
+            pattern: _expression(pattern, place) for pattern in patterns if pattern.startswith(EXPRESSION)
+        }
+
+    def match(self, module: str) -> bool:
+        """Whether one of them means the module."""
+        return any(self._means(pattern, module) for pattern in self._patterns)
+
+    def _means(self, pattern: str, module: str) -> bool:
+        if pattern in self._expressions:
+            return self._expressions[pattern].match(module) is not None
+        if "*" in pattern:
+            return fnmatch.fnmatchcase(module, pattern)
+        return pattern == LINEAR or f".{pattern}." in f".{module}."
+
+
+def _expression(pattern: str, place: str) -> re.Pattern[str]:
+    """A pattern that others wrote: only such as are matched in little time."""
+    text = pattern.removeprefix(EXPRESSION)
+    bare = re.sub(r"\\.", "x", text)
+    repeats = len(re.findall(r"[*+?{]", bare))
+    if len(text) > MOST_CHARACTERS or repeats > MOST_REPETITIONS or re.search(r"\)[*+?{]|\(\?", bare):
+        raise ConfigError(
+            f"{place}: the pattern {shown(pattern)} is not supported: at most {MOST_CHARACTERS} characters and "
+            f"{MOST_REPETITIONS} repetitions, none of a group"
+        )
+    try:
+        return re.compile(text)
+    except re.error as problem:
+        raise ConfigError(f"{place}: the pattern {shown(pattern)} is no regular expression: {problem}") from problem
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """A checkpoint's statement. place: where it stands, for messages. method: its name, with its format."""
+
+    place: str
+    method: str
+    groups: tuple[tuple[Patterns, Storage], ...]
+    ignored: Patterns
+    notes: tuple[str, ...] = ()
+
+    def storage_of(self, module: str) -> Storage | None:
+        """How a module is stored; None if it is not quantised."""
+        if self.ignored.match(module):
+            return None
+        return next((storage for targets, storage in self.groups if targets.match(module)), None)
+
+    def matrix_formats(self, matrices: Mapping[str, Sequence[str]], layers: int) -> tuple[tuple[str, str], ...]:
+        """(matrix, format) of the quantised matrices, which are made of modules whose names have `{layer}` for the
+        layer's number. ConfigError unless all modules of a matrix, in all layers, are in one format."""
+        formats = ((matrix, self._format_of(matrix, modules, layers)) for matrix, modules in matrices.items())
+        return tuple((matrix, name) for matrix, name in formats if name is not None)
+
+    def _format_of(self, matrix: str, modules: Sequence[str], layers: int) -> str | None:
+        found: dict[str | None, str] = {}
+        for name in modules:
+            for layer in range(layers if "{layer}" in name else 1):
+                module = name.format(layer=layer)
+                storage = self.storage_of(module)
+                found.setdefault(storage.scheme.name if storage else None, module)
+        if len(found) > 1:
+            parts = "; ".join(f"{module} is {name or 'not quantised'}" for name, module in found.items())
+            raise ConfigError(
+                f"{self.place}: the kernel keeps matrix {matrix!r} in one format in all layers, but {parts}: "
+                "quantise all of these modules alike, or none"
+            )
+        return next(iter(found), None)

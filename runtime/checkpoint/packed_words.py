@@ -1,0 +1,100 @@
+"""Codes of 4 and 8 bits in words of 32, as checkpoints keep them, and back: numpy alone, and fast.
+
+Number j of a word is its bits 4j .. 4j+3, or its byte j. What words are made of differs: eight neighbouring inputs of
+one output (GPTQ, compressed-tensors), or eight outputs of one input (AWQ). Work goes in pieces that stay in a core's
+cache; numpy lets other threads run meanwhile.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Words = NDArray[np.uint32]
+Codes = NDArray[np.uint8]
+
+PIECE_WORDS = 2**14
+"""64 KB of words, 128 KB of codes."""
+TRANSPOSED_ROWS = 32
+"""Rows of words that are turned at a time: whole cache lines of each row that they become."""
+AWQ_WORDS = 32
+"""Columns of words of AWQ that are turned at a time: what eight arrays of them take stays in a core's cache."""
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Nibble i of a word of AWQ is output AWQ_ORDER[i] of its eight (AutoAWQ, awq/utils/packing_utils.py)."""
+
+
+def codes_of_words(words: Words, bits: int) -> Codes:
+    """uint8 [rows, words * 32 / bits] of words [rows, words], C-contiguous."""
+    if bits == 8:
+        return np.ascontiguousarray(words).view(np.uint8)
+    return _nibbles(words)
+
+
+def words_of_codes(codes: Codes, bits: int) -> Words:
+    """The inverse: uint32 [rows, ceil(columns * bits / 32)], filled up with zeros."""
+    rows, columns = codes.shape
+    padded = np.zeros((rows, -(-columns * bits // 32) * 32 // bits), np.uint8)
+    padded[:, :columns] = codes
+    if bits == 4:
+        padded = padded[:, ::2] | padded[:, 1::2] << 4
+    return np.ascontiguousarray(padded).view(np.uint32)
+
+
+def _nibbles(words: Words) -> Codes:
+    rows, count = words.shape
+    codes = np.empty((rows, count * 8), np.uint8)
+    pairs = codes.view(np.uint16)
+    step = max(1, PIECE_WORDS // max(1, count))
+    for first in range(0, rows, step):
+        piece = np.ascontiguousarray(words[first : first + step]).view(np.uint8).astype(np.uint16)
+        piece |= piece << np.uint16(4)
+        np.bitwise_and(piece, np.uint16(0x0F0F), out=pairs[first : first + step])
+    return codes
+
+
+def transposed(words: Words) -> Words:
+    """[columns, rows], contiguous: in strips, since numpy's own copy leaves the cache after every word."""
+    rows, columns = words.shape
+    turned = np.empty((columns, rows), np.uint32)
+    for first in range(0, rows, TRANSPOSED_ROWS):
+        turned[:, first : first + TRANSPOSED_ROWS] = words[first : first + TRANSPOSED_ROWS].T
+    return turned
+
+
+def words_along_inputs(words: Words) -> Words:
+    """AWQ's words [inputs, outputs / 8] as [outputs, inputs / 8], eight inputs a word; inputs are a multiple of 8."""
+    inputs, count = words.shape
+    result = np.empty((count, 8, inputs // 8), np.uint32)
+    for first in range(0, count, AWQ_WORDS):
+        of_nibbles = _transposed_nibbles([transposed(words[at::8, first : first + AWQ_WORDS]) for at in range(8)])
+        for nibble, output in enumerate(AWQ_ORDER):
+            result[first : first + AWQ_WORDS, output] = of_nibbles[nibble]
+    return result.reshape(count * 8, inputs // 8)
+
+
+def _transposed_nibbles(words: list[Words]) -> list[Words]:
+    """Eight arrays of words as 8 x 8 matrices of nibbles, transposed in place by three rounds of exchanges."""
+    spare = np.empty_like(words[0])
+    for distance, mask in ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F)):
+        for number in range(8):
+            if not number & distance:
+                _exchange(words[number], words[number + distance], np.uint32(4 * distance), np.uint32(mask), spare)
+    return words
+
+
+def _exchange(low: Words, high: Words, shift: np.uint32, mask: np.uint32, spare: Words) -> None:
+    """Exchange the bits `mask << shift` of `low` with the bits `mask` of `high`."""
+    np.right_shift(low, shift, out=spare)
+    spare ^= high
+    spare &= mask
+    high ^= spare
+    spare <<= shift
+    low ^= spare
+
+
+def codes_of_awq_words(words: Words) -> Codes:
+    """uint8 [rows, outputs] of a few words [rows, outputs / 8] in AWQ's order: zero points."""
+    stored = _nibbles(words).reshape(len(words), -1, 8)
+    codes = np.empty_like(stored)
+    codes[:, :, AWQ_ORDER] = stored
+    return codes.reshape(len(words), -1)

@@ -1,0 +1,245 @@
+"""Quantised matrices of a checkpoint, read in blocks of rows as `QuantizedRows`: one class a way of storing them.
+
+Every number is checked when it is read: scales are finite and positive, zero points are what the checkpoint's
+configuration says, bytes of e4m3 are numbers. Codes are expanded by the thread that asks for them; where a file has a
+matrix transposed it is mapped, for then a block of rows is a few bytes of each of its pages.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from cheetah.models.formats.quantized import MIDDLE_CODE, QuantizationScheme, QuantizedRows
+from cheetah.models.quantization import Storage
+from cheetah.runtime.checkpoint.packed_words import (
+    Codes,
+    codes_of_awq_words,
+    codes_of_words,
+    transposed,
+    words_along_inputs,
+)
+from cheetah.runtime.checkpoint.safetensors_files import LoadingError, StoredTensor
+
+ALIGNED_ROWS = 8
+"""Outputs of a word in the formats that pack them together."""
+SCALE_DTYPES = {"F16": "f16", "BF16": "bf16", "F32": "f32"}
+LARGEST_FINITE = {"F16": 0x7BFF, "BF16": 0x7F7F, "F32": 0x7F7FFFFF}
+"""Bits of the largest number of a dtype; those of positive ones are 1 up to it."""
+NOT_A_NUMBER = 0x7F
+"""e4m3 without its sign; it has no infinities."""
+
+
+class StoredQuantized(ABC):
+    """A quantised matrix. tensors: its parts by what follows the module's name in theirs; shapes are checked."""
+
+    def __init__(
+        self, module: str, storage: Storage, tensors: Mapping[str, StoredTensor], shape: tuple[int, int]
+    ) -> None:
+        self.module, self.shape, self._storage, self._tensors = module, shape, storage, tensors
+        self.scheme: QuantizationScheme = replace(storage.scheme, scales=SCALE_DTYPES[self._scale_tensor.dtype])
+        self.group_columns = storage.scheme.group_columns or shape[1]
+
+    def __getitem__(self, part: slice) -> QuantizedRows:
+        """Some rows; their codes may lie in memory of this thread that is overwritten when it reads again."""
+        first, stop, _ = part.indices(self.shape[0])
+        begin, end = first // ALIGNED_ROWS * ALIGNED_ROWS, min(-(-stop // ALIGNED_ROWS) * ALIGNED_ROWS, self.shape[0])
+        wanted = slice(first - begin, max(first, stop) - begin)
+        zero_points = self._zero_points(begin, end)
+        return QuantizedRows(
+            self.scheme.kind,
+            self._codes(begin, end)[wanted],
+            self._checked_scales(begin, end)[wanted],
+            None if zero_points is None else zero_points[wanted],
+            self.group_columns,
+        )
+
+    @property
+    @abstractmethod
+    def _scale_tensor(self) -> StoredTensor: ...
+
+    @abstractmethod
+    def _codes(self, first: int, stop: int) -> Codes:
+        """uint8 [rows, columns]."""
+
+    @abstractmethod
+    def _scales(self, first: int, stop: int) -> NDArray[Any]:
+        """[rows, groups] in bits of the stored dtype: uint16, float16 or float32."""
+
+    def _zero_points(self, first: int, stop: int) -> Codes | None:
+        """uint8 [rows, groups]; None where they are all the middle code."""
+        return None
+
+    def _checked_scales(self, first: int, stop: int) -> NDArray[Any]:
+        scales = np.ascontiguousarray(self._scales(first, stop))
+        bits = scales.view(f"u{scales.itemsize}")
+        largest = LARGEST_FINITE[self._scale_tensor.dtype]
+        if np.any(bits - bits.dtype.type(1) >= bits.dtype.type(largest)):
+            row, group = np.argwhere(bits - bits.dtype.type(1) >= bits.dtype.type(largest))[0]
+            raise self._error(
+                self._scale_tensor,
+                f"the scale of row {first + row}, group {group} is {self._as_floats(scales)[row, group]}: scales must "
+                "be positive and finite: the file is damaged, or was not written by the tool it names",
+            )
+        return self._as_floats(scales)
+
+    def _as_floats(self, scales: NDArray[Any]) -> NDArray[Any]:
+        return scales.view(ml_dtypes.bfloat16) if self._scale_tensor.dtype == "BF16" else scales
+
+    def _error(self, tensor: StoredTensor, problem: str) -> LoadingError:
+        names = {id(one): suffix for suffix, one in self._tensors.items()}
+        return LoadingError(f"{tensor.file}: tensor {self.module}.{names[id(tensor)]}: {problem}")
+
+
+class _OfInteger(StoredQuantized):
+    """What matrices of whole numbers have in common: a tensor of zero points that a symmetric one need not have."""
+
+    zero_suffix: str
+
+    def _zero_points(self, first: int, stop: int) -> Codes | None:
+        if self.zero_suffix not in self._tensors:
+            return None
+        stored = self._stored_zero_points(first, stop)
+        if self.scheme.symmetric:
+            self._check_symmetric(stored, first)
+            return None
+        mask = (1 << self._bits) - 1
+        return np.ascontiguousarray(stored + np.uint8(self._storage.zero_offset) & np.uint8(mask))
+
+    @property
+    def _bits(self) -> int:
+        return int(self.scheme.kind.removeprefix("int"))
+
+    @abstractmethod
+    def _stored_zero_points(self, first: int, stop: int) -> Codes:
+        """uint8 [rows, groups] as they are stored."""
+
+    def _check_symmetric(self, stored: Codes, first: int) -> None:
+        """All the middle code, as it is or less one: which of the two the label says is often wrong, and no matter."""
+        middle = MIDDLE_CODE[self.scheme.kind]
+        if len(stored) and not (np.all(stored == middle) or np.all(stored == middle - 1)):
+            usual = middle if stored.flat[0] == middle else middle - 1
+            row, group = np.argwhere(stored != usual)[0]
+            raise self._error(
+                self._tensors[self.zero_suffix],
+                f"the zero point of row {first + row}, group {group} is stored as {stored[row, group]}; symmetric "
+                f"weights have {middle - 1} everywhere (GPTQ's first format) or {middle}: if they are not symmetric, "
+                "say so in the quantization_config",
+            )
+
+
+class _Transposed(_OfInteger):
+    """Scales [groups, rows] and zero points in words along the rows, as GPTQ and AWQ have them."""
+
+    zero_suffix = "qzeros"
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._words, self._all_scales, self._zeros = (
+            self._tensors[suffix].mapped() for suffix in ("qweight", "scales", "qzeros")
+        )
+
+    @property
+    def _scale_tensor(self) -> StoredTensor:
+        return self._tensors["scales"]
+
+    def _scales(self, first: int, stop: int) -> NDArray[Any]:
+        return self._all_scales[:, first:stop].T
+
+    def _packed_rows(self, first: int, stop: int) -> slice:
+        """Of words along the rows those of some whole ones."""
+        per_word = 32 // self._bits
+        return slice(first // per_word, stop // per_word)
+
+
+class GptqMatrix(_Transposed):
+    """qweight int32 [columns / 8, rows]; zero points of rows 8c .. 8c+7 in word c (AutoGPTQ, qlinear_cuda_old.py)."""
+
+    def _codes(self, first: int, stop: int) -> Codes:
+        return codes_of_words(transposed(self._words[:, first:stop]), self._bits)
+
+    def _stored_zero_points(self, first: int, stop: int) -> Codes:
+        return codes_of_words(self._zeros[:, self._packed_rows(first, stop)], self._bits).T
+
+
+class AwqMatrix(_Transposed):
+    """qweight int32 [columns, rows / 8] and zero points in AWQ's order of nibbles (AutoAWQ, WQLinear_GEMM)."""
+
+    def _codes(self, first: int, stop: int) -> Codes:
+        return codes_of_words(words_along_inputs(self._words[:, self._packed_rows(first, stop)]), self._bits)
+
+    def _stored_zero_points(self, first: int, stop: int) -> Codes:
+        return codes_of_awq_words(self._zeros[:, self._packed_rows(first, stop)]).T
+
+
+class PackedMatrix(_OfInteger):
+    """weight_packed int32 [rows, columns / 8]; zero points [rows / 8, groups], packed along the rows
+    (compressed_tensors/compressors/pack_quantized)."""
+
+    zero_suffix = "weight_zero_point"
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._words = self._tensors["weight_packed"].stored_rows()
+        self._all_scales = self._scale_tensor.mapped().reshape(self.shape[0], -1)
+
+    @property
+    def _scale_tensor(self) -> StoredTensor:
+        return self._tensors["weight_scale"]
+
+    def _codes(self, first: int, stop: int) -> Codes:
+        return codes_of_words(self._words[first:stop], self._bits)[:, : self.shape[1]]
+
+    def _scales(self, first: int, stop: int) -> NDArray[Any]:
+        return self._all_scales[first:stop]
+
+    def _stored_zero_points(self, first: int, stop: int) -> Codes:
+        per_word = 32 // self._bits
+        words = self._tensors[self.zero_suffix].mapped()[first // per_word : -(-stop // per_word)]
+        return codes_of_words(transposed(words), self._bits).T[: stop - first]
+
+
+class Float8Matrix(StoredQuantized):
+    """weight e4m3 [rows, columns], times a scale of the tensor, the row or the block."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._bytes = self._tensors["weight"].stored_rows()
+
+    @property
+    def _scale_tensor(self) -> StoredTensor:
+        return next(self._tensors[suffix] for suffix in ("weight_scale", "weight_scale_inv") if suffix in self._tensors)
+
+    def _codes(self, first: int, stop: int) -> Codes:
+        codes: Codes = self._bytes[first:stop]
+        if codes.size and np.max(codes & np.uint8(NOT_A_NUMBER)) == NOT_A_NUMBER:
+            row, column = np.argwhere(codes & NOT_A_NUMBER == NOT_A_NUMBER)[0]
+            raise self._error(
+                self._tensors["weight"],
+                f"row {first + row}, column {column} is 0x{codes[row, column]:02x}, which is not a number in e4m3: "
+                "the file is damaged, or its weights overflowed when they were quantised",
+            )
+        return codes
+
+    def _scales(self, first: int, stop: int) -> NDArray[Any]:
+        stored = self._scale_tensor.mapped()
+        if self._storage.block_rows is not None:
+            return stored[np.arange(first, stop) // self._storage.block_rows]
+        if stored.size == 1:
+            return np.full((stop - first, 1), stored.reshape(-1)[0], stored.dtype)
+        return stored.reshape(-1, 1)[first:stop]
+
+
+MATRICES: dict[str, type[StoredQuantized]] = {
+    "gptq": GptqMatrix,
+    "awq": AwqMatrix,
+    "packed": PackedMatrix,
+    "float8": Float8Matrix,
+}
+"""By `Storage.layout`."""

@@ -1,0 +1,218 @@
+"""Which tensors a quantised module must have, and whether they are there: names, dtypes, shapes, groups in order.
+
+Only what is small is read here (indices of groups, stated shapes); codes, scales and zero points are checked as they
+are loaded (`cheetah.runtime.checkpoint.quantized`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from cheetah.models.config import ModelConfig
+from cheetah.models.formats.quantized import MIDDLE_CODE
+from cheetah.models.quantization import Quantization, Storage
+from cheetah.models.registry import family_of
+from cheetah.runtime.checkpoint.quantized import MATRICES, SCALE_DTYPES, StoredQuantized
+from cheetah.runtime.checkpoint.safetensors_files import LoadingError, StoredTensor
+
+WEIGHT_SUFFIX = ".weight"
+SCALES = tuple(SCALE_DTYPES)
+UNUSED_SUFFIXES = (".input_scale", ".act_scale", ".input_scale_ub", ".activation_scale_ub", ".output_scale")
+"""Scales of activations, which are not quantised here."""
+CACHE_SUFFIXES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_output_scale")
+"""Scales for a cache in 8 bits."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A tensor of a module. shapes: any of them; an empty one is a scalar."""
+
+    suffix: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    optional: bool = False
+
+
+def quantized_modules(quantization: Quantization, expected: Mapping[str, tuple[int, ...]]) -> dict[str, Storage]:
+    """Of the matrices among the expected tensors those that are stored quantised, by module."""
+    modules = (name.removesuffix(WEIGHT_SUFFIX) for name, shape in expected.items() if len(shape) == 2)
+    found = ((module, quantization.storage_of(module)) for module in modules if not module.endswith("embed_tokens"))
+    return {module: storage for module, storage in found if storage is not None}
+
+
+def unused(name: str) -> bool:
+    """Whether a tensor of a quantised checkpoint changes nothing here."""
+    return name.endswith((*UNUSED_SUFFIXES, *CACHE_SUFFIXES))
+
+
+def suffixes(storage: Storage) -> tuple[str, ...]:
+    """What follows a module's name in those of its tensors."""
+    return tuple(part.suffix for part in _parts(storage, (1, 1)))
+
+
+def _found(module: str, storage: Storage, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The stored tensors of a module, by what follows its name."""
+    return {suffix: stored[f"{module}.{suffix}"] for suffix in suffixes(storage) if f"{module}.{suffix}" in stored}
+
+
+def problems_of_module(
+    module: str, storage: Storage, shape: tuple[int, int], stored: Mapping[str, StoredTensor]
+) -> list[str]:
+    """What is wrong with the tensors of a module, a line each."""
+    if problem := _indivisible(storage, shape):
+        return [f"{module}: {problem}"]
+    found = _found(module, storage, stored)
+    lines = list(_wrong_parts(module, _parts(storage, shape), found, stored))
+    return lines or [f"{module}.{suffix} {problem}" for suffix, problem in _wrong_contents(storage, shape, found)]
+
+
+def open_matrix(
+    module: str, storage: Storage, shape: tuple[int, int], stored: Mapping[str, StoredTensor]
+) -> StoredQuantized:
+    """The matrix of a module without problems."""
+    return MATRICES[storage.layout](module, storage, _found(module, storage, stored), shape)
+
+
+def convention_note(matrix: str, storage: Storage, zeros: StoredTensor) -> str | None:
+    """A line where symmetric GPTQ weights store their zero points otherwise than their label says."""
+    middle = MIDDLE_CODE[storage.scheme.kind]
+    values = zeros.mapped()
+    if not storage.scheme.symmetric or values.size == 0:
+        return None
+    found = int(values.reshape(-1)[0]) & (2 * middle - 1)
+    if found + storage.zero_offset == middle or found not in (middle, middle - 1):
+        return None
+    label, other = ("gptq", "gptq_v2") if storage.zero_offset else ("gptq_v2", "gptq")
+    return f"{matrix}: stores zero points as {other} does, though the checkpoint is labelled {label}: {other} is meant"
+
+
+def _parts(storage: Storage, shape: tuple[int, int]) -> tuple[_Part, ...]:
+    rows, columns = shape
+    groups = storage.scheme.groups(columns)
+    if storage.layout == "float8":
+        return _float8_parts(storage, shape)
+    per_word = 32 // int(storage.scheme.kind.removeprefix("int"))
+    if storage.layout == "packed":
+        words = (rows, -(-columns // per_word))
+        zeros = ((-(-rows // per_word), groups),)
+        return (
+            _Part("weight_packed", (words,), ("I32",)),
+            _Part("weight_scale", ((rows, groups), *(((rows,),) if groups == 1 else ())), SCALES),
+            _Part("weight_zero_point", zeros, ("I32",), optional=storage.scheme.symmetric),
+            _Part("weight_shape", ((2,),), ("I64", "I32"), optional=True),
+            _Part("weight_g_idx", ((columns,),), ("I32",), optional=True),
+        )
+    along_inputs = storage.layout == "gptq"
+    words = (columns // per_word, rows) if along_inputs else (columns, rows // per_word)
+    return (
+        _Part("qweight", (words,), ("I32",)),
+        _Part("qzeros", ((groups, rows // per_word),), ("I32",)),
+        _Part("scales", ((groups, rows),), SCALES),
+        *((_Part("g_idx", ((columns,),), ("I32",), optional=True),) if along_inputs else ()),
+    )
+
+
+def _float8_parts(storage: Storage, shape: tuple[int, int]) -> tuple[_Part, ...]:
+    rows, columns = shape
+    scales: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1), (rows,), (rows, 1))
+    if storage.block_rows is not None:
+        scales = ((-(-rows // storage.block_rows), storage.scheme.groups(columns)),)
+    return (
+        _Part("weight", (shape,), ("F8_E4M3",)),
+        _Part("weight_scale", scales, SCALES, optional=True),
+        _Part("weight_scale_inv", scales, SCALES, optional=True),
+    )
+
+
+def _indivisible(storage: Storage, shape: tuple[int, int]) -> str | None:
+    if storage.layout not in ("gptq", "awq"):
+        return None
+    per_word = 32 // int(storage.scheme.kind.removeprefix("int"))
+    for what, count in zip(("outputs", "inputs"), shape, strict=True):
+        if count % per_word:
+            return f"{count} {what} are no multiple of the {per_word} codes of a word of {storage.layout}"
+    return None
+
+
+def _wrong_parts(
+    module: str, parts: tuple[_Part, ...], found: Mapping[str, StoredTensor], stored: Mapping[str, StoredTensor]
+) -> Iterator[str]:
+    for part in parts:
+        name = f"{module}.{part.suffix}"
+        wanted = " or ".join(str(list(shape)) for shape in part.shapes)
+        if part.suffix not in found:
+            if not part.optional:
+                plain = f"{module}{WEIGHT_SUFFIX}" in stored
+                yield f"missing: {name} {wanted}" + (f": {module}.weight is there, not quantised" if plain else "")
+            continue
+        tensor = found[part.suffix]
+        if tensor.dtype not in part.dtypes:
+            yield f"{name} is {tensor.dtype}, expected {' or '.join(part.dtypes)}"
+        if tensor.shape not in part.shapes:
+            yield f"misshapen: {name} is {list(tensor.shape)}, expected {wanted}"
+    scales = [suffix for suffix in ("weight_scale", "weight_scale_inv") if suffix in found]
+    if "weight" in found and len(scales) != 1:
+        yield f"{module} has {' and '.join(scales) or 'no scale'}: expected weight_scale or weight_scale_inv"
+    plainly = stored.get(f"{module}{WEIGHT_SUFFIX}")
+    if plainly is not None and ("weight_packed" in found or "qweight" in found):
+        yield f"{module} is there twice, quantised and as {module}.weight ({plainly.dtype}): remove one"
+
+
+def _wrong_contents(
+    storage: Storage, shape: tuple[int, int], found: Mapping[str, StoredTensor]
+) -> Iterator[tuple[str, str]]:
+    """Suffix and problem of what small tensors hold."""
+    if "weight_shape" in found:
+        stated = [int(value) for value in found["weight_shape"].mapped()]
+        if stated != list(shape):
+            yield "weight_shape", f"says {stated}, the matrix is {list(shape)}"
+    for suffix in ("g_idx", "weight_g_idx"):
+        if suffix in found and (problem := _wrong_order(storage, shape[1], found[suffix])):
+            yield suffix, problem
+
+
+def _wrong_order(storage: Storage, columns: int, tensor: StoredTensor) -> str | None:
+    """Groups must be neighbouring columns, in order; -1 everywhere says that there is no order (compressed-tensors)."""
+    of_columns = tensor.mapped().view(np.int32).astype(np.int64)
+    groups = storage.scheme.groups(columns)
+    if np.all(of_columns == -1):
+        return None
+    outside = (of_columns < 0) | (of_columns >= groups)
+    if np.any(outside):
+        column = int(np.argmax(outside))
+        return f"places column {column} in group {of_columns[column]}: there are groups 0 to {groups - 1}"
+    if np.array_equal(of_columns, np.arange(columns) // (storage.scheme.group_columns or columns)):
+        return None
+    return (
+        "orders the columns by their activations (act-order, desc_act): this is not supported; quantise with desc_act "
+        "false, or actorder static"
+    )
+
+
+def problems_of_dtypes(config: ModelConfig, matrices: Mapping[str, StoredQuantized]) -> list[str]:
+    """Modules of one matrix whose scales are of different dtypes: the matrix would keep but one."""
+    lines = []
+    for names in family_of(config).matrix_modules(config).values():
+        for layer in range(config.layers if len(names) > 1 else 0):
+            modules = [f"{name.format(layer=layer)}{WEIGHT_SUFFIX}" for name in names]
+            parts = {matrices[name].scheme.scales: name for name in modules if name in matrices}
+            if len(parts) > 1:
+                stated = ", ".join(f"those of {name} {dtype}" for dtype, name in parts.items())
+                lines.append(f"scales of one matrix are of different dtypes: {stated}: store them alike")
+    return lines
+
+
+def refuse_stated_otherwise(
+    quantization: Quantization, modules: Mapping[str, Storage], stored: Mapping[str, StoredTensor], place: str
+) -> None:
+    """LoadingError where a module that the configuration leaves out is quantised in the file."""
+    for name in stored:
+        module, _, suffix = name.rpartition(".")
+        if suffix in ("qweight", "weight_packed", "weight_scale", "weight_scale_inv") and module not in modules:
+            raise LoadingError(
+                f"{place}: tensor {name}: {module} is quantised, but {quantization.place} ({quantization.method}) says "
+                "that it is not: correct its list of ignored modules"
+            )

@@ -1,0 +1,146 @@
+"""Small quantised checkpoints that tests write, each format by its own rules, in plain loops that share nothing with
+the loader.
+
+The rules: GPTQ, AutoGPTQ's and GPTQModel's qlinear modules; AWQ, AutoAWQ's WQLinear_GEMM and packing_utils;
+compressed-tensors, its compressors pack_quantized and naive_quantized; FP8, transformers' integrations finegrained_fp8
+and fbgemm_fp8 and the exporter of ModelOpt.
+"""
+
+import json
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+from written_checkpoints import CONFIG, random_values
+
+from cheetah.models.dense.weights import tensor_shapes
+
+GROUP = 16
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+E4M3 = ml_dtypes.float8_e4m3fn
+DOWN = "model.layers.1.mlp.down_proj"
+Q = "model.layers.0.self_attn.q_proj"
+
+
+@dataclass
+class Matrix:
+    """codes [rows, columns]; scales and zero points [rows, groups]."""
+
+    codes: np.ndarray
+    scales: np.ndarray
+    zeros: np.ndarray
+
+    def values(self) -> np.ndarray:
+        groups = np.arange(self.codes.shape[1]) // GROUP if self.scales.shape[1] > 1 else 0 * self.codes[0]
+        return (self.codes.astype(np.float32) - self.zeros[:, groups]) * self.scales[:, groups].astype(np.float32)
+
+
+def drawn(shape, bits=4, asymmetric=False, group=GROUP, scales=np.float16, seed=0):
+    rng = np.random.default_rng(seed)
+    rows, columns = shape
+    groups = -(-columns // group) if group else 1
+    zeros = rng.integers(0, 2**bits, (rows, groups)) if asymmetric else np.full((rows, groups), 2 ** (bits - 1))
+    codes = rng.integers(0, 2**bits, shape)
+    return Matrix(codes, rng.uniform(0.001, 0.02, (rows, groups)).astype(scales), zeros)
+
+
+def packed(values, bits, axis, order=None):
+    """int32 words of numbers along an axis, number `order[i]` of each word at place i; filled up with zeros."""
+    values = np.moveaxis(np.asarray(values), axis, -1)
+    per_word = 32 // bits
+    words = np.zeros((*values.shape[:-1], -(-values.shape[-1] // per_word)), np.uint32)
+    for index in np.ndindex(*words.shape):
+        for place in range(per_word):
+            at = index[-1] * per_word + (order[place] if order else place)
+            if at < values.shape[-1]:
+                words[index] |= np.uint32(int(values[(*index[:-1], at)]) << (bits * place))
+    return np.ascontiguousarray(np.moveaxis(words.view(np.int32), -1, axis))
+
+
+def gptq(matrix, bits=4, stored_less=1, g_idx=True):
+    columns = matrix.codes.shape[1]
+    order = {"g_idx": (np.arange(columns) // GROUP).astype(np.int32)} if g_idx and matrix.scales.shape[1] > 1 else {}
+    return {
+        "qweight": packed(matrix.codes.T, bits, 0),
+        "qzeros": packed((matrix.zeros.T - stored_less) % 2**bits, bits, 1),
+        "scales": np.ascontiguousarray(matrix.scales.T),
+        **order,
+    }
+
+
+def awq(matrix):
+    return {
+        "qweight": packed(matrix.codes.T, 4, 1, AWQ_ORDER),
+        "qzeros": packed(matrix.zeros.T, 4, 1, AWQ_ORDER),
+        "scales": np.ascontiguousarray(matrix.scales.T),
+    }
+
+
+def compressed(matrix, bits=4, asymmetric=False):
+    zeros = {"weight_zero_point": packed(matrix.zeros, bits, 0)} if asymmetric else {}
+    return {
+        "weight_packed": packed(matrix.codes, bits, 1),
+        "weight_scale": matrix.scales,
+        "weight_shape": np.array(matrix.codes.shape, np.int64),
+        **zeros,
+    }
+
+
+def quantized_tensors(make, config=CONFIG, **named):
+    """Tensors of a checkpoint whose layers' matrices are made by `make(shape, seed)`: parts and values; and the values
+    of those matrices."""
+    tensors, values = {}, {}
+    plain = random_values(config)
+    for seed, (name, shape) in enumerate(tensor_shapes(config).items()):
+        if name.startswith("model.layers.") and len(shape) == 2:
+            parts, values[name] = make(shape, seed)
+            module = name.removesuffix(".weight")
+            tensors |= {f"{module}.{suffix}": part for suffix, part in parts.items()}
+        else:
+            tensors[name] = plain[name]
+    return tensors, values
+
+
+def write_quantized(folder, tensors, stated, config=CONFIG, **changes):
+    folder.mkdir(exist_ok=True)
+    values = {**config.to_dict(), "quantization_config": stated, **changes}
+    (folder / "config.json").write_text(json.dumps(values))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def gptq_config(**changes):
+    return {
+        **{"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True},
+        **{"checkpoint_format": "gptq", "damp_percent": 0.01, "true_sequential": True, "lm_head": False},
+        **changes,
+    }
+
+
+def awq_config(**changes):
+    return {
+        **{"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
+        **{"modules_to_not_convert": None, **changes},
+    }
+
+
+def compressed_config(form="pack-quantized", weights=None, **changes):
+    usual = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
+    group = {"targets": ["Linear"], "weights": {**usual, "dynamic": False, **(weights or {})}}
+    return {
+        **{"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"},
+        **{"config_groups": {"group_0": group}, "ignore": ["lm_head"], "kv_cache_scheme": None, **changes},
+    }
+
+
+def float8_config(**weights):
+    return compressed_config("float-quantized", {"num_bits": 8, "type": "float", "group_size": None, **weights})
+
+
+def drawn_float8(shape, scale_shape, dtype=np.float32, seed=0):
+    """Bytes of e4m3, none of them NaN, scales, and the values [rows, columns], the scales spread over equal blocks."""
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 127, shape).astype(np.uint8) | (rng.integers(0, 2, shape) << 7).astype(np.uint8)
+    scales = np.asarray(rng.uniform(0.001, 0.02, scale_shape)).astype(dtype)
+    return codes.view(E4M3), scales

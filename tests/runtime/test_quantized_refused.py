@@ -1,0 +1,298 @@
+"""Quantised checkpoints that are malformed, or in a form that is not read: each is refused by name."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from quantized_checkpoints import (
+    DOWN,
+    E4M3,
+    GROUP,
+    Q,
+    awq,
+    awq_config,
+    compressed,
+    compressed_config,
+    drawn,
+    drawn_float8,
+    float8_config,
+    gptq,
+    gptq_config,
+    quantized_tensors,
+    write_quantized,
+)
+from written_checkpoints import refusal
+
+from cheetah.models.config_json import ConfigError
+from cheetah.models.quantization import read_quantization
+from cheetah.runtime.checkpoint.loading import LoadingError, open_checkpoint
+
+# -- what a configuration asks for
+
+FP8 = {"quant_method": "fp8"}
+GROUPS = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "channel"}}}
+REFUSED_CONFIGS = {
+    "no object": ("gptq", "quantization_config = 'gptq': must be an object"),
+    "no method": ({}, "quantised by a method that is not named: supported are gptq"),
+    "unknown method": ({"quant_method": "mystery"}, "quantised by 'mystery': supported are gptq"),
+    "bitsandbytes": ({"quant_method": "bitsandbytes"}, "quantised by bitsandbytes: codes in a form of its own"),
+    "hqq": ({"quant_method": "hqq"}, "quantised by hqq"),
+    "aqlm": ({"quant_method": "aqlm"}, "quantised by aqlm: codebooks"),
+    "mxfp4": ({"quant_method": "mxfp4"}, "quantised by mxfp4: a format of 4-bit floating point numbers"),
+    "gguf": ({"quant_method": "gguf"}, "quantised by gguf: the format of llama.cpp"),
+    "marlin": (gptq_config(checkpoint_format="marlin"), "checkpoint_format = 'marlin' is not supported"),
+    "marlin by flag": (gptq_config(is_marlin_format=True), "is_marlin_format is true"),
+    "gptq of 2 bits": (gptq_config(bits=2), "bits = 2 is not supported: supported: 4 or 8"),
+    "gptq of 3 bits": (gptq_config(bits=3), "bits = 3 is not supported"),
+    "gptq without bits": (gptq_config(bits=None), "bits is missing: write 4 or 8"),
+    "gptq, mixed": (gptq_config(dynamic={"+:.*down.*": {"bits": 8}}), "dynamic is not empty"),
+    "gptq, groups of 0": (gptq_config(group_size=0), "group_size = 0: must be a positive integer"),
+    "gptq, groups of true": (gptq_config(group_size=True), "group_size = True: must be a positive integer"),
+    "gptq, sym in words": (gptq_config(sym="yes"), "sym = 'yes': must be true or false"),
+    "awq gemv": (awq_config(version="gemv"), "version = 'gemv' of awq is not supported: supported is 'gemm'"),
+    "awq of 8 bits": (awq_config(bits=8), "bits = 8 is not supported: supported: 4"),
+    "awq without zero points": (awq_config(zero_point=False), "zero_point is false"),
+    "llm-awq": (awq_config(backend="llm-awq"), "backend = 'llm-awq' is not supported"),
+    "nvfp4": (compressed_config("nvfp4-pack-quantized"), "format = 'nvfp4-pack-quantized' is not supported"),
+    "int-quantized": (compressed_config("int-quantized"), "format = 'int-quantized' is not supported"),
+    "sparse": (compressed_config(sparsity_config={"format": "sparse-24-bitmask"}), "sparse weights are not supported"),
+    "rotated": (compressed_config(transform_config={"config_groups": {"u": {}}}), "transformed activations"),
+    "not compressed": (compressed_config(quantization_status="frozen"), "quantization_status = 'frozen'"),
+    "no groups": (compressed_config(config_groups={}), "config_groups is missing or empty"),
+    "W4A8": (
+        compressed_config(config_groups={"g": {**GROUPS["group_0"], "input_activations": {"num_bits": 8}}}),
+        "integer activations (W8A8, W4A8) are not supported",
+    ),
+    "unknown preset": (compressed_config(config_groups={"W3A16": ["Linear"]}), "'W3A16' is not a scheme"),
+    "act-order": (compressed_config(weights={"actorder": "group"}), "actorder = 'group' is not supported"),
+    "tensor groups": (compressed_config(weights={"strategy": "tensor_group"}), "strategy = 'tensor_group'"),
+    "5 bits": (compressed_config(weights={"num_bits": 5}), "num_bits = 5 is not supported"),
+    "block without sizes": (float8_config(strategy="block"), "block_structure is missing"),
+    "e5m2": ({**FP8, "fmt": "e5m2"}, "fmt = 'e5m2' is not supported: supported: 'e4m3'"),
+    "ue8m0": ({**FP8, "scale_fmt": "ue8m0"}, "scale_fmt = 'ue8m0' is not supported"),
+    "block of one number": ({**FP8, "weight_block_size": [128]}, "weight_block_size = [128]: must be [rows, columns]"),
+    "modelopt nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo = 'NVFP4' of modelopt"),
+    "a costly pattern": (compressed_config(ignore=["re:(a+)+$"]), "the pattern 're:(a+)+$' is not supported"),
+    "a broken pattern": (compressed_config(ignore=["re:[a"]), "is no regular expression"),
+    "ignored is a text": (compressed_config(ignore="lm_head"), "ignore = 'lm_head': must be a list"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_CONFIGS)
+def test_configurations(name):
+    stated, message = REFUSED_CONFIGS[name]
+    with pytest.raises(ConfigError) as raised:
+        read_quantization(stated, "config.json")
+    assert message in str(raised.value) and str(raised.value).startswith("config.json: ")
+
+
+# -- what tensors hold
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """Checkpoints without a fault: method -> tensors and configuration."""
+
+    def codes(write, **named):
+        return quantized_tensors(lambda shape, seed: (write(drawn(shape, seed=seed, **named)), None))[0]
+
+    def float8(shape, seed):
+        bytes_, scales = drawn_float8(shape, (shape[0], 1), seed=seed)
+        return {"weight": bytes_, "weight_scale": scales}, None
+
+    return {
+        "gptq": (codes(gptq), gptq_config()),
+        "awq": (codes(awq, asymmetric=True), awq_config()),
+        "packed": (codes(compressed), compressed_config()),
+        "packed-asym": (
+            codes(lambda matrix: compressed(matrix, asymmetric=True), asymmetric=True),
+            compressed_config(weights={"symmetric": False}),
+        ),
+        "fp8": (quantized_tensors(float8)[0], float8_config(strategy="channel")),
+    }
+
+
+def changed(value, index, number):
+    value = value.copy()
+    value[index] = number
+    return value
+
+
+def act_order(value):
+    return np.random.default_rng(0).permutation(value)
+
+
+# checkpoint, tensor (None: remove or change the configuration alone), its new value, message
+MALFORMED = {
+    "gptq, no zero points": ("gptq", f"{Q}.qzeros", None, f"missing: {Q}.qzeros [3, 32]"),
+    "gptq, no codes": ("gptq", f"{Q}.qweight", None, f"missing: {Q}.qweight [6, 256]"),
+    "gptq, codes of another shape": (
+        *("gptq", f"{Q}.qweight", lambda value: value[:-1]),
+        f"misshapen: {Q}.qweight is [5, 256], expected [6, 256]",
+    ),
+    "gptq, codes of another dtype": (
+        *("gptq", f"{Q}.qweight", lambda value: value.astype(np.int64)),
+        f"{Q}.qweight is I64, expected I32",
+    ),
+    "gptq, scales of other groups": (
+        *("gptq", f"{Q}.scales", lambda value: np.ascontiguousarray(value[:2])),
+        f"misshapen: {Q}.scales is [2, 256], expected [3, 256]",
+    ),
+    "gptq, act-order": ("gptq", f"{Q}.g_idx", act_order, f"{Q}.g_idx orders the columns by their activations"),
+    "gptq, a group that is not there": (
+        *("gptq", f"{Q}.g_idx", lambda value: changed(value, 5, 3)),
+        f"{Q}.g_idx places column 5 in group 3: there are groups 0 to 2",
+    ),
+    "gptq, a group below none": (
+        *("gptq", f"{Q}.g_idx", lambda value: changed(value, 5, -2)),
+        f"{Q}.g_idx places column 5 in group -2",
+    ),
+    "gptq, zero points of two conventions": (
+        *("gptq", f"{Q}.qzeros", lambda value: changed(value, (1, 4), -2004318072)),
+        f"tensor {Q}.qzeros: the zero point of row 32, group 1 is stored as 8; symmetric weights have 7 everywhere",
+    ),
+    "gptq, a scale that is not a number": (
+        *("gptq", f"{DOWN}.scales", lambda value: changed(value, (1, 7), np.nan)),
+        f"tensor {DOWN}.scales: the scale of row 7, group 1 is nan: scales must be positive and finite",
+    ),
+    "gptq, an endless scale": (
+        *("gptq", f"{DOWN}.scales", lambda value: changed(value, (0, 47), np.inf)),
+        f"tensor {DOWN}.scales: the scale of row 47, group 0 is inf",
+    ),
+    "gptq, a scale of zero": (
+        *("gptq", f"{DOWN}.scales", lambda value: changed(value, (0, 0), 0)),
+        f"tensor {DOWN}.scales: the scale of row 0, group 0 is 0.0",
+    ),
+    "gptq, a negative scale": (
+        *("gptq", f"{DOWN}.scales", lambda value: changed(value, (0, 0), -0.5)),
+        f"tensor {DOWN}.scales: the scale of row 0, group 0 is -0.5",
+    ),
+    "gptq, scales of two dtypes in one matrix": (
+        *("gptq", f"{Q}.scales", lambda value: value.astype(np.float32)),
+        "scales of one matrix are of different dtypes: those of model.layers.0.self_attn.q_proj.weight f32",
+    ),
+    "gptq, a bias that is not zero": (
+        *("gptq", f"{DOWN}.bias", lambda value: np.ones(48, np.float16)),
+        f"a bias that is not zero, which is not supported: {DOWN}.bias",
+    ),
+    "awq, codes of gptq's shape": (
+        *("awq", f"{Q}.qweight", lambda value: np.zeros((6, 256), np.int32)),
+        f"misshapen: {Q}.qweight is [6, 256], expected [48, 32]",
+    ),
+    "awq, a scale that is not a number": (
+        *("awq", f"{Q}.scales", lambda value: changed(value, (2, 255), np.nan)),
+        f"tensor {Q}.scales: the scale of row 255, group 2 is nan",
+    ),
+    "compressed-tensors, another stated shape": (
+        *("packed", f"{Q}.weight_shape", lambda value: value[::-1].copy()),
+        f"{Q}.weight_shape says [48, 256], the matrix is [256, 48]",
+    ),
+    "compressed-tensors, no scales": ("packed", f"{Q}.weight_scale", None, f"missing: {Q}.weight_scale [256, 3]"),
+    "compressed-tensors, scales of whole numbers": (
+        *("packed", f"{Q}.weight_scale", lambda value: value.astype(np.int32)),
+        f"{Q}.weight_scale is I32, expected F16 or BF16 or F32",
+    ),
+    "compressed-tensors, stored twice": (
+        *("packed", f"{Q}.weight", lambda value: np.zeros((256, 48), ml_dtypes.bfloat16)),
+        f"{Q} is there twice, quantised and as {Q}.weight (BF16): remove one",
+    ),
+    "compressed-tensors, no zero points": (
+        *("packed-asym", f"{Q}.weight_zero_point", None),
+        f"missing: {Q}.weight_zero_point [32, 3]",
+    ),
+    "compressed-tensors, an order": (
+        *("packed", f"{Q}.weight_g_idx", lambda value: act_order(np.arange(48, dtype=np.int32) // GROUP)),
+        f"{Q}.weight_g_idx orders the columns by their activations",
+    ),
+    "fp8, a code that is not a number": (
+        *("fp8", f"{Q}.weight", lambda value: changed(value.view(np.uint8), (17, 3), 0xFF).view(E4M3)),
+        f"tensor {Q}.weight: row 17, column 3 is 0xff, which is not a number in e4m3",
+    ),
+    "fp8, no scale": ("fp8", f"{Q}.weight_scale", None, f"{Q} has no scale: expected weight_scale"),
+    "fp8, scales of another matrix": (
+        *("fp8", f"{Q}.weight_scale", lambda value: value[:100].copy()),
+        f"misshapen: {Q}.weight_scale is [100, 1], expected [] or [1] or [1, 1] or [256] or [256, 1]",
+    ),
+    "fp8, weights of e5m2": (
+        *("fp8", f"{Q}.weight", lambda value: value.astype(np.float32).astype(ml_dtypes.float8_e5m2)),
+        f"{Q}.weight is F8_E5M2, expected F8_E4M3",
+    ),
+    "fp8, weights that are not quantised": (
+        *("fp8", f"{Q}.weight", lambda value: value.astype(ml_dtypes.bfloat16)),
+        f"{Q}.weight is BF16, expected F8_E4M3",
+    ),
+    "a quantised tensor of no module": (
+        *("packed", "lm_head.weight_packed", lambda value: np.zeros((50, 6), np.int32)),
+        "tensor lm_head.weight_packed: lm_head is quantised, but",
+    ),
+}
+
+
+def load_all(folder):
+    """Opens a checkpoint and reads every matrix in parts, as loading does."""
+    checkpoint = open_checkpoint(folder)
+    for module in (Q, DOWN):
+        matrix = checkpoint.rows(f"{module}.weight")
+        for first in range(0, matrix.shape[0], 24):
+            matrix[first : first + 24]
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_tensors(tmp_path, whole, name):
+    checkpoint, tensor, change, message = MALFORMED[name]
+    tensors, stated = whole[checkpoint]
+    tensors = dict(tensors)
+    if change is None:
+        del tensors[tensor]
+    else:
+        tensors[tensor] = change(tensors.get(tensor))
+    write_quantized(tmp_path, tensors, stated)
+    with pytest.raises(LoadingError) as raised:
+        load_all(tmp_path)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("checkpoint", ["gptq", "awq", "packed", "packed-asym", "fp8"])
+def test_without_a_fault_they_are_read(tmp_path, whole, checkpoint):
+    tensors, stated = whole[checkpoint]
+    load_all(write_quantized(tmp_path, tensors, stated))
+
+
+# -- what does not fit together
+
+
+def test_a_label_that_the_tensors_do_not_have(tmp_path, whole):
+    message = refusal(write_quantized(tmp_path, whole["gptq"][0], awq_config()))
+    assert "(awq, gemm)" in message and f"misshapen: {Q}.qweight is [6, 256], expected [48, 32]" in message
+
+
+def test_a_group_size_that_the_tensors_do_not_have(tmp_path, whole):
+    message = refusal(write_quantized(tmp_path, whole["gptq"][0], gptq_config(group_size=24)))
+    assert f"misshapen: {Q}.qzeros is [3, 32], expected [2, 32]" in message
+
+
+def test_quantised_tensors_without_a_configuration(tmp_path, whole):
+    write_quantized(tmp_path, whole["packed"][0], None)
+    assert "is part of a quantised weight, though config.json names no quantisation" in refusal(tmp_path)
+
+
+def test_a_configuration_without_quantised_tensors(tmp_path, whole):
+    plain = {name: np.zeros((256, 48), ml_dtypes.bfloat16) for name in [f"{Q}.weight"]}
+    others = {name: value for name, value in whole["packed"][0].items() if not name.startswith(Q)}
+    message = refusal(write_quantized(tmp_path, {**others, **plain}, whole["packed"][1]))
+    assert f"missing: {Q}.weight_packed [256, 6]: {Q}.weight is there, not quantised" in message
+
+
+def test_a_module_that_is_left_out_in_one_layer(tmp_path, whole):
+    message = refusal(write_quantized(tmp_path, whole["packed"][0], compressed_config(ignore=["lm_head", DOWN])))
+    assert "the kernel keeps matrix 'down' in one format in all layers" in message
+    assert f"{DOWN} is not quantised" in message and "model.layers.0.mlp.down_proj is int4-g16" in message
+
+
+def test_a_module_that_is_left_out_of_a_joined_matrix(tmp_path, whole):
+    message = refusal(write_quantized(tmp_path, whole["packed"][0], compressed_config(ignore=["lm_head", "k_proj"])))
+    assert "the kernel keeps matrix 'qkv' in one format" in message
+
+
+def test_sizes_that_are_no_whole_words(tmp_path, whole):
+    message = refusal(write_quantized(tmp_path, whole["gptq"][0], gptq_config(), intermediate_size=44))
+    assert "model.layers.0.mlp.gate_proj: 44 outputs are no multiple of the 8 codes of a word of gptq" in message
