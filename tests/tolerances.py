@@ -27,5 +27,9 @@ ATTENTION_LSE = 1e-5
 MATVEC = 1e-5
 """A product of bf16 numbers added in float32, against float64."""
 
+MATVEC_WITH_OUTLIERS = 1e-4
+"""The same where two activations are a thousand times the others, and weights are integers of which a zero point is
+taken away after the product."""
+
 SAMPLING_MARGIN = 1e-4
 """Two candidates nearer than this may change places: logits / temperature + noise is rounded to float32."""

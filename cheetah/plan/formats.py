@@ -6,6 +6,7 @@ inverse, meaning) and its fragments on the device (`blocks/linear/formats`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cheetah.plan.errors import PlanError, require_positive
@@ -16,30 +17,140 @@ VECTOR_COLUMNS = 32
 """Columns that a vector is padded to, and that a K-tile has some of whole."""
 TILE_ALIGNMENT = 16
 """Bytes that a K-tile is a multiple of: what a bulk copy moves."""
+ROW_FACTOR_BYTES = 128
+"""Behind the K-tiles of a quantised M-tile: 16 factors (f32), one a row, and zeros. A copy whose address or size is no
+multiple of 128 bytes takes a quarter longer (H200)."""
 
 
 @dataclass(frozen=True)
 class TileFormat:
-    """The K-tile of a format: 16 rows x `columns` weights in `tile_bytes`, with all that they need (scales too)."""
+    """The K-tile of a format: 16 rows x `columns` weights in `tile_bytes`, with all that they need (scales too).
+
+    factor_bytes: bytes behind an M-tile's last K-tile. vector_exponent: the vector is multiplied by two to
+    this power before the weights are.
+    """
 
     name: str
     columns: int
     tile_bytes: int
+    factor_bytes: int = 0
+    vector_exponent: int = 0
 
     def __post_init__(self) -> None:
         place = f"weight format {self.name!r}"
         require_positive(place, columns=self.columns, tile_bytes=self.tile_bytes)
-        if self.columns % VECTOR_COLUMNS or self.tile_bytes % TILE_ALIGNMENT:
+        if self.columns % VECTOR_COLUMNS or self.tile_bytes % TILE_ALIGNMENT or self.factor_bytes % TILE_ALIGNMENT:
             raise PlanError(
-                f"{place}: a tile of {self.columns} columns in {self.tile_bytes} bytes: give multiples of "
-                f"{VECTOR_COLUMNS} columns and of {TILE_ALIGNMENT} bytes"
+                f"{place}: a tile of {self.columns} columns in {self.tile_bytes} bytes, {self.factor_bytes} an M-tile: "
+                f"give multiples of {VECTOR_COLUMNS} columns and of {TILE_ALIGNMENT} bytes"
             )
+
+    def matrix_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of a matrix, padded to whole tiles."""
+        k_tiles = -(-columns // self.columns)
+        return -(-rows // M_TILE_ROWS) * (k_tiles * self.tile_bytes + self.factor_bytes)
+
+    def chunk_bytes(self, stage_bytes: int, warps: int) -> int:
+        """Bytes of the K-tiles of a full chunk: as many for each warp as a stage holds, with what ends an M-tile."""
+        share = warps * self.tile_bytes
+        return (stage_bytes - self.factor_bytes) // share * share
+
+    def stage_bytes(self, least: int, warps: int) -> int:
+        """The smallest stage that holds a full chunk of at least so many bytes of K-tiles."""
+        share = warps * self.tile_bytes
+        return -(-least // share) * share + self.factor_bytes
 
 
 BF16 = TileFormat("bf16", 32, 1024)
 """Two 16 x 16 tiles, so that one 16-byte load feeds both with activations."""
 
-TILE_FORMATS: dict[str, TileFormat] = {one.name: one for one in (BF16,)}
+
+@dataclass(frozen=True)
+class QuantizedTiles(TileFormat):
+    """A K-tile of 16 x 128 codes of `bits` bits, then scales, then zero points; behind an M-tile a factor a row.
+
+    kind: "int4", "int8" or "fp8". group_columns: columns of a row that share a scale of the tile, which divide 128;
+    None: there is none beside the row's factor. is_asymmetric: each group of a row has a zero point.
+    scales_at, zero_points_at: bytes from the beginning of the tile.
+    """
+
+    kind: str = ""
+    bits: int = 8
+    group_columns: int | None = None
+    is_asymmetric: bool = False
+    scales_at: int = 0
+    zero_points_at: int = 0
+
+    @property
+    def groups(self) -> int:
+        """Groups of a row of a tile; 1 where the whole row shares what there is."""
+        return self.columns // (self.group_columns or self.columns)
+
+
+QUANTIZED_COLUMNS = 128
+"""Columns of a quantised K-tile: the usual group."""
+GROUP_COLUMNS = (32, 64, 128)
+"""Columns of the groups that there are formats for."""
+INTEGER_SCALE_BYTES = 2 * M_TILE_ROWS
+"""The scales of a group, f16 [8 rows][row g, row g + 8]."""
+ZERO_POINT_BYTES = M_TILE_ROWS
+"""The zero points of a group, u8 in the same order."""
+BLOCK_SCALE_BYTES = 16
+"""Of an e4m3 tile in a block format: the scales (f32) of its first 8 rows and of the others, and 8 bytes of zeros."""
+E4M3_VECTOR_EXPONENT = 64
+"""A code's bits at the low end of a bf16 are its value times 2^-120; half of that comes back beforehand, by way of the
+vector (whose elements stay below 2^63), so that no product is too small for a float."""
+
+
+def quantized_name(kind: str, group_columns: int | None, is_asymmetric: bool) -> str:
+    """What a format is called: "int4-g128", "int8-asym", "fp8-block128"; see `QuantizationScheme.name`."""
+    group = "" if group_columns is None else f"-{'block' if kind == 'fp8' else 'g'}{group_columns}"
+    return f"{kind}{group}{'-asym' if is_asymmetric else ''}"
+
+
+def _integers(kind: str, bits: int, group_columns: int | None, is_asymmetric: bool) -> QuantizedTiles:
+    groups = QUANTIZED_COLUMNS // (group_columns or QUANTIZED_COLUMNS)
+    scales_at = M_TILE_ROWS * QUANTIZED_COLUMNS * bits // 8
+    zero_points_at = scales_at + (0 if group_columns is None else groups * INTEGER_SCALE_BYTES)
+    return QuantizedTiles(
+        quantized_name(kind, group_columns, is_asymmetric),
+        QUANTIZED_COLUMNS,
+        zero_points_at + (groups * ZERO_POINT_BYTES if is_asymmetric else 0),
+        ROW_FACTOR_BYTES,
+        kind=kind,
+        bits=bits,
+        group_columns=group_columns,
+        is_asymmetric=is_asymmetric,
+        scales_at=scales_at,
+        zero_points_at=zero_points_at,
+    )
+
+
+def _e4m3(block_columns: int | None) -> QuantizedTiles:
+    codes = M_TILE_ROWS * QUANTIZED_COLUMNS
+    return QuantizedTiles(
+        quantized_name("fp8", block_columns, False),
+        QUANTIZED_COLUMNS,
+        codes + (0 if block_columns is None else BLOCK_SCALE_BYTES),
+        ROW_FACTOR_BYTES,
+        E4M3_VECTOR_EXPONENT,
+        kind="fp8",
+        group_columns=block_columns,
+        scales_at=codes,
+    )
+
+
+def _quantized() -> Iterator[QuantizedTiles]:
+    for kind, bits in (("int4", 4), ("int8", 8)):
+        for group_columns in (None, *GROUP_COLUMNS):
+            for is_asymmetric in (False, True):
+                yield _integers(kind, bits, group_columns, is_asymmetric)
+    yield _e4m3(None)
+    yield _e4m3(QUANTIZED_COLUMNS)
+
+
+QUANTIZED_FORMATS: dict[str, QuantizedTiles] = {one.name: one for one in _quantized()}
+TILE_FORMATS: dict[str, TileFormat] = {BF16.name: BF16, **QUANTIZED_FORMATS}
 
 
 def tile_format(name: str) -> TileFormat:

@@ -18,11 +18,11 @@ class MatrixLayout:
     """A matrix [rows, columns] of a weight format, cut into M-tiles of 16 rows and chunks of one stage, as it is read.
 
     Memory order: for each wave of the split, for each chunk of an M-tile, for each position in the wave: that chunk. So
-    the blocks read adjacent chunks side by side. All chunks of an M-tile but the last fill `stage_bytes`. Rows are
-    padded to 16 and columns to whole K-tiles with zeros. `offset` is the byte of the weights where it (of layer 0)
-    begins. `slices` says in how many parts (of whole chunks) the vector is brought that the matrix is multiplied with:
-    the chunks of a part are read for all M-tiles of a block before those of the next part. Where they lie does not
-    change."""
+    the blocks read adjacent chunks side by side. All chunks of an M-tile but the last are `stage_bytes` of K-tiles; the
+    last one may be shorter, and ends in the format's `factor_bytes`. Rows are padded to 16 and columns to whole K-tiles
+    with zeros. `offset` is the byte of the weights where it (of layer 0) begins. `slices` says in how many parts (of
+    whole chunks) the vector is brought that the matrix is multiplied with: the chunks of a part are read for all
+    M-tiles of a block before those of the next part. Where they lie does not change."""
 
     name: str
     rows: int
@@ -96,7 +96,7 @@ class MatrixLayout:
 
     @property
     def m_tile_bytes(self) -> int:
-        return self.k_tiles * self.format.tile_bytes
+        return self.k_tiles * self.format.tile_bytes + self.format.factor_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -108,7 +108,7 @@ class MatrixLayout:
 
     @property
     def last_chunk_bytes(self) -> int:
-        return self.last_chunk_tiles * self.format.tile_bytes
+        return self.last_chunk_tiles * self.format.tile_bytes + self.format.factor_bytes
 
     @property
     def last_wave_width(self) -> int:
@@ -161,7 +161,8 @@ class MatrixLayout:
 
 
 def slice_columns(columns: int, stage_bytes: int, slices: int, format: TileFormat = BF16) -> int:
-    """Elements of the longest of `slices` parts of a vector of `columns`, each whole chunks but the last."""
+    """Elements of the longest of `slices` parts of a vector of `columns` (whole K-tiles), each whole chunks but the
+    last."""
     chunk_columns = stage_bytes // format.tile_bytes * format.columns
     return min(columns, ceil_div(ceil_div(columns, chunk_columns), slices) * chunk_columns)
 
@@ -172,4 +173,5 @@ def _last_differs(index: Index, count: int, usual: int, last: int) -> Index:
         return last
     if usual == last:
         return usual
-    return usual - index // (count - 1) * (usual - last)
+    is_last = index // (count - 1)
+    return usual + is_last * (last - usual) if last > usual else usual - is_last * (usual - last)

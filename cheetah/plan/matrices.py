@@ -88,10 +88,12 @@ def step_matrices(shape: ModelShape, plan: Plan, gpu: Gpu) -> StepMatrices:
     plan.check(shape, gpu)
 
     def layout(name: str, rows: int, columns: int, start: int, slices: int = 1) -> MatrixLayout:
+        format = shape.format_of(name)
+        chunk_bytes = format.chunk_bytes(plan.stage_bytes, plan.consumer_warps)
         return MatrixLayout(
-            *(name, rows, columns, gpu.blocks, plan.stage_bytes, start),
+            *(name, rows, columns, gpu.blocks, chunk_bytes, start),
             slices=slices,
-            format=shape.format_of(name),
+            format=format,
         )
 
     gate_up_rows = ceil_div(shape.ffn, GATE_UP_ROWS) * M_TILE_ROWS

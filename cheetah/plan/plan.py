@@ -164,12 +164,6 @@ class Plan:
                 raise PlanError(f"Plan: {name} is {getattr(self, name)}: give 0 to blocks - 1")
 
     def _check_ring(self) -> None:
-        unit = self.consumer_warps * BF16.tile_bytes
-        if self.stage_bytes % unit:
-            raise PlanError(
-                f"Plan: stage_bytes is {self.stage_bytes} with {self.consumer_warps} consumer warps: each takes whole "
-                f"{BF16.tile_bytes}-byte K-tiles of a chunk: use a multiple of {unit}"
-            )
         if self.stage_bytes >= TRANSACTION_LIMIT_BYTES:
             raise PlanError(
                 f"Plan: stage_bytes is {self.stage_bytes}: an mbarrier counts below {TRANSACTION_LIMIT_BYTES}"
@@ -214,8 +208,17 @@ class Plan:
         return KV_DTYPES[self.kv_dtype]
 
     def kv_stage_tokens(self, head_dim: int) -> int:
-        """Tokens of one KV head in a stage: the first half of the stage is their K, the second their V."""
-        return self.stage_bytes // (2 * self.kv_element_bytes * head_dim)
+        """Tokens of one KV head in a stage, whole tiles of them: first their keys, then their values."""
+        tile_bytes = self._kv_tile_bytes(head_dim)
+        return self.stage_bytes // tile_bytes * KV_TILE_TOKENS
+
+    def kv_values_at(self, head_dim: int) -> int:
+        """The byte of a stage of keys at which their values begin."""
+        return self.kv_stage_tokens(head_dim) * self.kv_element_bytes * head_dim
+
+    def _kv_tile_bytes(self, head_dim: int) -> int:
+        """Bytes of the keys and values of a tile of attention."""
+        return KV_TILE_TOKENS * 2 * self.kv_element_bytes * head_dim
 
     @property
     def tile_rows(self) -> int:
@@ -233,24 +236,43 @@ class Plan:
 
     def check(self, shape: ModelShape, gpu: Gpu) -> None:
         """PlanError unless this plan can serve that model on that machine."""
-        unit = KV_TILE_TOKENS * 2 * self.kv_element_bytes * shape.head_dim
-        if self.stage_bytes % unit:
-            raise PlanError(
-                f"Plan: stage_bytes is {self.stage_bytes} with head_dim {shape.head_dim}: K and V of {KV_TILE_TOKENS} "
-                f"tokens are {unit} bytes and a stage holds whole such tiles: use a multiple of {unit}"
-            )
-        for matrix, _ in shape.formats:
-            unit = shape.format_of(matrix).tile_bytes * self.consumer_warps
-            if self.stage_bytes % unit:
-                raise PlanError(
-                    f"Plan: stage_bytes is {self.stage_bytes} with {self.consumer_warps} consumer warps: a chunk of "
-                    f"{matrix} ({shape.format_of(matrix).name}) has as many K-tiles for each: use a multiple of {unit}"
-                )
+        if shape.formats:
+            self._check_stage_of_formats(shape)
+        else:
+            self._check_whole_stage(shape)
         for name in ("start_qkv", "start_residual", "start_gate_up", "start_head"):
             if getattr(self, name) >= gpu.blocks:
                 raise PlanError(
                     f"Plan: {name} is {getattr(self, name)} on {gpu.blocks} blocks: give 0 to {gpu.blocks - 1}"
                 )
+
+    def _check_whole_stage(self, shape: ModelShape) -> None:
+        """With one format nothing of a stage is left over."""
+        unit = self.consumer_warps * BF16.tile_bytes
+        if self.stage_bytes % unit:
+            raise PlanError(
+                f"Plan: stage_bytes is {self.stage_bytes} with {self.consumer_warps} consumer warps: each takes whole "
+                f"{BF16.tile_bytes}-byte K-tiles of a chunk: use a multiple of {unit}"
+            )
+        unit = self._kv_tile_bytes(shape.head_dim)
+        if self.stage_bytes % unit:
+            raise PlanError(
+                f"Plan: stage_bytes is {self.stage_bytes} with head_dim {shape.head_dim}: K and V of {KV_TILE_TOKENS} "
+                f"tokens are {unit} bytes and a stage holds whole such tiles: use a multiple of {unit}"
+            )
+
+    def _check_stage_of_formats(self, shape: ModelShape) -> None:
+        """Chunks of several formats, and keys and values, use as much of a stage as their tiles fill."""
+        if self.stage_bytes % BULK_ALIGNMENT:
+            raise PlanError(f"Plan: stage_bytes is {self.stage_bytes}: use a multiple of {BULK_ALIGNMENT}")
+        least = {
+            f"K-tiles of {one.name} for {self.consumer_warps} warps": one.stage_bytes(1, self.consumer_warps)
+            for one in shape.tile_formats
+        }
+        least[f"K and V of {KV_TILE_TOKENS} tokens"] = self._kv_tile_bytes(shape.head_dim)
+        what, needed = max(least.items(), key=lambda item: item[1])
+        if self.stage_bytes < needed:
+            raise PlanError(f"Plan: stage_bytes is {self.stage_bytes}: {what} are {needed} bytes: use {needed} or more")
 
     def to_dict(self) -> dict[str, int | str]:
         """Field names and values, ready for JSON."""
@@ -335,10 +357,14 @@ def attention_records(plan: Plan) -> tuple[Region, ...]:
 
 def vector_columns(shape: ModelShape, plan: Plan) -> int:
     """The longest part of a vector that is in shared memory at once, in elements of a token."""
+    down = shape.format_of("down")
     parts = (
-        shape.padded_hidden,
-        shape.padded_query_rows,
-        slice_columns(shape.padded_ffn, plan.stage_bytes, plan.down_slices, shape.format_of("down")),
+        *(round_up(shape.hidden, shape.format_of(matrix).columns) for matrix in ("qkv", "gate_up", "lm_head")),
+        round_up(shape.query_rows, shape.format_of("o").columns),
+        slice_columns(
+            *(round_up(shape.ffn, down.columns), down.chunk_bytes(plan.stage_bytes, plan.consumer_warps)),
+            *(plan.down_slices, down),
+        ),
     )
     return max(parts)
 
@@ -407,9 +433,12 @@ def default_starts(shape: ModelShape, gpu: Gpu) -> dict[str, int]:
 
 
 def _default_stage_bytes(shape: ModelShape, gpu: Gpu, consumer_warps: int) -> int:
-    tiles = (BF16.tile_bytes, *(shape.format_of(matrix).tile_bytes for matrix, _ in shape.formats))
-    unit = lcm(*(consumer_warps * tile for tile in tiles), KV_TILE_TOKENS * 2 * 2 * shape.head_dim)
-    return round_up(4096 if gpu.emulated else 16384, unit)
+    """About 16 KB, or 4 on the emulator: whole K-tiles for each warp, whole tiles of keys; where formats differ, room
+    for the largest."""
+    least = 4096 if gpu.emulated else 16384
+    whole = round_up(least, lcm(consumer_warps * BF16.tile_bytes, KV_TILE_TOKENS * 2 * 2 * shape.head_dim))
+    others = (one.stage_bytes(least, consumer_warps) for one in shape.tile_formats if one is not BF16)
+    return round_up(max(whole, *others, 0), BULK_ALIGNMENT)
 
 
 def _default_stages(shape: ModelShape, draft: Plan, gpu: Gpu, reserve: Reserve) -> int:
@@ -425,4 +454,4 @@ def _default_in_flight(shape: ModelShape, gpu: Gpu, draft: Plan) -> int:
         return 3
     layer_bytes = 2 * shape.hidden * (shape.qkv_rows + shape.query_rows + 3 * shape.ffn)
     kilobytes = 48 if draft.tokens > 1 or layer_bytes // gpu.blocks < SMALL_LAYER_BYTES else 64
-    return max(2, kilobytes * 1024 // draft.stage_bytes)
+    return max(2, round(kilobytes * 1024 / draft.stage_bytes))

@@ -176,7 +176,7 @@ class Report:
 def step_bytes(
     shape: ModelShape, weight_bytes: int, context: int, batch: int = 1, kv_element_bytes: int = 2
 ) -> StepBytes:
-    """Bytes a step must read: bf16 weights, K and V of `context` tokens a sequence, norms, embedding and rope rows."""
+    """Bytes a step must read: weights, K and V of `context` tokens a sequence, norms, embedding and rope rows."""
     return StepBytes(
         weights=weight_bytes,
         kv=2 * kv_element_bytes * shape.layers * shape.kv_heads * shape.head_dim * context * batch,

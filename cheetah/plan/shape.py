@@ -6,6 +6,9 @@ from cheetah.plan.errors import PlanError, require_positive
 from cheetah.plan.formats import BF16, M_TILE_ROWS, VECTOR_COLUMNS, TileFormat, tile_format
 from cheetah.plan.index import ceil_div
 
+MATRICES = ("qkv", "o", "gate_up", "down", "lm_head")
+"""The matrices of a step that have a weight format each."""
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -39,6 +42,12 @@ class ModelShape:
     def format_of(self, matrix: str) -> TileFormat:
         """The weight format of a matrix."""
         return tile_format(dict(self.formats).get(matrix, BF16.name))
+
+    @property
+    def tile_formats(self) -> tuple[TileFormat, ...]:
+        """The weight formats of the matrices, each once."""
+        named = dict(self.formats)
+        return tuple(dict.fromkeys(tile_format(named.get(matrix, BF16.name)) for matrix in MATRICES))
 
     def describe(self) -> dict[str, int | str]:
         """The sizes by name, and the formats of matrices that are not bf16."""

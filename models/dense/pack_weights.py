@@ -34,10 +34,12 @@ from cheetah.models.dense.weights import (
     row_groups,
     vector_shapes,
 )
-from cheetah.models.family import Progress, ReadRows, ReadTensor, Rows, WriteBytes
+from cheetah.models.family import Progress, QuantizedMatrix, ReadRows, ReadTensor, Rows, WriteBytes
 from cheetah.models.formats import Bytes, PackingError, format_of
+from cheetah.models.formats.quantized import QuantizedRows
 from cheetah.models.rounding import Bits
 from cheetah.plan import M_TILE_ROWS, MatrixLayout, StepMatrices
+from cheetah.plan.formats import QuantizedTiles
 
 BLOCK_BYTES = 4 * 2**20
 """About what a thread reads and packs at a time: a millisecond of work, and little enough for its caches."""
@@ -218,20 +220,28 @@ class _Block:
 
     layout: MatrixLayout
     groups: RowGroups
-    tensors: tuple[Rows, ...]
+    tensors: tuple[Rows | QuantizedMatrix, ...]
     m_tiles: range
     first_wave: int
 
     def pack(self, memory: Bytes) -> None:
         """To their places in the piece's memory."""
-        format_of(self.layout).pack_m_tiles(self.layout, self.m_tiles, self._rows(), memory, self.first_wave)
+        rows = self._quantized_rows() if isinstance(self.layout.format, QuantizedTiles) else self._rows()
+        format_of(self.layout).pack_m_tiles(self.layout, self.m_tiles, rows, memory, self.first_wave)
+
+    def _quantized_rows(self) -> QuantizedRows:
+        """The M-tiles' rows, with rows of zeros up to the last."""
+        count, columns = len(self.m_tiles) * M_TILE_ROWS, self.layout.columns
+        rows = cast(QuantizedMatrix, self.tensors[0]).scheme.empty_rows(count, columns)
+        self.groups.gather(self.tensors, rows, range(2 * self.m_tiles.start, 2 * self.m_tiles.stop))
+        return rows
 
     def _rows(self) -> Bits:
         """The M-tiles' rows, padded: straight from the tensor where they are in order, else gathered by this thread."""
         begin, stop = self.m_tiles.start * M_TILE_ROWS, self.m_tiles.stop * M_TILE_ROWS
         is_whole = stop <= self.layout.rows and self.layout.columns == self.layout.padded_columns
         if is_whole and len(self.tensors) == 1:
-            return np.ascontiguousarray(self.tensors[0][begin:stop])
+            return np.ascontiguousarray(cast(Rows, self.tensors[0])[begin:stop])
         rows = _scratch_rows(stop - begin, self.layout.padded_columns)
         rows[:, self.layout.columns :] = 0
         self.groups.gather(self.tensors, rows, range(2 * self.m_tiles.start, 2 * self.m_tiles.stop))

@@ -11,12 +11,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.models.config import ModelConfig
-from cheetah.models.family import Rows
+from cheetah.models.family import QuantizedMatrix, Rows
+from cheetah.models.formats.quantized import QuantizedRows
 from cheetah.models.rounding import Bits
 from cheetah.plan import M_TILE_ROWS, StepMatrices
 
@@ -176,6 +178,18 @@ class _Run:
     first: int
     rows: int
 
+    def copy(self, values: NDArray[Any], places: NDArray[Any]) -> None:
+        """The rows [rows, columns] to their groups [count, 8, columns]."""
+        if self.rows == self.count * GROUP_ROWS:
+            places[:] = values.reshape(self.count, GROUP_ROWS, -1)
+        else:
+            places[0, : self.rows] = values
+            places[0, self.rows :] = 0
+
+
+def _planes(rows: Bits | QuantizedRows) -> tuple[NDArray[Any], ...]:
+    return rows.planes if isinstance(rows, QuantizedRows) else (rows,)
+
 
 class RowGroups:
     """The rows of a matrix in M-tile order, as groups of 8: tensor `source`, rows `first` .. `first + count` - 1.
@@ -189,18 +203,13 @@ class RowGroups:
     def __len__(self) -> int:
         return len(self.source)
 
-    def gather(self, tensors: Sequence[Rows], rows: Bits, groups: range) -> None:
+    def gather(self, tensors: Sequence[Rows | QuantizedMatrix], rows: Bits | QuantizedRows, groups: range) -> None:
         """Copy some groups into `rows` [8 times as many, at least the tensors' columns]; padding columns stay."""
-        columns = tensors[0].shape[1]
-        target = rows.reshape(-1, GROUP_ROWS, rows.shape[1])[:, :, :columns]
         for run in self._runs(groups.start, groups.stop):
-            place = target[run.index - groups.start :: run.step][: run.count]
             values = tensors[run.source][run.first : run.first + run.rows]
-            if run.rows == run.count * GROUP_ROWS:
-                place[:] = values.reshape(run.count, GROUP_ROWS, columns)
-            else:
-                place[0, : run.rows] = values
-                place[0, run.rows :] = 0
+            for target, plane in zip(_planes(rows), _planes(values), strict=True):
+                places = target.reshape(-1, GROUP_ROWS, target.shape[1])[:, :, : plane.shape[1]]
+                run.copy(plane, places[run.index - groups.start :: run.step][: run.count])
 
     @lru_cache(maxsize=4096)  # noqa: B019 - a matrix has few blocks, and the groups themselves are kept as long
     def _runs(self, begin: int, stop: int) -> tuple[_Run, ...]:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from cheetah.models.formats.bf16 import Bf16
+from cheetah.models.formats.quantized import QuantizedRows
+from cheetah.models.formats.quantized_tiles import QuantizedFormat
 from cheetah.models.formats.weight_format import Bytes, PackingError, WeightFormat
-from cheetah.models.rounding import Bits
 from cheetah.plan import MatrixLayout
+from cheetah.plan.formats import QUANTIZED_FORMATS
 
 __all__ = ["WEIGHT_FORMATS", "Bytes", "PackingError", "WeightFormat", "format_of", "pack_matrix", "unpack_matrix"]
 
-WEIGHT_FORMATS: dict[str, WeightFormat] = {"bf16": Bf16()}
+WEIGHT_FORMATS: dict[str, WeightFormat] = {
+    "bf16": Bf16(),
+    **{name: QuantizedFormat(one) for name, one in QUANTIZED_FORMATS.items()},
+}
 
 
 def format_of(layout: MatrixLayout) -> WeightFormat:
@@ -19,22 +26,43 @@ def format_of(layout: MatrixLayout) -> WeightFormat:
     return WEIGHT_FORMATS[layout.format.name]
 
 
-def pack_matrix(layout: MatrixLayout, matrix: Bits) -> Bytes:
-    """All `layout.total_bytes` bytes of `matrix`, uint16 [rows, columns] in M-tile order; the padding is zero."""
+def pack_matrix(layout: MatrixLayout, matrix: Any) -> Bytes:
+    """All `layout.total_bytes` bytes of `matrix`, [rows, columns] in M-tile order, uint16 or `QuantizedRows` as the
+    format wants them; the padding is zero."""
     if matrix.shape != (layout.rows, layout.columns):
         raise PackingError(
             f"matrix {layout.name!r}: shape {list(matrix.shape)}, its layout says {[layout.rows, layout.columns]}"
         )
-    padded = np.zeros((layout.padded_rows, layout.padded_columns), dtype=np.uint16)
-    padded[: layout.rows, : layout.columns] = matrix
     packed = np.empty(layout.total_bytes, dtype=np.uint8)
-    format_of(layout).pack_m_tiles(layout, range(layout.m_tiles), padded, packed)
+    format_of(layout).pack_m_tiles(layout, range(layout.m_tiles), _padded(layout, matrix), packed)
     return packed
 
 
-def unpack_matrix(layout: MatrixLayout, packed: Bytes) -> Bits:
-    """The inverse of `pack_matrix`: uint16 [rows, columns]."""
+def unpack_matrix(layout: MatrixLayout, packed: Bytes) -> Any:
+    """The inverse of `pack_matrix`: [rows, columns]; scales are float32 then."""
     if packed.dtype != np.uint8 or packed.shape != (layout.total_bytes,):
         found = f"{packed.dtype} {list(packed.shape)}"
         raise PackingError(f"matrix {layout.name!r}: {found}, its layout says uint8 [{layout.total_bytes}]")
-    return format_of(layout).unpack(layout, packed)
+    return _cut(layout, format_of(layout).unpack(layout, packed))
+
+
+def _padded(layout: MatrixLayout, matrix: Any) -> Any:
+    if isinstance(matrix, QuantizedRows):
+        return matrix.with_planes(lambda plane: _with_zeros(plane, layout.padded_rows, plane.shape[1]))
+    return _with_zeros(matrix, layout.padded_rows, layout.padded_columns)
+
+
+def _with_zeros(plane: Any, rows: int, columns: int) -> Any:
+    padded = np.zeros((rows, columns), plane.dtype)
+    padded[: plane.shape[0], : plane.shape[1]] = plane
+    return padded
+
+
+def _cut(layout: MatrixLayout, rows: Any) -> Any:
+    if not isinstance(rows, QuantizedRows):
+        return np.ascontiguousarray(rows[: layout.rows, : layout.columns])
+    group_columns = min(rows.group_columns, layout.columns) if rows.scales.shape[1] == 1 else rows.group_columns
+    groups = -(-layout.columns // group_columns)
+    points = None if rows.zero_points is None else rows.zero_points[: layout.rows, :groups]
+    codes, scales = rows.codes[: layout.rows, : layout.columns], rows.scales[: layout.rows, :groups]
+    return QuantizedRows(rows.kind, codes, scales, points, group_columns)

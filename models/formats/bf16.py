@@ -28,10 +28,10 @@ class Bf16(WeightFormat):
         words = _m_tile_words(rows)
         return words[:, _sources(words.shape[1] // TILE_WORDS)].view(np.uint8)
 
-    def decode(self, tiles: Bytes) -> Bits:
+    def decode(self, tiles: Bytes, factors: Bytes) -> Bits:
         words = np.empty((len(tiles), tiles[0].size // 4), np.uint32)
         words[:, _sources(tiles.shape[1])] = tiles.view(np.uint32)
-        return words.view(np.uint16)
+        return words.view(np.uint16).reshape(len(tiles) * M_TILE_ROWS, -1)
 
     def meaning(self, weights: F32) -> F32:
         return weights

@@ -8,7 +8,8 @@ on the way. Where codes come from is not known here, nor how a kernel keeps them
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -69,6 +70,13 @@ class QuantizationScheme:
         """Scales of a row of so many columns; the last group may be a part of one."""
         return 1 if self.group_columns is None else -(-columns // self.group_columns)
 
+    def empty_rows(self, rows: int, columns: int) -> QuantizedRows:
+        """Room for some rows; what is in it is not said."""
+        codes = np.empty((rows, columns), np.uint8)
+        scales = np.empty((rows, self.groups(columns)), SCALE_DTYPES[self.scales])
+        points = None if self.symmetric else np.empty(scales.shape, np.uint8)
+        return QuantizedRows(self.kind, codes, scales, points, self.group_columns or columns)
+
 
 def scheme_of_name(name: str, scales: str = "f16") -> QuantizationScheme:
     """The inverse of `QuantizationScheme.name`; QuantizationError if there is no such scheme."""
@@ -116,6 +124,16 @@ class QuantizedRows:
         """[rows, columns]."""
         rows, columns = self.codes.shape
         return rows, columns
+
+    @property
+    def planes(self) -> tuple[NDArray[Any], ...]:
+        """The arrays, each [rows, ...]: codes, scales, and zero points if there are some."""
+        return (self.codes, self.scales) if self.zero_points is None else (self.codes, self.scales, self.zero_points)
+
+    def with_planes(self, made: Callable[[NDArray[Any]], NDArray[Any]]) -> QuantizedRows:
+        """The same of other arrays, each `made` of one of these."""
+        codes, scales, *points = (made(plane) for plane in self.planes)
+        return replace(self, codes=codes, scales=scales, zero_points=points[0] if points else None)
 
     def dequantized(self) -> F32:
         """float32 [rows, columns]: what the checkpoint says that the weights are. Exact for scales of 16 bits."""

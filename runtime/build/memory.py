@@ -13,8 +13,7 @@ from cheetah.errors import CheetahError
 from cheetah.manifest import Buffer
 from cheetah.models.config import ModelConfig, round_up
 
-M_TILE_ROWS = 16  # rows and columns of a packed matrix are padded to whole M-tiles and K-tiles
-VECTOR_COLUMNS = 32
+M_TILE_ROWS = 16
 
 # Buffers of a manifest that have a line of their own; the others together are the workspace.
 LABELS = {
@@ -98,7 +97,7 @@ def memory_estimate(
     logits_rows: int = 0,
     workspace_bytes: int = 0,
 ) -> MemoryEstimate:
-    """The memory that a configuration will take: bf16 weights and cache, `batch` sequences of `max_context` tokens.
+    """The memory that a configuration will take: weights and bf16 cache, `batch` sequences of `max_context` tokens.
 
     logits_rows: rows of float32 logits kept on the device. workspace_bytes: exchanges, plans and partial states.
     """
@@ -120,9 +119,15 @@ def packed_weight_bytes(config: ModelConfig) -> int:
     """Bytes of the `weights` buffer; the same for every plan, because padding depends on the shapes alone."""
     hidden, ffn = config.hidden_size, config.intermediate_size
     gate_up_rows = 2 * round_up(ffn, M_TILE_ROWS // 2)
-    of_layer = [(config.qkv_rows, hidden), (hidden, config.query_rows), (gate_up_rows, hidden), (hidden, ffn)]
-    layer = sum(_packed_bytes(rows, columns) for rows, columns in of_layer)
-    return config.layers * layer + _packed_bytes(config.vocab_size, hidden)
+    sizes = {
+        "qkv": (config.qkv_rows, hidden),
+        "o": (hidden, config.query_rows),
+        "gate_up": (gate_up_rows, hidden),
+        "down": (hidden, ffn),
+        "lm_head": (config.vocab_size, hidden),
+    }
+    packed = {name: config.shape.format_of(name).matrix_bytes(*size) for name, size in sizes.items()}
+    return config.layers * sum(packed.values()) - (config.layers - 1) * packed["lm_head"]
 
 
 def size_text(size: int) -> str:
@@ -133,7 +138,3 @@ def size_text(size: int) -> str:
             break
         value /= 1024
     return f"{size} B" if unit == "B" else f"{value:.1f} {unit}" if value >= 10 else f"{value:.2f} {unit}"
-
-
-def _packed_bytes(rows: int, columns: int) -> int:
-    return round_up(rows, M_TILE_ROWS) * round_up(columns, VECTOR_COLUMNS) * 2

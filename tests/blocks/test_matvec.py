@@ -16,7 +16,8 @@ from cheetah.generate import generate_kernel
 from cheetah.lang import UnusedStageError, prim, ty
 from cheetah.models.formats import pack_matrix
 from cheetah.models.rounding import widen
-from cheetah.plan import MatrixLayout, ModelShape, PlanError
+from cheetah.plan import VECTOR_COLUMNS, MatrixLayout, ModelShape, PlanError
+from cheetah.plan.index import round_up
 from tests.blocks.small_kernel import SmallKernel, filled, plan_of
 from tests.program.rig import as_bf16, emulated_gpu, model, relative_error
 from tests.tolerances import MATVEC
@@ -51,12 +52,16 @@ CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
 }
 
 
-def product(rows: int, elements: int, blocks: int, fields: dict[str, Any]) -> tuple[SmallKernel, MatrixLayout]:
+def product(
+    rows: int, elements: int, blocks: int, fields: dict[str, Any], format: str = "bf16"
+) -> tuple[SmallKernel, MatrixLayout]:
     """y = W x for W [rows, elements] and several x: each row of y is stored by the block that owns it."""
-    shape = ModelShape(max(rows, 16), elements, 16, 1, 1, 64, 1)
+    formats = () if format == "bf16" else (("down", format),)
+    shape = ModelShape(max(rows, 16), elements, 16, 1, 1, 64, 1, formats)
     plan = plan_of(shape, blocks, **{"down_slices": 1, **fields})
-    start, slices = plan.start_residual, plan.down_slices
-    layout = MatrixLayout("w", rows, elements, blocks, plan.stage_bytes, start, slices=slices)
+    start, slices, tiles = plan.start_residual, plan.down_slices, shape.format_of("down")
+    chunk_bytes = tiles.chunk_bytes(plan.stage_bytes, plan.consumer_warps)
+    layout = MatrixLayout("w", rows, elements, blocks, chunk_bytes, start, slices=slices, format=tiles)
 
     def body(machine: Any, ring: Any, given: dict[str, Any]) -> None:
         columns = Columns(machine, given["column_count"], given["x"], given["x"])
@@ -71,7 +76,7 @@ def product(rows: int, elements: int, blocks: int, fields: dict[str, Any]) -> tu
             with ch.if_((done.lane < 16) & (row < rows)):
                 given["y"][done.column * rows + row] = done.sum
 
-        matvec(layout, Slices(columns, Units(read), layout.padded_columns), store)
+        matvec(layout, Slices(columns, Units(read), round_up(elements, VECTOR_COLUMNS)), store)
 
     return SmallKernel(shape, blocks, plan, PARAMETERS, body), layout
 

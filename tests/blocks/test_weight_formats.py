@@ -36,7 +36,7 @@ class ToyFormat(WeightFormat):
         codes = np.clip(np.rint(tiles * SCALE), -127, 127).astype(np.int8)
         return codes.view(np.uint8).reshape(*tiles.shape[:2], -1)
 
-    def decode(self, tiles: Any) -> Bits:
+    def decode(self, tiles: Any, factors: Any) -> Bits:
         codes = tiles.view(np.int8).reshape(*tiles.shape[:2], 16, 64)
         return as_bf16(codes.transpose(0, 2, 1, 3).reshape(len(tiles) * 16, -1).astype(np.float32) / SCALE)
 

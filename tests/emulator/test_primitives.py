@@ -157,6 +157,25 @@ def test_bf16_conversions(draw: np.random.Generator) -> None:
     np.testing.assert_array_equal(out[:2], [0x7FFF, 0x7FFF])
 
 
+def test_f16_pairs_as_floats() -> None:
+    """All of them, exactly: subnormal, infinite; a NaN stays one."""
+    body = "out[2 * i] = f16x2_low(pairs[i]); out[2 * i + 1] = f16x2_high(pairs[i]);"
+    body = f"for (uint32_t i = threadIdx.x; i < 32768; i += 64) {{ {body} }}"
+    numbers, out = np.arange(65536, dtype=np.uint16), np.zeros(65536, np.float32)
+    program(body, "const uint32_t* pairs, float* out").launch(1, 64, 0, [numbers, out])
+    np.testing.assert_array_equal(out, numbers.view(np.float16).astype(np.float32))
+
+
+def test_products_of_bf16_pairs(draw: np.random.Generator) -> None:
+    body = "out[threadIdx.x] = multiply_bf16x2(a[threadIdx.x], b[threadIdx.x]);"
+    a, b = (draw.standard_normal(128).astype(ml_dtypes.bfloat16) for _ in range(2))
+    a[:3], b[:3] = [2.0**-130, 2.0**100, 0], [2.0**64, 2.0**64, 2.0**64]
+    out = np.zeros(128, np.uint16)
+    program(body, "const uint32_t* a, const uint32_t* b, uint32_t* out").launch(1, 64, 0, [a, b, out])
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(out, bf16_words(a.astype(np.float32) * b.astype(np.float32)))
+
+
 def test_e4m3_codes_as_bf16() -> None:
     """All codes, exactly; the two that mean NaN give 480."""
     body = "const uint2 pair = e4m3x4_to_bf16(codes[threadIdx.x]); out[threadIdx.x] = pair;"

@@ -141,4 +141,5 @@ class KvCache:
         """`run` neighbouring tokens, the keys and then the values, to place `done` of the stage's halves."""
         keys = stage + done * self.token_bytes
         prim.bulk_copy(keys, key, run * self.token_bytes, barrier)
-        prim.bulk_copy(keys + self.machine.plan.stage_bytes // 2, self.value(key), run * self.token_bytes, barrier)
+        values_at = self.machine.plan.kv_values_at(self.machine.shape.head_dim)
+        prim.bulk_copy(keys + values_at, self.value(key), run * self.token_bytes, barrier)

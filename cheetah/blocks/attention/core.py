@@ -422,7 +422,7 @@ class Attention:
             arrivals = self._arrivals(share, first_tile, last_tile)
             with self.ring.use_ahead(stage, arrivals, is_cached) as taken:
                 keys = ch.var(ty.ptr_mut(ty.u8), taken.address)
-                values = ch.var(ty.ptr_mut(ty.u8), taken.address + machine.plan.stage_bytes // 2)
+                values = ch.var(ty.ptr_mut(ty.u8), taken.address + machine.plan.kv_values_at(machine.shape.head_dim))
                 self.timeline.stamp_first("first_chunk")
                 if port.has_newest:
                     with ch.if_(tile >= tiles):

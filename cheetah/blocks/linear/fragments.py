@@ -9,6 +9,7 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.columns import UNITS_PER_TILE, Columns
 from cheetah.blocks.ring import Stage
+from cheetah.plan.formats import TileFormat
 from cheetah.plan.plan import COLUMNS
 
 
@@ -33,8 +34,8 @@ class Activations:
 class Fragments(ABC):
     """The K-tiles of one format in a full stage, as a warp reads them. Emits code in the consumer role."""
 
-    def __init__(self, stage: Stage, lane: ch.Expr) -> None:
-        self.stage, self.lane = stage, lane
+    def __init__(self, stage: Stage, lane: ch.Expr, format: TileFormat) -> None:
+        self.stage, self.lane, self.format = stage, lane, format
         self.declare()
 
     @abstractmethod
@@ -44,3 +45,8 @@ class Fragments(ABC):
     @abstractmethod
     def multiply(self, tile: ch.Expr, activations: Activations, sums: Any) -> None:
         """sums [groups, 4] += tile number `tile` of the stage x activations; tells the stage what it has read."""
+
+    def finish_rows(self, tiles: int, groups: int, sums: Any) -> None:
+        """sums [groups, 4] *= the factors of their rows, which lie behind the last `tiles` K-tiles of an M-tile; tells
+        the stage what it has read. Only for formats with `factor_bytes`."""
+        raise NotImplementedError(f"weight format {self.format.name} says nothing of rows")

@@ -185,7 +185,7 @@ class Matvec(Linear):
         """Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`."""
         machine = self.machine
         vector = machine.region("vector", ty.u32x4)
-        fragments = fragments_of(layout.format.name, stage, machine.lane)
+        fragments = fragments_of(layout.format, stage, machine.lane)
         with ch.for_(layout.tiles_per_chunk // machine.plan.consumer_warps, unroll=True) as turn:
             pair = turn * machine.plan.consumer_warps + machine.warp
 
@@ -199,6 +199,9 @@ class Matvec(Linear):
             else:
                 with ch.if_(pair < layout.chunk_tiles(chunk)):
                     multiply_tile()
+        if layout.format.factor_bytes:
+            with ch.if_(chunk == layout.chunks - 1):
+                fragments.finish_rows(layout.last_chunk_tiles, self.columns.tiles, sums)
 
     @ch.function
     def _reduce(self, layout: MatrixLayout, m_tile: ch.Expr, sums: Any, epilogue: Epilogue) -> None:

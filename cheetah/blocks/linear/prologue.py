@@ -21,6 +21,7 @@ from cheetah.plan import VECTOR_COLUMNS, MatrixLayout
 from cheetah.plan.plan import COLUMNS
 
 LINE_BYTES = 128
+BF16_ONE, BF16_MANTISSA_BITS = 0x3F80, 7
 NORMALISED_UNITS = 6
 """Units that are normalised together where there are several tokens: with 8, registers spill."""
 Read = Callable[[Any, ch.Expr, int], None]
@@ -72,7 +73,7 @@ class RmsNorm(Prologue):
             prefetch(self.columns.machine, self.following, self._padded * 2)
 
     def load(self, matrix: MatrixLayout, number: int) -> None:
-        part = Part(self._padded, self.available)
+        part = Part(matrix.padded_columns, self.available, exponent=matrix.format.vector_exponent)
         source = self.source
         load_normalised(self.columns, part, self.elements, self.epsilon, self.weight, source.read, source.wait)
 
@@ -93,7 +94,8 @@ class Slices(Prologue):
         chunk_elements = matrix.tiles_per_chunk * matrix.format.columns
         first, end = (chunk * chunk_elements for chunk in matrix.slice_range(number))
         end = min(end, matrix.padded_columns)
-        part = Part(end - first, min(end, self.available) - first, first // UNIT * self.columns.limit)
+        first_unit = first // UNIT * self.columns.limit
+        part = Part(end - first, min(end, self.available) - first, first_unit, matrix.format.vector_exponent)
         load_vector(self.columns, part, self.source.read, self.source.wait)
 
 
@@ -135,11 +137,12 @@ class Prefetching(Prologue):
 @dataclass(frozen=True, eq=False)
 class Part:
     """A part of a vector: `elements` of every token, a multiple of 32, of which the first `available` exist (the rest
-    is zero); in the exchange it begins at unit `first_unit`."""
+    is zero); in the exchange it begins at unit `first_unit`. Elements come multiplied by two to the `exponent`."""
 
     elements: int
     available: int
     first_unit: ch.Value = 0
+    exponent: int = 0
 
 
 @ch.function
@@ -153,7 +156,7 @@ def load_vector(columns: Columns, part: Part, read: Read, wait: Wait | None = No
             data = ch.array(ty.u32x4, UNITS, name="units")
             read(data, batch.first + part.first_unit, batch.count)
             with _each(machine, batch) as (number, unit):
-                vector[unit] = data[number]
+                vector[unit] = times_power_of_two(data[number], part.exponent)
     machine.meet()
 
 
@@ -187,7 +190,7 @@ def load_normalised(
             data = ch.array(ty.u32x4, UNITS, name="units")
             read(data, batch.first + part.first_unit, batch.count)
             with _each(machine, batch) as (number, unit):
-                _normalise_unit(vector, unit, data[number], weights[number], squares)
+                _normalise_unit(vector, unit, data[number], weights[number], squares, part.exponent)
     _write_scales(columns, squares, true_elements, epsilon)
 
 
@@ -198,6 +201,15 @@ def prefetch(machine: Machine, source: ch.Expr, size_bytes: int) -> None:
     with ch.if_(machine.thread == 0):
         with ch.for_(machine.block * LINE_BYTES, size_bytes, machine.gpu.blocks * LINE_BYTES, unroll=1) as offset:
             prim.prefetch_l2(lines + offset)
+
+
+def times_power_of_two(unit: Any, exponent: int) -> Any:
+    """The bf16 numbers of a unit times two to the `exponent`: exact, below 2^(127 - exponent)."""
+    if exponent == 0:
+        return unit
+    factor = BF16_ONE + (exponent << BF16_MANTISSA_BITS)
+    pair = factor << 16 | factor
+    return prim.make_u32x4(*(prim.multiply_bf16x2(getattr(unit, member), pair) for member in "xyzw"))
 
 
 @ch.inline
@@ -251,6 +263,7 @@ def _batches(columns: Columns, part: Part, most: int = UNITS) -> Iterator[_Batch
         begin += size
     if part.available % VECTOR_COLUMNS:
         yield from _last_pair(columns, part, units)
+    _clear_behind(columns, part)
 
 
 def _last_pair(columns: Columns, part: Part, first_unit: int) -> Iterator[_Batch]:
@@ -266,6 +279,16 @@ def _last_pair(columns: Columns, part: Part, first_unit: int) -> Iterator[_Batch
             vector[first] = prim.make_u32x4(0, 0, 0, 0)
 
 
+def _clear_behind(columns: Columns, part: Part) -> None:
+    """What follows the last 32 elements that have some, of which a wider K-tile has more."""
+    machine, units_each = columns.machine, UNITS_PER_TILE * columns.limit
+    first, end = -(-part.available // VECTOR_COLUMNS) * units_each, part.elements // VECTOR_COLUMNS * units_each
+    if first < end:
+        vector = machine.region("vector", ty.u32x4)
+        with ch.for_(machine.thread + first, end, machine.consumer_threads, unroll=1, name="padding") as unit:
+            vector[unit] = prim.make_u32x4(0, 0, 0, 0)
+
+
 @contextmanager
 def _each(machine: Machine, batch: _Batch) -> Iterator[tuple[ch.Expr, ch.Expr]]:
     """(number in the array, unit) of each of the batch."""
@@ -274,7 +297,9 @@ def _each(machine: Machine, batch: _Batch) -> Iterator[tuple[ch.Expr, ch.Expr]]:
 
 
 @ch.function
-def _normalise_unit(vector: ch.Expr, unit: ch.Expr, words: ch.Expr, weight: ch.Expr, squares: Any) -> None:
+def _normalise_unit(
+    vector: ch.Expr, unit: ch.Expr, words: ch.Expr, weight: ch.Expr, squares: Any, exponent: int = 0
+) -> None:
     """A unit times the norm's weights into the vector, and its squares to the thread's sum."""
     packed = []
     for member in "xyzw":
@@ -283,7 +308,7 @@ def _normalise_unit(vector: ch.Expr, unit: ch.Expr, words: ch.Expr, weight: ch.E
         squares += low * low + high * high
         weights = getattr(weight, member)
         packed.append(prim.pack_bf16x2(low * prim.bf16x2_low(weights), high * prim.bf16x2_high(weights)))
-    vector[unit] = prim.make_u32x4(*packed)
+    vector[unit] = times_power_of_two(prim.make_u32x4(*packed), exponent)
 
 
 @ch.function

@@ -372,6 +372,10 @@ CHEETAH_PRIMITIVE float bf16x2_low(uint32_t value) { return bits_float(value << 
 
 CHEETAH_PRIMITIVE float bf16x2_high(uint32_t value) { return bits_float(value & 0xFFFF0000u); }
 
+CHEETAH_PRIMITIVE uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
+  return pack_bf16x2(bf16x2_low(a) * bf16x2_low(b), bf16x2_high(a) * bf16x2_high(b));
+}
+
 namespace cheetah_emulator {
 
 // Sign, four bits of exponent (bias 7), three of mantissa; the code with all bits set, NaN, gives 480 as on the GPU.
@@ -379,6 +383,15 @@ __forceinline__ uint32_t bf16_of_e4m3(uint32_t code) {
   const int exponent = code >> 3 & 15, mantissa = code & 7;
   const float size = exponent ? __builtin_ldexpf(8.0f + mantissa, exponent - 10) : __builtin_ldexpf(float(mantissa), -9);
   return float_bits(code & 128 ? -size : size) >> 16;
+}
+
+// Sign, five bits of exponent (bias 15), ten of mantissa.
+__forceinline__ float f32_of_f16(uint32_t bits) {
+  const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+  const float size = exponent == 31 ? bits_float(0x7F800000u | mantissa << 13)
+                     : exponent     ? __builtin_ldexpf(1024.0f + mantissa, exponent - 25)
+                                    : __builtin_ldexpf(float(mantissa), -24);
+  return bits & 0x8000 ? -size : size;
 }
 
 // Nearest even, saturating; NaN stays NaN (0x7F).
@@ -394,6 +407,10 @@ __forceinline__ uint32_t e4m3_of_f32(float value) {
 }
 
 }  // namespace cheetah_emulator
+
+CHEETAH_PRIMITIVE float f16x2_low(uint32_t pair) { return cheetah_emulator::f32_of_f16(pair & 0xFFFFu); }
+
+CHEETAH_PRIMITIVE float f16x2_high(uint32_t pair) { return cheetah_emulator::f32_of_f16(pair >> 16); }
 
 CHEETAH_PRIMITIVE uint2 e4m3x4_to_bf16(uint32_t codes) {
   return {cheetah_emulator::bf16_of_e4m3(codes & 255) | cheetah_emulator::bf16_of_e4m3(codes >> 8 & 255) << 16,

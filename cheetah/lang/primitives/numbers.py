@@ -50,6 +50,43 @@ bf16x2_high = declare(
     pure=True,
     pair=ty.u32,
 )
+multiply_bf16x2 = declare(
+    "multiply_bf16x2",
+    ty.u32,
+    """
+    uint32_t result;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    return result;
+    """,
+    "the products of two pairs, rounded to nearest even",
+    pure=True,
+    a=ty.u32,
+    b=ty.u32,
+)
+f16x2_low = declare(
+    "f16x2_low",
+    ty.f32,
+    """
+    float result;
+    asm("{ .reg .f16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low; }" : "=f"(result) : "r"(pair));
+    return result;
+    """,
+    "the low f16 of a pair, exactly",
+    pure=True,
+    pair=ty.u32,
+)
+f16x2_high = declare(
+    "f16x2_high",
+    ty.f32,
+    """
+    float result;
+    asm("{ .reg .f16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, high; }" : "=f"(result) : "r"(pair));
+    return result;
+    """,
+    "the high f16 of a pair, exactly",
+    pure=True,
+    pair=ty.u32,
+)
 e4m3x4_to_bf16 = declare(
     "e4m3x4_to_bf16",
     ty.u32x2,

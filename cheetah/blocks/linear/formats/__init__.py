@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from cheetah import lang as ch
 from cheetah.blocks.linear.formats.bf16 import Bf16Fragments
+from cheetah.blocks.linear.formats.e4m3 import E4m3Fragments
+from cheetah.blocks.linear.formats.integers import Int4Fragments, Int8Fragments
 from cheetah.blocks.linear.fragments import Fragments
 from cheetah.blocks.ring import Stage
+from cheetah.plan.formats import QUANTIZED_FORMATS, TileFormat
 
-FRAGMENTS: dict[str, type[Fragments]] = {"bf16": Bf16Fragments}
+_OF_KIND: dict[str, type[Fragments]] = {"int4": Int4Fragments, "int8": Int8Fragments, "fp8": E4m3Fragments}
+FRAGMENTS: dict[str, type[Fragments]] = {
+    "bf16": Bf16Fragments,
+    **{name: _OF_KIND[one.kind] for name, one in QUANTIZED_FORMATS.items()},
+}
 
 
-def fragments_of(format_name: str, stage: Stage, lane: ch.Expr) -> Fragments:
+def fragments_of(format: TileFormat, stage: Stage, lane: ch.Expr) -> Fragments:
     """The tiles of a format in a stage."""
-    return FRAGMENTS[format_name](stage, lane)
+    return FRAGMENTS[format.name](stage, lane, format)

@@ -1,0 +1,266 @@
+"""Quantised weights as the kernel streams them: codes in the order of tensor cores, with scales and zero points.
+
+A K-tile is 16 rows x 128 columns, cut into four *parts* of 32 columns. Lane 4g + t (g 0..7, t 0..3) owns of each part
+the columns 8t .. 8t+7 of rows g and g + 8, which it reads as 32-bit words:
+
+* int4: a word is the 8 columns of a row; nibble j is column 2j, nibble j + 4 column 2j + 1, so that a mask of the
+  lowest nibble of each half leaves two neighbours. A tile is [2 pairs of parts][lane][part of the pair][row g, row
+  g + 8].
+* int8: a word is 4 columns of a row, whose bytes are columns 0, 2, 1, 3. A tile is [part][lane][half of the 8
+  columns][row g, row g + 8].
+* fp8: the same words of e4m3, with the bits of each code where `e4m3_words` says.
+
+Behind the codes lie the scales: for each group of columns f16 [g][row g, row g + 8]; of an fp8 block format two floats,
+of rows 0 to 7 and 8 to 15. Then zero points, u8 in the order of scales. Behind the last K-tile of an M-tile lies one
+factor (f32) a row, which takes part in all its weights: the scale itself where the row has one only; a power of two
+where scales are bf16 or f32, which f16 holds exactly up to such a factor or not at all; for fp8 also what the bits of a
+code leave to be multiplied with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cheetah.models.formats.quantized import QuantizedRows
+from cheetah.models.formats.weight_format import Bytes, PackingError, WeightFormat
+from cheetah.models.rounding import F32
+from cheetah.plan.formats import E4M3_VECTOR_EXPONENT, M_TILE_ROWS, QuantizedTiles
+
+HALF = M_TILE_ROWS // 2
+E4M3_FACTOR = np.float32(2.0 ** (120 - E4M3_VECTOR_EXPONENT))
+LARGEST_F16_EXPONENT = 15
+Words = NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
+class QuantizedFormat(WeightFormat):
+    """The K-tiles of one quantised format; rows are `QuantizedRows`, padded to M-tiles with zeros."""
+
+    tile: QuantizedTiles
+
+    def encode(self, rows: QuantizedRows) -> Bytes:
+        self._check(rows)
+        padded = self._padded(rows)
+        tiles = np.zeros((padded.m_tiles, padded.k_tiles, self.tile.tile_bytes), np.uint8)
+        words = _WORDS[self.tile.kind](padded.codes)
+        tiles[..., : self.tile.scales_at] = words.reshape(*tiles.shape[:2], -1).view(np.uint8)
+        if self.tile.group_columns is not None:
+            scales = self._block_scales(padded) if self.tile.kind == "fp8" else self._group_scales(padded)
+            tiles[..., self.tile.scales_at : self.tile.scales_at + scales.shape[-1]] = scales
+        if padded.zero_points is not None:
+            points = self._of_lanes(padded.zero_points)
+            tiles[..., self.tile.zero_points_at :] = points.reshape(*tiles.shape[:2], -1)
+        return tiles
+
+    def row_factors(self, rows: QuantizedRows) -> Bytes:
+        if self.tile.group_columns is None:
+            factors = rows.scales[:, 0].astype(np.float32)
+        elif self.tile.kind == "fp8":
+            factors = np.ones(len(rows.scales), np.float32)
+        else:
+            factors = powers_of_two(rows.scales)
+        if self.tile.kind == "fp8":
+            factors = factors * E4M3_FACTOR
+        places = np.zeros((len(factors) // M_TILE_ROWS, self.tile.factor_bytes // 4), np.float32)
+        places[:, :M_TILE_ROWS] = factors.reshape(-1, M_TILE_ROWS)
+        return places.view(np.uint8)
+
+    def decode(self, tiles: Bytes, factors: Bytes) -> QuantizedRows:
+        """Scales are float32: those of the rows that were packed, times nothing that rounds."""
+        count = tiles.shape[:2]
+        words = np.ascontiguousarray(tiles[..., : self.tile.scales_at]).view(np.uint32)
+        codes = _CODES[self.tile.kind](words)
+        of_rows = factors.view(np.float32)[:, :M_TILE_ROWS].reshape(-1, 1)
+        if self.tile.kind == "fp8":
+            of_rows = of_rows / E4M3_FACTOR
+        groups, columns = count[1] * self.tile.groups, codes.shape[1]
+        scales = np.ones((len(codes), groups), np.float32)
+        if self.tile.group_columns is None:
+            scales = scales[:, :1]
+        elif self.tile.kind == "fp8":
+            pairs = np.ascontiguousarray(tiles[..., self.tile.scales_at : self.tile.scales_at + 8]).view(np.float32)
+            scales = np.repeat(pairs.transpose(0, 2, 1).reshape(-1, groups), HALF, axis=0)
+        else:
+            end = self.tile.zero_points_at if self.tile.is_asymmetric else self.tile.tile_bytes
+            halves = np.ascontiguousarray(tiles[..., self.tile.scales_at : end]).view(np.float16)
+            scales = self._of_rows(halves).astype(np.float32)
+        points = None
+        if self.tile.is_asymmetric:
+            points = self._of_rows(tiles[..., self.tile.zero_points_at :])
+            points = points[:, :1] if self.tile.group_columns is None else points
+        return QuantizedRows(self.tile.kind, codes, scales * of_rows, points, self.tile.group_columns or columns)
+
+    def meaning(self, weights: F32) -> F32:
+        return weights
+
+    # -- rows of the checkpoint
+
+    def _check(self, rows: QuantizedRows) -> None:
+        wanted = self.tile.group_columns
+        one_group = rows.scales.shape[1] == 1
+        if rows.kind != self.tile.kind or not (one_group if wanted is None else rows.group_columns == wanted):
+            raise PackingError(
+                f"weight format {self.tile.name}: rows of {rows.kind} with {rows.scales.shape[1]} groups of "
+                f"{rows.group_columns} columns: give {self.tile.kind} with "
+                + ("one group a row" if wanted is None else f"groups of {wanted}")
+            )
+        if (rows.zero_points is not None) != self.tile.is_asymmetric:
+            wanted_points = "zero points" if self.tile.is_asymmetric else "no zero points"
+            raise PackingError(f"weight format {self.tile.name}: give rows with {wanted_points}")
+        if len(rows.codes) % M_TILE_ROWS:
+            raise PackingError(f"weight format {self.tile.name}: {len(rows.codes)} rows are no whole M-tiles")
+
+    def _padded(self, rows: QuantizedRows) -> _Padded:
+        """Columns filled up to whole K-tiles with codes of a scale of zero."""
+        count, columns = rows.codes.shape
+        k_tiles = -(-columns // self.tile.columns)
+        codes = _widened(rows.codes, k_tiles * self.tile.columns)
+        groups = k_tiles * self.tile.groups
+        points = rows.zero_points
+        if points is not None:
+            # A row's only zero point is said in every tile.
+            points = np.repeat(points, groups, 1) if self.tile.group_columns is None else _widened(points, groups)
+        return _Padded(count // M_TILE_ROWS, k_tiles, codes, _widened(rows.scales, groups), points)
+
+    def _group_scales(self, rows: _Padded) -> Bytes:
+        """f16 up to the factor of the row."""
+        wide = rows.scales.astype(np.float32) / powers_of_two(rows.scales)[:, None]
+        with np.errstate(over="ignore"):
+            halves = wide.astype(np.float16)
+        if not np.array_equal(halves.astype(np.float32), wide):
+            row, group = np.argwhere(halves.astype(np.float32) != wide)[0]
+            raise PackingError(
+                f"weight format {self.tile.name}: scale {rows.scales[row, group]} of row {row}, group {group}, is no "
+                f"f16 number times a power of two that the row shares: round the scales to f16 or bf16"
+            )
+        return self._of_lanes(halves).reshape(rows.m_tiles, rows.k_tiles, -1).view(np.uint8)
+
+    def _block_scales(self, rows: _Padded) -> Bytes:
+        scales = rows.scales.astype(np.float32).reshape(rows.m_tiles, 2, HALF, rows.k_tiles)
+        of_eights = scales.max(axis=2)
+        # Behind the last row there are rows whose scale is 0.
+        if ((scales != of_eights[:, :, None]) & (scales != 0)).any():
+            raise PackingError(
+                f"weight format {self.tile.name}: scales differ within 8 rows that lie side by side in an M-tile: give "
+                f"blocks of a multiple of 8 rows"
+            )
+        return np.ascontiguousarray(of_eights.transpose(0, 2, 1)).view(np.uint8)
+
+    def _of_lanes(self, of_groups: NDArray[Any]) -> NDArray[Any]:
+        """[rows, groups] as [M-tiles, K-tiles, group of the tile, g, row g or g + 8]."""
+        m_tiles, groups = len(of_groups) // M_TILE_ROWS, self.tile.groups
+        axes = of_groups.reshape(m_tiles, 2, HALF, -1, groups)
+        return np.ascontiguousarray(axes.transpose(0, 3, 4, 2, 1))
+
+    def _of_rows(self, of_lanes: NDArray[Any]) -> NDArray[Any]:
+        """The inverse of `_of_lanes`, for [M-tiles, K-tiles, all of a tile]."""
+        m_tiles, k_tiles = of_lanes.shape[:2]
+        axes = of_lanes.reshape(m_tiles, k_tiles, self.tile.groups, HALF, 2)
+        return np.ascontiguousarray(axes.transpose(0, 4, 3, 1, 2)).reshape(m_tiles * M_TILE_ROWS, -1)
+
+
+@dataclass(frozen=True)
+class _Padded:
+    """Rows filled up to whole tiles."""
+
+    m_tiles: int
+    k_tiles: int
+    codes: Bytes
+    scales: NDArray[Any]
+    zero_points: Bytes | None
+
+
+def powers_of_two(scales: NDArray[Any]) -> NDArray[np.float32]:
+    """float32 [rows]: what a row's scales are divided by so that f16 has room for them; 1 for scales that are f16."""
+    if scales.dtype == np.float16:
+        return np.ones(len(scales), np.float32)
+    largest = np.abs(scales.astype(np.float32)).max(axis=1)
+    exponents = np.frexp(largest)[1] - LARGEST_F16_EXPONENT
+    return np.asarray(np.ldexp(np.float32(1), exponents), np.float32)
+
+
+def _widened(values: NDArray[Any], columns: int) -> NDArray[Any]:
+    """With columns of zeros behind."""
+    if values.shape[1] == columns:
+        return values
+    wide = np.zeros((len(values), columns), values.dtype)
+    wide[:, : values.shape[1]] = values
+    return wide
+
+
+# -- words: uint8 [rows, columns] to uint32 [M-tiles, K-tiles, words] and back
+
+
+def int4_words(codes: Bytes) -> Words:
+    # Axes of a row: K-tile, pair of parts, part, t, column pair, even or odd.
+    axes = codes.reshape(-1, 2, HALF, codes.shape[1] // 128, 2, 2, 4, 4, 2)
+    nibbles = np.ascontiguousarray(axes.transpose(0, 3, 4, 2, 6, 5, 1, 8, 7))
+    pairs = nibbles.reshape(*nibbles.shape[:7], 4, 2)
+    return np.ascontiguousarray(pairs[..., 0] | pairs[..., 1] << 4).view(np.uint32).reshape(*_tiles(codes), -1)
+
+
+def int4_codes(words: Words) -> Bytes:
+    packed = words.view(np.uint8).reshape(*words.shape[:2], 2, HALF, 4, 2, 2, 4)
+    nibbles = np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:7], 2, 4)
+    return np.ascontiguousarray(nibbles.transpose(0, 6, 3, 1, 2, 5, 4, 8, 7)).reshape(len(words) * M_TILE_ROWS, -1)
+
+
+def int8_words(codes: Bytes) -> Words:
+    quads = _quads(codes)
+    return np.ascontiguousarray(quads[..., [0, 2, 1, 3]]).view(np.uint32).reshape(*_tiles(codes), -1)
+
+
+def int8_codes(words: Words) -> Bytes:
+    quads = words.view(np.uint8).reshape(*words.shape[:2], 4, HALF, 4, 2, 2, 4)
+    return _rows_of_quads(quads[..., [0, 2, 1, 3]])
+
+
+def e4m3_words(codes: Bytes) -> Words:
+    """Column 0 has its sign at bit 15 and the seven other bits from bit 4 on; column 1 the same 16 bits higher. What is
+    left has columns 2 and 3: of each the upper four bits of the seven from bit 11 (27) on, the lower three from bit 0
+    (16) on; the sign of column 2 is bit 19, that of column 3 bit 3."""
+    first, second, third, fourth = (quad.astype(np.uint32) for quad in np.moveaxis(_quads(codes), -1, 0))
+    words = _sign(first) << 15 | _rest(first) << 4 | _sign(second) << 31 | _rest(second) << 20
+    words |= _sign(third) << 19 | _rest(third) >> 3 << 11 | _rest(third) & 7
+    words |= _sign(fourth) << 3 | _rest(fourth) >> 3 << 27 | (_rest(fourth) & 7) << 16
+    return words.astype(np.uint32, copy=False).reshape(*_tiles(codes), -1)
+
+
+def e4m3_codes(words: Words) -> Bytes:
+    quads = (
+        (words >> 15 & 1) << 7 | words >> 4 & 127,
+        words >> 31 << 7 | words >> 20 & 127,
+        (words >> 19 & 1) << 7 | (words >> 11 & 15) << 3 | words & 7,
+        (words >> 3 & 1) << 7 | (words >> 27 & 15) << 3 | words >> 16 & 7,
+    )
+    return _rows_of_quads(np.stack(quads, -1).astype(np.uint8).reshape(*words.shape[:2], 4, HALF, 4, 2, 2, 4))
+
+
+def _sign(codes: Words) -> Words:
+    return codes >> np.uint32(7)
+
+
+def _rest(codes: Words) -> Words:
+    return codes & np.uint32(127)
+
+
+def _tiles(codes: Bytes) -> tuple[int, int]:
+    return codes.shape[0] // M_TILE_ROWS, codes.shape[1] // 128
+
+
+def _quads(codes: Bytes) -> Bytes:
+    """[M-tile, K-tile, part, g, t, half of the columns, row g or g + 8, column]."""
+    axes = codes.reshape(-1, 2, HALF, codes.shape[1] // 128, 4, 4, 2, 4)
+    return np.ascontiguousarray(axes.transpose(0, 3, 4, 2, 5, 6, 1, 7))
+
+
+def _rows_of_quads(quads: Bytes) -> Bytes:
+    return np.ascontiguousarray(quads.transpose(0, 6, 3, 1, 2, 4, 5, 7)).reshape(len(quads) * M_TILE_ROWS, -1)
+
+
+_WORDS = {"int4": int4_words, "int8": int8_words, "fp8": e4m3_words}
+_CODES = {"int4": int4_codes, "int8": int8_codes, "fp8": e4m3_codes}

@@ -1,0 +1,142 @@
+"""Products with quantised weights: packed and unpacked again, and against float64 of the dequantised weights."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cheetah.emulator import allocate, explore
+from cheetah.models.formats import PackingError, pack_matrix, unpack_matrix
+from cheetah.models.formats.quantized import QuantizedRows, scheme_of_name
+from cheetah.models.rounding import widen
+from cheetah.plan import GPUS, VECTOR_COLUMNS, MatrixLayout, Plan, PlanError
+from cheetah.plan.formats import QUANTIZED_FORMATS, tile_format
+from cheetah.plan.index import round_up
+from tests.blocks.small_kernel import SmallKernel, filled
+from tests.blocks.test_matvec import in_fragment_order, product
+from tests.program.quantized_weights import drawn_rows
+from tests.program.rig import as_bf16, model, relative_error
+from tests.tolerances import MATVEC, MATVEC_WITH_OUTLIERS
+
+# rows, columns, blocks, then fields of the plan: the odd sizes are those that no K-tile and no group divides
+SMALL: tuple[int, int, int, dict[str, Any]] = (50, 1000, 3, {"tokens": 2, "down_slices": 2})
+OTHERS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
+    "one element": (1, 1, 1, {}),
+    "part of a group, an M-tile and a row": (17, 33, 2, {}),
+    "one K-tile more than a chunk": (33, 1100, 2, {"consumer_warps": 8}),
+    "eight tokens": (33, 400, 3, {"tokens": 8, "consumer_warps": 4}),
+    "sixteen tokens": (33, 260, 2, {"tokens": 16}),
+}
+
+
+def rows_of(name: str, rows: int, columns: int, scales: str = "f16") -> QuantizedRows:
+    return drawn_rows(scheme_of_name(name, scales), rows, columns, np.random.default_rng(rows + columns))
+
+
+@pytest.mark.parametrize("scales", ["f16", "bf16"])
+@pytest.mark.parametrize("name", QUANTIZED_FORMATS)
+def test_unpacking_gives_what_was_packed(name: str, scales: str) -> None:
+    tiles = tile_format(name)
+    for rows, columns, blocks in ((16, 128, 1), (50, 200, 3), (7, 33, 2), (40, 1000, 2)):
+        layout = MatrixLayout("w", rows, columns, blocks, 4 * tiles.tile_bytes, format=tiles)
+        matrix = rows_of(name, rows, columns, scales)
+        packed = pack_matrix(layout, matrix)
+        assert packed.size == layout.total_bytes
+        found = unpack_matrix(layout, packed)
+        np.testing.assert_array_equal(found.codes, matrix.codes)
+        np.testing.assert_array_equal(found.dequantized(), matrix.dequantized())
+
+
+@cache
+def compiled(case: tuple[Any, ...], name: str) -> tuple[SmallKernel, MatrixLayout]:
+    rows, columns, blocks, fields = case
+    return product(rows, columns, blocks, dict(fields), name)
+
+
+def launched(
+    kernel: SmallKernel, layout: MatrixLayout, packed: Any, x: np.ndarray, scheduler: str = "round_robin", seed: int = 0
+) -> np.ndarray:
+    """The product of bf16 bits x [tokens, columns]."""
+    padded = np.zeros((len(x), round_up(layout.columns, VECTOR_COLUMNS)), np.uint16)
+    padded[:, : layout.columns] = x
+    y = allocate((len(x), layout.rows), np.float32)
+    arguments = {"weights": packed, "x": filled(in_fragment_order(padded)), "y": y, "column_count": len(x)}
+    kernel.launch(arguments, scheduler, seed)
+    return y
+
+
+def error_of_product(case: tuple[Any, ...], name: str, scales: str = "f16", outlier: float = 0.0) -> float:
+    kernel, layout = compiled((*case[:3], tuple(case[3].items())), name)
+    matrix = rows_of(name, layout.rows, layout.columns, scales)
+    values = np.random.default_rng(1).standard_normal((kernel.plan.tokens, layout.columns))
+    if outlier:
+        values[:, 3], values[:, layout.columns // 2] = outlier, -0.3 * outlier
+    x = as_bf16(values)
+    found = launched(kernel, layout, filled(pack_matrix(layout, matrix)), x)
+    return relative_error(found, widen(x).astype(np.float64) @ matrix.dequantized().astype(np.float64).T)
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("name", QUANTIZED_FORMATS)
+def test_product_against_float64(name: str) -> None:
+    assert error_of_product(SMALL, name) < MATVEC
+    assert error_of_product(SMALL, name, "bf16") < MATVEC
+    assert error_of_product(SMALL, name, outlier=1000.0) < MATVEC_WITH_OUTLIERS
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("case", OTHERS)
+@pytest.mark.parametrize("name", ["fp8", "int4-g128-asym"])
+def test_sizes_that_do_not_divide(name: str, case: str) -> None:
+    assert error_of_product(OTHERS[case], name) < MATVEC
+
+
+@pytest.mark.compiler
+def test_tiny_and_large_activations() -> None:
+    """e4m3 is multiplied 2^64 times too large: neither end of what activations can be is near."""
+    kernel, layout = compiled((*SMALL[:3], tuple(SMALL[3].items())), "fp8")
+    matrix = rows_of("fp8", layout.rows, layout.columns)
+    packed = filled(pack_matrix(layout, matrix))
+    values = np.random.default_rng(1).standard_normal((2, layout.columns))
+    for size in (2.0**-40, 2.0**40):
+        x = as_bf16(values * size)
+        wanted = widen(x).astype(np.float64) @ matrix.dequantized().astype(np.float64).T
+        assert relative_error(launched(kernel, layout, packed, x), wanted) < MATVEC
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("name", ["fp8-block128", "int4-g64-asym", "int8"])
+def test_no_schedule_changes_a_bit(name: str) -> None:
+    kernel, layout = compiled((*SMALL[:3], tuple(SMALL[3].items())), name)
+    packed = filled(pack_matrix(layout, rows_of(name, layout.rows, layout.columns)))
+    x = as_bf16(np.random.default_rng(2).standard_normal((2, layout.columns)))
+    report = explore(lambda scheduler, seed: launched(kernel, layout, packed, x, scheduler, seed), range(3))
+    assert report.ok, str(report)
+
+
+def test_rows_of_another_format_are_refused() -> None:
+    tiles = tile_format("int4-g128")
+    layout = MatrixLayout("w", 16, 256, 1, tiles.tile_bytes, format=tiles)
+    for name, why in (("int8-g128", "rows of int8"), ("int4-g64", "groups of 64 columns: give int4 with groups of 128"),
+                      ("int4-g128-asym", "give rows with no zero points")):  # fmt: skip
+        with pytest.raises(PackingError, match=why):
+            pack_matrix(layout, rows_of(name, 16, 256))
+
+
+def test_scales_that_would_be_rounded_are_refused() -> None:
+    tiles = tile_format("int4-g128")
+    layout = MatrixLayout("w", 16, 256, 1, tiles.tile_bytes, format=tiles)
+    with pytest.raises(PackingError, match="is no f16 number times a power of two .* round the scales to f16 or bf16"):
+        pack_matrix(layout, rows_of("int4-g128", 16, 256, "f32"))
+
+
+def test_a_stage_too_small_for_a_format_is_refused() -> None:
+    shape = model(weight_formats=(("o", "int4-g128"),)).shape
+    plan = Plan(consumer_warps=8, stage_bytes=8192, stages=4)
+    with pytest.raises(PlanError, match="K-tiles of int4-g128 for 8 warps are 8576 bytes: use 8576 or more"):
+        plan.check(shape, GPUS["h200"])
+    with pytest.raises(PlanError, match="stage_bytes is 8600: use a multiple of 128"):
+        Plan(consumer_warps=8, stage_bytes=8600, stages=4).check(shape, GPUS["h200"])

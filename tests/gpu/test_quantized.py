@@ -1,0 +1,35 @@
+"""Quantised weights on the GPU: whole steps of small models against float32, in every format and size of a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cheetah.plan.formats import QUANTIZED_FORMATS
+from cheetah.runtime.build.assemble import assemble
+from cheetah.runtime.device import open_device
+from tests.gpu.test_batches import scored, sequence
+from tests.program.quantized_weights import LINEAR, QuantizedWeights
+from tests.program.rig import float32_logits, model, relative_error, token_ids
+from tests.tolerances import LOGITS
+
+pytestmark = pytest.mark.gpu
+
+CONFIG = model(512, 1500, 2, 4, 1, 128, 500, max_position_embeddings=1024)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 8])
+@pytest.mark.parametrize("name", QUANTIZED_FORMATS)
+def test_a_step_against_float32(name: str, batch: int) -> None:
+    weights = QuantizedWeights(replace(CONFIG, weight_formats=tuple((matrix, name) for matrix in LINEAR)))
+    prompts = [token_ids(20, CONFIG.vocab_size, seed) for seed in range(batch)]
+    with open_device("cuda") as device:
+        overrides = {"batch": batch}
+        ready = assemble(weights, device=device, overrides=overrides, timeout_s=20, tuned=False, quiet=True)
+        try:
+            found = scored(ready, [sequence(ready) for _ in prompts], prompts)
+        finally:
+            ready.close()
+    for ids, logits in zip(prompts, found, strict=True):
+        assert relative_error(logits, float32_logits(weights, ids)) < LOGITS

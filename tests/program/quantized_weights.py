@@ -1,0 +1,81 @@
+"""Models with random quantised weights: codes, scales and zero points of every format, as a checkpoint gives them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cheetah.models.config import ModelConfig
+from cheetah.models.dense.weights import matrix_tensors
+from cheetah.models.formats.quantized import SCALE_DTYPES, QuantizationScheme, QuantizedRows, scheme_of_name
+from cheetah.plan.formats import QUANTIZED_FORMATS
+from tests.program.rig import RandomWeights
+
+LINEAR = ("qkv", "o", "gate_up", "down")
+BLOCK_ROWS = 128
+LARGEST = {"int4": 8, "int8": 128, "fp8": 448}
+E4M3_NAN = 0x7F
+
+
+def drawn_rows(
+    scheme: QuantizationScheme, rows: int, columns: int, draw: np.random.Generator, size: float = 0.02
+) -> QuantizedRows:
+    """Weights of about `size`, with scales that differ from row to row and from group to group."""
+    groups = scheme.groups(columns)
+    scales = size / LARGEST[scheme.kind] * np.exp(0.7 * draw.standard_normal((rows, groups)))
+    if scheme.kind == "fp8" and scheme.group_columns is not None:
+        scales = np.repeat(scales[::BLOCK_ROWS], BLOCK_ROWS, axis=0)[:rows]
+    if scheme.kind == "fp8":
+        # Of every exponent, and both zeros; no NaN.
+        codes = draw.integers(0, 256, (rows, columns)).astype(np.uint8)
+        codes[codes & E4M3_NAN == E4M3_NAN] = 0x80
+        points = None
+    else:
+        most = 2 * LARGEST[scheme.kind] - 1
+        codes = draw.integers(0, most + 1, (rows, columns)).astype(np.uint8)
+        middle, spread = LARGEST[scheme.kind], LARGEST[scheme.kind] // 4
+        points = draw.integers(middle - spread, middle + spread, scales.shape).astype(np.uint8)
+        points = None if scheme.symmetric else points
+    group_columns = scheme.group_columns or columns
+    return QuantizedRows(scheme.kind, codes, scales.astype(SCALE_DTYPES[scheme.scales]), points, group_columns)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """`QuantizedMatrix` of rows in memory."""
+
+    values: QuantizedRows
+    scheme: QuantizationScheme
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.values.shape
+
+    def __getitem__(self, part: slice) -> QuantizedRows:
+        return self.values.with_planes(lambda plane: plane[part])
+
+
+class QuantizedWeights(RandomWeights):
+    """`RandomWeights` whose matrices are in the formats that the configuration says."""
+
+    def __init__(self, config: ModelConfig, seed: int = 0, scales: str = "f16") -> None:
+        super().__init__(config, seed)
+        self.quantized: dict[str, Matrix] = {}
+        draw = np.random.default_rng(seed + 1)
+        for matrix, format in config.weight_formats:
+            if format not in QUANTIZED_FORMATS:
+                continue
+            for layer in range(config.layers):
+                for name in matrix_tensors(config, matrix, layer):
+                    self._quantize(name, scheme_of_name(format, scales), draw)
+
+    def _quantize(self, name: str, scheme: QuantizationScheme, draw: np.random.Generator) -> None:
+        rows, columns = self.tensors[name].shape
+        self.quantized[name] = Matrix(drawn_rows(scheme, rows, columns, draw, 2.0 * columns**-0.5), scheme)
+        self.tensors[name] = self.quantized[name].values.dequantized()
+
+    def rows(self, name: str) -> Any:
+        """What is packed: quantised rows, or bf16 bits."""
+        return self.quantized.get(name, self.tensors[name])

@@ -1,0 +1,66 @@
+"""Whole steps whose matrices are quantised, each in a format of its own beside a bf16 head, against float32."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cheetah.models.config import ModelConfig
+from tests.program.quantized_weights import QuantizedWeights
+from tests.program.rig import Rig, bits, float32_logits, model, relative_error, token_ids
+from tests.program.test_families import qwen2, qwen3
+from tests.tolerances import EIGHT_BIT_LOGITS, LOGITS
+
+pytestmark = pytest.mark.compiler
+
+Formats = tuple[tuple[str, str], ...]
+MIXED: Formats = (("qkv", "fp8"), ("o", "int4-g128-asym"), ("gate_up", "int8"), ("down", "int4-g32"))
+OTHERS: Formats = (
+    *(("qkv", "int4-g64"), ("o", "fp8-block128"), ("gate_up", "int4-g128")),
+    *(("down", "fp8"), ("lm_head", "int8-asym")),
+)
+CASES: dict[str, tuple[ModelConfig, Formats, dict[str, Any]]] = {
+    "llama, three sequences, slices": (model(144, 280), MIXED, {"batch": 3, "tokens": 4, "down_slices": 2}),
+    "llama, one token, everything": (model(), OTHERS, {}),
+    "qwen3, keys of eight bits": (qwen3(), OTHERS[:4], {"kv_dtype": "e4m3"}),
+    "qwen2, barrier": (qwen2(4, 2), MIXED, {"sync": "barrier", "tokens": 2}),
+}
+
+
+@cache
+def rig(case: str) -> Rig:
+    config, formats, fields = CASES[case]
+    weights = QuantizedWeights(replace(config, weight_formats=formats), scales="bf16")
+    return Rig(weights, blocks=3, **{"consumer_warps": 2, "max_context": 128, **fields})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_of_every_position(case: str) -> None:
+    ready = rig(case)
+    ids = token_ids(12, ready.config.vocab_size)
+    found = ready.session("random", 1).score(ids)
+    tolerance = EIGHT_BIT_LOGITS if ready.plan.kv_dtype == "e4m3" else LOGITS
+    assert relative_error(found, float32_logits(ready.weights, ids)) < tolerance
+
+
+def test_several_sequences_and_many_tokens_of_a_step() -> None:
+    ready = rig("llama, three sequences, slices")
+    prompts = [token_ids(9, ready.config.vocab_size, seed) for seed in range(ready.plan.batch)]
+    session = ready.session("random", 2)
+    found = session.score_together(prompts, [session.sequence() for _ in prompts])
+    for ids, logits in zip(prompts, found, strict=True):
+        assert relative_error(logits, float32_logits(ready.weights, ids)) < LOGITS
+    one_by_one = ready.session().score(prompts[0])
+    assert relative_error(ready.session().score(prompts[0], per_step=4), one_by_one) < LOGITS
+
+
+def test_schedules_change_no_bit() -> None:
+    ready = rig("llama, one token, everything")
+    ids = token_ids(5, ready.config.vocab_size)
+    wanted = ready.session().score(ids)
+    for scheduler, seed in (("random", 1), ("random", 2), ("random", 3)):
+        np.testing.assert_array_equal(bits(ready.session(scheduler, seed).score(ids)), bits(wanted))
