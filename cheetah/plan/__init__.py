@@ -7,7 +7,7 @@ from cheetah.plan.errors import PlanError
 from cheetah.plan.formats import M_TILE_ROWS, VECTOR_COLUMNS
 from cheetah.plan.gpu import GPUS, Gpu, gpu_named
 from cheetah.plan.kv import KvPlanLayout, kv_plan
-from cheetah.plan.kv.launch import LaunchTile, decode_tiles, kv_plans_for_launch, launch_tiles, max_plans, most_tiles
+from cheetah.plan.kv.launch import LaunchTile, kv_plans_for_launch, launch_tiles, max_plans, most_tiles
 from cheetah.plan.kv.scheduler import KvPlan, Scheduling, Tile
 from cheetah.plan.layout import MatrixLayout
 from cheetah.plan.matrices import StepMatrices, step_matrices
@@ -34,7 +34,6 @@ __all__ = [
     "Split",
     "StepMatrices",
     "Tile",
-    "decode_tiles",
     "default_plan",
     "gpu_named",
     "kernel_regions",

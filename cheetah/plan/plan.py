@@ -190,10 +190,6 @@ class Plan:
         return self.consumer_warps == 8 and self.producer_warps == WARPGROUP
 
     @property
-    def ring_bytes(self) -> int:
-        return self.stages * self.stage_bytes
-
-    @property
     def pages_per_sequence(self) -> int:
         """Pages that hold `max_context` tokens."""
         return ceil_div(self.max_context, self.page_size)

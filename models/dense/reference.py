@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 
 import numpy as np
 
@@ -98,11 +97,6 @@ def merge(first: State, second: State) -> State:
     output = first_weight[..., None] * first.output + second_weight[..., None] * second.output
     with np.errstate(divide="ignore"):  # the log of an empty sum is -inf, as it should be
         return State(np.asarray(output / divisor, np.float32), np.asarray(origin + np.log(total), np.float32))
-
-
-def merge_states(states: Iterable[State]) -> State:
-    """All states merged from the first to the last."""
-    return reduce(merge, states)
 
 
 def attention(queries: F32, keys: F32, values: F32) -> F32:

@@ -1,7 +1,6 @@
 """How much device memory a model needs, told before any is taken.
 
-Two ways to the same table: from a manifest's buffers (exact), and from a configuration alone (before a kernel exists;
-exact but for the workspace, which is then the caller's number). Knows nothing of devices.
+The sizes are those of a manifest's buffers. Knows nothing of devices.
 """
 
 from __future__ import annotations
@@ -11,9 +10,7 @@ from dataclasses import dataclass
 
 from cheetah.errors import CheetahError
 from cheetah.manifest import Buffer
-from cheetah.models.config import ModelConfig, round_up
-
-M_TILE_ROWS = 16
+from cheetah.models.config import ModelConfig
 
 # Buffers of a manifest that have a line of their own; the others together are the workspace.
 LABELS = {
@@ -86,48 +83,6 @@ def memory_of_buffers(config: ModelConfig, buffers: Iterable[Buffer], batch: int
         if buffer.name == "kv" and buffer.dtype == "u8":
             per_token //= 2
     return MemoryEstimate(tuple(sizes.items()), sizes[LABELS["kv"]] // per_token, per_token, batch)
-
-
-def memory_estimate(
-    config: ModelConfig,
-    *,
-    max_context: int,
-    page_size: int = 16,
-    batch: int = 1,
-    logits_rows: int = 0,
-    workspace_bytes: int = 0,
-) -> MemoryEstimate:
-    """The memory that a configuration will take: weights and bf16 cache, `batch` sequences of `max_context` tokens.
-
-    logits_rows: rows of float32 logits kept on the device. workspace_bytes: exchanges, plans and partial states.
-    """
-    tokens = batch * round_up(max_context, page_size)
-    row_bytes = config.padded_hidden * 2
-    sizes = {
-        "weights": packed_weight_bytes(config),
-        "embedding": config.vocab_size * row_bytes,
-        "norms": (2 * config.layers + 1) * row_bytes,
-        "rope": max_context * config.head_dim * 4,
-        "kv": tokens * config.kv_bytes_per_token,
-        "logits": logits_rows * config.vocab_size * 4,
-    }
-    parts = [(LABELS[name], size) for name, size in sizes.items()]
-    return MemoryEstimate((*parts, (WORKSPACE, workspace_bytes)), tokens, config.kv_bytes_per_token, batch)
-
-
-def packed_weight_bytes(config: ModelConfig) -> int:
-    """Bytes of the `weights` buffer; the same for every plan, because padding depends on the shapes alone."""
-    hidden, ffn = config.hidden_size, config.intermediate_size
-    gate_up_rows = 2 * round_up(ffn, M_TILE_ROWS // 2)
-    sizes = {
-        "qkv": (config.qkv_rows, hidden),
-        "o": (hidden, config.query_rows),
-        "gate_up": (gate_up_rows, hidden),
-        "down": (hidden, ffn),
-        "lm_head": (config.vocab_size, hidden),
-    }
-    packed = {name: config.shape.format_of(name).matrix_bytes(*size) for name, size in sizes.items()}
-    return config.layers * sum(packed.values()) - (config.layers - 1) * packed["lm_head"]
 
 
 def size_text(size: int) -> str:

@@ -23,9 +23,9 @@ MISUSES = """
     case 2: if (thread == 5) { mbarrier_arrive_expect_tx(barrier, 16); mbarrier_arrive(barrier); } break;
     case 3: named_barrier(1, thread < 32 ? 64 : 32); break;
     case 4: named_barrier(1, 40); break;
-    case 5: named_barrier_arrive(16, 64); break;
+    case 5: named_barrier(16, 64); break;
     case 6: if (lane < 16) warp_sum_f32(1.0f); else
-      warp_max_f32(1.0f); break;
+      shuffle_xor_f32(1.0f, 1); break;
     case 7: if (thread == 0) bulk_copy(shared_arena() + 64, bytes, 24, barrier); break;
     case 8: if (thread == 0) bulk_copy(shared_arena() + 1016, bytes, 16, barrier); break;
     case 9: if (thread == 0) bulk_copy(shared_arena() + 72, bytes, 16, barrier); break;
@@ -52,7 +52,7 @@ EXPECTED = {
     2: "thread 5: mbarrier_arrive at kernel.cu:{}: too many arrivals: phase 0 of the mbarrier of kernel.cu:7 has had",
     3: "named_barrier at kernel.cu:{}: barrier 1 for 64 threads, but named_barrier at kernel.cu:{} said 32",
     4: "named_barrier at kernel.cu:{}: barrier 1 for 40 threads; need a multiple of 32 up to the block's 64",
-    5: "named_barrier_arrive at kernel.cu:{}: barrier id 16; named barriers are 1 to 15",
+    5: "named_barrier at kernel.cu:{}: barrier id 16; named barriers are 1 to 15",
     6: "diverged: 16 other lanes of this warp are in warp_sum_f32 at kernel.cu:{}; all lanes must meet",
     7: "thread 0: bulk_copy at kernel.cu:{}: 24 bytes; a bulk copy moves a positive multiple of 16",
     8: "bulk_copy at kernel.cu:{}: destination bytes 1016 to 1032 leave the block's 1024 bytes of shared memory",

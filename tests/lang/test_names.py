@@ -71,12 +71,12 @@ def test_results_of_primitives_take_the_users_name() -> None:
         listed = [prim.warp_sum_f32(x[0])]
         total = listed[0]
         x[0] = total + listed[0]
-        x[1] = prim.warp_max_f32(total)
+        x[1] = prim.shuffle_xor_f32(total, 1)
 
     assert body(kernel) == [
         "  float total = warp_sum_f32(x[0]);",
         "  x[0] = total + total;",
-        "  x[1] = warp_max_f32(total);",
+        "  x[1] = shuffle_xor_f32(total, 1);",
     ]
 
 

@@ -9,7 +9,6 @@ from cheetah.plan import KvPlanLayout, Plan, PlanError
 from cheetah.plan.kv import (
     LaunchTile,
     Scheduling,
-    decode_tiles,
     kv_plan,
     kv_plans_for_launch,
     launch_tiles,
@@ -78,11 +77,16 @@ def test_there_are_never_more_plans_than_promised():
     assert reached > 50, "the promise is no wild guess"
 
 
+def decoding(*lengths):
+    """Sequences that decode one token a step, one tile of 4 fused rows each, after so many tokens."""
+    return [LaunchTile(0, 4, 4 * number, length, 1, 1) for number, length in enumerate(lengths)]
+
+
 def test_a_plan_changes_exactly_where_a_rounded_length_does():
     sizes = {"kv_heads": 2, "blocks": 4}
-    plans = kv_plans_for_launch(decode_tiles([30], 4), 20, **sizes)
+    plans = kv_plans_for_launch(decoding(30), 20, **sizes)
     assert [first for first, _ in plans] == [0, 2, 18]
-    several = kv_plans_for_launch(decode_tiles([30, 0, 7], 4), 20, **sizes)
+    several = kv_plans_for_launch(decoding(30, 0, 7), 20, **sizes)
     assert [first for first, _ in several] == [0, 2, 9, 16, 18]
     assert len(several) <= max_plans(20, tiles=3)
     assert current(several, 11) is kv_plan([42, 12, 19], 2, 4, 4), "decode is the plan of the lengths"
@@ -92,9 +96,9 @@ def test_a_plan_changes_exactly_where_a_rounded_length_does():
 
 def test_a_launch_of_no_steps_or_from_a_negative_length_is_refused():
     with pytest.raises(PlanError, match="steps is 0"):
-        kv_plans_for_launch(decode_tiles([10], 4), 0, kv_heads=2, blocks=4)
+        kv_plans_for_launch(decoding(10), 0, kv_heads=2, blocks=4)
     with pytest.raises(PlanError, match="length -1"):
-        decode_tiles([-1], 4)
+        decoding(-1)
     with pytest.raises(PlanError, match="launch tile: stride is -1"):
         LaunchTile(0, 4, 0, length=10, stride=-1, new=1)
     with pytest.raises(PlanError, match="it begins at key 12 and has 11 keys at step 0"):

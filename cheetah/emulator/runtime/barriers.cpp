@@ -59,10 +59,4 @@ void named_barrier(uint32_t id, uint32_t threads, Place place) {
   synchronise(id, threads, place, "named_barrier");
 }
 
-void named_barrier_arrive(uint32_t id, uint32_t threads, Place place) {
-  check_named(id, threads, place, "named_barrier_arrive");
-  preemption_point(place, "named_barrier_arrive");
-  arrive(machine.current->block_state->barriers[id], id, threads, place, "named_barrier_arrive");
-}
-
 }  // namespace cheetah_emulator

@@ -50,12 +50,10 @@ uint64_t virtual_nanoseconds();
 
 void block_barrier(Place place);
 void named_barrier(uint32_t id, uint32_t threads, Place place);
-void named_barrier_arrive(uint32_t id, uint32_t threads, Place place);
 void warp_barrier(Place place);
 uint32_t shuffle_xor(uint32_t value, uint32_t mask, Place place, const char* primitive);
 uint32_t shuffle(uint32_t value, uint32_t lane, Place place, const char* primitive);
 float warp_sum(float value, Place place);
-float warp_max(float value, Place place);
 void mma(float* c, const uint32_t* a, uint32_t b0, uint32_t b1, Place place);
 uint32_t matrix_transpose(uint32_t value, Place place);
 uint64_t matrix_descriptor(const void* start, uint32_t leading, uint32_t stride, Place place);
@@ -98,9 +96,6 @@ CHEETAH_PRIMITIVE void named_barrier(uint32_t id, uint32_t threads, CHEETAH_PLAC
   cheetah_emulator::named_barrier(id, threads, place);
 }
 
-CHEETAH_PRIMITIVE void named_barrier_arrive(uint32_t id, uint32_t threads, CHEETAH_PLACE) {
-  cheetah_emulator::named_barrier_arrive(id, threads, place);
-}
 
 // -- rendezvous of a warp: all its lanes, one meeting each
 
@@ -130,13 +125,9 @@ CHEETAH_PRIMITIVE uint32_t shuffle_u32(uint32_t value, uint32_t lane, CHEETAH_PL
   return cheetah_emulator::shuffle(value, lane, place, "shuffle_u32");
 }
 
-CHEETAH_PRIMITIVE float shuffle_f32(float value, uint32_t lane, CHEETAH_PLACE) {
-  return bits_float(cheetah_emulator::shuffle(float_bits(value), lane, place, "shuffle_f32"));
-}
 
 CHEETAH_PRIMITIVE float warp_sum_f32(float value, CHEETAH_PLACE) { return cheetah_emulator::warp_sum(value, place); }
 
-CHEETAH_PRIMITIVE float warp_max_f32(float value, CHEETAH_PLACE) { return cheetah_emulator::warp_max(value, place); }
 
 // D = A (16x16, row major fragments a.x..a.w) * B (16x8, b0 b1) + C (16x8), as mma.m16n8k16 bf16 with float sums.
 CHEETAH_PRIMITIVE void mma_bf16(float (&c)[4], uint4 a, uint32_t b0, uint32_t b1, CHEETAH_PLACE) {

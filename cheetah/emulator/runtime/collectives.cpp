@@ -107,15 +107,6 @@ float warp_sum(float value, Place place) {
   return slot.number;
 }
 
-float warp_max(float value, Place place) {
-  require_whole_warp(place, "warp_max_f32");
-  Slot& slot = my_slot();
-  slot.number = value;
-  rendezvous(Collective::max, place, "warp_max_f32",
-             [](Warp& warp) { butterfly(warp, [](float a, float b) { return std::fmax(a, b); }); });
-  return slot.number;
-}
-
 void mma(float* c, const uint32_t* a, uint32_t b0, uint32_t b1, Place place) {
   require_whole_warp(place, "mma_bf16");
   Slot& slot = my_slot();

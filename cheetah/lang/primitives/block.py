@@ -23,14 +23,6 @@ named_barrier = declare(
     id=ty.u32,
     threads=ty.u32,
 )
-named_barrier_arrive = declare(
-    "named_barrier_arrive",
-    ty.void,
-    'asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory");',
-    "count in at barrier `id` without waiting",
-    id=ty.u32,
-    threads=ty.u32,
-)
 give_registers = declare(
     "give_registers",
     ty.void,
@@ -69,14 +61,6 @@ shuffle_xor_u32 = declare(
     value=ty.u32,
     mask=ty.u32,
 )
-shuffle_f32 = declare(
-    "shuffle_f32",
-    ty.f32,
-    "return __shfl_sync(0xffffffffu, value, lane);",
-    "the value of a lane",
-    value=ty.f32,
-    lane=ty.u32,
-)
 shuffle_u32 = declare(
     "shuffle_u32",
     ty.u32,
@@ -85,22 +69,14 @@ shuffle_u32 = declare(
     value=ty.u32,
     lane=ty.u32,
 )
-_BUTTERFLY = """
-#pragma unroll
-for (int mask = 16; mask > 0; mask >>= 1) value = {};
-return value;
-"""
 warp_sum_f32 = declare(
     "warp_sum_f32",
     ty.f32,
-    _BUTTERFLY.format("value + __shfl_xor_sync(0xffffffffu, value, mask)"),
+    """
+    #pragma unroll
+    for (int mask = 16; mask > 0; mask >>= 1) value = value + __shfl_xor_sync(0xffffffffu, value, mask);
+    return value;
+    """,
     "sum over the warp on every lane (butterfly 16, 8, 4, 2, 1)",
-    value=ty.f32,
-)
-warp_max_f32 = declare(
-    "warp_max_f32",
-    ty.f32,
-    _BUTTERFLY.format("fmaxf(value, __shfl_xor_sync(0xffffffffu, value, mask))"),
-    "maximum over the warp on every lane",
     value=ty.f32,
 )

@@ -3,7 +3,6 @@
 from cheetah.plan.kv.encoding import SECTION_WORDS, KvPlanLayout, kv_plan
 from cheetah.plan.kv.launch import (
     LaunchTile,
-    decode_tiles,
     kv_plans_for_launch,
     launch_tiles,
     max_plans,
@@ -21,7 +20,6 @@ __all__ = [
     "LaunchTile",
     "Scheduling",
     "Tile",
-    "decode_tiles",
     "kv_plan",
     "kv_plans_for_launch",
     "launch_tiles",

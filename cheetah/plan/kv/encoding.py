@@ -116,11 +116,6 @@ class KvPlanLayout:
         return min(self._pairs, self.blocks) if self._is_simple else self._pairs
 
     @cached_property
-    def max_partials(self) -> int:
-        """Items that are merged: fewer than 2C of one level, since a split tile has less than twice its even shares."""
-        return 2 * self.blocks if self._is_simple else self.max_items
-
-    @cached_property
     def max_partial_rows(self) -> int:
         """Rows of the partial states."""
         if self.chunk:

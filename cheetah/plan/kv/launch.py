@@ -104,11 +104,6 @@ def max_plans(steps: int, align: int = 16, tiles: int = 1, stride: int = 1, wind
     return min(steps, 1 + (2 * changes if windows else changes))
 
 
-def decode_tiles(lengths: Sequence[int], group: int) -> list[LaunchTile]:
-    """Sequences that decode one token a step, one tile each, after `lengths` tokens."""
-    return [LaunchTile(0, group, b * group, length, 1, 1) for b, length in enumerate(lengths)]
-
-
 def launch_tiles(
     sequences: Sequence[tuple[int, int, int]],
     group: int,
