@@ -86,10 +86,13 @@ class StoredTensor:
     def mapped(self) -> npt.NDArray[Any]:
         """The tensor as it is stored, mapped. Bytes of F8_E4M3 are uint8, whole numbers of 32 bits or more unsigned."""
         dtype = STORED_DTYPES[self.dtype]
+        return self.mapped_bytes().view(dtype).reshape(self.shape)  # a view may lie at any byte, as tensors may
+
+    def mapped_bytes(self) -> npt.NDArray[np.uint8]:
+        """The tensor's bytes, mapped."""
         if self.nbytes == 0:
-            return np.zeros(self.shape, dtype)
-        values = np.memmap(self.file, np.uint8, mode="r", offset=self.begin, shape=(self.nbytes,))
-        return np.asarray(values).view(dtype).reshape(self.shape)  # a view may lie at any byte, as tensors may
+            return np.zeros(0, np.uint8)
+        return np.asarray(np.memmap(self.file, np.uint8, mode="r", offset=self.begin, shape=(self.nbytes,)))
 
 
 class StoredRows:

@@ -1,0 +1,64 @@
+"""`cheetah quantize`: a checkpoint in 4 or 8 bits, written as compressed-tensors lays it out."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cheetah.errors import CheetahError
+
+if TYPE_CHECKING:
+    from cheetah.tools.quantize import Job
+
+EPILOG = "Example: cheetah quantize meta-llama/Llama-3.1-8B-Instruct -o llama-int4 --format int4-g128 --clip mse"
+CLIPS = ("none", "mse")
+
+
+def quantize(
+    model: Annotated[str, typer.Argument(help="A folder, a hub id, or demo: weights in 16 or 32 bits.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Where to write; must not exist.")],
+    format: Annotated[
+        str, typer.Option(help="int4-g128, int4-g64, int4-g32, int4 (a scale a row), int8, fp8, fp8-block128; -asym.")
+    ] = "int4-g128",
+    clip: Annotated[
+        str, typer.Option(help="none, or mse: the range of a group with the least squared error.")
+    ] = "none",
+    revision: Annotated[
+        str | None, typer.Option(help="Of a hub id: branch, tag or commit.", show_default=False)
+    ] = None,
+) -> None:
+    """Write a copy of a checkpoint with its layers' matrices rounded to the nearest codes, without any data.
+
+    The embedding, the norms and lm_head stay as they are. The copy is a standard compressed-tensors checkpoint.
+    """
+    from cheetah.models.formats.quantized import scheme_of_name
+    from cheetah.tools.quantize import SCALES, quantization_job
+
+    if clip not in CLIPS:
+        raise CheetahError(f"--clip {clip}: there are {', '.join(CLIPS)}")
+    job = quantization_job(model, scheme_of_name(format, SCALES), clip == "mse", revision)
+    began = time.monotonic()
+    _write(job, out)
+    size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+    typer.echo(f"wrote {out}: {size / 1e9:.3f} GB in {format}, {time.monotonic() - began:.1f} s")
+
+
+def register(app: typer.Typer) -> None:
+    """Make this a command of `app`."""
+    app.command(epilog=EPILOG)(quantize)
+
+
+def _write(job: Job, out: Path) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    from cheetah.tools.quantize import source_bytes, write_quantized
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("rounding weights", total=source_bytes(job))
+        write_quantized(job, out, lambda nbytes: bar.advance(task, nbytes))
