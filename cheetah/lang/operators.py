@@ -204,7 +204,7 @@ def _folded_constants(op: str, a: Expr, b: Expr) -> Expr | None:
         return _folded_product(a, b)
     (rest, before), (added, constant) = _sum_parts(a), _sum_parts(b)
     if op == "+" and added is not None and rest is not None and constant and not before:
-        return binary("+", binary("+", a, added), constant)
+        return _plus_constant(binary("+", a, added), constant)
     if added is None and before and rest is not None:
         return _plus_constant(rest, before + constant if op == "+" else before - constant)
     return None

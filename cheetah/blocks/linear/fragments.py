@@ -46,6 +46,9 @@ class Fragments(ABC):
     def multiply(self, tile: ch.Expr, activations: Activations, sums: Any) -> None:
         """sums [groups, 4] += tile number `tile` of the stage x activations; tells the stage what it has read."""
 
+    def finish_chunk(self) -> None:  # noqa: B027 - most tell it tile by tile
+        """Behind the last tile of a chunk: tell the stage what has been read, if nobody has."""
+
     def finish_rows(self, tiles: int, groups: int, sums: Any) -> None:
         """sums [groups, 4] *= the factors of their rows, which lie behind the last `tiles` K-tiles of an M-tile; tells
         the stage what it has read. Only for formats with `factor_bytes`."""

@@ -202,6 +202,7 @@ class Matvec(Linear):
         if layout.format.factor_bytes:
             with ch.if_(chunk == layout.chunks - 1):
                 fragments.finish_rows(layout.last_chunk_tiles, self.columns.tiles, sums)
+        fragments.finish_chunk()
 
     @ch.function
     def _reduce(self, layout: MatrixLayout, m_tile: ch.Expr, sums: Any, epilogue: Epilogue) -> None:

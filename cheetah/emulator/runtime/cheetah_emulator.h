@@ -419,6 +419,8 @@ CHEETAH_PRIMITIVE float log_f32(float value) { return __builtin_logf(value); }
 CHEETAH_PRIMITIVE float rsqrt_f32(float value) { return 1.0f / __builtin_sqrtf(value); }
 CHEETAH_PRIMITIVE float divide_f32(float a, float b) { return a / b; }
 
+CHEETAH_PRIMITIVE uint32_t and_or_u32(uint32_t word, uint32_t mask, uint32_t others) { return (word & mask) | others; }
+
 CHEETAH_PRIMITIVE uint32_t multiply_high_u32(uint32_t a, uint32_t b) { return uint64_t(a) * b >> 32; }
 
 // Nanoseconds that only grow; counted from switches, so that a launch is a function of its inputs and seed.

@@ -46,6 +46,7 @@ from cheetah.lang.primitives.exchange import (
     wait_flagged_units,
 )
 from cheetah.lang.primitives.numbers import (
+    and_or_u32,
     bf16_to_f32,
     bf16x2_high,
     bf16x2_low,
@@ -90,6 +91,7 @@ __all__ = [
     "WGMMA_COLUMNS",
     "Primitive",
     "add_release_u64",
+    "and_or_u32",
     "bf16_to_f32",
     "bf16x2_high",
     "bf16x2_low",

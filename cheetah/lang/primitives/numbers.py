@@ -128,6 +128,20 @@ byte_permute = declare(
     b=ty.u32,
     selector=ty.u32,
 )
+and_or_u32 = declare(
+    "and_or_u32",
+    ty.u32,
+    """
+    uint32_t result;  // written with constants, the two operations would be two instructions
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(word), "r"(mask), "r"(others));
+    return result;
+    """,
+    "(word & mask) | others, in one instruction",
+    pure=True,
+    word=ty.u32,
+    mask=ty.u32,
+    others=ty.u32,
+)
 multiply_high_u32 = declare(
     "multiply_high_u32",
     ty.u32,

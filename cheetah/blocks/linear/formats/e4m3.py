@@ -11,7 +11,6 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.linear.formats.quantized import PARTS, QuantizedFragments
-from cheetah.blocks.linear.fragments import Activations
 from cheetah.lang import prim, ty
 
 PART_LOADS = 32
@@ -26,30 +25,23 @@ the word moved left by 4."""
 class E4m3Fragments(QuantizedFragments):
     """With scales in the tile (a block's) or without (a row's factor says all)."""
 
-    @ch.inline
-    def multiply(self, tile: ch.Expr, activations: Activations, sums: Any) -> None:
-        groups = activations.columns.tiles
-        first = self.begin_tile(tile)
-        if self.format.group_columns is None:
-            self._multiply_codes(first, activations, sums)
-        else:
-            scales = ch.reinterpret(ty.ptr(ty.f32x2), first + self.format.scales_at)[0]
-            self.read(prim.float_bits(scales.x))
-            with self.scaled(sums, groups, (scales.x, scales.y)) as of_block:
-                self._multiply_codes(first, activations, of_block)
-        self.end_tile()
-
-    def _multiply_codes(self, first: ch.Expr, activations: Activations, sums: Any) -> None:
+    def load(self, first: Any) -> None:
         codes = ch.reinterpret(ty.ptr(ty.u32x4), first)
-        units = activations.units
-        for part in range(PARTS):
-            words = codes[self.lane + part * PART_LOADS]
+        self.words = [ch.const(ty.u32x4, codes[self.lane + part * PART_LOADS], name="words") for part in range(PARTS)]
+        for words in self.words:
             self.read(words.x)
-            left = self._fragment(words.x, words.y)
-            right = self._fragment(words.z, words.w)
-            for group, values in self.operands(activations, units, part):
-                prim.mma_bf16(sums[group], left, values.x, values.y)
-                prim.mma_bf16(sums[group], right, values.z, values.w)
+
+    def fragments_of(self, first: Any, number: int, part: int) -> tuple[list[Any], list[Any]]:
+        words = self.words[part]
+        return [self._fragment(words.x, words.y)], [self._fragment(words.z, words.w)]
+
+    def scales(self, first: Any, number: int) -> tuple[Any, Any] | None:
+        if self.format.group_columns is None:
+            return None
+        of_halves = ch.reinterpret(ty.ptr(ty.f32x2), first + self.format.scales_at)
+        pair = ch.const(ty.f32x2, of_halves[0], name="scales")
+        self.read(prim.float_bits(pair.x))
+        return pair.x, pair.y
 
     def _fragment(self, row: Any, next_row: Any) -> Any:
         """The A operand of four columns: their pairs, of row g and of row g + 8."""
@@ -63,4 +55,4 @@ def first_pair(word: Any) -> Any:
 
 def second_pair(word: Any) -> Any:
     turned = (word >> 4) | (word << 28)
-    return (turned & SECOND_HIGH) | ((word << 4) & SECOND_LOW)
+    return prim.and_or_u32(word << 4, SECOND_LOW, turned & SECOND_HIGH)

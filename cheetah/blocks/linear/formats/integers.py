@@ -7,11 +7,11 @@ all -(128 + z). It costs less than sums of the vector would, and the rounding of
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.linear.formats.quantized import PARTS, QuantizedFragments
-from cheetah.blocks.linear.fragments import Activations
 from cheetah.lang import prim, ty
 from cheetah.plan.formats import INTEGER_SCALE_BYTES, ZERO_POINT_BYTES
 
@@ -29,79 +29,64 @@ MIDDLE_NIBBLE = 8
 class IntegerFragments(QuantizedFragments):
     """The groups of a tile: their scales, their zero points, and what is too much."""
 
-    @ch.inline
-    def multiply(self, tile: ch.Expr, activations: Activations, sums: Any) -> None:
-        first = self.begin_tile(tile)
-        groups, format = activations.columns.tiles, self.format
-        units = activations.units
-        parts = PARTS // format.groups
-        for number in range(format.groups):
-            excess = self._excess(first, number)
-            of_group = range(number * parts, (number + 1) * parts)
-            if format.group_columns is None:
-                self._multiply_parts(first, of_group, activations, units, excess, sums)
-            else:
-                with self.scaled(sums, groups, self._scales(first, number)) as products:
-                    self._multiply_parts(first, of_group, activations, units, excess, products)
-        self.end_tile()
+    parts_of_load: int
+    """Parts whose codes come with one load of 16 bytes a lane."""
 
-    def _multiply_parts(
-        self, first: Any, parts: range, activations: Activations, units: Any, excess: list[Any], sums: Any
-    ) -> None:
-        for part in parts:
-            left, right = self.fragments_of_part(first, part)
-            for group, values in self.operands(activations, units, part):
-                for fragment in (*left, *excess):
-                    prim.mma_bf16(sums[group], fragment, values.x, values.y)
-                for fragment in (*right, *excess):
-                    prim.mma_bf16(sums[group], fragment, values.z, values.w)
+    def load(self, first: Any) -> None:
+        codes = ch.reinterpret(ty.ptr(ty.u32x4), first)
+        loads = range(PARTS // self.parts_of_load)
+        self.words = [ch.const(ty.u32x4, codes[self.lane + number * 32], name="words") for number in loads]
+        for words in self.words:
+            self.read(words.x)
 
-    def fragments_of_part(self, first: Any, part: int) -> tuple[list[Any], list[Any]]:
-        """The A operands whose sum are the codes of a part and what is too much: of this lane's first four columns, and
-        of its others."""
-        raise NotImplementedError
+    def scales(self, first: Any, number: int) -> tuple[Any, Any] | None:
+        self.excess = self._excess(first, number)
+        if self.format.group_columns is None:
+            return None
+        pairs = ch.reinterpret(ty.ptr(ty.u32), first + (self.format.scales_at + number * INTEGER_SCALE_BYTES))
+        pair = ch.const(ty.u32, pairs[self.lane // 4], name="scale_pair")
+        self.read(pair)
+        return prim.f16x2_low(pair), prim.f16x2_high(pair)
 
+    def fragments_of(self, first: Any, number: int, part: int) -> tuple[list[Any], list[Any]]:
+        left, right = self.codes_of(part)
+        return [*left, *self.excess], [*right, *self.excess]
+
+    @abstractmethod
+    def codes_of(self, part: int) -> tuple[list[Any], list[Any]]:
+        """A operands whose sum are the codes of a part and what is too much: of this lane's first four columns, and of
+        its others."""
+
+    @abstractmethod
     def excess_of(self, zero_point: Any) -> list[Any]:
         """The words whose sum takes away what is too much, for the zero point of a row (u32)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def middle_excess(self) -> list[int]:
         """The same where every zero point is the middle code."""
-        raise NotImplementedError
 
     def _excess(self, first: Any, number: int) -> list[Any]:
         """A operands of a group that take away what is too much."""
         if not self.format.is_asymmetric:
             return [make_fragment(*(word,) * 4, name="excess") for word in self.middle_excess()]
         zero_points = ch.reinterpret(ty.ptr(ty.u16), first + (self.format.zero_points_at + number * ZERO_POINT_BYTES))
-        pair = self.read(ch.const(ty.u32, ty.u32(zero_points[self.lane // 4]), name="zero_points"))
+        pair = ch.const(ty.u32, ty.u32(zero_points[self.lane // 4]), name="zero_points")
+        self.read(pair)
         of_rows = zip(self.excess_of(pair & 0xFF), self.excess_of(pair >> 8), strict=True)
         return [make_fragment(low, high, low, high, name="excess") for low, high in of_rows]
 
-    def _scales(self, first: Any, number: int) -> tuple[Any, Any]:
-        """Of rows g and g + 8."""
-        scales = ch.reinterpret(ty.ptr(ty.u32), first + (self.format.scales_at + number * INTEGER_SCALE_BYTES))
-        pair = self.read(ch.const(ty.u32, scales[self.lane // 4], name="scale_pair"))
-        low = ch.const(ty.f32, prim.f16x2_low(pair), name="scale")
-        high = ch.const(ty.f32, prim.f16x2_high(pair), name="next_scale")
-        return low, high
-
 
 class Int4Fragments(IntegerFragments):
-    """A word is 8 columns of a row: nibble j column 2j, nibble j + 4 column 2j + 1. One load has two parts."""
+    """A word is 8 columns of a row: nibble j column 2j, nibble j + 4 column 2j + 1."""
 
-    def fragments_of_part(self, first: Any, part: int) -> tuple[list[Any], list[Any]]:
-        if part % 2 == 0:
-            words = ch.reinterpret(ty.ptr(ty.u32x4), first)[self.lane + part // 2 * 32]
-            self.read(words.x)
-            self._second = words.z, words.w
-            return self._fragments(words.x, words.y)
-        return self._fragments(*self._second)
+    parts_of_load = 2
 
-    def _fragments(self, row: Any, next_row: Any) -> tuple[list[Any], list[Any]]:
+    def codes_of(self, part: int) -> tuple[list[Any], list[Any]]:
+        words = self.words[part // 2]
+        rows = (words.x, words.y) if part % 2 == 0 else (words.z, words.w)
+
         def fragment(number: int) -> Any:
-            pairs = [nibbles(word, number + more, UNITS) for more in range(2) for word in (row, next_row)]
-            return make_fragment(*pairs)
+            return make_fragment(*(nibbles(row, number + more, UNITS) for more in range(2) for row in rows))
 
         return [fragment(0)], [fragment(2)]
 
@@ -116,15 +101,15 @@ class Int8Fragments(IntegerFragments):
     """A word is 4 columns of a row: bytes 0 and 2 the first two, bytes 1 and 3 the others; the nibbles of each go
     through the tensor cores by themselves."""
 
-    def fragments_of_part(self, first: Any, part: int) -> tuple[list[Any], list[Any]]:
-        words = ch.reinterpret(ty.ptr(ty.u32x4), first)[self.lane + part * 32]
-        self.read(words.x)
+    parts_of_load = 1
+
+    def codes_of(self, part: int) -> tuple[list[Any], list[Any]]:
+        words = self.words[part]
         return self._fragments(words.x, words.y), self._fragments(words.z, words.w)
 
-    def _fragments(self, row: Any, next_row: Any) -> list[Any]:
+    def _fragments(self, *rows: Any) -> list[Any]:
         def fragment(nibble: int, magic: int) -> Any:
-            pairs = [nibbles(word, nibble + more, magic) for more in (0, 2) for word in (row, next_row)]
-            return make_fragment(*pairs)
+            return make_fragment(*(nibbles(row, nibble + more, magic) for more in (0, 2) for row in rows))
 
         return [fragment(0, UNITS), fragment(1, SIXTEENS)]
 
@@ -139,7 +124,7 @@ class Int8Fragments(IntegerFragments):
 
 def nibbles(word: Any, number: int, magic: int) -> Any:
     """Nibble `number` of each half of a word, as bf16 numbers that are `magic` with it at the end."""
-    return ((word >> 4 * number if number else word) & NIBBLES) | magic
+    return prim.and_or_u32(word >> 4 * number if number else word, NIBBLES, magic)
 
 
 def make_fragment(row: Any, next_row: Any, row_behind: Any, next_row_behind: Any, name: str = "fragment") -> Any:

@@ -3,12 +3,16 @@
 Codes become bf16 numbers exactly, by bits, and are multiplied by the bf16 vector on tensor cores; scales come after the
 products, in float32. So nothing but the order of the sums is rounded. (Codes that are scaled first and rounded to bf16
 would be a thousand times less exact.)
+
+An `mma` waits for the one before it if both add to the same sums: so the four parts of a tile have sums of their own,
+unless there are several groups of columns to work on in turn. The stage is told once a chunk what has been read, so
+that the loads of a tile can be issued before the tile before it is done with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cheetah import lang as ch
@@ -18,6 +22,10 @@ from cheetah.plan.formats import M_TILE_ROWS, QUANTIZED_COLUMNS, VECTOR_COLUMNS,
 
 PARTS = QUANTIZED_COLUMNS // VECTOR_COLUMNS
 """Parts of a tile that each need 8 activations of a lane."""
+CHAINS = 4
+"""So many `mma` in flight at least: each takes about as long as issuing four."""
+Fragment = Any
+"""An A operand: u32x4."""
 
 
 class QuantizedFragments(Fragments):
@@ -28,46 +36,76 @@ class QuantizedFragments(Fragments):
     @ch.inline
     def declare(self) -> None:
         tiles = self.stage.address
-        self.tiles = tiles
+        have_read = ch.var(ty.u32, 0)
+        self.tiles, self.have_read = tiles, have_read
+
+    @ch.inline
+    def multiply(self, tile: ch.Expr, activations: Activations, sums: Any) -> None:
+        first = self.tiles + tile * self.format.tile_bytes
+        units = activations.units
+        self.load(first)
+        parts = PARTS // self.format.groups
+        for number in range(self.format.groups):
+            of_group = range(number * parts, (number + 1) * parts)
+            scales = self.scales(first, number)
+            products = self._multiply_parts(first, number, of_group, activations, units)
+            self._add(sums, products, scales)
+
+    @abstractmethod
+    def load(self, first: Any) -> None:
+        """Load the codes of the tile that begins at `first`."""
+
+    @abstractmethod
+    def fragments_of(self, first: Any, number: int, part: int) -> tuple[Iterable[Fragment], Iterable[Fragment]]:
+        """What is multiplied with this lane's first four activations of a part of group `number`, and with the others:
+        A operands whose products count together."""
+
+    @abstractmethod
+    def scales(self, first: Any, number: int) -> tuple[Any, Any] | None:
+        """The scales of group `number` of the tile, of rows g and g + 8; None: the rows' factors say all."""
+
+    def finish_chunk(self) -> None:
+        self.stage.has_read(self.have_read)
 
     @ch.inline
     def finish_rows(self, tiles: int, groups: int, sums: Any) -> None:
         factors = ch.reinterpret(ty.ptr(ty.f32), self.tiles + tiles * self.format.tile_bytes)
         row = self.lane // 4
-        low, high = factors[row], factors[row + M_TILE_ROWS // 2]
+        low = factors[row]
+        high = factors[row + M_TILE_ROWS // 2]
+        self.read(prim.float_bits(low))
+        self.read(prim.float_bits(high))
         for group in range(groups):
             for number in range(4):
                 sums[group][number] = sums[group][number] * (low if number < 2 else high)
-        self.stage.has_read(prim.float_bits(low) ^ prim.float_bits(high))
 
-    def begin_tile(self, tile: ch.Expr) -> Any:
-        """The first byte of a tile; the words that were read of it are counted from here."""
-        self._words: list[Any] = []
-        return self.tiles + tile * self.format.tile_bytes
+    def read(self, word: Any) -> None:
+        """A load from the stage gave this word (u32)."""
+        self.have_read ^= word
 
-    def end_tile(self) -> None:
-        """Tell the stage what was read."""
-        word = self._words[0]
-        for other in self._words[1:]:
-            word = word ^ other
-        self.stage.has_read(word)
+    def _multiply_parts(
+        self, first: Any, number: int, parts: range, activations: Activations, units: Any
+    ) -> list[list[Any]]:
+        """[chains][groups of columns] sums of the parts."""
+        groups = activations.columns.tiles
+        count = max(1, min(len(parts), CHAINS // groups))
+        chains = [[ch.array(ty.f32, 4, zero=True, name="products") for _ in range(groups)] for _ in range(count)]
+        for part in parts:
+            left, right = self.fragments_of(first, number, part)
+            for group, products in enumerate(chains[part % count]):
+                values = activations.operand(units, group, part)
+                for fragment in left:
+                    prim.mma_bf16(products, fragment, values.x, values.y)
+                for fragment in right:
+                    prim.mma_bf16(products, fragment, values.z, values.w)
+        return chains
 
-    def read(self, word: Any) -> Any:
-        """A word (u32) that a load from the stage gave."""
-        self._words.append(word)
-        return word
-
-    def operands(self, activations: Activations, units: Any, part: int) -> Iterator[tuple[int, Any]]:
-        """(group of columns, this lane's 8 elements) of a part of the tile."""
-        for group in range(activations.columns.tiles):
-            yield group, activations.operand(units, group, part)
-
-    @contextmanager
-    def scaled(self, sums: Any, groups: int, scales: tuple[Any, Any]) -> Iterator[Any]:
-        """Sums [groups, 4] of a group of weights: what the body adds to them counts times the scales (of rows g and
-        g + 8)."""
-        of_group = ch.array(ty.f32, groups, 4, zero=True, name="of_group")
-        yield of_group
-        for group in range(groups):
+    def _add(self, sums: Any, chains: Sequence[Sequence[Any]], scales: tuple[Any, Any] | None) -> None:
+        """sums += the products, times the scales of their rows."""
+        for group in range(len(chains[0])):
             for number in range(4):
-                sums[group][number] = sums[group][number] + scales[number // 2] * of_group[group][number]
+                total = chains[0][group][number]
+                for chain in chains[1:]:
+                    total = total + chain[group][number]
+                scaled = total if scales is None else scales[number // 2] * total
+                sums[group][number] = sums[group][number] + scaled
