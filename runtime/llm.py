@@ -66,6 +66,9 @@ class LLM:
     kv_chunk: keys of one work item of attention. Then the same request gives the same bits, whatever runs beside it and
         whatever the prefix cache holds, which then keeps prompts only; a completion may take one step more. By default
         by rule.
+    enable_chunked_prefill: while others decode, a prompt is read in parts, between which they make tokens; otherwise
+        they wait until it is read. max_num_batched_tokens: most tokens of such a part; by default what takes about a
+        tenth of a second.
     launch_steps: most steps of one launch; by default the plan's max_steps. Changes no token.
     timeout_s: after so many seconds a launch is reported as hanging; by default 60 on a GPU, never on the emulator.
     quiet: neither notes nor progress on standard error.
@@ -95,6 +98,8 @@ class LLM:
         prefix_cache: bool = True,
         kv_dtype: str | None = None,
         kv_chunk: int | None = None,
+        enable_chunked_prefill: bool = True,
+        max_num_batched_tokens: int | None = None,
         launch_steps: int | None = None,
         timeout_s: float | None = None,
         quiet: bool = False,
@@ -105,6 +110,7 @@ class LLM:
         from cheetah.runtime.checkpoint.loading import open_checkpoint
 
         SamplingParams(seed=seed)  # a bad seed is refused before anything is loaded
+        _check_count("max_num_batched_tokens", max_num_batched_tokens)
         checkpoint = open_checkpoint(model, revision, local_files_only, tie_word_embeddings=tie_word_embeddings)
         self.name, self.config = checkpoint.name, checkpoint.config
         self.seed = seed
@@ -138,8 +144,9 @@ class LLM:
         self.max_context = cache.context
         keeps_prefixes = prefix_cache and self._assembly.launcher.window is None  # a window leaves them behind
         self.prefix_cache = PrefixCache(cache.pool, cache.page_size) if keeps_prefixes else None
+        chunk_tokens = max_num_batched_tokens if enable_chunked_prefill else 0
         self.engine = SharedEngine(
-            Engine(self._assembly.launcher, launch_steps, self.prefix_cache, self._assembly.prompts)
+            Engine(self._assembly.launcher, launch_steps, self.prefix_cache, self._assembly.prompts, chunk_tokens)
         )
 
     @overload
@@ -226,8 +233,7 @@ class LLM:
         most = self.config.max_position_embeddings
         if asked is None:
             return default_context(most)
-        if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
-            raise CheetahError(f"max_context={asked!r}: expected an integer >= 1")
+        _check_count("max_context", asked)
         if asked > most:
             raise CheetahError(f"max_context={asked} is more than the model's max_position_embeddings, {most}")
         return asked
@@ -264,6 +270,11 @@ class LLM:
                     yield found
         finally:
             self.engine.release(ids)
+
+
+def _check_count(name: str, value: int | None) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise CheetahError(f"{name}={value!r}: expected an integer >= 1")
 
 
 def _checked_batch(batch: int | None) -> int | None:

@@ -51,6 +51,12 @@ def serve(
     prompt_tokens: Annotated[
         int | None, typer.Option(help="Tokens of a prompt that a step reads; by default 16 or 8.", show_default=False)
     ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Tokens of a prompt between two tokens of others; by default 0.1 s of them.", show_default=False
+        ),
+    ] = None,
     prefix_cache: Annotated[
         bool, typer.Option(help="Keep the pages of prompts for later ones that begin alike.")
     ] = True,
@@ -95,6 +101,7 @@ def serve(
         typer.echo(f"anybody who reaches {host}:{port} may use this server: set {KEY_VARIABLE}", err=True)
     given: dict[str, Any] = {"device": device, "gpu": gpu, "batch": batch, "max_context": max_context}
     given |= {"kv_dtype": kv_dtype, "kv_chunk": kv_chunk, "prompt_tokens": prompt_tokens, "prefix_cache": prefix_cache}
+    given["max_num_batched_tokens"] = max_num_batched_tokens
     generate = kernel_generator(model)
     with LLM(
         model, revision=revision, chat_template=chat_template, generate_kernel=generate, tuned=tuned, **given

@@ -106,6 +106,7 @@ class _EngineState(Collector):
             yield self._gauge(name, "Share of the cache's pages that completions hold, 0 to 1.", load.pages_used)
         yield self._counter("prefix_cache_queries", "Tokens of prompts that were looked up.", load.tokens_looked_up)
         yield self._counter("prefix_cache_hits", "Tokens of prompts that were cached.", load.tokens_found)
+        yield self._counter("num_preemptions", "Completions whose pages others needed.", load.preemptions)
 
     def _gauge(self, name: str, what: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"vllm:{name}", what, labels=list(self._labels))

@@ -103,8 +103,8 @@ class Service:
             raise refused("best_of", f"is {body.best_of}: leave it out, or give the value of n")
         _refuse_logprobs(body.logprobs is not None)
         prompts = _several(body.prompt)
+        params = self._params(body, body.max_tokens, len(prompts))
         ids = [await self._encode(prompt, body.add_special_tokens) for prompt in prompts]
-        params = self._params(body, body.max_tokens)
         echoes = [self._text_of(prompt) if body.echo else "" for prompt in prompts for _ in range(params.n)]
         answer = CompletionAnswer(self._name, _usage(ids), echoes, body.wants_usage, body.return_token_ids)
         return self._submit(ids, params, answer, body.stream, "prompt")
@@ -118,8 +118,8 @@ class Service:
         variables: dict[str, Any] = {"tools": body.tools or None} if body.tool_choice != "none" else {}
         if body.reasoning_effort is not None:
             variables["reasoning_effort"] = body.reasoning_effort
-        ids = await self._render(body.messages, body, variables)
         params = self._params(body, body.max_completion_tokens or body.max_tokens)
+        ids = await self._render(body.messages, body, variables)
         answer = ChatAnswer(self._name, _usage([ids]), new_parser, not body.parallel_tool_calls, body.wants_usage)
         return self._submit([ids], params, answer, body.stream, "messages")
 
@@ -175,9 +175,13 @@ class Service:
             known = ", ".join(self.options.names)
             raise ApiError(404, f"model {name!r} is not served here: use {known}", "model", "model_not_found")
 
-    def _params(self, body: Sampled, max_tokens: int | None) -> SamplingParams:
+    def _params(self, body: Sampled, max_tokens: int | None, prompts: int = 1) -> SamplingParams:
+        """The parameters for each of so many prompts, which together are no more than may ever be in line."""
         seed = secrets.randbits(63) if self.options.seed is None else self.options.seed
-        return _or_refused(lambda: sampling_params(body, max_tokens, seed))
+        params = _or_refused(lambda: sampling_params(body, max_tokens, seed))
+        if (count := prompts * params.n) > self.driver.most:
+            raise refused("n", f"{count} completions are asked for, this server takes {self.driver.most} at most")
+        return params
 
     def _parser_for(self, body: ChatBody) -> Callable[[], ToolParser]:
         """What looks for calls in the answers to a body."""
@@ -227,10 +231,7 @@ class Service:
     ) -> Work:
         for ids in prompts:
             self._check_length(len(ids), params.max_tokens, param)
-        count = len(prompts) * params.n
-        if count > self.driver.most:
-            raise refused("n", f"{count} completions are asked for, this server takes {self.driver.most} at most")
-        metrics = RequestMetrics(self.metrics, count)
+        metrics = RequestMetrics(self.metrics, len(prompts) * params.n)
         asks = [_or_refused(lambda ids=ids: self._llm.ask(ids, params)) for ids in prompts]  # type: ignore[misc]
         try:
             answers = self.driver.submit(asks, metrics.observe)

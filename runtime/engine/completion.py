@@ -22,6 +22,7 @@ class Completion:
         self.ids = list(request.prompt_ids)
         self.cached_tokens = 0
         self.has_ended = self.has_failed = False
+        self.preemptions = 0
         self._prefill_s = self._decode_s = 0.0
         self._launches = 0
 
@@ -30,11 +31,18 @@ class Completion:
         """Ids sampled so far."""
         return len(self.ids) - len(self.request.prompt_ids)
 
+    def uncached_ids(self, most: int) -> list[int]:
+        """Its first `most` ids that are not in the cache: the last one, or more if it had to give its pages back."""
+        assert self.cache is not None
+        return self.ids[self.cache.length : self.cache.length + most]
+
     def most_steps(self) -> int:
         """Steps of the next decode launch at most: stop ids count in all of it or in none."""
+        assert self.cache is not None
+        again = len(self.ids) - 1 - self.cache.length
         unstoppable = self.request.min_tokens - 1 - self.made
         wanted = self.request.max_tokens - self.made
-        return min(wanted, unstoppable) if unstoppable > 0 else wanted
+        return again + (min(wanted, unstoppable) if unstoppable > 0 else wanted)
 
     def part(self, inputs: Sequence[int], total: int, per_step: int = 1) -> Part:
         """Its part of a launch. Stop ids count only where all tokens that it samples may be the last."""

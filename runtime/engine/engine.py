@@ -1,10 +1,13 @@
 """The engine: requests in, events out, one launch a step, of up to `batch` sequences together.
 
 Decides who is launched together, how many tokens each launch makes and when a completion ends. A completion joins
-between two launches: its prompt is read in launches of its own, then it decodes along with the others, until it ends
-and the next in line takes its place. How steps are grouped into launches changes no bits. Who else is decoded changes
-how attention splits the keys, thus the last bits of its sums; with a plan of a fixed `kv_chunk` not even those, and
-then what the prefix cache holds changes no bit either (see `prompt_reading`).
+between two launches, first come first served: its prompt is read in launches of its own, with launches of those who
+decode in between, then it decodes along with them, until it ends and the next in line takes its place. Where pages run
+out the one that came last gives its own back, and reads again what it had once there is room.
+
+How steps are grouped into launches changes no bits. Who else is decoded changes how attention splits the keys, thus
+the last bits of its sums; with a plan of a fixed `kv_chunk` not even those, and then neither what the prefix cache
+holds nor who had to give pages back changes a bit (see `prompt_reading`).
 Knows nothing of text, checkpoints, who asks, or the kernel's parameters (`launcher` does).
 """
 
@@ -25,9 +28,9 @@ from cheetah.manifest import NO_PAGE
 from cheetah.runtime import interrupts
 from cheetah.runtime.device.interface import LaunchCancelled
 from cheetah.runtime.engine.completion import Completion
-from cheetah.runtime.engine.kv_cache import CachedSequence, pages_for
+from cheetah.runtime.engine.kv_cache import CachedSequence, PagesExhausted, pages_for
 from cheetah.runtime.engine.launcher import Launcher
-from cheetah.runtime.engine.pace import LaunchPace
+from cheetah.runtime.engine.pace import LAUNCH_SECONDS, LaunchPace
 from cheetah.runtime.engine.prefix_cache import PrefixCache
 from cheetah.runtime.engine.prompt_reading import FewestSteps, SameSteps
 from cheetah.runtime.engine.requests import Event, Failed, Load, Request
@@ -43,11 +46,13 @@ class Engine:
     prefixes: keeps the pages of prompts and completions for later ones that begin alike, which then read only the rest;
     with a plan of a fixed `kv_chunk` those of prompts.
     prompts: launches of another kernel over the same caches, that reads prompts; by default the same.
+    chunk_tokens: most tokens of a prompt in a launch while others decode, who wait for it; by default what takes about
+    a tenth of a second. 0: all that a launch takes, and they wait until the prompt is read.
 
-    Requests wait in line for a place and for pages: a completion is begun when all that it may need is there, whatever
-    the others will need. `add` and `abort` may be called by any thread at any time, also while another one is in `step`
-    and by what is collected in the middle of one; they never wait. Nothing is lost to a KeyboardInterrupt but the
-    events of the step in which it came: who must have those steps within `interrupts.deferred`.
+    Requests wait in line for a place and for pages: a completion is begun when there are pages for what is known of it
+    and for its next launch. `add` and `abort` may be called by any thread at any time, also while another one is in
+    `step` and by what is collected in the middle of one; they never wait. Nothing is lost to a KeyboardInterrupt but
+    the events of the step in which it came: who must have those steps within `interrupts.deferred`.
     """
 
     def __init__(
@@ -56,22 +61,25 @@ class Engine:
         launch_steps: int | None = None,
         prefixes: PrefixCache | None = None,
         prompts: Launcher | None = None,
+        chunk_tokens: int | None = None,
     ):
         self.launcher, self._prompts = launcher, prompts or launcher
         self.launch_steps = min(launch_steps or launcher.max_steps, launcher.max_steps, self._prompts.max_steps)
         self._prefixes = prefixes
         manner = SameSteps if launcher.kv_chunk else FewestSteps
         self._manner = manner(self._prompts.tokens, launcher.cache.page_size)
-        self._pace = LaunchPace(self.launch_steps)
+        self._pace, self._reading_pace = LaunchPace(self.launch_steps), LaunchPace(self.launch_steps)
+        self._chunk_tokens = chunk_tokens
         self._numbers = count()
         self._orders: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()  # of everything below, and of the device
         self._waiting: deque[Completion] = deque()
         self._reading: list[Completion] = []  # of one request; the first has the cache
         self._running: list[Completion] = []
+        self._others_waited_s = 0.0  # for prompts to be read, since their last launch
         self._others_are_due = False
         self._is_closed = False
-        self._tokens_looked_up = self._tokens_found = 0
+        self._tokens_looked_up = self._tokens_found = self._preemptions = 0
 
     @property
     def is_idle(self) -> bool:
@@ -83,7 +91,8 @@ class Engine:
         begun = [*self._reading, *self._running]
         held = {page for one in begun if (cache := one.cache) is not None for page in [*cache.pages]} - {NO_PAGE}
         used = len(held) / self.launcher.cache.pool.pages
-        return Load(len(begun), len(self._waiting), used, self._tokens_looked_up, self._tokens_found)
+        prompts = (self._tokens_looked_up, self._tokens_found)
+        return Load(len(begun), len(self._waiting), used, *prompts, self._preemptions)
 
     def check(self, request: Request) -> None:
         """CheetahError for a request that can never fit."""
@@ -197,26 +206,25 @@ class Engine:
         if self._reading and not (self._running and self._others_are_due):
             self._read(events)
         elif self._running:
-            self._others_are_due = False
-            steps = self._pace.steps(min(one.most_steps() for one in self._running))
-            self._go_on(self._running, steps, events)
+            self._others_are_due, self._others_waited_s = False, 0.0
+            self._go_on(self._running, self._pace.steps(min(one.most_steps() for one in self._running)), events)
 
     def _next_group(self, events: list[Event]) -> list[Completion]:
         """As many completions of the first request in line as can begin now, out of the line; the first has a cache
-        with what is known of the prompt. Who cannot begin though nobody runs who might make room has failed."""
+        with what is known of its ids. Who cannot begin though nobody runs who might make room has failed."""
         places = self.launcher.batch - len(self._running)
         while self._waiting and places:
             first = self._waiting[0]
-            alike = [one for one in self._waiting if one.request is first.request][:places]
+            alike = [one for one in self._waiting if one.request is first.request and not one.made][:places]
             first.cache = self._sequence_of(first.ids)
-            missing = pages_for(first.request.most_cached, first.cache.page_size) - len(first.cache.pages)
+            missing = self._claim(first) - len(first.cache.pages)
             of_each_other = missing + len(first.cache.pages) - (len(first.ids) - 1) // first.cache.page_size
             spare = self._unclaimed_pages() - missing
             if spare >= 0:
                 first.cached_tokens = first.cache.length
                 self._tokens_looked_up += len(first.ids)
                 self._tokens_found += first.cached_tokens
-                group = alike[: 1 + spare // of_each_other]
+                group = [first] if first.made else alike[: 1 + spare // of_each_other]
                 self._waiting = deque(one for one in self._waiting if one not in group)
                 return group
             first.cache.clear()
@@ -238,14 +246,45 @@ class Engine:
             sequence.adopt(pages[: reused // sequence.page_size], reused)
         return sequence
 
+    def _claim(self, completion: Completion) -> int:
+        """Pages that it shall have: for all its ids and its next launch. One that had to give its pages back claims all
+        that it may need, so that it seldom has to again."""
+        request = completion.request
+        soon = len(completion.ids) - 1 + self.launch_steps
+        tokens = request.most_cached if completion.preemptions else min(request.most_cached, soon)
+        return pages_for(tokens, self.launcher.cache.page_size)
+
     def _unclaimed_pages(self) -> int:
-        """Pages that nobody who has begun holds or may yet need."""
-        page_size = self.launcher.cache.page_size
+        """Pages that nobody who has begun holds or claims."""
         claimed = sum(
-            pages_for(one.request.most_cached, page_size) - (len(one.cache.pages) if one.cache is not None else 0)
+            max(0, self._claim(one) - (len(one.cache.pages) if one.cache is not None else 0))
             for one in (*self._reading, *self._running)
         )
         return self.launcher.cache.pool.available_pages - claimed
+
+    def _make_room(self, completion: Completion, tokens: int, events: list[Event]) -> bool:
+        """Pages for `tokens` more of it, if need be those of whoever came last. False if that is itself, or if nobody
+        else could give any, so that it has failed: then it has no cache any more."""
+        while completion.cache is not None:
+            try:
+                self.launcher.make_room(completion.cache, tokens)
+                return True
+            except PagesExhausted as shortage:
+                holders = [one for one in (*self._reading, *self._running) if one.cache is not None]
+                if len(holders) > 1:
+                    self._preempt(max(holders, key=lambda one: one.id))
+                    continue
+                completion.has_ended = completion.has_failed = True
+                events.append(Failed(completion.id, str(shortage)))
+                self._leave(completion)
+        return False
+
+    def _preempt(self, completion: Completion) -> None:
+        """Back in line, before all that came later. Its pages are kept for it as long as nobody takes them."""
+        self._preemptions += 1
+        completion.preemptions += 1
+        self._leave(completion)
+        self._waiting = deque(sorted([*self._waiting, completion], key=lambda one: one.id))
 
     def _leave(self, completion: Completion) -> None:
         """Frees the place and the pages of one who has begun; its tokens are kept for later ones if there is room."""
@@ -270,44 +309,68 @@ class Engine:
     # What is launched -------------------------------------------------------------------------------------------------
 
     def _read(self, events: list[Event]) -> None:
-        """One launch of the prompt that is read; behind its last token each completion samples its first."""
-        group = self._reading
-        prompt, cache = len(group[0].ids), group[0].cache
+        """One launch of what is read; behind its last token each completion samples its next."""
+        group, running = self._reading, bool(self._running)
+        first, cache = group[0], group[0].cache
         assert cache is not None
-        end = self._manner.end(prompt, len(group))
+        known = self._manner.read_as_prompt(len(first.request.prompt_ids), len(first.ids))
+        end = self._manner.end(known, len(group))
         if cache.length < end:
-            self._read_some(end, events)
+            self._read_some(first, end, events)
+            is_read = end == known and cache.length == end
         else:
             for other in group[1:]:
-                other.cache, other.cached_tokens = cache.fork(), group[0].cached_tokens
+                other.cache, other.cached_tokens = cache.fork(), first.cached_tokens
             self._go_on(group, 1, events)
-        self._others_are_due = cache.length < end
-        if group[0].made or group[0].has_ended:
-            self._remember(group[0])
-            self._reading, begun = [], group
-            self._running += begun
-            self._let_go(begun)
+            is_read = True
+        if is_read:
+            self._begin_to_decode()
+        waited_enough = self._others_waited_s >= LAUNCH_SECONDS
+        self._others_are_due = running and self._chunk_tokens != 0 and (waited_enough or cache.length < end)
 
-    def _read_some(self, end: int, events: list[Event]) -> None:
+    def _begin_to_decode(self) -> None:
+        begun, self._reading = self._reading, []
+        if begun:
+            self._remember(begun[0])
+        self._running += begun
+        self._let_go(begun)
+
+    def _read_some(self, first: Completion, end: int, events: list[Event]) -> None:
         """Brings tokens of a prompt, up to its first `end`, into the cache by one launch."""
-        first = self._reading[0]
         assert first.cache is not None
-        length = first.cache.length
-        tokens = min(self.launch_steps * self._prompts.tokens, end - length)
+        length, columns = first.cache.length, self._prompts.tokens
+        tokens = min(self._steps_of_chunk() * columns, end - length)
+        if not self._make_room(first, tokens, events):
+            return
         # One input more than tokens, where there is one: nothing is sampled, and the head need not run.
-        inputs = first.request.prompt_ids[length : length + tokens + 1]
-        part = first.part(inputs, tokens, self._manner.columns_of_step(tokens))
+        part = first.part(first.ids[length : length + tokens + 1], tokens, self._manner.columns_of_step(tokens))
         result = self._prompts.launch_together([part])[0]
-        self._pace.note(result.steps, result.seconds)
+        self._reading_pace.note(result.steps, result.seconds)
+        self._pace.guess(result.steps, result.seconds)
+        self._others_waited_s += result.seconds
         for completion in self._reading:
             events += completion.take(part, result)
 
+    def _steps_of_chunk(self) -> int:
+        """Steps of a launch that reads a prompt."""
+        if not self._running or self._chunk_tokens == 0:
+            return self.launch_steps
+        if self._chunk_tokens is None:
+            return self._reading_pace.steps(self.launch_steps)
+        return max(1, min(self.launch_steps, self._chunk_tokens // self._prompts.tokens))
+
     def _go_on(self, completions: list[Completion], steps: int, events: list[Event]) -> None:
-        """One launch that goes on from the last id of each."""
-        parts = [one.part(one.ids[-1:], steps) for one in completions]
+        """One launch that goes on from the ids of each that are not cached: the last, or more if it came back."""
+        for one in sorted(completions, key=lambda one: one.id):
+            self._make_room(one, steps, events)
+        together = [one for one in completions if one.cache is not None]
+        parts = [one.part(one.uncached_ids(steps + 1), steps) for one in together]
+        if not parts:
+            return
         results = self.launcher.launch_together(parts)
         self._pace.note(results[0].steps, results[0].seconds)
-        for completion, part, result in zip(completions, parts, results, strict=True):
+        self._reading_pace.guess(results[0].steps, results[0].seconds)
+        for completion, part, result in zip(together, parts, results, strict=True):
             events += completion.take(part, result)
         self._let_go(completions)
 

@@ -25,6 +25,10 @@ def pages_for(tokens: int, page_size: int) -> int:
     return -(-tokens // page_size)
 
 
+class PagesExhausted(CheetahError):
+    """More pages are asked for than are free, or held by the prefix cache alone."""
+
+
 class PageCopy(NamedTuple):
     """Page `target` is to become a copy of page `source`, in all layers."""
 
@@ -81,7 +85,7 @@ class PagePool:
         return self._counts[page]
 
     def take(self, count: int) -> list[int]:
-        """`count` pages, each held once. CheetahError if there are not as many, with none taken and none evicted."""
+        """`count` pages, each held once. PagesExhausted if there are not as many, with none taken and none evicted."""
         if count > self.free_pages:
             self._evict_for(count)
         taken, self._free = self._free[:count], self._free[count:]
@@ -141,7 +145,7 @@ class PagePool:
         """Has the cache free what `count` pages lack, or refuses."""
         cached, missing = self._held_by_cache_alone(), count - self.free_pages
         if self.cache is None or missing > cached:
-            raise CheetahError(
+            raise PagesExhausted(
                 f"the KV pool has {self.free_pages} of {self.pages} pages free, {count} are needed; sequences hold "
                 f"{self.pages - self.free_pages - cached}, the prefix cache alone {cached} that it would give up: use "
                 f"fewer sequences at a time (a smaller n), shorter ones, or a plan with a larger max_context or batch"

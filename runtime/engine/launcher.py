@@ -237,16 +237,21 @@ class Launcher:
         )
         return Geometry(tuple((parts[i].cache.length, parts[i].per_step) for i in order), shared), order
 
-    def _make_room(self, parts: Sequence[Part]) -> None:
-        """Pages for what each part will cache, and the copies of those that it held together with others.
+    def make_room(self, cache: CachedSequence, tokens: int) -> None:
+        """Pages for `tokens` more tokens of a sequence, which a launch would otherwise take. PagesExhausted, with none
+        taken, if there are too few.
 
         Before that, pages that the window has left behind are given back: the plan rounds what is read outward.
         """
+        if self.window is not None:
+            first = max(0, cache.length + 1 - self.window)
+            cache.drop_before(first // self._plan.kv_align * self._plan.kv_align)
+        cache.reserve(cache.length + tokens)
+
+    def _make_room(self, parts: Sequence[Part]) -> None:
+        """Pages for what each part will cache, and the copies of those that it held together with others."""
         for part in parts:
-            if self.window is not None:
-                first = max(0, part.cache.length + 1 - self.window)
-                part.cache.drop_before(first // self._plan.kv_align * self._plan.kv_align)
-            part.cache.reserve(part.cache.length + part.total)
+            self.make_room(part.cache, part.total)
         for part in parts:
             copies = part.cache.pool.take_copies()
             copy_pages(self._buffers["kv"], self._pool_shape, self._plan.kv_element_bytes, copies)

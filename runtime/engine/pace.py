@@ -12,10 +12,16 @@ class LaunchPace:
         self._max_steps = max_steps
         self._target_s = target_s
         self._step_s = target_s
+        self._is_known = False
 
     def note(self, steps: int, seconds: float) -> None:
         """Remembers how long a launch took."""
-        self._step_s = seconds / steps
+        self._step_s, self._is_known = seconds / steps, True
+
+    def guess(self, steps: int, seconds: float) -> None:
+        """How long a launch of another kind took, which is taken for the pace until one of this kind was made."""
+        if not self._is_known:
+            self._step_s = seconds / steps
 
     def steps(self, wanted: int) -> int:
         """Steps of the next launch, at most `wanted`."""

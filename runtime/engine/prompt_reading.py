@@ -27,6 +27,11 @@ class FewestSteps:
         """Columns of the steps of a launch that reads `tokens` tokens."""
         return min(self.columns, tokens)
 
+    def read_as_prompt(self, prompt: int, known: int) -> int:
+        """Of the `known` ids of a completion, more than its `prompt` if it gave its pages back, how many are read as a
+        prompt; the others are decoded once more."""
+        return known
+
     def end(self, prompt: int, completions: int) -> int:
         """How many tokens of a prompt are read before completions part. Behind the whole prompt the first token is
         sampled with it; else the last token of the prompt is left, for each completion to decode with its own seed."""
@@ -53,6 +58,9 @@ class SameSteps(FewestSteps):
 
     def columns_of_step(self, tokens: int) -> int:
         return self.columns
+
+    def read_as_prompt(self, prompt: int, known: int) -> int:
+        return prompt
 
     def end(self, prompt: int, completions: int) -> int:
         return prompt - 1

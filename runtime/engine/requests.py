@@ -55,11 +55,12 @@ Event = Made | Failed
 @dataclass(frozen=True)
 class Load:
     """What an engine is doing: completions that have begun and that wait in line, the share of the cache's pages that
-    they hold (0 to 1), and since the engine was made: tokens of prompts that have begun, and those of them that were
-    cached."""
+    they hold (0 to 1), and since the engine was made: tokens of prompts that have begun, those of them that were
+    cached, and how often a completion had to give its pages to another."""
 
     running: int
     waiting: int
     pages_used: float
     tokens_looked_up: int
     tokens_found: int
+    preemptions: int

@@ -225,7 +225,8 @@ def test_who_comes_while_others_run_shares_their_prompts_pages() -> None:
     requests = [Request((*PROMPTS[3], number), 12, Sampling()) for number in range(3)]
     assert rig.together(requests) == [alone(request) for request in requests]
     tiles = [[tile for tile in launch["tiles"] if not tile.new] for launch in rig.device.launches]
-    assert {(one.columns, one.length) for of_launch in tiles for one in of_launch} == {(3, 32)}
+    read_together = {(one.columns, one.length) for of_launch in tiles for one in of_launch}
+    assert (3, 32) in read_together <= {(2, 32), (3, 32)}  # two, if they had a launch before the third was read
     rig.check_all_pages_are_back()
 
 

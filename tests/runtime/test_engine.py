@@ -3,75 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from fake_kernel import FakeDevice, generate_kernel
-from tiny_models import tiny_weights
+from engine_rig import Rig, alone, made_by
 
 from cheetah.errors import CheetahError
-from cheetah.models.dense.reference import Reference
-from cheetah.models.rounding import round_to_bf16
-from cheetah.runtime.build.assemble import assemble
 from cheetah.runtime.device.interface import LaunchCancelled
-from cheetah.runtime.engine.engine import Engine
-from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
 from cheetah.runtime.engine.launcher import Sampling
 from cheetah.runtime.engine.requests import Event, Failed, Made, Request
-from cheetah.runtime.sampling import seed_of
 
 SHORT, LONG = (5, 17, 250), tuple(range(40, 80))
-
-
-class Rig:
-    """An engine, its device and its pool, which `pages` may make smaller."""
-
-    def __init__(self, pages: int | None = None, launch_steps: int | None = None, **overrides: Any):
-        self.device = FakeDevice()
-        assembly = assemble(
-            tiny_weights(), device=self.device, overrides=overrides, generate_kernel=generate_kernel, quiet=True
-        )
-        launcher = assembly.launcher
-        if pages is not None:
-            launcher.cache = CachedSequence(PagePool(pages), launcher.cache.page_size, launcher.cache.context)
-        self.pool = launcher.cache.pool
-        self.engine = Engine(launcher, launch_steps)
-
-    def run(self) -> list[Event]:
-        """All events until nothing is left to do."""
-        events: list[Event] = []
-        while not self.engine.is_idle:
-            events += self.engine.step()
-        return events
-
-    @property
-    def launched(self) -> list[int]:
-        """How many sequences each launch had."""
-        return [len(launch["sequences"]) for launch in self.device.launches]
-
-
-def alone(request: Request, index: int = 0) -> tuple[int, ...]:
-    reference = Reference(tiny_weights().config, tiny_weights().tensors, round_to_bf16)
-    sampling = request.sampling
-    how = {"temperature": sampling.temperature, "seed": seed_of(sampling.seed, index)}
-    return tuple(reference.generate(request.prompt_ids, request.max_tokens, **how))
-
-
-def made_by(events: Iterable[Event]) -> dict[int, tuple[int, ...]]:
-    """The ids of each completion; each must end once, with its last event."""
-    found: dict[int, tuple[int, ...]] = defaultdict(tuple)
-    ended: set[int] = set()
-    for event in events:
-        assert isinstance(event, Made), event
-        assert event.token_ids and event.id not in ended
-        found[event.id] += event.token_ids
-        assert event.timings.completion_tokens == len(found[event.id])
-        if event.finish_reason is not None:
-            ended.add(event.id)
-    assert ended == set(found)
-    return found
 
 
 def test_every_completion_has_an_id_and_its_events() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -51,6 +52,7 @@ def chat(**more: Any) -> tuple[str, dict[str, Any]]:
         (completion(prompt=[]), 400, "prompt", "is empty"),
         (completion(prompt=["x"] * 300), 400, "n", "300 completions"),
         (completion(prompt=None), 400, "prompt", "Field required"),
+        (completion(n=2**31, echo=True), 400, "n", "2147483648 completions"),
         (completion(n=0), 400, "n", "expected an integer >= 1"),
         (completion(stop=""), 400, "stop", "at least one character"),
         (completion(stop=[1]), 400, "stop", "string"),
@@ -157,11 +159,11 @@ def change(value: Any, draw: random.Random) -> None:
     if inner and draw.random() < 0.5:
         change(draw.choice(inner), draw)
     elif isinstance(value, list):
-        value.insert(draw.randrange(len(value) + 1), draw.choice(JUNK))
+        value.insert(draw.randrange(len(value) + 1), copy.deepcopy(draw.choice(JUNK)))
     else:
         names = [*value, "tools", "logprobs", "top_k", "response_format", "logit_bias", "unknown", "n", "seed"]
         name = draw.choice(names)
-        value[name] = draw.choice(JUNK)
+        value[name] = copy.deepcopy(draw.choice(JUNK))
         if draw.random() < 0.2:
             del value[name]
 

@@ -1,0 +1,76 @@
+"""An engine over the tiny model, on the device that runs the reference, and what a request makes alone."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from fake_kernel import FakeDevice, generate_kernel
+from tiny_models import tiny_weights
+
+from cheetah.models.dense.reference import Reference
+from cheetah.models.rounding import round_to_bf16
+from cheetah.runtime.build.assemble import assemble
+from cheetah.runtime.engine.engine import Engine
+from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
+from cheetah.runtime.engine.prefix_cache import PrefixCache
+from cheetah.runtime.engine.requests import Event, Made, Request
+from cheetah.runtime.sampling import seed_of
+
+
+class Rig:
+    """An engine, its device and its pool, which `pages` may make smaller."""
+
+    def __init__(
+        self,
+        pages: int | None = None,
+        launch_steps: int | None = None,
+        chunk_tokens: int | None = None,
+        caches: bool = False,
+        **overrides: Any,
+    ):
+        self.device = FakeDevice()
+        assembly = assemble(
+            tiny_weights(), device=self.device, overrides=overrides, generate_kernel=generate_kernel, quiet=True
+        )
+        launcher = assembly.launcher
+        if pages is not None:
+            launcher.cache = CachedSequence(PagePool(pages), launcher.cache.page_size, launcher.cache.context)
+        self.pool = launcher.cache.pool
+        prefixes = PrefixCache(self.pool, launcher.cache.page_size) if caches else None
+        self.engine = Engine(launcher, launch_steps, prefixes, chunk_tokens=chunk_tokens)
+
+    def run(self) -> list[Event]:
+        """All events until nothing is left to do."""
+        events: list[Event] = []
+        while not self.engine.is_idle:
+            events += self.engine.step()
+        return events
+
+    @property
+    def launched(self) -> list[int]:
+        """How many sequences each launch had."""
+        return [len(launch["sequences"]) for launch in self.device.launches]
+
+
+def alone(request: Request, index: int = 0) -> tuple[int, ...]:
+    reference = Reference(tiny_weights().config, tiny_weights().tensors, round_to_bf16)
+    sampling = request.sampling
+    how = {"temperature": sampling.temperature, "seed": seed_of(sampling.seed, index)}
+    return tuple(reference.generate(request.prompt_ids, request.max_tokens, **how))
+
+
+def made_by(events: Iterable[Event]) -> dict[int, tuple[int, ...]]:
+    """The ids of each completion; each must end once, with its last event."""
+    found: dict[int, tuple[int, ...]] = defaultdict(tuple)
+    ended: set[int] = set()
+    for event in events:
+        assert isinstance(event, Made), event
+        assert event.token_ids and event.id not in ended
+        found[event.id] += event.token_ids
+        assert event.timings.completion_tokens == len(found[event.id])
+        if event.finish_reason is not None:
+            ended.add(event.id)
+    assert ended == set(found)
+    return found
