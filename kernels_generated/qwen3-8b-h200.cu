@@ -12,6 +12,8 @@
 //     196864    26624  scratch
 //     196864    12288  vector  (over scratch)
 //     196864     2112  candidates  (over scratch)
+//     196864       64  filters  (over scratch)
+//     196928      512  filter_sums  (over scratch)
 //     196864    16384  attention  (over scratch)
 //     213248     2048  queries  (over scratch)
 //     215296     8192  newest  (over scratch)
@@ -80,6 +82,12 @@ __device__ __forceinline__ uint32_t shuffle_xor_u32(uint32_t value, uint32_t mas
 
 __device__ __forceinline__ uint32_t shuffle_u32(uint32_t value, uint32_t lane) {
   return __shfl_sync(0xffffffffu, value, lane);
+}
+
+__device__ __forceinline__ float warp_sum_f32(float value) {
+  #pragma unroll
+  for (int mask = 16; mask > 0; mask >>= 1) value = value + __shfl_xor_sync(0xffffffffu, value, mask);
+  return value;
 }
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
@@ -315,6 +323,8 @@ constexpr uint32_t RING = 0;
 constexpr uint32_t RING_BARRIERS = 196608;
 constexpr uint32_t VECTOR = 196864;
 constexpr uint32_t CANDIDATES = 196864;
+constexpr uint32_t FILTERS = 196864;
+constexpr uint32_t FILTER_SUMS = 196928;
 constexpr uint32_t ATTENTION = 196864;
 constexpr uint32_t QUERIES = 213248;
 constexpr uint32_t NEWEST = 215296;
@@ -335,7 +345,7 @@ constexpr uint32_t NEXT_TOKEN = 226656;
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t number, const int32_t* sequences,
     int32_t* tokens) {
   uint32_t token = 0;
-  if (number < load_constant_u32(sequences + (sequence * 16 + 2))) {
+  if (number < load_constant_u32(sequences + (sequence * 24 + 2))) {
     uint32_t place = sequence * 65 + number;
     token = (uint32_t)(tokens[place]) < 151935 ? (uint32_t)(tokens[place]) : 151935;
   }
@@ -573,16 +583,16 @@ __device__ __forceinline__ void begin_step(uint32_t step, uint8_t* arena, uint32
   uint32_t* state = (uint32_t*)(arena + COLUMNS);
   if (thread < column_count) {
     uint32_t sequence = load_constant_u32(columns + thread * 4);
-    uint32_t per_step = load_constant_u32(sequences + (sequence * 16 + 1));
+    uint32_t per_step = load_constant_u32(sequences + (sequence * 24 + 1));
     uint32_t number = step * per_step + load_constant_u32(columns + (thread * 4 + 1));
     uint32_t* words = state + thread * 8;
-    uint32_t position = load_constant_u32(sequences + sequence * 16) + number;
+    uint32_t position = load_constant_u32(sequences + sequence * 24) + number;
     words[0] = position < 8191 ? position : 8191;
     words[1] = number;
-    words[2] = load_constant_u32(sequences + (sequence * 16 + 3));
-    words[3] = load_constant_u32(sequences + (sequence * 16 + 5));
-    words[4] = load_constant_u32(sequences + (sequence * 16 + 6));
-    words[5] = load_constant_u32(sequences + (sequence * 16 + 7));
+    words[2] = load_constant_u32(sequences + (sequence * 24 + 3));
+    words[3] = load_constant_u32(sequences + (sequence * 24 + 5));
+    words[4] = load_constant_u32(sequences + (sequence * 24 + 6));
+    words[5] = load_constant_u32(sequences + (sequence * 24 + 7));
     words[6] = sequence;
   }
 }
@@ -2029,6 +2039,42 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
   }
 }
 
+__device__ __forceinline__ void penalise(uint32_t column, uint32_t token, float& adjusted, const int32_t* sequences,
+    uint8_t* arena, uint32_t* token_counts) {
+  uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 11));
+  uint32_t found = token_counts[value * 151936 + token];
+  uint32_t count = found & 2147483647;
+  if (found != 0) {
+    float repetition = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 15)));
+    float quotient = divide_f32(adjusted, repetition);
+    adjusted = adjusted > 0.0f ? quotient : adjusted * repetition;
+  }
+  if (count != 0) {
+    adjusted -= bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 17))) * (float)(count);
+    adjusted -= bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 16)));
+  }
+}
+
+// The logit of a token below the vocabulary's end, as its column's sequence wants it.
+__device__ __forceinline__ float adjust(uint32_t column, uint32_t token, float logit, const int32_t* sequences,
+    uint8_t* arena, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts) {
+  uint32_t options = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 10));
+  float adjusted = logit;
+  if ((options & 1) != 0) {
+    uint32_t place = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 11)) * 4748 + token / 32;
+    if (((load_constant_u32(masks + place) >> token % 32) & 1) == 0) {
+      adjusted = -bits_float(0x7f800000);
+    }
+  }
+  if ((options & 2) != 0) {
+    adjusted += bits_float(load_constant_u32(logit_bias + (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 11)) * 151936 + token)));
+  }
+  if ((options & 4) != 0) {
+    penalise(column, token, adjusted, sequences, arena, token_counts);
+  }
+  return adjusted;
+}
+
 // -log(-log u), u = ((word >> 9) + 0.5) / 2^23: exact in f32, and never 0 or 1.
 __device__ __forceinline__ float gumbel(uint32_t token, uint32_t position, uint64_t seed) {
   uint32_t c0 = token;
@@ -2055,16 +2101,40 @@ __device__ __forceinline__ float gumbel(uint32_t token, uint32_t position, uint6
   return -log_f32(-log_f32(uniform));
 }
 
+// Write a logit down, as it is compared without filters: one row a lane.
+__device__ __forceinline__ void keep_2(uint32_t token, float scaled, float noisy, const int32_t* sequences,
+    uint8_t* arena, uint32_t column, uint32_t lane, float* weighed) {
+  bool is_filtered = (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 10)) & 8) != 0;
+  if (is_filtered && lane < 16) {
+    uint32_t following = ((uint32_t*)(arena + COLUMNS))[column * 8 + 1] + 1;
+    uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 2));
+    bool wanted = following >= value && following <= ((uint32_t*)(arena + COLUMNS))[column * 8 + 2];
+    if (wanted && ((uint32_t*)(arena + COLUMNS))[column * 8 + 7] == 0) {
+      uint32_t place = (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 11)) * 151936 + token) * 2;
+      weighed[place] = scaled;
+      weighed[place + 1] = noisy;
+    }
+  }
+}
+
 // Take an M-tile's logits in: one row a lane. A lane sees ascending ids, so `>` keeps the lowest on ties.
-__device__ __forceinline__ void consider(float logit, uint32_t m_tile, uint32_t row, uint8_t* arena, uint32_t column,
-    float& best, uint32_t& best_token) {
+__device__ __forceinline__ void consider(float logit, uint32_t m_tile, uint32_t row, uint32_t options, uint32_t column,
+    const int32_t* sequences, uint8_t* arena, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts,
+    uint32_t lane, float* weighed, float& best, uint32_t& best_token) {
   uint32_t token = m_tile * 16 + row;
   float candidate = logit;
+  if ((options & 7) != 0 && token < 151936) {
+    candidate = adjust(column, token, candidate, sequences, arena, masks, logit_bias, token_counts);
+  }
   float temperature = bits_float(((uint32_t*)(arena + COLUMNS))[column * 8 + 3]);
   if (temperature > 0.0f) {
     uint64_t seed = ((uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 8 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 8 + 4]);
     uint32_t position = ((uint32_t*)(arena + COLUMNS))[column * 8] + 1;
-    candidate = divide_f32(logit, temperature) + gumbel(token, position, seed);
+    float scaled = divide_f32(candidate, temperature);
+    candidate = scaled + gumbel(token, position, seed);
+    if ((options & 8) != 0 && token < 151936) {
+      keep_2(token, scaled, candidate, sequences, arena, column, lane, weighed);
+    }
   }
   if (token < 151936 && candidate > best) {
     best = candidate;
@@ -2074,7 +2144,8 @@ __device__ __forceinline__ void consider(float logit, uint32_t m_tile, uint32_t 
 
 // Add the warps' sums of a column, in order: half of the warps on each half of the lanes.
 __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions, uint32_t column, uint32_t lane,
-    uint8_t* arena, float* logits, uint32_t step, float& best, uint32_t& best_token) {
+    uint8_t* arena, float* logits, uint32_t step, uint32_t options, const int32_t* sequences, const uint32_t* masks,
+    const float* logit_bias, uint32_t* token_counts, float* weighed, float& best, uint32_t& best_token) {
   uint32_t row = lane % 16;
   uint32_t half = lane / 16;
   float half_sum = 0.0f;
@@ -2090,18 +2161,22 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
     uint64_t row_2 = (uint64_t)(step + column);
     logits[row_2 * 151936 + (uint64_t)(token)] = logit;
   }
-  consider(logit, m_tile, row, arena, column, best, best_token);
+  consider(logit, m_tile, row, options, column, sequences, arena, masks, logit_bias, token_counts, lane, weighed, best,
+      best_token);
 }
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, float* logits, uint32_t step, float& best, uint32_t& best_token) {
+    uint32_t warp, uint32_t lane, uint32_t& finisher, float* logits, uint32_t step, uint32_t options,
+    const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts, float* weighed,
+    float& best, uint32_t& best_token) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
   lay_down(reductions, sums, warp, lane);
   named_barrier(1, 256);
   if (warp == finisher) {
     uint32_t column = 0;
-    finish_rows_5(m_tile, reductions, column, lane, arena, logits, step, best, best_token);
+    finish_rows_5(m_tile, reductions, column, lane, arena, logits, step, options, sequences, masks, logit_bias,
+        token_counts, weighed, best, best_token);
   }
   turn ^= 1;
   finisher += 1;
@@ -2117,8 +2192,9 @@ __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint32_t head_from, float* logits, uint8_t* arena, const bf16* norms, uint32_t lane, uint64_t* exchange_words,
     uint32_t step_epoch, uint32_t warp, uint32_t column_count, uint64_t* full, uint32_t& use_stage,
-    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher, float& best,
-    uint32_t& best_token) {
+    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher, uint32_t options,
+    const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts, float* weighed,
+    float& best, uint32_t& best_token) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 182 + 180);
   }
@@ -2157,7 +2233,8 @@ __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uin
         }
         advance(use_stage, use_parity);
       }
-      reduce_5(m_tile, sums, arena, turn, warp, lane, finisher, logits, step, best, best_token);
+      reduce_5(m_tile, sums, arena, turn, warp, lane, finisher, logits, step, options, sequences, masks, logit_bias,
+          token_counts, weighed, best, best_token);
     }
   }
 }
@@ -2236,13 +2313,709 @@ __device__ __forceinline__ void best_of_2(uint32_t column, uint8_t* arena, uint3
   best_token_out = best_token;
 }
 
+// Which columns are to be filtered; of those nothing is known: their distances are minus their numbers.
+__device__ __forceinline__ void clear(uint32_t warp, uint32_t column_count, const int32_t* sequences, uint8_t* arena,
+    uint32_t lane) {
+  if (warp < 1) {
+    #pragma unroll 1
+    for (uint32_t column = 0; column < 1; ++column) {
+      uint32_t pending = 0;
+      if (column < column_count) {
+        bool is_filtered = (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 10)) & 8) != 0;
+        uint32_t following = ((uint32_t*)(arena + COLUMNS))[column * 8 + 1] + 1;
+        uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 2));
+        bool wanted = following >= value && following <= ((uint32_t*)(arena + COLUMNS))[column * 8 + 2];
+        if (is_filtered && (wanted && ((uint32_t*)(arena + COLUMNS))[column * 8 + 7] == 0)) {
+          pending = 1;
+        }
+      }
+      if (lane == 0) {
+        uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
+        state[0] = pending;
+        state[3] = float_bits(0.0f);
+        state[9] = float_bits(bits_float(0x7f800000));
+        state[10] = float_bits(bits_float(0x7f800000));
+        state[11] = float_bits(bits_float(0x7f800000));
+        state[12] = float_bits(bits_float(0x7f800000));
+        state[13] = float_bits(bits_float(0x7f800000));
+      }
+    }
+  }
+}
+
+// Whether every column has its token; the same on every thread.
+__device__ __forceinline__ bool is_done(uint32_t lane, uint8_t* arena) {
+  uint32_t pending = 0;
+  #pragma unroll 1
+  for (uint32_t column = lane; column < 1; column += 32) {
+    pending |= ((uint32_t*)(arena + FILTERS) + column * 16)[0];
+  }
+  #pragma unroll 1
+  for (uint32_t level = 0; level < 5; ++level) {
+    pending |= shuffle_xor_u32(pending, 16u >> level);
+  }
+  return pending == 0;
+}
+
+// The better of this lane's candidate and that of lane ^ mask; the lower id on ties.
+__device__ __forceinline__ void take_lane(float& best, uint32_t& token, float& distance) {
+  float other = shuffle_xor_f32(best, 16);
+  uint32_t other_token = shuffle_xor_u32(token, 16);
+  float other_distance = shuffle_xor_f32(distance, 16);
+  if (other > best || (other == best && other_token < token)) {
+    best = other;
+    token = other_token;
+    distance = other_distance;
+  }
+}
+
+// The better of this lane's candidate and that of lane ^ mask; the lower id on ties.
+__device__ __forceinline__ void take_lane_2(float& best, uint32_t& token, float& distance) {
+  float other = shuffle_xor_f32(best, 8);
+  uint32_t other_token = shuffle_xor_u32(token, 8);
+  float other_distance = shuffle_xor_f32(distance, 8);
+  if (other > best || (other == best && other_token < token)) {
+    best = other;
+    token = other_token;
+    distance = other_distance;
+  }
+}
+
+// The better of this lane's candidate and that of lane ^ mask; the lower id on ties.
+__device__ __forceinline__ void take_lane_3(float& best, uint32_t& token, float& distance) {
+  float other = shuffle_xor_f32(best, 4);
+  uint32_t other_token = shuffle_xor_u32(token, 4);
+  float other_distance = shuffle_xor_f32(distance, 4);
+  if (other > best || (other == best && other_token < token)) {
+    best = other;
+    token = other_token;
+    distance = other_distance;
+  }
+}
+
+// The better of this lane's candidate and that of lane ^ mask; the lower id on ties.
+__device__ __forceinline__ void take_lane_4(float& best, uint32_t& token, float& distance) {
+  float other = shuffle_xor_f32(best, 2);
+  uint32_t other_token = shuffle_xor_u32(token, 2);
+  float other_distance = shuffle_xor_f32(distance, 2);
+  if (other > best || (other == best && other_token < token)) {
+    best = other;
+    token = other_token;
+    distance = other_distance;
+  }
+}
+
+// The better of this lane's candidate and that of lane ^ mask; the lower id on ties.
+__device__ __forceinline__ void take_lane_5(float& best, uint32_t& token, float& distance) {
+  float other = shuffle_xor_f32(best, 1);
+  uint32_t other_token = shuffle_xor_u32(token, 1);
+  float other_distance = shuffle_xor_f32(distance, 1);
+  if (other > best || (other == best && other_token < token)) {
+    best = other;
+    token = other_token;
+    distance = other_distance;
+  }
+}
+
+// The warp's sums and its best, a word each, in shared memory: [column, group, word].
+__device__ __forceinline__ void lay_down_3(uint32_t column, float (&sums)[12], float& best, uint32_t& best_token,
+    float& best_distance, float& nearest, uint8_t* arena, uint32_t warp, uint32_t lane) {
+  take_lane(best, best_token, best_distance);
+  float other = shuffle_xor_f32(nearest, 16);
+  nearest = other < nearest ? other : nearest;
+  take_lane_2(best, best_token, best_distance);
+  float other_2 = shuffle_xor_f32(nearest, 8);
+  nearest = other_2 < nearest ? other_2 : nearest;
+  take_lane_3(best, best_token, best_distance);
+  float other_3 = shuffle_xor_f32(nearest, 4);
+  nearest = other_3 < nearest ? other_3 : nearest;
+  take_lane_4(best, best_token, best_distance);
+  float other_4 = shuffle_xor_f32(nearest, 2);
+  nearest = other_4 < nearest ? other_4 : nearest;
+  take_lane_5(best, best_token, best_distance);
+  float other_5 = shuffle_xor_f32(nearest, 1);
+  nearest = other_5 < nearest ? other_5 : nearest;
+  uint32_t* words = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + warp) * 16;
+  float total = warp_sum_f32(sums[0]);
+  if (lane == 0) {
+    words[4] = float_bits(total);
+  }
+  float total_2 = warp_sum_f32(sums[1]);
+  if (lane == 0) {
+    words[5] = float_bits(total_2);
+  }
+  float total_3 = warp_sum_f32(sums[2]);
+  if (lane == 0) {
+    words[6] = float_bits(total_3);
+  }
+  float total_4 = warp_sum_f32(sums[3]);
+  if (lane == 0) {
+    words[7] = float_bits(total_4);
+  }
+  float total_5 = warp_sum_f32(sums[4]);
+  if (lane == 0) {
+    words[8] = float_bits(total_5);
+  }
+  float total_6 = warp_sum_f32(sums[5]);
+  if (lane == 0) {
+    words[9] = float_bits(total_6);
+  }
+  float total_7 = warp_sum_f32(sums[6]);
+  if (lane == 0) {
+    words[10] = float_bits(total_7);
+  }
+  float total_8 = warp_sum_f32(sums[7]);
+  if (lane == 0) {
+    words[11] = float_bits(total_8);
+  }
+  float total_9 = warp_sum_f32(sums[8]);
+  if (lane == 0) {
+    words[12] = float_bits(total_9);
+  }
+  float total_10 = warp_sum_f32(sums[9]);
+  if (lane == 0) {
+    words[13] = float_bits(total_10);
+  }
+  float total_11 = warp_sum_f32(sums[10]);
+  if (lane == 0) {
+    words[14] = float_bits(total_11);
+  }
+  float total_12 = warp_sum_f32(sums[11]);
+  if (lane == 0) {
+    words[15] = float_bits(total_12);
+  }
+  if (lane == 0) {
+    words[0] = float_bits(best);
+    words[1] = best_token;
+    words[2] = float_bits(best_distance);
+    words[3] = float_bits(nearest);
+  }
+}
+
+// This warp's rows of a column: what is nearer than each tested distance, into the region `filter_sums`.
+__device__ __forceinline__ void weigh_2(uint32_t column, uint8_t* arena, float* weighed, const int32_t* sequences,
+    uint32_t warp, uint32_t lane, uint32_t block) {
+  float sums[12] = {};
+  float best = -bits_float(0x7f800000);
+  uint32_t best_token = 4294967295u;
+  float best_distance = bits_float(0x7f800000);
+  float nearest = bits_float(0x7f800000);
+  float highest = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[3]);
+  float tested = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[9]);
+  float tested_2 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[10]);
+  float tested_3 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[11]);
+  float tested_4 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[12]);
+  float tested_5 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[13]);
+  const float2* pairs = (const float2*)(weighed) + load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 11)) * 151936;
+  uint32_t first = warp * 32 + lane;
+  uint32_t position = (block + 8) % 132;
+  #pragma unroll 2
+  for (uint32_t row = first; row < 1152; row += 256) {
+    uint32_t token = (row / 16 * 132 + position) * 16 + row % 16;
+    if (token < 151936) {
+      float2 pair = pairs[token];
+      float distance = highest - pair.x;
+      float weight = exp_f32(-distance);
+      nearest = distance < nearest ? distance : nearest;
+      if (distance < tested) {
+        sums[0] = sums[0] + 1.0f;
+        sums[1] = sums[1] + weight;
+      }
+      if (distance < tested_2) {
+        sums[2] = sums[2] + 1.0f;
+        sums[3] = sums[3] + weight;
+      }
+      if (distance < tested_3) {
+        sums[4] = sums[4] + 1.0f;
+        sums[5] = sums[5] + weight;
+      }
+      if (distance < tested_4) {
+        sums[6] = sums[6] + 1.0f;
+        sums[7] = sums[7] + weight;
+      }
+      if (distance < tested_5) {
+        sums[8] = sums[8] + 1.0f;
+        sums[9] = sums[9] + weight;
+      }
+      if (distance < bits_float(0x7f800000)) {
+        sums[10] = sums[10] + 1.0f;
+        sums[11] = sums[11] + weight;
+      }
+      if (distance < tested && pair.y > best) {
+        best = pair.y;
+        best_token = token;
+        best_distance = distance;
+      }
+    }
+  }
+  lay_down_3(column, sums, best, best_token, best_distance, nearest, arena, warp, lane);
+}
+
+// Word number `lane` of what the block publishes of a column: its groups' words together, in order.
+__device__ __forceinline__ uint32_t add_groups(uint32_t column, uint32_t lane, uint8_t* arena) {
+  uint32_t lane_2 = lane % 16;
+  uint32_t chosen = 0;
+  uint32_t* words = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 1) * 16;
+  uint32_t* so_far = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + chosen) * 16;
+  float other = bits_float(words[0]);
+  float best = bits_float(so_far[0]);
+  if (other > best || (other == best && words[1] < so_far[1])) {
+    chosen = 1;
+  }
+  uint32_t* words_2 = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 2) * 16;
+  uint32_t* so_far_2 = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + chosen) * 16;
+  float other_2 = bits_float(words_2[0]);
+  float best_2 = bits_float(so_far_2[0]);
+  if (other_2 > best_2 || (other_2 == best_2 && words_2[1] < so_far_2[1])) {
+    chosen = 2;
+  }
+  uint32_t* words_3 = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 3) * 16;
+  uint32_t* so_far_3 = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + chosen) * 16;
+  float other_3 = bits_float(words_3[0]);
+  float best_3 = bits_float(so_far_3[0]);
+  if (other_3 > best_3 || (other_3 == best_3 && words_3[1] < so_far_3[1])) {
+    chosen = 3;
+  }
+  uint32_t* words_4 = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 4) * 16;
+  uint32_t* so_far_4 = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + chosen) * 16;
+  float other_4 = bits_float(words_4[0]);
+  float best_4 = bits_float(so_far_4[0]);
+  if (other_4 > best_4 || (other_4 == best_4 && words_4[1] < so_far_4[1])) {
+    chosen = 4;
+  }
+  uint32_t* words_5 = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 5) * 16;
+  uint32_t* so_far_5 = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + chosen) * 16;
+  float other_5 = bits_float(words_5[0]);
+  float best_5 = bits_float(so_far_5[0]);
+  if (other_5 > best_5 || (other_5 == best_5 && words_5[1] < so_far_5[1])) {
+    chosen = 5;
+  }
+  uint32_t* words_6 = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 6) * 16;
+  uint32_t* so_far_6 = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + chosen) * 16;
+  float other_6 = bits_float(words_6[0]);
+  float best_6 = bits_float(so_far_6[0]);
+  if (other_6 > best_6 || (other_6 == best_6 && words_6[1] < so_far_6[1])) {
+    chosen = 6;
+  }
+  uint32_t* words_7 = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 7) * 16;
+  uint32_t* so_far_7 = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + chosen) * 16;
+  float other_7 = bits_float(words_7[0]);
+  float best_7 = bits_float(so_far_7[0]);
+  if (other_7 > best_7 || (other_7 == best_7 && words_7[1] < so_far_7[1])) {
+    chosen = 7;
+  }
+  uint32_t word = ((uint32_t*)(arena + FILTER_SUMS) + (column * 8 + chosen) * 16)[lane_2];
+  if (lane_2 >= 3) {
+    float total = bits_float(((uint32_t*)(arena + FILTER_SUMS) + column * 128)[lane_2]);
+    float other_8 = bits_float(((uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 1) * 16)[lane_2]);
+    total = lane_2 == 3 ? (total < other_8 ? total : other_8) : total + other_8;
+    float other_9 = bits_float(((uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 2) * 16)[lane_2]);
+    total = lane_2 == 3 ? (total < other_9 ? total : other_9) : total + other_9;
+    float other_10 = bits_float(((uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 3) * 16)[lane_2]);
+    total = lane_2 == 3 ? (total < other_10 ? total : other_10) : total + other_10;
+    float other_11 = bits_float(((uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 4) * 16)[lane_2]);
+    total = lane_2 == 3 ? (total < other_11 ? total : other_11) : total + other_11;
+    float other_12 = bits_float(((uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 5) * 16)[lane_2]);
+    total = lane_2 == 3 ? (total < other_12 ? total : other_12) : total + other_12;
+    float other_13 = bits_float(((uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 6) * 16)[lane_2]);
+    total = lane_2 == 3 ? (total < other_13 ? total : other_13) : total + other_13;
+    float other_14 = bits_float(((uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 7) * 16)[lane_2]);
+    total = lane_2 == 3 ? (total < other_14 ? total : other_14) : total + other_14;
+    word = float_bits(total);
+  }
+  return word;
+}
+
+// A round up to the exchange: every warp weighs its rows, the first of a column's warps publishes.
+__device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t number, uint8_t* arena, float* weighed,
+    const int32_t* sequences, uint32_t warp, uint32_t lane, uint32_t block, uint64_t* exchange_words) {
+  #pragma unroll 1
+  for (uint32_t column = 0; column < 1; ++column) {
+    if (((uint32_t*)(arena + FILTERS) + column * 16)[0] != 0) {
+      weigh_2(column, arena, weighed, sequences, warp, lane, block);
+    }
+  }
+  named_barrier(1, 256);
+  if (warp < 1) {
+    #pragma unroll 1
+    for (uint32_t column = 0; column < 1; ++column) {
+      if (((uint32_t*)(arena + FILTERS) + column * 16)[0] != 0) {
+        uint32_t word = add_groups(column, lane, arena);
+        if (lane < 16) {
+          uint32_t place = ((number % 2 + column) * 132 + block) * 16 + lane;
+          publish_flagged(exchange_words + (place + 155840), word, epoch);
+        }
+      }
+    }
+  }
+}
+
+// One unit of one block: a first one for the best, another for the sums; the rest of it nobody looks at.
+__device__ __forceinline__ void take_unit(uint4 unit, float (&sums)[4], float& best, uint32_t& token, float& distance,
+    float& nearest) {
+  sums[0] = sums[0] + bits_float(unit.x);
+  sums[1] = sums[1] + bits_float(unit.y);
+  sums[2] = sums[2] + bits_float(unit.z);
+  sums[3] = sums[3] + bits_float(unit.w);
+  float other = bits_float(unit.x);
+  if (other > best || (other == best && unit.y < token)) {
+    best = other;
+    token = unit.y;
+    distance = bits_float(unit.z);
+  }
+  nearest = bits_float(unit.w) < nearest ? bits_float(unit.w) : nearest;
+}
+
+// All blocks' words of a column together, on every lane: best token, its distance, the nearest's, and the sums.
+__device__ __forceinline__ void read(uint32_t column, uint32_t epoch, uint32_t number, uint32_t lane,
+    uint64_t* exchange_words, uint32_t& token_out, float& distance_out, float& nearest_out, float& result,
+    float& result_2, float& result_3, float& result_4, float& result_5, float& result_6, float& result_7,
+    float& result_8, float& result_9, float& result_10, float& result_11, float& result_12) {
+  float sums[4] = {};
+  float best = -bits_float(0x7f800000);
+  uint32_t token = 4294967295u;
+  float distance = bits_float(0x7f800000);
+  float nearest = bits_float(0x7f800000);
+  uint4 data[8];
+  #pragma unroll 1
+  for (uint32_t first = lane; first < 528; first += 256) {
+    uint32_t count = (528 - first + 31) / 32 < 8 ? (528 - first + 31) / 32 : 8;
+    uint32_t unit = (number % 2 + column) * 528 + first;
+    wait_flagged_units(data, exchange_words + (unit * 4 + 155840), 128, count, epoch);
+    #pragma unroll
+    for (uint32_t place = 0; place < 8; ++place) {
+      if (place < count) {
+        take_unit(data[place], sums, best, token, distance, nearest);
+      }
+    }
+  }
+  take_lane(best, token, distance);
+  float other = shuffle_xor_f32(nearest, 16);
+  nearest = other < nearest ? other : nearest;
+  sums[0] = sums[0] + shuffle_xor_f32(sums[0], 16);
+  sums[1] = sums[1] + shuffle_xor_f32(sums[1], 16);
+  sums[2] = sums[2] + shuffle_xor_f32(sums[2], 16);
+  sums[3] = sums[3] + shuffle_xor_f32(sums[3], 16);
+  take_lane_2(best, token, distance);
+  float other_2 = shuffle_xor_f32(nearest, 8);
+  nearest = other_2 < nearest ? other_2 : nearest;
+  sums[0] = sums[0] + shuffle_xor_f32(sums[0], 8);
+  sums[1] = sums[1] + shuffle_xor_f32(sums[1], 8);
+  sums[2] = sums[2] + shuffle_xor_f32(sums[2], 8);
+  sums[3] = sums[3] + shuffle_xor_f32(sums[3], 8);
+  take_lane_3(best, token, distance);
+  float other_3 = shuffle_xor_f32(nearest, 4);
+  nearest = other_3 < nearest ? other_3 : nearest;
+  sums[0] = sums[0] + shuffle_xor_f32(sums[0], 4);
+  sums[1] = sums[1] + shuffle_xor_f32(sums[1], 4);
+  sums[2] = sums[2] + shuffle_xor_f32(sums[2], 4);
+  sums[3] = sums[3] + shuffle_xor_f32(sums[3], 4);
+  token = shuffle_u32(token, 0);
+  distance = bits_float(shuffle_u32(float_bits(distance), 0));
+  nearest = bits_float(shuffle_u32(float_bits(nearest), 0));
+  uint32_t value = shuffle_u32(float_bits(sums[0]), 1);
+  uint32_t value_2 = shuffle_u32(float_bits(sums[1]), 1);
+  uint32_t value_3 = shuffle_u32(float_bits(sums[2]), 1);
+  uint32_t value_4 = shuffle_u32(float_bits(sums[3]), 1);
+  uint32_t value_5 = shuffle_u32(float_bits(sums[0]), 2);
+  uint32_t value_6 = shuffle_u32(float_bits(sums[1]), 2);
+  uint32_t value_7 = shuffle_u32(float_bits(sums[2]), 2);
+  uint32_t value_8 = shuffle_u32(float_bits(sums[3]), 2);
+  uint32_t value_9 = shuffle_u32(float_bits(sums[0]), 3);
+  uint32_t value_10 = shuffle_u32(float_bits(sums[1]), 3);
+  uint32_t value_11 = shuffle_u32(float_bits(sums[2]), 3);
+  uint32_t value_12 = shuffle_u32(float_bits(sums[3]), 3);
+  token_out = token;
+  distance_out = distance;
+  nearest_out = nearest;
+  result = bits_float(value);
+  result_2 = bits_float(value_2);
+  result_3 = bits_float(value_3);
+  result_4 = bits_float(value_4);
+  result_5 = bits_float(value_5);
+  result_6 = bits_float(value_6);
+  result_7 = bits_float(value_7);
+  result_8 = bits_float(value_8);
+  result_9 = bits_float(value_9);
+  result_10 = bits_float(value_10);
+  result_11 = bits_float(value_11);
+  result_12 = bits_float(value_12);
+}
+
+// A candidate, if it lies below the limit: else there is none, and the next round looks for one below it.
+__device__ __forceinline__ void propose(uint32_t column, uint32_t token, float distance, float limit, uint8_t* arena) {
+  uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
+  bool is_near = token != 4294967295u && distance < limit;
+  state[2] = is_near ? 1u : 0u;
+  state[1] = token;
+  state[9] = float_bits(is_near ? distance : limit);
+}
+
+// The highest number, the first candidate and the first pivots. Distances were minus the numbers so far.
+__device__ __forceinline__ void begin(uint32_t column, uint32_t token, float distance, float nearest, uint8_t* arena,
+    const int32_t* sequences) {
+  uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
+  float limit = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 14)));
+  float top_p = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 13)));
+  bool keeps_all_near = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 12)) == 0 && top_p >= 1.0f;
+  state[3] = float_bits(-nearest);
+  state[4] = float_bits(limit);
+  state[5] = float_bits(0.0f);
+  state[6] = float_bits(bits_float(0x7f800000));
+  state[7] = float_bits(1.0f);
+  state[8] = float_bits(bits_float(0x7f800000));
+  state[10] = float_bits(2.0f);
+  state[11] = float_bits(4.0f);
+  state[12] = float_bits(8.0f);
+  state[13] = float_bits(16.0f);
+  propose(column, token, distance - nearest, limit, arena);
+  if (token == 4294967295u || (keeps_all_near && state[2] != 0)) {
+    state[0] = 0;
+  } else {
+    ((uint32_t*)(arena + CHOSEN))[column] = 4294967295u;
+  }
+}
+
+// Narrow down where the top-k end, and what they weigh.
+__device__ __forceinline__ void bracket(uint32_t column, float top_k, float counts_0, float counts_1, float counts_2,
+    float counts_3, float counts_4, float counts_5, float weights_0, float weights_1, float weights_2, float weights_3,
+    float weights_4, float weights_5, uint8_t* arena) {
+  uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
+  float below = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[5]);
+  float above = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[6]);
+  float least = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[7]);
+  float most = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[8]);
+  float at = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[9]);
+  if (counts_0 >= top_k && at <= above) {
+    above = at;
+    most = weights_0;
+  }
+  if (counts_0 <= top_k && at >= below) {
+    below = at;
+    least = weights_0;
+  }
+  float at_2 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[10]);
+  if (counts_1 >= top_k && at_2 <= above) {
+    above = at_2;
+    most = weights_1;
+  }
+  if (counts_1 <= top_k && at_2 >= below) {
+    below = at_2;
+    least = weights_1;
+  }
+  float at_3 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[11]);
+  if (counts_2 >= top_k && at_3 <= above) {
+    above = at_3;
+    most = weights_2;
+  }
+  if (counts_2 <= top_k && at_3 >= below) {
+    below = at_3;
+    least = weights_2;
+  }
+  float at_4 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[12]);
+  if (counts_3 >= top_k && at_4 <= above) {
+    above = at_4;
+    most = weights_3;
+  }
+  if (counts_3 <= top_k && at_4 >= below) {
+    below = at_4;
+    least = weights_3;
+  }
+  float at_5 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[13]);
+  if (counts_4 >= top_k && at_5 <= above) {
+    above = at_5;
+    most = weights_4;
+  }
+  if (counts_4 <= top_k && at_5 >= below) {
+    below = at_5;
+    least = weights_4;
+  }
+  if (counts_5 >= top_k && bits_float(0x7f800000) <= above) {
+    above = bits_float(0x7f800000);
+    most = weights_5;
+  }
+  if (counts_5 <= top_k && bits_float(0x7f800000) >= below) {
+    below = bits_float(0x7f800000);
+    least = weights_5;
+  }
+  float middle = (below + above) * 0.5f;
+  if (above < bits_float(0x7f800000) && (middle <= below || middle >= above)) {
+    least = most;
+  }
+  state[5] = float_bits(below);
+  state[6] = float_bits(above);
+  state[7] = float_bits(least);
+  state[8] = float_bits(most);
+}
+
+// From a distance on nothing is kept if too many are nearer, or if they weigh too much.
+__device__ __forceinline__ float lower_limit(uint32_t column, float top_k, float top_p, float counts_0, float counts_1,
+    float counts_2, float counts_3, float counts_4, float counts_5, float weights_0, float weights_1, float weights_2,
+    float weights_3, float weights_4, float weights_5, uint8_t* arena) {
+  float limit = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[4]);
+  float most = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[8]);
+  float at = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[9]);
+  bool is_out = counts_0 >= top_k || (top_p < 1.0f && weights_0 >= top_p * most);
+  if (is_out && at < limit) {
+    limit = at;
+  }
+  float at_2 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[10]);
+  bool is_out_2 = counts_1 >= top_k || (top_p < 1.0f && weights_1 >= top_p * most);
+  if (is_out_2 && at_2 < limit) {
+    limit = at_2;
+  }
+  float at_3 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[11]);
+  bool is_out_3 = counts_2 >= top_k || (top_p < 1.0f && weights_2 >= top_p * most);
+  if (is_out_3 && at_3 < limit) {
+    limit = at_3;
+  }
+  float at_4 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[12]);
+  bool is_out_4 = counts_3 >= top_k || (top_p < 1.0f && weights_3 >= top_p * most);
+  if (is_out_4 && at_4 < limit) {
+    limit = at_4;
+  }
+  float at_5 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[13]);
+  bool is_out_5 = counts_4 >= top_k || (top_p < 1.0f && weights_4 >= top_p * most);
+  if (is_out_5 && at_5 < limit) {
+    limit = at_5;
+  }
+  ((uint32_t*)(arena + FILTERS) + column * 16)[4] = float_bits(limit);
+  return limit;
+}
+
+// Evenly where the answer lies: in the bracket while it is open, then below the limit. Without an upper end,
+// each twice as far as the one before.
+__device__ __forceinline__ void place_pivots(uint32_t column, float limit, uint8_t* arena) {
+  uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
+  bool is_open = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[7]) < bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[8]);
+  float low = is_open ? bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[5]) : 0.0f;
+  float high = is_open ? bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[6]) : limit;
+  float evenly = low + (high - low) * 0.2f;
+  float doubling = (low + 1.0f) * 2.0f;
+  float at = high < bits_float(0x7f800000) ? evenly : doubling;
+  state[10] = float_bits(at);
+  float evenly_2 = low + (high - low) * 0.4f;
+  float doubling_2 = (low + 1.0f) * 4.0f;
+  float at_2 = high < bits_float(0x7f800000) ? evenly_2 : doubling_2;
+  state[11] = float_bits(at_2);
+  float evenly_3 = low + (high - low) * 0.6f;
+  float doubling_3 = (low + 1.0f) * 8.0f;
+  float at_3 = high < bits_float(0x7f800000) ? evenly_3 : doubling_3;
+  state[12] = float_bits(at_3);
+  float evenly_4 = low + (high - low) * 0.8f;
+  float doubling_4 = (low + 1.0f) * 16.0f;
+  float at_4 = high < bits_float(0x7f800000) ? evenly_4 : doubling_4;
+  state[13] = float_bits(at_4);
+}
+
+// What a round's sums say: of the bracket, the limit, the candidate; then what the next round weighs.
+__device__ __forceinline__ void judge(uint32_t column, uint32_t token, float distance, float counts_0, float counts_1,
+    float counts_2, float counts_3, float counts_4, float counts_5, float weights_0, float weights_1, float weights_2,
+    float weights_3, float weights_4, float weights_5, uint8_t* arena, const int32_t* sequences) {
+  uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
+  float top_k = (float)(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 12)));
+  if (top_k == 0.0f || top_k > counts_5) {
+    top_k = counts_5;
+  }
+  float top_p = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 13)));
+  bracket(column, top_k, counts_0, counts_1, counts_2, counts_3, counts_4, counts_5, weights_0, weights_1, weights_2,
+      weights_3, weights_4, weights_5, arena);
+  float limit = lower_limit(column, top_k, top_p, counts_0, counts_1, counts_2, counts_3, counts_4, counts_5, weights_0,
+      weights_1, weights_2, weights_3, weights_4, weights_5, arena);
+  if (state[2] == 0 || bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[9]) >= limit) {
+    propose(column, token, distance, limit, arena);
+  } else if (top_p >= 1.0f || weights_0 < top_p * bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[7])) {
+    state[0] = 0;
+    ((uint32_t*)(arena + CHOSEN))[column] = state[1];
+  }
+  place_pivots(column, limit, arena);
+}
+
+// The end of a round: the first of a column's warps reads what all blocks published, and decides.
+__device__ __forceinline__ void judge_all(uint32_t epoch, uint32_t number, uint32_t warp, uint8_t* arena, uint32_t lane,
+    uint64_t* exchange_words, const int32_t* sequences) {
+  if (warp < 1) {
+    #pragma unroll 1
+    for (uint32_t column = 0; column < 1; ++column) {
+      if (((uint32_t*)(arena + FILTERS) + column * 16)[0] != 0) {
+        uint32_t value;
+        float value_2;
+        float value_3;
+        float value_4;
+        float value_5;
+        float value_6;
+        float value_7;
+        float value_8;
+        float value_9;
+        float value_10;
+        float value_11;
+        float value_12;
+        float value_13;
+        float value_14;
+        float value_15;
+        read(column, epoch, number, lane, exchange_words, value, value_2, value_3, value_4, value_5, value_6, value_7,
+            value_8, value_9, value_10, value_11, value_12, value_13, value_14, value_15);
+        warp_barrier();
+        if (lane == 0) {
+          if (number == 0) {
+            begin(column, value, value_2, value_3, arena, sequences);
+          } else {
+            judge(column, value, value_2, value_4, value_6, value_8, value_10, value_12, value_14, value_5, value_7,
+                value_9, value_11, value_13, value_15, arena, sequences);
+          }
+        }
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void filter(uint32_t warp, uint32_t column_count, const int32_t* sequences, uint8_t* arena,
+    uint32_t lane, uint32_t step_epoch, float* weighed, uint32_t block, uint64_t* exchange_words) {
+  clear(warp, column_count, sequences, arena, lane);
+  named_barrier(1, 256);
+  #pragma unroll 1
+  for (uint32_t round = 0; round < 64; ++round) {
+    if (is_done(lane, arena)) {
+      break;
+    }
+    weigh_all(step_epoch + 36 + round, round, arena, weighed, sequences, warp, lane, block, exchange_words);
+    judge_all(step_epoch + 36 + round, round, warp, arena, lane, exchange_words, sequences);
+    named_barrier(1, 256);
+  }
+}
+
+// One thread of each block: count a token that was chosen, in the block that makes its logit.
+__device__ __forceinline__ void count(uint32_t column, uint32_t token, uint32_t block, const int32_t* sequences,
+    uint8_t* arena, uint32_t* token_counts) {
+  bool is_ours = token / 16 % 132 == (block + 8) % 132;
+  if ((load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 10)) & 4) != 0 && is_ours && token < 151936) {
+    uint32_t following = ((uint32_t*)(arena + COLUMNS))[column * 8 + 1] + 1;
+    uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 2));
+    bool wanted = following >= value && following <= ((uint32_t*)(arena + COLUMNS))[column * 8 + 2];
+    if (wanted && ((uint32_t*)(arena + COLUMNS))[column * 8 + 7] == 0) {
+      uint32_t value_2 = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 11));
+      token_counts[value_2 * 151936 + token] = token_counts[value_2 * 151936 + token] + 1;
+    }
+  }
+}
+
+__device__ __forceinline__ void count_chosen(uint32_t lane, uint32_t column_count, uint8_t* arena, uint32_t block,
+    const int32_t* sequences, uint32_t* token_counts) {
+  #pragma unroll 1
+  for (uint32_t column = lane; column < column_count; column += 32) {
+    uint32_t token = ((uint32_t*)(arena + CHOSEN))[column];
+    count(column, token, block, sequences, arena, token_counts);
+  }
+}
+
 // ---- phase sampling --------------------------------------------------------------------------------
 // The grid's choice; the meeting of all blocks that ends a step.
 // Waits for: the candidates of all blocks.
 // Makes: candidates, and every column's token in `chosen`.
 __device__ __forceinline__ void sampling(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint8_t* arena, float& best, uint32_t& best_token, uint32_t lane, uint32_t warp, uint64_t* exchange_words,
-    uint32_t step_epoch) {
+    uint32_t step_epoch, uint32_t options, uint32_t column_count, const int32_t* sequences, float* weighed,
+    uint32_t* token_counts) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 182 + 181);
   }
@@ -2271,6 +3044,12 @@ __device__ __forceinline__ void sampling(uint32_t thread, uint32_t* progress, ui
     }
   }
   named_barrier(1, 256);
+  if ((options & 8) != 0) {
+    filter(warp, column_count, sequences, arena, lane, step_epoch, weighed, block, exchange_words);
+  }
+  if ((options & 4) != 0 && warp == 0) {
+    count_chosen(lane, column_count, arena, block, sequences, token_counts);
+  }
 }
 
 // One lane, one column: note what was sampled after its token, and the token that it has in the next step.
@@ -2279,16 +3058,16 @@ __device__ __forceinline__ void take(uint32_t column, uint32_t& going_on, uint8_
   uint32_t sequence = ((uint32_t*)(arena + COLUMNS))[column * 8 + 6];
   uint32_t number = ((uint32_t*)(arena + COLUMNS))[column * 8 + 1];
   uint32_t total = ((uint32_t*)(arena + COLUMNS))[column * 8 + 2];
-  uint32_t given_2 = load_constant_u32(sequences + (sequence * 16 + 2));
-  uint32_t per_step = load_constant_u32(sequences + (sequence * 16 + 1));
+  uint32_t given_2 = load_constant_u32(sequences + (sequence * 24 + 2));
+  uint32_t per_step = load_constant_u32(sequences + (sequence * 24 + 1));
   uint32_t sampled = ((uint32_t*)(arena + CHOSEN))[column];
   uint32_t stopped = ((uint32_t*)(arena + COLUMNS))[column * 8 + 7];
   if (number + 1 >= given_2 && number < total) {
     if (block == 0) {
       tokens[sequence * 65 + number + 1] = (int32_t)(sampled);
     }
-    uint32_t first_stop = load_constant_u32(sequences + (sequence * 16 + 8));
-    uint32_t stop_count = load_constant_u32(sequences + (sequence * 16 + 9));
+    uint32_t first_stop = load_constant_u32(sequences + (sequence * 24 + 8));
+    uint32_t stop_count = load_constant_u32(sequences + (sequence * 24 + 9));
     #pragma unroll 1
     for (uint32_t stop = 0; stop < stop_count; ++stop) {
       if ((uint32_t)(stop_ids[first_stop + stop]) == sampled) {
@@ -2361,8 +3140,9 @@ __device__ __forceinline__ void skip(uint32_t block, uint64_t* full, uint32_t& u
 extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* weights, const bf16* norms,
     const bf16* embedding, const float* rope, bf16* kv, const int32_t* page_table, const int32_t* kv_plans,
     const int32_t* tiles, const int32_t* sequences, const int32_t* columns, uint8_t* exchange, int32_t* tokens,
-    const int32_t* stop_ids, float* logits, uint32_t* progress, int32_t* status, uint32_t steps, uint32_t head_from,
-    uint32_t column_count, uint32_t plan_count, uint32_t epoch, const bf16* head_norms) {
+    const int32_t* stop_ids, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts, float* weighed,
+    float* logits, uint32_t* progress, int32_t* status, uint32_t steps, uint32_t head_from, uint32_t column_count,
+    uint32_t plan_count, uint32_t options, uint32_t epoch, const bf16* head_norms) {
   uint8_t* arena = shared_arena();
   uint32_t block = blockIdx.x;
   uint32_t thread = threadIdx.x;
@@ -2437,7 +3217,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
     uint32_t use_parity = 0;
     for (uint32_t step = 0; step < steps; ++step) {
       bool has_new_plan = follow_plan(plan_index, step, plan_count, kv_plans);
-      uint32_t step_epoch = epoch + step * 37;
+      uint32_t step_epoch = epoch + step * 100;
       begin_step(step, arena, thread, column_count, columns, sequences);
       if (has_new_plan) {
         keep(arena, kv_plans, plan_index, thread, block, tiles, warp, lane);
@@ -2462,8 +3242,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       float best = -bits_float(0x7f800000);
       uint32_t best_token = 4294967295u;
       lm_head(thread, progress, block, step, head_from, logits, arena, norms, lane, exchange_words, step_epoch, warp,
-          column_count, full, use_stage, use_parity, ring, empty, turn, finisher, best, best_token);
-      sampling(thread, progress, block, step, arena, best, best_token, lane, warp, exchange_words, step_epoch);
+          column_count, full, use_stage, use_parity, ring, empty, turn, finisher, options, sequences, masks, logit_bias,
+          token_counts, weighed, best, best_token);
+      sampling(thread, progress, block, step, arena, best, best_token, lane, warp, exchange_words, step_epoch, options,
+          column_count, sequences, weighed, token_counts);
       take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, stop_ids, next_token, thread, status,
           step_done);
       if (next_token[1] != 0) {

@@ -19,12 +19,11 @@ from cheetah.errors import CheetahError
 from cheetah.plan.plan import MAX_BATCH, default_context
 from cheetah.runtime.asked import Ask, Asked
 from cheetah.runtime.engine.engine import Engine
-from cheetah.runtime.engine.launch_tables import Sampling
 from cheetah.runtime.engine.prefix_cache import PrefixCache
 from cheetah.runtime.engine.requests import Request
 from cheetah.runtime.engine.shared import SharedEngine
 from cheetah.runtime.outputs import RequestOutput, StreamPiece
-from cheetah.runtime.sampling import SamplingDefaults, SamplingParams, stop_ids
+from cheetah.runtime.sampling import SamplingDefaults, SamplingParams, sampling_of
 from cheetah.runtime.text.chat import Message
 from cheetah.runtime.text.pieces import collect
 from cheetah.runtime.text.prompts import Prompt, Prompts
@@ -204,13 +203,11 @@ class LLM:
         `engine` otherwise than this class does."""
         self.engine.check_open()
         self.prompts.check(params)
+        ids = ids[-params.truncate_prompt_tokens :] if params.truncate_prompt_tokens else ids
         cache = self._assembly.launcher.cache
         cache.check_fits(len(ids))
-        sampling = Sampling(
-            self._defaults.temperature if params.temperature is None else params.temperature,
-            self.seed if params.seed is None else params.seed,
-            stop_ids(params, self._defaults),
-        )
+        banned = self.prompts.ids_of_words(params.bad_words)
+        sampling = sampling_of(params, self._defaults, self.seed, self.config.vocab_size, banned)
         room = cache.context - len(ids) + 1  # the last token that is made needs no place in the cache
         request = Request(tuple(ids), params.max_tokens or room, sampling, params.min_tokens, params.n)
         self.engine.check(request)

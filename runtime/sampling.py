@@ -1,9 +1,9 @@
 """How a completion is sampled and when it ends: `SamplingParams`, and the defaults that a checkpoint brings.
 
 The kernel samples on the device: greedy (temperature 0), or by temperature with Gumbel noise from a counter-based
-generator keyed by the seed. A draw depends on (seed, token position, token id) alone, so the same call gives the same
-tokens whatever the device, the timing or the grouping into launches. Knows nothing of devices or text.
-"""
+generator keyed by the seed, from what masks, biases, penalties and filters leave. A draw depends on (seed, token
+position, token id) alone, so the same call gives the same tokens whatever the device, the timing or the grouping into
+launches. Knows nothing of devices or text."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import Any, Self
 
 from cheetah.errors import CheetahError
 from cheetah.models.plausible import LARGEST_ID
+from cheetah.models.sampling import Filters, Penalties
 from cheetah.printable import shown
+from cheetah.runtime.engine.launch_tables import Sampling
 
 UNSUPPORTED = (
-    "allowed_token_ids bad_words best_of do_sample frequency_penalty guided_decoding length_penalty logit_bias "
-    "logprobs logits_processors max_new_tokens min_p no_repeat_ngram_size num_beams presence_penalty prompt_logprobs "
-    "repetition_penalty skip_special_tokens structured_outputs top_a top_k top_n_sigma top_p truncate_prompt_tokens "
-    "typical_p use_beam_search"
+    "best_of do_sample guided_decoding length_penalty logprobs logits_processors max_new_tokens no_repeat_ngram_size "
+    "num_beams prompt_logprobs skip_special_tokens structured_outputs top_a top_n_sigma typical_p use_beam_search"
 ).split()
 INSTEAD = {
     "max_new_tokens": "write max_tokens",
@@ -29,12 +29,21 @@ INSTEAD = {
     "logprobs": "LLM.score(ids) gives the logits of every position",
     "prompt_logprobs": "LLM.score(ids) gives the logits of every position",
 }
-IGNORED_DEFAULTS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "typical_p": 1.0, "repetition_penalty": 1.0}
+IGNORED_DEFAULTS = {"typical_p": 1.0}
 """Entries of generation_config.json that are not supported, with the value that changes nothing."""
 
 SMALLEST_TEMPERATURE = 1e-6
 LARGEST_TEMPERATURE = 1e6
 """Logits differ by less than 1000: beyond this every token is as likely as any other."""
+LARGEST_BIAS = 1e4
+RANGES = {
+    "top_p": (1e-9, 1.0, "a number above 0, up to 1"),
+    "min_p": (0.0, 1.0, "a number from 0 to 1"),
+    "repetition_penalty": (1e-3, 1e3, "a number from 0.001 to 1000"),
+    "presence_penalty": (-2.0, 2.0, "a number from -2 to 2"),
+    "frequency_penalty": (-2.0, 2.0, "a number from -2 to 2"),
+}
+"""Fields that are numbers: least, most, and both in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +58,18 @@ class SamplingParams:
     stop: text (one or several) that ends the completion; cut off unless `include_stop_str_in_output`.
     stop_token_ids: ids that end the completion, besides the checkpoint's end-of-text ids.
     ignore_eos: the checkpoint's end-of-text ids do not end it (for benchmarks); stop and stop_token_ids still do.
-    min_tokens: nothing ends the completion before it has this many tokens (end tokens are not forbidden, only passed).
-    """
+    min_tokens: none of so many first tokens ends the completion: end tokens are not sampled, stop strings passed over.
+
+    Names and meanings of what follows are vLLM's; `cheetah.models.sampling` says exactly what is computed. First
+    logit_bias and the bans, then penalties, temperature, top_k, top_p and min_p. None takes the checkpoint's, else what
+    changes nothing. With temperature 0 top_k, top_p and min_p change nothing.
+
+    top_k: only the so many likeliest tokens (0 or -1: all). top_p: of these only the likeliest that together reach this
+    share of the probability. min_p: only tokens at least so many times as likely as the likeliest. repetition_penalty:
+    logits of tokens of prompt or completion are divided by it (multiplied where negative). presence_penalty,
+    frequency_penalty: taken from the logits of tokens that the completion has, once or each time. logit_bias: {token
+    id: what is added to its logit}. allowed_token_ids: no others are sampled. bad_words: words of one token that are
+    not. truncate_prompt_tokens: of a longer prompt only so many last tokens are used."""
 
     temperature: float | None = None
     max_tokens: int | None = None
@@ -61,6 +80,16 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0
     include_stop_str_in_output: bool = False
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+    truncate_prompt_tokens: int | None = None
 
     def __new__(cls, *positional: object, **named: object) -> Self:
         """Refuses what other libraries know and this one does not, by name, before the constructor sees it."""
@@ -87,6 +116,8 @@ class SamplingParams:
         for token in self.stop_token_ids:
             if token < 0:
                 raise CheetahError(f"stop_token_ids: {token} is not a token id")
+        self._check_numbers()
+        self._check_tokens()
 
     def _check_temperature(self) -> None:
         value = self.temperature
@@ -96,6 +127,31 @@ class SamplingParams:
             raise CheetahError(f"temperature={shown(value)}: expected a number from 0 (greedy) to 1e6")
         if 0 < value < SMALLEST_TEMPERATURE:
             raise CheetahError(f"temperature={value!r} would overflow float32 logits: write 0 for greedy")
+
+    def _check_numbers(self) -> None:
+        for name, (least, most, what) in RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not _is_number(value, least, most):
+                raise CheetahError(f"{name}={shown(value)}: expected {what}")
+        if self.top_k is not None and not _is_int(self.top_k, -1, LARGEST_ID):
+            raise CheetahError(f"top_k={shown(self.top_k)}: expected an integer >= 1, or 0 or -1 for all tokens")
+
+    def _check_tokens(self) -> None:
+        """Makes tuples of the lists, and a plain dict of the biases."""
+        if self.truncate_prompt_tokens is not None and not _is_int(self.truncate_prompt_tokens, 1):
+            raise CheetahError(f"truncate_prompt_tokens={self.truncate_prompt_tokens!r}: expected an integer >= 1")
+        words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ())
+        for word in words:
+            if not isinstance(word, str) or not word.strip():
+                raise CheetahError(f"bad_words: {shown(word)} is not a word")
+        object.__setattr__(self, "bad_words", words)
+        if self.allowed_token_ids is not None:
+            allowed = tuple(self.allowed_token_ids)
+            if not allowed or not all(_is_int(token, 0, LARGEST_ID) for token in allowed):
+                raise CheetahError(f"allowed_token_ids={shown(allowed)}: expected at least one token id")
+            object.__setattr__(self, "allowed_token_ids", allowed)
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
 
     def _check_counts(self) -> None:
         if not _is_int(self.n, 1):
@@ -110,16 +166,19 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """What a checkpoint brings: end-of-text ids (ascending) and the temperature when a request gives none."""
+    """What a checkpoint brings: end-of-text ids (ascending), and what is taken when a request gives none."""
 
     eos_token_ids: tuple[int, ...] = ()
     temperature: float = 0.0
     notes: tuple[str, ...] = ()
+    filters: Filters = Filters()
+    repetition_penalty: float = 1.0
 
     @classmethod
     def from_configs(cls, generation_config: Mapping[str, Any] | None, config_eos: Any = None) -> SamplingDefaults:
         """End ids: those of generation_config.json and of config.json together. Temperature: generation_config's if it
-        says do_sample (1.0 if it then gives none), else 0. `notes` has a line for each guess."""
+        says do_sample (1.0 if it then gives none), else 0. top_k, top_p, min_p and repetition_penalty: those of
+        generation_config.json. `notes` has a line for each guess."""
         generation = generation_config or {}
         ours, other = _token_ids(generation.get("eos_token_id")), _token_ids(config_eos)
         notes = []
@@ -129,12 +188,48 @@ class SamplingDefaults:
         temperature = _default_temperature(generation)
         if temperature > 0:
             notes += _ignored_defaults(generation)
-        return cls(tuple(sorted({*ours, *other})), temperature, tuple(notes))
+        filters = Filters(
+            max(0, _default(generation, "top_k", 0)),
+            float(_default(generation, "top_p", 1.0)),
+            float(_default(generation, "min_p", 0.0)),
+        )
+        repetition = float(_default(generation, "repetition_penalty", 1.0))
+        return cls(tuple(sorted({*ours, *other})), temperature, tuple(notes), filters, repetition)
 
 
 def stop_ids(params: SamplingParams, defaults: SamplingDefaults) -> tuple[int, ...]:
     """The ids that end a completion: the checkpoint's (unless ignored) and the caller's, ascending."""
     return tuple(sorted({*(() if params.ignore_eos else defaults.eos_token_ids), *params.stop_token_ids}))
+
+
+def sampling_of(
+    params: SamplingParams, defaults: SamplingDefaults, seed: int, vocab: int, banned: Sequence[int] = ()
+) -> Sampling:
+    """What a launch needs to know of a request; `seed` is taken where it has none. banned: the ids of its bad words.
+    CheetahError for token ids outside the vocabulary."""
+    named = {"logit_bias": params.logit_bias or (), "allowed_token_ids": params.allowed_token_ids or ()}
+    for name, tokens in named.items():
+        for token in tokens:
+            if token >= vocab:
+                raise CheetahError(f"{name}: id {token} is outside the vocabulary 0..{vocab - 1}")
+    theirs = defaults.filters
+    top_k, top_p = _either(params.top_k, theirs.top_k), _either(params.top_p, theirs.top_p)
+    min_p = _either(params.min_p, theirs.min_p)
+    repetition = _either(params.repetition_penalty, defaults.repetition_penalty)
+    return Sampling(
+        temperature=_either(params.temperature, defaults.temperature),
+        seed=_either(params.seed, seed),
+        stop_ids=stop_ids(params, defaults),
+        filters=Filters(max(0, top_k) if top_k < vocab else 0, top_p, min_p),
+        penalties=Penalties(repetition, params.presence_penalty, params.frequency_penalty),
+        bias=tuple(sorted((params.logit_bias or {}).items())),
+        allowed=None if params.allowed_token_ids is None else tuple(sorted({*params.allowed_token_ids})),
+        banned=tuple(sorted({*banned})),
+    )
+
+
+def _either(asked: Any, default: Any) -> Any:
+    return default if asked is None else asked
 
 
 def seed_of(seed: int, index: int) -> int:
@@ -155,6 +250,33 @@ def _default_temperature(generation: Mapping[str, Any]) -> float:
     if not _is_temperature(value):
         raise CheetahError(f"generation_config.json: temperature {shown(value)} is not a number from 0 to 1e6")
     return float(value) if value == 0 or value >= SMALLEST_TEMPERATURE else 0.0
+
+
+def _default(generation: Mapping[str, Any], name: str, neutral: Any) -> Any:
+    """An entry of generation_config.json, checked as a request's would be; `neutral` where it has none."""
+    value = generation.get(name)
+    if value is None:
+        return neutral
+    try:
+        SamplingParams(**{name: value})
+    except CheetahError as error:
+        raise CheetahError(f"generation_config.json: {error}") from None
+    return value
+
+
+def _biases(given: Any) -> dict[int, float]:
+    """Token ids and numbers, from a mapping whose keys may be integers as text, as in JSON."""
+    if not isinstance(given, Mapping):
+        raise CheetahError(f"logit_bias={shown(given)}: expected a mapping from token ids to numbers")
+    found = {}
+    for key, value in given.items():
+        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 11 else key
+        if not _is_int(token, 0, LARGEST_ID):
+            raise CheetahError(f"logit_bias: {shown(key)} is not a token id")
+        if not (_is_number(value, -LARGEST_BIAS, LARGEST_BIAS) or value == -math.inf):
+            raise CheetahError(f"logit_bias: {shown(value)} of token {token} is not a number from -1e4 to 1e4")
+        found[token] = float(value)
+    return found
 
 
 def _ignored_defaults(generation: Mapping[str, Any]) -> list[str]:
@@ -178,7 +300,11 @@ def _token_ids(entry: Any) -> list[int]:
 
 
 def _is_temperature(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= LARGEST_TEMPERATURE
+    return _is_number(value, 0, LARGEST_TEMPERATURE)
+
+
+def _is_number(value: Any, least: float, most: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
 
 
 def _is_int(value: Any, least: int, most: float = math.inf) -> bool:

@@ -18,6 +18,7 @@ from cheetah.generate import generate_kernel
 from cheetah.models.llama import LlamaConfig
 from cheetah.models.registry import preset
 from cheetah.package import Generated
+from cheetah.plan.kv.tables import epochs_of_step
 from cheetah.tools.bench import FIRST_TOKEN
 
 PRESETS = {"llama-3.1-8b": (128, 1024, 3072, 6144), "llama-3.2-1b": (32, 1024, 8000)}
@@ -44,7 +45,7 @@ class Fused:
         self.exchange = state.add(f"{name} exchange", generated.manifest.buffer("exchange").bytes)
         self.tokens = state.add(f"{name} tokens", generated.manifest.buffer("tokens").bytes)
         self.tokens.upload(np.array([FIRST_TOKEN], np.int32))
-        self.epochs_per_step = config.layers + 1
+        self.epochs_per_step = epochs_of_step(config.layers)
         self.epoch = 1
 
     @property

@@ -2,7 +2,8 @@
 
 Greedy takes the highest logit, the lowest id on ties. With a temperature, Gumbel noise is added to logit / temperature:
 the highest sum is a sample from the softmax (Gumbel-max). The noise of a token id at a position is a pure function of
-the seed (Philox4x32-10, counter (id, position, 0, 0)), so draws depend neither on the block nor on the launch.
+the seed (Philox4x32-10, counter (id, position, 0, 0)), so draws depend neither on the block nor on the launch. What
+sequences ask for besides lies in `adjustments` (before any logits are compared) and in `filters` (after).
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ from contextlib import nullcontext
 from typing import Any
 
 from cheetah import lang as ch
+from cheetah.blocks.adjustments import Adjustments
 from cheetah.blocks.columns import POSITION, SEED_HIGH, SEED_LOW, TEMPERATURE
 from cheetah.blocks.exchange import Exchange
+from cheetah.blocks.filters import Filters
 from cheetah.blocks.linear.interface import Rows
 from cheetah.blocks.linear.matvec import Matvec
 from cheetah.blocks.timeline import NO_TIMELINE, Timeline
 from cheetah.lang import prim, ty
 from cheetah.plan import M_TILE_ROWS
-from cheetah.plan.kv.tables import NO_TOKEN
+from cheetah.plan.kv.tables import BIASED, MASKED, NO_TOKEN, PENALISED
 
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -62,11 +65,21 @@ class Sampler:
     """Keeps each lane's best candidates over the M-tiles of the head, then finds the grid's, for every token.
 
     A warp sees the same columns in every M-tile that it finishes, so its lanes keep one candidate a slot of theirs.
+    adjustments, filters: what sequences may ask for; a launch in which none does takes none of their way.
     """
 
-    def __init__(self, matvec: Matvec, exchange: Exchange, vocab: int, timeline: Timeline = NO_TIMELINE) -> None:
+    def __init__(
+        self,
+        matvec: Matvec,
+        exchange: Exchange,
+        vocab: int,
+        timeline: Timeline = NO_TIMELINE,
+        adjustments: Adjustments | None = None,
+        filters: Filters | None = None,
+    ) -> None:
         self.machine, self.columns, self.matvec = matvec.machine, matvec.columns, matvec
         self.exchange, self.vocab, self.timeline = exchange, vocab, timeline
+        self.adjustments, self.filters = adjustments, filters
 
     @property
     def places(self) -> int:
@@ -89,11 +102,18 @@ class Sampler:
         columns = self.columns
         token = rows.m_tile * M_TILE_ROWS + rows.row
         candidate = ch.var(ty.f32, logit)
+        if self.adjustments is not None:
+            with ch.if_(self.adjustments.asked(MASKED | BIASED | PENALISED) & (token < self.vocab)):
+                candidate.set(self.adjustments.adjust(rows.column, token, candidate))
         temperature = prim.bits_float(columns.state(rows.column, TEMPERATURE))
         with ch.if_(temperature > 0.0):
             seed = ty.u64(columns.state(rows.column, SEED_HIGH)) << 32 | ty.u64(columns.state(rows.column, SEED_LOW))
             position = columns.state(rows.column, POSITION) + 1
-            candidate.set(prim.divide_f32(logit, temperature) + gumbel(token, position, seed))
+            scaled = prim.divide_f32(candidate, temperature)
+            candidate.set(scaled + gumbel(token, position, seed))
+            if self.filters is not None:
+                with ch.if_(self.filters.is_asked & (token < self.vocab)):
+                    self.filters.keep(rows, token, scaled, candidate)
         with ch.if_((token < self.vocab) & (candidate > self.best[rows.slot])):
             self.best[rows.slot].set(candidate)
             self.best_token[rows.slot].set(token)
@@ -132,6 +152,22 @@ class Sampler:
             with ch.if_(machine.lane == 0):
                 chosen[column] = best_token
         machine.meet()
+        self._filter(epoch)
+        self._count_chosen()
+
+    def _filter(self, epoch: ch.Expr) -> None:
+        """The filtered columns' tokens, in place of those that all tokens together would give."""
+        if self.filters is not None:
+            with ch.if_(self.filters.is_asked), ch.outline("filter"):
+                self.filters.choose(epoch)
+
+    def _count_chosen(self) -> None:
+        """One warp: a column a lane."""
+        if self.adjustments is not None:
+            with ch.if_(self.adjustments.asked(PENALISED) & (self.machine.warp == 0)), ch.outline("count_chosen"):
+                chosen = self.machine.region("chosen", ty.u32)
+                with ch.for_(self.machine.lane, self.columns.count, 32, unroll=1, name="column") as column:
+                    self.adjustments.count(column, ch.const(ty.u32, chosen[column], name="token"))
 
     @property
     def _groups(self) -> int:

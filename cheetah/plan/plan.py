@@ -34,6 +34,8 @@ KEPT_ITEMS, KEPT_ITEM_BYTES = 4, 64
 """Items of a block whose records stay in shared memory, and the bytes of one with its tile."""
 KEPT_SOURCES, KEPT_MERGE_BYTES = 20, 128
 """Of a merge, the sources that stay there, and the bytes of its record with its tile and those."""
+FILTER_WORDS = 16
+"""Words that a block publishes of a filtered column in a round, and that it keeps of it."""
 MERGE_WARPS, MOST_TEAMS = 4, 14
 """Warps that merge a row together, and how many teams of them have a barrier."""
 KINDS: Mapping[object, str] = {int: "a whole number", str: "a word", bool: "True or False"}
@@ -292,7 +294,8 @@ Reserve = Callable[[ModelShape, Plan, Gpu], Sequence[Region]]
 def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...]:
     """What a block keeps in shared memory beside the ring.
 
-    scratch: the input of a product (bf16), or what attention needs, or all blocks' candidates. reductions: two buffers
+    scratch: the input of a product (bf16), or what attention needs, or all blocks' candidates, or what filters know of
+    every column, and its warps' sums. reductions: two buffers
     of the warps' row sums. residual: the block's rows (f32). partial_sums: of squares; scales: 1/rms of every token.
     rope: cos and sin of every token's position. warp_candidates: of every warp and column. columns: what the step's
     tokens are. chosen: what was sampled. step_done: two mbarriers. next_token: of every column, then whether the launch
@@ -301,11 +304,18 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
     vector_bytes = plan.tokens * vector_columns(shape, plan) * 2
     attention = attention_regions(shape, plan, vector_bytes)
     candidates = gpu.blocks * max(plan.tokens, 2) * 8
+    filters, filter_sums = (count * FILTER_WORDS * 4 for count in (plan.tokens, max(plan.tokens, plan.consumer_warps)))
     residual_rows = ceil_div(ceil_div(shape.hidden, M_TILE_ROWS), gpu.blocks) * M_TILE_ROWS
     return (
-        Region("scratch", max(vector_bytes, sum(region.nbytes for region in attention), candidates), BULK_ALIGNMENT),
+        Region(
+            "scratch",
+            max(vector_bytes, sum(region.nbytes for region in attention), candidates, filters + filter_sums),
+            BULK_ALIGNMENT,
+        ),
         Region("vector", vector_bytes, BULK_ALIGNMENT, over="scratch"),
         Region("candidates", candidates, BULK_ALIGNMENT, over="scratch"),
+        Region("filters", filters, over="scratch"),
+        Region("filter_sums", filter_sums, over="scratch", skip=filters),
         *attention,
         Region("reductions", 2 * plan.consumer_warps * M_TILE_ROWS * plan.tokens * 4, BULK_ALIGNMENT),
         Region("residual", residual_rows * plan.tokens * 4),

@@ -62,6 +62,16 @@ class Launch:
         *("batch", "token_room"),
     )
     stop_ids: Expr = _buffer(ty.ptr(ty.i32), "token ids that end a sequence", MAX_STOP_IDS)
+    masks: Expr = _buffer(ty.ptr(ty.u32), "which tokens a sequence may sample, a bit each", "batch", "mask_words")
+    logit_bias: Expr = _buffer(ty.ptr(ty.f32), "what is added to a sequence's logits", "batch", "vocab")
+    token_counts: Expr = _buffer(
+        *(ty.ptr_mut(ty.u32), "which tokens a sequence has: see cheetah.plan.kv.tables", "batch", "vocab"),
+    )
+    weighed: Expr = _buffer(
+        *(ty.ptr_mut(ty.f32), "a filtered sequence's logits over its temperature, without and with noise"),
+        *("batch", "vocab", 2),
+        fill="poison",
+    )
     logits: Expr = _buffer(
         ty.ptr_mut(ty.f32), "of every step and column, if wanted", "steps", "columns", "vocab", given=True
     )
@@ -71,7 +81,8 @@ class Launch:
     head_from: Expr = _number("first step whose samples are wanted")
     column_count: Expr = _number("columns in use")
     plan_count: Expr = _number("schedules in `kv_plans`")
-    epoch: Expr = _number("first of the launch's exchange epochs: steps * (layers + 1) are used")
+    options: Expr = _number("all bits of the sequences' options: see cheetah.plan.kv.tables")
+    epoch: Expr = _number("first of the launch's exchange epochs: steps * epochs_of_step(layers) are used")
     kv_scales: Expr | None = _only(
         _buffer(
             *(ty.ptr(ty.f32), "what e4m3 codes of each layer's keys, then values, are multiplied by"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from cheetah import lang as ch
+from cheetah.blocks.adjustments import Adjustments, mask_words
 from cheetah.blocks.attention.cache import KvCache
 from cheetah.blocks.attention.core import LSE_WORDS, Attention
 from cheetah.blocks.attention.head_norms import HeadNorms
@@ -17,6 +18,7 @@ from cheetah.blocks.attention.step_port import NormalisedHeads, Projection, Step
 from cheetah.blocks.attention.variants import CAUSAL
 from cheetah.blocks.columns import POSITION, Columns, vector_words
 from cheetah.blocks.exchange import BarrierExchange, Exchange, FlaggedExchange, Published, make_exchange
+from cheetah.blocks.filters import Filters
 from cheetah.blocks.linear.epilogue import HALF, scaled
 from cheetah.blocks.linear.interface import Epilogue, Prologue, Rows
 from cheetah.blocks.linear.matvec import Matvec
@@ -33,6 +35,8 @@ from cheetah.models.dense.launch import Launch
 from cheetah.plan import M_TILE_ROWS, Gpu, ModelShape, Plan, step_matrices
 from cheetah.plan.index import round_up
 from cheetah.plan.kv import KvPlanLayout, max_plans
+from cheetah.plan.kv.tables import epochs_of_step
+from cheetah.plan.plan import FILTER_WORDS
 
 LAYER_PHASES = ("qkv", "attention", "o", "gate_up", "down")
 LAST_PHASES = ("lm_head", "sampling")
@@ -54,6 +58,7 @@ def exchange_sizes(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:
         "middle": vector_words(shape.hidden, plan.tokens),
         "gated": vector_words(shape.ffn, plan.tokens),
         "candidates": 2 * 2 * max(plan.tokens, 2) * gpu.blocks,
+        "filters": 2 * FILTER_WORDS * plan.tokens * gpu.blocks,
     }
 
 
@@ -86,6 +91,7 @@ def sizes(config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
         "plan_words": layout.plan_words,
         "tiles": layout.tiles,
         "columns": plan.tokens,
+        "mask_words": mask_words(shape.vocab),
         "exchange_bytes": workspace_bytes(shape, gpu, plan),
         "token_room": plan.launch_tokens + 1,
         "blocks": gpu.blocks,
@@ -130,7 +136,9 @@ class StepParts:
             machine, self.ring, self.exchange, self.schedule, self.cache, self.port, self.timeline, variant
         )
         self.projection = Projection(self.port, self.cache, launch.biases)
-        self.sampler = Sampler(self.linear, self.exchange, self.shape.vocab, self.timeline)
+        adjustments = Adjustments(self.columns, launch, self.matrices.lm_head)
+        filters = Filters(self.linear, self.exchange, adjustments, launch.weighed)
+        self.sampler = Sampler(self.linear, self.exchange, self.shape.vocab, self.timeline, adjustments, filters)
         self.tokens = Tokens(self.columns, launch)
         self.phase = Phases(machine, self.exchange, self.timeline, names, launch.progress)
 
@@ -165,7 +173,7 @@ class StepParts:
             self.schedule.advance(machine.producer, step)
         with machine.consumer:
             has_new_plan = self.schedule.advance(machine.consumer, step)
-            step_epoch = self.launch.epoch + step * (self.shape.layers + 1)
+            step_epoch = self.launch.epoch + step * epochs_of_step(self.shape.layers)
             self.step_epoch = step_epoch
             self.columns.begin_step(step)
             with ch.if_(has_new_plan):

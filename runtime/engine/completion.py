@@ -37,21 +37,20 @@ class Completion:
         return self.ids[self.cache.length : self.cache.length + most]
 
     def most_steps(self) -> int:
-        """Steps of the next decode launch at most: stop ids count in all of it or in none."""
+        """Steps of the next decode launch at most: stop ids are banned in all of it or in none."""
         assert self.cache is not None
         again = len(self.ids) - 1 - self.cache.length
-        unstoppable = self.request.min_tokens - 1 - self.made
+        unstoppable = self.request.min_tokens - self.made
         wanted = self.request.max_tokens - self.made
         return again + (min(wanted, unstoppable) if unstoppable > 0 else wanted)
 
     def part(self, inputs: Sequence[int], total: int, per_step: int = 1) -> Part:
-        """Its part of a launch. Stop ids count only where all tokens that it samples may be the last."""
+        """Its part of a launch. Until there are `min_tokens`, stop ids are not sampled."""
         assert self.cache is not None
-        making = total + 1 - len(inputs)
         sampling = self.sampling
-        if self.made + making < self.request.min_tokens:
-            sampling = replace(sampling, stop_ids=())
-        return Part(self.cache, inputs, total, sampling, per_step)
+        if self.made < self.request.min_tokens:
+            sampling = replace(sampling, banned=tuple(sorted({*sampling.banned, *sampling.stop_ids})))
+        return Part(self.cache, inputs, total, sampling, per_step, self.ids, len(self.request.prompt_ids))
 
     def take(self, part: Part, result: LaunchResult) -> list[Event]:
         """Takes in what a launch of `part` did, and says it."""

@@ -11,6 +11,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from cheetah.models.sampling import Filters, Penalties
 from cheetah.plan.kv.tables import ColumnRecord, SequenceRecord
 from cheetah.runtime.engine.kv_cache import CachedSequence, shared_prefix
 
@@ -20,11 +21,20 @@ Shared = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Sampling:
-    """What one launch needs to know to sample: temperature 0 is greedy."""
+    """What one launch needs to know to sample: temperature 0 is greedy. Meaning of the rest: `cheetah.models.sampling`.
+
+    bias: (token, what is added to its logit). allowed: all tokens that may be sampled, if not any; banned: those that
+    may not.
+    """
 
     temperature: float = 0.0
     seed: int = 0
     stop_ids: tuple[int, ...] = ()
+    filters: Filters = Filters()
+    penalties: Penalties = Penalties()
+    bias: tuple[tuple[int, float], ...] = ()
+    allowed: tuple[int, ...] | None = None
+    banned: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,9 +81,15 @@ def share_prefixes(
 
 
 def sequence_record(
-    placed: tuple[int, int, int], given: int, total: int, sampling: Sampling, stops: tuple[int, int]
+    placed: tuple[int, int, int],
+    given: int,
+    total: int,
+    sampling: Sampling,
+    stops: tuple[int, int],
+    asked: tuple[int, int] = (0, 0),
 ) -> SequenceRecord:
-    """The record of a sequence that has `placed` (see `Geometry`) and its `stops`, (first, count) of the stop ids."""
+    """The record of a sequence that has `placed` (see `Geometry`), its `stops`, (first, count) of the stop ids, and
+    what it has `asked`, (options, slot)."""
     length, per_step, first_column = placed
     return SequenceRecord(
         length=length,
@@ -81,12 +97,25 @@ def sequence_record(
         given=given,
         total=total,
         first_column=first_column,
-        temperature=int(np.float32(sampling.temperature).view(np.uint32)),
+        temperature=_bits(sampling.temperature),
         seed_low=sampling.seed & 0xFFFFFFFF,
         seed_high=sampling.seed >> 32,
         stop_first=stops[0],
         stop_count=stops[1],
+        options=asked[0],
+        slot=asked[1],
+        top_k=sampling.filters.top_k,
+        top_p=_bits(sampling.filters.top_p),
+        reach=_bits(sampling.filters.reach),
+        repetition=_bits(sampling.penalties.repetition),
+        presence=_bits(sampling.penalties.presence),
+        frequency=_bits(sampling.penalties.frequency),
     )
+
+
+def _bits(number: float | np.float32) -> int:
+    """float32 bits."""
+    return int(np.float32(number).view(np.uint32))
 
 
 def column_records(geometry: Geometry) -> list[ColumnRecord]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from math import lcm
+from operator import or_
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +22,7 @@ from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
 from cheetah.plan import Plan
 from cheetah.plan.kv import KvPlanLayout, kv_plans_for_launch, launch_tiles, max_plans
-from cheetah.plan.kv.tables import NO_TOKEN, ColumnRecord, SequenceRecord, TileRecord, encode
+from cheetah.plan.kv.tables import NO_TOKEN, ColumnRecord, SequenceRecord, TileRecord, encode, epochs_of_step
 from cheetah.runtime.device.interface import LaunchCancelled
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launch_tables import (
@@ -32,6 +34,7 @@ from cheetah.runtime.engine.launch_tables import (
     stop_lists,
 )
 from cheetah.runtime.engine.page_copies import copy_pages
+from cheetah.runtime.engine.request_rows import RequestRows, options_of
 
 if TYPE_CHECKING:
     from cheetah.runtime.device.interface import Argument, Buffer, Device, Kernel
@@ -55,6 +58,7 @@ class Part:
     """One sequence's part of a launch: `total` tokens go through the model, `inputs` first, then the sampled ones.
 
     One input more than `total` samples nothing. per_step: how many tokens a step takes; above 1 all must be inputs.
+    known, prompt: all ids up to the last input, and how many of them are the prompt's; penalties alone ask for them.
     """
 
     cache: CachedSequence
@@ -62,6 +66,8 @@ class Part:
     total: int
     sampling: Sampling = field(default_factory=Sampling)
     per_step: int = 1
+    known: Sequence[int] = ()
+    prompt: int = 0
 
     @property
     def steps(self) -> int:
@@ -141,13 +147,14 @@ class Launcher:
         self.window = config.window(plan.max_context)
         self.columns: list[tuple[int, int]] = []
         self._plans = _Plans(manifest, config, plan)
-        self._epochs = Epochs(config.layers + 1)
+        self._epochs = Epochs(epochs_of_step(config.layers))
         self._timeout_s = timeout_s
         self._parameters = [parameter.name for parameter in manifest.parameters]
         self._stop_room = buffers["stop_ids"].nbytes // 4
         self._uploaded: dict[str, npt.NDArray[np.int32]] = {}
         self._pool_shape = manifest.buffer("kv").shape
         self._broken: str | None = None
+        self._rows = RequestRows(self._buffers, config.vocab_size, plan.batch)
 
     def restart(self) -> None:
         """Begins another sequence in `cache`: forgets what is cached."""
@@ -203,6 +210,7 @@ class Launcher:
             steps, sampled = self._read(placed)
         except (LaunchCancelled, KeyboardInterrupt):  # as if it had not been made: nothing that is counted was written
             self._epochs.begin_again()
+            self._rows.forget()
             raise
         except Exception as error:
             self._broken = str(error).partition("\n")[0]
@@ -212,7 +220,9 @@ class Launcher:
         for number, part, token_ids in zip(order, placed, sampled, strict=True):
             part.cache.length += _cached(part, token_ids, steps)
             has_failed = token_ids[-1:] == (NO_TOKEN,)
-            results[number] = LaunchResult(token_ids[:-1] if has_failed else token_ids, steps, seconds, has_failed)
+            made = token_ids[:-1] if has_failed else token_ids
+            self._rows.note(part.cache, made)
+            results[number] = LaunchResult(made, steps, seconds, has_failed)
         return [results[number] for number in range(len(parts))]
 
     def _check(self, parts: Sequence[Part]) -> None:
@@ -261,9 +271,16 @@ class Launcher:
         steps = parts[0].steps
         columns = column_records(geometry)
         stop_ids, stops = stop_lists([part.sampling.stop_ids for part in parts], self._stop_room)
+        slots = self._rows.place([part.cache for part in parts])
+        asked = [
+            (options_of(part.sampling) if part.samples else 0, slot) for part, slot in zip(parts, slots, strict=True)
+        ]
+        for part, slot in zip(parts, slots, strict=True):
+            if part.samples:
+                self._rows.fill(slot, part.sampling, part.known, part.prompt)
         records = [
-            sequence_record(place, len(part.inputs), part.total, part.sampling, stop)
-            for part, place, stop in zip(parts, geometry.placed(), stops, strict=True)
+            sequence_record(place, len(part.inputs), part.total, part.sampling, *of_part)
+            for part, place, *of_part in zip(parts, geometry.placed(), stops, asked, strict=True)
         ]
         tiles, plans = self._plans.encode(geometry, steps)
         pages = self._plan.pages_per_sequence
@@ -284,6 +301,7 @@ class Launcher:
             "head_from": min(part.first_sample for part in parts),
             "column_count": len(columns),
             "plan_count": len(plans),
+            "options": reduce(or_, (options for options, _ in asked)),
             "epoch": epoch,
         }
         known: dict[str, Argument] = {**self._buffers, **scalars, "logits": logits}

@@ -10,8 +10,8 @@ from cheetah.runtime.outputs import Timings
 
 @dataclass(frozen=True)
 class Request:
-    """Completions to make of one prompt, `count` of them: at most `max_tokens` each, ended by a stop id but not before
-    `min_tokens`. Number i draws with `seed_of(sampling.seed, i)`."""
+    """Completions to make of one prompt, `count` of them: at most `max_tokens` each, ended by a stop id, which none of
+    the first `min_tokens` is. Number i draws with `seed_of(sampling.seed, i)`."""
 
     prompt_ids: tuple[int, ...]
     max_tokens: int

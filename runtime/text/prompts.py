@@ -75,6 +75,18 @@ class Prompts:
         if params.stop_token_ids:
             as_token_ids(params.stop_token_ids, self.vocab_size, "stop_token_ids")
 
+    def ids_of_words(self, words: Sequence[str]) -> list[int]:
+        """The tokens that are these words, at the beginning of a text or behind a space. CheetahError for a word of
+        several tokens: a single token is all that can be banned."""
+        found = []
+        for word in words:
+            encode = self._tokenizer_for("a bad word").encode
+            alone, behind = encode(word, False), encode(f" {word.lstrip()}", False)
+            if len(alone) != 1 and len(behind) != 1:
+                raise CheetahError(f"bad_words: {word!r} is {len(alone)} tokens: only words of one token can be banned")
+            found += [ids[0] for ids in (alone, behind) if len(ids) == 1]
+        return found
+
     def pieces(self, prompt_ids: Sequence[int], params: SamplingParams, index: int) -> Pieces:
         """What folds the ids of completion `index` of a prompt into pieces of text."""
         if self.tokenizer is None:

@@ -22,6 +22,7 @@ from cheetah.models.llama import LlamaConfig
 from cheetah.models.registry import family_of
 from cheetah.package import Generated
 from cheetah.plan import GPUS, Gpu, Plan
+from cheetah.plan.kv.tables import epochs_of_step
 from cheetah.runtime.build.assemble import allocate_buffers, upload_weights
 from cheetah.runtime.device.emulator import EmulatorDevice, EmulatorKernel
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
@@ -145,7 +146,7 @@ class Session:
         self.buffers.update({name: rig.constants[name] for name in constant if name in rig.constants})
         self.pool = PagePool(rig.plan.kv_pages, page_order)
         self.launcher = Launcher(self.device, rig.kernel, rig.manifest, rig.config, self.buffers, self.sequence())
-        self.launcher._epochs = Epochs(rig.config.layers + 1, first_epoch)
+        self.launcher._epochs = Epochs(epochs_of_step(rig.config.layers), first_epoch)
         self.launch_steps = launch_steps or self.launcher.max_steps
         rows = self.launcher.max_steps * rig.plan.tokens
         self.logits = self.device.allocate(rows * rig.config.vocab_size * 4, 0xFF)
@@ -176,18 +177,22 @@ class Session:
         temperature: float = 0.0,
         seed: int = 0,
         stop_ids: Sequence[int] = (),
+        **asked: Any,
     ) -> list[int]:
-        """`count` tokens or fewer after `ids`, in one launch if `launch_steps` allows."""
+        """`count` tokens or fewer after `ids`, in one launch if `launch_steps` allows. asked: other fields of
+        `Sampling`."""
         made: list[int] = []
         inputs = list(ids)
-        sampling = Sampling(temperature, seed, tuple(stop_ids))
+        sampling = Sampling(temperature, seed, tuple(stop_ids), **asked)
+        cache = self.launcher.cache
         while len(made) < count:
             if len(inputs) > self.launch_steps:
                 self.launcher.launch(inputs[: self.launch_steps + 1], self.launch_steps, sampling)
                 inputs = inputs[self.launch_steps :]
                 continue
             steps = min(len(inputs) - 1 + count - len(made), self.launch_steps)
-            made += self.launcher.launch(inputs, steps, sampling).token_ids
+            part = Part(cache, inputs, steps, sampling, known=[*ids, *made], prompt=len(ids))
+            made += self.launcher.launch_together([part])[0].token_ids
             if made[-1] in stop_ids:
                 break
             inputs = made[-1:]

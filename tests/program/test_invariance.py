@@ -10,6 +10,7 @@ import pytest
 
 from cheetah.emulator import SCHEDULERS, explore
 from cheetah.models.sampling import gumbel_noise
+from cheetah.plan.kv.tables import epochs_of_step
 from cheetah.runtime.engine.launcher import EPOCH_LIMIT, Sampling
 from tests.program.rig import Rig, bits, float32_logits, model, random_weights, token_ids
 from tests.tolerances import SAMPLING_MARGIN, SMALL_MARGIN
@@ -99,7 +100,7 @@ def test_only_the_rows_of_the_sequence_are_written() -> None:
 
 @SYNCS
 def test_epochs_up_to_the_last_one_and_again_from_the_first(sync: str) -> None:
-    per_launch = 8 * (WEIGHTS.config.layers + 1)
+    per_launch = 8 * epochs_of_step(WEIGHTS.config.layers)
     session = rig(sync).session(launch_steps=8, first_epoch=EPOCH_LIMIT - 2 * per_launch)
     np.testing.assert_array_equal(bits(session.score(IDS)), bits(plain(sync)))
     assert session.launcher._epochs.take(1)[0] < 1000, "the epochs did not pass their end"

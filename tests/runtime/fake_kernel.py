@@ -31,10 +31,23 @@ from cheetah.models.dense.weights import (
 from cheetah.models.formats import unpack_matrix
 from cheetah.models.llama import LlamaConfig
 from cheetah.models.rounding import round_to_bf16
-from cheetah.models.sampling import sample
+from cheetah.models.sampling import Filters, Penalties, adjusted, sample
 from cheetah.plan import GPUS, Plan, default_plan, gpu_named, step_matrices
 from cheetah.plan.kv import KvPlanLayout
-from cheetah.plan.kv.tables import COLUMN_WORDS, MAX_STOP_IDS, SEQUENCE_WORDS, TILE_WORDS, SequenceRecord, TileRecord
+from cheetah.plan.kv.tables import (
+    BIASED,
+    COLUMN_WORDS,
+    FILTERED,
+    MASKED,
+    MAX_STOP_IDS,
+    PENALISED,
+    PROMPT_TOKEN,
+    SEQUENCE_WORDS,
+    TILE_WORDS,
+    SequenceRecord,
+    TileRecord,
+    epochs_of_step,
+)
 from cheetah.runtime.device.arguments import check_arguments
 from cheetah.runtime.device.interface import DeviceInfo, LaunchTimeout
 
@@ -236,7 +249,7 @@ def run_kernel(manifest: Manifest, model: Reference, arguments: Mapping[str, Any
     steps = int(arguments["steps"])
     tables = Tables.read(plan, arguments)
     _check_sequences(tables, steps)
-    _use_epochs(arguments, steps * (config.layers + 1))
+    _use_epochs(arguments, steps * epochs_of_step(config.layers))
     model.table = arguments["rope"].view(np.float32, (plan.max_context, config.head_dim // 2, 2))
     stopped: set[int] = set()
     done = 0
@@ -255,7 +268,7 @@ def _sequence_step(tables: Tables, model: Reference, number: int, step: int) -> 
     """The tokens of one sequence in one step; whether it has sampled a stop id or has no more."""
     sequence, tokens, plan = tables.sequences[number], tables.tokens[number], tables.plan
     vocab, logits_buffer = model.config.vocab_size, tables.arguments["logits"]
-    temperature = float(np.uint32(sequence.temperature & 0xFFFFFFFF).view(np.float32))
+    temperature = _float(sequence.temperature)
     seed = (sequence.seed_low & 0xFFFFFFFF) | (sequence.seed_high & 0xFFFFFFFF) << 32
     has_stopped = False
     for column in range(sequence.per_step):
@@ -270,9 +283,44 @@ def _sequence_step(tables: Tables, model: Reference, number: int, step: int) -> 
             rows[step, sequence.first_column + column] = logits
         if k + 1 >= sequence.given:
             assert step >= int(tables.arguments["head_from"]) or logits_buffer is not None, "a sample without its head"
-            tokens[k + 1] = np.uint32(sample(logits, temperature, seed, position + 1)).view(np.int32)
+            adjusted, filters = _as_asked(tables, sequence, logits)
+            chosen = sample(adjusted, temperature, seed, position + 1, filters)
+            tokens[k + 1] = np.uint32(chosen).view(np.int32)
+            if sequence.options & PENALISED and chosen < vocab:
+                _row(tables, sequence, "token_counts", np.uint32)[chosen] += 1
             has_stopped |= int(tokens[k + 1]) in tables.stops(sequence)
     return has_stopped or (step + 1) * sequence.per_step >= sequence.total
+
+
+def _row(tables: Tables, sequence: SequenceRecord, name: str, dtype: DTypeLike) -> NDArray[Any]:
+    """The row of a sequence's slot."""
+    assert 0 <= sequence.slot < tables.plan.batch
+    buffer = tables.arguments[name]
+    return buffer.view(dtype, (tables.plan.batch, buffer.nbytes // 4 // tables.plan.batch))[sequence.slot]
+
+
+def _as_asked(
+    tables: Tables, sequence: SequenceRecord, logits: NDArray[np.float32]
+) -> tuple[NDArray[np.float32], Filters]:
+    """The logits as a sequence's options adjust them, and its filters."""
+    options, allowed, bias, in_prompt, counts, filters = sequence.options, None, None, None, None, Filters()
+    assert options & ~int(tables.arguments["options"]) == 0, "an option that the launch does not know of"
+    if options & MASKED:
+        words = _row(tables, sequence, "masks", np.uint32)
+        allowed = np.unpackbits(words.view(np.uint8), bitorder="little")[: logits.size].astype(bool)
+    if options & BIASED:
+        bias = _row(tables, sequence, "logit_bias", np.float32)
+    if options & PENALISED:
+        found = _row(tables, sequence, "token_counts", np.uint32)
+        in_prompt, counts = found >= PROMPT_TOKEN, found & np.uint32(PROMPT_TOKEN - 1)
+    if options & FILTERED:
+        filters = Filters(sequence.top_k, _float(sequence.top_p), float(np.exp(-_float(sequence.reach))))
+    penalties = Penalties(*map(_float, (sequence.repetition, sequence.presence, sequence.frequency)))
+    return adjusted(logits, allowed, bias, penalties, in_prompt, counts), filters
+
+
+def _float(bits: int) -> float:
+    return float(np.uint32(bits & 0xFFFFFFFF).view(np.float32))
 
 
 def _check_sequences(tables: Tables, steps: int) -> None:

@@ -23,8 +23,8 @@ from cheetah.runtime.engine.launcher import Part, Sampling
 from cheetah.runtime.engine.pace import LaunchPace
 from cheetah.runtime.engine.prefix_cache import PrefixCache
 from cheetah.runtime.engine.requests import Request
-from cheetah.runtime.sampling import seed_of
 from tests.desk import Asked, Desk
+from tests.meant import meant
 
 PROMPTS = [(5, 17, 250, 3, 99, 7, 7, 81, 200, 12, 45), (1,), (9, 8, 7), tuple(range(40, 73)), (2, 3) * 8, (299,) * 17]
 
@@ -85,13 +85,7 @@ class Rig:
 def alone(request: Request, index: int = 0) -> tuple[int, ...]:
     """The tokens of one completion by the reference."""
     reference = Reference(tiny_weights().config, tiny_weights().tensors, round_to_bf16)
-    seed = seed_of(request.sampling.seed, index)
-    sampling = request.sampling
-    tokens = reference.generate(request.prompt_ids, request.max_tokens, temperature=sampling.temperature, seed=seed)
-    for position, token in enumerate(tokens):
-        if token in sampling.stop_ids and position + 1 >= request.min_tokens:
-            return tuple(tokens[: position + 1])
-    return tuple(tokens)
+    return tuple(meant(reference, request, index))
 
 
 def tokens_of(completion: Asked) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from tiny_models import tiny_weights
 from cheetah.errors import CheetahError
 from cheetah.models.dense.reference import Reference
 from cheetah.models.rounding import round_to_bf16
+from cheetah.models.sampling import Filters, Penalties
 from cheetah.runtime.build.assemble import STOP_IDS, Assembly, assemble
 from cheetah.runtime.device.interface import LaunchTimeout
 from cheetah.runtime.engine import launcher as launcher_module
@@ -22,6 +23,7 @@ from cheetah.runtime.engine.pace import LaunchPace
 from cheetah.runtime.engine.prefix_cache import PrefixCache
 from cheetah.runtime.engine.requests import Request
 from tests.desk import Asked, Desk
+from tests.meant import meant
 
 PROMPT = (5, 17, 250, 3, 99, 7, 7, 81, 200, 12, 45)
 
@@ -90,12 +92,23 @@ def test_more_stop_ids_than_the_device_holds_still_stop() -> None:
 
 
 @pytest.mark.parametrize("launch_steps", [1, 3, 64])
-def test_min_tokens_passes_over_early_stops_only(launch_steps: int) -> None:
-    plain = expected(PROMPT, 30)
-    stops = tuple(set(plain))
+def test_none_of_the_first_min_tokens_is_a_stop_id(launch_steps: int) -> None:
+    stops = tuple(set(expected(PROMPT, 30)))
     for least in (0, 1, 2, 6):
-        completion = desk(launch_steps).complete(Request(PROMPT, 30, Sampling(stop_ids=stops), min_tokens=least))
-        assert tokens_of(completion) == plain[: max(1, least)], least
+        request = Request(PROMPT, 30, Sampling(stop_ids=stops), min_tokens=least)
+        made = tokens_of(desk(launch_steps).complete(request))
+        assert made == meant(Reference(tiny_weights().config, tiny_weights().tensors, round_to_bf16), request)
+        assert len(made) > least and not {*made[:least]} & {*stops}
+
+
+@pytest.mark.parametrize("launch_steps", [1, 5, 64])
+def test_what_a_request_asks_of_its_sampling_is_meant_so(launch_steps: int) -> None:
+    wanted = Sampling(
+        *(0.8, 7, (4,), Filters(30, 0.9, 0.01), Penalties(1.2, 0.5, 0.3), ((17, 2.0),), None, (11, 12)),
+    )
+    request = Request(PROMPT, 20, wanted, min_tokens=4)
+    made = tokens_of(desk(launch_steps).complete(request))
+    assert made == meant(Reference(tiny_weights().config, tiny_weights().tensors, round_to_bf16), request)
 
 
 def test_prompt_and_first_token_are_prefill_and_the_rest_decode() -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from cheetah.errors import CheetahError
-from cheetah.runtime.sampling import SamplingDefaults, SamplingParams, as_token_ids, seed_of, stop_ids
+from cheetah.models.sampling import Filters, Penalties
+from cheetah.runtime.sampling import SamplingDefaults, SamplingParams, as_token_ids, sampling_of, seed_of, stop_ids
 
 
 @pytest.mark.parametrize(
@@ -33,9 +34,18 @@ from cheetah.runtime.sampling import SamplingDefaults, SamplingParams, as_token_
         ({"stop_token_ids": [-2]}, "-2 is not a token id"),
         ({"min_tokens": -1}, "min_tokens=-1"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens=9 is more than max_tokens=8"),
-        ({"top_p": 0.9}, "top_p is not supported: supported are temperature, max_tokens, seed"),
-        ({"top_k": 40}, "top_k is not supported"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty is not supported"),
+        ({"top_p": 0}, "top_p=0: expected a number above 0, up to 1"),
+        ({"top_p": float("nan")}, "top_p=nan"),
+        ({"top_k": -2}, "top_k=-2: expected an integer >= 1, or 0 or -1 for all tokens"),
+        ({"min_p": 1.5}, "min_p=1.5: expected a number from 0 to 1"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0: expected a number from 0.001"),
+        ({"presence_penalty": 3}, "presence_penalty=3: expected a number from -2 to 2"),
+        ({"logit_bias": {5: "much"}}, "logit_bias: 'much' of token 5 is not a number"),
+        ({"logit_bias": {"five": 1}}, "logit_bias: 'five' is not a token id"),
+        ({"allowed_token_ids": []}, "expected at least one token id"),
+        ({"bad_words": [" "]}, "bad_words: ' ' is not a word"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens=0: expected an integer >= 1"),
+        ({"typical_p": 0.9}, "typical_p is not supported: supported are temperature, max_tokens, seed"),
         ({"max_new_tokens": 5}, "max_new_tokens is not supported: write max_tokens"),
         ({"logprobs": 1}, r"LLM\.score"),
         ({"temprature": 1.0}, "temprature is not a sampling parameter: supported are temperature"),
@@ -116,8 +126,26 @@ def test_a_default_temperature_that_is_none_is_refused(value: Any) -> None:
 
 
 def test_defaults_that_cannot_be_honoured_are_noted() -> None:
-    (note,) = SamplingDefaults.from_configs({"do_sample": True, "top_p": 0.9, "top_k": 0, "min_p": None}).notes
-    assert "top_p=0.9" in note and "top_k" not in note
+    (note,) = SamplingDefaults.from_configs({"do_sample": True, "typical_p": 0.9, "min_p": None}).notes
+    assert "typical_p=0.9" in note and "min_p" not in note
+
+
+def test_filters_and_penalties_come_from_the_checkpoint_where_a_request_has_none() -> None:
+    generation = {"do_sample": True, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.1, "min_p": None}
+    defaults = SamplingDefaults.from_configs(generation)
+    assert defaults.filters == Filters(50, 0.9) and defaults.repetition_penalty == 1.1
+    found = sampling_of(SamplingParams(top_k=-1, presence_penalty=0.5), defaults, 3, 100)
+    assert found.filters == Filters(0, 0.9) and found.penalties == Penalties(1.1, 0.5) and found.seed == 3
+    with pytest.raises(CheetahError, match="generation_config.json: top_p='x'"):
+        SamplingDefaults.from_configs({"top_p": "x"})
+
+
+def test_tokens_of_a_request_are_in_the_vocabulary() -> None:
+    params = SamplingParams(logit_bias={"7": 2, 3: float("-inf")}, allowed_token_ids=[9, 3, 9])
+    found = sampling_of(params, SamplingDefaults(), 0, 100, banned=[8, 8])
+    assert found.bias == ((3, float("-inf")), (7, 2.0)) and found.allowed == (3, 9) and found.banned == (8,)
+    with pytest.raises(CheetahError, match=r"logit_bias: id 7 is outside the vocabulary 0\.\.4"):
+        sampling_of(params, SamplingDefaults(), 0, 5)
     assert SamplingDefaults.from_configs({"do_sample": False, "top_p": 0.9}).notes == ()
 
 

@@ -20,24 +20,32 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-SEQUENCE_WORDS = 16
+SEQUENCE_WORDS = 24
 COLUMN_WORDS = 4
 TILE_WORDS = 8
 MAX_STOP_IDS = 64
 """Stop ids that a launch can check on the device, of all its sequences; the host checks the rest."""
 NO_TOKEN = 0xFFFFFFFF
 """What is sampled where no logit is a number above -infinity; -1 in the int32 buffer `tokens`."""
+MASKED, BIASED, PENALISED, FILTERED = 1, 2, 4, 8
+"""Bits of a sequence's `options`: which of its row in `masks`, `logit_bias`, `token_counts` and which filters count."""
+FILTER_ROUNDS = 63
+"""Most exchanges in which a step's filtered tokens are found: three on average, twenty where nearly all logits are
+equal."""
+PROMPT_TOKEN = 1 << 31
+"""In `token_counts`: the prompt has the token. The other bits count how often it was sampled."""
 
 
 @dataclass(frozen=True)
 class SequenceRecord:
-    """One sequence of a launch; the kernel's buffer `sequences` has one record a sequence, [batch, 16] int32.
+    """One sequence of a launch; the kernel's buffer `sequences` has one record a sequence, [batch, 24] int32.
 
     length: tokens cached before the launch. per_step: columns that it has. given: how many of its row of `tokens` are
     inputs; total: how many tokens it has in the launch, at most steps * per_step (given, if per_step is above 1).
     first_column: the first of its columns. temperature: float32 bits. seed_low, seed_high: halves of a 64-bit seed.
-    stop_first, stop_count: its part of `stop_ids`.
-    """
+    stop_first, stop_count: its part of `stop_ids`. options: bits of MASKED to FILTERED; slot: its row of the buffers
+    that these name. top_k: 0 for all; top_p, reach: float32 bits, a token is out from the distance `reach` on (see
+    `cheetah.models.sampling`). repetition, presence, frequency: penalties, float32 bits."""
 
     length: int
     per_step: int
@@ -49,6 +57,14 @@ class SequenceRecord:
     seed_high: int = 0
     stop_first: int = 0
     stop_count: int = 0
+    options: int = 0
+    slot: int = 0
+    top_k: int = 0
+    top_p: int = 0
+    reach: int = 0
+    repetition: int = 0
+    presence: int = 0
+    frequency: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,6 +95,11 @@ RECORD_WORDS: dict[type, int] = {
     ColumnRecord: COLUMN_WORDS,
     TileRecord: TILE_WORDS,
 }
+
+
+def epochs_of_step(layers: int) -> int:
+    """Epochs of the exchange that a step of a model with so many layers uses."""
+    return layers + 1 + FILTER_ROUNDS
 
 
 def word(kind: type[Record], name: str) -> int:

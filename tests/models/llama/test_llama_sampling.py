@@ -3,8 +3,18 @@
 import math
 
 import numpy as np
+import pytest
 
-from cheetah.models.sampling import gumbel_noise, philox4x32, sample, uniform
+from cheetah.models.sampling import (
+    Filters,
+    Penalties,
+    adjusted,
+    gumbel_noise,
+    kept,
+    philox4x32,
+    sample,
+    uniform,
+)
 from cheetah.plan.kv.tables import NO_TOKEN
 
 ONES = 0xFFFFFFFF
@@ -74,3 +84,47 @@ def test_samples_follow_the_softmax():
 
 def test_greedy_takes_the_lowest_id_on_ties():
     assert sample(np.array([1.0, 3.0, 3.0], dtype=np.float32), 0, 0, 0) == 1
+
+
+LOGITS = np.array([2.0, 0.5, -1.0, 1.5, 1.5, -0.25, 3.0, 0.0, -4.0, 1.0], np.float32)
+WARPED = [
+    # What transformers' warpers leave of LOGITS / temperature, one after the other: TopK, TopP, MinP.
+    ((1.0, Filters(top_k=3)), [0, 3, 4, 6]),
+    ((1.0, Filters(top_k=1)), [6]),
+    ((1.0, Filters(top_p=0.5)), [0, 6]),
+    ((1.0, Filters(top_p=0.4)), [6]),
+    ((1.0, Filters(top_p=0.6)), [0, 6]),
+    ((1.0, Filters(top_p=0.9)), [0, 3, 4, 6, 9]),
+    ((0.5, Filters(top_p=0.89)), [0, 6]),
+    ((1.0, Filters(min_p=0.2)), [0, 3, 4, 6]),
+    ((2.0, Filters(min_p=0.2)), [0, 1, 3, 4, 6, 7, 9]),
+    ((1.0, Filters(top_k=4, top_p=0.7)), [0, 6]),
+    ((1.0, Filters(top_k=2, top_p=0.8)), [0, 6]),
+    ((1.0, Filters(top_k=5, top_p=0.95, min_p=0.3)), [0, 6]),
+]
+
+
+@pytest.mark.parametrize(("given", "wanted"), WARPED, ids=str)
+def test_filters_keep_what_the_warpers_of_transformers_keep(given: tuple[float, Filters], wanted: list[int]) -> None:
+    temperature, filters = given
+    assert np.flatnonzero(kept(LOGITS / np.float32(temperature), filters)).tolist() == wanted
+
+
+def test_draws_follow_the_filtered_distribution() -> None:
+    draws, filters = 20_000, Filters(top_k=6, top_p=0.93)
+    scaled = LOGITS / np.float32(1.3)
+    keep = kept(scaled, filters)
+    wanted = np.where(keep, np.exp(scaled), 0) / np.exp(scaled[keep]).sum()
+    found = np.bincount([sample(LOGITS, 1.3, 5, place, filters) for place in range(draws)], minlength=LOGITS.size)
+    assert not found[~keep].any()
+    chi_square = ((found - draws * wanted)[keep] ** 2 / (draws * wanted[keep])).sum()
+    assert chi_square < 30, "5 degrees of freedom: one in 70,000"
+
+
+def test_penalties_are_those_of_vllm() -> None:
+    counts = np.array([2, 0, 1, 0, 0, 0, 0, 0, 0, 0], np.uint32)
+    in_prompt = np.arange(10) == 3
+    found = adjusted(LOGITS, None, None, Penalties(2.0, 0.5, 0.25), in_prompt, counts)
+    wanted = LOGITS.copy()
+    wanted[[0, 2, 3]] = [2.0 / 2 - 0.5 - 2 * 0.25, -1.0 * 2 - 0.5 - 0.25, 1.5 / 2]
+    np.testing.assert_array_equal(found, wanted)

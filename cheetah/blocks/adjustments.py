@@ -1,0 +1,107 @@
+"""What a sequence asks of its logits before any are compared: a mask of tokens, biases, penalties for repeating.
+
+Meaning: `adjusted` in `cheetah.models.sampling`. Each logit is adjusted by the block that made it. How often a sequence
+has a token is counted by that block too, so no other block ever sees the count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from cheetah import lang as ch
+from cheetah.blocks.columns import NUMBER, SEQUENCE, STOPPED, TOTAL, Columns
+from cheetah.lang import prim, ty
+from cheetah.plan import M_TILE_ROWS, MatrixLayout
+from cheetah.plan.index import ceil_div
+from cheetah.plan.kv.tables import BIASED, MASKED, PENALISED, PROMPT_TOKEN
+
+MASK_BITS = 32
+
+
+def mask_words(vocab: int) -> int:
+    """Words of a sequence's mask: a bit a token, the lowest first."""
+    return ceil_div(vocab, MASK_BITS)
+
+
+class RequestBuffers(Protocol):
+    """Parameters of the kernel: what sequences ask for, a row a slot."""
+
+    @property
+    def options(self) -> ch.Expr: ...
+    @property
+    def masks(self) -> ch.Expr: ...
+    @property
+    def logit_bias(self) -> ch.Expr: ...
+    @property
+    def token_counts(self) -> ch.Expr: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Adjustments:
+    """The adjustments of a launch's sequences; `head` is the matrix that makes logits."""
+
+    columns: Columns
+    launch: RequestBuffers
+    head: MatrixLayout
+
+    @property
+    def vocab(self) -> int:
+        return self.head.rows
+
+    def asked(self, bits: int) -> Any:
+        """Whether any sequence of the launch has one of these options: the same in all threads of the grid."""
+        return (self.launch.options & bits) != 0
+
+    def of(self, column: ch.Expr, name: str) -> Any:
+        """A field of the record of a column's sequence (u32)."""
+        return self.columns.sequence(self.columns.state(column, SEQUENCE), name)
+
+    def row(self, column: ch.Expr) -> Any:
+        """The element of [batch, vocab] at which the row of a column's sequence begins."""
+        return self.of(column, "slot") * self.vocab
+
+    @ch.inline
+    def is_sampled(self, column: ch.Expr) -> Any:
+        """Whether the token after a column's is chosen in this step, and wanted."""
+        following = self.columns.state(column, NUMBER) + 1
+        wanted = (following >= self.of(column, "given")) & (following <= self.columns.state(column, TOTAL))
+        return wanted & (self.columns.state(column, STOPPED) == 0)
+
+    @ch.function
+    def adjust(self, column: ch.Expr, token: ch.Expr, logit: ch.Expr) -> Any:
+        """The logit of a token below the vocabulary's end, as its column's sequence wants it."""
+        options = ch.const(ty.u32, self.of(column, "options"), name="options")
+        adjusted = ch.var(ty.f32, logit)
+        with ch.if_((options & MASKED) != 0):
+            place = self.of(column, "slot") * mask_words(self.vocab) + token // MASK_BITS
+            with ch.if_(((prim.load_constant_u32(self.launch.masks + place) >> (token % MASK_BITS)) & 1) == 0):
+                adjusted.set(-float("inf"))
+        with ch.if_((options & BIASED) != 0):
+            adjusted += prim.bits_float(prim.load_constant_u32(self.launch.logit_bias + (self.row(column) + token)))
+        with ch.if_((options & PENALISED) != 0):
+            self._penalise(column, token, adjusted)
+        return adjusted
+
+    @ch.function
+    def _penalise(self, column: ch.Expr, token: ch.Expr, adjusted: Any) -> None:
+        found = ch.const(ty.u32, self.launch.token_counts[self.row(column) + token], name="found")
+        count = found & (PROMPT_TOKEN - 1)
+        with ch.if_(found != 0):
+            repetition = ch.const(ty.f32, prim.bits_float(self.of(column, "repetition")), name="repetition")
+            quotient = prim.divide_f32(adjusted, repetition)
+            adjusted.set(ch.select(adjusted > 0.0, quotient, adjusted * repetition))
+        with ch.if_(count != 0):
+            adjusted -= prim.bits_float(self.of(column, "frequency")) * ty.f32(count)
+            adjusted -= prim.bits_float(self.of(column, "presence"))
+
+    @ch.function
+    def count(self, column: ch.Expr, token: ch.Expr) -> None:
+        """One thread of each block: count a token that was chosen, in the block that makes its logit.
+
+        That block's barriers between here and the head of the next step order the store before its next reading."""
+        machine = self.columns.machine
+        is_ours = token // M_TILE_ROWS % self.head.blocks == self.head.position(machine.block)
+        with ch.if_(((self.of(column, "options") & PENALISED) != 0) & is_ours & (token < self.vocab)):
+            with ch.if_(self.is_sampled(column)):
+                self.launch.token_counts[self.row(column) + token] += 1

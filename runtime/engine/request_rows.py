@@ -1,0 +1,120 @@
+"""What sequences ask of their logits, on the device: masks, biases and counts of tokens, a row a slot.
+
+A sequence keeps its slot from launch to launch, so that a row is uploaded when it changes and no more; the counts the
+kernel keeps up itself. Knows nothing of launches but who takes part.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cheetah.plan.kv.tables import BIASED, FILTERED, MASKED, PENALISED, PROMPT_TOKEN
+from cheetah.runtime.engine.launch_tables import Sampling
+
+if TYPE_CHECKING:
+    from cheetah.runtime.device.interface import Buffer
+
+MASK_BITS = 32
+
+
+def options_of(sampling: Sampling) -> int:
+    """The bits of what a sequence asks for. Greedy sampling is not filtered: the likeliest token is always kept."""
+    asked = {
+        MASKED: sampling.allowed is not None or bool(sampling.banned),
+        BIASED: bool(sampling.bias),
+        PENALISED: not sampling.penalties.change_nothing,
+        FILTERED: sampling.temperature > 0 and not sampling.filters.keep_all,
+    }
+    return sum(bit for bit, is_asked in asked.items() if is_asked)
+
+
+def mask_of(sampling: Sampling, vocab: int) -> npt.NDArray[np.uint32]:
+    """uint32 [ceil(vocab / 32)]: a bit for each token that may be sampled, the lowest first."""
+    allowed = np.full(-(-vocab // MASK_BITS) * MASK_BITS, sampling.allowed is None)
+    if sampling.allowed is not None:
+        allowed[list(sampling.allowed)] = True
+    allowed[[token for token in sampling.banned if token < vocab]] = False
+    return np.packbits(allowed, bitorder="little").view(np.uint32)
+
+
+def bias_of(sampling: Sampling, vocab: int) -> npt.NDArray[np.float32]:
+    """float32 [vocab]."""
+    bias = np.zeros(vocab, np.float32)
+    for token, value in sampling.bias:
+        bias[token] = value
+    return bias
+
+
+def counts_of(prompt: Sequence[int], made: Sequence[int], vocab: int) -> npt.NDArray[np.uint32]:
+    """uint32 [vocab]: PROMPT_TOKEN where the prompt has a token, plus how often it was made."""
+    counts = np.bincount(np.asarray(made, np.int64), minlength=vocab).astype(np.uint32)
+    counts[np.unique(np.asarray(prompt, np.int64))] |= np.uint32(PROMPT_TOKEN)
+    return counts
+
+
+@dataclass
+class _Slot:
+    """Whose a slot is, and what lies in its rows; None where that is not known."""
+
+    owner: weakref.ref[Any] | None = None
+    mask: object = None
+    bias: object = None
+    counted: tuple[list[int], int] | None = None  # the ids of prompt and completion, and how many are the prompt's
+
+
+class RequestRows:
+    """The rows of `batch` slots in the buffers `masks`, `logit_bias` and `token_counts` of one launcher."""
+
+    def __init__(self, buffers: Mapping[str, Buffer], vocab: int, batch: int) -> None:
+        self._buffers, self._vocab = buffers, vocab
+        self._slots = [_Slot() for _ in range(batch)]
+
+    def place(self, owners: Sequence[object]) -> list[int]:
+        """A slot for each of different sequences: the one that it has, or one that none of them has."""
+        held = [next((i for i, slot in enumerate(self._slots) if _is(slot.owner, owner)), None) for owner in owners]
+        free = iter([number for number in range(len(self._slots)) if number not in held])
+        slots = [next(free) if slot is None else slot for slot in held]
+        for number, owner in zip(slots, owners, strict=True):
+            if not _is(self._slots[number].owner, owner):
+                self._slots[number] = _Slot(weakref.ref(owner))
+        return slots
+
+    def fill(self, number: int, sampling: Sampling, ids: Sequence[int], prompt: int) -> None:
+        """Uploads what a slot does not hold yet. ids: of prompt and completion, the first `prompt` are the prompt's."""
+        slot, options = self._slots[number], options_of(sampling)
+        if options & MASKED and slot.mask != (sampling.allowed, sampling.banned):
+            slot.mask = None  # until the upload has ended it is not known what lies there
+            self._upload("masks", number, mask_of(sampling, self._vocab))
+            slot.mask = (sampling.allowed, sampling.banned)
+        if options & BIASED and slot.bias != sampling.bias:
+            slot.bias = None
+            self._upload("logit_bias", number, bias_of(sampling, self._vocab))
+            slot.bias = sampling.bias
+        if options & PENALISED and slot.counted != (list(ids), prompt):
+            slot.counted = None
+            self._upload("token_counts", number, counts_of(ids[:prompt], ids[prompt:], self._vocab))
+            slot.counted = (list(ids), prompt)
+
+    def note(self, owner: object, token_ids: Sequence[int]) -> None:
+        """A launch has sampled these, and counted them if they count."""
+        counted = next(slot.counted for slot in self._slots if _is(slot.owner, owner))
+        if counted is not None:
+            counted[0].extend(token_ids)
+
+    def forget(self) -> None:
+        """A launch has ended in the middle: what is counted is not known any more."""
+        for slot in self._slots:
+            slot.counted = None
+
+    def _upload(self, name: str, number: int, row: npt.NDArray[Any]) -> None:
+        self._buffers[name].upload(row, number * row.nbytes)
+
+
+def _is(reference: weakref.ref[Any] | None, owner: object) -> bool:
+    return reference is not None and reference() is owner
