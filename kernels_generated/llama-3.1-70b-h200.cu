@@ -783,8 +783,8 @@ __device__ __forceinline__ void rotate(float value, uint32_t m_tile_of_head, uin
 
 // Add the warps' sums of a column, in order: half of the warps on each half of the lanes.
 __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, uint32_t column, uint32_t lane,
-    uint8_t* arena, const int32_t* page_table, uint32_t layer, bf16* kv, uint64_t* exchange_words,
-    uint32_t layer_epoch) {
+    uint8_t* arena, uint64_t* exchange_words, uint32_t layer_epoch, const int32_t* page_table, uint32_t layer,
+    bf16* kv) {
   uint32_t row = lane % 16;
   uint32_t half = lane / 16;
   float half_sum = 0.0f;
@@ -809,6 +809,7 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   uint32_t pair = pack_bf16x2(value, neighbour);
   if (lane < 16 && lane % 2 == 0) {
     uint32_t place = (column * 10240 + head * 128 + dim) / 2;
+    publish_flagged(exchange_words + (place + 4128), pair, layer_epoch);
     if (head >= 64) {
       if (((uint32_t*)(arena + COLUMNS))[column * 8 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 8 + 2]) {
         uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 512;
@@ -820,20 +821,19 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
         fence_proxy_async();
       }
     }
-    publish_flagged(exchange_words + (place + 4128), pair, layer_epoch);
   }
 }
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, const int32_t* page_table, uint32_t layer, bf16* kv,
-    uint64_t* exchange_words, uint32_t layer_epoch) {
+    uint32_t warp, uint32_t lane, uint32_t& finisher, uint64_t* exchange_words, uint32_t layer_epoch,
+    const int32_t* page_table, uint32_t layer, bf16* kv) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
   lay_down(reductions, sums, warp, lane);
   named_barrier(1, 256);
   if (warp == finisher) {
     uint32_t column = 0;
-    finish_rows(m_tile, reductions, column, lane, arena, page_table, layer, kv, exchange_words, layer_epoch);
+    finish_rows(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch, page_table, layer, kv);
   }
   turn ^= 1;
   finisher += 1;
@@ -911,7 +911,7 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
       }
       advance(use_stage, use_parity);
     }
-    reduce(m_tile, sums, arena, turn, warp, lane, finisher, page_table, layer, kv, exchange_words, layer_epoch);
+    reduce(m_tile, sums, arena, turn, warp, lane, finisher, exchange_words, layer_epoch, page_table, layer, kv);
   }
 }
 

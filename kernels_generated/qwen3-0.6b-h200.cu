@@ -894,7 +894,7 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
 // Bring the item's queries to shared memory, and those newest keys and values that it has.
 __device__ __forceinline__ void load_item(uint32_t newest_begin, uint32_t newest, uint32_t epoch, uint4* record,
     uint32_t warp, uint32_t lane, uint32_t step, uint4 what, const bf16* head_norms, uint32_t layer,
-    uint64_t* exchange_words, uint8_t* arena, const int32_t* page_table, bf16* kv) {
+    uint64_t* exchange_words, uint8_t* arena) {
   uint32_t query_units = record[1].z * 16;
   uint32_t key_end = query_units + newest * 16;
   uint32_t units = key_end + newest * 16;
@@ -904,14 +904,15 @@ __device__ __forceinline__ void load_item(uint32_t newest_begin, uint32_t newest
     uint32_t number = own < units - 1 ? own : units - 1;
     bool is_value = number >= key_end;
     uint32_t newest_unit = number - (is_value ? key_end : query_units);
-    uint32_t row = number / 16;
     uint32_t newest_column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + newest_unit / 16;
-    uint32_t column = number < query_units ? record[2].x + row / 2 : newest_column;
     uint32_t kv_head = 16 + (is_value ? 8u : 0u) + what.z;
+    uint32_t place = number % 16;
+    uint32_t row = number / 16;
+    uint32_t column = number < query_units ? record[2].x + row / 2 : newest_column;
     uint32_t head = number < query_units ? what.z * 2 + row % 2 : kv_head;
     uint32_t kind = head < 16 ? 0u : 1u;
-    uint4 words = load_constant_u32x4(head_norms + ((layer * 2 + kind) * 128 + number % 16 * 8));
-    uint4 words_2 = wait_flagged4(exchange_words + ((column * 512 + head * 16 + number % 16) * 4 + 544), epoch);
+    uint4 words = load_constant_u32x4(head_norms + ((layer * 2 + kind) * 128 + place * 8));
+    uint4 words_2 = wait_flagged4(exchange_words + ((column * 512 + head * 16 + place) * 4 + 544), epoch);
     float values[8];
     values[0] = bf16x2_low(words_2.x);
     values[1] = bf16x2_high(words_2.x);
@@ -944,8 +945,8 @@ __device__ __forceinline__ void load_item(uint32_t newest_begin, uint32_t newest
     scaled[5] = values[5] * scale * bf16x2_high(words.z);
     scaled[6] = values[6] * scale * bf16x2_low(words.w);
     scaled[7] = values[7] * scale * bf16x2_high(words.w);
-    float2* angles = (float2*)(arena + ROPE) + (column * 64 + number % 16 % 8 * 8);
-    bool is_second = number % 16 >= 8;
+    float2* angles = (float2*)(arena + ROPE) + (column * 64 + place % 8 * 8);
+    bool is_second = place >= 8;
     float rotated[8];
     float2 angle = angles[0];
     float partner = shuffle_xor_f32(scaled[0], 8);
@@ -984,21 +985,8 @@ __device__ __forceinline__ void load_item(uint32_t newest_begin, uint32_t newest
       if (number < query_units) {
         ((uint4*)(arena + QUERIES))[number] = make_u32x4(pack_bf16x2(values[0], values[1]), pack_bf16x2(values[2], values[3]), pack_bf16x2(values[4], values[5]), pack_bf16x2(values[6], values[7]));
       } else {
-        uint4* keys = (uint4*)(arena + NEWEST);
-        uint4* values_2 = (uint4*)(arena + NEWEST) + 256;
-        uint4* place = (is_value ? values_2 : keys) + newest_unit;
-        place[0] = make_u32x4(pack_bf16x2(values[0], values[1]), pack_bf16x2(values[2], values[3]), pack_bf16x2(values[4], values[5]), pack_bf16x2(values[6], values[7]));
-        if (column - record[2].x < record[2].y) {
-          if (((uint32_t*)(arena + COLUMNS))[column * 8 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 8 + 2]) {
-            uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 512;
-            uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 8] / 16));
-            uint64_t offset = (uint64_t)(layer) * 16777216 + (uint64_t)(page) * 32768;
-            bf16* key = kv + (offset + (uint64_t)((head - 16) % 8 * 2048 + ((uint32_t*)(arena + COLUMNS))[column * 8] % 16 * 128));
-            bf16* place_2 = head - 16 < 8 ? key : key + 16384;
-            ((uint4*)(place_2 + number % 16 * 8))[0] = make_u32x4(pack_bf16x2(values[0], values[1]), pack_bf16x2(values[2], values[3]), pack_bf16x2(values[4], values[5]), pack_bf16x2(values[6], values[7]));
-            fence_proxy_async();
-          }
-        }
+        uint4* place_2 = (is_value ? (uint4*)(arena + NEWEST) + 256 : (uint4*)(arena + NEWEST)) + newest_unit;
+        place_2[0] = make_u32x4(pack_bf16x2(values[0], values[1]), pack_bf16x2(values[2], values[3]), pack_bf16x2(values[4], values[5]), pack_bf16x2(values[6], values[7]));
       }
     }
   }
@@ -1463,6 +1451,35 @@ __device__ __forceinline__ void attend_item(uint32_t cached_end, uint32_t newest
   fold(epoch, arena, weight_sum, lane, warp, highest, output, record, thread, exchange_words, what);
 }
 
+// Put the item's newest keys and values into the cache, if their column is one of the tile's own: of the tiles
+// that read it, one. It is done when the item's output is published: nobody waits for the cache in this step.
+__device__ __forceinline__ void append_newest(uint32_t newest_begin, uint32_t newest, uint32_t thread, uint4* record,
+    uint32_t step, uint4 what, uint8_t* arena, const int32_t* page_table, uint32_t layer, bf16* kv) {
+  uint32_t units = newest * 16;
+  #pragma unroll 1
+  for (uint32_t number = thread; number < units * 2; number += 256) {
+    bool is_value = number >= units;
+    uint32_t newest_unit = number - (is_value ? units : 0);
+    uint32_t newest_column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + newest_unit / 16;
+    uint32_t kv_head = 16 + (is_value ? 8u : 0u) + what.z;
+    uint32_t place = number % 16;
+    if (newest_column - record[2].x < record[2].y) {
+      uint4* place_2 = (is_value ? (uint4*)(arena + NEWEST) + 256 : (uint4*)(arena + NEWEST)) + newest_unit;
+      uint4 words = place_2[0];
+      if (((uint32_t*)(arena + COLUMNS))[newest_column * 8 + 1] < ((uint32_t*)(arena + COLUMNS))[newest_column * 8 + 2]) {
+        uint32_t table = ((uint32_t*)(arena + COLUMNS))[newest_column * 8 + 6] * 512;
+        uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[newest_column * 8] / 16));
+        uint64_t offset = (uint64_t)(layer) * 16777216 + (uint64_t)(page) * 32768;
+        bf16* key = kv + (offset + (uint64_t)((kv_head - 16) % 8 * 2048 + ((uint32_t*)(arena + COLUMNS))[newest_column * 8] % 16 * 128));
+        bf16* place_3 = kv_head - 16 < 8 ? key : key + 16384;
+        ((uint4*)(place_3 + place * 8))[0] = make_u32x4(words.x, words.y, words.z, words.w);
+        fence_proxy_async();
+      }
+    }
+  }
+  named_barrier(1, 256);
+}
+
 // The record at hand becomes that of another merge of this team.
 __device__ __forceinline__ void replace_merge(uint32_t job, uint32_t merge_rows, uint32_t warp, uint8_t* arena,
     const int32_t* kv_plans, uint32_t plan_index, uint32_t lane, const int32_t* tiles) {
@@ -1580,8 +1597,8 @@ __device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, f
 __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint32_t layer, uint8_t* arena, const int32_t* kv_plans, uint32_t plan_index, const int32_t* tiles,
     uint32_t layer_epoch, uint32_t warp, uint32_t lane, const bf16* head_norms, uint64_t* exchange_words,
-    const int32_t* page_table, bf16* kv, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring,
-    uint64_t* empty) {
+    uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
+    const int32_t* page_table, bf16* kv) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 142 + layer * 5 + 1);
   }
@@ -1603,9 +1620,10 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
     uint32_t newest_end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
     uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
     load_item(newest_begin, newest, layer_epoch, record, warp, lane, step, what, head_norms, layer, exchange_words,
-        arena, page_table, kv);
+        arena);
     attend_item(cached_end, newest_begin, newest, layer_epoch, arena, lane, record, step, what, warp, use_stage, full,
         use_parity, ring, empty, thread, exchange_words);
+    append_newest(newest_begin, newest, thread, record, step, what, arena, page_table, layer, kv);
   }
   // merge of partial states
   uint4 numbers_2 = ((uint4*)(arena + RECORDS))[0];
@@ -3196,7 +3214,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         qkv(thread, progress, block, step, layer, norms, head_norms, arena, embedding, next_token, lane, warp,
             column_count, exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, turn, finisher);
         attention(thread, progress, block, step, layer, arena, kv_plans, plan_index, tiles, layer_epoch, warp, lane,
-            head_norms, exchange_words, page_table, kv, use_stage, full, use_parity, ring, empty);
+            head_norms, exchange_words, use_stage, full, use_parity, ring, empty, page_table, kv);
         o(thread, progress, block, step, layer, arena, lane, exchange_words, layer_epoch, full, use_stage, use_parity,
             ring, warp, empty, turn, finisher);
         gate_up(thread, progress, block, step, layer, norms, arena, exchange_words, layer_epoch, lane, warp,

@@ -66,8 +66,8 @@ class Share:
 
 @dataclass(frozen=True, eq=False)
 class LoadedUnit:
-    """A unit of what an item loads: its number among queries, newest keys and newest values; what it is; its number
-    among the newest keys, or among the newest values."""
+    """A unit of what an item loads: its number among queries (False: there are none), newest keys and newest values;
+    what it is; its number among the newest keys, or among the newest values."""
 
     number: Any
     is_query: Any
@@ -139,6 +139,8 @@ class Attention:
                     self._attend_item(item, 1, cached_end, newest_begin, newest, epoch)
                 with ch.else_():
                     self._attend_item(item, 2, cached_end, newest_begin, newest, epoch)
+            if self.port.heads is not None:
+                self._append_newest(self.port.heads, item, newest_begin, newest)
 
     @ch.function
     def _attend_item(
@@ -222,44 +224,61 @@ class Attention:
             raw = self._raw_head(item, newest_begin, unit)
             values = heads.finish(raw, epoch)
             with ch.if_(own < units):
-                self._keep_unit(heads, item, unit, raw, values)
+                self._keep_unit(heads, unit, raw, values)
         machine.meet()
 
     @ch.inline
     def _raw_head(self, item: Item, newest_begin: ch.Expr, unit: LoadedUnit) -> RawHead:
         """Where a unit is published."""
         sizes, shape, tile = self.sizes, self.machine.shape, item.tile
-        row = unit.number // sizes.head_units
         newest_column = tile.new_column + (newest_begin - tile.cached) + unit.newest // sizes.head_units
-        column = ch.select(unit.is_query, tile.first_column + row // sizes.group, newest_column)
         kv_head = shape.heads + ch.select(unit.is_value, ty.u32(shape.kv_heads), ty.u32(0)) + item.head
+        place = unit.number % sizes.head_units
+        if unit.is_query is False:
+            return RawHead(newest_column, kv_head, place)
+        row = unit.number // sizes.head_units
+        column = ch.select(unit.is_query, tile.first_column + row // sizes.group, newest_column)
         head = ch.select(unit.is_query, item.head * sizes.group + row % sizes.group, kv_head)
-        return RawHead(column, head, unit.number % sizes.head_units)
+        return RawHead(column, head, place)
 
     @ch.inline
-    def _keep_unit(self, heads: RawHeads, item: Item, unit: LoadedUnit, raw: RawHead, values: Any) -> None:
-        """A finished unit to the item's queries, or to its newest keys and values; the latter to the cache too, if the
-        column is one of the tile's own: of the tiles that read it, one."""
+    def _keep_unit(self, heads: RawHeads, unit: LoadedUnit, raw: RawHead, values: Any) -> None:
+        """A finished unit to the item's queries, or to its newest keys and values, as the cache has them."""
         with ch.if_(unit.is_query):
             self.machine.region("queries", ty.u32x4)[unit.number] = prim.make_u32x4(*packed(values))
         with ch.else_():
             words = heads.stored(values, raw)
-            self._keep_newest(words, unit.is_value, unit.newest)
-            with ch.if_(raw.column - item.tile.first_column < item.tile.columns):
-                heads.append(words, raw)
+            place = self._newest_place(unit)
+            if self.sizes.codes:
+                place[0] = words[0]
+                place[1] = words[1]
+            else:
+                place[0] = prim.make_u32x4(*words)
 
-    @ch.inline
-    def _keep_newest(self, words: Sequence[Any], is_value: ch.Expr, unit: ch.Expr) -> None:
-        """A unit of the newest keys or values, as the cache has it, among the item's."""
-        if self.sizes.codes:
-            keys, values = self._newest_rows(ty.u32)
-            place = ch.select(is_value, values, keys) + unit * 2
-            place[0] = words[0]
-            place[1] = words[1]
-            return
-        keys, values = self._newest_rows(ty.u32x4)
-        place = ch.select(is_value, values, keys) + unit
-        place[0] = prim.make_u32x4(*words)
+    def _newest_place(self, unit: LoadedUnit) -> Any:
+        """Where a unit of the newest keys or values lies: two words of codes (u32*), or one of bf16 (u32x4*)."""
+        keys, values = self._newest_rows(ty.u32 if self.sizes.codes else ty.u32x4)
+        return ch.select(unit.is_value, values, keys) + unit.newest * (2 if self.sizes.codes else 1)
+
+    @ch.function
+    def _append_newest(self, heads: RawHeads, item: Item, newest_begin: ch.Expr, newest: ch.Expr) -> None:
+        """Put the item's newest keys and values into the cache, if their column is one of the tile's own: of the tiles
+        that read it, one. It is done when the item's output is published: nobody waits for the cache in this step."""
+        machine, sizes = self.machine, self.sizes
+        units = newest * sizes.head_units
+        with ch.for_(machine.thread, units * 2, machine.consumer_threads, unroll=1) as number:
+            is_value = number >= units
+            newest_unit = number - ch.select(is_value, units, ty.u32(0))
+            unit = LoadedUnit(number, False, is_value, newest_unit)
+            raw = self._raw_head(item, newest_begin, unit)
+            with ch.if_(raw.column - item.tile.first_column < item.tile.columns):
+                place = self._newest_place(unit)
+                if sizes.codes:
+                    heads.append([place[0], place[1]], raw)
+                else:
+                    words = ch.const(ty.u32x4, place[0], name="words")
+                    heads.append([getattr(words, member) for member in "xyzw"], raw)
+        machine.meet()  # the next item's newest keys and values are laid over these
 
     @ch.inline
     def _query_unit(self, item: Item, row: ch.Expr, unit: ch.Expr, epoch: ch.Expr) -> Any:

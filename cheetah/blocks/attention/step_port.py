@@ -121,20 +121,19 @@ class Projection:
         pair = ch.var(ty.u32, prim.pack_bf16x2(value, neighbour))
         with ch.if_((rows.lane < M_TILE_ROWS) & (rows.lane % 2 == 0)):
             place = (rows.column * shape.qkv_rows + head * shape.head_dim + dim) // 2
-            if self.machine.plan.kv_dtype == "e4m3":
+            is_coded = self.machine.plan.kv_dtype == "e4m3"
+            if is_coded:
+                codes = ch.var(ty.u32, 0)
                 with ch.if_(head >= shape.heads):
                     # Quantised before anybody uses them, so that later reads of the cache agree.
                     scale = self.port.scale_of(layer, head - shape.heads)
-                    codes = prim.e4m3x2_from_f32(prim.divide_f32(value, scale), prim.divide_f32(neighbour, scale))
+                    codes.set(prim.e4m3x2_from_f32(prim.divide_f32(value, scale), prim.divide_f32(neighbour, scale)))
                     pair.set(prim.e4m3x4_to_bf16(codes).x)
-                    self._append(layer, head - shape.heads, dim, ty.u16(codes), rows.column)
-            else:
-                with ch.if_(head >= shape.heads):
-                    self._append(layer, head - shape.heads, dim, pair, rows.column)
             self.port.exchange.publish("qkv", place, pair, epoch)
-
-    def _append(self, layer: Any, kv_row: Any, dim: Any, pair: Any, column: Any) -> None:
-        append(self.cache, self.columns, layer, kv_row, column, dim, pair)
+            # Behind it: attention waits for the exchange, and for the cache nobody does before the next step.
+            with ch.if_(head >= shape.heads):
+                place_of = (self.cache, self.columns, layer, head - shape.heads, rows.column, dim)
+                append(*place_of, ty.u16(codes) if is_coded else pair)
 
 
 class NormalisedHeads(RawHeads):
