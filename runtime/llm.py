@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from cheetah.errors import CheetahError
 from cheetah.plan.plan import MAX_BATCH, default_context
 from cheetah.runtime.asked import Ask, Asked
+from cheetah.runtime.calls import conversations_of, params_for, progress_of, prompt_of, prompts_of, refuse_others
 from cheetah.runtime.engine.engine import Engine
 from cheetah.runtime.engine.prefix_cache import PrefixCache
 from cheetah.runtime.engine.requests import Request
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
     from cheetah.runtime.build.assemble import GenerateKernel
     from cheetah.runtime.checkpoint.loading import Checkpoint
     from cheetah.runtime.device.interface import Device
+
+
+CHAT_NAMES = ("chat_template_content_format", "lora_request", "priority")
+"""What vLLM's chat takes beside variables of the template."""
 
 
 class LLM:
@@ -104,7 +109,9 @@ class LLM:
         quiet: bool = False,
         generate_kernel: GenerateKernel | None = None,
         tuned: bool = True,
+        **others: Any,
     ):
+        refuse_others("LLM", others)
         from cheetah.runtime.build.assemble import assemble
         from cheetah.runtime.checkpoint.loading import open_checkpoint
 
@@ -112,7 +119,7 @@ class LLM:
         _check_count("max_num_batched_tokens", max_num_batched_tokens)
         checkpoint = open_checkpoint(model, revision, local_files_only, tie_word_embeddings=tie_word_embeddings)
         self.name, self.config = checkpoint.name, checkpoint.config
-        self.seed = seed
+        self.seed, self._quiet = seed, quiet
         self.prompts = Prompts.of(checkpoint, tokenizer, chat_template)
         self.tokenizer = self.prompts.tokenizer
         self._defaults = SamplingDefaults.from_configs(checkpoint.generation_config, checkpoint.eos_token_id)
@@ -149,47 +156,93 @@ class LLM:
         )
 
     @overload
-    def generate(self, prompts: Prompt, params: SamplingParams | None = None) -> RequestOutput: ...
+    def generate(
+        self,
+        prompts: Prompt | Mapping[str, Any],
+        sampling_params: SamplingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+        **others: Any,
+    ) -> RequestOutput: ...
     @overload
     def generate(
-        self, prompts: list[str] | list[list[int]] | list[Prompt], params: SamplingParams | None = None
+        self,
+        prompts: list[str] | list[list[int]] | list[Mapping[str, Any]] | list[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        **others: Any,
     ) -> list[RequestOutput]: ...
     def generate(
-        self, prompts: Prompt | list[str] | list[list[int]] | list[Prompt], params: SamplingParams | None = None
+        self, prompts: Any, sampling_params: Any = None, *, use_tqdm: bool = True, **others: Any
     ) -> RequestOutput | list[RequestOutput]:
         """The completions of a prompt (text, or token ids as they are), or of each of a list of prompts.
 
-        A list is checked whole before its first prompt runs; all its prompts run with `params`, up to `batch`
-        completions together, and when one ends the next takes its place.
+        A prompt may also be {"prompt": text} or {"prompt_token_ids": ids}. sampling_params: for all, or a list with
+        those of each prompt. A list is checked whole before its first prompt runs; up to `batch` completions run
+        together, and when one ends the next takes its place. use_tqdm: a bar of what is done, on standard error where
+        that is a terminal, of more than one prompt.
         """
-        several = [cast(Prompt, prompts)] if _is_one(prompts) else list(cast(Sequence[Prompt], prompts))
-        texts = [prompt if isinstance(prompt, str) else None for prompt in several]
-        outputs = self._collect(texts, [self.prompts.encode(prompt) for prompt in several], params)
-        return outputs[0] if _is_one(prompts) else outputs
+        refuse_others("generate", others)
+        several, is_one = prompts_of(prompts)
+        given = [(prompt if isinstance(prompt, str) else None, self.prompts.encode(prompt)) for prompt in several]
+        outputs = self._collect(given, sampling_params, use_tqdm)
+        return outputs[0] if is_one else outputs
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamPiece]:
+    def stream(
+        self, prompt: Prompt | Mapping[str, Any], sampling_params: SamplingParams | None = None
+    ) -> Iterator[StreamPiece]:
         """The completions of a prompt piece by piece, as they are made. Mistakes in the request are raised at once.
 
         With a batch of 1 another request of the same thread ends an unfinished stream: its next piece is an error, and
         those of other threads are waited for. With more they go on side by side, each when any of them is asked for its
         next piece; a stream that nobody wants any more gives its place up when it is closed or collected.
         """
-        return self._stream(self.prompts.encode(prompt), params)
+        return self._stream(self.prompts.encode(prompt_of(prompt)), sampling_params)
 
-    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any) -> RequestOutput:
-        """The model's next message in a conversation: [{"role": "user", "content": "..."}, ...].
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+        **template: Any,
+    ) -> RequestOutput: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        **template: Any,
+    ) -> list[RequestOutput]: ...
+    def chat(
+        self, messages: Any, sampling_params: Any = None, *, use_tqdm: bool = True, **template: Any
+    ) -> RequestOutput | list[RequestOutput]:
+        """The model's next message in a conversation: [{"role": "user", "content": "..."}, ...]; or in each of a list.
 
-        `template`: tools, documents, add_generation_prompt (True) and what else the chat template knows, such as
-        enable_thinking; chat_template to use another one. The rendered conversation is the output's `prompt`.
+        `template`: tools, documents, add_generation_prompt (True), continue_final_message, and what else the chat
+        template knows, such as enable_thinking, also as chat_template_kwargs={...}; chat_template to use another one.
+        The rendered conversation is the output's `prompt`.
         """
-        text, ids = self.prompts.render(messages, **template)
-        return self._collect([text], [ids], params)[0]
+        conversations, is_one = conversations_of(messages)
+        given = [self._render(conversation, template) for conversation in conversations]
+        outputs = self._collect(given, sampling_params, use_tqdm)
+        return outputs[0] if is_one else outputs
 
     def stream_chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **template: Any
     ) -> Iterator[StreamPiece]:
-        """Like `chat`, piece by piece as `stream`."""
-        return self._stream(self.prompts.render(messages, **template)[1], params)
+        """Like `chat` of one conversation, piece by piece as `stream`."""
+        return self._stream(self._render(messages, template)[1], sampling_params)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer. CheetahError if there is none."""
+        if self.tokenizer is None:
+            raise CheetahError(f"{self.name} has no tokenizer (no tokenizer.json, or tokenizer=False)")
+        return self.tokenizer
 
     def score(self, ids: Prompt) -> npt.NDArray[np.float32]:
         """The logits of every position, float32 [len(ids), vocab]: row i is for the token after ids 0 .. i."""
@@ -218,6 +271,10 @@ class LLM:
         self.engine.close()
         self._assembly.close()
 
+    def __repr__(self) -> str:
+        device, batch = self._assembly.device.describe().backend, self.engine.engine.launcher.batch
+        return f"LLM({self.name!r}, device={device!r}, batch={batch}, max_context={self.max_context})"
+
     def __enter__(self) -> LLM:
         return self
 
@@ -235,22 +292,35 @@ class LLM:
             raise CheetahError(f"max_context={asked} is more than the model's max_position_embeddings, {most}")
         return asked
 
+    def _render(self, messages: Sequence[Message], template: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
+        """A conversation as text and as ids."""
+        variables = {**template, **(template.get("chat_template_kwargs") or {})}
+        known_elsewhere = {name: variables.pop(name) for name in CHAT_NAMES if name in variables}
+        variables.pop("chat_template_kwargs", None)
+        refuse_others("chat", known_elsewhere)
+        return self.prompts.render(messages, **variables)
+
     def _collect(
-        self, texts: Sequence[str | None], prompts: Sequence[tuple[int, ...]], params: SamplingParams | None
+        self, given: Sequence[tuple[str | None, tuple[int, ...]]], sampling_params: Any, use_tqdm: bool
     ) -> list[RequestOutput]:
-        """All completions of all prompts, decoded together."""
-        params = params or SamplingParams()
-        asks = [self.ask(ids, params) for ids in prompts]
-        found: list[list[StreamPiece]] = [[] for _ in asks for _ in range(params.n)]
-        for number, piece in self._pieces(asks):
-            found[number].append(piece)
+        """All completions of all prompts, each text (if it was one) and ids, decoded together."""
+        every = params_for(sampling_params, len(given))
+        asks = [self.ask(ids, params) for (_, ids), params in zip(given, every, strict=True)]
+        found: list[list[StreamPiece]] = [[] for params in every for _ in range(params.n)]
+        with progress_of(len(found), use_tqdm and len(given) > 1 and not self._quiet) as advance:
+            for number, piece in self._pieces(asks):
+                found[number].append(piece)
+                if piece.finished:
+                    advance()
         outputs = iter([collect(pieces) for pieces in found])
         return [
-            RequestOutput(text, ids, tuple(islice(outputs, params.n))) for text, ids in zip(texts, prompts, strict=True)
+            RequestOutput(text, ids, tuple(islice(outputs, params.n)))
+            for (text, ids), params in zip(given, every, strict=True)
         ]
 
-    def _stream(self, ids: tuple[int, ...], params: SamplingParams | None) -> Iterator[StreamPiece]:
-        ask = self.ask(ids, params or SamplingParams())
+    def _stream(self, ids: tuple[int, ...], sampling_params: SamplingParams | None) -> Iterator[StreamPiece]:
+        (params,) = params_for(sampling_params, 1)
+        ask = self.ask(ids, params)
         return (piece for _, piece in self._pieces([ask]))
 
     def _pieces(self, asks: Sequence[Ask]) -> Iterator[tuple[int, StreamPiece]]:
@@ -280,13 +350,6 @@ def _checked_batch(batch: int | None) -> int | None:
     if isinstance(batch, bool) or not isinstance(batch, int) or not 1 <= batch <= MAX_BATCH:
         raise CheetahError(f"batch={batch!r}: expected an integer from 1 to {MAX_BATCH}, or None for 1")
     return batch
-
-
-def _is_one(prompts: Any) -> bool:
-    """Whether this is one prompt: text, or a sequence of integers (an empty one is an empty prompt)."""
-    if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
-        return True
-    return len(prompts) == 0 or isinstance(prompts[0], int | np.integer)
 
 
 def _print_notes(checkpoint: Checkpoint, defaults: SamplingDefaults, tokenizer: Tokenizer | None) -> None:

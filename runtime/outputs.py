@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NoReturn
+
+from cheetah.errors import CheetahError
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,16 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
+
+    finished = True
+    """It is given once all its completions have ended."""
+
+    def __getitem__(self, index: object) -> NoReturn:
+        """Refuses `generate("...")[0]`, which other libraries' lists of one take."""
+        raise CheetahError(
+            "the output of one prompt is no list: write output.text, or output.outputs[0].text, or give a list of "
+            "prompts to get a list of outputs"
+        )
 
     @property
     def text(self) -> str | None:

@@ -104,8 +104,8 @@ class SamplingParams:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(int(token) for token in self.stop_token_ids))
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
+        object.__setattr__(self, "stop_token_ids", tuple(map(_plain_id, self.stop_token_ids or ())))
         self._check_temperature()
         self._check_counts()
         if self.seed is not None and not _is_int(self.seed, 0, 2**64 - 1):
@@ -297,6 +297,14 @@ def _token_ids(entry: Any) -> list[int]:
         if not _is_int(token, 0, LARGEST_ID):
             raise CheetahError(f"eos_token_id: {shown(token)} is not a token id: expected an integer below 2**31")
     return list(dict.fromkeys(entries))
+
+
+def _plain_id(token: Any) -> int:
+    try:
+        return index(token)
+    except TypeError:
+        hint = ": texts go into stop" if isinstance(token, str) else ""
+        raise CheetahError(f"stop_token_ids: {shown(token)} is not a token id{hint}") from None
 
 
 def _is_temperature(value: Any) -> bool:

@@ -1,0 +1,129 @@
+"""What `LLM`'s calls may be given: prompts and parameters one by one or in lists, by the names that vLLM's users know.
+
+What means nothing here is refused with what to write instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, cast
+
+import numpy as np
+
+from cheetah.errors import CheetahError
+from cheetah.printable import shown
+from cheetah.runtime.sampling import SamplingParams
+from cheetah.runtime.text.prompts import Prompt
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "dtype": ("auto", "bfloat16"),
+    "tensor_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "trust_remote_code": (False,),
+    "quantization": (None,),
+    "tokenizer_mode": ("auto",),
+    "load_format": ("auto",),
+    "lora_request": (None,),
+    "priority": (None,),
+    "chat_template_content_format": ("auto", "string"),
+}
+"""Of vLLM's names those that may be given, with the values that ask for nothing."""
+
+INSTEAD: Mapping[str, str] = {
+    "max_model_len": "write max_context",
+    "max_num_seqs": "write batch",
+    "enable_prefix_caching": "write prefix_cache",
+    "kv_cache_dtype": 'write kv_dtype="bf16" or "e4m3"',
+    "gpu_memory_utilization": "the cache has room for batch completions of max_context tokens: choose these",
+    "skip_tokenizer_init": "write tokenizer=False",
+    "hf_token": "set HF_TOKEN in the environment, or log in with `hf auth login`",
+    "download_dir": "set HF_HUB_CACHE in the environment",
+    "dtype": "weights are bf16; others are rounded to it",
+    "quantization": "a checkpoint says how it is quantised; leave it out",
+    "tensor_parallel_size": "a model runs on one GPU; start a server for each",
+    "trust_remote_code": "no code of a checkpoint is ever run",
+    "enforce_eager": "there is one kernel and no graph; leave it out",
+    "chat_template_content_format": 'content is given to the template as text: leave it out, or write "string"',
+    "lora_request": "adapters are not supported: merge them into the weights",
+    "params": "write sampling_params",
+}
+
+
+def refuse_others(call: str, others: Mapping[str, Any]) -> None:
+    """CheetahError for the first name that means something else elsewhere, or nothing anywhere."""
+    for name, value in others.items():
+        if value not in NEUTRAL.get(name, ()):
+            hint = INSTEAD.get(name, "leave it out")
+            raise CheetahError(f"{call}: {name}={shown(value)} is not supported: {hint}")
+
+
+def prompt_of(prompt: Any) -> Prompt:
+    """Text or ids, as they are or under their names in a dict."""
+    if not isinstance(prompt, Mapping):
+        return cast(Prompt, prompt)
+    for name in ("prompt_token_ids", "prompt"):
+        if prompt.get(name) is not None:
+            return cast(Prompt, prompt[name])
+    names = ", ".join(map(str, prompt))
+    raise CheetahError(f'a prompt with {names}: give {{"prompt": "..."}} or {{"prompt_token_ids": [...]}}')
+
+
+def prompts_of(prompts: Any) -> tuple[list[Prompt], bool]:
+    """(the prompts, whether it was one that was given by itself): text, ids, {"prompt": text} or
+    {"prompt_token_ids": ids}, or a list of these."""
+    if _is_one(prompts):
+        return [prompt_of(prompts)], True
+    return [prompt_of(prompt) for prompt in prompts], False
+
+
+def params_for(sampling_params: Any, count: int) -> list[SamplingParams]:
+    """The parameters of each of `count` prompts: one for all, or a list with one for each; None is the default."""
+    if isinstance(sampling_params, Sequence) and not isinstance(sampling_params, str):
+        if len(sampling_params) != count:
+            given = len(sampling_params)
+            raise CheetahError(f"{given} sampling_params for {count} prompts: give one for each, or one for all")
+        return [_params_of(params) for params in sampling_params]
+    return [_params_of(sampling_params)] * count
+
+
+def conversations_of(messages: Any) -> tuple[list[Any], bool]:
+    """(the conversations, whether it was one): a list of messages, or a list of such lists."""
+    is_several = isinstance(messages, list | tuple) and bool(messages) and isinstance(messages[0], list | tuple)
+    return (list(messages), False) if is_several else ([messages], True)
+
+
+def _is_one(prompts: Any) -> bool:
+    """Whether this is one prompt: text, or a sequence of integers (an empty one is an empty prompt)."""
+    if isinstance(prompts, str | Mapping) or not hasattr(prompts, "__len__"):
+        return True
+    return len(prompts) == 0 or isinstance(prompts[0], int | np.integer)
+
+
+def _params_of(params: Any) -> SamplingParams:
+    if params is None:
+        return SamplingParams()
+    if isinstance(params, Mapping):
+        raise CheetahError("sampling_params is a dict: write SamplingParams(temperature=..., max_tokens=...)")
+    if not isinstance(params, SamplingParams):
+        raise CheetahError(f"sampling_params is {shown(params)}: write SamplingParams(...), a list of them, or None")
+    return params
+
+
+class Advance(Protocol):
+    """Says that one more is done."""
+
+    def __call__(self) -> None: ...
+
+
+@contextmanager
+def progress_of(count: int, is_wanted: bool) -> Iterator[Advance]:
+    """A bar on standard error over `count` completions, if it is wanted and somebody watches."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("completions"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not (is_wanted and console.is_terminal)) as bar:
+        task = bar.add_task("completions", total=count)
+        yield lambda: bar.advance(task)
