@@ -45,6 +45,15 @@ class TileFormat:
                 f"give multiples of {VECTOR_COLUMNS} columns and of {TILE_ALIGNMENT} bytes"
             )
 
+    def takes_digits(self, columns: int, tokens: int) -> bool:
+        """Whether a product with a matrix of so many columns, by the vectors of `tokens` tokens, takes integer digits
+        of their elements in place of bf16 numbers."""
+        return False
+
+    def vector_units(self, columns: int, tokens: int) -> int:
+        """16-byte units of shared memory that the vectors of a K-tile of such a matrix take."""
+        return self.columns // 8 * tokens
+
     def matrix_bytes(self, rows: int, columns: int) -> int:
         """Bytes of a matrix, padded to whole tiles."""
         k_tiles = -(-columns // self.columns)
@@ -81,6 +90,13 @@ class QuantizedTiles(TileFormat):
     scales_at: int = 0
     zero_points_at: int = 0
 
+    def takes_digits(self, columns: int, tokens: int) -> bool:
+        """The digits of a token take three columns of an `mma`, and each warp converts the elements of two tiles."""
+        return self.kind == "int4" and tokens <= DIGIT_TOKENS and columns % (2 * QUANTIZED_COLUMNS) == 0
+
+    def vector_units(self, columns: int, tokens: int) -> int:
+        return DIGIT_UNITS * tokens if self.takes_digits(columns, tokens) else super().vector_units(columns, tokens)
+
     @property
     def groups(self) -> int:
         """Groups of a row of a tile; 1 where the whole row shares what there is."""
@@ -100,6 +116,15 @@ BLOCK_SCALE_BYTES = 16
 E4M3_VECTOR_EXPONENT = 64
 """A code's bits at the low end of a bf16 are its value times 2^-120; half of that comes back beforehand, by way of the
 vector (whose elements stay below 2^63), so that no product is too small for a float."""
+
+
+DIGIT_TOKENS = 1
+"""Tokens of a step up to which 4-bit weights are multiplied by digits: for several, a nibble costs less as bf16."""
+DIGITS = 3
+"""Of an element: bytes -128 .. 127, of base 256. An element has 18 bits; what the digits are of, up to 23."""
+DIGIT_UNITS = 2 * DIGITS * 4 + 1
+"""16-byte units of the digits of a tile's 128 elements: for each half of the tile, digit and lane of four one. Behind
+them the unit of the power of two that the elements were divided by."""
 
 
 def quantized_name(kind: str, group_columns: int | None, is_asymmetric: bool) -> str:

@@ -74,6 +74,10 @@ class MatrixLayout:
     def padded_columns(self) -> int:
         return self.k_tiles * self.format.columns
 
+    def takes_digits(self, tokens: int) -> bool:
+        """Whether the vectors of so many tokens come as digits; see `TileFormat.takes_digits`."""
+        return self.format.takes_digits(self.columns, tokens)
+
     @property
     def tiles_per_chunk(self) -> int:
         """K-tiles of every chunk but the last of an M-tile."""

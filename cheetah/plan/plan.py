@@ -301,7 +301,7 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
     tokens are. chosen: what was sampled. step_done: two mbarriers. next_token: of every column, then whether the launch
     ends.
     """
-    vector_bytes = plan.tokens * vector_columns(shape, plan) * 2
+    vector_bytes = longest_vector_bytes(shape, plan)
     attention = attention_regions(shape, plan, vector_bytes)
     candidates = gpu.blocks * max(plan.tokens, 2) * 8
     filters, filter_sums = (count * FILTER_WORDS * 4 for count in (plan.tokens, max(plan.tokens, plan.consumer_warps)))
@@ -361,18 +361,20 @@ def attention_records(plan: Plan) -> tuple[Region, ...]:
     return Region("statistics", plan.consumer_warps * COLUMNS * 8), Region("records", kept)
 
 
-def vector_columns(shape: ModelShape, plan: Plan) -> int:
-    """The longest part of a vector that is in shared memory at once, in elements of a token."""
+def longest_vector_bytes(shape: ModelShape, plan: Plan) -> int:
+    """The longest part of the vectors that is in shared memory at once, as the format of its matrix has it."""
     down = shape.format_of("down")
-    parts = (
-        *(round_up(shape.hidden, shape.format_of(matrix).columns) for matrix in ("qkv", "gate_up", "lm_head")),
-        round_up(shape.query_rows, shape.format_of("o").columns),
-        slice_columns(
-            *(round_up(shape.ffn, down.columns), down.chunk_bytes(plan.stage_bytes, plan.consumer_warps)),
-            *(plan.down_slices, down),
-        ),
-    )
-    return max(parts)
+    chunk_bytes = down.chunk_bytes(plan.stage_bytes, plan.consumer_warps)
+    parts = {name: shape.hidden for name in ("qkv", "gate_up", "lm_head")} | {"o": shape.query_rows}
+    longest = [_vector_bytes(shape, plan, name, columns, columns) for name, columns in parts.items()]
+    part = slice_columns(round_up(shape.ffn, down.columns), chunk_bytes, plan.down_slices, down)
+    return max(*longest, _vector_bytes(shape, plan, "down", shape.ffn, part))
+
+
+def _vector_bytes(shape: ModelShape, plan: Plan, matrix: str, columns: int, part: int) -> int:
+    """Of `part` of the columns of a matrix."""
+    format = shape.format_of(matrix)
+    return ceil_div(part, format.columns) * format.vector_units(columns, plan.tokens) * 16
 
 
 def default_down_slices(shape: ModelShape, tokens: int, gpu: Gpu) -> int:

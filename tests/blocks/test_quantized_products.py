@@ -23,6 +23,7 @@ from tests.tolerances import MATVEC, MATVEC_WITH_OUTLIERS
 
 # rows, columns, blocks, then fields of the plan: the odd sizes are those that no K-tile and no group divides
 SMALL: tuple[int, int, int, dict[str, Any]] = (50, 1000, 3, {"tokens": 2, "down_slices": 2})
+DIGITS: tuple[int, int, int, dict[str, Any]] = (50, 1280, 3, {"down_slices": 2})
 OTHERS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "one element": (1, 1, 1, {}),
     "part of a group, an M-tile and a row": (17, 33, 2, {}),
@@ -88,6 +89,31 @@ def test_product_against_float64(name: str) -> None:
 
 
 @pytest.mark.compiler
+@pytest.mark.parametrize("name", ["int4", "int4-g128-asym", "int4-g64", "int4-g32-asym"])
+def test_product_by_digits_against_float64(name: str) -> None:
+    _, layout = compiled((*DIGITS[:3], tuple(DIGITS[3].items())), name)
+    assert layout.takes_digits(1) and not layout.takes_digits(8)
+    assert error_of_product(DIGITS, name) < MATVEC
+    assert error_of_product(DIGITS, name, outlier=1000.0) < MATVEC_WITH_OUTLIERS
+
+
+@pytest.mark.compiler
+def test_digits_of_elements_of_every_size() -> None:
+    """Zeros, the smallest and the largest numbers; what is no number leaves none."""
+    kernel, layout = compiled((*DIGITS[:3], tuple(DIGITS[3].items())), "int4-g128-asym")
+    matrix = rows_of("int4-g128-asym", layout.rows, layout.columns)
+    packed = filled(pack_matrix(layout, matrix))
+    values = np.random.default_rng(1).standard_normal((1, layout.columns))
+    for size in (0.0, 2.0**-60, 2.0**100):
+        x = as_bf16(values * size)
+        wanted = widen(x).astype(np.float64) @ matrix.dequantized().astype(np.float64).T
+        np.testing.assert_allclose(launched(kernel, layout, packed, x), wanted, rtol=0, atol=MATVEC * abs(wanted).max())
+    for value in (np.nan, np.inf):
+        values[0, 700] = value
+        assert np.isnan(launched(kernel, layout, packed, as_bf16(values))).all()
+
+
+@pytest.mark.compiler
 @pytest.mark.parametrize("case", OTHERS)
 @pytest.mark.parametrize("name", ["fp8", "int4-g128-asym"])
 def test_sizes_that_do_not_divide(name: str, case: str) -> None:
@@ -108,11 +134,13 @@ def test_tiny_and_large_activations() -> None:
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("name", ["fp8-block128", "int4-g64-asym", "int8"])
-def test_no_schedule_changes_a_bit(name: str) -> None:
-    kernel, layout = compiled((*SMALL[:3], tuple(SMALL[3].items())), name)
+@pytest.mark.parametrize(
+    ("name", "case"), [("fp8-block128", SMALL), ("int4-g64-asym", SMALL), ("int8", SMALL), ("int4-g64", DIGITS)]
+)
+def test_no_schedule_changes_a_bit(name: str, case: tuple[int, int, int, dict[str, Any]]) -> None:
+    kernel, layout = compiled((*case[:3], tuple(case[3].items())), name)
     packed = filled(pack_matrix(layout, rows_of(name, layout.rows, layout.columns)))
-    x = as_bf16(np.random.default_rng(2).standard_normal((2, layout.columns)))
+    x = as_bf16(np.random.default_rng(2).standard_normal((kernel.plan.tokens, layout.columns)))
     report = explore(lambda scheduler, seed: launched(kernel, layout, packed, x, scheduler, seed), range(3))
     assert report.ok, str(report)
 

@@ -106,6 +106,28 @@ def test_mma_multiplies_fragments_laid_out_as_ptx_says(scheduler: str, draw: np.
     np.testing.assert_allclose(d, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_mma_of_bytes_multiplies_fragments_laid_out_as_ptx_says(draw: np.random.Generator) -> None:
+    body = """
+      const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+      int32_t c[4];
+      for (uint32_t i = 0; i < 4; i++) c[i] = d[(g + 8 * (i / 2)) * 8 + 2 * t + i % 2];
+      uint4 fragment;
+      fragment.x = a[g * 8 + t];
+      fragment.y = a[(g + 8) * 8 + t];
+      fragment.z = a[g * 8 + t + 4];
+      fragment.w = a[(g + 8) * 8 + t + 4];
+      mma_u8_s8(c, fragment, b[g * 8 + t], b[g * 8 + t + 4]);
+      for (uint32_t i = 0; i < 4; i++) d[(g + 8 * (i / 2)) * 8 + 2 * t + i % 2] = c[i];
+    """
+    a = draw.integers(0, 256, (16, 32), dtype=np.uint8)
+    b = draw.integers(-128, 128, (8, 32), dtype=np.int8)
+    d = draw.integers(-(2**31), 2**31, (16, 8), dtype=np.int32)
+    with np.errstate(over="ignore"):
+        expected = d + a.astype(np.int32) @ b.astype(np.int32).T
+    program(body, "const uint32_t* a, const uint32_t* b, int32_t* d").launch(1, 32, 0, [a, b, d])
+    np.testing.assert_array_equal(d, expected)
+
+
 def test_matrix_transpose() -> None:
     body = "x[threadIdx.x] = matrix_transpose_b16(x[threadIdx.x]);"
     matrix = np.arange(64, dtype=np.uint16).reshape(8, 8)
@@ -159,6 +181,13 @@ def test_f16_pairs_as_floats() -> None:
     numbers, out = np.arange(65536, dtype=np.uint16), np.zeros(65536, np.float32)
     program(body, "const uint32_t* pairs, float* out").launch(1, 64, 0, [numbers, out])
     np.testing.assert_array_equal(out, numbers.view(np.float16).astype(np.float32))
+
+
+def test_a_mask_and_others(draw: np.random.Generator) -> None:
+    body = "out[threadIdx.x] = and_or_u32(x[threadIdx.x], 0x000f000f, 0x43004300);"
+    x, out = draw.integers(0, 2**32, 32, dtype=np.uint32), np.zeros(32, np.uint32)
+    program(body, "const uint32_t* x, uint32_t* out").launch(1, 32, 0, [x, out])
+    np.testing.assert_array_equal(out, x & 0x000F000F | 0x43004300)
 
 
 def test_products_of_bf16_pairs(draw: np.random.Generator) -> None:

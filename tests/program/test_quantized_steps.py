@@ -26,6 +26,10 @@ OTHERS: Formats = (
 CASES: dict[str, tuple[ModelConfig, Formats, dict[str, Any]]] = {
     "llama, three sequences, slices": (model(144, 280), MIXED, {"batch": 3, "tokens": 4, "down_slices": 2}),
     "llama, one token, everything": (model(), OTHERS, {}),
+    "llama, one token, digits": (
+        *(model(256, 512, heads=4), (("qkv", "int4-g128-asym"), ("gate_up", "int4-g64"), ("down", "int4"))),
+        {"down_slices": 2},
+    ),
     "qwen3, keys of eight bits": (qwen3(), OTHERS[:4], {"kv_dtype": "e4m3"}),
     "qwen2, barrier": (qwen2(4, 2), MIXED, {"sync": "barrier", "tokens": 2}),
 }

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from cheetah import lang as ch
-from cheetah.blocks.columns import UNIT, Columns
+from cheetah.blocks.columns import Columns
 from cheetah.blocks.linear.formats import fragments_of
 from cheetah.blocks.linear.fragments import Activations
 from cheetah.blocks.linear.interface import Epilogue, Linear, Prologue, Rows
@@ -185,12 +185,12 @@ class Matvec(Linear):
         """Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`."""
         machine = self.machine
         vector = machine.region("vector", ty.u32x4)
-        fragments = fragments_of(layout.format, stage, machine.lane)
+        fragments = fragments_of(layout, self.columns.limit, stage, machine.lane)
         with ch.for_(layout.tiles_per_chunk // machine.plan.consumer_warps, unroll=True) as turn:
             pair = turn * machine.plan.consumer_warps + machine.warp
 
             def multiply_tile() -> None:
-                units_per_tile = layout.format.columns // UNIT * self.columns.limit
+                units_per_tile = layout.format.vector_units(layout.columns, self.columns.limit)
                 units = Activations(self.columns, vector + (place * layout.tiles_per_chunk + pair) * units_per_tile)
                 fragments.multiply(pair, units, sums)
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from cheetah import lang as ch
 from cheetah.blocks.columns import UNIT, UNITS_PER_TILE, Columns
+from cheetah.blocks.linear.formats.digits import store_digits
 from cheetah.blocks.linear.interface import Prologue
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
@@ -73,7 +74,7 @@ class RmsNorm(Prologue):
             prefetch(self.columns.machine, self.following, self._padded * 2)
 
     def load(self, matrix: MatrixLayout, number: int) -> None:
-        part = Part(matrix.padded_columns, self.available, exponent=matrix.format.vector_exponent)
+        part = Part(matrix.padded_columns, self.available, 0, *_kind_of_units(self.columns, matrix))
         source = self.source
         load_normalised(self.columns, part, self.elements, self.epsilon, self.weight, source.read, source.wait)
 
@@ -95,7 +96,10 @@ class Slices(Prologue):
         first, end = (chunk * chunk_elements for chunk in matrix.slice_range(number))
         end = min(end, matrix.padded_columns)
         first_unit = first // UNIT * self.columns.limit
-        part = Part(end - first, min(end, self.available) - first, first_unit, matrix.format.vector_exponent)
+        part = Part(
+            *(end - first, min(end, self.available) - first, first_unit),
+            *_kind_of_units(self.columns, matrix),
+        )
         load_vector(self.columns, part, self.source.read, self.source.wait)
 
 
@@ -137,12 +141,19 @@ class Prefetching(Prologue):
 @dataclass(frozen=True, eq=False)
 class Part:
     """A part of a vector: `elements` of every token, a multiple of 32, of which the first `available` exist (the rest
-    is zero); in the exchange it begins at unit `first_unit`. Elements come multiplied by two to the `exponent`."""
+    is zero); in the exchange it begins at unit `first_unit`. Elements come multiplied by two to the `exponent`, or
+    as digits (`linear/formats/digits.py`)."""
 
     elements: int
     available: int
     first_unit: ch.Value = 0
     exponent: int = 0
+    digits: bool = False
+
+
+def _kind_of_units(columns: Columns, matrix: MatrixLayout) -> tuple[int, bool]:
+    """Exponent and digits of a part that is multiplied with a matrix."""
+    return matrix.format.vector_exponent, matrix.takes_digits(columns.limit)
 
 
 @ch.function
@@ -156,7 +167,7 @@ def load_vector(columns: Columns, part: Part, read: Read, wait: Wait | None = No
             data = ch.array(ty.u32x4, UNITS, name="units")
             read(data, batch.first + part.first_unit, batch.count)
             with _each(machine, batch) as (number, unit):
-                vector[unit] = times_power_of_two(data[number], part.exponent)
+                store_unit(vector, unit, data[number], part.exponent, part.digits)
     machine.meet()
 
 
@@ -190,7 +201,7 @@ def load_normalised(
             data = ch.array(ty.u32x4, UNITS, name="units")
             read(data, batch.first + part.first_unit, batch.count)
             with _each(machine, batch) as (number, unit):
-                _normalise_unit(vector, unit, data[number], weights[number], squares, part.exponent)
+                _normalise_unit(vector, unit, data[number], weights[number], squares, part.exponent, part.digits)
     _write_scales(columns, squares, true_elements, epsilon)
 
 
@@ -201,6 +212,14 @@ def prefetch(machine: Machine, source: ch.Expr, size_bytes: int) -> None:
     with ch.if_(machine.thread == 0):
         with ch.for_(machine.block * LINE_BYTES, size_bytes, machine.gpu.blocks * LINE_BYTES, unroll=1) as offset:
             prim.prefetch_l2(lines + offset)
+
+
+def store_unit(vector: ch.Expr, unit: ch.Expr, words: Any, exponent: int, digits: bool) -> None:
+    """A unit to its place in shared memory, as the weights' format wants it."""
+    if digits:
+        store_digits(vector, unit, words)
+    else:
+        vector[unit] = times_power_of_two(words, exponent)
 
 
 def times_power_of_two(unit: Any, exponent: int) -> Any:
@@ -298,7 +317,13 @@ def _each(machine: Machine, batch: _Batch) -> Iterator[tuple[ch.Expr, ch.Expr]]:
 
 @ch.function
 def _normalise_unit(
-    vector: ch.Expr, unit: ch.Expr, words: ch.Expr, weight: ch.Expr, squares: Any, exponent: int = 0
+    vector: ch.Expr,
+    unit: ch.Expr,
+    words: ch.Expr,
+    weight: ch.Expr,
+    squares: Any,
+    exponent: int = 0,
+    digits: bool = False,
 ) -> None:
     """A unit times the norm's weights into the vector, and its squares to the thread's sum."""
     packed = []
@@ -308,7 +333,7 @@ def _normalise_unit(
         squares += low * low + high * high
         weights = getattr(weight, member)
         packed.append(prim.pack_bf16x2(low * prim.bf16x2_low(weights), high * prim.bf16x2_high(weights)))
-    vector[unit] = times_power_of_two(prim.make_u32x4(*packed), exponent)
+    store_unit(vector, unit, prim.make_u32x4(*packed), exponent, digits)
 
 
 @ch.function

@@ -55,6 +55,7 @@ uint32_t shuffle_xor(uint32_t value, uint32_t mask, Place place, const char* pri
 uint32_t shuffle(uint32_t value, uint32_t lane, Place place, const char* primitive);
 float warp_sum(float value, Place place);
 void mma(float* c, const uint32_t* a, uint32_t b0, uint32_t b1, Place place);
+void mma_bytes(int32_t* c, const uint32_t* a, uint32_t b0, uint32_t b1, Place place);
 uint32_t matrix_transpose(uint32_t value, Place place);
 uint64_t matrix_descriptor(const void* start, uint32_t leading, uint32_t stride, Place place);
 void wgmma_fence(Place place);
@@ -134,6 +135,14 @@ CHEETAH_PRIMITIVE void mma_bf16(float (&c)[4], uint4 a, uint32_t b0, uint32_t b1
   const uint32_t words[4] = {a.x, a.y, a.z, a.w};
   float sums[4] = {c[0], c[1], c[2], c[3]};
   cheetah_emulator::mma(sums, words, b0, b1, place);
+  for (int i = 0; i < 4; i++) c[i] = sums[i];
+}
+
+// D = A (16x32 unsigned bytes) * B (32x8 signed bytes) + C (16x8), as mma.m16n8k32 u8 s8 with s32 sums, which wrap.
+CHEETAH_PRIMITIVE void mma_u8_s8(int32_t (&c)[4], uint4 a, uint32_t b0, uint32_t b1, CHEETAH_PLACE) {
+  const uint32_t words[4] = {a.x, a.y, a.z, a.w};
+  int32_t sums[4] = {c[0], c[1], c[2], c[3]};
+  cheetah_emulator::mma_bytes(sums, words, b0, b1, place);
   for (int i = 0; i < 4; i++) c[i] = sums[i];
 }
 

@@ -58,6 +58,30 @@ void multiply(Warp& warp) {
   scatter(warp, operands);
 }
 
+// The same places with four bytes k for two numbers: lane 4*g + t has bytes 4t .. 4t+3 and 16 more on of rows g, g+8.
+void multiply_bytes(Warp& warp) {
+  uint8_t a[16][32];
+  int8_t b[8][32];
+  for (uint32_t lane = 0; lane < warp_lanes; lane++) {
+    const Slot& slot = warp.slots[lane];
+    const uint32_t g = lane / 4, first = lane % 4 * 4;
+    for (uint32_t byte = 0; byte < 8; byte++) {
+      const uint32_t half = byte / 4, shift = byte % 4 * 8, k = first + 16 * half + byte % 4;
+      b[g][k] = int8_t(slot.b[half] >> shift);
+      for (uint32_t lower = 0; lower < 2; lower++) a[g + 8 * lower][k] = uint8_t(slot.a[2 * half + lower] >> shift);
+    }
+  }
+  for (uint32_t lane = 0; lane < warp_lanes; lane++) {
+    for (uint32_t i = 0; i < 4; i++) {
+      const uint32_t row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+      int32_t sum = 0;
+      for (uint32_t k = 0; k < 32; k++) sum += a[row][k] * b[column][k];
+      int32_t& place = warp.slots[lane].sums_of_bytes[i];
+      place = int32_t(uint32_t(place) + uint32_t(sum));
+    }
+  }
+}
+
 // movmatrix: an 8x8 matrix of 16-bit values, lane 4*row + t holding columns 2t and 2t+1.
 void transpose(Warp& warp) {
   uint16_t matrix[8][8];
@@ -118,6 +142,19 @@ void mma(float* c, const uint32_t* a, uint32_t b0, uint32_t b1, Place place) {
   slot.b[1] = b1;
   rendezvous(Collective::mma, place, "mma_bf16", multiply);
   for (int i = 0; i < 4; i++) c[i] = slot.c[i];
+}
+
+void mma_bytes(int32_t* c, const uint32_t* a, uint32_t b0, uint32_t b1, Place place) {
+  require_whole_warp(place, "mma_u8_s8");
+  Slot& slot = my_slot();
+  for (int i = 0; i < 4; i++) {
+    slot.a[i] = a[i];
+    slot.sums_of_bytes[i] = c[i];
+  }
+  slot.b[0] = b0;
+  slot.b[1] = b1;
+  rendezvous(Collective::mma_bytes, place, "mma_u8_s8", multiply_bytes);
+  for (int i = 0; i < 4; i++) c[i] = slot.sums_of_bytes[i];
 }
 
 uint32_t matrix_transpose(uint32_t value, Place place) {

@@ -70,7 +70,7 @@ from cheetah.lang.primitives.numbers import (
     rsqrt_f32,
     tanh_f32,
 )
-from cheetah.lang.primitives.tensor import make_u32x4, matrix_transpose_b16, mma_bf16
+from cheetah.lang.primitives.tensor import make_u32x4, matrix_transpose_b16, mma_bf16, mma_u8_s8
 from cheetah.lang.primitives.warpgroup import (
     WGMMA_COLUMNS,
     matrix_descriptor,
@@ -127,6 +127,7 @@ __all__ = [
     "mbarrier_init",
     "mbarrier_wait",
     "mma_bf16",
+    "mma_u8_s8",
     "multiply_bf16x2",
     "multiply_high_u32",
     "named_barrier",

@@ -21,6 +21,20 @@ mma_bf16 = declare(
     b0=ty.u32,
     b1=ty.u32,
 )
+mma_u8_s8 = declare(
+    "mma_u8_s8",
+    ty.void,
+    """
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+    """,
+    "c += a (16 x 32 unsigned bytes) * b (32 x 8 signed bytes), fragments as in the PTX manual",
+    c=ty.array(ty.i32, 4),
+    a=ty.u32x4,
+    b0=ty.u32,
+    b1=ty.u32,
+)
 matrix_transpose_b16 = declare(
     "matrix_transpose_b16",
     ty.u32,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from cheetah import lang as ch
 from cheetah.blocks.linear.formats.bf16 import Bf16Fragments
+from cheetah.blocks.linear.formats.digits import DigitFragments
 from cheetah.blocks.linear.formats.e4m3 import E4m3Fragments
 from cheetah.blocks.linear.formats.integers import Int4Fragments, Int8Fragments
 from cheetah.blocks.linear.fragments import Fragments
 from cheetah.blocks.ring import Stage
-from cheetah.plan.formats import QUANTIZED_FORMATS, TileFormat
+from cheetah.plan import MatrixLayout
+from cheetah.plan.formats import QUANTIZED_FORMATS
 
 _OF_KIND: dict[str, type[Fragments]] = {"int4": Int4Fragments, "int8": Int8Fragments, "fp8": E4m3Fragments}
 FRAGMENTS: dict[str, type[Fragments]] = {
@@ -17,6 +19,7 @@ FRAGMENTS: dict[str, type[Fragments]] = {
 }
 
 
-def fragments_of(format: TileFormat, stage: Stage, lane: ch.Expr) -> Fragments:
-    """The tiles of a format in a stage."""
-    return FRAGMENTS[format.name](stage, lane, format)
+def fragments_of(layout: MatrixLayout, tokens: int, stage: Stage, lane: ch.Expr) -> Fragments:
+    """The tiles of a matrix in a stage, for the vectors of so many tokens."""
+    kind = DigitFragments if layout.takes_digits(tokens) else FRAGMENTS[layout.format.name]
+    return kind(stage, lane, layout.format)

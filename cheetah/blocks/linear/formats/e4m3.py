@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from cheetah import lang as ch
-from cheetah.blocks.linear.formats.quantized import PARTS, QuantizedFragments
+from cheetah.blocks.linear.formats.quantized import PARTS, ChainedFragments
 from cheetah.lang import prim, ty
 
 PART_LOADS = 32
@@ -22,7 +22,7 @@ SECOND_HIGH, SECOND_LOW = 0x87808780, 0x00700070
 the word moved left by 4."""
 
 
-class E4m3Fragments(QuantizedFragments):
+class E4m3Fragments(ChainedFragments):
     """With scales in the tile (a block's) or without (a row's factor says all)."""
 
     def load(self, first: Any) -> None:

@@ -11,7 +11,7 @@ from abc import abstractmethod
 from typing import Any
 
 from cheetah import lang as ch
-from cheetah.blocks.linear.formats.quantized import PARTS, QuantizedFragments
+from cheetah.blocks.linear.formats.quantized import PARTS, ChainedFragments, QuantizedFragments
 from cheetah.lang import prim, ty
 from cheetah.plan.formats import INTEGER_SCALE_BYTES, ZERO_POINT_BYTES
 
@@ -26,7 +26,7 @@ BOTH_HALVES = 0x00010001
 MIDDLE_NIBBLE = 8
 
 
-class IntegerFragments(QuantizedFragments):
+class IntegerFragments(ChainedFragments):
     """The groups of a tile: their scales, their zero points, and what is too much."""
 
     parts_of_load: int
@@ -43,10 +43,7 @@ class IntegerFragments(QuantizedFragments):
         self.excess = self._excess(first, number)
         if self.format.group_columns is None:
             return None
-        pairs = ch.reinterpret(ty.ptr(ty.u32), first + (self.format.scales_at + number * INTEGER_SCALE_BYTES))
-        pair = ch.const(ty.u32, pairs[self.lane // 4], name="scale_pair")
-        self.read(pair)
-        return prim.f16x2_low(pair), prim.f16x2_high(pair)
+        return group_scales(self, first, number)
 
     def fragments_of(self, first: Any, number: int, part: int) -> tuple[list[Any], list[Any]]:
         left, right = self.codes_of(part)
@@ -69,9 +66,7 @@ class IntegerFragments(QuantizedFragments):
         """A operands of a group that take away what is too much."""
         if not self.format.is_asymmetric:
             return [make_fragment(*(word,) * 4, name="excess") for word in self.middle_excess()]
-        zero_points = ch.reinterpret(ty.ptr(ty.u16), first + (self.format.zero_points_at + number * ZERO_POINT_BYTES))
-        pair = ch.const(ty.u32, ty.u32(zero_points[self.lane // 4]), name="zero_points")
-        self.read(pair)
+        pair = group_zero_points(self, first, number)
         of_rows = zip(self.excess_of(pair & 0xFF), self.excess_of(pair >> 8), strict=True)
         return [make_fragment(low, high, low, high, name="excess") for low, high in of_rows]
 
@@ -120,6 +115,22 @@ class Int8Fragments(IntegerFragments):
     def middle_excess(self) -> list[int]:
         # 128 + 2048 + 128, which is one bf16
         return [SIXTEENS | NEGATIVE | 2 * MIDDLE_NIBBLE * BOTH_HALVES]
+
+
+def group_scales(tiles: QuantizedFragments, first: Any, number: int) -> tuple[Any, Any]:
+    """The scales of group `number` of the tile at `first`, of rows g and g + 8."""
+    pairs = ch.reinterpret(ty.ptr(ty.u32), first + (tiles.format.scales_at + number * INTEGER_SCALE_BYTES))
+    pair = ch.const(ty.u32, pairs[tiles.lane // 4], name="scale_pair")
+    tiles.read(pair)
+    return prim.f16x2_low(pair), prim.f16x2_high(pair)
+
+
+def group_zero_points(tiles: QuantizedFragments, first: Any, number: int) -> Any:
+    """Its zero points: that of row g in the lower byte, that of row g + 8 above (u32)."""
+    pairs = ch.reinterpret(ty.ptr(ty.u16), first + (tiles.format.zero_points_at + number * ZERO_POINT_BYTES))
+    pair = ch.const(ty.u32, ty.u32(pairs[tiles.lane // 4]), name="zero_points")
+    tiles.read(pair)
+    return pair
 
 
 def nibbles(word: Any, number: int, magic: int) -> Any:

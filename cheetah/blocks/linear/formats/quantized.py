@@ -39,6 +39,35 @@ class QuantizedFragments(Fragments):
         have_read = ch.var(ty.u32, 0)
         self.tiles, self.have_read = tiles, have_read
 
+    def finish_chunk(self) -> None:
+        self.stage.has_read(self.have_read)
+
+    @ch.inline
+    def finish_rows(self, tiles: int, groups: int, sums: Any) -> None:
+        low, high = self.row_factors(tiles)
+        for group in range(groups):
+            for number in range(4):
+                sums[group][number] = sums[group][number] * (low if number < 2 else high)
+
+    @ch.inline
+    def row_factors(self, tiles: int) -> tuple[Any, Any]:
+        """Of rows g and g + 8, behind the last of so many tiles of the stage."""
+        factors = ch.reinterpret(ty.ptr(ty.f32), self.tiles + tiles * self.format.tile_bytes)
+        row = self.lane // 4
+        low = factors[row]
+        high = factors[row + M_TILE_ROWS // 2]
+        self.read(prim.float_bits(low))
+        self.read(prim.float_bits(high))
+        return low, high
+
+    def read(self, word: Any) -> None:
+        """A load from the stage gave this word (u32)."""
+        self.have_read ^= word
+
+
+class ChainedFragments(QuantizedFragments):
+    """Codes that become bf16 numbers."""
+
     @ch.inline
     def multiply(self, tile: ch.Expr, activations: Activations, sums: Any) -> None:
         first = self.tiles + tile * self.format.tile_bytes
@@ -63,25 +92,6 @@ class QuantizedFragments(Fragments):
     @abstractmethod
     def scales(self, first: Any, number: int) -> tuple[Any, Any] | None:
         """The scales of group `number` of the tile, of rows g and g + 8; None: the rows' factors say all."""
-
-    def finish_chunk(self) -> None:
-        self.stage.has_read(self.have_read)
-
-    @ch.inline
-    def finish_rows(self, tiles: int, groups: int, sums: Any) -> None:
-        factors = ch.reinterpret(ty.ptr(ty.f32), self.tiles + tiles * self.format.tile_bytes)
-        row = self.lane // 4
-        low = factors[row]
-        high = factors[row + M_TILE_ROWS // 2]
-        self.read(prim.float_bits(low))
-        self.read(prim.float_bits(high))
-        for group in range(groups):
-            for number in range(4):
-                sums[group][number] = sums[group][number] * (low if number < 2 else high)
-
-    def read(self, word: Any) -> None:
-        """A load from the stage gave this word (u32)."""
-        self.have_read ^= word
 
     def _multiply_parts(
         self, first: Any, number: int, parts: range, activations: Activations, units: Any
