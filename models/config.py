@@ -19,6 +19,8 @@ from cheetah.models.config_json import JSON_NAMES, ConfigError, Dialect, load_so
 from cheetah.models.plausible import implausible
 from cheetah.models.rope import Rope, rope_table
 from cheetah.plan import ModelShape
+from cheetah.plan.formats import BF16
+from cheetah.plan.shape import MATRICES
 
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 8
@@ -87,6 +89,13 @@ class ModelConfig:
             layers=self.layers,
             formats=self.weight_formats,
         )
+
+    @property
+    def formats_in_words(self) -> str:
+        """The weight formats of a layer's matrices: "bf16", "int4-g128", "fp8 and bf16"."""
+        formats = dict(self.weight_formats)
+        layer = (matrix for matrix in MATRICES if matrix != "lm_head")
+        return " and ".join(dict.fromkeys(formats.get(matrix, BF16.name) for matrix in layer))
 
     @property
     def group(self) -> int:

@@ -14,6 +14,7 @@ from cheetah.models import llama, mistral, qwen2, qwen3
 from cheetah.models.config import ModelConfig
 from cheetah.models.config_json import ConfigError, load_source, place_of, stated
 from cheetah.models.family import ModelFamily
+from cheetah.models.formats.quantized import is_scheme_name
 from cheetah.models.quantization import Quantization, quantization_of_folder, read_quantization
 
 _FAMILIES = (llama.FAMILY, qwen3.FAMILY, qwen2.FAMILY, mistral.FAMILY)
@@ -57,6 +58,25 @@ def stated_quantization(source: str | Path | Mapping[str, Any], values: Mapping[
     return None if stated is None else read_quantization(stated, place_of(source))
 
 
+def split_format(name: str) -> tuple[str, str | None]:
+    """A model's name without the weight format behind its last "@", and that format: "demo@int4-g64"."""
+    source, _, format = name.rpartition("@")
+    return (source, format) if source and is_scheme_name(format) else (name, None)
+
+
+def in_format(config: ModelConfig, format: str | None) -> ModelConfig:
+    """The model with all matrices of its layers in a weight format; as it is for None."""
+    if format is None:
+        return config
+    matrices = (matrix for matrix in family_of(config).matrix_modules(config) if matrix != "lm_head")
+    return replace(config, weight_formats=tuple((matrix, format) for matrix in matrices))
+
+
+def is_preset(name: str) -> bool:
+    """Whether a name is a preset's, with a weight format or without."""
+    return split_format(name)[0] in PRESET_NAMES
+
+
 def preset(name: str) -> ModelConfig:
     """The configuration of that name; "demo" is read from the demo model that the package carries."""
     if name == DEMO:
@@ -67,15 +87,21 @@ def preset(name: str) -> ModelConfig:
 
 
 def resolve_config(name_or_path: str | Path, notes: list[str] | None = None) -> ModelConfig:
-    """A preset's name, a model folder, or the path of a config.json. Never touches the network."""
-    if str(name_or_path) in PRESET_NAMES:
-        return preset(str(name_or_path))
-    path = Path(name_or_path).expanduser()
+    """A preset's name, a model folder, or the path of a config.json, perhaps with "@" and a weight format behind it.
+    Never touches the network."""
+    source, format = split_format(str(name_or_path))
+    return in_format(_resolved(source, notes), format)
+
+
+def _resolved(source: str, notes: list[str] | None) -> ModelConfig:
+    if source in PRESET_NAMES:
+        return preset(source)
+    path = Path(source).expanduser()
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():
         raise ConfigError(
-            f"{name_or_path}: neither a preset ({', '.join(PRESET_NAMES)}) nor a folder with a config.json "
+            f"{source}: neither a preset ({', '.join(PRESET_NAMES)}) nor a folder with a config.json "
             "nor the path of a config.json"
         )
     return read_config(path, notes)

@@ -97,7 +97,7 @@ def decode_state(device: Device, config: LlamaConfig, manifest: Manifest) -> Ite
     buffers: dict[str, Any] = {}
     try:
         allocate_buffers(device, manifest, buffers)
-        fill_random(config, buffers, int(manifest.plan["max_context"]))
+        fill_random(config, manifest, buffers)
         fill_with(buffers["kv"], random_bits(1.0))
         buffers["page_table"].upload(np.arange(manifest.buffer("page_table").shape[-1], dtype=np.int32))
         yield DecodeState(device, config, manifest, buffers)

@@ -68,7 +68,7 @@ def bench(
             **plan_for(config, opened, gpu, plan, tuned),
         ) as ready,
     ):
-        circumstances = circumstances_of(name, weights, opened)
+        circumstances = circumstances_of(name, config, weights, opened)
         measured = []
         for work in works:
             measured.append(ready.measure(work, steps, repetitions, warmup))

@@ -29,36 +29,40 @@ class NamedConfig:
 def named_config(name: str, revision: str | None = None) -> NamedConfig:
     """The configuration of a preset, a folder, a config.json, or a hub id (of which config.json alone is fetched).
 
-    A folder's canonical name is its own, without the path. "random:" in front changes nothing.
+    A folder's canonical name is its own, without the path. "random:" in front changes nothing; "@" and a weight format
+    behind it puts the matrices of the layers into that format.
     """
-    from cheetah.models.registry import resolve_config
+    from cheetah.models.registry import in_format, resolve_config, split_format
 
-    source, notes = name.removeprefix(RANDOM), list[str]()
+    (source, format), notes = split_format(name.removeprefix(RANDOM)), list[str]()
     place = _config_of_hub(source, revision) if _is_hub_id(source) else source
-    config, canonical = resolve_config(place, notes), canonical_name(name)
+    config, canonical = in_format(resolve_config(place, notes), format), canonical_name(name)
     return NamedConfig(config, canonical, canonical.rpartition("/")[2].lower(), tuple(notes))
 
 
 def canonical_name(name: str) -> str:
     """How a model is named in a command that means the same on another machine: a folder by its name alone."""
-    source = name.removeprefix(RANDOM)
+    from cheetah.models.registry import split_format
+
+    source, format = split_format(name.removeprefix(RANDOM))
+    return _canonical_source(source) + (f"@{format}" if format else "")
+
+
+def _canonical_source(source: str) -> str:
+    from cheetah.models.registry import is_preset
+
     path = Path(source).expanduser()
-    if _is_preset(source) or not path.exists():
+    if is_preset(source) or not path.exists():
         return source
     folder = path.resolve() if path.is_dir() else path.resolve().parent
     return folder.name if path.is_dir() or path.name == "config.json" else path.stem
 
 
-def _is_preset(source: str) -> bool:
-    from cheetah.models.registry import PRESET_NAMES
-
-    return source in PRESET_NAMES
-
-
 def _is_hub_id(source: str) -> bool:
+    from cheetah.models.registry import is_preset
     from cheetah.runtime.checkpoint import hub
 
-    return not _is_preset(source) and not Path(source).expanduser().exists() and hub.is_hub_id(source)
+    return not is_preset(source) and not Path(source).expanduser().exists() and hub.is_hub_id(source)
 
 
 def _config_of_hub(repository: str, revision: str | None) -> Path:

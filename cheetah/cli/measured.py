@@ -41,7 +41,7 @@ def ordinal_of(device: str | None) -> int:
     return int((device or "").partition(":")[2] or 0)
 
 
-def circumstances_of(model: str, weights: Weights | None, device: Device) -> dict[str, Any]:
+def circumstances_of(model: str, config: ModelConfig, weights: Weights | None, device: Device) -> dict[str, Any]:
     """What every record says of where it was measured."""
     from cheetah.tools.circumstances import commit
 
@@ -52,5 +52,5 @@ def circumstances_of(model: str, weights: Weights | None, device: Device) -> dic
         "driver": info.driver,
         "backend": info.backend,
         "model": model,
-        "weights": "bf16 random" if weights is None else "bf16",
+        "weights": config.formats_in_words + (" random" if weights is None else ""),
     }

@@ -184,6 +184,6 @@ def _timings(llm: LLM, piece: StreamPiece, completions: int) -> str:
     cache = "" if dtype == "bf16" else f", {dtype} cache"
     each = " each" if together > 1 else ""
     rate = f"decode {timings.decode_tokens_per_s:.1f} tokens/s{each}"
-    rate += f" (batch {together}, context up to {context}, bf16{cache})"
+    rate += f" (batch {together}, context up to {context}, {llm.config.formats_in_words}{cache})"
     emulated = "; emulated: not a speed" if llm.manifest.gpu.get("emulated") else ""
     return f"{prompt}; {made} in {timings.decode_s:.3f} s, {rate}{emulated}"

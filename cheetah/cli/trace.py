@@ -82,7 +82,7 @@ def trace(
     ):
         traced = ready.trace(work, steps, repetitions, warmup)
         spans = spans_of(traced.stamps, ready.manifest.phases)
-        about = {**circumstances_of(name, weights, opened), "batch": len(work.contexts), "context": context}
+        about = {**circumstances_of(name, config, weights, opened), "batch": len(work.contexts), "context": context}
         about |= _kernel_of(ready)
         console = Console(width=WIDTH, soft_wrap=True, highlight=False, markup=False)
         console.print(_table(about, summarise(spans)))

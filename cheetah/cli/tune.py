@@ -78,7 +78,9 @@ def tune(
         with open_variants(named.config, named.canonical, opened, machine, depths, steps, repetitions) as variants:
             space = Space(named.config, machine, variants.room, fields)
             winner = _search(space, variants)
-            title = f"{named.canonical}, batch 1, bf16 random weights, {opened.describe().name}"
+            title = (
+                f"{named.canonical}, batch 1, {named.config.formats_in_words} random weights, {opened.describe().name}"
+            )
             _print(_table(title, variants, space.rule, winner))
             print(f"{len(variants.found)} plans in {time.monotonic() - started:.0f} s")
             if machine.emulated:

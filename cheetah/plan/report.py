@@ -147,12 +147,21 @@ class Report:
             ("ring", f"{plan.stages} stages of {plan.stage_bytes} bytes, {plan.in_flight} in flight"),
             ("consumer warps", str(plan.consumer_warps)),
             ("exchanges a step", f"{self.exchanges_per_step} ({plan.sync})"),
-            ("weights a step", f"{nbytes.weights / 1e9:.3f} GB"),
+            ("weights a step", f"{nbytes.weights / 1e9:.3f} GB ({self._bytes_by_format()})"),
             ("KV a step", f"{nbytes.kv / 1e9:.3f} GB ({plan.kv_dtype})"),
             ("bytes a step", f"{nbytes.gigabytes:.3f} GB"),
             ("step at the ceiling", f"{self.ceiling_ms:.3f} ms"),
             ("tokens/s at the ceiling", f"{self.ceiling_tokens_per_s:.0f}"),
         )
+
+    def _bytes_by_format(self) -> str:
+        sizes: dict[str, int] = {}
+        for layout in self.matrices:
+            nbytes = layout.total_bytes * self.matrices.copies(layout)
+            sizes[layout.format.name] = sizes.get(layout.format.name, 0) + nbytes
+        if len(sizes) == 1:
+            return next(iter(sizes))
+        return ", ".join(f"{name} {nbytes / 1e9:.3f} GB" for name, nbytes in sizes.items())
 
     def _matrix_share(self, layout: MatrixLayout) -> PhaseShare:
         shares = tuple(layout.block_bytes(block) for block in range(self.gpu.blocks))

@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cheetah.models.config import ModelConfig
+from cheetah.models.family import QuantizedMatrix, Rows
 from cheetah.models.registry import family_of
-from cheetah.models.rounding import Bits, round_to_bf16, widen
+from cheetah.models.rounding import round_to_bf16, widen
 from cheetah.runtime.checkpoint.random_weights import RandomTensors, random_tensors
 
 HIDDEN, INTERMEDIATE, VOCABULARY = 72, 296, 100
@@ -47,12 +49,17 @@ def awkward_plan(options: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class AwkwardTensors:
-    """The tensors of such a model by name, bf16 bits."""
+    """The tensors of such a model by name: bf16 bits, or what quantised matrices stand for."""
 
     config: ModelConfig
     random: RandomTensors
 
-    def __call__(self, name: str) -> Bits:
+    def rows(self, name: str) -> Rows | QuantizedMatrix:
+        """A matrix in parts; quantised ones as they are."""
+        matrix = self.random.rows(name)
+        return self(name) if isinstance(matrix[:1], np.ndarray) else matrix
+
+    def __call__(self, name: str) -> NDArray[Any]:
         tensor = self.random(name)
         family = family_of(self.config)
         if name not in (family.embedding_tensor, family.head_tensor):

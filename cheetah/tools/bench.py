@@ -20,8 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.errors import CheetahError
+from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
-from cheetah.plan import Gpu, Plan
+from cheetah.models.formats import format_of
+from cheetah.models.registry import family_of
+from cheetah.plan import M_TILE_ROWS, Gpu, MatrixLayout, Plan, StepMatrices, gpu_named
+from cheetah.plan.formats import QuantizedTiles
 from cheetah.plan.plan import DEFAULT_STEPS, STEP_TOKENS, default_context
 from cheetah.runtime.build.assemble import (
     GPU_TIMEOUT_S,
@@ -33,6 +37,7 @@ from cheetah.runtime.build.assemble import (
     upload_weights,
 )
 from cheetah.runtime.build.memory import memory_of_buffers
+from cheetah.runtime.checkpoint.random_weights import RandomTensors, random_scheme, random_tensors
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launcher import Launcher, Part, Sampling
 from cheetah.tools.ceiling import STAGE_BYTES, generate_ceiling
@@ -176,7 +181,7 @@ class DecodeBench:
         kernel = self.device.load(self.generated.text, self.manifest)
         allocate_buffers(self.device, self.manifest, self._buffers)
         if weights is None:
-            fill_random(self.config, self._buffers, int(self.manifest.plan["max_context"]))
+            fill_random(self.config, self.manifest, self._buffers)
         else:
             upload_weights(weights, self.manifest, self._buffers, lambda written: None)
         fill_with(self._buffers["kv"], random_cache(self.plan))
@@ -373,8 +378,9 @@ def room_needed(config: ModelConfig, tokens: int, steps: int) -> dict[str, int]:
     }
 
 
-def fill_random(config: ModelConfig, buffers: dict[str, Buffer], max_context: int) -> None:
+def fill_random(config: ModelConfig, manifest: Manifest, buffers: dict[str, Buffer]) -> None:
     """Weights of any shape in seconds: random matrices of a scale that keeps activations near 1, norm weights of 1."""
+    plan = Plan.from_dict(manifest.plan)
     tile = random_bits(config.hidden_size**-0.5)
     for name in ("weights", "embedding"):
         fill_with(buffers[name], tile)
@@ -382,9 +388,33 @@ def fill_random(config: ModelConfig, buffers: dict[str, Buffer], max_context: in
     for name, values in {"norms": ones, "head_norms": ones, "biases": tile}.items():
         if name in buffers:
             fill_with(buffers[name], values)
-    buffers["rope"].upload(config.rope_table(max_context))
+    _fill_quantized(config, family_of(config).matrices(config, plan, gpu_named(manifest.gpu["name"])), buffers)
+    buffers["rope"].upload(config.rope_table(plan.max_context))
     if "kv_scales" in buffers:
         buffers["kv_scales"].upload(np.ones(buffers["kv_scales"].nbytes // 4, np.float32))
+
+
+def _fill_quantized(config: ModelConfig, matrices: StepMatrices, buffers: dict[str, Buffer]) -> None:
+    """Random codes and scales in quantised matrices. Every wave has the same rows, in all layers: few are packed."""
+    tensors = random_tensors(config)
+    for layout in matrices:
+        if not isinstance(layout.format, QuantizedTiles):
+            continue
+        waves = [_packed_wave(tensors, layout, wave) for wave in sorted({0, layout.waves - 1})]
+        for layer in range(matrices.copies(layout)):
+            for wave in range(layout.waves):
+                offset = matrices.offset(layout.name, layer) + wave * layout.blocks * layout.m_tile_bytes
+                buffers["weights"].upload(waves[-1] if wave == layout.waves - 1 else waves[0], offset)
+
+
+def _packed_wave(tensors: RandomTensors, layout: MatrixLayout, wave: int) -> NDArray[np.uint8]:
+    """The bytes of one wave of random rows."""
+    width = int(layout.wave_width(wave))
+    scheme, first = random_scheme(layout.format.name), wave * layout.blocks
+    rows = tensors.matrix_of(layout.name, scheme, (width * M_TILE_ROWS, layout.columns))[:]
+    packed = np.empty(width * layout.m_tile_bytes, np.uint8)
+    format_of(layout).pack_m_tiles(layout, range(first, first + width), rows, packed, wave)
+    return packed
 
 
 def random_bits(scale: float) -> NDArray[np.uint16]:

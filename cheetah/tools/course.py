@@ -18,7 +18,7 @@ from cheetah.emulator import EmulatorError
 from cheetah.errors import CheetahError
 from cheetah.manifest import NO_PAGE, Manifest
 from cheetah.models.config import ModelConfig
-from cheetah.models.family import ReferenceModel
+from cheetah.models.family import ReadRows, ReadTensor, ReferenceModel
 from cheetah.models.registry import family_of
 from cheetah.models.rounding import F32, round_to_bf16, round_to_e4m3
 from cheetah.models.sampling import gumbel_noise
@@ -119,6 +119,7 @@ class Course:
     def __init__(self, manifest: Manifest, config: ModelConfig, tensors: Tensors) -> None:
         read = tensors.__getitem__ if isinstance(tensors, Mapping) else tensors
         self.manifest, self.config = manifest, config
+        self._rows: ReadRows | None = getattr(tensors, "rows", None)
         self.plan = Plan.from_dict(manifest.plan)
         self.reference, self.rounded = self._references(read)
         draw = np.random.default_rng(0)
@@ -139,7 +140,7 @@ class Course:
         self.filled_keys, self.filled_values = self._stored(keys), self._stored(values)
         self._fixed = self._fixed_buffers(read)
 
-    def _references(self, read: Callable[[str], Bits]) -> tuple[ReferenceModel, ReferenceModel]:
+    def _references(self, read: ReadTensor) -> tuple[ReferenceModel, ReferenceModel]:
         """The meaning, and the same with activations rounded to bf16; both cache keys and values as the plan says."""
         family, cached = family_of(self.config), round_to_e4m3 if self.has_codes else None
         return (
@@ -287,12 +288,12 @@ class Course:
             reference.step(token)
         return np.stack([reference.step(token) for token in self.teacher])
 
-    def _fixed_buffers(self, read: Callable[[str], Bits]) -> dict[str, EmulatorBuffer]:
+    def _fixed_buffers(self, read: ReadTensor) -> dict[str, EmulatorBuffer]:
         """The buffers that no launch writes, filled once for all runs."""
         device = EmulatorDevice()
         constant = [*family_of(self.config).model_buffers(self.config), *(["kv_scales"] if self.has_codes else [])]
         fixed = {name: device.allocate(self.manifest.buffer(name).bytes) for name in constant}
-        upload_weights(_Weights(self.config, read), self.manifest, fixed, lambda written: None)
+        upload_weights(_Weights(self.config, read, self._rows), self.manifest, fixed, lambda written: None)
         return fixed
 
     @property
@@ -324,7 +325,8 @@ class _Weights:
     """A model's tensors as the runtime's packing wants them."""
 
     config: ModelConfig
-    tensor: Callable[[str], Bits]
+    tensor: ReadTensor
+    rows: ReadRows | None
 
 
 class TrapDevice(EmulatorDevice):

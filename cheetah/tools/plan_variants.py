@@ -87,7 +87,7 @@ class Variants:
         for buffer in manifest.buffers:
             if buffer.name in shared_buffers(self.config):
                 self._shared[buffer.name] = self._device.allocate(buffer.bytes)
-        fill_random(self.config, self._shared, int(manifest.plan["max_context"]))
+        fill_random(self.config, manifest, self._shared)
         fill_with(self._shared["kv"], random_cache(rule))
 
     def compile_ahead(self, plans: Sequence[Plan]) -> None:

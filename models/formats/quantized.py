@@ -78,6 +78,11 @@ class QuantizationScheme:
         return QuantizedRows(self.kind, codes, scales, points, self.group_columns or columns)
 
 
+def is_scheme_name(name: str) -> bool:
+    """Whether there is a scheme of that name."""
+    return _NAME.fullmatch(name) is not None
+
+
 def scheme_of_name(name: str, scales: str = "f16") -> QuantizationScheme:
     """The inverse of `QuantizationScheme.name`; QuantizationError if there is no such scheme."""
     found = _NAME.fullmatch(name)

@@ -64,7 +64,8 @@ class Generated(Protocol):
 class Weights(Protocol):
     """What is needed of a checkpoint: the model's numbers, and its tensors as bf16 bits (uint16) by name.
 
-    One that has `rows` as well, a function from a matrix's name to `Rows`, has its matrices read in parts by it.
+    One that has `rows` as well, a function from a matrix's name to `Rows`, has its matrices read in parts by it; where
+    matrices are quantised it must, and gives a `QuantizedMatrix`.
     """
 
     @property

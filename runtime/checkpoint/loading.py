@@ -1,6 +1,7 @@
 """From a model's name to a checkpoint that is known to be whole: configuration, tensors, and the files beside them.
 
-A name is a local folder, a hub id, "demo", or "random:" with a preset, a folder or a config.json. Everything is checked
+A name is a local folder, a hub id, "demo", or "random:" with a preset, a folder or a config.json, and perhaps "@" and a
+weight format behind it. Everything is checked
 before a single weight is read: what is missing, extra, misshapen or contradictory, or quantised in a way that is not
 read, is refused by name.
 """
@@ -21,9 +22,11 @@ from cheetah.models.registry import (
     DEMO,
     DEMO_FOLDER,
     PRESET_NAMES,
-    preset,
+    in_format,
+    is_preset,
     read_config,
     resolve_config,
+    split_format,
     stated_quantization,
 )
 from cheetah.runtime.checkpoint import hub
@@ -101,7 +104,7 @@ def open_checkpoint(
 
 
 def _not_a_model(name: str, path: Path) -> str:
-    if name in PRESET_NAMES:
+    if is_preset(name):
         return f"{name}: a preset has no weights: use {RANDOM}{name} for random ones, or a folder or hub id"
     if path.exists():
         return f"{name}: is a file: give the folder that holds config.json and model.safetensors"
@@ -137,10 +140,10 @@ def _readers(tensors: CheckedTensors) -> Readers:
 
 
 def _random_checkpoint(name: str, seed: int, tied: bool | None) -> Checkpoint:
-    source = name.removeprefix(RANDOM)
+    source, format = split_format(name.removeprefix(RANDOM))
     notes = [f"{name}: the weights are random numbers, and so will the text be"]
     try:
-        config = preset(source) if source in PRESET_NAMES else resolve_config(source, notes)
+        config = in_format(resolve_config(source, notes), format)
     except ConfigError as problem:
         raise LoadingError(f"{name}: {problem}") from problem
     if tied is not None:

@@ -2,14 +2,15 @@
 
 Every tensor is a window into one endless repetition of a block of normal numbers, beginning where the tensor's name
 says, so its values depend on (configuration, seed, name) alone. Matrices are scaled by 1/sqrt(inputs), which keeps
-activations near 1 through any number of layers; norm weights lie near 1, biases around 0.
+activations near 1 through any number of layers; norm weights lie near 1, biases around 0. Quantised matrices are such
+numbers rounded to codes, with scales that differ a little from group to group, and zero points from the middle code.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 from zlib import crc32
 
 import ml_dtypes
@@ -17,11 +18,21 @@ import numpy as np
 import numpy.typing as npt
 
 from cheetah.models.config import ModelConfig
-from cheetah.models.family import Rows
+from cheetah.models.family import QuantizedMatrix, Rows
+from cheetah.models.formats.quantized import (
+    LARGEST_CODE,
+    MIDDLE_CODE,
+    SCALE_DTYPES,
+    QuantizationScheme,
+    QuantizedRows,
+    scheme_of_name,
+)
 from cheetah.models.registry import family_of
+from cheetah.models.rounding import round_to_e4m3
 
 Bits = npt.NDArray[np.uint16]
-_Element = TypeVar("_Element", np.uint16, np.float32)
+Codes = npt.NDArray[np.uint8]
+_Element = TypeVar("_Element", bound=np.generic)
 
 # Primes, so that no two rows of a matrix are the same: row lengths would have to divide them.
 LARGE_BLOCK = 2**24 - 3
@@ -29,6 +40,13 @@ SMALL_BLOCK = 2**20 - 3
 NORM_SPREAD = 0.1
 BIAS_SPREAD = 0.5
 BIAS_SUFFIX = ".bias"
+WEIGHT_SUFFIX = ".weight"
+SCALE_SPREAD = 0.1
+CODE_RANGES = {"int4": 2.7, "int8": 4.5, "fp8": 7.0}
+"""Standard deviations that the largest code stands for; what is farther out takes the largest code."""
+LARGEST_CODES = {"int4": 7.5, "int8": 127.5, "fp8": 448.0}
+ZERO_POINT_SPREAD = 2
+BLOCK_ROWS = 128
 
 
 def random_tensors(config: ModelConfig, seed: int = 0) -> RandomTensors:
@@ -45,12 +63,16 @@ class RandomTensors:
         self._size = LARGE_BLOCK if config.parameter_count > LARGE_BLOCK else SMALL_BLOCK
         self._seed = seed
         self._scaled: dict[int, Bits] = {}
+        self._codes: dict[str, Codes] = {}
+        self._schemes = _schemes(config)
 
     @cached_property
     def _normal(self) -> npt.NDArray[np.float32]:
         return np.random.default_rng(self._seed).standard_normal(self._size, dtype=np.float32)
 
-    def __call__(self, name: str) -> Bits:
+    def __call__(self, name: str) -> npt.NDArray[Any]:
+        if name in self._schemes:
+            return self.quantized(name)[:].dequantized()
         shape, begin = self._shapes[name], self._begin(name)
         if len(shape) == 1:
             normal = _window(self._normal, begin, shape[0])
@@ -58,10 +80,27 @@ class RandomTensors:
             return _bits(np.float32(BIAS_SPREAD) * normal if is_bias else 1 + np.float32(NORM_SPREAD) * normal)
         return _window(self._block(shape[1]), begin, shape[0] * shape[1]).reshape(shape)
 
-    def rows(self, name: str) -> Rows:
+    def rows(self, name: str) -> Rows | QuantizedMatrix:
         """The matrix `name`, of which nothing is made but what is read."""
+        if name in self._schemes:
+            return self.quantized(name)
         rows, columns = self._shapes[name]
         return _RepeatedRows(self._block(columns), self._begin(name), (rows, columns))
+
+    def quantized(self, name: str) -> QuantizedMatrix:
+        """The quantised matrix `name`."""
+        rows, columns = self._shapes[name]
+        return self.matrix_of(name, self._schemes[name], (rows, columns))
+
+    def matrix_of(self, name: str, scheme: QuantizationScheme, shape: tuple[int, int]) -> QuantizedMatrix:
+        """A quantised matrix of any shape and scheme, the same for the same name."""
+        codes = _RepeatedRows(self._code_block(scheme.kind), self._begin(name), shape)
+        return _RandomQuantized(codes, scheme, self._begin(f"{name}.scales"))
+
+    def _code_block(self, kind: str) -> Codes:
+        if kind not in self._codes:
+            self._codes[kind] = _rounded(self._normal, kind)
+        return self._codes[kind]
 
     def _begin(self, name: str) -> int:
         return crc32(name.encode()) % self._size
@@ -74,22 +113,87 @@ class RandomTensors:
 
 @dataclass(frozen=True)
 class _RepeatedRows:
-    """`Rows` of the matrix that the endless repetition of `block` gives from `begin` on."""
+    """Rows of the matrix that the endless repetition of `block` gives from `begin` on."""
 
-    block: Bits
+    block: npt.NDArray[Any]
     begin: int
     shape: tuple[int, int]
 
-    def __getitem__(self, part: slice) -> Bits:
+    def __getitem__(self, part: slice) -> npt.NDArray[Any]:
         first, stop, _ = part.indices(self.shape[0])
-        pieces = []
+        pieces = [self.block[:0].reshape(0, self.shape[1])]
         while first < stop:
             start = (self.begin + first * self.shape[1]) % len(self.block)
             count = max(1, min(stop - first, (len(self.block) - start) // self.shape[1]))
             rows = _window(self.block, start, count * self.shape[1])  # copied only where one row meets the block's end
             pieces.append(rows.reshape(count, self.shape[1]))
             first += count
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        return pieces[-1] if len(pieces) <= 2 else np.concatenate(pieces)
+
+
+@dataclass(frozen=True)
+class _RandomQuantized:
+    """`QuantizedMatrix` of random codes; scales and zero points of a row come from its number and `seed`."""
+
+    codes: _RepeatedRows
+    scheme: QuantizationScheme
+    seed: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape
+
+    def __getitem__(self, part: slice) -> QuantizedRows:
+        first, stop, _ = part.indices(self.shape[0])
+        columns = self.shape[1]
+        numbers = _scattered(np.arange(first, stop) // self._scale_rows, self.scheme.groups(columns), self.seed)
+        step = CODE_RANGES[self.scheme.kind] / LARGEST_CODES[self.scheme.kind] * columns**-0.5
+        scales = (step * (1 + SCALE_SPREAD * (2 * numbers - 1))).astype(SCALE_DTYPES[self.scheme.scales])
+        points = None
+        if not self.scheme.symmetric:
+            middle = MIDDLE_CODE[self.scheme.kind] - ZERO_POINT_SPREAD
+            points = (middle + numbers * (2 * ZERO_POINT_SPREAD + 1)).astype(np.uint8)
+        return QuantizedRows(
+            self.scheme.kind, self.codes[first:stop], scales, points, self.scheme.group_columns or columns
+        )
+
+    @property
+    def _scale_rows(self) -> int:
+        """Rows that share their scales."""
+        return BLOCK_ROWS if self.scheme.kind == "fp8" and self.scheme.group_columns is not None else 1
+
+
+def random_scheme(format: str) -> QuantizationScheme:
+    """The scheme of that name; scales of e4m3 are float32, those of whole numbers float16."""
+    return scheme_of_name(format, "f32" if format.startswith("fp8") else "f16")
+
+
+def _schemes(config: ModelConfig) -> dict[str, QuantizationScheme]:
+    """Of the quantised matrices, by the weight's name."""
+    formats = dict(config.weight_formats)
+    found: dict[str, QuantizationScheme] = {}
+    for matrix, modules in family_of(config).matrix_modules(config).items():
+        if matrix in formats:
+            scheme = random_scheme(formats[matrix])
+            names = (module.format(layer=layer) for module in modules for layer in range(config.layers))
+            found |= {f"{name}{WEIGHT_SUFFIX}": scheme for name in names}
+    return found
+
+
+def _rounded(normal: npt.NDArray[np.float32], kind: str) -> Codes:
+    """Normal numbers as codes."""
+    scaled = normal * np.float32(LARGEST_CODES[kind] / CODE_RANGES[kind])
+    codes: Codes
+    if kind == "fp8":
+        codes = round_to_e4m3(scaled).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    else:
+        codes = np.clip(np.rint(scaled) + MIDDLE_CODE[kind], 0, LARGEST_CODE[kind]).astype(np.uint8)
+    return codes
+
+
+def _scattered(rows: npt.NDArray[np.int64], groups: int, seed: int) -> npt.NDArray[np.float64]:
+    """Numbers from 0 to below 1 [rows, groups], each from its place alone: multiples of an irrational number."""
+    return (rows[:, None] * 0.7548776662466927 + np.arange(groups) * 0.5698402909980532 + seed * 0.618033988749895) % 1
 
 
 def _bits(values: npt.NDArray[np.float32]) -> Bits:

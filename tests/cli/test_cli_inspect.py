@@ -1,5 +1,6 @@
 """`cheetah inspect`: its numbers are the report's."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,14 @@ def test_draws_the_shares(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     cheetah("inspect", "demo", "--plot", tmp_path / "shares.png")
     assert (tmp_path / "shares.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bytes_by_format() -> None:
+    text = cheetah("inspect", "llama-3.1-8b@int4-g128").stdout
+    layers = 32 * (4096 * (6144 + 4096 + 2 * 14336) + 14336 * 4096)  # 4 bits each, and a scale of 16 bits for 128
+    found = re.search(r"int4-g128 ([0-9.]+) GB, bf16 1.051 GB", text)
+    assert found is not None and float(found[1]) == pytest.approx(layers * (4 + 16 / 128) / 8 / 1e9, rel=0.005)
+    assert "weights a step           15.009 GB (bf16)" in cheetah("inspect", "llama-3.1-8b").stdout
 
 
 def test_a_context_that_the_plan_does_not_hold_is_refused() -> None:

@@ -48,6 +48,21 @@ def test_rows_that_are_read_in_parts_are_those_of_the_whole(name):
         assert np.array_equal(rows[first:stop], whole[first:stop])
 
 
+@pytest.mark.parametrize("format", ["int4-g128", "int4-g64-asym", "int8", "fp8", "fp8-block128"])
+def test_random_weights_of_a_quantised_model(format):
+    checkpoint = open_checkpoint(f"random:demo@{format}")
+    assert dict(checkpoint.config.weight_formats) == dict.fromkeys(("qkv", "o", "gate_up", "down"), format)
+    name = "model.layers.1.mlp.gate_proj.weight"
+    matrix, values = checkpoint.rows(name), checkpoint.tensor(name)
+    assert matrix.scheme.name == format and matrix.shape == values.shape == (320, 128)
+    assert np.array_equal(matrix[100:300].dequantized(), values[100:300])
+    assert values.std() == pytest.approx(128**-0.5, rel=0.15) and abs(values.mean()) < 0.5 * values.std()
+    rows = matrix[:]
+    assert len(np.unique(rows.codes, axis=0)) == 320 and len(np.unique(rows.scales)) > 1
+    assert (rows.zero_points is not None) == format.endswith("asym")
+    assert checkpoint.tensor(EMBEDDING).dtype == np.uint16
+
+
 def test_random_weights_of_a_folder_bring_its_tokenizer(tmp_path):
     write_config(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")

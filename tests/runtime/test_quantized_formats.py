@@ -87,6 +87,7 @@ def check_read(folder, values, scheme, dtype):
     rows = matrix[11:29]
     assert rows.scales.dtype == dtype
     assert np.array_equal(rows.dequantized(), values[f"{DOWN}.weight"][11:29])
+    assert matrix[48:48].shape == (0, 40)
     return checkpoint
 
 

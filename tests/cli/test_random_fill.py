@@ -1,0 +1,49 @@
+"""What `bench` and `tune` put into the buffers of a quantised model: every matrix in every layer, of the usual size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cheetah.generate import generate_kernel
+from cheetah.models.formats import unpack_matrix
+from cheetah.models.registry import family_of, resolve_config
+from cheetah.plan import Plan, gpu_named
+from cheetah.plan.formats import QuantizedTiles
+from cheetah.tools.bench import fill_random
+
+
+@dataclass
+class Bytes:
+    """A buffer of device memory, for uploads."""
+
+    nbytes: int
+    data: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.data = np.full(self.nbytes, 0xFF, np.uint8)
+
+    def upload(self, values: Any, offset: int = 0) -> None:
+        raw = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        self.data[offset : offset + raw.size] = raw
+
+
+@pytest.mark.parametrize("format", ["int4-g64-asym", "fp8-block128"])
+def test_every_matrix_is_filled(format: str) -> None:
+    config = resolve_config(f"demo@{format}")
+    manifest = generate_kernel(config, "emulator-2").manifest
+    buffers: dict[str, Any] = {buffer.name: Bytes(buffer.bytes) for buffer in manifest.buffers}
+    fill_random(config, manifest, buffers)
+    matrices = family_of(config).matrices(config, Plan.from_dict(manifest.plan), gpu_named("emulator-2"))
+    for layout in matrices:
+        for layer in range(matrices.copies(layout)):
+            if not isinstance(layout.format, QuantizedTiles):
+                continue
+            first = matrices.offset(layout.name, layer)
+            packed = buffers["weights"].data[first : first + layout.total_bytes]
+            values = unpack_matrix(layout, packed).dequantized()
+            assert values.std() == pytest.approx(layout.columns**-0.5, rel=0.15), (layout.name, layer)
+    assert len(np.unique(buffers["weights"].data[-(2**16) :])) > 100
