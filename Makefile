@@ -42,9 +42,7 @@ types: $(DEV_READY)
 
 kernels: $(RUN_READY)
 	@mkdir -p "$(KERNELS)"
-	for config in $(KERNEL_CONFIGS); do \
-		$(BIN)/cheetah generate $${config%:*} --batch $${config#*:} --gpu h200 --no-tuned --no-compile \
-			-o "$(KERNELS)" || exit 1; done
+	$(BIN)/python -m cheetah.tools.regenerate "$(KERNELS)" $(KERNEL_CONFIGS)
 
 kernels-current: $(RUN_READY)
 	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && \

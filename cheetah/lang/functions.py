@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
 from cheetah.lang import types as ty
@@ -288,11 +288,17 @@ def _renamed(node: Any, names: Mapping[str, str]) -> Any:
     if not isinstance(node, (Expr, Stmt)):
         return node
     changes: dict[str, Any] = {"name": names[node.name]} if isinstance(node, Name) else {}
-    for item in fields(node):
-        value = getattr(node, item.name)
-        if isinstance(value, (Expr, Stmt, tuple)) and item.name != "scopes":
-            changes[item.name] = _renamed(value, names)
-    return replace(node, **changes)
+    for name in _fields_with_names(type(node)):  # type: ignore[arg-type]
+        value = getattr(node, name)
+        if isinstance(value, (Expr, Stmt, tuple)):
+            changes[name] = _renamed(value, names)
+    return replace(node, **changes) if changes else node
+
+
+@cache
+def _fields_with_names(node: type[Any]) -> tuple[str, ...]:
+    """The fields of a kind of node in which names may be used."""
+    return tuple(item.name for item in fields(node) if item.name not in ("scopes", "type", "location", "callee"))
 
 
 def _shared(made: Function) -> Function:

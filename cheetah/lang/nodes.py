@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import FrozenInstanceError, dataclass, field, fields
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, Union
 
 from cheetah.lang import types as ty
@@ -281,14 +281,18 @@ def children(expression: Expr) -> tuple[Expr, ...]:
 
 
 def _held_expressions(node: Any) -> tuple[Expr, ...]:
-    values = [getattr(node, name) for name in _fields_to_search(type(node))]  # type: ignore[arg-type]
-    return tuple([value for value in values if isinstance(value, Expr)])
+    always, perhaps = _fields_to_search(type(node))  # type: ignore[arg-type]
+    held = [getattr(node, name) for name in always]
+    return (*held, *(value for name in perhaps if isinstance(value := getattr(node, name), Expr)))
 
 
 @cache
-def _fields_to_search(node: type[Any]) -> tuple[str, ...]:
-    """The fields of a kind of node but for those that by their declaration hold no expression."""
-    return tuple(item.name for item in fields(node) if item.type not in ("str", "bool", "ty.Type", "Location"))
+def _fields_to_search(node: type[Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The fields of a kind of node that by their declaration hold an expression, and those that may hold one."""
+    named = {item.name: str(item.type) for item in fields(node)}
+    always = tuple(name for name, kind in named.items() if kind in ("Expr", "Name", "Call"))
+    never = {*always, *(name for name, kind in named.items() if kind in ("str", "bool", "ty.Type", "Location"))}
+    return always, tuple(name for name in named if name not in never)
 
 
 def walk(expression: Expr) -> Iterator[Expr]:
@@ -324,6 +328,11 @@ class Stmt:
     def expressions(self) -> tuple[Expr, ...]:
         """The expressions written directly in this statement, not those of its bodies."""
         return _held_expressions(self)
+
+    @cached_property
+    def nodes(self) -> tuple[Expr, ...]:
+        """The expressions written directly in this statement, with all that they are made of."""
+        return tuple(node for expression in self.expressions() for node in walk(expression))
 
 
 @dataclass(frozen=True, eq=False)
@@ -415,8 +424,7 @@ def statements_in(statements: Iterable[Stmt]) -> Iterator[Stmt]:
 def expressions_in(statements: Iterable[Stmt]) -> Iterator[Expr]:
     """All expressions of all statements, with all that they are made of."""
     for statement in statements_in(statements):
-        for expression in statement.expressions():
-            yield from walk(expression)
+        yield from statement.nodes
 
 
 # -- functions ----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from cheetah.lang import types as ty
-from cheetah.lang.nodes import Call, Constant, Expr, Function, Literal, Raw, Stmt, expressions_in, statements_in, walk
+from cheetah.lang.nodes import Call, Constant, Function, Literal, Raw, Stmt, expressions_in, statements_in
 from cheetah.lang.primitive import PRIMITIVES, Primitive, with_requirements
 from cheetah.lang.printer import INDENT, Printer, constant_text, declaration, function_text
 
@@ -42,17 +42,12 @@ def primitives_of(kernel: Kernel) -> list[Primitive]:
     for statement in _all_statements(kernel):
         if isinstance(statement, Raw):
             found |= set(re.findall(r"\w+", statement.text)) & PRIMITIVES.keys()
-        for node in _nodes(statement):
+        for node in statement.nodes:
             if isinstance(node, Call) and isinstance(node.callee, Primitive):
                 found.add(node.callee)
             if isinstance(node, Literal) and isinstance(node.value, float) and not math.isfinite(node.value):
                 found.add("bits_float")
     return with_requirements(found)
-
-
-def _nodes(statement: Stmt) -> Iterator[Expr]:
-    for expression in statement.expressions():
-        yield from walk(expression)
 
 
 def structs_of(kernel: Kernel) -> list[ty.Struct]:
@@ -64,14 +59,14 @@ def structs_of(kernel: Kernel) -> list[ty.Struct]:
         for parameter in function.parameters:
             _collect_structs(parameter.type, found)
     for statement in _all_statements(kernel):
-        for node in _nodes(statement):
+        for node in statement.nodes:
             _collect_structs(node.type, found)
     return list(found)
 
 
 def constants_of(kernel: Kernel) -> list[Constant]:
     """The named constants that the kernel and its functions use, in the order in which they were made."""
-    nodes = (node for statement in _all_statements(kernel) for node in _nodes(statement))
+    nodes = (node for statement in _all_statements(kernel) for node in statement.nodes)
     used = {node.name for node in nodes if isinstance(node, Constant)}
     return [constant for constant in kernel.constants if constant.name in used]
 

@@ -1,14 +1,20 @@
 """The command that writes a kernel's text again: it stands in the text's header and in the manifest.
 
 It holds what differs from the rule and nothing of the machine it was run on, so that equal kernels have equal texts.
+`python -m cheetah.tools.regenerate DIR MODEL:BATCH ...` writes several kernels with their manifests, each as `cheetah
+generate MODEL --batch BATCH` does one.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from cheetah.generate import choose_plan, generate_kernel
 from cheetah.models.config import ModelConfig
+from cheetah.models.registry import resolve_config
 from cheetah.package import Generated
 from cheetah.plan import PlanError, gpu_named
 
@@ -57,3 +63,16 @@ def file_stem(name: str, gpu: str, plan: dict[str, Any], *, line_marks: bool = F
 def flag_of(field: str) -> str:
     """The option of a plan field: "max_context" -> "--max-context"."""
     return "--" + field.replace("_", "-")
+
+
+def write_kernels(folder: Path, kernels: Sequence[str]) -> None:
+    """The kernel and the manifest of each "MODEL:BATCH", a preset and the sequences of a step, for the default GPU."""
+    for kernel in kernels:
+        name, _, batch = kernel.partition(":")
+        config, plan = resolve_config(name), {"batch": int(batch)}
+        generated = generate_named(config, name, DEFAULT_GPU, plan)
+        generated.write(folder, file_stem(name, DEFAULT_GPU, needed_options(config, DEFAULT_GPU, plan)))
+
+
+if __name__ == "__main__":
+    write_kernels(Path(sys.argv[1]), sys.argv[2:])

@@ -15,7 +15,9 @@
 #define __global__
 #define __device__
 #define __host__
-#define __forceinline__ inline __attribute__((always_inline))
+// A kernel's functions stay functions: inlined wherever they are called, they would cost g++ twice the time, and the
+// emulator hardly less.
+#define __forceinline__ inline __attribute__((noinline))
 #define __launch_bounds__(...)
 #define __align__(bytes) alignas(bytes)
 
@@ -84,7 +86,8 @@ void check_constant(const void* address, uint32_t bytes, Place place, const char
 // The last parameter is filled in by the compiler at the call: reports name the line of the kernel text.
 
 #define CHEETAH_PLACE cheetah_emulator::Place place = cheetah_emulator::Place::current()
-#define CHEETAH_PRIMITIVE static inline __attribute__((always_inline, unused))
+#define CHEETAH_INLINE static inline __attribute__((always_inline, unused))
+#define CHEETAH_PRIMITIVE CHEETAH_INLINE
 
 // Start of the block's dynamic shared memory, 1024-aligned, NaN (0xFF) when the launch begins.
 CHEETAH_PRIMITIVE uint8_t* shared_arena() { return cheetah_emulator::identity->arena; }
@@ -250,7 +253,7 @@ CHEETAH_PRIMITIVE void publish_flagged_release(uint64_t* p, uint32_t data, uint3
 namespace cheetah_emulator {
 
 template <int order>
-__forceinline__ uint4 wait_flagged4(const uint64_t* p, uint32_t epoch, Place place, const char* primitive) {
+CHEETAH_INLINE uint4 wait_flagged4(const uint64_t* p, uint32_t epoch, Place place, const char* primitive) {
   begin_word_wait(p, place, primitive);
   for (;;) {
     const uint64_t w0 = __atomic_load_n(p, order), w1 = __atomic_load_n(p + 1, order);
@@ -379,14 +382,14 @@ CHEETAH_PRIMITIVE uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
 namespace cheetah_emulator {
 
 // Sign, four bits of exponent (bias 7), three of mantissa; the code with all bits set, NaN, gives 480 as on the GPU.
-__forceinline__ uint32_t bf16_of_e4m3(uint32_t code) {
+CHEETAH_INLINE uint32_t bf16_of_e4m3(uint32_t code) {
   const int exponent = code >> 3 & 15, mantissa = code & 7;
   const float size = exponent ? __builtin_ldexpf(8.0f + mantissa, exponent - 10) : __builtin_ldexpf(float(mantissa), -9);
   return float_bits(code & 128 ? -size : size) >> 16;
 }
 
 // Sign, five bits of exponent (bias 15), ten of mantissa.
-__forceinline__ float f32_of_f16(uint32_t bits) {
+CHEETAH_INLINE float f32_of_f16(uint32_t bits) {
   const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
   const float size = exponent == 31 ? bits_float(0x7F800000u | mantissa << 13)
                      : exponent     ? __builtin_ldexpf(1024.0f + mantissa, exponent - 25)
@@ -395,7 +398,7 @@ __forceinline__ float f32_of_f16(uint32_t bits) {
 }
 
 // Nearest even, saturating; NaN stays NaN (0x7F).
-__forceinline__ uint32_t e4m3_of_f32(float value) {
+CHEETAH_INLINE uint32_t e4m3_of_f32(float value) {
   const uint32_t bits = float_bits(value), sign = bits >> 24 & 128;
   if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return 0x7F;
   const float size = bits_float(bits & 0x7FFFFFFFu);
