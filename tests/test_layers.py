@@ -41,6 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     f"{DENSE}.launch": {MODELS, "cheetah.blocks", "cheetah.lang", "cheetah.package", "cheetah.plan"},
     f"{DENSE}.step": {*KERNEL, f"{DENSE}.launch"},
     f"{DENSE}.program": {*KERNEL, f"{DENSE}.launch", f"{DENSE}.step"},
+    f"{DENSE}.prompt": {*KERNEL, "cheetah.package"},
     f"{MODELS}.demo": {*MODEL, f"{MODELS}.llama"},
     "cheetah.generate": {*DATA, "cheetah.blocks", "cheetah.lang", "cheetah.package"},
     "cheetah.tools.ceiling": {"cheetah.lang", "cheetah.manifest", "cheetah.plan"},

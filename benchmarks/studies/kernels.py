@@ -36,7 +36,7 @@ def finish_kernel(
         config={},
         plan=plan.to_dict(),
         launch=Launch(blocks or gpu.blocks, plan.threads, shared_bytes, cooperative),
-        parameters=tuple(_parameter(name, type_) for name, type_ in kernel.params.items()),
+        parameters=tuple(parameter_of(name, type_) for name, type_ in kernel.params.items()),
         matrices=(),
         layer_stride=0,
         weight_bytes=0,
@@ -47,7 +47,8 @@ def finish_kernel(
     return Text(text, manifest)
 
 
-def _parameter(name: str, type_: ty.Type) -> Parameter:
+def parameter_of(name: str, type_: ty.Type) -> Parameter:
+    """As a manifest lists a parameter of a study's kernel."""
     if isinstance(type_, ty.Pointer):
         assert isinstance(type_.element, ty.Scalar)
         nullable = name == "logits"

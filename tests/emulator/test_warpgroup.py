@@ -166,6 +166,7 @@ BUGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS)
 def test_each_mistake_is_told(bug: str) -> None:
     old, new, words = BUGS[bug]

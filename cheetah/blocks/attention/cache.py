@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from cheetah import lang as ch
-from cheetah.blocks.machine import Machine
 from cheetah.blocks.ring import Ring
 from cheetah.lang import prim, ty
+from cheetah.plan import ModelShape, Plan
 from cheetah.plan.plan import KV_TILE_TOKENS
 
 CACHED_KEYS = "keys and values"
@@ -19,6 +19,16 @@ MOST_COPIES = 8
 """Pages of a stage whose copies are written out one by one in the kernel."""
 
 
+class Sizes(Protocol):
+    """Whose cache it is."""
+
+    @property
+    def shape(self) -> ModelShape: ...
+
+    @property
+    def plan(self) -> Plan: ...
+
+
 @dataclass(frozen=True, eq=False)
 class KvCache:
     """The pool of one model (bf16*, or u8* of e4m3 codes), and the page tables of its sequences, one after the other.
@@ -26,7 +36,7 @@ class KvCache:
     Key j of a table that begins at word `table` lies in page `page_table[table + j // page_size]`.
     """
 
-    machine: Machine
+    machine: Sizes
     pool: ch.Expr
     page_table: ch.Expr
 

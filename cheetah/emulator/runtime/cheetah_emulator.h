@@ -61,8 +61,8 @@ void mma_bytes(int32_t* c, const uint32_t* a, uint32_t b0, uint32_t b1, Place pl
 uint32_t matrix_transpose(uint32_t value, Place place);
 uint64_t matrix_descriptor(const void* start, uint32_t leading, uint32_t stride, Place place);
 void wgmma_fence(Place place);
-void wgmma(float* sums, const uint32_t* a, uint64_t descriptor, bool accumulate, uint32_t columns, Place place,
-           const char* primitive);
+void wgmma(float* sums, const uint32_t* a, uint64_t descriptor, bool accumulate, uint32_t columns, bool transposed,
+           Place place, const char* primitive);
 void wgmma_commit(Place place);
 void wgmma_wait(uint32_t left, Place place, const char* primitive);
 
@@ -170,27 +170,37 @@ CHEETAH_PRIMITIVE void wgmma_wait_but_one(CHEETAH_PLACE) {
 
 CHEETAH_PRIMITIVE void wgmma_bf16_n16(float (&sums)[8], const uint4& a, uint64_t b, uint32_t accumulate,
                                        CHEETAH_PLACE) {
-  cheetah_emulator::wgmma(sums, &a.x, b, accumulate, 16, place, "wgmma_bf16_n16");
+  cheetah_emulator::wgmma(sums, &a.x, b, accumulate, 16, false, place, "wgmma_bf16_n16");
 }
 
 CHEETAH_PRIMITIVE void wgmma_bf16_n32(float (&sums)[16], const uint4& a, uint64_t b, uint32_t accumulate,
                                        CHEETAH_PLACE) {
-  cheetah_emulator::wgmma(sums, &a.x, b, accumulate, 32, place, "wgmma_bf16_n32");
+  cheetah_emulator::wgmma(sums, &a.x, b, accumulate, 32, false, place, "wgmma_bf16_n32");
 }
 
 CHEETAH_PRIMITIVE void wgmma_bf16_n64(float (&sums)[32], const uint4& a, uint64_t b, uint32_t accumulate,
                                        CHEETAH_PLACE) {
-  cheetah_emulator::wgmma(sums, &a.x, b, accumulate, 64, place, "wgmma_bf16_n64");
+  cheetah_emulator::wgmma(sums, &a.x, b, accumulate, 64, false, place, "wgmma_bf16_n64");
 }
 
 CHEETAH_PRIMITIVE void wgmma_bf16_n128(float (&sums)[64], const uint4& a, uint64_t b, uint32_t accumulate,
                                        CHEETAH_PLACE) {
-  cheetah_emulator::wgmma(sums, &a.x, b, accumulate, 128, place, "wgmma_bf16_n128");
+  cheetah_emulator::wgmma(sums, &a.x, b, accumulate, 128, false, place, "wgmma_bf16_n128");
 }
 
 CHEETAH_PRIMITIVE void wgmma_bf16_n256(float (&sums)[128], const uint4& a, uint64_t b, uint32_t accumulate,
                                        CHEETAH_PLACE) {
-  cheetah_emulator::wgmma(sums, &a.x, b, accumulate, 256, place, "wgmma_bf16_n256");
+  cheetah_emulator::wgmma(sums, &a.x, b, accumulate, 256, false, place, "wgmma_bf16_n256");
+}
+
+CHEETAH_PRIMITIVE void wgmma_bf16_n64_transposed(float (&sums)[32], const uint4& a, uint64_t b, uint32_t accumulate,
+                                                  CHEETAH_PLACE) {
+  cheetah_emulator::wgmma(sums, &a.x, b, accumulate, 64, true, place, "wgmma_bf16_n64_transposed");
+}
+
+CHEETAH_PRIMITIVE void wgmma_bf16_n128_transposed(float (&sums)[64], const uint4& a, uint64_t b, uint32_t accumulate,
+                                                  CHEETAH_PLACE) {
+  cheetah_emulator::wgmma(sums, &a.x, b, accumulate, 128, true, place, "wgmma_bf16_n128_transposed");
 }
 
 // -- mbarriers and bulk copies
@@ -227,6 +237,7 @@ CHEETAH_PRIMITIVE void bulk_copy(void* shared_destination, const void* global_so
 
 CHEETAH_PRIMITIVE void fence_proxy_async(CHEETAH_PLACE) { cheetah_emulator::fence_proxy_async(place); }
 
+CHEETAH_PRIMITIVE uint32_t renewed_u32(uint32_t value) { return value; }
 CHEETAH_PRIMITIVE void give_registers(CHEETAH_PLACE) { (void)place; }
 CHEETAH_PRIMITIVE void take_registers(CHEETAH_PLACE) { (void)place; }
 CHEETAH_PRIMITIVE void wait_for_u32(uint32_t, CHEETAH_PLACE) { cheetah_emulator::loads_have_read(place); }

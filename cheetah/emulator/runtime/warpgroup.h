@@ -9,9 +9,10 @@ constexpr uint32_t products_in_flight = 64;
 constexpr uint32_t sums_in_flight = 8;
 constexpr uint32_t most_columns = 256;
 
-struct Matrix {  // operand B in shared memory: 16 rows (k) of `columns`, as core matrices of 8 columns x 16 bytes of k
+struct Matrix {  // operand B in shared memory: 16 rows (k) of `columns`, as core matrices of 8 columns x 8 of k
   const uint8_t* start;
   uint32_t leading, stride, columns;  // bytes between core matrices: along k, along the columns
+  bool transposed;                    // 16 bytes of a core matrix are of one k, not of one column
 };
 
 struct Sums {  // accumulators in flight; the lanes' own registers are poisoned meanwhile

@@ -44,6 +44,13 @@ wait_for_u32 = declare(
     "go on once `value` is there: a load that it comes from has then read its memory",
     value=ty.u32,
 )
+renewed_u32 = declare(
+    "renewed_u32",
+    ty.u32,
+    'asm volatile("" : "+r"(value));\nreturn value;',
+    "the same value; what is worked out from it is worked out behind this, not kept in registers from before",
+    value=ty.u32,
+)
 warp_barrier = declare("warp_barrier", ty.void, "__syncwarp();", "the warp's lanes meet; orders their memory accesses")
 shuffle_xor_f32 = declare(
     "shuffle_xor_f32",

@@ -18,9 +18,9 @@ matrix_descriptor = declare(
     return (uint64_t)((shared_address(start) & 0x3ffff) >> 4) | (uint64_t)(leading_bytes >> 4) << 16
       | (uint64_t)(stride_bytes >> 4) << 32;
     """,
-    "where operand B [16, columns] lies in shared memory, as core matrices (8 columns x 8 of k, 16 bytes of k for each "
-    "column in turn): leading_bytes apart along k, stride_bytes along the columns; all multiples of 16. Adding n moves "
-    "the start by 16 n bytes",
+    "where operand B [16, columns] lies in shared memory, as core matrices (8 columns x 8 of k in 128 bytes, 16 bytes "
+    "of k for each column in turn; transposed: 16 bytes of columns for each k): leading_bytes apart along k, "
+    "stride_bytes along the columns; all multiples of 16. Adding n moves the start by 16 n bytes",
     requires=("shared_address",),
     start=ANY,
     leading_bytes=ty.u32,
@@ -52,21 +52,22 @@ wgmma_wait_but_one = declare(
 )
 
 
-def _product(columns: int) -> Primitive:
+def _product(columns: int, transposed: bool = False) -> Primitive:
     count = columns // 2
     sums = ", ".join(f"%{number}" for number in range(count))
     operands = ", ".join(f'"+f"(sums[{number}])' for number in range(count))
+    a = ", ".join(f"%{count + number}" for number in range(4))
     cuda = (
         'asm volatile("{\\n\\t.reg .pred p;\\n\\t"\n'
         f'  "setp.ne.b32 p, %{count + 5}, 0;\\n\\t"\n'
         f'  "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 "\n'
         f'  "{{{sums}}}, "\n'
-        f'  "{{%{count}, %{count + 1}, %{count + 2}, %{count + 3}}}, %{count + 4}, p, 1, 1, 0;\\n\\t}}"\n'
+        f'  "{{{a}}}, %{count + 4}, p, 1, 1, {int(transposed)};\\n\\t}}"\n'
         f"  : {operands}\n"
         '  : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(accumulate));'
     )
     return declare(
-        f"wgmma_bf16_n{columns}",
+        f"wgmma_bf16_n{columns}{'_transposed' if transposed else ''}",
         ty.void,
         cuda,
         f"sums (64 x {columns}; of 16 rows a warp) = a (64 x 16, a warp's rows as in mma_bf16) * b, plus themselves if "
@@ -83,13 +84,21 @@ wgmma_bf16_n32 = _product(32)
 wgmma_bf16_n64 = _product(64)
 wgmma_bf16_n128 = _product(128)
 wgmma_bf16_n256 = _product(256)
+wgmma_bf16_n64_transposed = _product(64, transposed=True)
+wgmma_bf16_n128_transposed = _product(128, transposed=True)
 _PRODUCTS = {16: wgmma_bf16_n16, 32: wgmma_bf16_n32, 64: wgmma_bf16_n64, 128: wgmma_bf16_n128, 256: wgmma_bf16_n256}
+_TRANSPOSED = {64: wgmma_bf16_n64_transposed, 128: wgmma_bf16_n128_transposed}
 WGMMA_COLUMNS = tuple(_PRODUCTS)
 """Columns of B and of the sums that there are products for."""
 
 
-def wgmma_bf16(columns: int) -> Primitive:
-    """The product with so many columns; RangeError where there is none."""
-    if columns not in _PRODUCTS:
-        raise RangeError(f"wgmma with {columns} columns: there are {', '.join(map(str, WGMMA_COLUMNS))}.")
-    return _PRODUCTS[columns]
+def wgmma_bf16(columns: int, *, transposed: bool = False) -> Primitive:
+    """The product with so many columns; transposed: of a B whose columns, not k, are neighbours in memory. RangeError
+    where there is none."""
+    products = _TRANSPOSED if transposed else _PRODUCTS
+    if columns not in products:
+        raise RangeError(
+            f"wgmma with {columns} {'transposed ' if transposed else ''}columns: there are "
+            f"{', '.join(map(str, products))}."
+        )
+    return products[columns]

@@ -1,0 +1,252 @@
+"""Attention of a pass: 64 tokens of one head a warpgroup, over all keys before them, on `wgmma`.
+
+A tile is a query head and the tokens of the warpgroups; the tiles with most keys come first, so that the blocks end
+together. Its queries stay in registers, keys and values come through the ring, `key_tile` keys a stage, in core order:
+queries x keys with the keys as operand B, and weights x values with the values as a transposed one. The state of a row
+(its largest logit, the sum of the exponentials, the weighted sum of values) is kept online, in base 2, and divided out
+at the end. A row sees the keys up to its own position, and with a window that many of them: all others are left out by
+selection. Values behind the last key are zero (`keys`), since their weights, zero, are multiplied with them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from cheetah import lang as ch
+from cheetah.blocks.prompt.keys import CORE_BYTES, QUERY_TOKENS, PassHeads, PassTokens
+from cheetah.blocks.prompt.machine import PassMachine
+from cheetah.blocks.prompt.ring import TileRing
+from cheetah.lang import prim, ty
+from cheetah.plan.formats import VECTOR_COLUMNS
+from cheetah.plan.prompt import GROUP_BYTES, GROUP_TOKENS, UNIT_BYTES
+
+WARPGROUP_TOKENS = 64
+LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True, eq=False)
+class PassAttention:
+    """Attention of one layer. into: the input of o in token order (u8). window: keys that a row sees, its own included,
+    or None."""
+
+    machine: PassMachine
+    ring: TileRing
+    heads: PassHeads
+    tokens: PassTokens
+    into: ch.Expr
+    key_tile: int
+    window: int | None = None
+
+    @property
+    def tile_tokens(self) -> int:
+        return self.machine.plan.warpgroups * WARPGROUP_TOKENS
+
+    @property
+    def tile_bytes(self) -> int:
+        """Of the keys of a stage, and of its values."""
+        return self.key_tile // GROUP_TOKENS * self.heads.group_bytes
+
+    def __call__(self) -> None:
+        """All tiles, in all roles."""
+        with self.machine.weights:
+            self._arrive()
+        with self.machine.activations:
+            self._copy()
+        with self.machine.consumer:
+            self._attend()
+
+    def _tiles(self) -> Any:
+        tiles = self._token_tiles() * self.heads.shape.heads
+        return ch.for_(self.machine.block, tiles, self.machine.gpu.blocks, unroll=1, name="tile")
+
+    def _token_tiles(self) -> Any:
+        return (self.tokens.count + (self.tile_tokens - 1)) // self.tile_tokens
+
+    def _head(self, tile: ch.Expr) -> Any:
+        return tile % self.heads.shape.heads
+
+    def _first_token(self, tile: ch.Expr) -> Any:
+        """Of the pass: the last tiles, which have most keys, come first."""
+        return (self._token_tiles() - 1 - tile // self.heads.shape.heads) * self.tile_tokens
+
+    @ch.inline
+    def _key_tiles(self, tile: ch.Expr) -> tuple[Any, Any]:
+        """[begin, end) of those that the tile's tokens see."""
+        first = self._first_token(tile)
+        last = self.tokens.start + ch.minimum(first + self.tile_tokens, self.tokens.count)
+        end = (last + (self.key_tile - 1)) // self.key_tile
+        if self.window is None:
+            return ty.u32(0), end
+        position = self.tokens.start + first
+        begin = (ch.maximum(position, self.window - 1) - (self.window - 1)) // self.key_tile
+        return begin, end
+
+    # -- copies -----------------------------------------------------------------------------------------------------
+
+    @ch.function
+    def _arrive(self) -> None:
+        """The weights role brings nothing here; its arrival is needed."""
+        with self._tiles() as tile:
+            begin, end = self._key_tiles(tile)
+            with ch.for_(begin, end, unroll=1):
+                with self.ring.fill_weights(0):
+                    pass
+
+    @ch.function
+    def _copy(self) -> None:
+        with self._tiles() as tile:
+            begin, end = self._key_tiles(tile)
+            kv_head = self._head(tile) // self.heads.shape.group
+            with ch.for_(begin, end, unroll=1, name="key_tile") as key_tile:
+                place = self.heads.core(kv_head, key_tile * self.key_tile, 0)
+                with self.ring.fill_activations(2 * self.tile_bytes) as (stage, barrier):
+                    prim.bulk_copy(stage, self.heads.keys + place, self.tile_bytes, barrier)
+                    prim.bulk_copy(stage + self.tile_bytes, self.heads.values + place, self.tile_bytes, barrier)
+
+    # -- a tile -----------------------------------------------------------------------------------------------------
+
+    @ch.function
+    def _attend(self) -> None:
+        machine, head_dim = self.machine, self.heads.shape.head_dim
+        with self._tiles() as tile:
+            begin, end = self._key_tiles(tile)
+            head = self._head(tile)
+            token = self._first_token(tile) + machine.warp * QUERY_TOKENS
+            queries = ch.array(ty.u32x4, head_dim // 16)
+            self._load_queries(queries, head, token)
+            rows = _Rows(self.tokens.start + token + machine.lane // 4)
+            output = ch.array(ty.f32, head_dim // 2, zero=True)
+            logits = ch.array(ty.f32, self.key_tile // 2)
+            weights = ch.array(ty.u32x4, self.key_tile // 16)
+            with ch.for_(begin, end, unroll=1, name="key_tile") as key_tile:
+                stage = ch.const(ty.u32, self.ring.using.stage, name="stage")
+                self.ring.wait()
+                memory = self.ring.memory + stage * self.ring.stage_bytes
+                self._multiply_keys(logits, queries, memory)
+                self._mask(logits, rows, self.tokens.start + token, key_tile * self.key_tile)
+                self._weigh(logits, weights, output, rows)
+                self._multiply_values(output, weights, memory + self.tile_bytes)
+                self.ring.release(stage)
+                self.ring.using.advance()
+            self._store(output, rows, head, token)
+
+    @ch.inline
+    def _load_queries(self, queries: Any, head: ch.Expr, token: ch.Expr) -> None:
+        first = self.heads.queries + self.heads.query(head, token, ty.u32(0))
+        words = ch.reinterpret(ty.ptr(ty.u32x4), first)
+        for step in range(self.heads.shape.head_dim // 16):
+            queries[step] = words[step * 32 + self.machine.lane]
+
+    @ch.inline
+    def _multiply_keys(self, logits: Any, queries: Any, memory: ch.Expr) -> None:
+        """logits = queries x keys; two units of dims are the 16 of a step."""
+        keys = prim.matrix_descriptor(memory, CORE_BYTES, self.heads.group_bytes)
+        prim.wgmma_fence()
+        for step in range(self.heads.shape.head_dim // 16):
+            place = keys + step * (2 * CORE_BYTES // 16)
+            prim.wgmma_bf16(self.key_tile)(logits, queries[step], place, int(step > 0))
+        prim.wgmma_commit()
+        prim.wgmma_wait_all()
+
+    @ch.inline
+    def _multiply_values(self, output: Any, weights: Any, memory: ch.Expr) -> None:
+        """output += weights x values; two groups of keys are the 16 of a step, dims are the columns."""
+        values = prim.matrix_descriptor(memory, self.heads.group_bytes, CORE_BYTES)
+        prim.wgmma_fence()
+        for step in range(self.key_tile // 16):
+            place = values + step * (2 * self.heads.group_bytes // 16)
+            prim.wgmma_bf16(self.heads.shape.head_dim, transposed=True)(output, weights[step], place, 1)
+        prim.wgmma_commit()
+        prim.wgmma_wait_all()
+
+    @ch.inline
+    def _mask(self, logits: Any, rows: _Rows, first_row: ch.Expr, first_key: ch.Expr) -> None:
+        """Keys that a row does not see have no weight. Most tiles lie whole before the first row of the warp."""
+        partial = first_key + (self.key_tile - 1) > first_row
+        if self.window is not None:
+            partial = partial | (first_key + self.window <= first_row + (QUERY_TOKENS - 1))
+        with ch.if_(partial):
+            with ch.for_(self.key_tile // 8, unroll=True, name="group") as group:
+                for number in range(4):
+                    key = first_key + group * 8 + self.machine.lane % 4 * 2 + number % 2
+                    position = rows.position + number // 2 * 8
+                    seen = key <= position
+                    if self.window is not None:
+                        seen = seen & (key + self.window > position)
+                    place = group * 4 + number
+                    logits[place] = ch.select(seen, logits[place], ty.f32(-math.inf))
+
+    @ch.inline
+    def _weigh(self, logits: Any, weights: Any, output: Any, rows: _Rows) -> None:
+        """The weights of this tile's keys as operand A, and what was summed before on their scale."""
+        scale = LOG2_E / math.sqrt(self.heads.shape.head_dim)
+        origins = [self._new_origin(logits, output, rows, number, scale) for number in range(2)]
+        with ch.for_(self.key_tile // 8, unroll=True, name="group") as group:
+            for number in range(4):
+                place = group * 4 + number
+                logits[place] = prim.exp2_f32(logits[place] * scale - origins[number // 2])
+                rows.sums[number // 2] += logits[place]
+        for step in range(self.key_tile // 16):
+            words = [prim.pack_bf16x2(logits[step * 8 + pair], logits[step * 8 + pair + 1]) for pair in (0, 2, 4, 6)]
+            weights[step] = prim.make_u32x4(*words)
+
+    @ch.inline
+    def _new_origin(self, logits: Any, output: Any, rows: _Rows, number: int, scale: float) -> Any:
+        """The largest logit of a row so far, scaled; what was summed before is brought to it."""
+        largest = ch.var(ty.f32, rows.largest[number])
+        with ch.for_(self.key_tile // 8, unroll=True, name="group") as group:
+            for low in range(2):
+                largest.set(prim.maximum_f32(largest, logits[group * 4 + number * 2 + low]))
+        for mask in (1, 2):
+            largest.set(prim.maximum_f32(largest, prim.shuffle_xor_f32(largest, mask)))
+        # A row that has seen no key yet has the largest logit -inf: the exponents below must be numbers.
+        seen = largest > ty.f32(-math.inf)
+        origin = ch.const(ty.f32, ch.select(seen, largest * scale, ty.f32(0.0)), name="origin")
+        before = prim.exp2_f32(rows.largest[number] * scale - origin)
+        shrink = ch.const(ty.f32, before, name="shrink")
+        rows.largest[number] = largest
+        rows.sums[number] = rows.sums[number] * shrink
+        with ch.for_(self.heads.shape.head_dim // 8, unroll=True, name="group") as group:
+            for low in range(2):
+                output[group * 4 + number * 2 + low] *= shrink
+        return origin
+
+    @ch.inline
+    def _store(self, output: Any, rows: _Rows, head: ch.Expr, token: ch.Expr) -> None:
+        """The rows' outputs in token order: four groups of 8 dims are a K-tile, a lane's unit of it."""
+        lane, plan = self.machine.lane, self.machine.plan
+        k_tiles = self.heads.shape.head_dim // VECTOR_COLUMNS
+        for number in range(2):
+            total = ch.var(ty.f32, rows.sums[number])
+            for mask in (1, 2):
+                total += prim.shuffle_xor_f32(total, mask)
+            inverse = ch.const(ty.f32, prim.divide_f32(1.0, total), name="inverse")
+            group = token // GROUP_TOKENS + number
+            for k_tile in range(k_tiles):
+                words = []
+                for dims in range(4):
+                    place = (k_tile * 4 + dims) * 4 + number * 2
+                    words.append(prim.pack_bf16x2(output[place] * inverse, output[place + 1] * inverse))
+                block = ty.u64((head * k_tiles + k_tile) * plan.groups + group) * GROUP_BYTES
+                unit = self.into + (block + ty.u64(lane % 4 * UNIT_BYTES + lane // 4 * 16))
+                ch.reinterpret(ty.ptr_mut(ty.u32x4), unit)[0] = prim.make_u32x4(*words)
+
+
+class _Rows:
+    """The states of a lane's two rows, `position` and `position` + 8, whose parts lie in four lanes: largest is the
+    same in all of them, sums are not yet added."""
+
+    def __init__(self, position: ch.Expr) -> None:
+        self.position = position
+        self._declare()
+
+    @ch.inline
+    def _declare(self) -> None:
+        position = ch.const(ty.u32, self.position)
+        largest = ch.array(ty.f32, 2)
+        sums = ch.array(ty.f32, 2, zero=True)
+        for number in range(2):
+            largest[number] = ty.f32(-math.inf)
+        self.position, self.largest, self.sums = position, largest, sums

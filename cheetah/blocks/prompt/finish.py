@@ -1,0 +1,211 @@
+"""What becomes of the sums of a tile: the input of a later product in token order, SwiGLU, the residual stream.
+
+A lane has two rows of two tokens; one exchange with the lane of the neighbouring row makes each the owner of one token
+and of pairs of neighbouring columns, which are words in token order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cheetah import lang as ch
+from cheetah.blocks.prompt.machine import PassMachine
+from cheetah.blocks.prompt.product import ACCUMULATORS, Finish, Sums
+from cheetah.lang import prim, ty
+from cheetah.plan.formats import M_TILE_ROWS, VECTOR_COLUMNS
+from cheetah.plan.prompt import ACCUMULATOR_BYTES, GROUP_BYTES, GROUP_TOKENS, UNIT_BYTES
+
+HALF = M_TILE_ROWS // 2
+
+
+class Scales:
+    """1/rms of the tokens of a tile, from the sums of squares that whoever made the input left.
+
+    squares: f32 [row tiles][tokens of the pass], a partial sum of each row tile. They are added in order, when a tile
+    begins, into one of two buffers in turn; a barrier of the consumer warps lies between writing and reading, and so
+    between reading a buffer and writing it again.
+    """
+
+    def __init__(self, machine: PassMachine, squares: ch.Expr, elements: int, epsilon: float) -> None:
+        self.machine, self.squares, self.elements, self.epsilon = machine, squares, elements, epsilon
+        self._declare()
+
+    @ch.inline
+    def _declare(self) -> None:
+        with self.machine.consumer:
+            turn = ch.var(ty.u32, 0)
+            scales = self.machine.region("scales", ty.f32)
+            self.turn, self.memory = turn, scales
+
+    @ch.function
+    def load(self, token_tile: ch.Expr) -> None:
+        """By all consumer warps, once a tile."""
+        machine, plan = self.machine, self.machine.plan
+        self.turn ^= 1
+        parts = -(-self.elements // (M_TILE_ROWS * plan.tile_m_tiles))
+        with ch.if_(machine.thread < plan.tile_tokens):
+            token = token_tile * plan.tile_tokens + machine.thread
+            total = ch.var(ty.f32, 0.0)
+            with ch.for_(parts, unroll=8) as part:
+                total += self.squares[part * plan.tokens + token]
+            scale = prim.rsqrt_f32(total * (1.0 / self.elements) + self.epsilon)
+            self._buffer()[machine.thread] = scale
+        machine.meet()
+
+    def _buffer(self) -> Any:
+        return self.memory + self.turn * self.machine.plan.tile_tokens
+
+    @ch.inline
+    def scaled(self, sums: Sums) -> tuple[Any, Any, Any, Any]:
+        """The sums times the scale of their token."""
+        pairs = ch.reinterpret(ty.ptr(ty.f32x2), self._buffer())
+        scale = pairs[sums.in_tile * (GROUP_TOKENS // 2) + self.machine.lane % 4]
+        first, second, third, fourth = sums.values
+        return first * scale.x, second * scale.y, third * scale.x, fourth * scale.y
+
+
+@ch.inline
+def _neighbours(machine: PassMachine, of_first: ch.Expr, of_second: ch.Expr) -> tuple[Any, Any]:
+    """Give the lane of the neighbouring row what belongs to its token: (words of the even row, of the odd row), of
+    token 2t on lanes of an even row, of token 2t + 1 on the others."""
+    is_odd = machine.lane // 4 % 2 != 0
+    mine = ch.const(ty.u32, ch.select(is_odd, of_second, of_first), name="mine")
+    other = prim.shuffle_xor_u32(ch.select(is_odd, of_first, of_second), 4)
+    return ch.select(is_odd, other, mine), ch.select(is_odd, mine, other)
+
+
+@ch.inline
+def exchanged_rows(
+    machine: PassMachine, first: ch.Expr, second: ch.Expr, third: ch.Expr, fourth: ch.Expr
+) -> tuple[Any, Any]:
+    """Of the sums of an M-tile: two words of this lane's token, rows g and g + 1 (g even), and those 8 below."""
+    even, odd = _neighbours(machine, prim.pack_bf16x2(first, third), prim.pack_bf16x2(second, fourth))
+    return prim.byte_permute(even, odd, 0x5410), prim.byte_permute(even, odd, 0x7632)
+
+
+@ch.inline
+def _place(machine: PassMachine, into: ch.Expr, k_tile: ch.Expr, group: ch.Expr) -> Any:
+    """The address of this lane's unit and token in a group: its token is 2t, or 2t + 1 where its row is odd."""
+    row, token = machine.lane // 4, machine.lane % 4 * 2 + machine.lane // 4 % 2
+    block = ty.u64(k_tile * machine.plan.groups + group) * GROUP_BYTES
+    return into + block + ty.u64(row // 2 * UNIT_BYTES + token * 16)
+
+
+@ch.function
+def store_rows(machine: PassMachine, into: ch.Expr, sums: Sums) -> None:
+    """The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16."""
+    words = ch.var(ty.u32x2)
+    low, high = exchanged_rows(machine, *sums.values)
+    words.x = low
+    words.y = high
+    k_tile, half = sums.m_tile // 2, sums.m_tile % 2
+    place = _place(machine, into, k_tile, sums.group) + half * 8
+    ch.reinterpret(ty.ptr_mut(ty.u32x2), place)[0] = words
+
+
+@ch.function
+def store_gated(machine: PassMachine, into: ch.Expr, sums: Sums) -> None:
+    """silu(gate) * up of an M-tile's 8 gate rows and their up rows, as 8 columns of a vector in token order."""
+    first, second, third, fourth = sums.values
+    pair = prim.pack_bf16x2(_gated(first, third), _gated(second, fourth))
+    even, odd = _neighbours(machine, pair, pair)
+    is_odd = machine.lane // 4 % 2 != 0
+    word = ch.select(is_odd, prim.byte_permute(even, odd, 0x7632), prim.byte_permute(even, odd, 0x5410))
+    tiles = VECTOR_COLUMNS // HALF
+    place = _place(machine, into, sums.m_tile // tiles, sums.group) + sums.m_tile % tiles * 4
+    ch.reinterpret(ty.ptr_mut(ty.u32), place)[0] = word
+
+
+def _gated(gate: ch.Expr, up: ch.Expr) -> Any:
+    return prim.divide_f32(gate, 1.0 + prim.exp_f32(-gate)) * up
+
+
+@dataclass(frozen=True, eq=False)
+class Store(Finish):
+    """The rows, in token order; scaled, if the input was normalised."""
+
+    machine: PassMachine
+    into: ch.Expr
+    scales: Scales | None = None
+
+    def begin(self, token_tile: ch.Expr) -> None:
+        if self.scales is not None:
+            self.scales.load(token_tile)
+
+    def finish(self, sums: Sums) -> None:
+        store_rows(self.machine, self.into, self._scaled(sums))
+
+    def _scaled(self, sums: Sums) -> Sums:
+        values = sums.values if self.scales is None else self.scales.scaled(sums)
+        return Sums(sums.m_tile, sums.group, sums.in_tile, values)
+
+
+class StoreGated(Store):
+    """SwiGLU of gate and up rows."""
+
+    def finish(self, sums: Sums) -> None:
+        store_gated(self.machine, self.into, self._scaled(sums))
+
+
+@dataclass(frozen=True, eq=False)
+class StoreResidual(Finish):
+    """The residual stream in f32, in accumulator order, and what the next product takes: its bf16 rows times the
+    weights of the next norm, in token order, with each row tile's sums of their squares, f32 [row tiles][tokens]."""
+
+    machine: PassMachine
+    residual: ch.Expr
+    into: ch.Expr
+    squares: ch.Expr
+    norm: ch.Expr
+    m_tiles: int
+
+    @ch.inline
+    def finish(self, sums: Sums) -> None:
+        machine, plan = self.machine, self.machine.plan
+        place = (ty.u64(sums.m_tile) * plan.groups + ty.u64(sums.group)) * (ACCUMULATOR_BYTES // 16)
+        kept = ch.var(ty.f32x4)
+        for member, value in zip("xyzw", sums.values, strict=True):
+            setattr(kept, member, value)
+        ch.reinterpret(ty.ptr_mut(ty.f32x4), self.residual)[place + ty.u64(machine.lane)] = kept
+        rounded = [_rounded(value) for value in sums.values]
+        self._add_squares(sums, rounded)
+        row = sums.m_tile * M_TILE_ROWS + machine.lane // 4
+        weights = [prim.bf16_to_f32(self.norm[row]), prim.bf16_to_f32(self.norm[row + HALF])]
+        values = tuple(value * weights[number // 2] for number, value in enumerate(rounded))
+        store_rows(machine, self.into, Sums(sums.m_tile, sums.group, sums.in_tile, values))
+
+    @ch.inline
+    def _add_squares(self, sums: Sums, rounded: list[Any]) -> None:
+        """This M-tile's sums of squares of the 8 tokens: over its rows, which lie in lanes 4, 8 and 16 apart."""
+        machine, plan = self.machine, self.machine.plan
+        kept = machine.region("squares", ty.f32) + machine.warp * plan.tile_tokens
+        for number in range(2):
+            square = ch.var(ty.f32, rounded[number] * rounded[number] + rounded[number + 2] * rounded[number + 2])
+            for mask in (4, 8, 16):
+                square += prim.shuffle_xor_f32(square, mask)
+            with ch.if_(machine.lane < 4):
+                kept[sums.in_tile * GROUP_TOKENS + machine.lane * 2 + number] = square
+
+    @ch.function
+    def end(self, row_tile: ch.Expr, token_tile: ch.Expr) -> None:
+        """Every token's sum over the row tile: its M-tiles in order."""
+        machine, plan = self.machine, self.machine.plan
+        machine.meet()
+        with ch.if_(machine.thread < plan.tile_tokens):
+            kept = machine.region("squares", ty.f32) + machine.thread
+            count = ch.minimum(ty.u32(self.m_tiles) - row_tile * plan.tile_m_tiles, plan.tile_m_tiles)
+            total = ch.var(ty.f32, 0.0)
+            with ch.for_(count, unroll=1, name="m_tile") as m_tile:
+                total += kept[m_tile * plan.tile_tokens]
+            token = token_tile * plan.tile_tokens + machine.thread
+            self.squares[row_tile * plan.tokens + token] = total
+        machine.meet()  # everybody has read before the next tile's squares are laid down
+
+
+@ch.inline
+def _rounded(value: ch.Expr) -> Any:
+    return prim.bf16_to_f32(prim.f32_to_bf16(value))
+
+
+assert ACCUMULATORS * 32 * 4 == ACCUMULATOR_BYTES

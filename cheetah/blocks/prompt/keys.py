@@ -1,0 +1,184 @@
+"""Queries, keys and values of a pass, as its attention reads them.
+
+The pool of pages is what decoding reads. Attention of a pass reads keys and values in *core order* instead, of one
+layer at a time: [KV head][group of 8 tokens][unit of 8 dims][8 tokens][8 dims], whose units are core matrices, so that
+a tile of keys is one bulk copy, whatever the page size. The pass's own go there as they are made; those that were
+cached before it are put there first, which costs two passes over them, against one over them for every 128 queries.
+Queries lie as operand A wants them: [head][16 tokens][16 dims][lane][4 words].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cheetah import lang as ch
+from cheetah.blocks.attention.cache import KvCache
+from cheetah.blocks.prompt.finish import HALF, Scales, exchanged_rows
+from cheetah.blocks.prompt.machine import PassMachine
+from cheetah.blocks.prompt.product import Finish, Sums
+from cheetah.lang import prim, ty
+from cheetah.plan import ModelShape
+from cheetah.plan.formats import M_TILE_ROWS
+from cheetah.plan.prompt import GROUP_TOKENS
+
+UNIT = 8
+CORE_BYTES = GROUP_TOKENS * UNIT * 2
+QUERY_TOKENS = 16
+"""Of a warp's part of operand A."""
+
+
+@dataclass(frozen=True, eq=False)
+class PassTokens:
+    """The tokens of a pass: `count` of one sequence, the first at position `start`; its page table begins at word
+    `table`. All u32."""
+
+    count: ch.Expr
+    start: ch.Expr
+    table: ch.Expr
+
+
+@dataclass(frozen=True, eq=False)
+class PassHeads:
+    """Where queries, keys and values of the present layer lie (u8). max_keys: that there is room for, whole key
+    tiles."""
+
+    machine: PassMachine
+    shape: ModelShape
+    queries: ch.Expr
+    keys: ch.Expr
+    values: ch.Expr
+    max_keys: int
+
+    @property
+    def units(self) -> int:
+        """Of a head."""
+        return self.shape.head_dim // UNIT
+
+    @property
+    def group_bytes(self) -> int:
+        """Of 8 tokens of a head, in core order."""
+        return self.units * CORE_BYTES
+
+    def core(self, head: Any, key: Any, unit: Any) -> Any:
+        """Byte of a unit of a key or value in core order (u64)."""
+        group = head * (self.max_keys // GROUP_TOKENS) + key // GROUP_TOKENS
+        return ty.u64(group) * self.group_bytes + ty.u64(unit * CORE_BYTES + key % GROUP_TOKENS * (UNIT * 2))
+
+    def query(self, head: Any, token: Any, step: Any) -> Any:
+        """Byte where the operand of 16 tokens and 16 dims begins that `token` belongs to (u64)."""
+        group = head * (self.machine.plan.tokens // QUERY_TOKENS) + token // QUERY_TOKENS
+        return ty.u64(group * (self.shape.head_dim // 16) + step) * (32 * 16)
+
+
+@dataclass(frozen=True, eq=False)
+class StoreHeads(Finish):
+    """The rows of q, k and v: scaled, with their biases, rotated; queries and keys as attention reads them, keys and
+    values also into the cache. rope: f32 [positions][head_dim / 2][cos, sin]."""
+
+    heads: PassHeads
+    tokens: PassTokens
+    cache: KvCache
+    scales: Scales
+    rope: ch.Expr
+    max_context: int
+    layer: ch.Expr
+    biases: ch.Expr | None = None
+
+    def begin(self, token_tile: ch.Expr) -> None:
+        self.scales.load(token_tile)
+
+    @ch.inline
+    def finish(self, sums: Sums) -> None:
+        shape, machine = self.heads.shape, self.heads.machine
+        m_tiles_per_head = shape.head_dim // M_TILE_ROWS
+        head = sums.m_tile // m_tiles_per_head
+        m_tile_of_head = sums.m_tile % m_tiles_per_head
+        rows = ch.array(ty.f32, 4)
+        for number, value in enumerate(self._with_biases(sums)):
+            rows[number] = value
+        is_paired = head < shape.heads + shape.kv_heads
+        with ch.if_(is_paired):
+            self._rotate(sums, rows, m_tile_of_head)
+        low, high = exchanged_rows(machine, *(rows[number] for number in range(4)))
+        # Rows g and g + 8 of a rotated head are a pair, half a head apart; of a value they are neighbours.
+        first_unit = ch.select(is_paired, m_tile_of_head, m_tile_of_head * 2)
+        second_unit = ch.select(is_paired, m_tile_of_head + m_tiles_per_head, m_tile_of_head * 2 + 1)
+        token = sums.group * GROUP_TOKENS + machine.lane % 4 * 2 + machine.lane // 4 % 2
+        for unit, word in ((first_unit, low), (second_unit, high)):
+            self._store(head, token, unit, word)
+
+    def _with_biases(self, sums: Sums) -> tuple[Any, ...]:
+        values = self.scales.scaled(sums)
+        if self.biases is None:
+            return values
+        row = self.layer * self.heads.shape.qkv_rows + sums.m_tile * M_TILE_ROWS + self.heads.machine.lane // 4
+        biases = [prim.bf16_to_f32(self.biases[row]), prim.bf16_to_f32(self.biases[row + HALF])]
+        return tuple(value + biases[number // 2] for number, value in enumerate(values))
+
+    @ch.inline
+    def _rotate(self, sums: Sums, rows: Any, m_tile_of_head: ch.Expr) -> None:
+        """RoPE (rotate-half): the pair (k, k + D/2) are rows g and g + 8."""
+        half, lane = self.heads.shape.head_dim // 2, self.heads.machine.lane
+        angles = ch.reinterpret(ty.ptr(ty.f32x2), self.rope)
+        frequency = m_tile_of_head * HALF + lane // 4
+        for number in range(2):
+            position = self.tokens.start + sums.group * GROUP_TOKENS + lane % 4 * 2 + number
+            place = ch.minimum(position, self.max_context - 1) * half + frequency
+            angle = ch.const(ty.f32x2, angles[place], name="angle")
+            first = ch.const(ty.f32, rows[number], name="first")
+            second = ch.const(ty.f32, rows[number + 2], name="second")
+            rows[number] = first * angle.x - second * angle.y
+            rows[number + 2] = second * angle.x + first * angle.y
+
+    @ch.function
+    def _store(self, head: ch.Expr, token: ch.Expr, unit: ch.Expr, word: ch.Expr) -> None:
+        """A word (two dims) of a unit of a head, of a token of the pass; heads count queries, keys, values."""
+        heads, shape, lane = self.heads, self.heads.shape, self.heads.machine.lane
+        pair = lane // 8  # of the unit's four
+        with ch.if_(head < shape.heads):
+            place = heads.query(head, token, unit // 2) + ty.u64(
+                (token % 8 * 4 + pair) * 16 + (token // 8 % 2 + unit % 2 * 2) * 4
+            )
+            ch.reinterpret(ty.ptr_mut(ty.u32), heads.queries + place)[0] = word
+        with ch.else_():
+            with ch.if_(token < self.tokens.count):
+                kv_row = head - shape.heads
+                kv_head = kv_row % shape.kv_heads
+                is_key = kv_row < shape.kv_heads
+                position = self.tokens.start + token
+                core = heads.core(kv_head, position, unit) + ty.u64(pair * 4)
+                into = ch.select(is_key, heads.keys, heads.values) + core
+                ch.reinterpret(ty.ptr_mut(ty.u32), into)[0] = word
+                key = self.cache.key(self.layer, kv_head, self.tokens.table, position)
+                cached = ch.select(is_key, key, self.cache.value(key)) + (unit * UNIT + pair * 2)
+                ch.reinterpret(ty.ptr_mut(ty.u32), cached)[0] = word
+
+
+@ch.function
+def bring_earlier_keys(heads: PassHeads, tokens: PassTokens, cache: KvCache, layer: ch.Expr, key_tile: int) -> None:
+    """In the consumer role, all blocks together: the keys and values that were cached before this pass, in core order,
+    and zeros for values behind the last one up to the end of its key tile, whose weights are zero."""
+    machine, shape = heads.machine, heads.shape
+    thread = machine.block * machine.plan.consumer_threads + machine.thread
+    threads = machine.gpu.blocks * machine.plan.consumer_threads
+    # Eight neighbouring threads have a core matrix: they write 128 bytes side by side.
+    of_head = (tokens.start + (GROUP_TOKENS - 1)) // GROUP_TOKENS
+    places = of_head * (heads.units * GROUP_TOKENS)
+    with ch.for_(thread, places * shape.kv_heads, threads, unroll=1, name="place") as place:
+        kv_head = place // places
+        rest = place % places
+        key = rest // (heads.units * GROUP_TOKENS) * GROUP_TOKENS + rest % GROUP_TOKENS
+        unit = rest // GROUP_TOKENS % heads.units
+        with ch.if_(key < tokens.start):
+            source = cache.key(layer, kv_head, tokens.table, key) + unit * UNIT
+            core = heads.core(kv_head, key, unit)
+            for into, words in ((heads.keys, source), (heads.values, cache.value(source))):
+                ch.reinterpret(ty.ptr_mut(ty.u32x4), into + core)[0] = ch.reinterpret(ty.ptr(ty.u32x4), words)[0]
+    total = tokens.start + tokens.count
+    behind = (total + (key_tile - 1)) // key_tile * key_tile - total
+    with ch.for_(thread, behind * (heads.units * shape.kv_heads), threads, unroll=1, name="place") as place:
+        unit = place % heads.units
+        kv_head = place // heads.units % shape.kv_heads
+        core = heads.core(kv_head, total + place // (heads.units * shape.kv_heads), unit)
+        ch.reinterpret(ty.ptr_mut(ty.u32x4), heads.values + core)[0] = prim.make_u32x4(0, 0, 0, 0)

@@ -1,0 +1,81 @@
+"""One thread block of a pass: its warps' roles and shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cheetah import lang as ch
+from cheetah.blocks.machine import CONSUMER_BARRIER, shared_region
+from cheetah.lang import prim, ty
+from cheetah.plan import Gpu, SharedMap
+from cheetah.plan.prompt import PassPlan
+
+
+@dataclass(frozen=True, eq=False)
+class PassMachine:
+    """The parts that every building block of a pass needs.
+
+    The consumer role is every thread of the warpgroups that multiply. Of the warpgroup behind them one warp has the
+    weights role (a lane an M-tile of the tile), one lane of the next the activations role.
+    """
+
+    plan: PassPlan
+    gpu: Gpu
+    shared: SharedMap
+    arena: ch.Expr
+    block: ch.Expr
+    thread: ch.Expr
+    warp: ch.Expr
+    lane: ch.Expr
+    weights: ch.Role
+    activations: ch.Role
+    consumer: ch.Role
+
+    @property
+    def roles(self) -> tuple[ch.Role, ch.Role, ch.Role]:
+        return self.weights, self.activations, self.consumer
+
+    def region(self, name: str, element: ty.Type) -> ch.Expr:
+        """A pointer to a region of shared memory."""
+        return shared_region(self.shared, self.arena, name, element)
+
+    def renew(self) -> None:
+        """In any role: what follows from a thread's place is worked out anew. Kept from phase to phase, it would take
+        the registers that the sums of a tile need."""
+        for place in (self.block, self.thread, self.warp, self.lane):
+            place.set(prim.renewed_u32(place))
+
+    def meet(self) -> None:
+        """All consumer warps meet: what each wrote to shared memory before is seen by all after."""
+        prim.named_barrier(CONSUMER_BARRIER, self.plan.consumer_threads)
+
+
+@ch.inline
+def start_pass(plan: PassPlan, gpu: Gpu, shared: SharedMap) -> PassMachine:
+    """Name the thread's place and the regions of shared memory, and open the roles."""
+    arena = prim.shared_arena()
+    block = ch.var(ty.u32, ch.block_idx_x())
+    thread = ch.var(ty.u32, ch.thread_idx_x())
+    warp = ch.var(ty.u32, thread // 32)
+    lane = ch.var(ty.u32, thread % 32)
+    roles = ch.Role("weights"), ch.Role("activations"), ch.Role("consumer")
+    return PassMachine(plan, gpu, shared, arena, block, thread, warp, lane, *roles)
+
+
+@ch.inline
+def emit_pass(machine: PassMachine) -> None:
+    """The kernel's fork."""
+    plan = machine.plan
+    with ch.if_(machine.warp >= plan.consumer_warps):
+        prim.give_registers()
+        with ch.if_(machine.warp == plan.consumer_warps):
+            ch.comment("the weights: a lane an M-tile of the tile")
+            with ch.if_(machine.lane < plan.tile_m_tiles):
+                machine.weights.emit_here()
+        with ch.if_(machine.thread == plan.consumer_threads + 32):
+            ch.comment("the activations: one lane")
+            machine.activations.emit_here()
+    with ch.else_():
+        prim.take_registers()
+        ch.comment("the warpgroups that multiply")
+        machine.consumer.emit_here()

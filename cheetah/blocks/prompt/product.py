@@ -1,0 +1,257 @@
+"""Packed weights times the vectors of many tokens: 64 rows a warpgroup by `tile_tokens` tokens, on `wgmma`.
+
+The packed fragments of decoding are operand A as they are: warp w of a warpgroup loads those of its M-tile, 16 bytes a
+lane for each 16 of k, and the activations of the tile, in token order (`cheetah.plan.prompt`), are operand B. Products
+of one stage are issued while those of the one before are under way; a stage is given back when they are over. So two
+sets of A registers take turns.
+
+Tiles are dealt to the blocks with the tokens inside: blocks that share a row of weights work on it side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from cheetah import lang as ch
+from cheetah.blocks.prompt.machine import PassMachine
+from cheetah.blocks.prompt.ring import TileRing
+from cheetah.lang import prim, ty
+from cheetah.plan import MatrixLayout
+from cheetah.plan.formats import BF16
+from cheetah.plan.prompt import ACCUMULATOR_BYTES, GROUP_BYTES, STAGE_TILES, UNIT_BYTES
+
+STEPS_PER_TILE = 2
+"""Products of 16 k for a K-tile."""
+ACCUMULATORS = 4
+"""Of a lane, for its M-tile and a group of 8 tokens."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """What a lane has of an M-tile and a group of 8 tokens: with g = lane / 4, t = lane % 4, rows g, g, g + 8, g + 8 of
+    tokens 2t, 2t + 1, 2t, 2t + 1. group counts those of the pass, in_tile those of the tile."""
+
+    m_tile: ch.Expr
+    group: ch.Expr
+    in_tile: ch.Expr
+    values: tuple[Any, Any, Any, Any]
+
+
+class Finish:
+    """What becomes of the sums of a tile. All calls are the consumer role's, by whole warps."""
+
+    def begin(self, token_tile: ch.Expr) -> None:
+        """Called by all consumer warps when a tile begins."""
+
+    def finish(self, sums: Sums) -> None:
+        """Called for every M-tile that there is and each group of tokens."""
+        raise NotImplementedError
+
+    def end(self, row_tile: ch.Expr, token_tile: ch.Expr) -> None:
+        """Called by all consumer warps when the tile is finished."""
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """Where the operands of a product lie: packed weights of the matrix (u8), its input in token order (u8), and what
+    the sums are added to, in accumulator order (f32), if anything. ready: called by the activations role before it
+    asks for the first activations; weights do not wait."""
+
+    weights: ch.Expr
+    input: ch.Expr
+    residual: ch.Expr | None = None
+    ready: Callable[[], None] = lambda: None
+
+
+class TileProduct:
+    """The products of a pass. token_tiles: of this launch (u32), the same in all roles."""
+
+    def __init__(self, machine: PassMachine, ring: TileRing, token_tiles: ch.Expr) -> None:
+        self.machine, self.ring, self.token_tiles = machine, ring, token_tiles
+        self.residual_groups = machine.plan.residual_groups(BF16.tile_bytes)
+
+    def __call__(self, matrix: MatrixLayout, given: Given, finish: Finish) -> None:
+        """All tiles of a matrix."""
+        self.machine.plan.check(matrix)
+        with self.machine.weights:
+            self._copy_weights(matrix, given)
+        with self.machine.activations:
+            given.ready()
+            self._copy_activations(matrix, given)
+        with self.machine.consumer:
+            self._multiply(matrix, given, finish)
+
+    def tiles(self, row_tiles: int) -> Any:
+        """A loop over this block's tiles of so many rows of tiles."""
+        machine = self.machine
+        return ch.for_(machine.block, self.token_tiles * row_tiles, machine.gpu.blocks, unroll=1, name="tile")
+
+    # -- copies -----------------------------------------------------------------------------------------------------
+
+    @ch.function
+    def _copy_weights(self, matrix: MatrixLayout, given: Given) -> None:
+        """A lane an M-tile: two K-tiles a stage, which lie side by side in its chunk."""
+        lane, plan = self.machine.lane, self.machine.plan
+        tile_bytes = matrix.format.tile_bytes
+        with self.tiles(plan.row_tiles(matrix)) as tile:
+            first = tile // self.token_tiles * plan.tile_m_tiles
+            count = ch.minimum(ty.u32(matrix.m_tiles) - first, plan.tile_m_tiles)
+            m_tile = ch.minimum(first + lane, matrix.m_tiles - 1)
+            wave = m_tile // matrix.blocks
+            position = m_tile % matrix.blocks
+            width = matrix.wave_width(wave)
+            wave_bytes = matrix.wave_address(ty.u64(wave))
+            with ch.for_(matrix.chunks, unroll=1) as chunk:
+                source = given.weights + (wave_bytes + ty.u64(matrix.chunk_address(chunk, position, width)))
+                with ch.for_(0, matrix.chunk_tiles(chunk), STAGE_TILES, unroll=1, name="k_tile") as k_tile:
+                    size = ch.minimum(ty.u32(0) + matrix.chunk_tiles(chunk) - k_tile, STAGE_TILES) * tile_bytes
+                    with self.ring.fill_weights(size * count) as (stage, barrier):
+                        with ch.if_(lane < count):
+                            place = stage + lane * (STAGE_TILES * tile_bytes)
+                            prim.bulk_copy(place, source + k_tile * tile_bytes, size, barrier)
+            if given.residual is not None:
+                with ch.for_(plan.tile_groups // self.residual_groups, unroll=1):
+                    with self.ring.fill_weights(0):
+                        pass
+
+    @ch.function
+    def _copy_activations(self, matrix: MatrixLayout, given: Given) -> None:
+        plan = self.machine.plan
+        tile_bytes = plan.activation_tile_bytes
+        with self.tiles(plan.row_tiles(matrix)) as tile:
+            token_tile = tile % self.token_tiles
+            source = given.input + token_tile * tile_bytes
+            with ch.for_(0, matrix.k_tiles, STAGE_TILES, unroll=1, name="k_tile") as k_tile:
+                count = ch.minimum(ty.u32(matrix.k_tiles) - k_tile, STAGE_TILES)
+                with self.ring.fill_activations(count * tile_bytes) as (stage, barrier):
+                    with ch.for_(count, unroll=1) as number:
+                        place = stage + (self.ring.weights_bytes + number * tile_bytes)
+                        k_bytes = ty.u64(k_tile + number) * (plan.groups * GROUP_BYTES)
+                        prim.bulk_copy(place, source + k_bytes, tile_bytes, barrier)
+            if given.residual is not None:
+                self._copy_residual(matrix, given.residual, tile // self.token_tiles, token_tile)
+
+    @ch.inline
+    def _copy_residual(self, matrix: MatrixLayout, residual: ch.Expr, row_tile: ch.Expr, token_tile: ch.Expr) -> None:
+        """Behind the last k: what the sums are added to, some groups of tokens of every M-tile a stage."""
+        plan, groups = self.machine.plan, self.residual_groups
+        first = row_tile * plan.tile_m_tiles
+        m_tiles = ch.minimum(ty.u32(matrix.m_tiles) - first, plan.tile_m_tiles)
+        size = groups * ACCUMULATOR_BYTES
+        with ch.for_(0, plan.tile_groups, groups, unroll=1, name="group") as group:
+            with self.ring.fill_activations(m_tiles * size) as (stage, barrier):
+                with ch.for_(m_tiles, unroll=1, name="m_tile") as m_tile:
+                    place = ty.u64(first + m_tile) * plan.groups + ty.u64(token_tile * plan.tile_groups + group)
+                    source = ch.reinterpret(ty.ptr(ty.u8), residual) + place * ACCUMULATOR_BYTES
+                    prim.bulk_copy(stage + m_tile * size, source, size, barrier)
+
+    # -- products ---------------------------------------------------------------------------------------------------
+
+    @ch.function
+    def _multiply(self, matrix: MatrixLayout, given: Given, finish: Finish) -> None:
+        plan = self.machine.plan
+        with self.tiles(plan.row_tiles(matrix)) as tile:
+            row_tile = tile // self.token_tiles
+            token_tile = tile % self.token_tiles
+            m_tile = row_tile * plan.tile_m_tiles + self.machine.warp
+            sums = ch.array(ty.f32, plan.tile_groups * ACCUMULATORS)
+            finish.begin(token_tile)
+            self._sum_tile(matrix, sums)
+            if given.residual is None:
+                self._finish_groups(matrix, finish, m_tile, token_tile, sums, 0, plan.tile_groups)
+            else:
+                for first in range(0, plan.tile_groups, self.residual_groups):
+                    self._add_residual(sums, first)
+                    self._finish_groups(matrix, finish, m_tile, token_tile, sums, first, self.residual_groups)
+            finish.end(row_tile, token_tile)
+
+    @ch.inline
+    def _sum_tile(self, matrix: MatrixLayout, sums: Any) -> None:
+        """All of k, a stage at a time."""
+        even = ch.array(ty.u32x4, STAGE_TILES * STEPS_PER_TILE)
+        odd = ch.array(ty.u32x4, STAGE_TILES * STEPS_PER_TILE)
+        previous = ch.var(ty.u32, 0)
+        stages, rest = divmod(matrix.k_tiles, STAGE_TILES)
+        if stages > 1:
+            with ch.for_(stages // 2, unroll=1, name="pair") as pair:
+                self._multiply_stage(sums, even, previous, STAGE_TILES, pair > 0)
+                self._multiply_stage(sums, odd, previous, STAGE_TILES, True)
+        others = [STAGE_TILES] * (stages % 2) + [rest] * (rest > 0)
+        for number, (tiles, fragments) in enumerate(zip(others, (even, odd), strict=False)):
+            self._multiply_stage(sums, fragments, previous, tiles, stages > 1 or number > 0)
+        prim.wgmma_wait_all()
+        self.ring.release(previous)
+
+    @ch.inline
+    def _multiply_stage(self, sums: Any, fragments: Any, previous: Any, tiles: int, began: Any) -> None:
+        """Issue the products of a stage's K-tiles, then wait for those of the stage before and give that back.
+
+        began: whether the tile has one before."""
+        ring, plan, lane = self.ring, self.machine.plan, self.machine.lane
+        steps = tiles * STEPS_PER_TILE
+        stage = ch.const(ty.u32, ring.using.stage, name="stage")
+        ring.wait()
+        memory = ring.memory + stage * ring.stage_bytes
+        weights = memory + self.machine.warp * (STAGE_TILES * BF16.tile_bytes)
+        words = ch.reinterpret(ty.ptr(ty.u32x4), weights)
+        for step in range(steps):
+            fragments[step] = words[step * 32 + lane]
+        # The registers were loaded before the products read them.
+        prim.wgmma_fence()
+        descriptor = prim.matrix_descriptor(memory + ring.weights_bytes, UNIT_BYTES, GROUP_BYTES)
+        for step in range(steps):
+            tile, half = divmod(step, STEPS_PER_TILE)
+            first_byte = tile * plan.activation_tile_bytes + half * 2 * UNIT_BYTES
+            prim.wgmma_bf16(plan.tile_tokens)(
+                *(sums, fragments[step], descriptor + first_byte // 16),
+                ty.u32(began) if step == 0 else 1,
+            )
+        prim.wgmma_commit()
+        prim.wgmma_wait_but_one()  # the stage before, and the registers that go with it, are read
+        if began is True:
+            ring.release(previous)
+        elif began is not False:
+            with ch.if_(began):
+                ring.release(previous)
+        previous.set(stage)
+        ring.using.advance()
+
+    # -- finishing --------------------------------------------------------------------------------------------------
+
+    @ch.inline
+    def _add_residual(self, sums: Any, first: int) -> None:
+        """Sums of the groups of tokens from `first` on, which the next stage has."""
+        ring, groups = self.ring, self.residual_groups
+        stage = ch.const(ty.u32, ring.using.stage, name="stage")
+        ring.wait()
+        own = ring.memory + stage * ring.stage_bytes + self.machine.warp * (groups * ACCUMULATOR_BYTES)
+        words = ch.reinterpret(ty.ptr(ty.f32x4), own)
+        last = ch.var(ty.f32, 0.0)
+        with ch.for_(groups, unroll=True, name="group") as group:
+            added = words[group * 32 + self.machine.lane]
+            place = (group + first) * ACCUMULATORS
+            for number, member in enumerate("xyzw"):
+                sums[place + number] += getattr(added, member)
+            last += added.x
+        prim.wait_for_u32(prim.float_bits(last))  # came of every load of the stage
+        ring.release(stage)
+        ring.using.advance()
+
+    @ch.inline
+    def _finish_groups(
+        self,
+        matrix: MatrixLayout,
+        finish: Finish,
+        m_tile: ch.Expr,
+        token_tile: ch.Expr,
+        sums: Any,
+        first: int,
+        count: int,
+    ) -> None:
+        plan = self.machine.plan
+        with ch.if_(m_tile < matrix.m_tiles):
+            with ch.for_(first, first + count, unroll=True, name="group") as group:
+                values = tuple(sums[group * ACCUMULATORS + number] for number in range(ACCUMULATORS))
+                finish.finish(Sums(m_tile, token_tile * plan.tile_groups + group, group, values))

@@ -1,0 +1,99 @@
+"""The stages through which weights and activations of a pass flow: two roles fill each, the warpgroups use it.
+
+* full[s]: two arrivals, each of which announces what its role brings, and those bytes.
+* empty[s]: one arrival a consumer warp, when the products that read the stage are over.
+
+A stage is [weights: M-tile by M-tile, two K-tiles each][activations: K-tile by K-tile]; behind the last k of a tile the
+same stages may bring what its sums are added to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from cheetah import lang as ch
+from cheetah.blocks.prompt.machine import PassMachine
+from cheetah.blocks.ring import Cursor
+from cheetah.lang import prim, ty
+from cheetah.plan.formats import BF16
+
+ROLES_THAT_FILL = 2
+
+
+class TileRing:
+    """Stages, their barriers, and a cursor for each role."""
+
+    def __init__(self, machine: PassMachine) -> None:
+        self.machine = machine
+        self.stages = machine.plan.stages
+        self.weights_bytes = machine.plan.weights_bytes(BF16.tile_bytes)
+        self.stage_bytes = machine.plan.stage_bytes(BF16.tile_bytes)
+        self._declare()
+
+    @ch.inline
+    def _declare(self) -> None:
+        full = self.machine.region("ring_barriers", ty.u64)
+        empty = full + self.stages
+        ring = self.machine.region("ring", ty.u8)
+        self.full, self.empty, self.memory = full, empty, ring
+
+    @ch.inline
+    def initialise(self) -> None:
+        """Set the barriers up; one thread does, and a block barrier must follow before anyone uses them."""
+        with ch.for_(self.stages) as stage:
+            prim.mbarrier_init(self.full + stage, ROLES_THAT_FILL)
+            prim.mbarrier_init(self.empty + stage, self.machine.plan.consumer_warps)
+
+    @ch.inline
+    def start(self) -> None:
+        """Give each role its cursor."""
+        # A fresh barrier's previous phase has parity 1: the first pass finds every stage empty at once.
+        with self.machine.weights:
+            weights_stage = ch.var(ty.u32, 0)
+            weights_parity = ch.var(ty.u32, 1)
+            self.of_weights = Cursor(weights_stage, weights_parity, self.stages)
+        with self.machine.activations:
+            activations_stage = ch.var(ty.u32, 0)
+            activations_parity = ch.var(ty.u32, 1)
+            self.of_activations = Cursor(activations_stage, activations_parity, self.stages)
+        with self.machine.consumer:
+            stage = ch.var(ty.u32, 0)
+            parity = ch.var(ty.u32, 0)
+            self.using = Cursor(stage, parity, self.stages)
+
+    @contextmanager
+    @ch.inline
+    def fill_weights(self, announced: Any) -> Iterator[tuple[ch.Expr, ch.Expr]]:
+        """In the weights role, all its lanes together: the next stage, empty and with `announced` bytes of weights."""
+        cursor = self.of_weights
+        barrier = self.full + cursor.stage
+        prim.mbarrier_wait(self.empty + cursor.stage, cursor.parity)
+        with ch.if_(self.machine.lane == 0):
+            prim.mbarrier_arrive_expect_tx(barrier, announced)
+        yield self.memory + cursor.stage * self.stage_bytes, barrier
+        cursor.advance()
+
+    @contextmanager
+    @ch.inline
+    def fill_activations(self, announced: Any) -> Iterator[tuple[ch.Expr, ch.Expr]]:
+        """In the activations role: the next stage, empty and with `announced` bytes of activations."""
+        cursor = self.of_activations
+        barrier = self.full + cursor.stage
+        prim.mbarrier_wait(self.empty + cursor.stage, cursor.parity)
+        prim.mbarrier_arrive_expect_tx(barrier, announced)
+        yield self.memory + cursor.stage * self.stage_bytes, barrier
+        cursor.advance()
+
+    @ch.inline
+    def wait(self) -> None:
+        """In the consumer role: until the next stage is full."""
+        prim.mbarrier_wait(self.full + self.using.stage, self.using.parity)
+
+    @ch.inline
+    def release(self, stage: ch.Expr) -> None:
+        """In the consumer role: this warp has read a stage, and what read it is over."""
+        prim.warp_barrier()  # orders every lane's reads of the stage before the arrival
+        with ch.if_(self.machine.lane == 0):
+            prim.mbarrier_arrive(self.empty + stage)

@@ -1,0 +1,144 @@
+"""How a pass over the tokens of prompts is laid out: tiles, stages, and where an activation lies. Plain numbers.
+
+A pass multiplies the packed weights of decoding by the vectors of many tokens. A *tile* is `tile_m_tiles` M-tiles by
+`tile_tokens` tokens; a *stage* holds two K-tiles of each of its M-tiles and the activations of the same 64 columns.
+
+Activations lie in *token order*: for each 32 columns (a K-tile), for each group of 8 tokens, 512 bytes: four units of
+8 tokens x 16 bytes. Unit u of a token holds columns 8 i + 2 u and the next, i = 0..3, since those are what lane i of a
+packed fragment has at the same place of k. So a unit of 8 tokens is a core matrix of `wgmma`, two units are the 16 rows
+of operand B of one product, and the activations of a tile are contiguous for each K-tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cheetah.plan.errors import PlanError, require_positive
+from cheetah.plan.formats import VECTOR_COLUMNS
+from cheetah.plan.index import Index, ceil_div
+from cheetah.plan.layout import MatrixLayout
+from cheetah.plan.shared_memory import Region, SharedMap, ring_regions
+
+GROUP_TOKENS = 8
+"""Tokens of a group: those of a core matrix, and of four accumulators of a lane."""
+GROUP_BYTES = GROUP_TOKENS * VECTOR_COLUMNS * 2
+"""Of the 32 columns of a K-tile."""
+UNIT_BYTES = GROUP_TOKENS * 16
+STAGE_TILES = 2
+"""K-tiles of an M-tile in a stage."""
+WARPGROUP_WARPS = 4
+ACCUMULATOR_BYTES = 512
+"""f32 sums of an M-tile and a group of tokens, in the order of a warp's registers: what a residual is kept in."""
+
+
+@dataclass(frozen=True)
+class PassPlan:
+    """The choices of a pass.
+
+    tokens: that it has room for, a multiple of tile_tokens. warpgroups: that multiply, each four M-tiles of a tile."""
+
+    tokens: int
+    tile_tokens: int = 256
+    warpgroups: int = 2
+    stages: int = 4
+
+    def __post_init__(self) -> None:
+        require_positive("PassPlan", **vars(self))
+        if self.tile_tokens % GROUP_TOKENS or self.tokens % self.tile_tokens:
+            raise PlanError(
+                f"PassPlan: {self.tokens} tokens in tiles of {self.tile_tokens}: give whole tiles, of a multiple of "
+                f"{GROUP_TOKENS} tokens"
+            )
+        if self.tile_tokens > self.consumer_threads:
+            raise PlanError(f"PassPlan: tiles of {self.tile_tokens} tokens with {self.consumer_threads} threads")
+
+    @property
+    def consumer_warps(self) -> int:
+        return self.warpgroups * WARPGROUP_WARPS
+
+    @property
+    def consumer_threads(self) -> int:
+        return self.consumer_warps * 32
+
+    @property
+    def threads(self) -> int:
+        """With the warpgroup that copies."""
+        return self.consumer_threads + WARPGROUP_WARPS * 32
+
+    @property
+    def tile_m_tiles(self) -> int:
+        return self.consumer_warps
+
+    @property
+    def tile_groups(self) -> int:
+        return self.tile_tokens // GROUP_TOKENS
+
+    @property
+    def groups(self) -> int:
+        """Of tokens that there is room for."""
+        return self.tokens // GROUP_TOKENS
+
+    def weights_bytes(self, tile_bytes: int) -> int:
+        """Weights of a stage, of K-tiles of `tile_bytes`."""
+        return self.tile_m_tiles * STAGE_TILES * tile_bytes
+
+    @property
+    def activation_tile_bytes(self) -> int:
+        """Activations of a tile's tokens and one K-tile."""
+        return self.tile_groups * GROUP_BYTES
+
+    def stage_bytes(self, tile_bytes: int) -> int:
+        return self.weights_bytes(tile_bytes) + STAGE_TILES * self.activation_tile_bytes
+
+    def residual_groups(self, tile_bytes: int) -> int:
+        """Groups of tokens whose residual, of a tile's M-tiles, fits into a stage."""
+        groups = self.tile_groups
+        while groups > 1 and (
+            groups % 2 == 0 and groups * self.tile_m_tiles * ACCUMULATOR_BYTES > self.stage_bytes(tile_bytes)
+        ):
+            groups //= 2
+        return groups
+
+    def row_tiles(self, layout: MatrixLayout) -> int:
+        """Tiles that cover the M-tiles of a matrix."""
+        return ceil_div(layout.m_tiles, self.tile_m_tiles)
+
+    def check(self, layout: MatrixLayout) -> None:
+        """PlanError where a stage's K-tiles of a matrix would not lie side by side in the weights."""
+        if layout.tiles_per_chunk % STAGE_TILES and layout.chunks > 1:
+            raise PlanError(
+                f"a pass takes {STAGE_TILES} K-tiles a stage, and the chunks of {layout.name} have "
+                f"{layout.tiles_per_chunk}: give decoding stages of a multiple of "
+                f"{STAGE_TILES * layout.format.tile_bytes} bytes"
+            )
+
+    def activation_bytes(self, columns: int) -> int:
+        """Of a buffer of so many columns of every token."""
+        return ceil_div(columns, VECTOR_COLUMNS) * self.groups * GROUP_BYTES
+
+    def residual_floats(self, m_tiles: int) -> int:
+        """Of a residual stream of so many M-tiles: [M-tile][group of tokens][lane][4]."""
+        return m_tiles * self.groups * (ACCUMULATOR_BYTES // 4)
+
+    def shared(self, tile_bytes: int, budget_bytes: int | None = None) -> SharedMap:
+        """The arena of a block."""
+        return SharedMap(
+            (
+                *ring_regions(self.stages, self.stage_bytes(tile_bytes)),
+                Region("scales", 2 * 4 * self.tile_tokens),
+                Region("squares", 4 * self.consumer_warps * self.tile_tokens),
+            ),
+            budget_bytes,
+        )
+
+    def activation_address(self, column: Index, token: Index) -> Any:
+        """Byte of an activation in its buffer; also for device expressions."""
+        group = column // VECTOR_COLUMNS * self.groups + token // GROUP_TOKENS
+        return group * GROUP_BYTES + self.address_in_group(column % VECTOR_COLUMNS, token % GROUP_TOKENS)
+
+    @staticmethod
+    def address_in_group(column: Index, token: Index) -> Any:
+        """Of one of 32 columns and 8 tokens; also for device expressions."""
+        unit = column % 8 // 2
+        return unit * UNIT_BYTES + token * 16 + column // 8 * 4 + column % 2 * 2

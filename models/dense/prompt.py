@@ -1,0 +1,308 @@
+"""A pass over a prompt as one kernel: its tokens' keys and values into the cache, with the weights packed for decoding.
+
+One persistent launch reads the weights once for all tokens of a pass. It ends with the keys and values of the last
+layer: what follows from the prompt's last token, its logits and all behind them, is decoding. Numerics as in the decode
+step: bf16 weights and activations, f32 accumulation, softmax and residual.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from cheetah import lang as ch
+from cheetah.blocks.attention.cache import KvCache
+from cheetah.blocks.prompt.attention import WARPGROUP_TOKENS, PassAttention
+from cheetah.blocks.prompt.barrier import PassBarrier
+from cheetah.blocks.prompt.finish import Scales, StoreGated, StoreResidual
+from cheetah.blocks.prompt.keys import PassHeads, PassTokens, StoreHeads, bring_earlier_keys
+from cheetah.blocks.prompt.machine import PassMachine, emit_pass, start_pass
+from cheetah.blocks.prompt.product import ACCUMULATORS, Finish, Given, Sums, TileProduct
+from cheetah.blocks.prompt.ring import TileRing
+from cheetah.lang import Expr, prim, ty
+from cheetah.models.config import ModelConfig
+from cheetah.package import KernelParameter
+from cheetah.plan import Gpu, MatrixLayout, ModelShape, Plan, PlanError, step_matrices
+from cheetah.plan.formats import BF16, M_TILE_ROWS
+from cheetah.plan.index import ceil_div, round_up
+from cheetah.plan.prompt import GROUP_TOKENS, PassPlan
+
+KERNEL_NAME = "prompt_pass"
+SECTION_ALIGNMENT = 1024
+PHASES_A_LAYER = 5
+"""qkv, attention, o, gate_up, down; the embedding comes before the first layer, and the last has qkv alone."""
+
+
+def _buffer(type_: ty.Type, meaning: str, *shape: int | str, fill: str = "host") -> Any:
+    return field(metadata={"parameter": KernelParameter(type_, meaning, shape, fill)})
+
+
+def _number(meaning: str, type_: ty.Type = ty.u32) -> Any:
+    return field(metadata={"parameter": KernelParameter(type_, meaning)})
+
+
+@dataclass(frozen=True, eq=False)
+class PassLaunch:
+    """The kernel's parameters, in order. All but the workspace and the ids are those of the decode step."""
+
+    weights: Expr = _buffer(ty.ptr(ty.u8), "packed matrices of all layers, then the head", "weight_bytes")
+    norms: Expr = _buffer(ty.ptr(ty.bf16), "norm weights: two a layer, then the last", "norms", "padded_hidden")
+    embedding: Expr = _buffer(ty.ptr(ty.bf16), "one row a token id", "vocab", "padded_hidden")
+    rope: Expr = _buffer(ty.ptr(ty.f32), "cos and sin of every position", "max_context", "half_head_dim", 2)
+    kv: Expr = _buffer(
+        *(ty.ptr_mut(ty.bf16), "paged key/value pool (HND)"),
+        *("layers", "kv_pages", 2, "kv_heads", "page_size", "head_dim"),
+        fill="poison",
+    )
+    page_table: Expr = _buffer(ty.ptr(ty.i32), "every sequence's pages, in order", "batch", "pages_per_sequence")
+    ids: Expr = _buffer(ty.ptr(ty.i32), "token ids of the pass", "tokens")
+    workspace: Expr = _buffer(ty.ptr_mut(ty.u8), "what phases hand on; zeroed once", "workspace_bytes", fill="zero")
+    count: Expr = _number("tokens of this launch")
+    start: Expr = _number("position of the first: so many tokens of the sequence are cached")
+    sequence: Expr = _number("row of the page table")
+    arrivals: Expr = _number("what the workspace's counter stands at: blocks x phases for each launch", ty.u64)
+    biases: Expr | None = field(
+        default=None,
+        metadata={
+            "parameter": KernelParameter(
+                ty.ptr(ty.bf16), "of q, k and v, in the order of the matrix' rows", ("layers", "qkv_rows")
+            )
+        },
+    )
+
+
+def pass_parameters(config: ModelConfig) -> dict[str, KernelParameter]:
+    """The parameters of a kernel by name, in the order of its signature."""
+    parameters = {one.name: one.metadata["parameter"] for one in fields(PassLaunch)}
+    return {name: one for name, one in parameters.items() if name != "biases" or config.qkv_biases}
+
+
+def phase_count(layers: int) -> int:
+    """Meetings of a launch's blocks."""
+    return 2 + PHASES_A_LAYER * (layers - 1)
+
+
+@dataclass(frozen=True)
+class PassSizes:
+    """A pass for a decode kernel's buffers: plan is that kernel's. key_tile: keys of a stage in attention."""
+
+    config: ModelConfig
+    gpu: Gpu
+    plan: Plan
+    pass_plan: PassPlan
+    key_tile: int = 64
+
+    def __post_init__(self) -> None:
+        self._check_model()
+        plan, shape = self.pass_plan, self.shape
+        tokens = plan.warpgroups * WARPGROUP_TOKENS
+        if plan.tokens % tokens:
+            raise PlanError(f"a pass of {plan.tokens} tokens: attention takes {tokens} at a time, give a multiple")
+        if 4 * self.key_tile * shape.head_dim > plan.stage_bytes(BF16.tile_bytes):
+            raise PlanError(
+                f"a stage of {plan.stage_bytes(BF16.tile_bytes)} bytes has no room for {self.key_tile} keys"
+            )
+
+    def _check_model(self) -> None:
+        if self.config.head_norms:
+            raise PlanError("a pass has no norms of heads yet: prompts of this family are read by the decode kernel")
+        if self.plan.kv_dtype != "bf16":
+            raise PlanError(f"a pass writes bf16 keys and values, not {self.plan.kv_dtype}")
+        for layout in self.matrices.of_layer:
+            if layout.format != BF16:
+                raise PlanError(f"a pass multiplies bf16 weights; {layout.name} is {layout.format.name}")
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.config.shape
+
+    @property
+    def matrices(self) -> Any:
+        return step_matrices(self.shape, self.plan, self.gpu)
+
+    @property
+    def max_keys(self) -> int:
+        """Keys that attention has room for."""
+        return round_up(self.plan.max_context, self.key_tile)
+
+    @property
+    def hidden_m_tiles(self) -> int:
+        return ceil_div(self.shape.hidden, M_TILE_ROWS)
+
+    @property
+    def sections(self) -> dict[str, int]:
+        """Bytes of each section of the workspace."""
+        plan, shape = self.pass_plan, self.shape
+        keys = shape.kv_heads * self.max_keys * shape.head_dim * 2
+        return {
+            "counter": 8,
+            "residual": 4 * plan.residual_floats(self.hidden_m_tiles),
+            "hidden": plan.activation_bytes(shape.hidden),
+            "squares": 4 * plan.tokens * ceil_div(self.hidden_m_tiles, plan.tile_m_tiles),
+            "queries": shape.query_rows * plan.tokens * 2,
+            "keys": keys,
+            "values": keys,
+            "attention": plan.activation_bytes(shape.query_rows),
+            "gated": plan.activation_bytes(round_up(shape.ffn, M_TILE_ROWS // 2)),
+        }
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """First byte of each section."""
+        offsets, end = {}, 0
+        for name, nbytes in self.sections.items():
+            offsets[name] = end
+            end += round_up(nbytes, SECTION_ALIGNMENT)
+        return offsets
+
+    @property
+    def workspace_bytes(self) -> int:
+        return sum(round_up(nbytes, SECTION_ALIGNMENT) for nbytes in self.sections.values())
+
+
+def build_pass(sizes: PassSizes) -> ch.Kernel:
+    """The kernel of a pass."""
+    plan, gpu = sizes.pass_plan, sizes.gpu
+    types = {name: parameter.type for name, parameter in pass_parameters(sizes.config).items()}
+    shared = plan.shared(BF16.tile_bytes, gpu.shared_bytes)
+
+    @ch.kernel(ch.Params(**types), name=KERNEL_NAME, max_threads=plan.threads)
+    def prompt_pass(**arguments: Any) -> None:
+        machine = start_pass(plan, gpu, shared)
+        Pass(sizes, machine, PassLaunch(**arguments)).emit()
+
+    return prompt_pass
+
+
+class Pass:
+    """The program of a launch: the embedding, then layers of phases."""
+
+    def __init__(self, sizes: PassSizes, machine: PassMachine, launch: PassLaunch) -> None:
+        self.sizes, self.machine, self.launch = sizes, machine, launch
+        self.shape, self.matrices = sizes.shape, sizes.matrices
+        self._declare()
+
+    @ch.inline
+    def _declare(self) -> None:
+        sizes, launch, machine = self.sizes, self.launch, self.machine
+        token_tiles = (launch.count + (machine.plan.tile_tokens - 1)) // machine.plan.tile_tokens
+        table = launch.sequence * sizes.plan.pages_per_sequence
+        self.tokens = PassTokens(launch.count, launch.start, table)
+        self.ring = TileRing(machine)
+        self.product = TileProduct(machine, self.ring, token_tiles)
+        self.heads = PassHeads(
+            *(machine, self.shape, self._section("queries"), self._section("keys"), self._section("values")),
+            sizes.max_keys,
+        )
+        self.cache = KvCache(sizes, launch.kv, launch.page_table)
+
+    def _section(self, name: str, element: ty.Type | None = None) -> Any:
+        """A pointer to a section of the workspace (u8 unless said)."""
+        start = self.launch.workspace + ty.u64(self.sizes.offsets[name])
+        return start if element is None else ch.reinterpret(ty.ptr_mut(element), start)
+
+    @ch.inline
+    def emit(self) -> None:
+        """Set up, then the phases."""
+        machine = self.machine
+        with ch.if_(machine.thread == 0):
+            self.ring.initialise()
+            prim.mbarrier_fence_init()
+        prim.block_barrier()  # orders the barriers' initialisation before their first use by any role
+        self.ring.start()
+        self.barrier = PassBarrier(machine, self._section("counter", ty.u64), self.launch.arrivals)
+        squares, epsilon = self._section("squares", ty.f32), self.sizes.config.rms_norm_eps
+        self.scales = Scales(machine, squares, self.shape.hidden, epsilon)
+        with machine.consumer:
+            ch.comment("embedding")
+            self._embed()
+            self.barrier.end_phase()
+        with ch.roles_for(machine.roles, self.shape.layers, name="layer") as layer:
+            self._emit_layer(layer)
+        emit_pass(machine)
+
+    def _emit_layer(self, layer: Any) -> None:
+        matrices = self.matrices
+        self._phase("qkv: input norm, q, k and v, rotary embedding", lambda: self._project(layer))
+        for role in self.machine.roles:
+            with role, ch.if_(layer + 1 == self.shape.layers):
+                ch.break_()  # keys and values are all that is wanted of the last layer
+        self._phase("attention", self._attention())
+        after_o = self._onto_residual(layer * 2 + 1)
+        self._phase("o: projection onto the residual", self._linear(matrices.o, layer, "attention", after_o))
+        gated = StoreGated(self.machine, self._section("gated"), self.scales)
+        self._phase("gate_up: norm, gate and up, SwiGLU", self._linear(matrices.gate_up, layer, "hidden", gated))
+        after_down = self._onto_residual(layer * 2 + 2)
+        self._phase("down: projection onto the residual", self._linear(matrices.down, layer, "gated", after_down))
+
+    def _phase(self, name: str, emit: Any) -> None:
+        """A phase between two meetings of all blocks. `emit` writes all roles' parts."""
+        machine = self.machine
+        for role in machine.roles:
+            with role:
+                machine.renew()
+        with machine.activations:
+            self.barrier.begin_copies()
+        with machine.consumer:
+            ch.comment(name)
+            self.barrier.begin_phase()
+        emit()
+        with machine.consumer:
+            self.barrier.end_phase()
+
+    def _linear(self, matrix: MatrixLayout, layer: Any, source: str, finish: Finish) -> Any:
+        adds = isinstance(finish, StoreResidual)
+        weights = self.launch.weights + (ty.u64(layer) * self.matrices.layer_stride + matrix.offset)
+        given = Given(weights, self._section(source), self._section("residual", ty.f32) if adds else None)
+        return lambda: self.product(matrix, given, finish)
+
+    def _project(self, layer: Any) -> None:
+        with self.machine.consumer:
+            bring_earlier_keys(self.heads, self.tokens, self.cache, layer, self.sizes.key_tile)
+        finish = StoreHeads(
+            *(self.heads, self.tokens, self.cache, self.scales, self.launch.rope, self.sizes.plan.max_context, layer),
+            biases=self.launch.biases,
+        )
+        self._linear(self.matrices.qkv, layer, "hidden", finish)()
+
+    def _attention(self) -> PassAttention:
+        window = self.sizes.config.window(self.sizes.plan.max_context)
+        into = self._section("attention")
+        return PassAttention(self.machine, self.ring, self.heads, self.tokens, into, self.sizes.key_tile, window)
+
+    def _onto_residual(self, norm: Any) -> StoreResidual:
+        """norm: number of the one that follows."""
+        weight = self.launch.norms + norm * self.shape.padded_hidden
+        return StoreResidual(
+            *(self.machine, self._section("residual", ty.f32), self._section("hidden")),
+            *(self._section("squares", ty.f32), weight, self.sizes.hidden_m_tiles),
+        )
+
+    @ch.function
+    def _embed(self) -> None:
+        """The tokens' embeddings as the first residual stream."""
+        machine, plan = self.machine, self.machine.plan
+        store = self._onto_residual(ty.u32(0))
+        with self.product.tiles(ceil_div(self.sizes.hidden_m_tiles, plan.tile_m_tiles)) as tile:
+            row_tile = tile // self.product.token_tiles
+            token_tile = tile % self.product.token_tiles
+            m_tile = row_tile * plan.tile_m_tiles + machine.warp
+            with ch.if_(m_tile < self.sizes.hidden_m_tiles):
+                with ch.for_(plan.tile_groups, unroll=1, name="group") as in_tile:
+                    group = token_tile * plan.tile_groups + in_tile
+                    values = self._embedded(m_tile * M_TILE_ROWS + machine.lane // 4, group)
+                    store.finish(Sums(m_tile, group, in_tile, values))
+            store.end(row_tile, token_tile)
+
+    @ch.inline
+    def _embedded(self, row: Any, group: Any) -> Any:
+        """Rows `row` and `row` + 8 of the two tokens of this lane; rows that there are not are zero."""
+        launch, values = self.launch, []
+        for number in range(ACCUMULATORS):
+            token = group * GROUP_TOKENS + self.machine.lane % 4 * 2 + number % 2
+            token_id = prim.load_constant_u32(launch.ids + ch.minimum(token, launch.count - 1))
+            of_row = row + number // 2 * (M_TILE_ROWS // 2)
+            place = ty.u64(token_id) * self.shape.padded_hidden + ty.u64(ch.minimum(of_row, self.shape.hidden - 1))
+            value = ch.select(of_row < self.shape.hidden, prim.bf16_to_f32(launch.embedding[place]), ty.f32(0.0))
+            values.append(ch.const(ty.f32, value, name="value"))
+        return tuple(values)
