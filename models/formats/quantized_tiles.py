@@ -8,7 +8,7 @@ the columns 8t .. 8t+7 of rows g and g + 8, which it reads as 32-bit words:
   g + 8].
 * int8: a word is 4 columns of a row, whose bytes are columns 0, 2, 1, 3. A tile is [part][lane][half of the 8
   columns][row g, row g + 8].
-* fp8: the same words of e4m3, with the bits of each code where `e4m3_words` says.
+* fp8: the same words of e4m3, with the bits of each code where `e4m3_codes` says.
 
 Behind the codes lie the scales: for each group of columns f16 [g][row g, row g + 8]; of an fp8 block format two floats,
 of rows 0 to 7 and 8 to 15. Then zero points, u8 in the order of scales. Behind the last K-tile of an M-tile lies one
@@ -26,14 +26,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.models.formats.quantized import QuantizedRows
+from cheetah.models.formats.tile_words import HALF, Words, e4m3_words, int4_words, int8_words
 from cheetah.models.formats.weight_format import Bytes, PackingError, WeightFormat
 from cheetah.models.rounding import F32
 from cheetah.plan.formats import E4M3_VECTOR_EXPONENT, M_TILE_ROWS, QuantizedTiles
 
-HALF = M_TILE_ROWS // 2
 E4M3_FACTOR = np.float32(2.0 ** (120 - E4M3_VECTOR_EXPONENT))
 LARGEST_F16_EXPONENT = 15
-Words = NDArray[np.uint32]
 
 
 @dataclass(frozen=True)
@@ -128,6 +127,8 @@ class QuantizedFormat(WeightFormat):
 
     def _group_scales(self, rows: _Padded) -> Bytes:
         """f16 up to the factor of the row."""
+        if rows.scales.dtype == np.float16:
+            return self._of_lanes(rows.scales).reshape(rows.m_tiles, rows.k_tiles, -1).view(np.uint8)
         wide = rows.scales.astype(np.float32) / powers_of_two(rows.scales)[:, None]
         with np.errstate(over="ignore"):
             halves = wide.astype(np.float16)
@@ -192,15 +193,7 @@ def _widened(values: NDArray[Any], columns: int) -> NDArray[Any]:
     return wide
 
 
-# -- words: uint8 [rows, columns] to uint32 [M-tiles, K-tiles, words] and back
-
-
-def int4_words(codes: Bytes) -> Words:
-    # Axes of a row: K-tile, pair of parts, part, t, column pair, even or odd.
-    axes = codes.reshape(-1, 2, HALF, codes.shape[1] // 128, 2, 2, 4, 4, 2)
-    nibbles = np.ascontiguousarray(axes.transpose(0, 3, 4, 2, 6, 5, 1, 8, 7))
-    pairs = nibbles.reshape(*nibbles.shape[:7], 4, 2)
-    return np.ascontiguousarray(pairs[..., 0] | pairs[..., 1] << 4).view(np.uint32).reshape(*_tiles(codes), -1)
+# -- codes: uint32 [M-tiles, K-tiles, words] to uint8 [rows, columns]
 
 
 def int4_codes(words: Words) -> Bytes:
@@ -209,28 +202,15 @@ def int4_codes(words: Words) -> Bytes:
     return np.ascontiguousarray(nibbles.transpose(0, 6, 3, 1, 2, 5, 4, 8, 7)).reshape(len(words) * M_TILE_ROWS, -1)
 
 
-def int8_words(codes: Bytes) -> Words:
-    quads = _quads(codes)
-    return np.ascontiguousarray(quads[..., [0, 2, 1, 3]]).view(np.uint32).reshape(*_tiles(codes), -1)
-
-
 def int8_codes(words: Words) -> Bytes:
     quads = words.view(np.uint8).reshape(*words.shape[:2], 4, HALF, 4, 2, 2, 4)
     return _rows_of_quads(quads[..., [0, 2, 1, 3]])
 
 
-def e4m3_words(codes: Bytes) -> Words:
+def e4m3_codes(words: Words) -> Bytes:
     """Column 0 has its sign at bit 15 and the seven other bits from bit 4 on; column 1 the same 16 bits higher. What is
     left has columns 2 and 3: of each the upper four bits of the seven from bit 11 (27) on, the lower three from bit 0
     (16) on; the sign of column 2 is bit 19, that of column 3 bit 3."""
-    first, second, third, fourth = (quad.astype(np.uint32) for quad in np.moveaxis(_quads(codes), -1, 0))
-    words = _sign(first) << 15 | _rest(first) << 4 | _sign(second) << 31 | _rest(second) << 20
-    words |= _sign(third) << 19 | _rest(third) >> 3 << 11 | _rest(third) & 7
-    words |= _sign(fourth) << 3 | _rest(fourth) >> 3 << 27 | (_rest(fourth) & 7) << 16
-    return words.astype(np.uint32, copy=False).reshape(*_tiles(codes), -1)
-
-
-def e4m3_codes(words: Words) -> Bytes:
     quads = (
         (words >> 15 & 1) << 7 | words >> 4 & 127,
         words >> 31 << 7 | words >> 20 & 127,
@@ -238,24 +218,6 @@ def e4m3_codes(words: Words) -> Bytes:
         (words >> 3 & 1) << 7 | (words >> 27 & 15) << 3 | words >> 16 & 7,
     )
     return _rows_of_quads(np.stack(quads, -1).astype(np.uint8).reshape(*words.shape[:2], 4, HALF, 4, 2, 2, 4))
-
-
-def _sign(codes: Words) -> Words:
-    return codes >> np.uint32(7)
-
-
-def _rest(codes: Words) -> Words:
-    return codes & np.uint32(127)
-
-
-def _tiles(codes: Bytes) -> tuple[int, int]:
-    return codes.shape[0] // M_TILE_ROWS, codes.shape[1] // 128
-
-
-def _quads(codes: Bytes) -> Bytes:
-    """[M-tile, K-tile, part, g, t, half of the columns, row g or g + 8, column]."""
-    axes = codes.reshape(-1, 2, HALF, codes.shape[1] // 128, 4, 4, 2, 4)
-    return np.ascontiguousarray(axes.transpose(0, 3, 4, 2, 5, 6, 1, 7))
 
 
 def _rows_of_quads(quads: Bytes) -> Bytes:
