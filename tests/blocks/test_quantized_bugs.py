@@ -1,0 +1,96 @@
+"""Mistakes planted in products with quantised weights: the tests of products must tell each from the right text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cheetah.blocks.linear.formats import digits, e4m3, integers
+from cheetah.blocks.linear.formats.quantized import QuantizedFragments
+from cheetah.lang import prim
+from cheetah.models.formats import pack_matrix
+from cheetah.models.rounding import widen
+from tests.blocks.small_kernel import filled
+from tests.blocks.test_matvec import product
+from tests.blocks.test_quantized_products import launched, rows_of
+from tests.program.rig import as_bf16, relative_error
+from tests.tolerances import MATVEC
+
+Patch = pytest.MonkeyPatch
+ONE, TWO = {"tokens": 1}, {"tokens": 2}
+"""Steps of one token multiply 4-bit weights by digits, others as bf16."""
+
+
+def changed(owner: Any, name: str, change: Callable[..., Any]) -> Callable[[Patch], None]:
+    """Plants `change(right, ...)` in place of a function or a number of `owner`."""
+    right = getattr(owner, name)
+    wrong = (lambda *given: change(right, *given)) if callable(right) else change(right)
+    return lambda patch: patch.setattr(owner, name, wrong)
+
+
+def of_the_neighbour(right: Any, tiles: Any, first: Any, number: int) -> Any:
+    return right(tiles, first, number ^ 1)
+
+
+BUGS: dict[str, tuple[str, dict[str, Any], Callable[[Patch], None]]] = {
+    "": ("int4-g64-asym", ONE, lambda patch: None),
+    "the scale of the neighbouring group": ("int4-g64", TWO, changed(integers, "group_scales", of_the_neighbour)),
+    "the same with digits": ("int4-g64", ONE, changed(digits, "group_scales", of_the_neighbour)),
+    "the zero point of the neighbouring group": (
+        *("int4-g32-asym", ONE),
+        changed(digits, "group_zero_points", of_the_neighbour),
+    ),
+    "rows g and g + 8 change scales": (
+        *("int4-g128", ONE),
+        changed(digits, "group_scales", lambda right, *given: right(*given)[::-1]),
+    ),
+    "a zero point that is one too small": (
+        "int4-g128",
+        TWO,
+        changed(integers, "MIDDLE_NIBBLE", lambda right: right - 1),
+    ),
+    "the same with digits, of rows": (
+        *("int4-asym", ONE),
+        changed(digits, "group_zero_points", lambda right, *given: right(*given) + 1),
+    ),
+    "two digits change places": (
+        *("int4-g128", ONE),
+        changed(digits, "_digits", lambda right, numbers: [right(numbers)[place] for place in (1, 0, 2)]),
+    ),
+    "digits that are not balanced": ("int4-g128", ONE, changed(digits, "BALANCE", lambda right: 0)),
+    "the largest element of half a tile": (
+        *("int4-g128", ONE),
+        changed(prim, "shuffle_xor_u32", lambda right, value, mask: value if mask == 8 else right(value, mask)),
+    ),
+    "an upper nibble taken for a lower one": (
+        *("int8", TWO),
+        changed(integers, "nibbles", lambda right, word, number, magic: right(word, number & 2, magic)),
+    ),
+    "the signs of two codes lost": ("fp8", TWO, changed(e4m3, "SECOND_HIGH", lambda right: right & 0x7FFF7FFF)),
+    "the factors of rows one tile early": (
+        *("fp8", TWO),
+        changed(QuantizedFragments, "row_factors", lambda right, self, tiles: right(self, tiles - 1)),
+    ),
+}
+QUICK = ("", "the scale of the neighbouring group", "two digits change places", "zero points one too small")
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow, id=name or "nothing") for name in BUGS]
+)
+def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    format, fields, plant = BUGS[name]
+    plant(monkeypatch)
+    kernel, layout = product(32, 512, 2, fields, format)
+    matrix = rows_of(format, layout.rows, layout.columns)
+    # Sizes that differ from part to part, so that each has a power of two of its own.
+    values = np.random.default_rng(1).standard_normal((kernel.plan.tokens, layout.columns))
+    values *= np.exp2(np.arange(layout.columns) // 64 % 5)
+    x = as_bf16(values)
+    found = launched(kernel, layout, filled(pack_matrix(layout, matrix)), x)
+    wanted = widen(x).astype(np.float64) @ matrix.dequantized().astype(np.float64).T
+    assert (relative_error(found, wanted) < MATVEC) == (name == "")
