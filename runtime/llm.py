@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from cheetah.runtime.device.interface import Device
 
 
+DEFAULT_BATCH = 8
+
 CHAT_NAMES = ("chat_template_content_format", "lora_request", "priority")
 """What vLLM's chat takes beside variables of the template."""
 
@@ -58,8 +60,10 @@ class LLM:
     tie_word_embeddings: overrides config.json.
     plan: other fields of the plan, e.g. {"page_size": 64}.
     gpu: the machine that the kernel is generated for, e.g. "emulator-8"; by default the device's.
-    batch: how many completions may be decoded together, 1 to 8 (default 1): the weights are read once for all of them.
-        Who the others are changes the last bits of attention's sums, unless `kv_chunk` is given.
+    batch: how many completions may be decoded together, 1 to 8: the weights are read once for all of them. By default
+        8, and the cache has room for 8 of `max_context` tokens, or for as many tokens as the device has memory for. On
+        a GPU another kernel decodes a completion that is by itself. Who the others are changes the last bits of
+        attention's sums, unless `kv_chunk` is given.
     prompt_tokens: how many tokens of a prompt a step reads, a power of two up to 64; by default 16 on a GPU, or 8, and
         what a step decodes on the emulator. If that is more than the batch, a second kernel reads prompts. Bits
         depend on it.
@@ -143,6 +147,7 @@ class LLM:
             tuned=tuned,
             quiet=quiet,
             prompt_tokens=prompt_tokens,
+            pool_follows_memory=batch is None,
         )
         self.manifest = self._assembly.manifest
         self.memory = self._assembly.memory
@@ -152,7 +157,14 @@ class LLM:
         self.prefix_cache = PrefixCache(cache.pool, cache.page_size) if keeps_prefixes else None
         chunk_tokens = max_num_batched_tokens if enable_chunked_prefill else 0
         self.engine = SharedEngine(
-            Engine(self._assembly.launcher, launch_steps, self.prefix_cache, self._assembly.prompts, chunk_tokens)
+            Engine(
+                self._assembly.launcher,
+                launch_steps,
+                self.prefix_cache,
+                self._assembly.prompts,
+                chunk_tokens,
+                self._assembly.solo,
+            )
         )
 
     @overload
@@ -345,11 +357,12 @@ def _check_count(name: str, value: int | None) -> None:
 
 
 def _checked_batch(batch: int | None) -> int | None:
+    """The plan's batch; None, which is 1 by rule, leaves room for what was tuned for 1."""
     if batch is None:
-        return None
+        return DEFAULT_BATCH
     if isinstance(batch, bool) or not isinstance(batch, int) or not 1 <= batch <= MAX_BATCH:
-        raise CheetahError(f"batch={batch!r}: expected an integer from 1 to {MAX_BATCH}, or None for 1")
-    return batch
+        raise CheetahError(f"batch={batch!r}: expected an integer from 1 to {MAX_BATCH}, or None for {DEFAULT_BATCH}")
+    return batch if batch > 1 else None
 
 
 def _print_notes(checkpoint: Checkpoint, defaults: SamplingDefaults, tokenizer: Tokenizer | None) -> None:

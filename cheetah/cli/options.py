@@ -27,6 +27,7 @@ PLAN_OPTIONS: Mapping[str, tuple[type, str]] = {
     "tokens": (int, "Most tokens that share a step: of several sequences, or of one prompt."),
     "kv_chunk": (int, "Cut every head's keys after so many, so that no sequence's bits depend on the others."),
     "kv_dtype": (str, "How keys and values are cached: bf16 or e4m3 (8 bits, with scales)."),
+    "pool_pages": (int, "Pages of the KV cache, of all sequences together."),
     "kv_chunk_min": (int, "Fewest keys of a head that a block takes when the cache is split."),
     "trace": (bool, "Time stamps of every block and phase in the kernel, as `cheetah trace` needs them."),
 }

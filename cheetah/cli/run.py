@@ -86,8 +86,7 @@ def run(
         _refuse_text_without_tokenizer(model)
     options: dict[str, Any] = {"device": device, "gpu": gpu, "max_context": max_context, "sync": sync, "tuned": tuned}
     options |= {"kv_dtype": kv_dtype, "prompt_tokens": prompt_tokens}
-    if batch or completions > 1:
-        options["batch"] = batch or min(completions, MOST_TOGETHER)
+    options["batch"] = batch or min(completions, MOST_TOGETHER)
     with LLM(model, revision=revision, generate_kernel=kernel_generator(model), **options) as llm:
         _write(llm, _one_after_another(_pieces(llm, text, token_ids, chat, params)), completions)
 

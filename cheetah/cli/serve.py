@@ -38,7 +38,10 @@ def serve(
     gpu: Annotated[
         str | None, typer.Option(help="The machine to generate for; by default the device's.", show_default=False)
     ] = None,
-    batch: Annotated[int | None, typer.Option(min=1, max=8, help="How many completions run together.")] = 8,
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, max=8, help="How many completions run together; by default 8.", show_default=False),
+    ] = None,
     max_context: Annotated[
         int | None, typer.Option(help="Most tokens in all; by default the model's, at most 8192.", show_default=False)
     ] = None,

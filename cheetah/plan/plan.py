@@ -69,7 +69,8 @@ class Plan:
     `kv_align` and `kv_chunk_min` are A and M of the load-balanced KV scheduler (FlashInfer, Algorithm 1); `kv_chunk` is
     its F: items of that many keys, so that bits do not depend on the other sequences (0: by rule). `kv_item_cost`: what
     an item costs a block beside its keys, in keys.
-    `kv_dtype` is how keys and values are cached.
+    `kv_dtype` is how keys and values are cached. `pool_pages`: pages of the cache, of all sequences together (0: as
+    many as the batch has at full context).
     """
 
     consumer_warps: int
@@ -89,6 +90,7 @@ class Plan:
     kv_chunk: int = 0
     kv_item_cost: int = 0
     kv_dtype: str = "bf16"
+    pool_pages: int = 0
     start_qkv: int = 0
     start_residual: int = 0
     start_gate_up: int = 0
@@ -104,6 +106,7 @@ class Plan:
                 "kv_chunk",
                 "kv_item_cost",
                 "kv_dtype",
+                "pool_pages",
                 "start_qkv",
                 "start_residual",
                 "start_gate_up",
@@ -138,6 +141,11 @@ class Plan:
             raise PlanError(f"Plan: kv_item_cost is {self.kv_item_cost}: give a number of keys, 0 or more")
         if self.kv_chunk < 0 or self.kv_chunk % self.kv_align:
             raise PlanError(f"Plan: kv_chunk {self.kv_chunk} is no multiple of kv_align {self.kv_align}, nor 0")
+        if self.pool_pages and self.pool_pages < self.pages_per_sequence:
+            raise PlanError(
+                f"Plan: pool_pages is {self.pool_pages}: {self.max_context} tokens of one sequence need "
+                f"{self.pages_per_sequence}: give as many, or a smaller max_context"
+            )
         if self.consumer_warps + self.producer_warps > MAX_WARPS:
             raise PlanError(
                 f"Plan: consumer_warps is {self.consumer_warps} and producer_warps {self.producer_warps}: a block has "
@@ -198,8 +206,8 @@ class Plan:
 
     @property
     def kv_pages(self) -> int:
-        """Pages of the pool, for every sequence of the batch at full context."""
-        return self.batch * self.pages_per_sequence
+        """Pages of the pool; by rule for every sequence of the batch at full context."""
+        return self.pool_pages or self.batch * self.pages_per_sequence
 
     @property
     def kv_element_bytes(self) -> int:
@@ -273,8 +281,8 @@ class Plan:
             raise PlanError(f"Plan: stage_bytes is {self.stage_bytes}: {what} are {needed} bytes: use {needed} or more")
 
     def to_dict(self) -> dict[str, int | str]:
-        """Field names and values, ready for JSON."""
-        return asdict(self)
+        """Field names and values, ready for JSON; `pool_pages` where it is not by rule."""
+        return {name: value for name, value in asdict(self).items() if name != "pool_pages" or value}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Plan":

@@ -83,11 +83,13 @@ Progress = Callable[[int], None]
 
 @dataclass
 class Assembly:
-    """What `assemble` made. `prompts` launches a kernel that takes more tokens a step, if there is one."""
+    """What `assemble` made. `prompts` launches a kernel that takes more tokens a step, `solo` one that is faster for a
+    sequence by itself, if there are such."""
 
     manifest: Manifest
     launcher: Launcher
     prompts: Launcher | None
+    solo: Launcher | None
     memory: MemoryEstimate
     buffers: dict[str, Buffer]
     device: Device
@@ -118,13 +120,17 @@ def assemble(
     tuned: bool = True,
     quiet: bool = False,
     prompt_tokens: int | None = None,
+    solo: bool | None = None,
+    pool_follows_memory: bool = False,
 ) -> Assembly:
     """Everything that is needed to launch. What was taken is given back on failure.
 
     overrides: fields of the plan. tuned: take what `cheetah tune` found for the others, where they allow it.
     prompt_tokens: tokens of a prompt that a step should take; if the plan's steps take fewer, another kernel over the
     same weights and caches does it. By default the first of PROMPT_TOKENS that fits on a GPU, and on the emulator no
-    other kernel.
+    other kernel. solo: whether another kernel over the same shall decode a sequence that is by itself; by default on a
+    GPU, where `kv_chunk` does not promise the same bits in any company. pool_follows_memory: the cache of several
+    sequences has fewer pages where the device has no room for all, but as many as one sequence may need.
     """
     opened = _open_device(device, quiet)
     owns_device = opened is not device
@@ -133,27 +139,28 @@ def assemble(
         info = opened.describe()
         machine = choose_gpu(info, gpu)
         plan = dict(overrides or {})
+        plan_of_one = {name: value for name, value in plan.items() if name != "batch"}
         if tuned:
-            plan = with_tuned(weights.config, machine, info.name, plan, _say(quiet))
+            plan_of_one = with_tuned(weights.config, machine, info.name, plan_of_one, _say(quiet))
+            plan = plan if "batch" in plan else plan_of_one
         generate = generate_kernel or _own_generator()
-        generated = generate(weights.config, machine.name, **plan)
-        manifest = generated.manifest
-        check_manifest(weights.config, manifest)
-        prompt_kernel = generate_prompt_kernel(
-            weights.config, machine, generate, plan, manifest, prompt_tokens, _say(quiet)
-        )
-        if prompt_kernel:
-            check_manifest(weights.config, prompt_kernel.manifest)
-        memory = memory_needed(weights.config, manifest, prompt_kernel.manifest if prompt_kernel else None)
+        asked = _Asked(weights.config, machine, generate, prompt_tokens, solo, plan_of_one, _say(quiet))
+        kernels = asked.kernels(plan)
+        memory = kernels.memory(weights.config)
+        if pool_follows_memory and (pages := _pages_that_fit(kernels.plan, memory, info.free_bytes)):
+            _say(quiet)(f"the cache has {pages} pages, not {kernels.plan.kv_pages}: there is no room for more")
+            kernels = asked.kernels({**plan, "pool_pages": pages})
+            memory = kernels.memory(weights.config)
         memory.check(info.free_bytes, info.name)
         if not quiet:
             say_to_stderr(_memory_line(memory, info))
-        kernel = opened.load(generated.text, manifest)
-        reader = opened.load(prompt_kernel.text, prompt_kernel.manifest) if prompt_kernel else None
+        manifest = kernels.decoding.manifest
+        loaded = [opened.load(kernel.text, kernel.manifest) for kernel in kernels.every]
         allocate_buffers(opened, manifest, buffers)
-        reading = {name: buffers[name] for name in shared_buffers(weights.config) if name in buffers}
-        if prompt_kernel:
-            _allocate_others(opened, prompt_kernel.manifest, reading, buffers)
+        shared = {name: buffers[name] for name in shared_buffers(weights.config) if name in buffers}
+        others = {name: dict(shared) for name in kernels.others}
+        for name, kernel in kernels.others.items():
+            _allocate_others(opened, name, kernel.manifest, others[name], buffers)
         started = time.monotonic()
         with _weights_progress(manifest, quiet) as progress:
             upload_weights(weights, manifest, buffers, progress)
@@ -164,14 +171,90 @@ def assemble(
         if owns_device:
             opened.close()
         raise
-    cache = new_cache(weights.config, Plan.from_dict(manifest.plan))
+    cache = new_cache(weights.config, kernels.plan)
     if timeout_s is None and not machine.emulated:
         timeout_s = GPU_TIMEOUT_S
-    launcher = Launcher(opened, kernel, manifest, weights.config, buffers, cache, timeout_s)
-    prompts = None
-    if prompt_kernel and reader:
-        prompts = Launcher(opened, reader, prompt_kernel.manifest, weights.config, reading, cache, timeout_s)
-    return Assembly(manifest, launcher, prompts, memory, buffers, opened, owns_device)
+    launchers = {
+        name: Launcher(opened, code, kernel.manifest, weights.config, own, cache, timeout_s)
+        for (name, own), code, kernel in zip(
+            {"decoding": buffers, **others}.items(), loaded, kernels.every, strict=True
+        )
+    }
+    first, prompts, alone = (launchers.get(name) for name in ("decoding", "prompts", "solo"))
+    assert first is not None
+    return Assembly(manifest, first, prompts, alone, memory, buffers, opened, owns_device)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernel that decodes, and by name those over the same weights and caches that do something better."""
+
+    decoding: Generated
+    others: Mapping[str, Generated]
+
+    @property
+    def every(self) -> list[Generated]:
+        return [self.decoding, *self.others.values()]
+
+    @property
+    def plan(self) -> Plan:
+        return Plan.from_dict(self.decoding.manifest.plan)
+
+    def memory(self, config: ModelConfig) -> MemoryEstimate:
+        return memory_needed(config, self.decoding.manifest, *(kernel.manifest for kernel in self.others.values()))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What kernels are made of; see `assemble`. plan_of_one: fields of the plan for a sequence by itself."""
+
+    config: ModelConfig
+    machine: Gpu
+    generate: GenerateKernel
+    prompt_tokens: int | None
+    solo: bool | None
+    plan_of_one: Mapping[str, Any]
+    say: Say
+
+    def kernels(self, plan: Mapping[str, Any]) -> Kernels:
+        """All kernels for a plan, each as this version writes it."""
+        decoding = self.generate(self.config, self.machine.name, **plan)
+        model = (self.config, self.machine, self.generate)
+        found = {"prompts": generate_prompt_kernel(*model, plan, decoding.manifest, self.prompt_tokens, self.say)}
+        wants_solo = not (self.machine.emulated or decoding.manifest.plan["kv_chunk"])
+        if wants_solo if self.solo is None else self.solo:
+            found["solo"] = generate_solo_kernel(*model, self.plan_of_one, decoding.manifest)
+        kernels = Kernels(decoding, {name: kernel for name, kernel in found.items() if kernel is not None})
+        for kernel in kernels.every:
+            check_manifest(self.config, kernel.manifest)
+        return kernels
+
+
+def _pages_that_fit(plan: Plan, memory: MemoryEstimate, free_bytes: int) -> int | None:
+    """How many pages the cache can have beside everything else, if that is fewer than the plan's but enough for one
+    sequence; else None."""
+    page_bytes = memory.bytes_of(LABELS["kv"]) // plan.kv_pages
+    pages = (free_bytes - memory.total_bytes) // page_bytes + plan.kv_pages
+    return pages if plan.pages_per_sequence <= pages < plan.kv_pages else None
+
+
+def generate_solo_kernel(
+    config: ModelConfig, machine: Gpu, generate: GenerateKernel, plan: Mapping[str, Any], manifest: Manifest
+) -> Generated | None:
+    """A kernel like the manifest's with room for one token a step; None if its own has no room for more."""
+    decoding = Plan.from_dict(manifest.plan)
+    if decoding.tokens == 1:
+        return None
+    own = {"batch": 1, "tokens": 1, "pool_pages": decoding.kv_pages}
+    alike = {"stage_bytes": decoding.stage_bytes, "consumer_warps": decoding.consumer_warps}  # as the weights lie
+    generated = generate(config, machine.name, **{**_kept(plan), **alike, **own})
+    _check_shared(shared_buffers(config), manifest, generated.manifest, "one token a step")
+    return generated
+
+
+def _kept(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a plan that hold for kernels of other steps too."""
+    return {name: value for name, value in plan.items() if name not in ("stages", "in_flight", "down_slices", "trace")}
 
 
 def generate_prompt_kernel(
@@ -188,18 +271,18 @@ def generate_prompt_kernel(
     Without a wish, what has no place in shared memory is left out.
     """
     of_gpu = () if machine.emulated else PROMPT_TOKENS
-    kept = {name: value for name, value in plan.items() if name not in ("stages", "in_flight", "down_slices", "trace")}
+    kept, decoding = _kept(plan), Plan.from_dict(manifest.plan)
     for tokens in (wanted,) if wanted else of_gpu:
-        if tokens <= int(manifest.plan["tokens"]):
+        if tokens <= decoding.tokens:
             return None
         try:
-            generated = generate(config, machine.name, **{**kept, "batch": manifest.plan["batch"], "tokens": tokens})
+            generated = generate(config, machine.name, **{**kept, "batch": decoding.batch, "tokens": tokens})
         except PlanError as error:
             if wanted:
                 raise
             say(f"a step reads fewer than {tokens} tokens of a prompt: {str(error).partition(chr(10))[0]}")
         else:
-            _check_shared(shared_buffers(config), manifest, generated.manifest, tokens)
+            _check_shared(shared_buffers(config), manifest, generated.manifest, f"prompt_tokens={tokens}")
             return generated
     return None
 
@@ -209,25 +292,25 @@ def shared_buffers(config: ModelConfig) -> tuple[str, ...]:
     return (*family_of(config).model_buffers(config), "kv", "kv_scales")
 
 
-def _check_shared(shared: Iterable[str], manifest: Manifest, other: Manifest, tokens: int) -> None:
-    """CheetahError unless a kernel of `tokens` tokens a step has the shared buffers as the manifest's kernel has."""
+def _check_shared(shared: Iterable[str], manifest: Manifest, other: Manifest, what: str) -> None:
+    """CheetahError unless another kernel, `what`, has the shared buffers as the manifest's kernel has."""
     for name in shared:
         mine, theirs = (next((b for b in of.buffers if b.name == name), None) for of in (manifest, other))
         if mine != theirs or other.matrices != manifest.matrices:
             raise CheetahError(
-                f"prompt_tokens={tokens}: a kernel of that many tokens a step lays out {name} otherwise than the "
-                f"kernel that decodes, so they cannot share it: use the same consumer_warps and stage_bytes for both"
+                f"{what}: such a kernel lays out {name} otherwise than the kernel that decodes, so they cannot share "
+                f"it: use the same consumer_warps and stage_bytes for both"
             )
 
 
 def _allocate_others(
-    device: Device, manifest: Manifest, buffers: dict[str, Buffer], of_first: dict[str, Buffer]
+    device: Device, kernel: str, manifest: Manifest, buffers: dict[str, Buffer], of_first: dict[str, Buffer]
 ) -> None:
-    """Adds to `buffers`, which has the shared ones, those of a second kernel; `of_first` frees them with its own."""
+    """Adds to `buffers`, which has the shared ones, those of another kernel; `of_first` frees them with its own."""
     for buffer in manifest.buffers:
         if buffer.name not in buffers:
             buffers[buffer.name] = device.allocate(buffer.bytes, FILL_BYTES[buffer.fill])
-            of_first[f"prompts.{buffer.name}"] = buffers[buffer.name]
+            of_first[f"{kernel}.{buffer.name}"] = buffers[buffer.name]
 
 
 def _own_generator() -> GenerateKernel:
@@ -272,15 +355,15 @@ def _gpu_of(info: DeviceInfo) -> str:
     )
 
 
-def memory_needed(config: ModelConfig, manifest: Manifest, prompts: Manifest | None = None) -> MemoryEstimate:
-    """Device memory of the manifest's buffers, of what a second kernel has of its own, and of the logits that
+def memory_needed(config: ModelConfig, manifest: Manifest, *others: Manifest) -> MemoryEstimate:
+    """Device memory of the manifest's buffers, of what other kernels have of their own, and of the logits that
     `LLM.score` needs."""
     plan = Plan.from_dict(manifest.plan)
     shape = (_logits_rows(plan), config.vocab_size)
     logits = BufferSpec("logits", "f32", shape, shape[0] * shape[1] * 4, "poison")
     shared = shared_buffers(config)
-    others = [buffer for buffer in prompts.buffers if buffer.name not in shared] if prompts else []
-    return memory_of_buffers(config, [*manifest.buffers, *others, logits], plan.batch)
+    own = [buffer for other in others for buffer in other.buffers if buffer.name not in shared]
+    return memory_of_buffers(config, [*manifest.buffers, *own, logits], plan.batch)
 
 
 def _logits_rows(plan: Plan) -> int:

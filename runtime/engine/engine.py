@@ -46,6 +46,7 @@ class Engine:
     prefixes: keeps the pages of prompts and completions for later ones that begin alike, which then read only the rest;
     with a plan of a fixed `kv_chunk` those of prompts.
     prompts: launches of another kernel over the same caches, that reads prompts; by default the same.
+    solo: launches of another kernel over the same caches, for one sequence by itself; by default the same.
     chunk_tokens: most tokens of a prompt in a launch while others decode, who wait for it; by default what takes about
     a tenth of a second. 0: all that a launch takes, and they wait until the prompt is read.
 
@@ -62,8 +63,9 @@ class Engine:
         prefixes: PrefixCache | None = None,
         prompts: Launcher | None = None,
         chunk_tokens: int | None = None,
+        solo: Launcher | None = None,
     ):
-        self.launcher, self._prompts = launcher, prompts or launcher
+        self.launcher, self._prompts, self._solo = launcher, prompts or launcher, solo or launcher
         self.launch_steps = min(launch_steps or launcher.max_steps, launcher.max_steps, self._prompts.max_steps)
         self._prefixes = prefixes
         manner = SameSteps if launcher.kv_chunk else FewestSteps
@@ -367,7 +369,8 @@ class Engine:
         parts = [one.part(one.uncached_ids(steps + 1), steps) for one in together]
         if not parts:
             return
-        results = self.launcher.launch_together(parts)
+        launcher = self._solo if len(parts) == 1 else self.launcher
+        results = launcher.launch_together(parts)
         self._pace.note(results[0].steps, results[0].seconds)
         self._reading_pace.guess(results[0].steps, results[0].seconds)
         for completion, part, result in zip(together, parts, results, strict=True):

@@ -18,7 +18,7 @@ EMULATOR = ("--device", "emulator", "--max-context", "96")
 
 @pytest.fixture(scope="module")
 def completion() -> str:
-    with LLM("demo", device="emulator", max_context=96, quiet=True) as llm:
+    with LLM("demo", device="emulator", max_context=96, batch=1, quiet=True) as llm:
         text = llm.generate(PROMPT, SamplingParams(max_tokens=12, temperature=0)).text
     assert text
     return text

@@ -28,18 +28,24 @@ class Rig:
         launch_steps: int | None = None,
         chunk_tokens: int | None = None,
         caches: bool = False,
+        solo: bool = False,
         **overrides: Any,
     ):
         self.device = FakeDevice()
         assembly = assemble(
-            tiny_weights(), device=self.device, overrides=overrides, generate_kernel=generate_kernel, quiet=True
+            tiny_weights(),
+            device=self.device,
+            overrides=overrides,
+            generate_kernel=generate_kernel,
+            quiet=True,
+            solo=solo,
         )
         launcher = assembly.launcher
         if pages is not None:
             launcher.cache = CachedSequence(PagePool(pages), launcher.cache.page_size, launcher.cache.context)
         self.pool = launcher.cache.pool
         prefixes = PrefixCache(self.pool, launcher.cache.page_size) if caches else None
-        self.engine = Engine(launcher, launch_steps, prefixes, chunk_tokens=chunk_tokens)
+        self.engine = Engine(launcher, launch_steps, prefixes, None, chunk_tokens, assembly.solo)
 
     def run(self) -> list[Event]:
         """All events until nothing is left to do."""

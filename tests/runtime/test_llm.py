@@ -253,7 +253,7 @@ def test_plan_choices_reach_the_generator_and_change_no_token(folder: Path, llm:
 
 
 def test_an_overtaken_stream_says_so(folder: Path) -> None:
-    llm = opened(folder, launch_steps=1)
+    llm = opened(folder, launch_steps=1, batch=1)
     for overtake in (lambda: llm.generate([1], SamplingParams(max_tokens=1)), lambda: llm.score([1])):
         stream = llm.stream("hello", SamplingParams(max_tokens=9))
         next(stream)
@@ -416,13 +416,13 @@ def test_closing_frees_everything_and_ends_use(folder: Path) -> None:
 
 
 def test_notes_are_one_line_each_on_stderr_unless_quiet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    generation = {"do_sample": True, "top_p": 0.9, "eos_token_id": 7}
+    generation = {"do_sample": True, "typical_p": 0.9, "eos_token_id": 7}
     model = write_checkpoint(tmp_path, tiny_weights(), {"generation_config.json": generation}, eos_token_id=8)
     opened(model)
     assert capsys.readouterr() == ("", "")
     opened(model, quiet=False)
     out, err = capsys.readouterr()
-    assert out == "" and "top_p=0.9" in err and "end-of-text ids [7, 8]" in err and "no tokenizer" in err
+    assert out == "" and "typical_p=0.9" in err and "end-of-text ids [7, 8]" in err and "no tokenizer" in err
 
 
 def test_importing_is_quick_and_loads_no_device_library() -> None:

@@ -86,6 +86,23 @@ def test_an_old_completion_that_came_back_is_before_younger_ones() -> None:
     assert ended == ids and rig.engine.load().preemptions >= 1
 
 
+def test_who_is_alone_has_a_kernel_of_its_own_over_the_same_pages() -> None:
+    rig = Rig(batch=3, launch_steps=4, solo=True)
+    solo = rig.engine._solo
+    assert solo.tokens == 1 and rig.engine.launcher.tokens == 4
+    alone_launches: list[int] = []
+    launch = solo.launch_together
+    solo.launch_together = lambda parts: (alone_launches.append(len(parts)), launch(parts))[1]  # type: ignore
+    requests = [Request((1, 2, 3), 40, Sampling(1.1, 5)), Request((4, 5), 9, Sampling(1.1, 6))]
+    first = rig.engine.add(requests[0])[0]
+    events = [event for _ in range(3) for event in rig.engine.step()]
+    second = rig.engine.add(requests[1])[0]
+    found = made_by([*events, *rig.run()])
+    assert [found[first], found[second]] == [alone(request) for request in requests]
+    assert set(alone_launches) == {1} and alone_launches and max(rig.launched) == 2
+    assert rig.pool.available_pages == rig.pool.pages
+
+
 class Soak:
     """Random requests at random times, some of which are given up, over few pages; what is left is what each makes
     alone."""

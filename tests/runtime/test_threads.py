@@ -94,7 +94,7 @@ def test_threads_that_stream_score_and_give_up(folder: Path, batch: int) -> None
 
 
 def test_with_a_batch_of_1_a_request_ends_those_of_its_own_thread_only(folder: Path) -> None:
-    with opened(folder, launch_steps=1) as llm:
+    with opened(folder, launch_steps=1, batch=1) as llm:
         mine = llm.stream([1], params(1))
         next(mine)
         other = in_threads(lambda _: llm.generate([2], params(2)).token_ids, 1)[0]
