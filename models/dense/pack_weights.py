@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -38,11 +37,12 @@ from cheetah.models.family import Progress, QuantizedMatrix, ReadRows, ReadTenso
 from cheetah.models.formats import Bytes, PackingError, format_of
 from cheetah.models.formats.quantized import QuantizedRows
 from cheetah.models.rounding import Bits
+from cheetah.models.scratch import scratch
 from cheetah.plan import M_TILE_ROWS, MatrixLayout, StepMatrices
 from cheetah.plan.formats import QuantizedTiles
 
 BLOCK_BYTES = 4 * 2**20
-"""About what a thread reads and packs at a time: a millisecond of work, and little enough for its caches."""
+"""About what a thread reads and packs at a time, in bf16: a millisecond of work, and little enough for its caches."""
 PIECE_BYTES = 8 * 2**20
 """About what one call of `write` gets, or one wave of M-tiles where that is more."""
 BLOCKS_AHEAD = 3
@@ -203,7 +203,7 @@ def _matrix_pieces(
     for m_tiles in _ranges(
         layout.m_tiles, layout.blocks * max(1, PIECE_BYTES // (layout.blocks * layout.m_tile_bytes))
     ):
-        blocks = _ranges(len(m_tiles), max(1, BLOCK_BYTES // layout.m_tile_bytes))
+        blocks = _ranges(len(m_tiles), max(1, BLOCK_BYTES // (2 * M_TILE_ROWS * layout.padded_columns)))
         first_wave = m_tiles.start // layout.blocks
         jobs = (_Block(layout, groups, tensors, m_tiles[block.start : block.stop], first_wave) for block in blocks)
         begin = offset + m_tiles.start * layout.m_tile_bytes
@@ -230,8 +230,11 @@ class _Block:
         format_of(self.layout).pack_m_tiles(self.layout, self.m_tiles, rows, memory, self.first_wave)
 
     def _quantized_rows(self) -> QuantizedRows:
-        """The M-tiles' rows, with rows of zeros up to the last."""
-        count, columns = len(self.m_tiles) * M_TILE_ROWS, self.layout.columns
+        """The M-tiles' rows, with rows of zeros up to the last; as they are read where they are in order."""
+        begin, stop = self.m_tiles.start * M_TILE_ROWS, self.m_tiles.stop * M_TILE_ROWS
+        if len(self.tensors) == 1 and stop <= self.layout.rows:
+            return cast(QuantizedMatrix, self.tensors[0])[begin:stop]
+        count, columns = stop - begin, self.layout.columns
         rows = cast(QuantizedMatrix, self.tensors[0]).scheme.empty_rows(count, columns)
         self.groups.gather(self.tensors, rows, range(2 * self.m_tiles.start, 2 * self.m_tiles.stop))
         return rows
@@ -242,18 +245,7 @@ class _Block:
         is_whole = stop <= self.layout.rows and self.layout.columns == self.layout.padded_columns
         if is_whole and len(self.tensors) == 1:
             return np.ascontiguousarray(cast(Rows, self.tensors[0])[begin:stop])
-        rows = _scratch_rows(stop - begin, self.layout.padded_columns)
+        rows = scratch("rows", (stop - begin, self.layout.padded_columns), np.uint16)
         rows[:, self.layout.columns :] = 0
         self.groups.gather(self.tensors, rows, range(2 * self.m_tiles.start, 2 * self.m_tiles.stop))
         return rows
-
-
-_scratch = threading.local()
-
-
-def _scratch_rows(rows: int, columns: int) -> Bits:
-    """Memory of this thread, overwritten by its next block."""
-    memory: Bits | None = getattr(_scratch, "memory", None)
-    if memory is None or memory.size < rows * columns:
-        memory = _scratch.memory = np.empty(rows * columns, np.uint16)
-    return memory[: rows * columns].reshape(rows, columns)

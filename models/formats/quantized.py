@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from cheetah.errors import CheetahError
 from cheetah.models.rounding import F32
+from cheetah.models.scratch import scratch
 
 KINDS = ("int4", "int8", "fp8")
 MIDDLE_CODE = {"int4": 8, "int8": 128}
@@ -71,8 +72,8 @@ class QuantizationScheme:
         return 1 if self.group_columns is None else -(-columns // self.group_columns)
 
     def empty_rows(self, rows: int, columns: int) -> QuantizedRows:
-        """Room for some rows; what is in it is not said."""
-        codes = np.empty((rows, columns), np.uint8)
+        """Room for some rows; what is in it is not said, and the next call in this thread gives the same."""
+        codes = scratch("empty rows", (rows, columns), np.uint8)
         scales = np.empty((rows, self.groups(columns)), SCALE_DTYPES[self.scales])
         points = None if self.symmetric else np.empty(scales.shape, np.uint8)
         return QuantizedRows(self.kind, codes, scales, points, self.group_columns or columns)

@@ -1,8 +1,8 @@
 """Codes of whole M-tiles as the words that the kernel's lanes read, fast: a few operations on words, then one copy of
 words by a table. What the words are is `cheetah.models.formats.quantized_tiles`'s to say, which has the inverses too.
 
-A checkpoint's codes pass here one by one while it is loaded. Operations go over pieces that stay in a core's cache;
-numpy lets other threads run meanwhile.
+A checkpoint's codes pass here one by one while it is loaded. Operations go over pieces that stay in a core's cache, and
+what they make is in memory of the thread that its next call overwrites; numpy lets other threads run meanwhile.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.models.formats.weight_format import Bytes
+from cheetah.models.scratch import scratch
 from cheetah.plan import M_TILE_ROWS
 
 Words = NDArray[np.uint32]
@@ -37,9 +38,9 @@ E4M3_MOVES: Moves = (
 
 def int4_words(codes: Bytes) -> Words:
     """uint32 [M-tiles, K-tiles, 256] of codes [M-tiles * 16, columns]."""
-    words = np.empty((len(codes), codes.shape[1] // 8), np.uint32)
+    words = scratch("halves of words", (len(codes), codes.shape[1] // 8), np.uint32)
     halves, quads = words.reshape(-1).view(np.uint16), codes.reshape(-1).view(np.uint32)
-    spare = np.empty(min(PIECE_WORDS, quads.size), np.uint32)
+    spare = scratch("part of moved bits", (min(PIECE_WORDS, quads.size),), np.uint32)
     for first in range(0, quads.size, PIECE_WORDS):
         quad = quads[first : first + PIECE_WORDS]
         # Columns 0 and 2 in the lowest byte, 1 and 3 in the next; what is above is of no use.
@@ -61,9 +62,11 @@ def e4m3_words(codes: Bytes) -> Words:
 
 
 def moved_bits(words: Words, moves: Moves) -> Words:
-    """Of each word the bits of all masks, each shifted; the masks after shifting are disjoint."""
+    """Of each word the bits of all masks, each shifted; shifted masks are disjoint. In memory of this thread that its
+    next call overwrites."""
     source = words.reshape(-1)
-    result, spare = np.empty_like(source), np.empty(min(PIECE_WORDS, source.size), np.uint32)
+    result = scratch("moved bits", source.shape, np.uint32)
+    spare = scratch("part of moved bits", (min(PIECE_WORDS, source.size),), np.uint32)
     for first in range(0, source.size, PIECE_WORDS):
         piece, target = source[first : first + PIECE_WORDS], result[first : first + PIECE_WORDS]
         _move(piece, moves[0], target)
@@ -85,7 +88,8 @@ def _in_tiles(words: Words, order: Callable[[int], NDArray[np.intp]]) -> Words:
     m_tiles, of_m_tile = len(words) // M_TILE_ROWS, M_TILE_ROWS * words.shape[1]
     table = order(words.shape[1])
     # "clip": numpy copies twice when it must check
-    taken = np.take(words.reshape(m_tiles, of_m_tile), table.reshape(-1), axis=1, mode="clip")
+    taken = scratch("words in tiles", (m_tiles, table.size), np.uint32)
+    np.take(words.reshape(m_tiles, of_m_tile), table.reshape(-1), axis=1, out=taken, mode="clip")
     return taken.reshape(m_tiles, *table.shape)
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from cheetah.models.scratch import scratch
+
 Words = NDArray[np.uint32]
 Codes = NDArray[np.uint8]
 
@@ -23,11 +25,14 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Nibble i of a word of AWQ is output AWQ_ORDER[i] of its eight (AutoAWQ, awq/utils/packing_utils.py)."""
 
 
-def codes_of_words(words: Words, bits: int) -> Codes:
-    """uint8 [rows, words * 32 / bits] of words [rows, words], C-contiguous."""
+def codes_of_words(words: Words, bits: int, *, reuse: bool = False) -> Codes:
+    """uint8 [rows, words * 32 / bits] of words [rows, words], C-contiguous.
+
+    reuse: in memory of this thread that its next call overwrites, or in that of the words."""
     if bits == 8:
         return np.ascontiguousarray(words).view(np.uint8)
-    return _nibbles(words)
+    shape = (len(words), words.shape[1] * 8)
+    return _nibbles(words, scratch("codes", shape, np.uint8) if reuse else np.empty(shape, np.uint8))
 
 
 def words_of_codes(codes: Codes, bits: int) -> Words:
@@ -40,33 +45,41 @@ def words_of_codes(codes: Codes, bits: int) -> Words:
     return np.ascontiguousarray(padded).view(np.uint32)
 
 
-def _nibbles(words: Words) -> Codes:
+def _nibbles(words: Words, codes: Codes) -> Codes:
+    """Expands the words into `codes`, which it gives back."""
     rows, count = words.shape
-    codes = np.empty((rows, count * 8), np.uint8)
     pairs = codes.view(np.uint16)
     step = max(1, PIECE_WORDS // max(1, count))
+    wide, upper = (scratch(name, (min(step, rows), count * 4), np.uint16) for name in ("wide", "upper"))
     for first in range(0, rows, step):
-        piece = np.ascontiguousarray(words[first : first + step]).view(np.uint8).astype(np.uint16)
-        piece |= piece << np.uint16(4)
-        np.bitwise_and(piece, np.uint16(0x0F0F), out=pairs[first : first + step])
+        piece = np.ascontiguousarray(words[first : first + step]).view(np.uint8)
+        low, high = wide[: len(piece)], upper[: len(piece)]
+        low[:] = piece
+        np.left_shift(low, np.uint16(4), out=high)
+        low |= high
+        np.bitwise_and(low, np.uint16(0x0F0F), out=pairs[first : first + step])
     return codes
 
 
-def transposed(words: Words) -> Words:
-    """[columns, rows], contiguous: in strips, since numpy's own copy leaves the cache after every word."""
+def transposed(words: Words, out: Words | None = None) -> Words:
+    """[columns, rows], in `out` if given: in strips, since numpy's own copy leaves the cache after every word."""
     rows, columns = words.shape
-    turned = np.empty((columns, rows), np.uint32)
+    turned = np.empty((columns, rows), np.uint32) if out is None else out
     for first in range(0, rows, TRANSPOSED_ROWS):
         turned[:, first : first + TRANSPOSED_ROWS] = words[first : first + TRANSPOSED_ROWS].T
     return turned
 
 
 def words_along_inputs(words: Words) -> Words:
-    """AWQ's words [inputs, outputs / 8] as [outputs, inputs / 8], eight inputs a word; inputs are a multiple of 8."""
+    """AWQ's words [inputs, outputs / 8] as [outputs, inputs / 8], eight inputs a word; inputs are a multiple of 8. In
+    memory of this thread that its next call overwrites."""
     inputs, count = words.shape
-    result = np.empty((count, 8, inputs // 8), np.uint32)
+    result = scratch("words along inputs", (count, 8, inputs // 8), np.uint32)
+    turned = scratch("turned words", (8, min(AWQ_WORDS, count), inputs // 8), np.uint32)
     for first in range(0, count, AWQ_WORDS):
-        of_nibbles = _transposed_nibbles([transposed(words[at::8, first : first + AWQ_WORDS]) for at in range(8)])
+        parts = turned[:, : min(AWQ_WORDS, count - first)]
+        of_inputs = [transposed(words[at::8, first : first + AWQ_WORDS], parts[at]) for at in range(8)]
+        of_nibbles = _transposed_nibbles(of_inputs)
         for nibble, output in enumerate(AWQ_ORDER):
             result[first : first + AWQ_WORDS, output] = of_nibbles[nibble]
     return result.reshape(count * 8, inputs // 8)
@@ -74,7 +87,7 @@ def words_along_inputs(words: Words) -> Words:
 
 def _transposed_nibbles(words: list[Words]) -> list[Words]:
     """Eight arrays of words as 8 x 8 matrices of nibbles, transposed in place by three rounds of exchanges."""
-    spare = np.empty_like(words[0])
+    spare = scratch("exchanged nibbles", words[0].shape, np.uint32)
     for distance, mask in ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F)):
         for number in range(8):
             if not number & distance:
@@ -94,7 +107,7 @@ def _exchange(low: Words, high: Words, shift: np.uint32, mask: np.uint32, spare:
 
 def codes_of_awq_words(words: Words) -> Codes:
     """uint8 [rows, outputs] of a few words [rows, outputs / 8] in AWQ's order: zero points."""
-    stored = _nibbles(words).reshape(len(words), -1, 8)
+    stored = codes_of_words(words, 4).reshape(len(words), -1, 8)
     codes = np.empty_like(stored)
     codes[:, :, AWQ_ORDER] = stored
     return codes.reshape(len(words), -1)

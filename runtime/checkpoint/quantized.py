@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from cheetah.models.formats.quantized import MIDDLE_CODE, QuantizationScheme, QuantizedRows
 from cheetah.models.quantization import Storage
+from cheetah.models.scratch import scratch
 from cheetah.runtime.checkpoint.packed_words import (
     Codes,
     codes_of_awq_words,
@@ -162,7 +163,9 @@ class GptqMatrix(_Transposed):
     """qweight int32 [columns / 8, rows]; zero points of rows 8c .. 8c+7 in word c (AutoGPTQ, qlinear_cuda_old.py)."""
 
     def _codes(self, first: int, stop: int) -> Codes:
-        return codes_of_words(transposed(self._words[:, first:stop]), self._bits)
+        words = self._words[:, first:stop]
+        turned = scratch("turned words of gptq", words.shape[::-1], np.uint32)
+        return codes_of_words(transposed(words, turned), self._bits, reuse=True)
 
     def _stored_zero_points(self, first: int, stop: int) -> Codes:
         return codes_of_words(self._zeros[:, self._packed_rows(first, stop)], self._bits).T
@@ -172,7 +175,8 @@ class AwqMatrix(_Transposed):
     """qweight int32 [columns, rows / 8] and zero points in AWQ's order of nibbles (AutoAWQ, WQLinear_GEMM)."""
 
     def _codes(self, first: int, stop: int) -> Codes:
-        return codes_of_words(words_along_inputs(self._words[:, self._packed_rows(first, stop)]), self._bits)
+        words = self._words[:, self._packed_rows(first, stop)]
+        return codes_of_words(words_along_inputs(words), self._bits, reuse=True)
 
     def _stored_zero_points(self, first: int, stop: int) -> Codes:
         return codes_of_awq_words(self._zeros[:, self._packed_rows(first, stop)]).T
@@ -194,7 +198,7 @@ class PackedMatrix(_OfInteger):
         return self._tensors["weight_scale"]
 
     def _codes(self, first: int, stop: int) -> Codes:
-        return codes_of_words(self._words[first:stop], self._bits)[:, : self.shape[1]]
+        return codes_of_words(self._words[first:stop], self._bits, reuse=True)[:, : self.shape[1]]
 
     def _scales(self, first: int, stop: int) -> NDArray[Any]:
         return self._all_scales[first:stop]
