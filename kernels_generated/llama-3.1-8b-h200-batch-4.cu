@@ -3,12 +3,13 @@
 //
 // model: hidden 4096, ffn 14336, vocab 128256, heads 32, kv_heads 8, head_dim 128, layers 32
 // machine: h200, 132 blocks of 384 threads: 8 consumer warps
-// plan: consumer_warps 8, stage_bytes 16384, stages 11, in_flight 3, producer_warps 4, sync flags, page_size 16, max_context 8192, batch 4, tokens 4, down_slices 4, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 8, start_residual 0, start_gate_up 8, start_head 8, trace False
+// plan: consumer_warps 8, stage_bytes 16384, stages 11, in_flight 3, in_flight_waiting 2, producer_warps 4, sync flags, page_size 16, max_context 8192, batch 4, tokens 4, down_slices 4, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 8, start_residual 0, start_gate_up 8, start_head 8, trace False
 // weights read a step: 15009316864 bytes, in 436207616 a layer
 // shared memory:
 //     offset    bytes  region
 //          0   180224  ring
 //     180224      176  ring_barriers
+//     180400        4  block_waits
 //     180480    32768  scratch
 //     180480    32768  vector  (over scratch)
 //     180480     4224  candidates  (over scratch)
@@ -92,6 +93,16 @@ __device__ __forceinline__ float warp_sum_f32(float value) {
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return (uint32_t)__cvta_generic_to_shared(pointer);
+}
+
+__device__ __forceinline__ void store_shared_u32(uint32_t* place, uint32_t value) {
+  asm volatile("st.relaxed.cta.shared::cta.u32 [%0], %1;" :: "r"(shared_address(place)), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_shared_u32(const uint32_t* place) {
+  uint32_t result;
+  asm volatile("ld.relaxed.cta.shared::cta.u32 %0, [%1];" : "=r"(result) : "r"(shared_address(place)) : "memory");
+  return result;
 }
 
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
@@ -321,6 +332,7 @@ __device__ __forceinline__ uint4 make_u32x4(uint32_t x, uint32_t y, uint32_t z, 
 
 constexpr uint32_t RING = 0;
 constexpr uint32_t RING_BARRIERS = 180224;
+constexpr uint32_t BLOCK_WAITS = 180400;
 constexpr uint32_t VECTOR = 180480;
 constexpr uint32_t CANDIDATES = 180480;
 constexpr uint32_t FILTERS = 180480;
@@ -387,10 +399,23 @@ __device__ __forceinline__ void advance(uint32_t& stage, uint32_t& parity) {
   }
 }
 
+// In the producer role: let chunks land until one more may be requested.
+__device__ __forceinline__ void bound_requests(uint32_t* block_waits, uint32_t& under_way, uint64_t* full,
+    uint32_t& landed_stage, uint32_t& landed_parity) {
+  uint32_t waits = load_shared_u32(block_waits);
+  uint32_t most = waits != 0 ? 2u : 3u;
+  #pragma unroll 1
+  for (uint32_t i = most; i < under_way + 1; ++i) {
+    mbarrier_wait(full + landed_stage, landed_parity);
+    advance(landed_stage, landed_parity);
+  }
+  under_way = under_way + 1 < most ? under_way + 1 : most;
+}
+
 // The block's M-tiles of qkv, chunk by chunk, into the stages of the ring.
 __device__ __forceinline__ void fetch_qkv(uint32_t block, const uint8_t* weights, uint64_t layer_offset,
-    uint64_t* empty, uint32_t& fill_stage, uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage,
-    uint32_t& landed_parity, uint8_t* ring) {
+    uint64_t* empty, uint32_t& fill_stage, uint32_t& fill_parity, uint32_t* block_waits, uint32_t& under_way,
+    uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity, uint8_t* ring) {
   uint32_t position = (block + 8) % 132;
   const uint8_t* matrix = weights + layer_offset;
   #pragma unroll 1
@@ -402,8 +427,7 @@ __device__ __forceinline__ void fetch_qkv(uint32_t block, const uint8_t* weights
     for (uint32_t chunk = 0; chunk < 8; ++chunk) {
       const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
       mbarrier_wait(empty + fill_stage, fill_parity);
-      mbarrier_wait(full + landed_stage, landed_parity);
-      advance(landed_stage, landed_parity);
+      bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
       uint64_t* barrier = full + fill_stage;
       uint8_t* destination = ring + fill_stage * 16384;
       mbarrier_arrive_expect_tx(barrier, 16384);
@@ -425,7 +449,8 @@ __device__ __forceinline__ bool launch_is_over(uint32_t step, uint64_t* step_don
 // The cached keys and values of this block's items, one item after the other.
 __device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step, const int32_t* kv_plans, uint32_t plan_index,
     uint32_t block, const int32_t* tiles, const int32_t* page_table, uint64_t* empty, uint32_t& fill_stage,
-    uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity, uint8_t* ring, bf16* kv) {
+    uint32_t& fill_parity, uint32_t* block_waits, uint32_t& under_way, uint64_t* full, uint32_t& landed_stage,
+    uint32_t& landed_parity, uint8_t* ring, bf16* kv) {
   uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 4352 + block + 64));
   uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 4352 + block + 65));
   #pragma unroll 1
@@ -447,8 +472,7 @@ __device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step, const 
         pages[number_2] = load_constant_u32(page_table + (place.z + token / 16));
       }
       mbarrier_wait(empty + fill_stage, fill_parity);
-      mbarrier_wait(full + landed_stage, landed_parity);
-      advance(landed_stage, landed_parity);
+      bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
       uint64_t* barrier = full + fill_stage;
       uint8_t* destination = ring + fill_stage * 16384;
       mbarrier_arrive_expect_tx(barrier, count * 512);
@@ -470,8 +494,8 @@ __device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step, const 
 
 // The block's M-tiles of o, chunk by chunk, into the stages of the ring.
 __device__ __forceinline__ void fetch_o(uint32_t block, const uint8_t* weights, uint64_t layer_offset, uint64_t* empty,
-    uint32_t& fill_stage, uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity,
-    uint8_t* ring) {
+    uint32_t& fill_stage, uint32_t& fill_parity, uint32_t* block_waits, uint32_t& under_way, uint64_t* full,
+    uint32_t& landed_stage, uint32_t& landed_parity, uint8_t* ring) {
   uint32_t position = block % 132;
   const uint8_t* matrix = weights + (layer_offset + 50331648);
   #pragma unroll 1
@@ -483,8 +507,7 @@ __device__ __forceinline__ void fetch_o(uint32_t block, const uint8_t* weights, 
     for (uint32_t chunk = 0; chunk < 8; ++chunk) {
       const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
       mbarrier_wait(empty + fill_stage, fill_parity);
-      mbarrier_wait(full + landed_stage, landed_parity);
-      advance(landed_stage, landed_parity);
+      bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
       uint64_t* barrier = full + fill_stage;
       uint8_t* destination = ring + fill_stage * 16384;
       mbarrier_arrive_expect_tx(barrier, 16384);
@@ -496,8 +519,8 @@ __device__ __forceinline__ void fetch_o(uint32_t block, const uint8_t* weights, 
 
 // The block's M-tiles of gate_up, chunk by chunk, into the stages of the ring.
 __device__ __forceinline__ void fetch_gate_up(uint32_t block, const uint8_t* weights, uint64_t layer_offset,
-    uint64_t* empty, uint32_t& fill_stage, uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage,
-    uint32_t& landed_parity, uint8_t* ring) {
+    uint64_t* empty, uint32_t& fill_stage, uint32_t& fill_parity, uint32_t* block_waits, uint32_t& under_way,
+    uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity, uint8_t* ring) {
   uint32_t position = (block + 8) % 132;
   const uint8_t* matrix = weights + (layer_offset + 83886080);
   #pragma unroll 1
@@ -509,8 +532,7 @@ __device__ __forceinline__ void fetch_gate_up(uint32_t block, const uint8_t* wei
     for (uint32_t chunk = 0; chunk < 8; ++chunk) {
       const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
       mbarrier_wait(empty + fill_stage, fill_parity);
-      mbarrier_wait(full + landed_stage, landed_parity);
-      advance(landed_stage, landed_parity);
+      bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
       uint64_t* barrier = full + fill_stage;
       uint8_t* destination = ring + fill_stage * 16384;
       mbarrier_arrive_expect_tx(barrier, 16384);
@@ -522,8 +544,8 @@ __device__ __forceinline__ void fetch_gate_up(uint32_t block, const uint8_t* wei
 
 // The block's M-tiles of down, chunk by chunk, into the stages of the ring.
 __device__ __forceinline__ void fetch_down(uint32_t block, const uint8_t* weights, uint64_t layer_offset,
-    uint64_t* empty, uint32_t& fill_stage, uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage,
-    uint32_t& landed_parity, uint8_t* ring) {
+    uint64_t* empty, uint32_t& fill_stage, uint32_t& fill_parity, uint32_t* block_waits, uint32_t& under_way,
+    uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity, uint8_t* ring) {
   uint32_t position = block % 132;
   const uint8_t* matrix = weights + (layer_offset + 318767104);
   #pragma unroll 1
@@ -539,8 +561,7 @@ __device__ __forceinline__ void fetch_down(uint32_t block, const uint8_t* weight
       for (uint32_t chunk = first; chunk < end; ++chunk) {
         const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
         mbarrier_wait(empty + fill_stage, fill_parity);
-        mbarrier_wait(full + landed_stage, landed_parity);
-        advance(landed_stage, landed_parity);
+        bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
         uint64_t* barrier = full + fill_stage;
         uint8_t* destination = ring + fill_stage * 16384;
         mbarrier_arrive_expect_tx(barrier, 16384);
@@ -553,8 +574,8 @@ __device__ __forceinline__ void fetch_down(uint32_t block, const uint8_t* weight
 
 // The block's M-tiles of lm_head, chunk by chunk, into the stages of the ring.
 __device__ __forceinline__ void fetch_lm_head(uint32_t block, const uint8_t* weights, uint64_t* empty,
-    uint32_t& fill_stage, uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity,
-    uint8_t* ring) {
+    uint32_t& fill_stage, uint32_t& fill_parity, uint32_t* block_waits, uint32_t& under_way, uint64_t* full,
+    uint32_t& landed_stage, uint32_t& landed_parity, uint8_t* ring) {
   uint32_t position = (block + 8) % 132;
   const uint8_t* matrix = weights + 13958643712ull;
   #pragma unroll 1
@@ -566,8 +587,7 @@ __device__ __forceinline__ void fetch_lm_head(uint32_t block, const uint8_t* wei
     for (uint32_t chunk = 0; chunk < 8; ++chunk) {
       const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
       mbarrier_wait(empty + fill_stage, fill_parity);
-      mbarrier_wait(full + landed_stage, landed_parity);
-      advance(landed_stage, landed_parity);
+      bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
       uint64_t* barrier = full + fill_stage;
       uint8_t* destination = ring + fill_stage * 16384;
       mbarrier_arrive_expect_tx(barrier, 16384);
@@ -851,15 +871,18 @@ __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uin
 // Waits for: hidden of the layer before; in the first layer for nothing, the tokens' embeddings are there.
 // Makes: qkv, and the keys and values in the cache.
 __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    const bf16* norms, uint8_t* arena, uint32_t column_count, const bf16* embedding, uint32_t* next_token,
-    uint32_t lane, uint32_t warp, uint64_t* exchange_words, uint32_t layer_epoch, uint64_t* full, uint32_t& use_stage,
-    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher, const int32_t* page_table,
-    bf16* kv) {
+    const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t column_count, const bf16* embedding,
+    uint32_t* next_token, uint32_t lane, uint32_t warp, uint64_t* exchange_words, uint32_t layer_epoch, uint64_t* full,
+    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher,
+    const int32_t* page_table, bf16* kv) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 162 + layer * 5);
   }
   prefetch(norms + (layer * 2 + 1) * 4096, thread, block);
   uint32_t position = (block + 8) % 132;
+  if (thread == 0) {
+    store_shared_u32(block_waits, 1);
+  }
   if (layer == 0) {
     uint4* vector = (uint4*)(arena + VECTOR);
     float squares = 0.0f;
@@ -945,9 +968,17 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
     }
     write_scales(squares, arena, lane, warp, thread, column_count);
   }
+  if (thread == 0) {
+    store_shared_u32(block_waits, 0);
+  }
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 384; m_tile += 132) {
     float sums[1][4] = {};
+    if (m_tile + 132 >= 384) {
+      if (thread == 0) {
+        store_shared_u32(block_waits, 1);
+      }
+    }
     #pragma unroll 2
     for (uint32_t chunk = 0; chunk < 8; ++chunk) {
       mbarrier_wait(full + use_stage, use_parity);
@@ -2227,17 +2258,28 @@ __device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], u
 // Waits for: attention.
 // Makes: middle.
 __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    uint8_t* arena, uint32_t lane, uint64_t* exchange_words, uint32_t layer_epoch, uint32_t column_count,
-    uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint64_t* empty,
-    uint32_t& turn, uint32_t& finisher) {
+    uint32_t* block_waits, uint8_t* arena, uint32_t lane, uint64_t* exchange_words, uint32_t layer_epoch,
+    uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint32_t warp,
+    uint64_t* empty, uint32_t& turn, uint32_t& finisher) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 162 + layer * 5 + 2);
   }
   uint32_t position = block % 132;
+  if (thread == 0) {
+    store_shared_u32(block_waits, 1);
+  }
   load_vector(arena, thread, lane, exchange_words, layer_epoch, column_count);
+  if (thread == 0) {
+    store_shared_u32(block_waits, 0);
+  }
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
     float sums[1][4] = {};
+    if (m_tile + 132 >= 256) {
+      if (thread == 0) {
+        store_shared_u32(block_waits, 1);
+      }
+    }
     #pragma unroll 2
     for (uint32_t chunk = 0; chunk < 8; ++chunk) {
       mbarrier_wait(full + use_stage, use_parity);
@@ -2306,14 +2348,17 @@ __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], u
 // Waits for: middle.
 // Makes: gated.
 __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
-    uint32_t layer, const bf16* norms, uint8_t* arena, uint32_t lane, uint64_t* exchange_words, uint32_t layer_epoch,
-    uint32_t column_count, uint32_t warp, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring,
-    uint64_t* empty, uint32_t& turn, uint32_t& finisher) {
+    uint32_t layer, const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t lane, uint64_t* exchange_words,
+    uint32_t layer_epoch, uint32_t column_count, uint32_t warp, uint64_t* full, uint32_t& use_stage,
+    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 162 + layer * 5 + 3);
   }
   prefetch(norms + (layer * 2 + 2) * 4096, thread, block);
   uint32_t position = (block + 8) % 132;
+  if (thread == 0) {
+    store_shared_u32(block_waits, 1);
+  }
   uint4* vector = (uint4*)(arena + VECTOR);
   float squares = 0.0f;
   uint32_t pair = thread / 16;
@@ -2351,9 +2396,17 @@ __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uin
     }
   }
   write_scales(squares, arena, lane, warp, thread, column_count);
+  if (thread == 0) {
+    store_shared_u32(block_waits, 0);
+  }
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 1792; m_tile += 132) {
     float sums[1][4] = {};
+    if (m_tile + 132 >= 1792) {
+      if (thread == 0) {
+        store_shared_u32(block_waits, 1);
+      }
+    }
     #pragma unroll 2
     for (uint32_t chunk = 0; chunk < 8; ++chunk) {
       mbarrier_wait(full + use_stage, use_parity);
@@ -2506,16 +2559,22 @@ __device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], u
 // Waits for: gated.
 // Makes: hidden.
 __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    uint8_t* arena, uint32_t lane, uint64_t* exchange_words, uint32_t layer_epoch, uint32_t column_count,
-    uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint64_t* empty,
-    uint32_t& turn, uint32_t& finisher) {
+    uint32_t* block_waits, uint8_t* arena, uint32_t lane, uint64_t* exchange_words, uint32_t layer_epoch,
+    uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint32_t warp,
+    uint64_t* empty, uint32_t& turn, uint32_t& finisher) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 162 + layer * 5 + 4);
   }
   uint32_t position = block % 132;
   float sums[1][4] = {};
   float sums_2[1][4] = {};
+  if (thread == 0) {
+    store_shared_u32(block_waits, 1);
+  }
   load_vector_2(arena, thread, lane, exchange_words, layer_epoch, column_count);
+  if (thread == 0) {
+    store_shared_u32(block_waits, 0);
+  }
   #pragma unroll 2
   for (uint32_t chunk = 0; chunk < 7; ++chunk) {
     mbarrier_wait(full + use_stage, use_parity);
@@ -2541,7 +2600,13 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
     }
   }
   named_barrier(1, 256);
+  if (thread == 0) {
+    store_shared_u32(block_waits, 1);
+  }
   load_vector_3(arena, thread, lane, exchange_words, layer_epoch, column_count);
+  if (thread == 0) {
+    store_shared_u32(block_waits, 0);
+  }
   #pragma unroll 2
   for (uint32_t chunk = 7; chunk < 14; ++chunk) {
     mbarrier_wait(full + use_stage, use_parity);
@@ -2567,7 +2632,13 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
     }
   }
   named_barrier(1, 256);
+  if (thread == 0) {
+    store_shared_u32(block_waits, 1);
+  }
   load_vector_4(arena, thread, lane, exchange_words, layer_epoch, column_count);
+  if (thread == 0) {
+    store_shared_u32(block_waits, 0);
+  }
   #pragma unroll 2
   for (uint32_t chunk = 14; chunk < 21; ++chunk) {
     mbarrier_wait(full + use_stage, use_parity);
@@ -2593,7 +2664,13 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
     }
   }
   named_barrier(1, 256);
+  if (thread == 0) {
+    store_shared_u32(block_waits, 1);
+  }
   load_vector_5(arena, thread, lane, exchange_words, layer_epoch, column_count);
+  if (thread == 0) {
+    store_shared_u32(block_waits, 0);
+  }
   #pragma unroll 2
   for (uint32_t chunk = 21; chunk < 28; ++chunk) {
     mbarrier_wait(full + use_stage, use_parity);
@@ -2606,6 +2683,9 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
     advance(use_stage, use_parity);
   }
   if (position + 132 < 256) {
+    if (thread == 0) {
+      store_shared_u32(block_waits, 1);
+    }
     #pragma unroll 2
     for (uint32_t chunk = 21; chunk < 28; ++chunk) {
       mbarrier_wait(full + use_stage, use_parity);
@@ -2777,16 +2857,19 @@ __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], u
 // Waits for: hidden of the last layer.
 // Makes: logits, where they are wanted, and candidates in registers.
 __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
-    uint32_t head_from, float* logits, uint8_t* arena, const bf16* norms, uint32_t lane, uint64_t* exchange_words,
-    uint32_t step_epoch, uint32_t column_count, uint32_t warp, uint64_t* full, uint32_t& use_stage,
-    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher, uint32_t options,
-    const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts, float* weighed,
-    float& best, uint32_t& best_token) {
+    uint32_t head_from, float* logits, uint32_t* block_waits, uint8_t* arena, const bf16* norms, uint32_t lane,
+    uint64_t* exchange_words, uint32_t step_epoch, uint32_t column_count, uint32_t warp, uint64_t* full,
+    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher,
+    uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts,
+    float* weighed, float& best, uint32_t& best_token) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 162 + 160);
   }
   if (step >= head_from || logits != nullptr) {
     uint32_t position = (block + 8) % 132;
+    if (thread == 0) {
+      store_shared_u32(block_waits, 1);
+    }
     uint4* vector = (uint4*)(arena + VECTOR);
     float squares = 0.0f;
     uint32_t pair = thread / 16;
@@ -2824,9 +2907,17 @@ __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uin
       }
     }
     write_scales(squares, arena, lane, warp, thread, column_count);
+    if (thread == 0) {
+      store_shared_u32(block_waits, 0);
+    }
     #pragma unroll 1
     for (uint32_t m_tile = position; m_tile < 8016; m_tile += 132) {
       float sums[1][4] = {};
+      if (m_tile + 132 >= 8016) {
+        if (thread == 0) {
+          store_shared_u32(block_waits, 1);
+        }
+      }
       #pragma unroll 2
       for (uint32_t chunk = 0; chunk < 8; ++chunk) {
         mbarrier_wait(full + use_stage, use_parity);
@@ -3703,6 +3794,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
   uint64_t* full = (uint64_t*)(arena + RING_BARRIERS);
   uint64_t* empty = full + 11;
   uint8_t* ring = arena + RING;
+  uint32_t* block_waits = (uint32_t*)(arena + BLOCK_WAITS);
   uint64_t* step_done = (uint64_t*)(arena + STEP_DONE);
   uint32_t* next_token = (uint32_t*)(arena + NEXT_TOKEN);
   // barriers, and every column's first token
@@ -3711,6 +3803,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       mbarrier_init(full + stage, 1);
       mbarrier_init(empty + stage, 8);
     }
+    store_shared_u32(block_waits, 0);
     mbarrier_init(step_done, 1);
     mbarrier_init(step_done + 1, 1);
     mbarrier_fence_init();
@@ -3724,36 +3817,38 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       uint32_t plan_index = 0;
       uint32_t fill_stage = 0;
       uint32_t fill_parity = 1;
-      uint32_t landed_stage = 8;
-      uint32_t landed_parity = 1;
+      uint32_t landed_stage = 0;
+      uint32_t landed_parity = 0;
+      uint32_t under_way = 0;
       for (uint32_t step = 0; step < steps; ++step) {
         follow_plan(plan_index, step, plan_count, kv_plans);
         for (uint32_t layer = 0; layer < 32; ++layer) {
           uint64_t layer_offset = (uint64_t)(layer) * 436207616;
           // qkv
-          fetch_qkv(block, weights, layer_offset, empty, fill_stage, fill_parity, full, landed_stage, landed_parity,
-              ring);
+          fetch_qkv(block, weights, layer_offset, empty, fill_stage, fill_parity, block_waits, under_way, full,
+              landed_stage, landed_parity, ring);
           // keys and values of earlier tokens
           if (layer == 0 && step > 0) {
             if (launch_is_over(step, step_done, next_token)) {
               return;
             }
           }
-          copy_items(layer, step, kv_plans, plan_index, block, tiles, page_table, empty, fill_stage, fill_parity, full,
-              landed_stage, landed_parity, ring, kv);
+          copy_items(layer, step, kv_plans, plan_index, block, tiles, page_table, empty, fill_stage, fill_parity,
+              block_waits, under_way, full, landed_stage, landed_parity, ring, kv);
           // o
-          fetch_o(block, weights, layer_offset, empty, fill_stage, fill_parity, full, landed_stage, landed_parity,
-              ring);
+          fetch_o(block, weights, layer_offset, empty, fill_stage, fill_parity, block_waits, under_way, full,
+              landed_stage, landed_parity, ring);
           // gate_up
-          fetch_gate_up(block, weights, layer_offset, empty, fill_stage, fill_parity, full, landed_stage, landed_parity,
-              ring);
+          fetch_gate_up(block, weights, layer_offset, empty, fill_stage, fill_parity, block_waits, under_way, full,
+              landed_stage, landed_parity, ring);
           // down
-          fetch_down(block, weights, layer_offset, empty, fill_stage, fill_parity, full, landed_stage, landed_parity,
-              ring);
+          fetch_down(block, weights, layer_offset, empty, fill_stage, fill_parity, block_waits, under_way, full,
+              landed_stage, landed_parity, ring);
         }
         // lm_head
         if (step >= head_from || logits != nullptr) {
-          fetch_lm_head(block, weights, empty, fill_stage, fill_parity, full, landed_stage, landed_parity, ring);
+          fetch_lm_head(block, weights, empty, fill_stage, fill_parity, block_waits, under_way, full, landed_stage,
+              landed_parity, ring);
         }
         // sampling
       }
@@ -3779,22 +3874,23 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       named_barrier(1, 256);
       for (uint32_t layer = 0; layer < 32; ++layer) {
         uint32_t layer_epoch = step_epoch + layer;
-        qkv(thread, progress, block, step, layer, norms, arena, column_count, embedding, next_token, lane, warp,
-            exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, turn, finisher, page_table, kv);
+        qkv(thread, progress, block, step, layer, norms, block_waits, arena, column_count, embedding, next_token, lane,
+            warp, exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, turn, finisher, page_table,
+            kv);
         attention(thread, progress, block, step, layer, arena, kv_plans, plan_index, tiles, layer_epoch, exchange_words,
             lane, warp, use_stage, full, use_parity, ring, empty);
-        o(thread, progress, block, step, layer, arena, lane, exchange_words, layer_epoch, column_count, full, use_stage,
-            use_parity, ring, warp, empty, turn, finisher);
-        gate_up(thread, progress, block, step, layer, norms, arena, lane, exchange_words, layer_epoch, column_count,
-            warp, full, use_stage, use_parity, ring, empty, turn, finisher);
-        down(thread, progress, block, step, layer, arena, lane, exchange_words, layer_epoch, column_count, full,
-            use_stage, use_parity, ring, warp, empty, turn, finisher);
+        o(thread, progress, block, step, layer, block_waits, arena, lane, exchange_words, layer_epoch, column_count,
+            full, use_stage, use_parity, ring, warp, empty, turn, finisher);
+        gate_up(thread, progress, block, step, layer, norms, block_waits, arena, lane, exchange_words, layer_epoch,
+            column_count, warp, full, use_stage, use_parity, ring, empty, turn, finisher);
+        down(thread, progress, block, step, layer, block_waits, arena, lane, exchange_words, layer_epoch, column_count,
+            full, use_stage, use_parity, ring, warp, empty, turn, finisher);
       }
       float best = -bits_float(0x7f800000);
       uint32_t best_token = 4294967295u;
-      lm_head(thread, progress, block, step, head_from, logits, arena, norms, lane, exchange_words, step_epoch,
-          column_count, warp, full, use_stage, use_parity, ring, empty, turn, finisher, options, sequences, masks,
-          logit_bias, token_counts, weighed, best, best_token);
+      lm_head(thread, progress, block, step, head_from, logits, block_waits, arena, norms, lane, exchange_words,
+          step_epoch, column_count, warp, full, use_stage, use_parity, ring, empty, turn, finisher, options, sequences,
+          masks, logit_bias, token_counts, weighed, best, best_token);
       sampling(thread, progress, block, step, arena, best, best_token, lane, warp, exchange_words, step_epoch, options,
           column_count, sequences, weighed, token_counts);
       take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, stop_ids, next_token, thread, status,

@@ -3,12 +3,13 @@
 //
 // model: hidden 2048, ffn 8192, vocab 128256, heads 32, kv_heads 8, head_dim 64, layers 16
 // machine: h200, 132 blocks of 384 threads: 8 consumer warps
-// plan: consumer_warps 8, stage_bytes 16384, stages 11, in_flight 3, producer_warps 4, sync barrier, page_size 16, max_context 8192, batch 8, tokens 8, down_slices 4, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 4, start_residual 0, start_gate_up 4, start_head 4, trace False
+// plan: consumer_warps 8, stage_bytes 16384, stages 11, in_flight 3, in_flight_waiting 2, producer_warps 4, sync barrier, page_size 16, max_context 8192, batch 8, tokens 8, down_slices 4, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 4, start_residual 0, start_gate_up 4, start_head 4, trace False
 // weights read a step: 2471493632 bytes, in 121634816 a layer
 // shared memory:
 //     offset    bytes  region
 //          0   180224  ring
 //     180224      176  ring_barriers
+//     180400        4  block_waits
 //     180480    32768  scratch
 //     180480    32768  vector  (over scratch)
 //     180480     8448  candidates  (over scratch)
@@ -92,6 +93,16 @@ __device__ __forceinline__ float warp_sum_f32(float value) {
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return (uint32_t)__cvta_generic_to_shared(pointer);
+}
+
+__device__ __forceinline__ void store_shared_u32(uint32_t* place, uint32_t value) {
+  asm volatile("st.relaxed.cta.shared::cta.u32 [%0], %1;" :: "r"(shared_address(place)), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_shared_u32(const uint32_t* place) {
+  uint32_t result;
+  asm volatile("ld.relaxed.cta.shared::cta.u32 %0, [%1];" : "=r"(result) : "r"(shared_address(place)) : "memory");
+  return result;
 }
 
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
@@ -256,6 +267,7 @@ __device__ __forceinline__ uint4 make_u32x4(uint32_t x, uint32_t y, uint32_t z, 
 
 constexpr uint32_t RING = 0;
 constexpr uint32_t RING_BARRIERS = 180224;
+constexpr uint32_t BLOCK_WAITS = 180400;
 constexpr uint32_t VECTOR = 180480;
 constexpr uint32_t CANDIDATES = 180480;
 constexpr uint32_t FILTERS = 180480;
@@ -322,10 +334,23 @@ __device__ __forceinline__ void advance(uint32_t& stage, uint32_t& parity) {
   }
 }
 
+// In the producer role: let chunks land until one more may be requested.
+__device__ __forceinline__ void bound_requests(uint32_t* block_waits, uint32_t& under_way, uint64_t* full,
+    uint32_t& landed_stage, uint32_t& landed_parity) {
+  uint32_t waits = load_shared_u32(block_waits);
+  uint32_t most = waits != 0 ? 2u : 3u;
+  #pragma unroll 1
+  for (uint32_t i = most; i < under_way + 1; ++i) {
+    mbarrier_wait(full + landed_stage, landed_parity);
+    advance(landed_stage, landed_parity);
+  }
+  under_way = under_way + 1 < most ? under_way + 1 : most;
+}
+
 // The block's M-tiles of qkv, chunk by chunk, into the stages of the ring.
 __device__ __forceinline__ void fetch_qkv(uint32_t block, const uint8_t* weights, uint64_t layer_offset,
-    uint64_t* empty, uint32_t& fill_stage, uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage,
-    uint32_t& landed_parity, uint8_t* ring) {
+    uint64_t* empty, uint32_t& fill_stage, uint32_t& fill_parity, uint32_t* block_waits, uint32_t& under_way,
+    uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity, uint8_t* ring) {
   uint32_t position = (block + 4) % 132;
   const uint8_t* matrix = weights + layer_offset;
   #pragma unroll 1
@@ -337,8 +362,7 @@ __device__ __forceinline__ void fetch_qkv(uint32_t block, const uint8_t* weights
     for (uint32_t chunk = 0; chunk < 4; ++chunk) {
       const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
       mbarrier_wait(empty + fill_stage, fill_parity);
-      mbarrier_wait(full + landed_stage, landed_parity);
-      advance(landed_stage, landed_parity);
+      bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
       uint64_t* barrier = full + fill_stage;
       uint8_t* destination = ring + fill_stage * 16384;
       mbarrier_arrive_expect_tx(barrier, 16384);
@@ -360,7 +384,8 @@ __device__ __forceinline__ bool launch_is_over(uint32_t step, uint64_t* step_don
 // The cached keys and values of this block's items, one item after the other.
 __device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step, const int32_t* kv_plans, uint32_t plan_index,
     uint32_t block, const int32_t* tiles, const int32_t* page_table, uint64_t* empty, uint32_t& fill_stage,
-    uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity, uint8_t* ring, bf16* kv) {
+    uint32_t& fill_parity, uint32_t* block_waits, uint32_t& under_way, uint64_t* full, uint32_t& landed_stage,
+    uint32_t& landed_parity, uint8_t* ring, bf16* kv) {
   uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 6208 + block + 64));
   uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 6208 + block + 65));
   #pragma unroll 1
@@ -382,8 +407,7 @@ __device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step, const 
         pages[number_2] = load_constant_u32(page_table + (place.z + token / 16));
       }
       mbarrier_wait(empty + fill_stage, fill_parity);
-      mbarrier_wait(full + landed_stage, landed_parity);
-      advance(landed_stage, landed_parity);
+      bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
       uint64_t* barrier = full + fill_stage;
       uint8_t* destination = ring + fill_stage * 16384;
       mbarrier_arrive_expect_tx(barrier, count * 256);
@@ -405,8 +429,8 @@ __device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step, const 
 
 // The block's M-tiles of o, chunk by chunk, into the stages of the ring.
 __device__ __forceinline__ void fetch_o(uint32_t block, const uint8_t* weights, uint64_t layer_offset, uint64_t* empty,
-    uint32_t& fill_stage, uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity,
-    uint8_t* ring) {
+    uint32_t& fill_stage, uint32_t& fill_parity, uint32_t* block_waits, uint32_t& under_way, uint64_t* full,
+    uint32_t& landed_stage, uint32_t& landed_parity, uint8_t* ring) {
   uint32_t position = block % 132;
   const uint8_t* matrix = weights + (layer_offset + 12582912);
   #pragma unroll 1
@@ -417,8 +441,7 @@ __device__ __forceinline__ void fetch_o(uint32_t block, const uint8_t* weights, 
     for (uint32_t chunk = 0; chunk < 4; ++chunk) {
       const uint8_t* source = matrix + (wave_bytes + (uint64_t)(128 * chunk * 16384 + position * 16384));
       mbarrier_wait(empty + fill_stage, fill_parity);
-      mbarrier_wait(full + landed_stage, landed_parity);
-      advance(landed_stage, landed_parity);
+      bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
       uint64_t* barrier = full + fill_stage;
       uint8_t* destination = ring + fill_stage * 16384;
       mbarrier_arrive_expect_tx(barrier, 16384);
@@ -430,8 +453,8 @@ __device__ __forceinline__ void fetch_o(uint32_t block, const uint8_t* weights, 
 
 // The block's M-tiles of gate_up, chunk by chunk, into the stages of the ring.
 __device__ __forceinline__ void fetch_gate_up(uint32_t block, const uint8_t* weights, uint64_t layer_offset,
-    uint64_t* empty, uint32_t& fill_stage, uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage,
-    uint32_t& landed_parity, uint8_t* ring) {
+    uint64_t* empty, uint32_t& fill_stage, uint32_t& fill_parity, uint32_t* block_waits, uint32_t& under_way,
+    uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity, uint8_t* ring) {
   uint32_t position = (block + 4) % 132;
   const uint8_t* matrix = weights + (layer_offset + 20971520);
   #pragma unroll 1
@@ -443,8 +466,7 @@ __device__ __forceinline__ void fetch_gate_up(uint32_t block, const uint8_t* wei
     for (uint32_t chunk = 0; chunk < 4; ++chunk) {
       const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
       mbarrier_wait(empty + fill_stage, fill_parity);
-      mbarrier_wait(full + landed_stage, landed_parity);
-      advance(landed_stage, landed_parity);
+      bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
       uint64_t* barrier = full + fill_stage;
       uint8_t* destination = ring + fill_stage * 16384;
       mbarrier_arrive_expect_tx(barrier, 16384);
@@ -456,8 +478,8 @@ __device__ __forceinline__ void fetch_gate_up(uint32_t block, const uint8_t* wei
 
 // The block's M-tiles of down, chunk by chunk, into the stages of the ring.
 __device__ __forceinline__ void fetch_down(uint32_t block, const uint8_t* weights, uint64_t layer_offset,
-    uint64_t* empty, uint32_t& fill_stage, uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage,
-    uint32_t& landed_parity, uint8_t* ring) {
+    uint64_t* empty, uint32_t& fill_stage, uint32_t& fill_parity, uint32_t* block_waits, uint32_t& under_way,
+    uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity, uint8_t* ring) {
   uint32_t position = block % 132;
   const uint8_t* matrix = weights + (layer_offset + 88080384);
   #pragma unroll 1
@@ -472,8 +494,7 @@ __device__ __forceinline__ void fetch_down(uint32_t block, const uint8_t* weight
       for (uint32_t chunk = first; chunk < end; ++chunk) {
         const uint8_t* source = matrix + (wave_bytes + (uint64_t)(128 * chunk * 16384 + position * 16384));
         mbarrier_wait(empty + fill_stage, fill_parity);
-        mbarrier_wait(full + landed_stage, landed_parity);
-        advance(landed_stage, landed_parity);
+        bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
         uint64_t* barrier = full + fill_stage;
         uint8_t* destination = ring + fill_stage * 16384;
         mbarrier_arrive_expect_tx(barrier, 16384);
@@ -486,8 +507,8 @@ __device__ __forceinline__ void fetch_down(uint32_t block, const uint8_t* weight
 
 // The block's M-tiles of lm_head, chunk by chunk, into the stages of the ring.
 __device__ __forceinline__ void fetch_lm_head(uint32_t block, const uint8_t* weights, uint64_t* empty,
-    uint32_t& fill_stage, uint32_t& fill_parity, uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity,
-    uint8_t* ring) {
+    uint32_t& fill_stage, uint32_t& fill_parity, uint32_t* block_waits, uint32_t& under_way, uint64_t* full,
+    uint32_t& landed_stage, uint32_t& landed_parity, uint8_t* ring) {
   uint32_t position = (block + 4) % 132;
   const uint8_t* matrix = weights + 1946157056;
   #pragma unroll 1
@@ -499,8 +520,7 @@ __device__ __forceinline__ void fetch_lm_head(uint32_t block, const uint8_t* wei
     for (uint32_t chunk = 0; chunk < 4; ++chunk) {
       const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
       mbarrier_wait(empty + fill_stage, fill_parity);
-      mbarrier_wait(full + landed_stage, landed_parity);
-      advance(landed_stage, landed_parity);
+      bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
       uint64_t* barrier = full + fill_stage;
       uint8_t* destination = ring + fill_stage * 16384;
       mbarrier_arrive_expect_tx(barrier, 16384);
@@ -780,15 +800,18 @@ __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uin
 // Waits for: hidden of the layer before; in the first layer for nothing, the tokens' embeddings are there.
 // Makes: qkv, and the keys and values in the cache.
 __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    const bf16* norms, uint8_t* arena, uint32_t column_count, const bf16* embedding, uint32_t* next_token,
-    uint32_t lane, uint32_t warp, uint32_t* exchange_words, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
-    uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher, const int32_t* page_table, bf16* kv,
-    uint64_t& arrivals_due, uint64_t* counter) {
+    const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t column_count, const bf16* embedding,
+    uint32_t* next_token, uint32_t lane, uint32_t warp, uint32_t* exchange_words, uint64_t* full, uint32_t& use_stage,
+    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher, const int32_t* page_table,
+    bf16* kv, uint64_t& arrivals_due, uint64_t* counter) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 82 + layer * 5);
   }
   prefetch(norms + (layer * 2 + 1) * 2048, thread, block);
   uint32_t position = (block + 4) % 132;
+  if (thread == 0) {
+    store_shared_u32(block_waits, 1);
+  }
   if (layer == 0) {
     uint4* vector = (uint4*)(arena + VECTOR);
     float squares = 0.0f;
@@ -878,9 +901,17 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
     }
     write_scales(squares, arena, lane, warp, thread, column_count);
   }
+  if (thread == 0) {
+    store_shared_u32(block_waits, 0);
+  }
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 192; m_tile += 132) {
     float sums[1][4] = {};
+    if (m_tile + 132 >= 192) {
+      if (thread == 0) {
+        store_shared_u32(block_waits, 1);
+      }
+    }
     #pragma unroll 2
     for (uint32_t chunk = 0; chunk < 4; ++chunk) {
       mbarrier_wait(full + use_stage, use_parity);
@@ -1979,18 +2010,29 @@ __device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], u
 // Waits for: attention.
 // Makes: middle.
 __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    uint8_t* arena, uint32_t column_count, uint32_t* exchange_words, uint64_t* full, uint32_t& use_stage,
-    uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint32_t lane, uint64_t* empty, uint32_t& turn,
-    uint32_t& finisher, uint64_t& arrivals_due, uint64_t* counter) {
+    uint32_t* block_waits, uint8_t* arena, uint32_t column_count, uint32_t* exchange_words, uint64_t* full,
+    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint32_t lane, uint64_t* empty,
+    uint32_t& turn, uint32_t& finisher, uint64_t& arrivals_due, uint64_t* counter) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 82 + layer * 5 + 2);
   }
   uint32_t position = block % 132;
   if (position < 128) {
+    if (thread == 0) {
+      store_shared_u32(block_waits, 1);
+    }
     load_vector(arena, thread, column_count, exchange_words);
+    if (thread == 0) {
+      store_shared_u32(block_waits, 0);
+    }
     #pragma unroll 1
     for (uint32_t m_tile = position; m_tile < 128; m_tile += 132) {
       float sums[1][4] = {};
+      if (m_tile + 132 >= 128) {
+        if (thread == 0) {
+          store_shared_u32(block_waits, 1);
+        }
+      }
       #pragma unroll 2
       for (uint32_t chunk = 0; chunk < 4; ++chunk) {
         mbarrier_wait(full + use_stage, use_parity);
@@ -2067,14 +2109,17 @@ __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], u
 // Waits for: middle.
 // Makes: gated.
 __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
-    uint32_t layer, const bf16* norms, uint8_t* arena, uint32_t column_count, uint32_t* exchange_words, uint32_t lane,
-    uint32_t warp, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
-    uint32_t& turn, uint32_t& finisher, uint64_t& arrivals_due, uint64_t* counter) {
+    uint32_t layer, const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t column_count,
+    uint32_t* exchange_words, uint32_t lane, uint32_t warp, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
+    uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher, uint64_t& arrivals_due, uint64_t* counter) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 82 + layer * 5 + 3);
   }
   prefetch(norms + (layer * 2 + 2) * 2048, thread, block);
   uint32_t position = (block + 4) % 132;
+  if (thread == 0) {
+    store_shared_u32(block_waits, 1);
+  }
   uint4* vector = (uint4*)(arena + VECTOR);
   float squares = 0.0f;
   uint32_t pair = thread / 32;
@@ -2116,9 +2161,17 @@ __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uin
     }
   }
   write_scales(squares, arena, lane, warp, thread, column_count);
+  if (thread == 0) {
+    store_shared_u32(block_waits, 0);
+  }
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 1024; m_tile += 132) {
     float sums[1][4] = {};
+    if (m_tile + 132 >= 1024) {
+      if (thread == 0) {
+        store_shared_u32(block_waits, 1);
+      }
+    }
     #pragma unroll 2
     for (uint32_t chunk = 0; chunk < 4; ++chunk) {
       mbarrier_wait(full + use_stage, use_parity);
@@ -2278,16 +2331,22 @@ __device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], u
 // Waits for: gated.
 // Makes: hidden.
 __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    uint8_t* arena, uint32_t column_count, uint32_t* exchange_words, uint64_t* full, uint32_t& use_stage,
-    uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint32_t lane, uint64_t* empty, uint32_t& turn,
-    uint32_t& finisher, uint64_t& arrivals_due, uint64_t* counter) {
+    uint32_t* block_waits, uint8_t* arena, uint32_t column_count, uint32_t* exchange_words, uint64_t* full,
+    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint32_t lane, uint64_t* empty,
+    uint32_t& turn, uint32_t& finisher, uint64_t& arrivals_due, uint64_t* counter) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 82 + layer * 5 + 4);
   }
   uint32_t position = block % 132;
   if (position < 128) {
     float sums[1][4] = {};
+    if (thread == 0) {
+      store_shared_u32(block_waits, 1);
+    }
     load_vector_2(arena, thread, column_count, exchange_words);
+    if (thread == 0) {
+      store_shared_u32(block_waits, 0);
+    }
     #pragma unroll 2
     for (uint32_t chunk = 0; chunk < 4; ++chunk) {
       mbarrier_wait(full + use_stage, use_parity);
@@ -2300,7 +2359,13 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
       advance(use_stage, use_parity);
     }
     named_barrier(1, 256);
+    if (thread == 0) {
+      store_shared_u32(block_waits, 1);
+    }
     load_vector_3(arena, thread, column_count, exchange_words);
+    if (thread == 0) {
+      store_shared_u32(block_waits, 0);
+    }
     #pragma unroll 2
     for (uint32_t chunk = 4; chunk < 8; ++chunk) {
       mbarrier_wait(full + use_stage, use_parity);
@@ -2313,7 +2378,13 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
       advance(use_stage, use_parity);
     }
     named_barrier(1, 256);
+    if (thread == 0) {
+      store_shared_u32(block_waits, 1);
+    }
     load_vector_4(arena, thread, column_count, exchange_words);
+    if (thread == 0) {
+      store_shared_u32(block_waits, 0);
+    }
     #pragma unroll 2
     for (uint32_t chunk = 8; chunk < 12; ++chunk) {
       mbarrier_wait(full + use_stage, use_parity);
@@ -2326,7 +2397,13 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
       advance(use_stage, use_parity);
     }
     named_barrier(1, 256);
+    if (thread == 0) {
+      store_shared_u32(block_waits, 1);
+    }
     load_vector_5(arena, thread, column_count, exchange_words);
+    if (thread == 0) {
+      store_shared_u32(block_waits, 0);
+    }
     #pragma unroll 2
     for (uint32_t chunk = 12; chunk < 16; ++chunk) {
       mbarrier_wait(full + use_stage, use_parity);
@@ -2503,7 +2580,7 @@ __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], u
 // Waits for: hidden of the last layer.
 // Makes: logits, where they are wanted, and candidates in registers.
 __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
-    uint32_t head_from, float* logits, uint8_t* arena, const bf16* norms, uint32_t column_count,
+    uint32_t head_from, float* logits, uint32_t* block_waits, uint8_t* arena, const bf16* norms, uint32_t column_count,
     uint32_t* exchange_words, uint32_t lane, uint32_t warp, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
     uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher, uint32_t options, const int32_t* sequences,
     const uint32_t* masks, const float* logit_bias, uint32_t* token_counts, float* weighed, float& best,
@@ -2513,6 +2590,9 @@ __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uin
   }
   if (step >= head_from || logits != nullptr) {
     uint32_t position = (block + 4) % 132;
+    if (thread == 0) {
+      store_shared_u32(block_waits, 1);
+    }
     uint4* vector = (uint4*)(arena + VECTOR);
     float squares = 0.0f;
     uint32_t pair = thread / 32;
@@ -2554,9 +2634,17 @@ __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uin
       }
     }
     write_scales(squares, arena, lane, warp, thread, column_count);
+    if (thread == 0) {
+      store_shared_u32(block_waits, 0);
+    }
     #pragma unroll 1
     for (uint32_t m_tile = position; m_tile < 8016; m_tile += 132) {
       float sums[1][4] = {};
+      if (m_tile + 132 >= 8016) {
+        if (thread == 0) {
+          store_shared_u32(block_waits, 1);
+        }
+      }
       #pragma unroll 2
       for (uint32_t chunk = 0; chunk < 4; ++chunk) {
         mbarrier_wait(full + use_stage, use_parity);
@@ -3443,6 +3531,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
   uint64_t* full = (uint64_t*)(arena + RING_BARRIERS);
   uint64_t* empty = full + 11;
   uint8_t* ring = arena + RING;
+  uint32_t* block_waits = (uint32_t*)(arena + BLOCK_WAITS);
   uint64_t* step_done = (uint64_t*)(arena + STEP_DONE);
   uint32_t* next_token = (uint32_t*)(arena + NEXT_TOKEN);
   // barriers, and every column's first token
@@ -3451,6 +3540,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       mbarrier_init(full + stage, 1);
       mbarrier_init(empty + stage, 8);
     }
+    store_shared_u32(block_waits, 0);
     mbarrier_init(step_done, 1);
     mbarrier_init(step_done + 1, 1);
     mbarrier_fence_init();
@@ -3464,36 +3554,38 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       uint32_t plan_index = 0;
       uint32_t fill_stage = 0;
       uint32_t fill_parity = 1;
-      uint32_t landed_stage = 8;
-      uint32_t landed_parity = 1;
+      uint32_t landed_stage = 0;
+      uint32_t landed_parity = 0;
+      uint32_t under_way = 0;
       for (uint32_t step = 0; step < steps; ++step) {
         follow_plan(plan_index, step, plan_count, kv_plans);
         for (uint32_t layer = 0; layer < 16; ++layer) {
           uint64_t layer_offset = (uint64_t)(layer) * 121634816;
           // qkv
-          fetch_qkv(block, weights, layer_offset, empty, fill_stage, fill_parity, full, landed_stage, landed_parity,
-              ring);
+          fetch_qkv(block, weights, layer_offset, empty, fill_stage, fill_parity, block_waits, under_way, full,
+              landed_stage, landed_parity, ring);
           // keys and values of earlier tokens
           if (layer == 0 && step > 0) {
             if (launch_is_over(step, step_done, next_token)) {
               return;
             }
           }
-          copy_items(layer, step, kv_plans, plan_index, block, tiles, page_table, empty, fill_stage, fill_parity, full,
-              landed_stage, landed_parity, ring, kv);
+          copy_items(layer, step, kv_plans, plan_index, block, tiles, page_table, empty, fill_stage, fill_parity,
+              block_waits, under_way, full, landed_stage, landed_parity, ring, kv);
           // o
-          fetch_o(block, weights, layer_offset, empty, fill_stage, fill_parity, full, landed_stage, landed_parity,
-              ring);
+          fetch_o(block, weights, layer_offset, empty, fill_stage, fill_parity, block_waits, under_way, full,
+              landed_stage, landed_parity, ring);
           // gate_up
-          fetch_gate_up(block, weights, layer_offset, empty, fill_stage, fill_parity, full, landed_stage, landed_parity,
-              ring);
+          fetch_gate_up(block, weights, layer_offset, empty, fill_stage, fill_parity, block_waits, under_way, full,
+              landed_stage, landed_parity, ring);
           // down
-          fetch_down(block, weights, layer_offset, empty, fill_stage, fill_parity, full, landed_stage, landed_parity,
-              ring);
+          fetch_down(block, weights, layer_offset, empty, fill_stage, fill_parity, block_waits, under_way, full,
+              landed_stage, landed_parity, ring);
         }
         // lm_head
         if (step >= head_from || logits != nullptr) {
-          fetch_lm_head(block, weights, empty, fill_stage, fill_parity, full, landed_stage, landed_parity, ring);
+          fetch_lm_head(block, weights, empty, fill_stage, fill_parity, block_waits, under_way, full, landed_stage,
+              landed_parity, ring);
         }
         // sampling
       }
@@ -3527,23 +3619,23 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       named_barrier(1, 256);
       for (uint32_t layer = 0; layer < 16; ++layer) {
         uint32_t layer_epoch = step_epoch + layer;
-        qkv(thread, progress, block, step, layer, norms, arena, column_count, embedding, next_token, lane, warp,
-            exchange_words, full, use_stage, use_parity, ring, empty, turn, finisher, page_table, kv, arrivals_due,
-            counter);
+        qkv(thread, progress, block, step, layer, norms, block_waits, arena, column_count, embedding, next_token, lane,
+            warp, exchange_words, full, use_stage, use_parity, ring, empty, turn, finisher, page_table, kv,
+            arrivals_due, counter);
         attention(thread, progress, block, step, layer, arena, kv_plans, plan_index, tiles, layer_epoch, exchange_words,
             lane, warp, use_stage, full, use_parity, ring, empty, arrivals_due, counter);
-        o(thread, progress, block, step, layer, arena, column_count, exchange_words, full, use_stage, use_parity, ring,
-            warp, lane, empty, turn, finisher, arrivals_due, counter);
-        gate_up(thread, progress, block, step, layer, norms, arena, column_count, exchange_words, lane, warp, full,
-            use_stage, use_parity, ring, empty, turn, finisher, arrivals_due, counter);
-        down(thread, progress, block, step, layer, arena, column_count, exchange_words, full, use_stage, use_parity,
-            ring, warp, lane, empty, turn, finisher, arrivals_due, counter);
+        o(thread, progress, block, step, layer, block_waits, arena, column_count, exchange_words, full, use_stage,
+            use_parity, ring, warp, lane, empty, turn, finisher, arrivals_due, counter);
+        gate_up(thread, progress, block, step, layer, norms, block_waits, arena, column_count, exchange_words, lane,
+            warp, full, use_stage, use_parity, ring, empty, turn, finisher, arrivals_due, counter);
+        down(thread, progress, block, step, layer, block_waits, arena, column_count, exchange_words, full, use_stage,
+            use_parity, ring, warp, lane, empty, turn, finisher, arrivals_due, counter);
       }
       float best = -bits_float(0x7f800000);
       uint32_t best_token = 4294967295u;
-      lm_head(thread, progress, block, step, head_from, logits, arena, norms, column_count, exchange_words, lane, warp,
-          full, use_stage, use_parity, ring, empty, turn, finisher, options, sequences, masks, logit_bias, token_counts,
-          weighed, best, best_token);
+      lm_head(thread, progress, block, step, head_from, logits, block_waits, arena, norms, column_count, exchange_words,
+          lane, warp, full, use_stage, use_parity, ring, empty, turn, finisher, options, sequences, masks, logit_bias,
+          token_counts, weighed, best, best_token);
       sampling(thread, progress, block, step, arena, best, best_token, lane, warp, exchange_words, arrivals_due,
           counter, step_epoch, options, column_count, sequences, weighed, token_counts);
       take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, stop_ids, next_token, thread, status,

@@ -38,7 +38,7 @@ HEAD_DIMS = (64, 128)
 MAX_QUERIES = 8
 WORKSPACE_ALIGNMENT = 256
 """Of every section of the workspace, and of its start."""
-STREAMING = {"stage_bytes": 32768, "in_flight": 2}
+STREAMING = {"stage_bytes": 32768, "in_flight": 2, "in_flight_waiting": 0}
 """The ring on a GPU. More in flight only lets the blocks' speeds differ more; smaller stages cost 1 % with pages of 16
 (benchmarks/LOG.md)."""
 SCRATCH_BYTES = 34 * 1024

@@ -21,6 +21,7 @@ PLAN_OPTIONS: Mapping[str, tuple[type, str]] = {
     "stage_bytes": (int, "Bytes of a stage of the ring, the unit of every copy of weights."),
     "stages": (int, "Stages of the ring."),
     "in_flight": (int, "Most stages that are being filled at a time."),
+    "in_flight_waiting": (int, "The same while a block waits for a vector; 0: as many."),
     "consumer_warps": (int, "Warps of a block that compute; others copy."),
     "max_steps": (int, "Most decode steps of one launch."),
     "batch": (int, "Most sequences that share a step, 1 to 8."),

@@ -124,10 +124,11 @@ class SharedMap:
         return f"{parts} = {total}; a block has {budget}: use fewer or smaller stages, or fewer tokens"
 
 
-def ring_regions(stages: int, stage_bytes: int) -> tuple[Region, Region]:
-    """The ring of `stages` buffers and its barriers (`full[stages]`, then `empty[stages]`, 8 bytes each)."""
+def ring_regions(stages: int, stage_bytes: int) -> tuple[Region, Region, Region]:
+    """The ring of `stages` buffers, its barriers (`full[stages]`, then `empty[stages]`, 8 bytes each), and a word that
+    says whether the block waits for a vector."""
     barriers = Region("ring_barriers", stages * BARRIER_BYTES_PER_STAGE, 16)
-    return Region("ring", stages * stage_bytes, RING_ALIGNMENT), barriers
+    return Region("ring", stages * stage_bytes, RING_ALIGNMENT), barriers, Region("block_waits", 4)
 
 
 def stages_that_fit(budget_bytes: int, stage_bytes: int, others: Sequence[Region] = ()) -> int:

@@ -36,6 +36,7 @@ CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "a chunk and a pair": (40, 160, 3, {}),
     "many chunks": (50, 1000, 2, {}),
     "more chunks than stages": (200, 300, 2, {"stages": 2, "in_flight": 1}),
+    "fewer requests while it waits": (200, 300, 2, {"in_flight": 3, "in_flight_waiting": 1}),
     "eight warps": (33, 700, 3, {"consumer_warps": 8}),
     "six warps": (33, 700, 3, {"consumer_warps": 6, "stage_bytes": 12288}),
     "large stages": (33, 1400, 3, {"consumer_warps": 4, "stage_bytes": 16384}),

@@ -397,6 +397,21 @@ def test_counters_and_relaxed_stores() -> None:
     np.testing.assert_array_equal(seen, [384] * 3)
 
 
+def test_a_word_of_shared_memory_that_is_looked_at_without_a_barrier() -> None:
+    body = """
+      uint32_t* word = (uint32_t*)shared_arena();
+      if (threadIdx.x == 0) store_shared_u32(word, 0);
+      block_barrier();
+      if (threadIdx.x == 32) store_shared_u32(word, 7);
+      const uint32_t early = load_shared_u32(word);
+      block_barrier();
+      seen[threadIdx.x] = early == 0 || early == 7 ? load_shared_u32(word) : 0;
+    """
+    seen = np.zeros(64, np.uint32)
+    program(body, "uint32_t* seen").launch(1, 64, 16, [seen], scheduler="random")
+    np.testing.assert_array_equal(seen, [7] * 64)
+
+
 def test_scalars_and_null_arrive_as_given() -> None:
     body = "if (threadIdx.x == 0) { out[0] = a == -3 && b == (7ull << 40) && c == 0.1f && d == 0; }"
     out = np.zeros(1, np.int32)

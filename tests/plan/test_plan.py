@@ -95,6 +95,7 @@ def test_overrides_win_and_none_means_by_rule():
         ({"stages": 1}, "stages is 1: a ring needs at least 2"),
         ({"stages": 4, "in_flight": 4}, "in_flight 4 of 4 stages: give at most 3"),
         ({"in_flight": 0}, "in_flight is 0"),
+        ({"in_flight": 3, "in_flight_waiting": 4}, "in_flight_waiting is 4 with in_flight 3: give at most as many"),
         ({"sync": "hope"}, "sync is 'hope': choose one of flags, barrier"),
         ({"batch": 9}, "batch is 9: at most 8"),
         ({"tokens": 3}, "tokens is 3: a step takes 1, 2, 4, 8, 16, 32, 64 together"),

@@ -111,13 +111,14 @@ TRIED = (
     bug("the norm's epsilon left out", FLOAT32, (r" \+ 1e-05f\)", ")")),
     quick("the highest id on ties", SAMPLED, (r"&& other_token < ", "&& other_token > ")),
     bug("the upper half of the seed ignored", SAMPLED, (r"(uint32_t k1) = [^;]*;", r"\1 = 0;")),
-    bug("the landed cursor a stage late", CHUNKS, (r"(uint32_t landed_stage = \d+);", r"\1 - 1;")),
+    bug("a chunk more requested than has landed", CHUNKS, (r"(i = most; i < under_way) \+ 1;", r"\1;")),
     bug("the mean of squares over the padded size", FLOAT32, (r"0\.013888889f", "0.010416667f")),
 )
 """What was tried on the kernels of an earlier commit: 21 bugs, of which the check of that time found 8."""
 
 MORE = (
-    bug("the landed cursor a stage early", "never had more than", (r"(uint32_t landed_stage = \d+);", r"\1 + 1;")),
+    bug("a chunk counted that nobody requested", "never had more than", (r"(uint32_t under_way) = 0;", r"\1 = 1;")),
+    bug("a block that waits for ever", "never had more than", (r"store_shared_u32\(block_waits, 0\);", "")),
     bug("the fence before the store", UNFENCED, (rf"({STORE_KEY})\s*({FENCE})", r"\2 \1")),
     bug("one lane waits for the loads of all", UNREAD, (r"(wait_for_u32\(first)", r"if (lane == 0) \1")),
     bug("a whole stage announced for the last keys", "Deadlock", (r"(expect_tx\(barrier), count \* ", r"\1, 16 * ")),
@@ -129,4 +130,4 @@ MORE = (
     bug("a query that sees a key too many", "", (r"(visible\w* = \w+ > [^?;]*\? \w+) - ", r"\1 + 1 - ")),
     bug("rows of padding among the candidates", "", (r"if \(\w+ < \d+ && (candidate > best\))", r"if (\1")),
 )
-"""Ten more, and one."""
+"""Ten more, and two."""

@@ -140,6 +140,8 @@ class Matvec(Linear):
         self._load(layout, prologue, 0)
         with ch.for_(position, layout.m_tiles, layout.blocks, unroll=1) as m_tile:
             sums = ch.array(ty.f32, self.columns.tiles, 4, zero=True)
+            with ch.if_(m_tile + layout.blocks >= layout.m_tiles):  # the last one: the next wait is near
+                self.ring.begin_waiting()
             with ch.for_(layout.chunks, unroll=2) as chunk:
                 with self.ring.use() as stage:
                     self.timeline.stamp_first("first_chunk")
@@ -160,6 +162,8 @@ class Matvec(Linear):
             self._load(layout, prologue, number)
             for wave in range(layout.waves):
                 with self._has_m_tile(layout, position, wave):
+                    if number == layout.slices - 1 and wave == layout.waves - 1 > 0:
+                        self.ring.begin_waiting()
                     with ch.for_(first, end, unroll=2) as chunk:
                         with self.ring.use() as stage:
                             self.timeline.stamp_first("first_chunk")
@@ -170,7 +174,9 @@ class Matvec(Linear):
                 self._reduce(layout, position + wave * layout.blocks, sums[wave], epilogue)
 
     def _load(self, layout: MatrixLayout, prologue: Prologue, number: int) -> None:
+        self.ring.begin_waiting()
         prologue.load(layout, number)
+        self.ring.end_waiting()
         if number == 0:
             self.timeline.stamp_here("ready")
 

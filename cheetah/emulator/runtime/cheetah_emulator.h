@@ -321,6 +321,18 @@ CHEETAH_PRIMITIVE void store_relaxed_u32(uint32_t* p, uint32_t value, CHEETAH_PL
   __atomic_store_n(p, value, __ATOMIC_RELAXED);
 }
 
+// -- a word of shared memory that orders nothing
+
+CHEETAH_PRIMITIVE void store_shared_u32(uint32_t* p, uint32_t value, CHEETAH_PLACE) {
+  (void)place;
+  __atomic_store_n(p, value, __ATOMIC_RELAXED);
+}
+
+CHEETAH_PRIMITIVE uint32_t load_shared_u32(const uint32_t* p, CHEETAH_PLACE) {
+  (void)place;
+  return __atomic_load_n(p, __ATOMIC_RELAXED);
+}
+
 // -- the same for the whole system: there is one memory here, so a wider scope orders no more
 
 #define publish_flagged_sys publish_flagged

@@ -23,6 +23,7 @@ from cheetah.lang.primitives.copies import (
     bulk_copy,
     bulk_copy_unchecked,
     fence_proxy_async,
+    load_shared_u32,
     mbarrier_arrive,
     mbarrier_arrive_expect_tx,
     mbarrier_arrive_many,
@@ -31,6 +32,7 @@ from cheetah.lang.primitives.copies import (
     mbarrier_wait,
     prefetch_l2,
     shared_address,
+    store_shared_u32,
 )
 from cheetah.lang.primitives.exchange import (
     add_release_u64,
@@ -118,6 +120,7 @@ __all__ = [
     "global_timer",
     "load_constant_u32",
     "load_constant_u32x4",
+    "load_shared_u32",
     "log_f32",
     "make_u32x4",
     "matrix_descriptor",
@@ -146,6 +149,7 @@ __all__ = [
     "shuffle_xor_f32",
     "shuffle_xor_u32",
     "store_relaxed_u32",
+    "store_shared_u32",
     "take_registers",
     "tanh_f32",
     "wait_at_least_u64",

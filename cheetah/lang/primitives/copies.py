@@ -1,4 +1,4 @@
-"""Asynchronous copies from global to shared memory, and the barriers that count their bytes."""
+"""Asynchronous copies from global to shared memory, the barriers that count their bytes, words that pace them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,27 @@ shared_address = declare(
     "an address within shared memory, for `ch.asm`",
     pure=True,
     pointer=ANY,
+)
+store_shared_u32 = declare(
+    "store_shared_u32",
+    ty.void,
+    'asm volatile("st.relaxed.cta.shared::cta.u32 [%0], %1;" :: "r"(shared_address(place)), "r"(value) : "memory");',
+    "a store to shared memory that other threads of the block may look at any time: it orders nothing",
+    requires=("shared_address",),
+    place=ty.ptr_mut(ty.u32),
+    value=ty.u32,
+)
+load_shared_u32 = declare(
+    "load_shared_u32",
+    ty.u32,
+    """
+    uint32_t result;
+    asm volatile("ld.relaxed.cta.shared::cta.u32 %0, [%1];" : "=r"(result) : "r"(shared_address(place)) : "memory");
+    return result;
+    """,
+    "what was last seen stored there by `store_shared_u32`; it orders nothing",
+    requires=("shared_address",),
+    place=ty.ptr(ty.u32),
 )
 mbarrier_init = declare(
     "mbarrier_init",
