@@ -84,7 +84,7 @@ def serve(
     log_level: Annotated[str, typer.Option(help="critical, error, warning, info or debug.")] = "info",
 ) -> None:
     """Serve a model over HTTP to clients that speak OpenAI's protocol."""
-    _need_extra()
+    need_extra()
     if device == "pycuda":
         raise CheetahError("device pycuda works in the thread that opened it alone: use cuda")
     from cheetah.runtime import LLM
@@ -140,7 +140,8 @@ def _served_to_the_end(llm: LLM, options: Options, *, drain: int, **config: Any)
     return not failed and server.started
 
 
-def _need_extra() -> None:
+def need_extra() -> None:
+    """CheetahError unless what the extra `serve` installs is there."""
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401

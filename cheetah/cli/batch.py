@@ -1,0 +1,95 @@
+"""`cheetah batch`: a file of requests to a file of answers, to be gone on with whenever it was ended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cheetah.cli.run import kernel_generator
+from cheetah.cli.serve import need_extra
+from cheetah.errors import CheetahError
+
+if TYPE_CHECKING:
+    from cheetah.runtime import LLM
+    from cheetah.serve.batch import BatchLine
+
+EPILOG = "Example: cheetah batch requests.jsonl answers.jsonl --model demo --device emulator"
+ANY_NUMBER = 10**9
+
+
+def batch(
+    requests: Annotated[Path, typer.Argument(help="Requests in OpenAI's batch format, a line each.")],
+    answers: Annotated[Path, typer.Argument(help="Where the answers go. What it has already is not asked again.")],
+    model: Annotated[
+        str | None,
+        typer.Option(help="demo, a folder, a hub id; by default what the first request names.", show_default=False),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cuda, cuda:1 or emulator; by default what is there.", show_default=False)
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="The machine to generate for; by default the device's.", show_default=False)
+    ] = None,
+    together: Annotated[
+        int | None,
+        typer.Option("--batch", min=1, max=8, help="How many run together; by default 8.", show_default=False),
+    ] = None,
+    max_context: Annotated[
+        int | None, typer.Option(help="Most tokens in all; by default the model's, at most 8192.", show_default=False)
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of requests without one; by default a new one each.", show_default=False)
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Of a hub id: branch, tag or commit.", show_default=False)
+    ] = None,
+) -> None:
+    """Answer a file of requests. Ended at any point and started again, it loses and repeats nothing."""
+    need_extra()
+    from cheetah.runtime import LLM
+    from cheetah.serve.batch import BatchFile, finished_ids
+
+    file, finished = BatchFile.checked(requests), finished_ids(answers)
+    left = [line.custom_id for line in file.lines() if line.custom_id not in finished]
+    typer.echo(f"{len(left)} requests to answer, {len(finished)} answers are there", err=True)
+    if not left:
+        return
+    name = model or next((str(line.body["model"]) for line in file.lines() if "model" in line.body), None)
+    if name is None:
+        raise CheetahError("no request names a model: give --model")
+    options: dict[str, Any] = {"device": device, "gpu": gpu, "batch": together, "max_context": max_context}
+    with LLM(name, revision=revision, generate_kernel=kernel_generator(name), **options) as llm:
+        names = {str(line.body["model"]) for line in file.lines() if "model" in line.body} if model else set[str]()
+        wanted = (line for line in file.lines() if line.custom_id not in finished)
+        asyncio.run(_answer_all(llm, (name, *names), seed, wanted, answers))
+
+
+def register(app: typer.Typer) -> None:
+    """Make this a command of `app`."""
+    app.command(epilog=EPILOG)(batch)
+
+
+async def _answer_all(
+    llm: LLM, names: tuple[str, ...], seed: int | None, wanted: Iterable[BatchLine], answers: Path
+) -> None:
+    """Writes an answer for each of the `wanted` lines. Each is on the disk before the next is written."""
+    from cheetah.serve.batch import answers as answers_of
+    from cheetah.serve.driver import EngineStopped
+    from cheetah.serve.service import Options, Service
+
+    service = Service(llm, Options(names, most_waiting=ANY_NUMBER, seed=seed))
+    service.driver.start()
+    try:
+        with answers.open("ab", buffering=0) as file:
+            async for line in answers_of(service, wanted, 2 * llm.engine.engine.launcher.batch):
+                file.write(line)
+                os.fsync(file.fileno())
+    except EngineStopped as problem:
+        raise CheetahError(f"the engine failed: {problem}; the answers so far are in {answers}") from None
+    finally:
+        await service.driver.stop()

@@ -1,0 +1,145 @@
+"""`cheetah chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cheetah.cli.run import kernel_generator
+from cheetah.errors import CheetahError
+from cheetah.printable import printable
+
+if TYPE_CHECKING:
+    from cheetah.runtime import LLM, SamplingParams
+    from cheetah.runtime.outputs import Timings
+
+EPILOG = "Example: cheetah chat demo --device emulator"
+HELP = """/reset         forget the conversation
+/system TEXT   begin anew with this system message; without TEXT with none
+/help          this list
+/exit          the end, as Ctrl-D
+Ctrl-C ends an answer; what it has so far stays in the conversation."""
+PROMPT = "> "
+
+
+def chat(
+    model: Annotated[str, typer.Argument(help="demo, a folder, or a hub id.", show_default=False)],
+    system: Annotated[str | None, typer.Option(help="The system message to begin with.", show_default=False)] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cuda, cuda:1, pycuda or emulator; by default what is there.", show_default=False)
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="The machine to generate for; by default the device's.", show_default=False)
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of an answer; by default all there is room for.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy; by default the checkpoint's, else 0.", show_default=False)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of sampling at a temperature above 0.")] = 0,
+    max_context: Annotated[
+        int | None, typer.Option(help="Most tokens in all; by default the model's, at most 8192.", show_default=False)
+    ] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(help="Jinja text, or the name of one of the checkpoint's.", show_default=False)
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Of a hub id: branch, tag or commit.", show_default=False)
+    ] = None,
+) -> None:
+    """Talk with a model. /help lists the commands; speeds go to stderr."""
+    from cheetah.runtime import LLM, SamplingParams
+
+    _edit_lines()
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    options: dict[str, Any] = {"device": device, "gpu": gpu, "max_context": max_context, "batch": 1}
+    options |= {"chat_template": chat_template, "revision": revision}
+    with LLM(model, generate_kernel=kernel_generator(model), **options) as llm:
+        conversation = Conversation(llm, params, system)
+        while (line := _next_line()) is not None:
+            if not conversation.take(line):
+                return
+
+
+def register(app: typer.Typer) -> None:
+    """Make this a command of `app`."""
+    app.command(epilog=EPILOG)(chat)
+
+
+class Conversation:
+    """What was said so far, and what a line of the user does with it."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None):
+        self._llm, self._params = llm, params
+        self.messages: list[dict[str, str]] = []
+        self._begin(system)
+
+    def take(self, line: str) -> bool:
+        """Does what a line says; False if it ends the program."""
+        command, _, rest = line.strip().partition(" ")
+        if command in ("/exit", "/quit"):
+            return False
+        if command == "/reset":
+            self._begin(self._system)
+        elif command == "/system":
+            self._begin(rest.strip() or None)
+        elif command.startswith("/"):
+            typer.echo(HELP if command == "/help" else f"no command {printable(command)}: /help lists them", err=True)
+        elif line.strip():
+            self._answer(line)
+        return True
+
+    def _begin(self, system: str | None) -> None:
+        self._system = system
+        self.messages = [{"role": "system", "content": system}] if system else []
+
+    def _answer(self, line: str) -> None:
+        """Writes the model's answer as it comes. Where there can be none, the line was not said."""
+        self.messages.append({"role": "user", "content": line})
+        said: list[str] = []
+        timings = None
+        try:
+            for piece in self._llm.stream_chat(self.messages, self._params):
+                said.append(piece.text or "")
+                sys.stdout.write(said[-1])
+                sys.stdout.flush()
+                timings = piece.timings
+        except CheetahError as problem:
+            self.messages.pop()
+            typer.echo(f"{problem}\n/reset begins anew", err=True)
+            return
+        except KeyboardInterrupt:
+            said.append("")
+        sys.stdout.write("\n")
+        self.messages.append({"role": "assistant", "content": "".join(said)})
+        typer.echo(_speed(timings) if timings else "stopped", err=True)
+
+
+def _speed(timings: Timings) -> str:
+    prompt = f"{timings.prompt_tokens} tokens read in {timings.prefill_s:.3f} s"
+    cached = f" ({timings.cached_tokens} of them cached)" if timings.cached_tokens else ""
+    made = f"{timings.completion_tokens} made"
+    rate = f" at {timings.decode_tokens_per_s:.1f} tokens/s" if timings.completion_tokens > 1 else ""
+    return f"[{prompt}{cached}, {made}{rate}]"
+
+
+def _next_line() -> str | None:
+    """What the user types; None at the end of input. Ctrl-C begins the line again."""
+    while True:
+        try:
+            return input(PROMPT)
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            typer.echo("\n/exit or Ctrl-D ends the program", err=True)
+
+
+def _edit_lines() -> None:
+    """Lets the terminal's user go back in a line and to earlier ones, where Python can."""
+    try:
+        import readline  # noqa: F401
+    except ImportError:
+        pass
