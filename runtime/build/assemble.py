@@ -65,7 +65,8 @@ class Weights(Protocol):
     """What is needed of a checkpoint: the model's numbers, and its tensors as bf16 bits (uint16) by name.
 
     One that has `rows` as well, a function from a matrix's name to `Rows`, has its matrices read in parts by it; where
-    matrices are quantised it must, and gives a `QuantizedMatrix`.
+    matrices are quantised it must, and gives a `QuantizedMatrix`. `kv_scales` may be those of a cache in 8 bits, f32
+    [layers, 2, kv_heads]; without them, or where they are None, its codes are the numbers themselves.
     """
 
     @property
@@ -411,7 +412,9 @@ def upload_weights(weights: Weights, manifest: Manifest, buffers: Mapping[str, B
 
     rows: Callable[[str], Rows] | None = getattr(weights, "rows", None)
     if "kv_scales" in buffers:
-        buffers["kv_scales"].upload(np.ones(manifest.buffer("kv_scales").shape, np.float32))
+        scales: NDArray[np.float32] | None = getattr(weights, "kv_scales", None)
+        ones = np.ones(manifest.buffer("kv_scales").shape, np.float32)
+        buffers["kv_scales"].upload(ones if scales is None else scales)
     config, family = weights.config, family_of(weights.config)
     for name, table in family.tables(config, Plan.from_dict(manifest.plan)).items():
         buffers[name].upload(table)

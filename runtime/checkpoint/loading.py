@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.models.config import ModelConfig
@@ -30,6 +31,7 @@ from cheetah.models.registry import (
     stated_quantization,
 )
 from cheetah.runtime.checkpoint import hub
+from cheetah.runtime.checkpoint.kv_scales import kv_scales
 from cheetah.runtime.checkpoint.random_weights import random_tensors
 from cheetah.runtime.checkpoint.safetensors_files import LoadingError, StoredTensor, find_tensors
 from cheetah.runtime.checkpoint.tensor_checks import CheckedTensors, checked_tensors
@@ -51,7 +53,8 @@ class Checkpoint:
     tensor: a tensor's name -> its bf16 bits, uint16, read-only; names and shapes are `tensor_shapes(config)`; of a
     quantised matrix the float32 values that it stands for.
     rows: a matrix's name -> the same bits, or codes with their scales, to be read in parts: what is not asked for is
-    neither read nor made.
+    neither read nor made. kv_scales: what codes of keys, then values, of a cache in 8 bits are multiplied by, float32
+    [layers, 2, kv_heads]; None: nothing.
     """
 
     name: str
@@ -64,6 +67,7 @@ class Checkpoint:
     files: Mapping[str, Path]
     notes: tuple[str, ...]
     folder: Path | None
+    kv_scales: NDArray[np.float32] | None = None
 
 
 Readers = tuple[ReadTensor, ReadRows]
@@ -124,7 +128,8 @@ def _open_folder(name: str, folder: Path, tied: bool | None) -> Checkpoint:
     notes += quantization.notes if quantization else ()
     tensors = checked_tensors(config, stored.tensors, str(folder), notes, quantization)
     _note_dtype(folder, tensors.plain, notes)
-    return _checkpoint(name, config, folder, _readers(tensors), notes)
+    scales = kv_scales(config, stored.tensors, str(folder)) if quantization else None
+    return replace(_checkpoint(name, config, folder, _readers(tensors), notes), kv_scales=scales)
 
 
 def _readers(tensors: CheckedTensors) -> Readers:
