@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from cheetah.errors import CheetahError
@@ -31,6 +32,7 @@ def here() -> Location:
     return Location(frame.f_code.co_filename, frame.f_lineno)
 
 
+@cache
 def _is_machinery(file: str) -> bool:
     """Lines of the language itself, of `with` and of dataclasses' constructors are nobody's mistake."""
     return file.startswith(_HERE) or file in ("<string>", contextlib.__file__)

@@ -303,9 +303,10 @@ def _fields_with_names(node: type[Any]) -> tuple[str, ...]:
 
 def _shared(made: Function) -> Function:
     """The function of that text, where the program has it; else `made` under a free name, from now on one of them."""
-    functions, bound = current().functions, current().bound
+    program = current()
     text = function_text(replace(made, name=""))
-    if text not in functions:
-        taken = bound | {function.name for function in functions.values()}
-        functions[text] = replace(made, name=_free(made.name, taken))
-    return functions[text]
+    if text not in program.functions:
+        name = _free(made.name, program.bound | program.function_names)
+        program.functions[text] = replace(made, name=name)
+        program.function_names.add(name)
+    return program.functions[text]

@@ -74,6 +74,7 @@ class Cursor:
         """Every name that was ever bound in the program outside of functions, in any role."""
         self.functions: dict[str, Function] = self.root.functions if parent else {}
         """The program's functions, by their text without the name."""
+        self.function_names: set[str] = self.root.function_names if parent else set()
         self.constants: dict[str, Constant] = self.root.constants if parent else {}
         """The program's named constants, in the order in which they were first made."""
         self.unentered: list[Opening] = []
@@ -86,8 +87,7 @@ class Cursor:
     def is_taken(self, name: str) -> bool:
         """Whether a value bound here cannot have this name."""
         in_roles = len(self.scopes) > self.inherited and any(name in used for used in self.top.guests)
-        is_function = any(function.name == name for function in self.functions.values())
-        is_global = is_function or name in self.constants
+        is_global = name in self.function_names or name in self.constants
         return is_reserved(name) or in_roles or is_global or any(name in scope.names for scope in self.scopes)
 
     def unique(self, wanted: str) -> str:

@@ -68,6 +68,7 @@ class Exporting:
         return self.array.__dlpack__()
 
 
+@pytest.mark.slow
 def test_dlpack(attention: BatchAttention) -> None:
     output, _ = attention.run(QUERIES, POOL)
     bits = Exporting(QUERIES.view(np.uint16)), Exporting(POOL.view(np.uint16))

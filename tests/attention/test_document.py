@@ -19,6 +19,7 @@ PAGE = (ROOT / "docs" / "attention.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"<!-- (runs.*?) -->\n```python\n(.*?)```\n(?:```text\n(.*?)```\n)?", PAGE, re.DOTALL)
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_the_code_runs_as_it_is_shown(tmp_path: Path) -> None:
     """All of it in order, as one program."""

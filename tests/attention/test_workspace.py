@@ -33,6 +33,7 @@ def run(attention: BatchAttention, case: Case, **more: Any) -> np.ndarray:
     )[0]
 
 
+@pytest.mark.slow
 def test_a_workspace_of_the_exact_size() -> None:
     device = open_device("emulator")
     made = attention_of(MAIN)

@@ -60,6 +60,7 @@ def wanted(rounds: int) -> np.ndarray:
     return words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("blocks", "scope"), [(1, "gpu"), (2, "gpu"), (5, "gpu"), (2, "sys")])
 @pytest.mark.parametrize("sync", KINDS)
 def test_every_block_reads_what_all_blocks_made(sync: str, blocks: int, scope: str) -> None:

@@ -152,6 +152,7 @@ def test_few_columns(columns: int) -> None:
     assert launch.error() < TOLERANCE
 
 
+@pytest.mark.slow
 def test_the_rules_of_memory_and_order_are_kept() -> None:
     of = product("residual")
     for mode in ({"watched": True}, {"sanitize": True}):

@@ -80,6 +80,7 @@ def error_of_product(case: tuple[Any, ...], name: str, scales: str = "f16", outl
     return relative_error(found, widen(x).astype(np.float64) @ matrix.dequantized().astype(np.float64).T)
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 @pytest.mark.parametrize("name", QUANTIZED_FORMATS)
 def test_product_against_float64(name: str) -> None:
@@ -88,6 +89,7 @@ def test_product_against_float64(name: str) -> None:
     assert error_of_product(SMALL, name, outlier=1000.0) < MATVEC_WITH_OUTLIERS
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 @pytest.mark.parametrize("name", ["int4", "int4-g128-asym", "int4-g64", "int4-g32-asym"])
 def test_product_by_digits_against_float64(name: str) -> None:
@@ -113,6 +115,7 @@ def test_digits_of_elements_of_every_size() -> None:
         assert np.isnan(launched(kernel, layout, packed, as_bf16(values))).all()
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 @pytest.mark.parametrize("case", OTHERS)
 @pytest.mark.parametrize("name", ["fp8", "int4-g128-asym"])

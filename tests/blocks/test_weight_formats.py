@@ -113,6 +113,7 @@ def test_an_unknown_format_is_refused() -> None:
         replace(model().shape, formats=(("o", "int3"),))
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 @pytest.mark.parametrize("fields", [{}, {"tokens": 2, "down_slices": 2}])
 def test_a_step_with_some_matrices_in_another_format(toy: None, fields: dict[str, Any]) -> None:

@@ -60,6 +60,7 @@ def test_a_record_has_every_field(records: list[dict[str, Any]]) -> None:
         assert (line["repetitions"], line["steps"], len(line["ms_per_step_samples"])) == (2, 3, 2)
 
 
+@pytest.mark.slow
 def test_a_record_adds_up(records: list[dict[str, Any]]) -> None:
     config = preset("demo")
     generated = generate_named(config, "demo", "emulator", {})
@@ -128,6 +129,7 @@ def test_the_emulator_gives_no_speed(records: list[dict[str, Any]]) -> None:
         assert line["ceiling_gb_per_s"] is None and line["share"] is None
 
 
+@pytest.mark.slow
 def test_table(tmp_path: Path) -> None:
     """Of the model's own weights, with the records appended to a file."""
     target = tmp_path / "results.jsonl"
@@ -139,6 +141,7 @@ def test_table(tmp_path: Path) -> None:
     assert len(lines) == 2 and json.loads(lines[1])["weights"] == "bf16"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

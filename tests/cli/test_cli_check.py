@@ -56,6 +56,7 @@ def test_wrong_arithmetic_disagrees_with_float32() -> None:
     assert "from float32, allowed is" in "".join(verdict.findings)
 
 
+@pytest.mark.slow
 def test_a_wait_for_what_never_comes_is_a_deadlock() -> None:
     verdict = checked(changed(generated(), r"layer_epoch - 1\b", "layer_epoch + 1"), seeds=1)
     assert not verdict.ok and verdict.agreement is None
@@ -117,6 +118,7 @@ def test_a_right_kernel_passes_with_every_option_of_the_plan(options: tuple[str,
     assert result.exit_code == 0 and result.stdout.endswith("verdict: nothing found\n"), result.output
 
 
+@pytest.mark.slow
 def test_an_error_of_the_checker_is_not_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object) -> None:
         raise CheetahError("the checker is wrong")

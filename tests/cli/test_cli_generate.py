@@ -62,6 +62,7 @@ def test_options_that_say_what_the_rule_says_change_nothing(tmp_path: Path) -> N
     assert chosen[".cu"].read_bytes() == plain[".cu"].read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "kept"),
     [
@@ -75,6 +76,7 @@ def test_only_options_that_change_something_are_in_the_command(
     assert Manifest.read(generate(tmp_path, "demo", *options)[".json"]).command == "cheetah generate demo" + kept
 
 
+@pytest.mark.slow
 def test_a_folder_is_named_without_its_path(tmp_path: Path) -> None:
     model = tmp_path / "somewhere" / "My-Model"
     model.mkdir(parents=True)

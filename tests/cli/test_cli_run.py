@@ -24,6 +24,7 @@ def completion() -> str:
     return text
 
 
+@pytest.mark.slow
 def test_writes_the_completion_to_stdout_and_timings_to_stderr(completion: str) -> None:
     result = cheetah("run", "demo", PROMPT, "--max-tokens", "12", "--temperature", "0", *EMULATOR)
     assert result.exit_code == 0 and result.stdout == completion + "\n"
@@ -88,6 +89,7 @@ def test_chat_uses_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [[{"role": "user", "content": "Hello"}]]
 
 
+@pytest.mark.slow
 def test_the_kernel_is_the_one_that_generate_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(LLM, "stream", lambda llm, ids, params: seen.append(llm.manifest) or iter(()))

@@ -31,6 +31,7 @@ class Bytes:
         self.data[offset : offset + raw.size] = raw
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["int4-g64-asym", "fp8-block128"])
 def test_every_matrix_is_filled(format: str) -> None:
     config = resolve_config(f"demo@{format}")

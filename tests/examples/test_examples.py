@@ -39,6 +39,7 @@ def test_it_has_no_race(name: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 @pytest.mark.parametrize("name", LADDER)
 def test_its_cuda_compiles(name: str) -> None:

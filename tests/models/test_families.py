@@ -43,6 +43,7 @@ def weights() -> SimpleNamespace:
     return SimpleNamespace(config=CONFIG, tensor=random_tensors(CONFIG))
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_the_kernel_of_a_toy_family_agrees_with_its_reference(weights: SimpleNamespace) -> None:
     ids = token_ids(12, CONFIG.vocab_size)

@@ -17,6 +17,7 @@ def plan_of(case: Case):
     return schedule(case.tiles, case.scheduling)
 
 
+@pytest.mark.slow
 def test_invariants_hold():
     draw = np.random.default_rng(1)
     for _ in range(1000):

@@ -27,7 +27,7 @@ class MaintainersBug:
     name: str
     words: str
     edits: tuple[Edit, ...] = ()
-    change: Callable[[Patch], None] = lambda patch: None
+    change: Callable[[Patch], None] | None = None
     is_quick: bool = False
 
     def planted(self, made: Generated) -> Generated:

@@ -72,7 +72,7 @@ class Setup:
     def rig(self, **options: Any) -> Rig:
         """The clean kernel, unless `options` say otherwise."""
         sizes = {"blocks": self.blocks, "consumer_warps": self.consumer_warps, "stages": self.stages}
-        return Rig(self.weights, kv_chunk_min=16, max_context=128, **sizes, **options)
+        return Rig(self.weights, kv_chunk_min=16, max_context=128, **sizes, **{"generate": clean_kernel, **options})
 
 
 USUAL = Setup(model(), blocks=3)
@@ -125,7 +125,7 @@ class Bug:
     name: str
     found_by: tuple[str, ...]
     edits: tuple[tuple[str, str], ...] = ()
-    change: Callable[[Patch], None] = lambda patch: None
+    change: Callable[[Patch], None] | None = None
     sync: str = "flags"
     setup: Setup = USUAL
 
@@ -134,13 +134,20 @@ class Bug:
         return self.setup.rig(generate=self._generate, sync=self.sync, **options)
 
     def _generate(self, *arguments: Any, **named: Any) -> Generated:
-        clean = generate_kernel(*arguments, **named)
-        with Patch.context() as patch:
-            self.change(patch)
-            generated = generate_kernel(*arguments, **named)
+        clean = generated = clean_kernel(*arguments, **named)
+        if self.change:
+            with Patch.context() as patch:
+                self.change(patch)
+                generated = generate_kernel(*arguments, **named)
         generated = edited(generated, self.edits)
         assert generated.text != clean.text, f"{self.name}: the text is as it was"
         return generated
+
+
+@cache
+def clean_kernel(*arguments: Any, **named: Any) -> Generated:
+    """The kernel as it is, made once for all that is planted in it."""
+    return generate_kernel(*arguments, **named)
 
 
 def edited(generated: Generated, edits: tuple[tuple[str, str], ...]) -> Generated:
@@ -191,13 +198,6 @@ class Gauntlet:
             for scheduler in SCHEDULERS:
                 yield from self._schedule(scheduler, seed)
 
-    def race(self, sanitized: Rig) -> Iterator[Finding]:
-        """A shorter course under the race detector."""
-        try:
-            short_course(sanitized.session("random", 1))
-        except CheetahError as error:  # a wild address ends the process that runs it
-            yield Finding("race", f"{type(error).__name__}: {error}", "random 1")
-
     def _schedule(self, scheduler: str, seed: int) -> Iterator[Finding]:
         schedule = f"{scheduler} {seed}"
         try:
@@ -229,6 +229,15 @@ def course(session: Session, ids: list[int]) -> list[Any]:
         raise CheetahError(f"with stop id {plain[2]} the launch sampled {stopped}, without it {plain}")
     rest = session.generate(stopped[-1:], 3)
     return [np.concatenate(logits), plain, stopped, rest, session.cached(), *exchanged, session.exchanged()]
+
+
+def race_in(sanitized: Rig) -> Finding | None:
+    """What the race detector says of a shorter course."""
+    try:
+        short_course(sanitized.session("random", 1))
+    except CheetahError as error:  # a wild address ends the process that runs it
+        return Finding("race", f"{type(error).__name__}: {error}", "random 1")
+    return None
 
 
 def short_course(session: Session) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.program.planted import BUGS as COMMON_BUGS
-from tests.program.planted import IDLE, MANY, ROOMY, USUAL, Bug, Finding, Gauntlet, Setup
+from tests.program.planted import IDLE, MANY, ROOMY, USUAL, Bug, Finding, Gauntlet, Setup, race_in
 from tests.program.planted_families import BIASED, FAMILY_BUGS, NORMED, WINDOWED
 
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
@@ -75,7 +75,7 @@ def race_cases() -> list[Any]:
 
 @pytest.mark.parametrize("bug", race_cases(), ids=named)
 def test_the_race_detector_finds_a_planted_bug(bug: Bug) -> None:
-    assert list(Gauntlet(bug.rig(), bug.setup).race(bug.rig(sanitize=True))), f"{bug.name}: no race"
+    assert race_in(bug.rig(sanitize=True)), f"{bug.name}: no race"
 
 
 @pytest.mark.parametrize("bug", RACE_ONLY, ids=named)

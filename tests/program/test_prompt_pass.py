@@ -135,6 +135,7 @@ def error(session: PassSession) -> float:
     return relative_error(session.cached(), reference_cache(session.rig.config, session.length))
 
 
+@pytest.mark.slow
 def test_a_pass_leaves_the_references_keys_and_values() -> None:
     bits = set()
     for scheduler in SCHEDULERS:
@@ -159,6 +160,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str) -> None:
     config, plan = FAMILIES[family]
@@ -166,6 +168,7 @@ def test_families(family: str) -> None:
     assert error(read(rig, (30, 41), "random", 2)) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_pages_and_blocks_change_no_bit() -> None:
     sessions = [read(rig_of(SMALL), (7, 40), seed=seed) for seed in range(2)]
     sessions.append(read(rig_of(SMALL, page_size=16), (7, 40)))

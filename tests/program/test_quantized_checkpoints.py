@@ -40,6 +40,7 @@ def check_logits(model: str, ids: list[int]) -> None:
     assert relative_error(found, reference.forward(ids)) < LOGITS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["int4-g64", "fp8"])
 def test_the_demo_model_quantised(tmp_path: Path, format: str) -> None:
     check_logits(str(written("demo", tmp_path / "model", format)), IDS)

@@ -42,6 +42,7 @@ def rig(case: str) -> Rig:
     return Rig(weights, blocks=3, **{"consumer_warps": 2, "max_context": 128, **fields})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_logits_of_every_position(case: str) -> None:
     ready = rig(case)

@@ -71,12 +71,14 @@ def launch(session: Session, asked: list[Sampling], prompts: list[list[int]], st
     return [list(result.token_ids) for result in results]
 
 
+@pytest.mark.slow
 def test_every_token_is_numpy_s() -> None:
     session = rig(1, "flags").session("random", 3)
     for number, (name, fields) in enumerate(ASKED.items()):
         launch(session, [Sampling(seed=number, **fields)], [token_ids(3, 300, number)], 8 if "top" in name else STEPS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sync", ["flags", "barrier"])
 def test_sequences_of_a_batch_ask_for_different_things(sync: str) -> None:
     names = ("all filters, hot", "frequency", "everything", "top_k, top_p")

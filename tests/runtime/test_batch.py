@@ -314,6 +314,7 @@ def test_who_does_not_fit_waits_while_others_run() -> None:
     rig.check_all_pages_are_back()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cached", [False, True])
 def test_completions_of_a_prompt_share_a_tight_pool(cached: bool) -> None:
     """2 pages of prompt shared, 1 or 2 of each one's own: 3 fit at a time."""

@@ -47,6 +47,7 @@ def expected(prompt: tuple[int, ...], count: int, temperature: float = 0.0, seed
     return reference.generate(prompt, count, temperature=temperature, seed=seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
 @pytest.mark.parametrize("launch_steps", [1, 2, 7, 11, 64])
 def test_tokens_are_the_references_however_steps_are_grouped(launch_steps: int, temperature: float) -> None:

@@ -92,6 +92,7 @@ def test_the_manifest_as_it_is_written_is_taken() -> None:
 PLACES = sorted(places(json.loads(MANIFEST.to_json())), key=str)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", sorted({str(path[0]) for path in PLACES}))
 def test_an_edit_is_refused_or_changes_nothing(first: str) -> None:
     """Anything that escapes but a CheetahError fails here; so does a change that nobody notices."""

@@ -73,6 +73,7 @@ def test_a_completion_that_finds_no_pages_fails_alone() -> None:
     assert made_by(rest) == {second: alone(Request(SHORT, 9, Sampling()))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", range(6))
 def test_an_aborted_completion_leaves_no_trace_wherever_it_is(steps: int) -> None:
     """In line, its prompt half read, or decoding; the first of several that share the reading, or another."""

@@ -31,6 +31,7 @@ def rendered(guarded: GuardedProcess, source: str, **variables: Any) -> Any:
 LOOP = "{% for a in range(99999) %}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "message"),
     [

@@ -42,6 +42,7 @@ def cut(draw: st.DrawFn) -> list[tuple[int, ...]]:
     return [IDS[first:end] for first, end in zip([0, *places], [*places, len(IDS)], strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reason", ["length", "stop"])
 @pytest.mark.parametrize("stop", [(), ("é t",), ("never", "ta"), ("le",), ("é",), ("the",)])
 @given(cuts=cut())

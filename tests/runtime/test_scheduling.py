@@ -55,6 +55,7 @@ def test_first_come_first_served() -> None:
     assert list(made_by(rig.run())) == ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("caches", [False, True])
 @pytest.mark.parametrize("kv_chunk", [None, 64])
 def test_who_came_last_gives_its_pages_to_those_before_and_loses_nothing(kv_chunk: int | None, caches: bool) -> None:
@@ -162,6 +163,7 @@ def small_pool(launcher: Launcher, pages: int) -> PagePool:
     return launcher.cache.pool
 
 
+@pytest.mark.slow
 def test_a_soak_on_the_reference() -> None:
     rig = Rig(pages=8, batch=4, tokens=4, launch_steps=6, kv_chunk=64, caches=True)
     soak = Soak(rig.engine, 300, seed=SOAKED)
@@ -181,6 +183,7 @@ def emulated_demo() -> Iterator[Any]:
         assembly.close()
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_a_soak_in_the_emulator() -> None:
     with emulated_demo() as assembly:

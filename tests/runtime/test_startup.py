@@ -25,6 +25,7 @@ def test_what_is_only_named_loads_no_numpy(statement: str) -> None:
     assert not loaded & {*SLOW, "numpy", "cheetah.lang", "cheetah.plan", "cheetah.runtime.llm"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "statement",
     [
@@ -39,6 +40,7 @@ def test_loading_and_generating_need_little(statement: str) -> None:
     assert not loaded & {*SLOW, "rich", "typer", "cheetah.emulator"}
 
 
+@pytest.mark.slow
 def test_the_text_of_8b_takes_far_less_than_two_seconds() -> None:
     """Processor time of this thread, so that a busy machine does not matter."""
     started = time.thread_time()

@@ -53,6 +53,7 @@ def in_threads(work: Callable[[int], Any], count: int = THREADS) -> list[Any]:
         return list(threads.map(work, range(count)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("device", ["fake", EMULATOR, GPU])
 def test_threads_that_generate_at_the_same_time(folder: Path, device: str, batch: int) -> None:
@@ -69,6 +70,7 @@ def test_threads_that_generate_at_the_same_time(folder: Path, device: str, batch
         assert pool.available_pages == pool.pages and llm.engine.engine.is_idle
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 4])
 def test_threads_that_stream_score_and_give_up(folder: Path, batch: int) -> None:
     reference = Reference(tiny_weights().config, tiny_weights().tensors, round_to_bf16)

@@ -110,6 +110,7 @@ def test_filters_keep_what_the_warpers_of_transformers_keep(given: tuple[float, 
     assert np.flatnonzero(kept(LOGITS / np.float32(temperature), filters)).tolist() == wanted
 
 
+@pytest.mark.slow
 def test_draws_follow_the_filtered_distribution() -> None:
     draws, filters = 20_000, Filters(top_k=6, top_p=0.93)
     scaled = LOGITS / np.float32(1.3)
