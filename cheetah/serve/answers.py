@@ -31,7 +31,7 @@ def new_id(kind: str) -> str:
 class Usage:
     """Tokens of all the completions of a request; each prompt counts once."""
 
-    prompt_tokens: int
+    prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
 

@@ -1,7 +1,8 @@
 """The bodies of requests: OpenAI's fields and vLLM's beside them, checked when they are read.
 
-A field that is null counts as absent, one that nobody knows is refused by name, and one that asks for what cannot be
-done is refused where it is used. What changes nothing (`user`, `metadata`, ...) is read and forgotten.
+A field that is null counts as absent; one that nobody knows is refused by name, unless it is false or empty, and one
+that asks for what cannot be done is refused where it is used. What changes nothing (`user`, `metadata`, ...) is read
+and forgotten.
 """
 
 from __future__ import annotations
@@ -26,8 +27,15 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _null_is_absent(cls, value: Any) -> Any:
-        return {name: entry for name, entry in value.items() if entry is not None} if isinstance(value, dict) else value
+    def _without_what_asks_for_nothing(cls, value: Any) -> Any:
+        """Routers send every field that they know: one that is false or empty and not known here asks for nothing."""
+        if not isinstance(value, dict):
+            return value
+        return {name: entry for name, entry in value.items() if not _asks_for_nothing(entry, name in cls.model_fields)}
+
+
+def _asks_for_nothing(value: Any, is_known: bool) -> bool:
+    return value is None or (not is_known and (value is False or value in ("", [], {})))
 
 
 class Forgotten(Body):
@@ -44,6 +52,9 @@ class Forgotten(Body):
     priority: int | None = None
     request_id: str | None = None
     cache_salt: str | None = None
+    include_reasoning: bool | None = None  # these three vllm-router adds
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
 
 
 class Sampled(Forgotten):

@@ -106,7 +106,7 @@ class Service:
         params = self._params(body, body.max_tokens, len(prompts))
         ids = [await self._encode(prompt, body.add_special_tokens) for prompt in prompts]
         echoes = [self._text_of(prompt) if body.echo else "" for prompt in prompts for _ in range(params.n)]
-        answer = CompletionAnswer(self._name, _usage(ids), echoes, body.wants_usage, body.return_token_ids)
+        answer = CompletionAnswer(self._name, Usage(), echoes, body.wants_usage, body.return_token_ids)
         return self._submit(ids, params, answer, body.stream, "prompt")
 
     async def chat(self, body: ChatBody) -> Work:
@@ -120,7 +120,7 @@ class Service:
             variables["reasoning_effort"] = body.reasoning_effort
         params = self._params(body, body.max_completion_tokens or body.max_tokens)
         ids = await self._render(body.messages, body, variables)
-        answer = ChatAnswer(self._name, _usage([ids]), new_parser, not body.parallel_tool_calls, body.wants_usage)
+        answer = ChatAnswer(self._name, Usage(), new_parser, not body.parallel_tool_calls, body.wants_usage)
         return self._submit([ids], params, answer, body.stream, "messages")
 
     async def response(self, body: ResponseBody) -> Work:
@@ -128,7 +128,7 @@ class Service:
         _refuse_what_text_has_not(body)
         ids = await self._render(messages_of(body), TemplateOptions(), {}, "input")
         sampled = Sampled(temperature=body.temperature, top_p=body.top_p)
-        answer = ResponseAnswer(self._name, _usage([ids]), body)
+        answer = ResponseAnswer(self._name, Usage(), body)
         return self._submit([ids], self._params(sampled, body.max_output_tokens), answer, body.stream, "input")
 
     async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
@@ -230,9 +230,10 @@ class Service:
         self, prompts: Sequence[Ids], params: SamplingParams, answer: Answer, streams: bool, param: str
     ) -> Work:
         for ids in prompts:
-            self._check_length(len(ids), params.max_tokens, param)
+            self._check_length(min(len(ids), params.truncate_prompt_tokens or len(ids)), params.max_tokens, param)
         metrics = RequestMetrics(self.metrics, len(prompts) * params.n)
         asks = [_or_refused(lambda ids=ids: self._llm.ask(ids, params)) for ids in prompts]  # type: ignore[misc]
+        answer.usage.prompt_tokens = sum(len(ask.request.prompt_ids) for ask in asks)
         try:
             answers = self.driver.submit(asks, metrics.observe)
         except QueueFull:
@@ -261,10 +262,6 @@ def _or_refused(work: Callable[[], Result]) -> Result:
         return work()
     except CheetahError as problem:
         raise of_mistake(problem) from None
-
-
-def _usage(prompts: Sequence[Ids]) -> Usage:
-    return Usage(sum(map(len, prompts)))
 
 
 def _several(prompt: str | list[int] | list[str] | list[list[int]]) -> list[Prompt]:

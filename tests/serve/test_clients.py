@@ -96,6 +96,19 @@ def test_a_stop_string_and_a_seed(client: openai.OpenAI, alone: RequestOutput) -
     assert len({drawn() for _ in range(4)}) > 1, "without a seed each request draws its own"
 
 
+def test_parameters_of_sampling_are_those_of_the_llm(running: Served, client: openai.OpenAI) -> None:
+    ids = list(running.llm.prompts.encode(PROMPT))
+    common = {"max_tokens": TOKENS, "temperature": 1.5, "seed": 3, "top_p": 0.8, "presence_penalty": 0.5}
+    ours = {"top_k": 9, "min_p": 0.05, "repetition_penalty": 1.2, "bad_words": [" the"], "truncate_prompt_tokens": 4}
+    wanted = running.llm.generate(ids, SamplingParams(**common, **ours, logit_bias={40: 3.0}))
+    found = client.completions.create(model="demo", prompt=ids, logit_bias={"40": 3}, extra_body=ours, **common)
+    assert found.choices[0].text == wanted.text
+    assert found.usage is not None and found.usage.prompt_tokens == 4
+    allowed = {"allowed_token_ids": [40, 41, 42]}
+    only = client.completions.create(model="demo", prompt=ids, max_tokens=3, extra_body={**allowed, "ignore_eos": True})
+    assert set(running.llm.get_tokenizer().encode(only.choices[0].text, False)) <= {40, 41, 42}
+
+
 def test_a_chat(client: openai.OpenAI, answer: RequestOutput) -> None:
     found = client.chat.completions.create(model="demo", messages=CHAT, temperature=0, max_completion_tokens=40)
     choice = found.choices[0]

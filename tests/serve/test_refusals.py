@@ -102,6 +102,10 @@ def test_a_field_that_changes_nothing_is_taken(http: httpx.Client) -> None:
     path, body = completion(**bench, response_format={"type": "text"}, logit_bias={}, frequency_penalty=0, seed=-1)
     answer = http.post(path, json=body, headers={"x-request-id": "7"})
     assert answer.status_code == 200, answer.text
+    of_router = {"no_stop_trim": False, "separate_reasoning": True, "stream_reasoning": True, "include_reasoning": True}
+    of_router |= {"logprobs": False, "skip_special_tokens": True, "return_hidden_states": False}
+    path, body = chat(**of_router)
+    assert http.post(path, json=body).status_code == 200
     path, body = chat(store=False, metadata={"a": "b"}, parallel_tool_calls=True, reasoning_effort="low", tools=None)
     assert http.post(path, json=body).status_code == 200
 
@@ -123,6 +127,8 @@ def test_any_body_is_answered_without_a_server_error(http: httpx.Client) -> None
 BODIES: list[tuple[str, dict[str, Any]]] = [
     completion(stop=["a", "b"], seed=1, temperature=0.5, stream=False, echo=True),
     completion(prompt=[1, 2, 3], stream=True, stream_options={"include_usage": True}),
+    completion(top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.1, logit_bias={"5": 2}, bad_words=["x"]),
+    completion(allowed_token_ids=[5, 6], truncate_prompt_tokens=3, presence_penalty=1, frequency_penalty=-1),
     completion(prompt=[[1], [2]], n=2, min_tokens=1, stop_token_ids=[3], ignore_eos=True),
     chat(stream=True, chat_template_kwargs={"x": 1}, tools=[], tool_choice="none"),
     chat(messages=[*CHAT, {"role": "assistant", "content": [{"type": "text", "text": "a"}]}, *CHAT], n=1),
@@ -161,7 +167,7 @@ def change(value: Any, draw: random.Random) -> None:
     elif isinstance(value, list):
         value.insert(draw.randrange(len(value) + 1), copy.deepcopy(draw.choice(JUNK)))
     else:
-        names = [*value, "tools", "logprobs", "top_k", "response_format", "logit_bias", "unknown", "n", "seed"]
+        names = [*value, "tools", "logprobs", "top_k", "response_format", "logit_bias", "unknown", "n", "seed", "top_p"]
         name = draw.choice(names)
         value[name] = copy.deepcopy(draw.choice(JUNK))
         if draw.random() < 0.2:
