@@ -1,8 +1,9 @@
-"""What holds for every test: kernels are compiled into one cache that is not the user's, and tests marked `compiler`
-are skipped where there is no g++."""
+"""What holds for every test: kernels are compiled into one cache that is not the user's, interrupts arrive, and tests
+marked `compiler` are skipped where there is no g++."""
 
 import os
 import shutil
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -18,6 +19,8 @@ def pytest_configure(config: pytest.Config) -> None:
     An entry is named by everything that it depends on, so an old one is never wrong; after a week it is removed.
     It lies in pytest's own cache (`pytest --cache-clear` empties it), or where there is none in a temporary folder.
     """
+    # A shell ignores SIGINT for what it starts in the background, and so would all that is started from here.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if "PYTEST_XDIST_WORKER" in os.environ:
         return  # the first process has set it
     if hasattr(config, "cache"):
