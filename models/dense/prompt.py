@@ -15,9 +15,9 @@ from cheetah.blocks.attention.cache import KvCache
 from cheetah.blocks.prompt.attention import WARPGROUP_TOKENS, PassAttention
 from cheetah.blocks.prompt.barrier import PassBarrier
 from cheetah.blocks.prompt.finish import Scales, StoreGated, StoreResidual
-from cheetah.blocks.prompt.keys import PassHeads, PassTokens, StoreHeads, bring_earlier_keys
+from cheetah.blocks.prompt.keys import PassHeadNorms, PassHeads, PassTokens, StoreHeads, bring_earlier_keys
 from cheetah.blocks.prompt.machine import PassMachine, emit_pass, start_pass
-from cheetah.blocks.prompt.product import ACCUMULATORS, Finish, Given, Sums, TileProduct
+from cheetah.blocks.prompt.product import ACCUMULATORS, Case, Given, Sums, TileProduct
 from cheetah.blocks.prompt.ring import TileRing
 from cheetah.lang import Expr, prim, ty
 from cheetah.models.config import ModelConfig
@@ -29,8 +29,9 @@ from cheetah.plan.prompt import GROUP_TOKENS, PassPlan
 
 KERNEL_NAME = "prompt_pass"
 SECTION_ALIGNMENT = 1024
-PHASES_A_LAYER = 5
-"""qkv, attention, o, gate_up, down; the embedding comes before the first layer, and the last has qkv alone."""
+QKV, ATTENTION, PROJECT, GATE_UP, DOWN = PHASES = range(5)
+"""Of a layer; the embedding comes before the first, and the last has qkv alone."""
+PHASES_A_LAYER = len(PHASES)
 
 
 def _buffer(type_: ty.Type, meaning: str, *shape: int | str, fill: str = "host") -> Any:
@@ -69,12 +70,21 @@ class PassLaunch:
             )
         },
     )
+    head_norms: Expr | None = field(
+        default=None,
+        metadata={
+            "parameter": KernelParameter(
+                ty.ptr(ty.bf16), "weights of the norms of each layer's queries, then keys", ("layers", 2, "head_dim")
+            )
+        },
+    )
 
 
 def pass_parameters(config: ModelConfig) -> dict[str, KernelParameter]:
     """The parameters of a kernel by name, in the order of its signature."""
     parameters = {one.name: one.metadata["parameter"] for one in fields(PassLaunch)}
-    return {name: one for name, one in parameters.items() if name != "biases" or config.qkv_biases}
+    wanted = {"biases": config.qkv_biases, "head_norms": config.head_norms}
+    return {name: one for name, one in parameters.items() if wanted.get(name, True)}
 
 
 def phase_count(layers: int) -> int:
@@ -104,8 +114,11 @@ class PassSizes:
             )
 
     def _check_model(self) -> None:
-        if self.config.head_norms:
-            raise PlanError("a pass has no norms of heads yet: prompts of this family are read by the decode kernel")
+        if self.config.head_norms and self.pass_plan.tile_m_tiles * M_TILE_ROWS % self.shape.head_dim:
+            raise PlanError(
+                f"a pass of {self.pass_plan.warpgroups} warpgroups has {self.pass_plan.tile_m_tiles * M_TILE_ROWS} "
+                f"rows a tile: heads of {self.shape.head_dim} with norms lie in one tile each, give more warpgroups"
+            )
         if self.plan.kv_dtype != "bf16":
             raise PlanError(f"a pass writes bf16 keys and values, not {self.plan.kv_dtype}")
         for layout in self.matrices.of_layer:
@@ -222,48 +235,76 @@ class Pass:
         emit_pass(machine)
 
     def _emit_layer(self, layer: Any) -> None:
-        matrices = self.matrices
-        self._phase("qkv: input norm, q, k and v, rotary embedding", lambda: self._project(layer))
-        for role in self.machine.roles:
-            with role, ch.if_(layer + 1 == self.shape.layers):
-                ch.break_()  # keys and values are all that is wanted of the last layer
-        self._phase("attention", self._attention())
-        after_o = self._onto_residual(layer * 2 + 1)
-        self._phase("o: projection onto the residual", self._linear(matrices.o, layer, "attention", after_o))
-        gated = StoreGated(self.machine, self._section("gated"), self.scales)
-        self._phase("gate_up: norm, gate and up, SwiGLU", self._linear(matrices.gate_up, layer, "hidden", gated))
-        after_down = self._onto_residual(layer * 2 + 2)
-        self._phase("down: projection onto the residual", self._linear(matrices.down, layer, "gated", after_down))
+        self._emit_copies(layer)
+        with self.machine.consumer:
+            self._emit_phases(layer)
 
-    def _phase(self, name: str, emit: Any) -> None:
-        """A phase between two meetings of all blocks. `emit` writes all roles' parts."""
-        machine = self.machine
-        for role in machine.roles:
-            with role:
+    def _emit_copies(self, layer: Any) -> None:
+        """What the copying roles bring in a layer. Activations wait for the phase before, weights for nobody."""
+        machine, attention = self.machine, self._attention()
+        for matrix in self.matrices.of_layer:
+            given = self._given(matrix, layer)
+            with machine.weights:
                 machine.renew()
-        with machine.activations:
-            self.barrier.begin_copies()
-        with machine.consumer:
-            ch.comment(name)
+                self.product.copy_weights(matrix, given)
+            with machine.activations:
+                machine.renew()
+                self.barrier.begin_copies()
+                self.product.copy_activations(matrix, given)
+            if matrix is self.matrices.qkv:
+                for role in (machine.weights, machine.activations):
+                    with role, ch.if_(layer + 1 == self.shape.layers):
+                        ch.break_()  # keys and values are all that is wanted of the last layer
+                with machine.weights:
+                    attention.copy_nothing()
+                with machine.activations:
+                    self.barrier.begin_copies()
+                    attention.copy_keys()
+
+    @ch.inline
+    def _emit_phases(self, layer: Any) -> None:
+        """In the consumer role: a loop, so that all products share their code."""
+        machine = self.machine
+        phases = ch.select(layer + 1 == self.shape.layers, ty.u32(1), ty.u32(PHASES_A_LAYER))
+        with ch.for_(phases, unroll=1, name="phase") as phase:
+            machine.renew()
             self.barrier.begin_phase()
-        emit()
-        with machine.consumer:
+            with ch.if_(phase == ATTENTION):
+                self._attention().attend()
+            with ch.else_():
+                with ch.if_(phase == QKV):
+                    bring_earlier_keys(self.heads, self.tokens, self.cache, layer, self.sizes.key_tile)
+                self.product.multiply(self._cases(layer, phase), phase)
             self.barrier.end_phase()
 
-    def _linear(self, matrix: MatrixLayout, layer: Any, source: str, finish: Finish) -> Any:
-        adds = isinstance(finish, StoreResidual)
-        weights = self.launch.weights + (ty.u64(layer) * self.matrices.layer_stride + matrix.offset)
-        given = Given(weights, self._section(source), self._section("residual", ty.f32) if adds else None)
-        return lambda: self.product(matrix, given, finish)
-
-    def _project(self, layer: Any) -> None:
-        with self.machine.consumer:
-            bring_earlier_keys(self.heads, self.tokens, self.cache, layer, self.sizes.key_tile)
-        finish = StoreHeads(
+    def _cases(self, layer: Any, phase: Any) -> list[Case]:
+        matrices = self.matrices
+        heads = StoreHeads(
             *(self.heads, self.tokens, self.cache, self.scales, self.launch.rope, self.sizes.plan.max_context, layer),
             biases=self.launch.biases,
+            norms=self._head_norms(),
         )
-        self._linear(self.matrices.qkv, layer, "hidden", finish)()
+        gated = StoreGated(self.machine, self._section("gated"), self.scales)
+        # After o comes the layer's second norm, after down the next layer's first.
+        onto_residual = self._onto_residual(layer * 2 + ch.select(phase == PROJECT, ty.u32(1), ty.u32(2)))
+        return [
+            Case(matrices.qkv, heads, phase=QKV),
+            Case(matrices.o, onto_residual, adds=True, phase=PROJECT),
+            Case(matrices.gate_up, gated, phase=GATE_UP),
+            Case(matrices.down, onto_residual, adds=True, phase=DOWN),
+        ]
+
+    def _head_norms(self) -> PassHeadNorms | None:
+        weights = self.launch.head_norms
+        if weights is None:
+            return None
+        return PassHeadNorms(self.machine, self.shape, weights, self.sizes.config.rms_norm_eps)
+
+    def _given(self, matrix: MatrixLayout, layer: Any) -> Given:
+        sources = {"qkv": "hidden", "o": "attention", "gate_up": "hidden", "down": "gated"}
+        weights = self.launch.weights + (ty.u64(layer) * self.matrices.layer_stride + matrix.offset)
+        adds = matrix.name in ("o", "down")
+        return Given(weights, self._section(sources[matrix.name]), self._section("residual", ty.f32) if adds else None)
 
     def _attention(self) -> PassAttention:
         window = self.sizes.config.window(self.sizes.plan.max_context)

@@ -17,6 +17,7 @@ from cheetah.models.dense.prompt import PassSizes, build_pass, pass_parameters, 
 from cheetah.models.dense.reference import Reference
 from cheetah.models.mistral import MistralConfig
 from cheetah.models.qwen2 import Qwen2Config
+from cheetah.models.qwen3 import Qwen3Config
 from cheetah.models.rounding import widen
 from cheetah.plan import Plan, PlanError, gpu_named
 from cheetah.plan.prompt import PassPlan
@@ -82,8 +83,8 @@ class PassSession:
     def read(self, ids: list[int], scheduler: str = "round_robin", seed: int = 0) -> None:
         """One launch over the next tokens."""
         rig, sizes = self.rig, self.rig.sizes
-        arrays = {name: rig.buffers[name].array for name in ("weights", "norms", "embedding", "rope", "biases")
-                  if name in rig.buffers}  # fmt: skip
+        constant = ("weights", "norms", "embedding", "rope", "biases", "head_norms")
+        arrays = {name: rig.buffers[name].array for name in constant if name in rig.buffers}
         given = {
             **arrays,
             "kv": self.kv,
@@ -156,6 +157,7 @@ FAMILIES = {
         {"page_size": 16, "stage_bytes": 8192},
     ),
     "biases": (Qwen2Config(48, 40, 2, 2, 1, 64, 50, max_position_embeddings=256), {}),
+    "norms of heads": (Qwen3Config(48, 40, 2, 2, 1, 64, 50, max_position_embeddings=256), {}),
     "a sliding window": (MistralConfig(48, 40, 2, 2, 1, 64, 50, max_position_embeddings=256, sliding_window=21), {}),
 }
 
@@ -198,7 +200,7 @@ BUGS = {
     "a block does not wait before it goes on": (f"{COUNTER}arrivals_due);", ""),
     "a row sees one key too many": ("key <= position", "key <= position + 1"),
     "the last key tile is left out": ("(last + 15) / 16", "last / 16"),
-    "what was summed is not brought to the new origin": ("output[group * 4] * shrink", "output[group * 4]"),
+    "what was summed is not brought to the new origin": ("output[group * 4] * shrinks[0]", "output[group * 4]"),
     "values are read as keys are": (", 1024, 128);", ", 128, 1024);"),
     "earlier keys are not all brought": ("if (key < start)", "if (key + 3 < start)"),
     "values behind the last are not cleared": ("make_u32x4(0, 0, 0, 0)", "make_u32x4(0x7fc07fc0, 0, 0, 0)"),

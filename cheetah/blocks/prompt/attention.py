@@ -4,8 +4,9 @@ A tile is a query head and the tokens of the warpgroups; the tiles with most key
 together. Its queries stay in registers, keys and values come through the ring, `key_tile` keys a stage, in core order:
 queries x keys with the keys as operand B, and weights x values with the values as a transposed one. The state of a row
 (its largest logit, the sum of the exponentials, the weighted sum of values) is kept online, in base 2, and divided out
-at the end. A row sees the keys up to its own position, and with a window that many of them: all others are left out by
-selection. Values behind the last key are zero (`keys`), since their weights, zero, are multiplied with them.
+at the end. Values of one tile are multiplied while the weights of the next are worked out. A row sees the keys up to
+its own position, and with a window that many of them: all others are left out by selection.
+Values behind the last key are zero (`keys`), since their weights, zero, are multiplied with them.
 """
 
 from __future__ import annotations
@@ -48,15 +49,6 @@ class PassAttention:
         """Of the keys of a stage, and of its values."""
         return self.key_tile // GROUP_TOKENS * self.heads.group_bytes
 
-    def __call__(self) -> None:
-        """All tiles, in all roles."""
-        with self.machine.weights:
-            self._arrive()
-        with self.machine.activations:
-            self._copy()
-        with self.machine.consumer:
-            self._attend()
-
     def _tiles(self) -> Any:
         tiles = self._token_tiles() * self.heads.shape.heads
         return ch.for_(self.machine.block, tiles, self.machine.gpu.blocks, unroll=1, name="tile")
@@ -86,8 +78,8 @@ class PassAttention:
     # -- copies -----------------------------------------------------------------------------------------------------
 
     @ch.function
-    def _arrive(self) -> None:
-        """The weights role brings nothing here; its arrival is needed."""
+    def copy_nothing(self) -> None:
+        """In the weights role, which brings nothing here, but whose arrival is needed."""
         with self._tiles() as tile:
             begin, end = self._key_tiles(tile)
             with ch.for_(begin, end, unroll=1):
@@ -95,7 +87,8 @@ class PassAttention:
                     pass
 
     @ch.function
-    def _copy(self) -> None:
+    def copy_keys(self) -> None:
+        """In the activations role: keys and values, a stage for each tile of them."""
         with self._tiles() as tile:
             begin, end = self._key_tiles(tile)
             kv_head = self._head(tile) // self.heads.shape.group
@@ -108,7 +101,8 @@ class PassAttention:
     # -- a tile -----------------------------------------------------------------------------------------------------
 
     @ch.function
-    def _attend(self) -> None:
+    def attend(self) -> None:
+        """In the consumer role: all tiles of this block."""
         machine, head_dim = self.machine, self.heads.shape.head_dim
         with self._tiles() as tile:
             begin, end = self._key_tiles(tile)
@@ -116,21 +110,57 @@ class PassAttention:
             token = self._first_token(tile) + machine.warp * QUERY_TOKENS
             queries = ch.array(ty.u32x4, head_dim // 16)
             self._load_queries(queries, head, token)
-            rows = _Rows(self.tokens.start + token + machine.lane // 4)
+            rows = _Rows(self.tokens.start + token, machine.lane)
             output = ch.array(ty.f32, head_dim // 2, zero=True)
             logits = ch.array(ty.f32, self.key_tile // 2)
-            weights = ch.array(ty.u32x4, self.key_tile // 16)
-            with ch.for_(begin, end, unroll=1, name="key_tile") as key_tile:
-                stage = ch.const(ty.u32, self.ring.using.stage, name="stage")
-                self.ring.wait()
-                memory = self.ring.memory + stage * self.ring.stage_bytes
-                self._multiply_keys(logits, queries, memory)
-                self._mask(logits, rows, self.tokens.start + token, key_tile * self.key_tile)
-                self._weigh(logits, weights, output, rows)
-                self._multiply_values(output, weights, memory + self.tile_bytes)
-                self.ring.release(stage)
-                self.ring.using.advance()
+            even = ch.array(ty.u32x4, self.key_tile // 16)
+            odd = ch.array(ty.u32x4, self.key_tile // 16)
+            previous = ch.var(ty.u32, self.ring.using.stage)
+            self._multiply_keys(logits, queries)
+            prim.wgmma_wait_all()
+            self._weigh(logits, even, rows, begin * self.key_tile)
+            # Two sets of weights take turns: one is multiplied while the other is made.
+            others = end - begin - 1
+            with ch.for_(0, others // 2 * 2, 2, unroll=1, name="other") as other:
+                key = (begin + other + 1) * self.key_tile
+                self._go_on(logits, queries, output, even, odd, rows, previous, key)
+                self._go_on(logits, queries, output, odd, even, rows, previous, key + self.key_tile)
+            with ch.if_(others % 2 != 0):
+                self._go_on(logits, queries, output, even, odd, rows, previous, (end - 1) * self.key_tile)
+                self._end(output, odd, previous)
+            with ch.else_():
+                self._end(output, even, previous)
             self._store(output, rows, head, token)
+
+    @ch.inline
+    def _go_on(
+        self,
+        logits: Any,
+        queries: Any,
+        output: Any,
+        weights: Any,
+        following: Any,
+        rows: _Rows,
+        previous: Any,
+        first_key: ch.Expr,
+    ) -> None:
+        """Multiply the values of stage `previous` with their weights, and make those of the next stage's keys."""
+        stage = ch.const(ty.u32, self.ring.using.stage, name="stage")
+        self._multiply_keys(logits, queries)
+        self._multiply_values(output, weights, previous)
+        prim.wgmma_wait_but_one()  # the logits are there, the values are still being multiplied
+        self._weigh(logits, following, rows, first_key)
+        prim.wgmma_wait_all()
+        self.ring.release(previous)
+        self._bring_to_origin(output, rows)
+        previous.set(stage)
+
+    @ch.inline
+    def _end(self, output: Any, weights: Any, previous: Any) -> None:
+        """The last values."""
+        self._multiply_values(output, weights, previous)
+        prim.wgmma_wait_all()
+        self.ring.release(previous)
 
     @ch.inline
     def _load_queries(self, queries: Any, head: ch.Expr, token: ch.Expr) -> None:
@@ -139,34 +169,39 @@ class PassAttention:
         for step in range(self.heads.shape.head_dim // 16):
             queries[step] = words[step * 32 + self.machine.lane]
 
+    def _stage(self, stage: ch.Expr) -> Any:
+        return self.ring.memory + stage * self.ring.stage_bytes
+
     @ch.inline
-    def _multiply_keys(self, logits: Any, queries: Any, memory: ch.Expr) -> None:
-        """logits = queries x keys; two units of dims are the 16 of a step."""
+    def _multiply_keys(self, logits: Any, queries: Any) -> None:
+        """A group: logits = queries x keys of the next stage; two units of dims are the 16 of a step."""
+        self.ring.wait()
+        memory = self._stage(self.ring.using.stage)
         keys = prim.matrix_descriptor(memory, CORE_BYTES, self.heads.group_bytes)
         prim.wgmma_fence()
         for step in range(self.heads.shape.head_dim // 16):
             place = keys + step * (2 * CORE_BYTES // 16)
             prim.wgmma_bf16(self.key_tile)(logits, queries[step], place, int(step > 0))
         prim.wgmma_commit()
-        prim.wgmma_wait_all()
+        self.ring.using.advance()
 
     @ch.inline
-    def _multiply_values(self, output: Any, weights: Any, memory: ch.Expr) -> None:
-        """output += weights x values; two groups of keys are the 16 of a step, dims are the columns."""
+    def _multiply_values(self, output: Any, weights: Any, stage: ch.Expr) -> None:
+        """A group: output += weights x values of a stage; two groups of keys are the 16 of a step, dims the columns."""
+        memory = self._stage(stage) + self.tile_bytes
         values = prim.matrix_descriptor(memory, self.heads.group_bytes, CORE_BYTES)
         prim.wgmma_fence()
         for step in range(self.key_tile // 16):
             place = values + step * (2 * self.heads.group_bytes // 16)
             prim.wgmma_bf16(self.heads.shape.head_dim, transposed=True)(output, weights[step], place, 1)
         prim.wgmma_commit()
-        prim.wgmma_wait_all()
 
     @ch.inline
-    def _mask(self, logits: Any, rows: _Rows, first_row: ch.Expr, first_key: ch.Expr) -> None:
+    def _mask(self, logits: Any, rows: _Rows, first_key: ch.Expr) -> None:
         """Keys that a row does not see have no weight. Most tiles lie whole before the first row of the warp."""
-        partial = first_key + (self.key_tile - 1) > first_row
+        partial = first_key + (self.key_tile - 1) > rows.first
         if self.window is not None:
-            partial = partial | (first_key + self.window <= first_row + (QUERY_TOKENS - 1))
+            partial = partial | (first_key + self.window <= rows.first + (QUERY_TOKENS - 1))
         with ch.if_(partial):
             with ch.for_(self.key_tile // 8, unroll=True, name="group") as group:
                 for number in range(4):
@@ -179,10 +214,11 @@ class PassAttention:
                     logits[place] = ch.select(seen, logits[place], ty.f32(-math.inf))
 
     @ch.inline
-    def _weigh(self, logits: Any, weights: Any, output: Any, rows: _Rows) -> None:
-        """The weights of this tile's keys as operand A, and what was summed before on their scale."""
+    def _weigh(self, logits: Any, weights: Any, rows: _Rows, first_key: ch.Expr) -> None:
+        """The weights of a tile of keys, from `first_key` on, as operand A; `rows` say what that makes of the sums."""
+        self._mask(logits, rows, first_key)
         scale = LOG2_E / math.sqrt(self.heads.shape.head_dim)
-        origins = [self._new_origin(logits, output, rows, number, scale) for number in range(2)]
+        origins = [self._new_origin(logits, rows, number, scale) for number in range(2)]
         with ch.for_(self.key_tile // 8, unroll=True, name="group") as group:
             for number in range(4):
                 place = group * 4 + number
@@ -193,8 +229,8 @@ class PassAttention:
             weights[step] = prim.make_u32x4(*words)
 
     @ch.inline
-    def _new_origin(self, logits: Any, output: Any, rows: _Rows, number: int, scale: float) -> Any:
-        """The largest logit of a row so far, scaled; what was summed before is brought to it."""
+    def _new_origin(self, logits: Any, rows: _Rows, number: int, scale: float) -> Any:
+        """The largest logit of a row so far, scaled; the sum of its exponentials is brought to it."""
         largest = ch.var(ty.f32, rows.largest[number])
         with ch.for_(self.key_tile // 8, unroll=True, name="group") as group:
             for low in range(2):
@@ -204,14 +240,17 @@ class PassAttention:
         # A row that has seen no key yet has the largest logit -inf: the exponents below must be numbers.
         seen = largest > ty.f32(-math.inf)
         origin = ch.const(ty.f32, ch.select(seen, largest * scale, ty.f32(0.0)), name="origin")
-        before = prim.exp2_f32(rows.largest[number] * scale - origin)
-        shrink = ch.const(ty.f32, before, name="shrink")
+        rows.shrinks[number] = prim.exp2_f32(rows.largest[number] * scale - origin)
         rows.largest[number] = largest
-        rows.sums[number] = rows.sums[number] * shrink
-        with ch.for_(self.heads.shape.head_dim // 8, unroll=True, name="group") as group:
-            for low in range(2):
-                output[group * 4 + number * 2 + low] *= shrink
+        rows.sums[number] *= rows.shrinks[number]
         return origin
+
+    @ch.inline
+    def _bring_to_origin(self, output: Any, rows: _Rows) -> None:
+        """What was summed of the values before, on the scale of the newest weights."""
+        with ch.for_(self.heads.shape.head_dim // 8, unroll=True, name="group") as group:
+            for number in range(4):
+                output[group * 4 + number] *= rows.shrinks[number // 2]
 
     @ch.inline
     def _store(self, output: Any, rows: _Rows, head: ch.Expr, token: ch.Expr) -> None:
@@ -236,17 +275,20 @@ class PassAttention:
 
 class _Rows:
     """The states of a lane's two rows, `position` and `position` + 8, whose parts lie in four lanes: largest is the
-    same in all of them, sums are not yet added."""
+    same in all of them, sums are not yet added. first: position of the warp's first row. shrinks: what the newest tile
+    of keys makes of what was summed before it."""
 
-    def __init__(self, position: ch.Expr) -> None:
-        self.position = position
-        self._declare()
+    def __init__(self, first: ch.Expr, lane: ch.Expr) -> None:
+        self._declare(first, lane)
 
     @ch.inline
-    def _declare(self) -> None:
-        position = ch.const(ty.u32, self.position)
+    def _declare(self, first: ch.Expr, lane: ch.Expr) -> None:
+        first_row = ch.const(ty.u32, first)
+        position = first_row + lane // 4
         largest = ch.array(ty.f32, 2)
+        shrinks = ch.array(ty.f32, 2)
         sums = ch.array(ty.f32, 2, zero=True)
         for number in range(2):
             largest[number] = ty.f32(-math.inf)
-        self.position, self.largest, self.sums = position, largest, sums
+        self.first, self.position = first_row, position
+        self.largest, self.sums, self.shrinks = largest, sums, shrinks

@@ -6,6 +6,7 @@ and of pairs of neighbouring columns, which are words in token order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,23 +170,11 @@ class StoreResidual(Finish):
             setattr(kept, member, value)
         ch.reinterpret(ty.ptr_mut(ty.f32x4), self.residual)[place + ty.u64(machine.lane)] = kept
         rounded = [_rounded(value) for value in sums.values]
-        self._add_squares(sums, rounded)
+        lay_down_squares(machine, sums, rounded)
         row = sums.m_tile * M_TILE_ROWS + machine.lane // 4
         weights = [prim.bf16_to_f32(self.norm[row]), prim.bf16_to_f32(self.norm[row + HALF])]
         values = tuple(value * weights[number // 2] for number, value in enumerate(rounded))
         store_rows(machine, self.into, Sums(sums.m_tile, sums.group, sums.in_tile, values))
-
-    @ch.inline
-    def _add_squares(self, sums: Sums, rounded: list[Any]) -> None:
-        """This M-tile's sums of squares of the 8 tokens: over its rows, which lie in lanes 4, 8 and 16 apart."""
-        machine, plan = self.machine, self.machine.plan
-        kept = machine.region("squares", ty.f32) + machine.warp * plan.tile_tokens
-        for number in range(2):
-            square = ch.var(ty.f32, rounded[number] * rounded[number] + rounded[number + 2] * rounded[number + 2])
-            for mask in (4, 8, 16):
-                square += prim.shuffle_xor_f32(square, mask)
-            with ch.if_(machine.lane < 4):
-                kept[sums.in_tile * GROUP_TOKENS + machine.lane * 2 + number] = square
 
     @ch.function
     def end(self, row_tile: ch.Expr, token_tile: ch.Expr) -> None:
@@ -201,6 +190,19 @@ class StoreResidual(Finish):
             token = token_tile * plan.tile_tokens + machine.thread
             self.squares[row_tile * plan.tokens + token] = total
         machine.meet()  # everybody has read before the next tile's squares are laid down
+
+
+@ch.inline
+def lay_down_squares(machine: PassMachine, sums: Sums, values: Sequence[Any]) -> None:
+    """An M-tile's sums of squares of 8 tokens, over its rows (which lie in lanes 4, 8 and 16 apart), in the region
+    `squares`: [warp][token of the tile]."""
+    kept = machine.region("squares", ty.f32) + machine.warp * machine.plan.tile_tokens
+    for number in range(2):
+        square = ch.var(ty.f32, values[number] * values[number] + values[number + 2] * values[number + 2])
+        for mask in (4, 8, 16):
+            square += prim.shuffle_xor_f32(square, mask)
+        with ch.if_(machine.lane < 4):
+            kept[sums.in_tile * GROUP_TOKENS + machine.lane * 2 + number] = square
 
 
 @ch.inline

@@ -14,7 +14,7 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.attention.cache import KvCache
-from cheetah.blocks.prompt.finish import HALF, Scales, exchanged_rows
+from cheetah.blocks.prompt.finish import HALF, Scales, exchanged_rows, lay_down_squares
 from cheetah.blocks.prompt.machine import PassMachine
 from cheetah.blocks.prompt.product import Finish, Sums
 from cheetah.lang import prim, ty
@@ -72,9 +72,55 @@ class PassHeads:
 
 
 @dataclass(frozen=True, eq=False)
+class PassHeadNorms:
+    """RMSNorm of every query and key by itself. weights: bf16 [layers, 2, head_dim], of queries, then of keys.
+
+    A head's M-tiles lie in one tile. Each warp lays down its M-tile's sums of squares; a thread for each token adds
+    those of a head and puts 1/rms in the place of the first."""
+
+    machine: PassMachine
+    shape: ModelShape
+    weights: ch.Expr
+    epsilon: float
+
+    @property
+    def _m_tiles(self) -> int:
+        return self.shape.head_dim // M_TILE_ROWS
+
+    @ch.function
+    def work_out(self) -> None:
+        """By all consumer warps, behind the last sum of squares."""
+        machine, plan = self.machine, self.machine.plan
+        kept = machine.region("squares", ty.f32) + machine.thread
+        machine.meet()
+        with ch.if_(machine.thread < plan.tile_tokens):
+            for head in range(plan.tile_m_tiles // self._m_tiles):
+                total = ch.var(ty.f32, 0.0)
+                for m_tile in range(self._m_tiles):
+                    total += kept[(head * self._m_tiles + m_tile) * plan.tile_tokens]
+                scale = prim.rsqrt_f32(total * (1.0 / self.shape.head_dim) + self.epsilon)
+                kept[head * self._m_tiles * plan.tile_tokens] = scale
+        machine.meet()
+
+    @ch.inline
+    def apply(self, sums: Sums, rows: Any, layer: ch.Expr, head: ch.Expr, m_tile_of_head: ch.Expr) -> None:
+        """Rows g and g + 8 of an M-tile of a query or a key, of two tokens: times 1/rms and their weights."""
+        machine, lane = self.machine, self.machine.lane
+        first_warp = machine.warp - machine.warp % self._m_tiles
+        kept = machine.region("squares", ty.f32) + first_warp * machine.plan.tile_tokens
+        scales = ch.reinterpret(ty.ptr(ty.f32x2), kept)
+        scale = ch.const(ty.f32x2, scales[sums.in_tile * (GROUP_TOKENS // 2) + lane % 4], name="scale")
+        kind = ch.select(head < self.shape.heads, ty.u32(0), ty.u32(1))
+        dim = (layer * 2 + kind) * self.shape.head_dim + m_tile_of_head * HALF + lane // 4
+        weights = [prim.bf16_to_f32(self.weights[dim + half]) for half in (0, self.shape.head_dim // 2)]
+        for number in range(4):
+            rows[number] = rows[number] * (scale.x if number % 2 == 0 else scale.y) * weights[number // 2]
+
+
+@dataclass(frozen=True, eq=False)
 class StoreHeads(Finish):
-    """The rows of q, k and v: scaled, with their biases, rotated; queries and keys as attention reads them, keys and
-    values also into the cache. rope: f32 [positions][head_dim / 2][cos, sin]."""
+    """The rows of q, k and v: scaled, with their biases, normalised, rotated; queries and keys as attention reads them,
+    keys and values also into the cache. rope: f32 [positions][head_dim / 2][cos, sin]."""
 
     heads: PassHeads
     tokens: PassTokens
@@ -84,6 +130,18 @@ class StoreHeads(Finish):
     max_context: int
     layer: ch.Expr
     biases: ch.Expr | None = None
+    norms: PassHeadNorms | None = None
+
+    @property
+    def looks(self) -> bool:
+        return self.norms is not None
+
+    def look(self, sums: Sums) -> None:
+        lay_down_squares(self.heads.machine, sums, self._with_biases(sums))
+
+    def has_looked(self) -> None:
+        assert self.norms is not None
+        self.norms.work_out()
 
     def begin(self, token_tile: ch.Expr) -> None:
         self.scales.load(token_tile)
@@ -99,6 +157,8 @@ class StoreHeads(Finish):
             rows[number] = value
         is_paired = head < shape.heads + shape.kv_heads
         with ch.if_(is_paired):
+            if self.norms is not None:
+                self.norms.apply(sums, rows, self.layer, head, m_tile_of_head)
             self._rotate(sums, rows, m_tile_of_head)
         low, high = exchanged_rows(machine, *(rows[number] for number in range(4)))
         # Rows g and g + 8 of a rotated head are a pair, half a head apart; of a value they are neighbours.

@@ -10,7 +10,8 @@ Tiles are dealt to the blocks with the tokens inside: blocks that share a row of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from cheetah import lang as ch
 from cheetah.blocks.prompt.machine import PassMachine
 from cheetah.blocks.prompt.ring import TileRing
 from cheetah.lang import prim, ty
-from cheetah.plan import MatrixLayout
+from cheetah.plan import MatrixLayout, PlanError
 from cheetah.plan.formats import BF16
 from cheetah.plan.prompt import ACCUMULATOR_BYTES, GROUP_BYTES, STAGE_TILES, UNIT_BYTES
 
@@ -45,6 +46,17 @@ class Finish:
     def begin(self, token_tile: ch.Expr) -> None:
         """Called by all consumer warps when a tile begins."""
 
+    def look(self, sums: Sums) -> None:
+        """Called for every M-tile that there is and each group of tokens, before any is finished, if `looks`."""
+
+    def has_looked(self) -> None:
+        """Called by all consumer warps between the last `look` and the first `finish`, if `looks`."""
+
+    @property
+    def looks(self) -> bool:
+        """Whether the sums are looked at twice."""
+        return False
+
     def finish(self, sums: Sums) -> None:
         """Called for every M-tile that there is and each group of tokens."""
         raise NotImplementedError
@@ -56,13 +68,22 @@ class Finish:
 @dataclass(frozen=True, eq=False)
 class Given:
     """Where the operands of a product lie: packed weights of the matrix (u8), its input in token order (u8), and what
-    the sums are added to, in accumulator order (f32), if anything. ready: called by the activations role before it
-    asks for the first activations; weights do not wait."""
+    the sums are added to, in accumulator order (f32), if anything."""
 
     weights: ch.Expr
     input: ch.Expr
     residual: ch.Expr | None = None
-    ready: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A product as the warpgroups see it. phase: in which of the phases that share their code; adds: whether its sums
+    are added to something. Cases with the same `finish` share it."""
+
+    matrix: MatrixLayout
+    finish: Finish
+    adds: bool = False
+    phase: int = 0
 
 
 class TileProduct:
@@ -73,17 +94,15 @@ class TileProduct:
         self.residual_groups = machine.plan.residual_groups(BF16.tile_bytes)
 
     def __call__(self, matrix: MatrixLayout, given: Given, finish: Finish) -> None:
-        """All tiles of a matrix."""
-        self.machine.plan.check(matrix)
+        """All tiles of a matrix, in all roles."""
         with self.machine.weights:
-            self._copy_weights(matrix, given)
+            self.copy_weights(matrix, given)
         with self.machine.activations:
-            given.ready()
-            self._copy_activations(matrix, given)
+            self.copy_activations(matrix, given)
         with self.machine.consumer:
-            self._multiply(matrix, given, finish)
+            self.multiply([Case(matrix, finish, given.residual is not None)])
 
-    def tiles(self, row_tiles: int) -> Any:
+    def tiles(self, row_tiles: ch.Value) -> Any:
         """A loop over this block's tiles of so many rows of tiles."""
         machine = self.machine
         return ch.for_(machine.block, self.token_tiles * row_tiles, machine.gpu.blocks, unroll=1, name="tile")
@@ -91,8 +110,9 @@ class TileProduct:
     # -- copies -----------------------------------------------------------------------------------------------------
 
     @ch.function
-    def _copy_weights(self, matrix: MatrixLayout, given: Given) -> None:
-        """A lane an M-tile: two K-tiles a stage, which lie side by side in its chunk."""
+    def copy_weights(self, matrix: MatrixLayout, given: Given) -> None:
+        """In the weights role: a lane an M-tile, two K-tiles a stage, which lie side by side in its chunk."""
+        self.machine.plan.check(matrix)
         lane, plan = self.machine.lane, self.machine.plan
         tile_bytes = matrix.format.tile_bytes
         with self.tiles(plan.row_tiles(matrix)) as tile:
@@ -117,7 +137,8 @@ class TileProduct:
                         pass
 
     @ch.function
-    def _copy_activations(self, matrix: MatrixLayout, given: Given) -> None:
+    def copy_activations(self, matrix: MatrixLayout, given: Given) -> None:
+        """In the activations role."""
         plan = self.machine.plan
         tile_bytes = plan.activation_tile_bytes
         with self.tiles(plan.row_tiles(matrix)) as tile:
@@ -150,45 +171,62 @@ class TileProduct:
     # -- products ---------------------------------------------------------------------------------------------------
 
     @ch.function
-    def _multiply(self, matrix: MatrixLayout, given: Given, finish: Finish) -> None:
+    def multiply(self, cases: Sequence[Case], phase: ch.Expr | None = None) -> None:
+        """In the consumer role: the product of `phase`. All share one main loop: with one for each, a kernel took four
+        times as long to compile, and ptxas found no registers for its accumulators."""
         plan = self.machine.plan
-        with self.tiles(plan.row_tiles(matrix)) as tile:
+        row_tiles = _of_phase(phase, {case.phase: plan.row_tiles(case.matrix) for case in cases})
+        with self.tiles(row_tiles) as tile:
             row_tile = tile // self.token_tiles
             token_tile = tile % self.token_tiles
             m_tile = row_tile * plan.tile_m_tiles + self.machine.warp
             sums = ch.array(ty.f32, plan.tile_groups * ACCUMULATORS)
-            finish.begin(token_tile)
-            self._sum_tile(matrix, sums)
-            if given.residual is None:
-                self._finish_groups(matrix, finish, m_tile, token_tile, sums, 0, plan.tile_groups)
-            else:
-                for first in range(0, plan.tile_groups, self.residual_groups):
-                    self._add_residual(sums, first)
-                    self._finish_groups(matrix, finish, m_tile, token_tile, sums, first, self.residual_groups)
-            finish.end(row_tile, token_tile)
+            for finish, its in _by_finish(cases):
+                with _in_phases(phase, its, cases):
+                    finish.begin(token_tile)
+            self._sum_tile(phase, cases, sums)
+            for finish, its in _by_finish(cases):
+                with _in_phases(phase, its, cases):
+                    m_tiles = _of_phase(phase, {case.phase: case.matrix.m_tiles for case in its})
+                    self._finish_tile(finish, its[0].adds, m_tile, m_tiles, token_tile, sums)
+                    finish.end(row_tile, token_tile)
 
     @ch.inline
-    def _sum_tile(self, matrix: MatrixLayout, sums: Any) -> None:
-        """All of k, a stage at a time."""
+    def _sum_tile(self, phase: ch.Expr | None, cases: Sequence[Case], sums: Any) -> None:
+        """All of k, a stage at a time.
+
+        The first stage stands apart, because its first product surely does not read the sums. With one that may, they
+        are alive to ptxas from the kernel's beginning on, beside whatever else its phases need."""
         even = ch.array(ty.u32x4, STAGE_TILES * STEPS_PER_TILE)
         odd = ch.array(ty.u32x4, STAGE_TILES * STEPS_PER_TILE)
         previous = ch.var(ty.u32, 0)
-        stages, rest = divmod(matrix.k_tiles, STAGE_TILES)
-        if stages > 1:
-            with ch.for_(stages // 2, unroll=1, name="pair") as pair:
-                self._multiply_stage(sums, even, previous, STAGE_TILES, pair > 0)
-                self._multiply_stage(sums, odd, previous, STAGE_TILES, True)
-        others = [STAGE_TILES] * (stages % 2) + [rest] * (rest > 0)
-        for number, (tiles, fragments) in enumerate(zip(others, (even, odd), strict=False)):
-            self._multiply_stage(sums, fragments, previous, tiles, stages > 1 or number > 0)
+        first = self._first_tiles(cases)
+        left = {case.phase: case.matrix.k_tiles - first for case in cases}
+        rests = {number: tiles % (2 * STAGE_TILES) for number, tiles in left.items()}
+        self._multiply_stage(sums, even, previous, first, is_first=True)
+        pairs = _of_phase(phase, {number: tiles // (2 * STAGE_TILES) for number, tiles in left.items()})
+        with ch.for_(pairs, unroll=1):
+            self._multiply_stage(sums, odd, previous, STAGE_TILES)
+            self._multiply_stage(sums, even, previous, STAGE_TILES)
+        for rest in sorted({rest for rest in rests.values() if rest}):
+            with _if_one_of(phase, [number for number in rests if rests[number] == rest], list(rests)):
+                for done, fragments in zip(range(0, rest, STAGE_TILES), (odd, even), strict=False):
+                    self._multiply_stage(sums, fragments, previous, min(STAGE_TILES, rest - done))
         prim.wgmma_wait_all()
         self.ring.release(previous)
 
-    @ch.inline
-    def _multiply_stage(self, sums: Any, fragments: Any, previous: Any, tiles: int, began: Any) -> None:
-        """Issue the products of a stage's K-tiles, then wait for those of the stage before and give that back.
+    @staticmethod
+    def _first_tiles(cases: Sequence[Case]) -> int:
+        """K-tiles of the first stage of each case."""
+        first = {min(STAGE_TILES, case.matrix.k_tiles) for case in cases}
+        if len(first) > 1:
+            narrow = min(cases, key=lambda case: case.matrix.k_tiles).matrix
+            raise PlanError(f"products that share a main loop have two K-tiles or more each; {narrow.name} has one")
+        return first.pop()
 
-        began: whether the tile has one before."""
+    @ch.inline
+    def _multiply_stage(self, sums: Any, fragments: Any, previous: Any, tiles: int, *, is_first: bool = False) -> None:
+        """Issue the products of a stage's K-tiles, then wait for those of the stage before and give that back."""
         ring, plan, lane = self.ring, self.machine.plan, self.machine.lane
         steps = tiles * STEPS_PER_TILE
         stage = ch.const(ty.u32, ring.using.stage, name="stage")
@@ -204,17 +242,12 @@ class TileProduct:
         for step in range(steps):
             tile, half = divmod(step, STEPS_PER_TILE)
             first_byte = tile * plan.activation_tile_bytes + half * 2 * UNIT_BYTES
-            prim.wgmma_bf16(plan.tile_tokens)(
-                *(sums, fragments[step], descriptor + first_byte // 16),
-                ty.u32(began) if step == 0 else 1,
-            )
+            accumulate = 0 if is_first and step == 0 else 1
+            prim.wgmma_bf16(plan.tile_tokens)(sums, fragments[step], descriptor + first_byte // 16, accumulate)
         prim.wgmma_commit()
-        prim.wgmma_wait_but_one()  # the stage before, and the registers that go with it, are read
-        if began is True:
+        if not is_first:
+            prim.wgmma_wait_but_one()  # the stage before, and the registers that go with it, are read
             ring.release(previous)
-        elif began is not False:
-            with ch.if_(began):
-                ring.release(previous)
         previous.set(stage)
         ring.using.advance()
 
@@ -240,18 +273,57 @@ class TileProduct:
         ring.using.advance()
 
     @ch.inline
-    def _finish_groups(
-        self,
-        matrix: MatrixLayout,
-        finish: Finish,
-        m_tile: ch.Expr,
-        token_tile: ch.Expr,
-        sums: Any,
-        first: int,
-        count: int,
+    def _finish_tile(
+        self, finish: Finish, adds: bool, m_tile: ch.Expr, m_tiles: ch.Value, token_tile: ch.Expr, sums: Any
     ) -> None:
-        plan = self.machine.plan
-        with ch.if_(m_tile < matrix.m_tiles):
-            with ch.for_(first, first + count, unroll=True, name="group") as group:
-                values = tuple(sums[group * ACCUMULATORS + number] for number in range(ACCUMULATORS))
-                finish.finish(Sums(m_tile, token_tile * plan.tile_groups + group, group, values))
+        """All groups of tokens; where the sums are added to something, as many at a time as a stage brings."""
+        groups = self.machine.plan.tile_groups
+        count = self.residual_groups if adds else groups
+        if finish.looks:
+            with ch.if_(m_tile < m_tiles):
+                self._each_group(finish.look, m_tile, token_tile, sums, 0, groups)
+            finish.has_looked()
+        for first in range(0, groups, count):
+            if adds:
+                self._add_residual(sums, first)
+            with ch.if_(m_tile < m_tiles):
+                self._each_group(finish.finish, m_tile, token_tile, sums, first, count)
+
+    @ch.inline
+    def _each_group(
+        self, visit: Callable[[Sums], None], m_tile: ch.Expr, token_tile: ch.Expr, sums: Any, first: int, count: int
+    ) -> None:
+        with ch.for_(first, first + count, unroll=True, name="group") as group:
+            values = tuple(sums[group * ACCUMULATORS + number] for number in range(ACCUMULATORS))
+            visit(Sums(m_tile, token_tile * self.machine.plan.tile_groups + group, group, values))
+
+
+def _of_phase(phase: ch.Expr | None, values: Mapping[int, int]) -> Any:
+    """The value of the present phase; a number where all have the same."""
+    (_, chosen), *others = values.items()
+    if len(set(values.values())) == 1 or phase is None:
+        return chosen
+    picked: Any = ty.u32(chosen)
+    for number, value in others:
+        picked = ch.select(phase == number, ty.u32(value), picked)
+    return picked
+
+
+def _by_finish(cases: Sequence[Case]) -> list[tuple[Finish, list[Case]]]:
+    """The cases that share a way to finish."""
+    finishes = {id(case.finish): case.finish for case in cases}
+    return [(finish, [case for case in cases if case.finish is finish]) for finish in finishes.values()]
+
+
+def _in_phases(phase: ch.Expr | None, its: Sequence[Case], cases: Sequence[Case]) -> AbstractContextManager[Any]:
+    return _if_one_of(phase, [case.phase for case in its], [case.phase for case in cases])
+
+
+def _if_one_of(phase: ch.Expr | None, numbers: Sequence[int], there_are: Sequence[int]) -> AbstractContextManager[Any]:
+    """If the present phase is one of `numbers`; nothing to ask where they are all that there are."""
+    if phase is None or len(numbers) == len(there_are):
+        return nullcontext()
+    is_one = phase == numbers[0]
+    for number in numbers[1:]:
+        is_one = is_one | (phase == number)
+    return ch.if_(is_one)
