@@ -199,13 +199,16 @@ def _matrix_pieces(
     groups = row_groups(config, layout.name)
     if len(groups) != 2 * layout.m_tiles:
         raise PackingError(f"matrix {layout.name!r}: {len(groups)} groups of rows for {layout.m_tiles} M-tiles")
-    tensors = tuple(cast(Rows, rows(name)) for name in matrix_tensors(config, layout.name, layer))
+    names = matrix_tensors(config, layout.name, layer)
+    tensors = tuple(rows(name) for name in names)
     for m_tiles in _ranges(
         layout.m_tiles, layout.blocks * max(1, PIECE_BYTES // (layout.blocks * layout.m_tile_bytes))
     ):
         blocks = _ranges(len(m_tiles), max(1, BLOCK_BYTES // (2 * M_TILE_ROWS * layout.padded_columns)))
         first_wave = m_tiles.start // layout.blocks
-        jobs = (_Block(layout, groups, tensors, m_tiles[block.start : block.stop], first_wave) for block in blocks)
+        jobs = (
+            _Block(layout, groups, names, tensors, m_tiles[block.start : block.stop], first_wave) for block in blocks
+        )
         begin = offset + m_tiles.start * layout.m_tile_bytes
         yield _Piece("weights", begin, len(m_tiles) * layout.m_tile_bytes, tuple(job.pack for job in jobs))
 
@@ -220,14 +223,18 @@ class _Block:
 
     layout: MatrixLayout
     groups: RowGroups
+    names: tuple[str, ...]
     tensors: tuple[Rows | QuantizedMatrix, ...]
     m_tiles: range
     first_wave: int
 
     def pack(self, memory: Bytes) -> None:
-        """To their places in the piece's memory."""
+        """To their places in the piece's memory; PackingError names the tensors whose numbers have no place there."""
         rows = self._quantized_rows() if isinstance(self.layout.format, QuantizedTiles) else self._rows()
-        format_of(self.layout).pack_m_tiles(self.layout, self.m_tiles, rows, memory, self.first_wave)
+        try:
+            format_of(self.layout).pack_m_tiles(self.layout, self.m_tiles, rows, memory, self.first_wave)
+        except PackingError as problem:
+            raise PackingError(f"{' or '.join(self.names)}, rows in the order of M-tiles: {problem}") from problem
 
     def _quantized_rows(self) -> QuantizedRows:
         """The M-tiles' rows, with rows of zeros up to the last; as they are read where they are in order."""

@@ -22,8 +22,12 @@ from quantized_checkpoints import (
 )
 from written_checkpoints import refusal
 
+from cheetah.generate import choose_plan
 from cheetah.models.config_json import ConfigError
+from cheetah.models.formats import PackingError
 from cheetah.models.quantization import read_quantization
+from cheetah.models.registry import family_of
+from cheetah.plan import gpu_named
 from cheetah.runtime.checkpoint.loading import LoadingError, open_checkpoint
 
 # -- what a configuration asks for
@@ -255,6 +259,22 @@ def test_tensors(tmp_path, whole, name):
 def test_without_a_fault_they_are_read(tmp_path, whole, checkpoint):
     tensors, stated = whole[checkpoint]
     load_all(write_quantized(tmp_path, tensors, stated))
+
+
+def test_scales_that_the_kernel_has_no_room_for(tmp_path):
+    """Of float32, with more bits than f16 has: told when the matrix is packed."""
+    make = lambda shape, seed: (compressed(drawn(shape, scales=np.float32, group=32, seed=seed)), None)  # noqa: E731
+    stated = compressed_config(weights={"group_size": 32})
+    checkpoint = open_checkpoint(write_quantized(tmp_path, quantized_tensors(make)[0], stated))
+    plan, gpu = choose_plan(checkpoint.config, gpu_named("emulator-2")), gpu_named("emulator-2")
+    family = family_of(checkpoint.config)
+    matrices = family.matrices(checkpoint.config, plan, gpu)
+    with pytest.raises(PackingError) as raised:
+        family.pack_weights(
+            *(checkpoint.config, matrices, checkpoint.tensor, lambda *written: None), rows=checkpoint.rows, threads=1
+        )
+    assert "q_proj.weight or model.layers.0.self_attn.k_proj.weight" in str(raised.value)
+    assert "is no f16 number times a power of two" in str(raised.value)
 
 
 # -- what does not fit together
