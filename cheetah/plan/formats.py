@@ -17,6 +17,9 @@ VECTOR_COLUMNS = 32
 """Columns that a vector is padded to, and that a K-tile has some of whole."""
 TILE_ALIGNMENT = 16
 """Bytes that a K-tile is a multiple of: what a bulk copy moves."""
+BF16_VECTOR, DIGITS, HALVES = "bf16", "digits", "halves"
+"""What a vector is multiplied as: bf16 numbers; integers of 18 bits, as digits, with a power of two for each K-tile;
+f16 numbers with a power of two for each 32 columns."""
 ROW_FACTOR_BYTES = 128
 """Behind the K-tiles of a quantised M-tile: 16 factors (f32), one a row, and zeros. A copy whose address or size is no
 multiple of 128 bytes takes a quarter longer (H200)."""
@@ -26,15 +29,13 @@ multiple of 128 bytes takes a quarter longer (H200)."""
 class TileFormat:
     """The K-tile of a format: 16 rows x `columns` weights in `tile_bytes`, with all that they need (scales too).
 
-    factor_bytes: bytes behind an M-tile's last K-tile. vector_exponent: the vector is multiplied by two to
-    this power before the weights are.
+    factor_bytes: bytes behind an M-tile's last K-tile.
     """
 
     name: str
     columns: int
     tile_bytes: int
     factor_bytes: int = 0
-    vector_exponent: int = 0
 
     def __post_init__(self) -> None:
         place = f"weight format {self.name!r}"
@@ -45,14 +46,15 @@ class TileFormat:
                 f"give multiples of {VECTOR_COLUMNS} columns and of {TILE_ALIGNMENT} bytes"
             )
 
-    def takes_digits(self, columns: int, tokens: int) -> bool:
-        """Whether a product with a matrix of so many columns, by the vectors of `tokens` tokens, takes integer digits
-        of their elements in place of bf16 numbers."""
-        return False
+    def vector_kind(self, columns: int, tokens: int) -> str:
+        """As what a product with a matrix of so many columns takes the vectors of `tokens` tokens: BF16_VECTOR, DIGITS
+        or HALVES."""
+        return BF16_VECTOR
 
     def vector_units(self, columns: int, tokens: int) -> int:
         """16-byte units of shared memory that the vectors of a K-tile of such a matrix take."""
-        return self.columns // 8 * tokens
+        extra = {BF16_VECTOR: 0, DIGITS: DIGIT_UNITS - self.columns // 8, HALVES: 1}
+        return (self.columns // 8 + extra[self.vector_kind(columns, tokens)]) * tokens
 
     def matrix_bytes(self, rows: int, columns: int) -> int:
         """Bytes of a matrix, padded to whole tiles."""
@@ -90,12 +92,13 @@ class QuantizedTiles(TileFormat):
     scales_at: int = 0
     zero_points_at: int = 0
 
-    def takes_digits(self, columns: int, tokens: int) -> bool:
-        """The digits of a token take three columns of an `mma`, and each warp converts the elements of two tiles."""
-        return self.kind == "int4" and tokens <= DIGIT_TOKENS and columns % (2 * QUANTIZED_COLUMNS) == 0
-
-    def vector_units(self, columns: int, tokens: int) -> int:
-        return DIGIT_UNITS * tokens if self.takes_digits(columns, tokens) else super().vector_units(columns, tokens)
+    def vector_kind(self, columns: int, tokens: int) -> str:
+        """Elements are converted by whole warps, of units of 8, and tiles."""
+        if columns % QUANTIZED_COLUMNS or columns * tokens % (8 * 32):
+            return BF16_VECTOR
+        if self.kind == "int4" and tokens <= DIGIT_TOKENS:
+            return DIGITS
+        return HALVES if self.kind == "fp8" else BF16_VECTOR
 
     @property
     def groups(self) -> int:
@@ -113,16 +116,11 @@ ZERO_POINT_BYTES = M_TILE_ROWS
 """The zero points of a group, u8 in the same order."""
 BLOCK_SCALE_BYTES = 16
 """Of an e4m3 tile in a block format: the scales (f32) of its first 8 rows and of the others, and 8 bytes of zeros."""
-E4M3_VECTOR_EXPONENT = 64
-"""A code's bits at the low end of a bf16 are its value times 2^-120; half of that comes back beforehand, by way of the
-vector (whose elements stay below 2^63), so that no product is too small for a float."""
-
-
 DIGIT_TOKENS = 1
 """Tokens of a step up to which 4-bit weights are multiplied by digits: for several, a nibble costs less as bf16."""
-DIGITS = 3
+DIGIT_COUNT = 3
 """Of an element: bytes -128 .. 127, of base 256. An element has 18 bits; what the digits are of, up to 23."""
-DIGIT_UNITS = 2 * DIGITS * 4 + 1
+DIGIT_UNITS = 2 * DIGIT_COUNT * 4 + 1
 """16-byte units of the digits of a tile's 128 elements: for each half of the tile, digit and lane of four one. Behind
 them the unit of the power of two that the elements were divided by."""
 
@@ -158,7 +156,6 @@ def _e4m3(block_columns: int | None) -> QuantizedTiles:
         QUANTIZED_COLUMNS,
         codes + (0 if block_columns is None else BLOCK_SCALE_BYTES),
         ROW_FACTOR_BYTES,
-        E4M3_VECTOR_EXPONENT,
         kind="fp8",
         group_columns=block_columns,
         scales_at=codes,

@@ -74,9 +74,9 @@ class MatrixLayout:
     def padded_columns(self) -> int:
         return self.k_tiles * self.format.columns
 
-    def takes_digits(self, tokens: int) -> bool:
-        """Whether the vectors of so many tokens come as digits; see `TileFormat.takes_digits`."""
-        return self.format.takes_digits(self.columns, tokens)
+    def vector_kind(self, tokens: int) -> str:
+        """As what the vectors of so many tokens come; see `TileFormat.vector_kind`."""
+        return self.format.vector_kind(self.columns, tokens)
 
     @property
     def tiles_per_chunk(self) -> int:

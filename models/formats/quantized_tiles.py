@@ -8,13 +8,12 @@ the columns 8t .. 8t+7 of rows g and g + 8, which it reads as 32-bit words:
   g + 8].
 * int8: a word is 4 columns of a row, whose bytes are columns 0, 2, 1, 3. A tile is [part][lane][half of the 8
   columns][row g, row g + 8].
-* fp8: the same words of e4m3, with the bits of each code where `e4m3_codes` says.
+* fp8: the same with the bytes of e4m3 in their order.
 
 Behind the codes lie the scales: for each group of columns f16 [g][row g, row g + 8]; of an fp8 block format two floats,
 of rows 0 to 7 and 8 to 15. Then zero points, u8 in the order of scales. Behind the last K-tile of an M-tile lies one
 factor (f32) a row, which takes part in all its weights: the scale itself where the row has one only; a power of two
-where scales are bf16 or f32, which f16 holds exactly up to such a factor or not at all; for fp8 also what the bits of a
-code leave to be multiplied with.
+where scales are bf16 or f32, which f16 holds exactly up to such a factor or not at all.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ from cheetah.models.formats.quantized import QuantizedRows
 from cheetah.models.formats.tile_words import HALF, Words, e4m3_words, int4_words, int8_words
 from cheetah.models.formats.weight_format import Bytes, PackingError, WeightFormat
 from cheetah.models.rounding import F32
-from cheetah.plan.formats import E4M3_VECTOR_EXPONENT, M_TILE_ROWS, QuantizedTiles
+from cheetah.plan.formats import M_TILE_ROWS, QuantizedTiles
 
-E4M3_FACTOR = np.float32(2.0 ** (120 - E4M3_VECTOR_EXPONENT))
 LARGEST_F16_EXPONENT = 15
 
 
@@ -62,8 +60,6 @@ class QuantizedFormat(WeightFormat):
             factors = np.ones(len(rows.scales), np.float32)
         else:
             factors = powers_of_two(rows.scales)
-        if self.tile.kind == "fp8":
-            factors = factors * E4M3_FACTOR
         places = np.zeros((len(factors) // M_TILE_ROWS, self.tile.factor_bytes // 4), np.float32)
         places[:, :M_TILE_ROWS] = factors.reshape(-1, M_TILE_ROWS)
         return places.view(np.uint8)
@@ -74,8 +70,6 @@ class QuantizedFormat(WeightFormat):
         words = np.ascontiguousarray(tiles[..., : self.tile.scales_at]).view(np.uint32)
         codes = _CODES[self.tile.kind](words)
         of_rows = factors.view(np.float32)[:, :M_TILE_ROWS].reshape(-1, 1)
-        if self.tile.kind == "fp8":
-            of_rows = of_rows / E4M3_FACTOR
         groups, columns = count[1] * self.tile.groups, codes.shape[1]
         scales = np.ones((len(codes), groups), np.float32)
         if self.tile.group_columns is None:
@@ -208,16 +202,7 @@ def int8_codes(words: Words) -> Bytes:
 
 
 def e4m3_codes(words: Words) -> Bytes:
-    """Column 0 has its sign at bit 15 and the seven other bits from bit 4 on; column 1 the same 16 bits higher. What is
-    left has columns 2 and 3: of each the upper four bits of the seven from bit 11 (27) on, the lower three from bit 0
-    (16) on; the sign of column 2 is bit 19, that of column 3 bit 3."""
-    quads = (
-        (words >> 15 & 1) << 7 | words >> 4 & 127,
-        words >> 31 << 7 | words >> 20 & 127,
-        (words >> 19 & 1) << 7 | (words >> 11 & 15) << 3 | words & 7,
-        (words >> 3 & 1) << 7 | (words >> 27 & 15) << 3 | words >> 16 & 7,
-    )
-    return _rows_of_quads(np.stack(quads, -1).astype(np.uint8).reshape(*words.shape[:2], 4, HALF, 4, 2, 2, 4))
+    return _rows_of_quads(words.view(np.uint8).reshape(*words.shape[:2], 4, HALF, 4, 2, 2, 4))
 
 
 def _rows_of_quads(quads: Bytes) -> Bytes:

@@ -27,13 +27,6 @@ HALF = M_TILE_ROWS // 2
 TILE_COLUMNS = 128
 
 SWAPPED_MIDDLE: Moves = ((0xFF0000FF, 0), (0x0000FF00, 8), (0x00FF0000, -8))
-E4M3_MOVES: Moves = (
-    *((0x00000080, 8), (0x0000007F, 4)),  # column 0: sign, and the other bits
-    *((0x00008000, 16), (0x00007F00, 12)),  # column 1
-    *((0x00800000, -4), (0x00070000, -16)),  # column 2: sign, lower three of the other bits
-    *((0x80000000, -28), (0x78000000, 0)),  # column 3: sign, upper four
-    (0x07780000, -8),  # the upper four of column 2, the lower three of column 3
-)
 
 
 def int4_words(codes: Bytes) -> Words:
@@ -58,7 +51,7 @@ def int8_words(codes: Bytes) -> Words:
 
 def e4m3_words(codes: Bytes) -> Words:
     """uint32 [M-tiles, K-tiles, 512] of bytes of e4m3 [M-tiles * 16, columns]."""
-    return _in_tiles(moved_bits(codes.view(np.uint32), E4M3_MOVES), _int8_order)
+    return _in_tiles(codes.view(np.uint32), _int8_order)
 
 
 def moved_bits(words: Words, moves: Moves) -> Words:

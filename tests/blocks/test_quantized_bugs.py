@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cheetah.blocks.linear.formats import digits, e4m3, integers
+from cheetah.blocks.linear.formats import digits, integers
+from cheetah.blocks.linear.formats.e4m3 import _Powers
 from cheetah.blocks.linear.formats.quantized import QuantizedFragments
 from cheetah.lang import prim
 from cheetah.models.formats import pack_matrix
@@ -69,7 +70,14 @@ BUGS: dict[str, tuple[str, dict[str, Any], Callable[[Patch], None]]] = {
         *("int8", TWO),
         changed(integers, "nibbles", lambda right, word, number, magic: right(word, number & 2, magic)),
     ),
-    "the signs of two codes lost": ("fp8", TWO, changed(e4m3, "SECOND_HIGH", lambda right: right & 0x7FFF7FFF)),
+    "the power of the neighbouring part": (
+        *("fp8", ONE),
+        changed(_Powers, "of_columns", lambda right, self, group, part: right(self, group, part ^ 1)),
+    ),
+    "the powers of the neighbouring tokens": (
+        *("fp8", {"tokens": 4}),
+        changed(_Powers, "of_columns", lambda right, self, *given: right(self, *given)[::-1]),
+    ),
     "the factors of rows one tile early": (
         *("fp8", TWO),
         changed(QuantizedFragments, "row_factors", lambda right, self, tiles: right(self, tiles - 1)),

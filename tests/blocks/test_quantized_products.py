@@ -13,7 +13,7 @@ from cheetah.models.formats import PackingError, pack_matrix, unpack_matrix
 from cheetah.models.formats.quantized import QuantizedRows, scheme_of_name
 from cheetah.models.rounding import widen
 from cheetah.plan import GPUS, VECTOR_COLUMNS, MatrixLayout, Plan, PlanError
-from cheetah.plan.formats import QUANTIZED_FORMATS, tile_format
+from cheetah.plan.formats import BF16_VECTOR, DIGITS, HALVES, QUANTIZED_FORMATS, tile_format
 from cheetah.plan.index import round_up
 from tests.blocks.small_kernel import SmallKernel, filled
 from tests.blocks.test_matvec import in_fragment_order, product
@@ -23,7 +23,7 @@ from tests.tolerances import MATVEC, MATVEC_WITH_OUTLIERS
 
 # rows, columns, blocks, then fields of the plan: the odd sizes are those that no K-tile and no group divides
 SMALL: tuple[int, int, int, dict[str, Any]] = (50, 1000, 3, {"tokens": 2, "down_slices": 2})
-DIGITS: tuple[int, int, int, dict[str, Any]] = (50, 1280, 3, {"down_slices": 2})
+BY_DIGITS: tuple[int, int, int, dict[str, Any]] = (50, 1280, 3, {"down_slices": 2})
 OTHERS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "one element": (1, 1, 1, {}),
     "part of a group, an M-tile and a row": (17, 33, 2, {}),
@@ -58,13 +58,19 @@ def compiled(case: tuple[Any, ...], name: str) -> tuple[SmallKernel, MatrixLayou
 
 
 def launched(
-    kernel: SmallKernel, layout: MatrixLayout, packed: Any, x: np.ndarray, scheduler: str = "round_robin", seed: int = 0
+    kernel: SmallKernel,
+    layout: MatrixLayout,
+    packed: Any,
+    x: np.ndarray,
+    scheduler: str = "round_robin",
+    seed: int = 0,
+    used: int | None = None,
 ) -> np.ndarray:
-    """The product of bf16 bits x [tokens, columns]."""
+    """The product of bf16 bits x [tokens, columns]; used: of so many tokens, if not of all."""
     padded = np.zeros((len(x), round_up(layout.columns, VECTOR_COLUMNS)), np.uint16)
     padded[:, : layout.columns] = x
     y = allocate((len(x), layout.rows), np.float32)
-    arguments = {"weights": packed, "x": filled(in_fragment_order(padded)), "y": y, "column_count": len(x)}
+    arguments = {"weights": packed, "x": filled(in_fragment_order(padded)), "y": y, "column_count": used or len(x)}
     kernel.launch(arguments, scheduler, seed)
     return y
 
@@ -93,16 +99,16 @@ def test_product_against_float64(name: str) -> None:
 @pytest.mark.compiler
 @pytest.mark.parametrize("name", ["int4", "int4-g128-asym", "int4-g64", "int4-g32-asym"])
 def test_product_by_digits_against_float64(name: str) -> None:
-    _, layout = compiled((*DIGITS[:3], tuple(DIGITS[3].items())), name)
-    assert layout.takes_digits(1) and not layout.takes_digits(8)
-    assert error_of_product(DIGITS, name) < MATVEC
-    assert error_of_product(DIGITS, name, outlier=1000.0) < MATVEC_WITH_OUTLIERS
+    _, layout = compiled((*BY_DIGITS[:3], tuple(BY_DIGITS[3].items())), name)
+    assert (layout.vector_kind(1), layout.vector_kind(8)) == (DIGITS, BF16_VECTOR)
+    assert error_of_product(BY_DIGITS, name) < MATVEC
+    assert error_of_product(BY_DIGITS, name, outlier=1000.0) < MATVEC_WITH_OUTLIERS
 
 
 @pytest.mark.compiler
 def test_digits_of_elements_of_every_size() -> None:
     """Zeros, the smallest and the largest numbers; what is no number leaves none."""
-    kernel, layout = compiled((*DIGITS[:3], tuple(DIGITS[3].items())), "int4-g128-asym")
+    kernel, layout = compiled((*BY_DIGITS[:3], tuple(BY_DIGITS[3].items())), "int4-g128-asym")
     matrix = rows_of("int4-g128-asym", layout.rows, layout.columns)
     packed = filled(pack_matrix(layout, matrix))
     values = np.random.default_rng(1).standard_normal((1, layout.columns))
@@ -123,22 +129,31 @@ def test_sizes_that_do_not_divide(name: str, case: str) -> None:
     assert error_of_product(OTHERS[case], name) < MATVEC
 
 
+HALF_CASES = [("fp8", 1), ("fp8-block128", 1), ("fp8", 4), ("fp8-block128", 8), ("fp8", 16)]
+
+
 @pytest.mark.compiler
-def test_tiny_and_large_activations() -> None:
-    """e4m3 is multiplied 2^64 times too large: neither end of what activations can be is near."""
-    kernel, layout = compiled((*SMALL[:3], tuple(SMALL[3].items())), "fp8")
-    matrix = rows_of("fp8", layout.rows, layout.columns)
+@pytest.mark.parametrize(("name", "tokens"), HALF_CASES)
+def test_product_by_f16_against_float64(name: str, tokens: int) -> None:
+    case: tuple[int, int, int, dict[str, Any]] = (33, 1280, 3, {"tokens": tokens, "down_slices": 2})
+    kernel, layout = compiled((*case[:3], tuple(case[3].items())), name)
+    assert layout.vector_kind(tokens) == HALVES
+    assert error_of_product(case, name) < MATVEC
+    matrix = rows_of(name, layout.rows, layout.columns)
     packed = filled(pack_matrix(layout, matrix))
-    values = np.random.default_rng(1).standard_normal((2, layout.columns))
-    for size in (2.0**-40, 2.0**40):
-        x = as_bf16(values * size)
-        wanted = widen(x).astype(np.float64) @ matrix.dequantized().astype(np.float64).T
-        assert relative_error(launched(kernel, layout, packed, x), wanted) < MATVEC
+    # Each part of 32 columns has a size of its own; f16 alone would hold none of them.
+    sizes = np.exp2(np.arange(layout.columns) // 32 % 7 * 5 + 30.0)
+    x = as_bf16(np.random.default_rng(1).standard_normal((tokens, layout.columns)) * sizes)
+    wanted = widen(x).astype(np.float64) @ matrix.dequantized().astype(np.float64).T
+    assert relative_error(launched(kernel, layout, packed, x), wanted) < MATVEC
+    if tokens > 1:  # columns that are not in use change none that are
+        fewer = launched(kernel, layout, packed, x, used=tokens - 1)
+        np.testing.assert_array_equal(fewer[:-1], launched(kernel, layout, packed, x)[:-1])
 
 
 @pytest.mark.compiler
 @pytest.mark.parametrize(
-    ("name", "case"), [("fp8-block128", SMALL), ("int4-g64-asym", SMALL), ("int8", SMALL), ("int4-g64", DIGITS)]
+    ("name", "case"), [("fp8-block128", SMALL), ("int4-g64-asym", SMALL), ("int8", SMALL), ("int4-g64", BY_DIGITS)]
 )
 def test_no_schedule_changes_a_bit(name: str, case: tuple[int, int, int, dict[str, Any]]) -> None:
     kernel, layout = compiled((*case[:3], tuple(case[3].items())), name)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from cheetah.cli.configs import named_config
 from cheetah.generate import generate_kernel
 from cheetah.manifest import Manifest
 from cheetah.models.registry import PRESETS, preset
@@ -72,7 +73,7 @@ needs_nvrtc = pytest.mark.skipif(not has_nvrtc(), reason="needs NVRTC")
 @needs_nvrtc
 @pytest.mark.parametrize(("model", "options"), kernels())
 def test_registers_are_enough(tmp_path: Path, model: str, options: dict[str, Any]) -> None:
-    require_registers(generate_named(preset(model), model, DEFAULT_GPU, options), tmp_path)
+    require_registers(generate_named(named_config(model).config, model, DEFAULT_GPU, options), tmp_path)
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """Each primitive against its meaning, worked out by numpy or by hand."""
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -80,7 +82,10 @@ def test_warp_sum_has_the_bits_of_five_shuffles(draw: np.random.Generator) -> No
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_mma_multiplies_fragments_laid_out_as_ptx_says(scheduler: str, draw: np.random.Generator) -> None:
+@pytest.mark.parametrize(("name", "dtype"), [("mma_bf16", ml_dtypes.bfloat16), ("mma_f16", np.float16)])
+def test_mma_multiplies_fragments_laid_out_as_ptx_says(
+    scheduler: str, draw: np.random.Generator, name: str, dtype: Any
+) -> None:
     body = """
       const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
       auto pair = [](const uint16_t* m, uint32_t at) { return (uint32_t)m[at + 1] << 16 | m[at]; };
@@ -93,16 +98,17 @@ def test_mma_multiplies_fragments_laid_out_as_ptx_says(scheduler: str, draw: np.
       fragment.w = pair(a, (g + 8) * 16 + 2 * t + 8);
       const uint32_t b0 = (uint32_t)b[(2 * t + 1) * 8 + g] << 16 | b[2 * t * 8 + g];
       const uint32_t b1 = (uint32_t)b[(2 * t + 9) * 8 + g] << 16 | b[(2 * t + 8) * 8 + g];
-      mma_bf16(c, fragment, b0, b1);
-      mma_bf16(c, fragment, b0, b1);
+      MMA(c, fragment, b0, b1);
+      MMA(c, fragment, b0, b1);
       if (threadIdx.x < 32) for (uint32_t i = 0; i < 4; i++) d[(g + 8 * (i / 2)) * 8 + 2 * t + i % 2] = c[i];
     """
     a, b = draw.standard_normal((16, 16)), draw.standard_normal((16, 8))
     d = draw.standard_normal((16, 8)).astype(np.float32)
-    exact = [words.view(ml_dtypes.bfloat16).astype(np.float64) for words in (bf16_words(a), bf16_words(b))]
-    expected = d + 2 * exact[0] @ exact[1]
+    rounded = [values.astype(dtype) for values in (a, b)]
+    expected = d + 2 * rounded[0].astype(np.float64) @ rounded[1].astype(np.float64)
     signature = "const uint16_t* a, const uint16_t* b, float* d"
-    program(body, signature).launch(1, 32, 0, [bf16_words(a), bf16_words(b), d], scheduler=scheduler)
+    words = [values.view(np.uint16) for values in rounded]
+    program(body.replace("MMA", name), signature).launch(1, 32, 0, [*words, d], scheduler=scheduler)
     np.testing.assert_allclose(d, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -190,14 +196,24 @@ def test_a_mask_and_others(draw: np.random.Generator) -> None:
     np.testing.assert_array_equal(out, x & 0x000F000F | 0x43004300)
 
 
-def test_products_of_bf16_pairs(draw: np.random.Generator) -> None:
-    body = "out[threadIdx.x] = multiply_bf16x2(a[threadIdx.x], b[threadIdx.x]);"
-    a, b = (draw.standard_normal(128).astype(ml_dtypes.bfloat16) for _ in range(2))
-    a[:3], b[:3] = [2.0**-130, 2.0**100, 0], [2.0**64, 2.0**64, 2.0**64]
-    out = np.zeros(128, np.uint16)
-    program(body, "const uint32_t* a, const uint32_t* b, uint32_t* out").launch(1, 64, 0, [a, b, out])
+def test_floats_as_f16_pairs(draw: np.random.Generator) -> None:
+    """Nearest even: subnormal, halfway, too large, no number."""
+    body = "out[threadIdx.x] = pack_f16x2(x[2 * threadIdx.x], x[2 * threadIdx.x + 1]);"
+    wild = draw.standard_normal(980).astype(np.float32) * np.exp2(draw.integers(-26, 17, 980)).astype(np.float32)
+    x = np.array([0, -0.0, 65504, 65519, 65520, -1e9, np.inf, 2**-24, 2**-25, 1.5 * 2**-24, 1 + 2**-11, 1 + 3 * 2**-11,
+                  2**-14, 2**-14 - 2**-25, 6.1e-5, np.nan, 3, 5, 1e-3, -7], np.float32)  # fmt: skip
+    x = np.concatenate([x, wild])
+    out = np.zeros(1000, np.uint16)
+    program(body, "const float* x, uint32_t* out").launch(1, 500, 0, [x, out])
     with np.errstate(over="ignore"):
-        np.testing.assert_array_equal(out, bf16_words(a.astype(np.float32) * b.astype(np.float32)))
+        np.testing.assert_array_equal(out.view(np.float16), x.astype(np.float16))
+
+
+def test_e4m3_codes_as_f16() -> None:
+    body = "const uint2 pair = e4m3x4_to_f16(codes[threadIdx.x]); out[threadIdx.x] = pair;"
+    codes, out = np.arange(256, dtype=np.uint8), np.zeros(256, np.uint16)
+    program(body, "const uint32_t* codes, uint2* out").launch(1, 64, 0, [codes, out])
+    np.testing.assert_array_equal(out.view(np.float16), codes.view(ml_dtypes.float8_e4m3fn).astype(np.float16))
 
 
 def test_e4m3_codes_as_bf16() -> None:

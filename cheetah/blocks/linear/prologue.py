@@ -14,15 +14,16 @@ from typing import Any, Protocol
 from cheetah import lang as ch
 from cheetah.blocks.columns import UNIT, UNITS_PER_TILE, Columns
 from cheetah.blocks.linear.formats.digits import store_digits
+from cheetah.blocks.linear.formats.e4m3 import store_halves
 from cheetah.blocks.linear.interface import Prologue
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
 from cheetah.lang.primitives.exchange import UNITS
 from cheetah.plan import VECTOR_COLUMNS, MatrixLayout
+from cheetah.plan.formats import BF16_VECTOR, DIGITS, HALVES
 from cheetah.plan.plan import COLUMNS
 
 LINE_BYTES = 128
-BF16_ONE, BF16_MANTISSA_BITS = 0x3F80, 7
 NORMALISED_UNITS = 6
 """Units that are normalised together where there are several tokens: with 8, registers spill."""
 Read = Callable[[Any, ch.Expr, int], None]
@@ -74,7 +75,7 @@ class RmsNorm(Prologue):
             prefetch(self.columns.machine, self.following, self._padded * 2)
 
     def load(self, matrix: MatrixLayout, number: int) -> None:
-        part = Part(matrix.padded_columns, self.available, 0, *_kind_of_units(self.columns, matrix))
+        part = Part(matrix.padded_columns, self.available, kind=matrix.vector_kind(self.columns.limit))
         source = self.source
         load_normalised(self.columns, part, self.elements, self.epsilon, self.weight, source.read, source.wait)
 
@@ -98,7 +99,7 @@ class Slices(Prologue):
         first_unit = first // UNIT * self.columns.limit
         part = Part(
             *(end - first, min(end, self.available) - first, first_unit),
-            *_kind_of_units(self.columns, matrix),
+            kind=matrix.vector_kind(self.columns.limit),
         )
         load_vector(self.columns, part, self.source.read, self.source.wait)
 
@@ -141,19 +142,32 @@ class Prefetching(Prologue):
 @dataclass(frozen=True, eq=False)
 class Part:
     """A part of a vector: `elements` of every token, a multiple of 32, of which the first `available` exist (the rest
-    is zero); in the exchange it begins at unit `first_unit`. Elements come multiplied by two to the `exponent`, or
-    as digits (`linear/formats/digits.py`)."""
+    is zero); in the exchange it begins at unit `first_unit`. kind: as what it is kept (`cheetah.plan.formats`)."""
 
     elements: int
     available: int
     first_unit: ch.Value = 0
-    exponent: int = 0
-    digits: bool = False
+    kind: str = BF16_VECTOR
 
 
-def _kind_of_units(columns: Columns, matrix: MatrixLayout) -> tuple[int, bool]:
-    """Exponent and digits of a part that is multiplied with a matrix."""
-    return matrix.format.vector_exponent, matrix.takes_digits(columns.limit)
+@contextmanager
+def _read_units(columns: Columns, part: Part, batch: _Batch, read: Read) -> Iterator[Any]:
+    """The batch's units, of threads whose column is in use. Where whole warps convert them together, also of others,
+    which have zeros."""
+    if part.kind == BF16_VECTOR:
+        with columns.if_active(columns.of_thread()):
+            data = ch.array(ty.u32x4, UNITS, name="units")
+            read(data, batch.first + part.first_unit, batch.count)
+            yield data
+        return
+    data = ch.array(ty.u32x4, UNITS, name="units")
+    with columns.if_active(columns.of_thread()):
+        read(data, batch.first + part.first_unit, batch.count)
+    if columns.limit > 1:
+        with ch.else_():
+            for number in range(batch.count):
+                data[number] = prim.make_u32x4(0, 0, 0, 0)
+    yield data
 
 
 @ch.function
@@ -163,11 +177,9 @@ def load_vector(columns: Columns, part: Part, read: Read, wait: Wait | None = No
     vector = machine.region("vector", ty.u32x4)
     for batch in _batches(columns, part):
         batch.wait(wait)
-        with columns.if_active(columns.of_thread()):
-            data = ch.array(ty.u32x4, UNITS, name="units")
-            read(data, batch.first + part.first_unit, batch.count)
+        with _read_units(columns, part, batch, read) as data:
             with _each(machine, batch) as (number, unit):
-                store_unit(vector, unit, data[number], part.exponent, part.digits)
+                store_unit(columns, vector, unit, data[number], part.kind)
     machine.meet()
 
 
@@ -197,11 +209,9 @@ def load_normalised(
         with _each(machine, batch) as (number, unit):
             weights[number] = prim.load_constant_u32x4(weights_at(unit))
         batch.wait(wait)
-        with columns.if_active(columns.of_thread()):
-            data = ch.array(ty.u32x4, UNITS, name="units")
-            read(data, batch.first + part.first_unit, batch.count)
+        with _read_units(columns, part, batch, read) as data:
             with _each(machine, batch) as (number, unit):
-                _normalise_unit(vector, unit, data[number], weights[number], squares, part.exponent, part.digits)
+                _normalise_unit(columns, vector, unit, data[number], weights[number], squares, part.kind)
     _write_scales(columns, squares, true_elements, epsilon)
 
 
@@ -214,21 +224,14 @@ def prefetch(machine: Machine, source: ch.Expr, size_bytes: int) -> None:
             prim.prefetch_l2(lines + offset)
 
 
-def store_unit(vector: ch.Expr, unit: ch.Expr, words: Any, exponent: int, digits: bool) -> None:
+def store_unit(columns: Columns, vector: ch.Expr, unit: ch.Expr, words: Any, kind: str) -> None:
     """A unit to its place in shared memory, as the weights' format wants it."""
-    if digits:
+    if kind == DIGITS:
         store_digits(vector, unit, words)
+    elif kind == HALVES:
+        store_halves(vector, unit, words, columns.limit)
     else:
-        vector[unit] = times_power_of_two(words, exponent)
-
-
-def times_power_of_two(unit: Any, exponent: int) -> Any:
-    """The bf16 numbers of a unit times two to the `exponent`: exact, below 2^(127 - exponent)."""
-    if exponent == 0:
-        return unit
-    factor = BF16_ONE + (exponent << BF16_MANTISSA_BITS)
-    pair = factor << 16 | factor
-    return prim.make_u32x4(*(prim.multiply_bf16x2(getattr(unit, member), pair) for member in "xyzw"))
+        vector[unit] = words
 
 
 @ch.inline
@@ -317,13 +320,13 @@ def _each(machine: Machine, batch: _Batch) -> Iterator[tuple[ch.Expr, ch.Expr]]:
 
 @ch.function
 def _normalise_unit(
+    columns: Columns,
     vector: ch.Expr,
     unit: ch.Expr,
     words: ch.Expr,
     weight: ch.Expr,
     squares: Any,
-    exponent: int = 0,
-    digits: bool = False,
+    kind: str,
 ) -> None:
     """A unit times the norm's weights into the vector, and its squares to the thread's sum."""
     packed = []
@@ -333,7 +336,7 @@ def _normalise_unit(
         squares += low * low + high * high
         weights = getattr(weight, member)
         packed.append(prim.pack_bf16x2(low * prim.bf16x2_low(weights), high * prim.bf16x2_high(weights)))
-    store_unit(vector, unit, prim.make_u32x4(*packed), exponent, digits)
+    store_unit(columns, vector, unit, prim.make_u32x4(*packed), kind)
 
 
 @ch.function

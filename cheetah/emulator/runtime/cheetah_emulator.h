@@ -57,6 +57,7 @@ uint32_t shuffle_xor(uint32_t value, uint32_t mask, Place place, const char* pri
 uint32_t shuffle(uint32_t value, uint32_t lane, Place place, const char* primitive);
 float warp_sum(float value, Place place);
 void mma(float* c, const uint32_t* a, uint32_t b0, uint32_t b1, Place place);
+void mma_halves(float* c, const uint32_t* a, uint32_t b0, uint32_t b1, Place place);
 void mma_bytes(int32_t* c, const uint32_t* a, uint32_t b0, uint32_t b1, Place place);
 uint32_t matrix_transpose(uint32_t value, Place place);
 uint64_t matrix_descriptor(const void* start, uint32_t leading, uint32_t stride, Place place);
@@ -138,6 +139,14 @@ CHEETAH_PRIMITIVE void mma_bf16(float (&c)[4], uint4 a, uint32_t b0, uint32_t b1
   const uint32_t words[4] = {a.x, a.y, a.z, a.w};
   float sums[4] = {c[0], c[1], c[2], c[3]};
   cheetah_emulator::mma(sums, words, b0, b1, place);
+  for (int i = 0; i < 4; i++) c[i] = sums[i];
+}
+
+// The same with f16 numbers.
+CHEETAH_PRIMITIVE void mma_f16(float (&c)[4], uint4 a, uint32_t b0, uint32_t b1, CHEETAH_PLACE) {
+  const uint32_t words[4] = {a.x, a.y, a.z, a.w};
+  float sums[4] = {c[0], c[1], c[2], c[3]};
+  cheetah_emulator::mma_halves(sums, words, b0, b1, place);
   for (int i = 0; i < 4; i++) c[i] = sums[i];
 }
 
@@ -398,10 +407,6 @@ CHEETAH_PRIMITIVE float bf16x2_low(uint32_t value) { return bits_float(value << 
 
 CHEETAH_PRIMITIVE float bf16x2_high(uint32_t value) { return bits_float(value & 0xFFFF0000u); }
 
-CHEETAH_PRIMITIVE uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
-  return pack_bf16x2(bf16x2_low(a) * bf16x2_low(b), bf16x2_high(a) * bf16x2_high(b));
-}
-
 namespace cheetah_emulator {
 
 // Sign, four bits of exponent (bias 7), three of mantissa; the code with all bits set, NaN, gives 480 as on the GPU.
@@ -420,6 +425,21 @@ CHEETAH_INLINE float f32_of_f16(uint32_t bits) {
   return bits & 0x8000 ? -size : size;
 }
 
+// Nearest even; what is too large becomes infinite.
+__forceinline__ uint32_t f16_of_f32(float value) {
+  const uint32_t bits = float_bits(value), sign = bits >> 16 & 0x8000;
+  const float size = bits_float(bits & 0x7FFFFFFFu);
+  if (size != size) return 0x7FFF;
+  if (size >= 65520.0f) return sign | 0x7C00;
+  // 1024 of these is the first normal number.
+  if (size < 0x1p-14f) return sign | uint32_t(__builtin_nearbyintf(size * 0x1p24f));
+  return sign | (((float_bits(size) + 0xFFFu + (float_bits(size) >> 13 & 1)) >> 13) - ((127 - 15) << 10));
+}
+
+__forceinline__ uint32_t f16_of_e4m3(uint32_t code) {
+  return (code & 127) == 127 ? 0x7FFF : f16_of_f32(bits_float(bf16_of_e4m3(code) << 16));
+}
+
 // Nearest even, saturating; NaN stays NaN (0x7F).
 CHEETAH_INLINE uint32_t e4m3_of_f32(float value) {
   const uint32_t bits = float_bits(value), sign = bits >> 24 & 128;
@@ -433,6 +453,16 @@ CHEETAH_INLINE uint32_t e4m3_of_f32(float value) {
 }
 
 }  // namespace cheetah_emulator
+
+CHEETAH_PRIMITIVE uint32_t pack_f16x2(float low, float high) {
+  return cheetah_emulator::f16_of_f32(low) | cheetah_emulator::f16_of_f32(high) << 16;
+}
+
+CHEETAH_PRIMITIVE uint2 e4m3x4_to_f16(uint32_t codes) {
+  using namespace cheetah_emulator;
+  return {f16_of_e4m3(codes & 255) | f16_of_e4m3(codes >> 8 & 255) << 16,
+          f16_of_e4m3(codes >> 16 & 255) | f16_of_e4m3(codes >> 24) << 16};
+}
 
 CHEETAH_PRIMITIVE float f16x2_low(uint32_t pair) { return cheetah_emulator::f32_of_f16(pair & 0xFFFFu); }
 

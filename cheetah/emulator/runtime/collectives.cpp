@@ -23,17 +23,28 @@ void butterfly(Warp& warp, Combine combine) {
   for (uint32_t lane = 0; lane < warp_lanes; lane++) warp.slots[lane].number = values[lane];
 }
 
+struct Bf16 {  // how a word holds two numbers
+  static float first(uint32_t pair) { return low(pair); }
+  static float second(uint32_t pair) { return high(pair); }
+};
+
+struct F16 {
+  static float first(uint32_t pair) { return f32_of_f16(pair & 0xFFFF); }
+  static float second(uint32_t pair) { return f32_of_f16(pair >> 16); }
+};
+
 // PTX's fragments: lane 4*g + t holds rows g, g+8 of A and C, column g of B.
+template <class Pair>
 void gather(const Warp& warp, Operands& m) {
   for (uint32_t lane = 0; lane < warp_lanes; lane++) {
     const Slot& slot = warp.slots[lane];
     const uint32_t g = lane / 4, pair = lane % 4 * 2;
     for (uint32_t half = 0; half < 2; half++) {
-      m.b[pair + 8 * half][g] = low(slot.b[half]);
-      m.b[pair + 8 * half + 1][g] = high(slot.b[half]);
+      m.b[pair + 8 * half][g] = Pair::first(slot.b[half]);
+      m.b[pair + 8 * half + 1][g] = Pair::second(slot.b[half]);
       for (uint32_t lower = 0; lower < 2; lower++) {
-        m.a[g + 8 * lower][pair + 8 * half] = low(slot.a[2 * half + lower]);
-        m.a[g + 8 * lower][pair + 8 * half + 1] = high(slot.a[2 * half + lower]);
+        m.a[g + 8 * lower][pair + 8 * half] = Pair::first(slot.a[2 * half + lower]);
+        m.a[g + 8 * lower][pair + 8 * half + 1] = Pair::second(slot.a[2 * half + lower]);
       }
       m.c[g + 8 * half][pair] = slot.c[2 * half];
       m.c[g + 8 * half][pair + 1] = slot.c[2 * half + 1];
@@ -51,9 +62,10 @@ void scatter(Warp& warp, const Operands& m) {
   }
 }
 
+template <class Pair>
 void multiply(Warp& warp) {
   Operands operands;
-  gather(warp, operands);
+  gather<Pair>(warp, operands);
   add_product(operands);
   scatter(warp, operands);
 }
@@ -131,8 +143,11 @@ float warp_sum(float value, Place place) {
   return slot.number;
 }
 
-void mma(float* c, const uint32_t* a, uint32_t b0, uint32_t b1, Place place) {
-  require_whole_warp(place, "mma_bf16");
+namespace {
+
+void mma_of_numbers(float* c, const uint32_t* a, uint32_t b0, uint32_t b1, Place place, const char* primitive,
+                    Collective kind, void (*multiplied)(Warp&)) {
+  require_whole_warp(place, primitive);
   Slot& slot = my_slot();
   for (int i = 0; i < 4; i++) {
     slot.a[i] = a[i];
@@ -140,8 +155,18 @@ void mma(float* c, const uint32_t* a, uint32_t b0, uint32_t b1, Place place) {
   }
   slot.b[0] = b0;
   slot.b[1] = b1;
-  rendezvous(Collective::mma, place, "mma_bf16", multiply);
+  rendezvous(kind, place, primitive, multiplied);
   for (int i = 0; i < 4; i++) c[i] = slot.c[i];
+}
+
+}  // namespace
+
+void mma(float* c, const uint32_t* a, uint32_t b0, uint32_t b1, Place place) {
+  mma_of_numbers(c, a, b0, b1, place, "mma_bf16", Collective::mma, multiply<Bf16>);
+}
+
+void mma_halves(float* c, const uint32_t* a, uint32_t b0, uint32_t b1, Place place) {
+  mma_of_numbers(c, a, b0, b1, place, "mma_f16", Collective::mma_halves, multiply<F16>);
 }
 
 void mma_bytes(int32_t* c, const uint32_t* a, uint32_t b0, uint32_t b1, Place place) {

@@ -22,7 +22,7 @@ enum class Scheduler : uint32_t { round_robin, random, priority };
 enum class Outcome : uint32_t { done, deadlock, misuse, switch_limit, interrupted, poll };
 
 enum class Collective : uint8_t {
-  none, warp_barrier, shuffle_xor, shuffle, sum, mma, mma_bytes, transpose, wgmma_fence, wgmma, wgmma_commit, wgmma_wait
+  none, warp_barrier, shuffle_xor, shuffle, sum, mma, mma_halves, mma_bytes, transpose, wgmma_fence, wgmma, wgmma_commit, wgmma_wait
 };
 
 enum class WaitKind : uint8_t { none, collective, barrier, mbarrier, words, at_least };

@@ -50,18 +50,32 @@ bf16x2_high = declare(
     pure=True,
     pair=ty.u32,
 )
-multiply_bf16x2 = declare(
-    "multiply_bf16x2",
+pack_f16x2 = declare(
+    "pack_f16x2",
     ty.u32,
     """
     uint32_t result;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
     return result;
     """,
-    "the products of two pairs, rounded to nearest even",
+    "two floats rounded to f16; `low` in the low half",
     pure=True,
-    a=ty.u32,
-    b=ty.u32,
+    low=ty.f32,
+    high=ty.f32,
+)
+e4m3x4_to_f16 = declare(
+    "e4m3x4_to_f16",
+    ty.u32x2,
+    """
+    uint2 result;
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; "
+        "cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high; }"
+        : "=r"(result.x), "=r"(result.y) : "r"(codes));
+    return result;
+    """,
+    "four e4m3 codes, the first in the lowest byte, as f16 pairs: exact",
+    pure=True,
+    codes=ty.u32,
 )
 f16x2_low = declare(
     "f16x2_low",

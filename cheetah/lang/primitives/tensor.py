@@ -21,6 +21,20 @@ mma_bf16 = declare(
     b0=ty.u32,
     b1=ty.u32,
 )
+mma_f16 = declare(
+    "mma_f16",
+    ty.void,
+    """
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+    """,
+    "the same of f16 numbers",
+    c=_FRAGMENT,
+    a=ty.u32x4,
+    b0=ty.u32,
+    b1=ty.u32,
+)
 mma_u8_s8 = declare(
     "mma_u8_s8",
     ty.void,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from cheetah import lang as ch
 from cheetah.blocks.linear.formats.bf16 import Bf16Fragments
 from cheetah.blocks.linear.formats.digits import DigitFragments
-from cheetah.blocks.linear.formats.e4m3 import E4m3Fragments
+from cheetah.blocks.linear.formats.e4m3 import E4m3Fragments, HalfFragments
 from cheetah.blocks.linear.formats.integers import Int4Fragments, Int8Fragments
 from cheetah.blocks.linear.fragments import Fragments
 from cheetah.blocks.ring import Stage
 from cheetah.plan import MatrixLayout
-from cheetah.plan.formats import QUANTIZED_FORMATS
+from cheetah.plan.formats import BF16_VECTOR, DIGITS, HALVES, QUANTIZED_FORMATS
 
 _OF_KIND: dict[str, type[Fragments]] = {"int4": Int4Fragments, "int8": Int8Fragments, "fp8": E4m3Fragments}
 FRAGMENTS: dict[str, type[Fragments]] = {
@@ -21,5 +21,9 @@ FRAGMENTS: dict[str, type[Fragments]] = {
 
 def fragments_of(layout: MatrixLayout, tokens: int, stage: Stage, lane: ch.Expr) -> Fragments:
     """The tiles of a matrix in a stage, for the vectors of so many tokens."""
-    kind = DigitFragments if layout.takes_digits(tokens) else FRAGMENTS[layout.format.name]
-    return kind(stage, lane, layout.format)
+    of_kind: dict[str, type[Fragments]] = {
+        BF16_VECTOR: FRAGMENTS[layout.format.name],
+        DIGITS: DigitFragments,
+        HALVES: HalfFragments,
+    }
+    return of_kind[layout.vector_kind(tokens)](stage, lane, layout.format)

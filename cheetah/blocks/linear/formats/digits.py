@@ -19,9 +19,10 @@ from cheetah import lang as ch
 from cheetah.blocks.columns import UNIT
 from cheetah.blocks.linear.formats.integers import MIDDLE_NIBBLE, group_scales, group_zero_points
 from cheetah.blocks.linear.formats.quantized import QuantizedFragments
+from cheetah.blocks.linear.formats.sizes import BIAS, EXPONENT_AT, biased_exponent, power_of_two, stored_power
 from cheetah.blocks.linear.fragments import Activations
 from cheetah.lang import prim, ty
-from cheetah.plan.formats import DIGIT_UNITS, DIGITS, QUANTIZED_COLUMNS
+from cheetah.plan.formats import DIGIT_COUNT, DIGIT_UNITS, QUANTIZED_COLUMNS
 
 LOWER_NIBBLES = 0x0F0F0F0F
 BYTES_OF_ONES, LOWER_ONES = 0x11111111, 0x01010101
@@ -41,9 +42,6 @@ ROUND_TO_INTEGER = 12582912.0
 INTEGER_ZERO = 0x4B400000
 BALANCE = 0x00808080
 """Added, then flipped: makes three unsigned digits balanced ones."""
-EXPONENT_AT, FRACTION_AND_SIGN, NAN = 23, 0x7FFF0000, 0x7FC00000
-LEAST_EXPONENT, NO_NUMBER = 32, 255
-"""Biased exponents: below the first all elements are as good as zero, the other is that of infinity and NaN."""
 
 
 class DigitFragments(QuantizedFragments):
@@ -73,7 +71,7 @@ class DigitFragments(QuantizedFragments):
             words = ch.const(ty.u32x4, codes[self.lane + half * 32], name="words")
             self.read(words.x)
             # Columns 6 and 7 have digits too, which nobody asks for.
-            unit = (half * DIGITS * 4 + ch.minimum(self.lane // 8, DIGITS - 1) * 4) + self.lane % 4
+            unit = (half * DIGIT_COUNT * 4 + ch.minimum(self.lane // 8, DIGIT_COUNT - 1) * 4) + self.lane % 4
             values = ch.const(ty.u32x4, digits[unit], name="values")
             nibbles = (getattr(words, member) & LOWER_NIBBLES for member in "xyzw")
             lower = ch.const(ty.u32x4, prim.make_u32x4(*nibbles), name="lower")
@@ -108,7 +106,7 @@ class DigitFragments(QuantizedFragments):
         """The digits' sums become a number, which lane 4g has then, and the other three too."""
         low, high = self.row_factors(tiles)
         digit = self.lane % 4
-        weight = ch.select(digit < DIGITS, prim.bits_float((ty.u32(127) + digit * 8) << EXPONENT_AT), 0.0)
+        weight = ch.select(digit < DIGIT_COUNT, prim.bits_float((ty.u32(BIAS) + digit * 8) << EXPONENT_AT), 0.0)
         for number, factor in ((0, low), (2, high)):
             of_digit = ch.const(ty.f32, sums[0][number] * weight, name="of_digit")
             of_pair = ch.const(ty.f32, of_digit + prim.shuffle_xor_f32(of_digit, 1), name="of_pair")
@@ -119,10 +117,8 @@ class DigitFragments(QuantizedFragments):
 def store_digits(vector: ch.Expr, unit: ch.Expr, words: ch.Expr) -> None:
     """Unit `unit` of a vector (8 bf16 elements) as digits. All lanes of a warp call it, with neighbouring units."""
     pairs = [getattr(words, member) for member in "xyzw"]
-    exponent = _largest_exponent(pairs)
-    scale = ch.const(
-        ty.f32, prim.bits_float((ty.u32(2 * 127 + ELEMENT_BITS - 1) - exponent) << EXPONENT_AT), name="scale"
-    )
+    exponent = biased_exponent(pairs, (1, 2, 4, 8))
+    scale = ch.const(ty.f32, power_of_two(ELEMENT_BITS - 1, exponent), name="scale")
     elements = [
         ch.const(ty.u32, prim.float_bits(element * scale + ROUND_TO_INTEGER) - INTEGER_ZERO, name="element")
         for pair in pairs
@@ -132,32 +128,20 @@ def store_digits(vector: ch.Expr, unit: ch.Expr, words: ch.Expr) -> None:
     of_nibbles = [elements[low] * 16 - elements[high] for low, high in zip(LOW_COLUMNS, HIGH_COLUMNS, strict=True)]
     tile = ch.reinterpret(ty.ptr_mut(ty.u32), vector + unit // TILE_LANES * DIGIT_UNITS)
     part = unit % TILE_LANES // 4
-    place = ch.const(ty.u32, part // HALVES * (DIGITS * 16) + unit % 4 * 4 + part % HALVES, name="place")
+    place = ch.const(ty.u32, part // HALVES * (DIGIT_COUNT * 16) + unit % 4 * 4 + part % HALVES, name="place")
     for which, numbers in enumerate((of_bytes, of_nibbles)):
         for digit, word in enumerate(_digits(numbers)):
             tile[place + (digit * 16 + which * 2)] = word
     with ch.if_(unit % TILE_LANES == 0):
-        power = (exponent - (ELEMENT_BITS - 1 + 4)) << EXPONENT_AT  # and a 16th, of the formula
-        tile[POWER_WORD] = ch.select(exponent == NO_NUMBER, ty.u32(NAN), power)
-
-
-def _largest_exponent(pairs: list[Any]) -> Any:
-    """The biased exponent of the largest element of a tile, of 16 lanes; not below one whose scale is a number."""
-    halves = [half for pair in pairs for half in ((pair << 16) & FRACTION_AND_SIGN, pair & FRACTION_AND_SIGN)]
-    largest = halves[0]
-    for half in halves[1:]:
-        largest = ch.maximum(largest, half)
-    most = ch.var(ty.u32, largest, name="largest")
-    for mask in (1, 2, 4, 8):
-        most.set(ch.maximum(most, prim.shuffle_xor_u32(most, mask)))
-    return ch.const(ty.u32, ch.maximum(most >> EXPONENT_AT, LEAST_EXPONENT), name="exponent")
+        # and a 16th, of the formula
+        tile[POWER_WORD] = stored_power(exponent, ELEMENT_BITS - 1 + 4)
 
 
 def _digits(numbers: list[Any]) -> list[Any]:
     """The words of digits 0, 1 and 2 of four numbers (two's complement of up to 23 bits), a byte each."""
     balanced = [ch.const(ty.u32, (number + BALANCE) ^ BALANCE, name="balanced") for number in numbers]
     words = []
-    for digit in range(DIGITS):
+    for digit in range(DIGIT_COUNT):
         pairs = [prim.byte_permute(*balanced[first : first + 2], digit | (4 + digit) << 4) for first in (0, 2)]
         words.append(prim.byte_permute(*pairs, 0x5410))
     return words

@@ -1,8 +1,8 @@
-"""e4m3 weights: a code's bits, put at the low end of a bf16's exponent and mantissa, are its value times 2^-120.
+"""e4m3 weights: a word is 4 columns of a row, which one instruction for two turns into f16 numbers, exactly.
 
-That holds for subnormal codes too, because tensor cores honour subnormal numbers. The vector is multiplied by 2^64
-beforehand, and a row's factor brings the rest back. The words of a tile are arranged so that four codes take five
-instructions: see `cheetah.models.formats.quantized_tiles`.
+The vector is f16 then, too: its elements are multiplied by a power of two so that none overflows, one for each part of
+32 columns and token, which the sums of that part are multiplied by in turn. Numbers 2^28 below the largest of a part
+lose bits. A vector whose length is no multiple of 256 elements stays bf16, and the codes become bf16.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ from __future__ import annotations
 from typing import Any
 
 from cheetah import lang as ch
+from cheetah.blocks.columns import UNITS_PER_TILE
 from cheetah.blocks.linear.formats.quantized import PARTS, ChainedFragments
+from cheetah.blocks.linear.formats.sizes import biased_exponent, power_of_two, stored_power
+from cheetah.blocks.linear.fragments import Activations
 from cheetah.lang import prim, ty
+from cheetah.plan.plan import COLUMNS
 
 PART_LOADS = 32
 """16-byte words of a part: one a lane, 4 codes for each of its rows and halves of its 8 columns."""
-FIRST_PAIR = 0x87F087F0
-"""Where a word has the sign and the seven other bits of the first pair of codes."""
-SECOND_HIGH, SECOND_LOW = 0x87808780, 0x00700070
-"""Where the sign and the upper four bits of the second pair are in the word turned right by 4, and its lower three in
-the word moved left by 4."""
+LARGEST_POWER = 14
+"""An element is below 2^15: f16 ends at 65504."""
 
 
 class E4m3Fragments(ChainedFragments):
-    """With scales in the tile (a block's) or without (a row's factor says all)."""
+    """With scales in the tile (a block's) or without (a row's factor says all). The vector is bf16."""
 
     def load(self, first: Any) -> None:
         codes = ch.reinterpret(ty.ptr(ty.u32x4), first)
@@ -43,16 +44,74 @@ class E4m3Fragments(ChainedFragments):
         self.read(prim.float_bits(pair.x))
         return pair.x, pair.y
 
+    converted = staticmethod(prim.e4m3x4_to_bf16)
+
     def _fragment(self, row: Any, next_row: Any) -> Any:
         """The A operand of four columns: their pairs, of row g and of row g + 8."""
-        fragment = prim.make_u32x4(first_pair(row), first_pair(next_row), second_pair(row), second_pair(next_row))
-        return ch.const(ty.u32x4, fragment, name="fragment")
+        low, high = (ch.const(ty.u32x2, self.converted(word), name="pairs") for word in (row, next_row))
+        return ch.const(ty.u32x4, prim.make_u32x4(low.x, high.x, low.y, high.y), name="fragment")
 
 
-def first_pair(word: Any) -> Any:
-    return word & FIRST_PAIR
+class HalfFragments(E4m3Fragments):
+    """The same where the vector is f16."""
+
+    converted = staticmethod(prim.e4m3x4_to_f16)
+
+    @ch.inline
+    def multiply(self, tile: ch.Expr, activations: Activations, sums: Any) -> None:
+        first = self.tiles + tile * self.format.tile_bytes
+        units = activations.units
+        self.load(first)
+        scales = self.scales(first, 0)
+        powers = _Powers(activations, units)
+        for part in range(PARTS):
+            (left,), (right,) = self.fragments_of(first, 0, part)
+            for group in range(activations.columns.tiles):
+                values = activations.operand(units, group, part)
+                products = ch.array(ty.f32, 4, zero=True, name="products")
+                prim.mma_f16(products, left, values.x, values.y)
+                prim.mma_f16(products, right, values.z, values.w)
+                of_columns = powers.of_columns(group, part)
+                for number in range(4):
+                    power = of_columns[number % 2]
+                    factor = power if scales is None else power * scales[number // 2]
+                    sums[group][number] = sums[group][number] + factor * products[number]
 
 
-def second_pair(word: Any) -> Any:
-    turned = (word >> 4) | (word << 28)
-    return prim.and_or_u32(word << 4, SECOND_LOW, turned & SECOND_HIGH)
+class _Powers:
+    """The powers of two of a tile's elements, [part][token] behind them; of a single token read at once."""
+
+    def __init__(self, activations: Activations, units: Any) -> None:
+        columns = activations.columns
+        self.tokens, self.lane = columns.limit, columns.machine.lane
+        self.address = units + PARTS * UNITS_PER_TILE * self.tokens
+        self.all: Any = None
+        if self.tokens == 1:
+            self.all = ch.const(ty.f32x4, ch.reinterpret(ty.ptr(ty.f32x4), self.address)[0], name="powers")
+
+    def of_columns(self, group: int, part: int) -> tuple[Any, Any]:
+        """Of this lane's two columns of a group of 8, or of columns that stand for them where there are fewer."""
+        if self.all is not None:
+            power = getattr(self.all, "xyzw"[part])
+            return power, power
+        pairs = ch.reinterpret(ty.ptr(ty.f32x2), self.address)
+        in_group = self.lane % 4 if self.tokens >= COLUMNS else self.lane % 4 % (self.tokens // 2)
+        pair = ch.const(ty.f32x2, pairs[in_group + (part * self.tokens + group * COLUMNS) // 2], name="power")
+        return pair.x, pair.y
+
+
+@ch.function
+def store_halves(vector: ch.Expr, unit: ch.Expr, words: ch.Expr, tokens: int) -> None:
+    """Unit `unit` of the vectors of so many tokens (8 bf16 elements) as f16. All lanes of a warp call it, with
+    neighbouring units."""
+    pairs = [getattr(words, member) for member in "xyzw"]
+    exponent = biased_exponent(pairs, (1, 2))
+    scale = ch.const(ty.f32, power_of_two(LARGEST_POWER, exponent), name="scale")
+    halves = [prim.pack_f16x2(prim.bf16x2_low(pair) * scale, prim.bf16x2_high(pair) * scale) for pair in pairs]
+    tile_units = PARTS * UNITS_PER_TILE * tokens
+    tile = vector + unit // tile_units * (tile_units + tokens)
+    place = ch.const(ty.u32, unit % tile_units, name="place")
+    tile[place] = prim.make_u32x4(*halves)
+    with ch.if_(unit % UNITS_PER_TILE == 0):
+        powers = ch.reinterpret(ty.ptr_mut(ty.u32), tile + tile_units)
+        powers[place // UNITS_PER_TILE] = stored_power(exponent, LARGEST_POWER)

@@ -1,0 +1,36 @@
+"""Elements of a vector brought to one size: how large the largest of some lanes is, and powers of two as floats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cheetah import lang as ch
+from cheetah.lang import prim, ty
+
+BIAS, EXPONENT_AT = 127, 23
+SIZE_OF_BF16, NAN = 0x7FFF0000, 0x7FC00000
+LEAST_EXPONENT, NO_NUMBER = 32, 255
+"""Biased exponents: below the first all elements are as good as zero, the other is that of infinity and NaN."""
+
+
+def biased_exponent(pairs: list[Any], masks: tuple[int, ...]) -> Any:
+    """The biased exponent of the largest bf16 element of the words `pairs` of all lanes that the masks reach, or
+    LEAST_EXPONENT. Called by whole warps."""
+    sizes = [half for pair in pairs for half in ((pair << 16) & SIZE_OF_BF16, pair & SIZE_OF_BF16)]
+    largest = sizes[0]
+    for size in sizes[1:]:
+        largest = ch.maximum(largest, size)
+    most = ch.var(ty.u32, largest, name="largest")
+    for mask in masks:
+        most.set(ch.maximum(most, prim.shuffle_xor_u32(most, mask)))
+    return ch.const(ty.u32, ch.maximum(most >> EXPONENT_AT, LEAST_EXPONENT), name="exponent")
+
+
+def power_of_two(largest: int, exponent: Any) -> Any:
+    """What elements are multiplied by so that the one of that biased exponent has the exponent `largest` (f32)."""
+    return prim.bits_float((ty.u32(2 * BIAS + largest) - exponent) << EXPONENT_AT)
+
+
+def stored_power(exponent: Any, largest: int) -> Any:
+    """The bits of the inverse; NaN where an element was no number."""
+    return ch.select(exponent == NO_NUMBER, ty.u32(NAN), (exponent - largest) << EXPONENT_AT)

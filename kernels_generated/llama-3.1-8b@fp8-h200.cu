@@ -1,0 +1,3586 @@
+// The whole decode step of a Llama model in one persistent kernel. Generated; do not edit.
+// Regenerate with: cheetah generate llama-3.1-8b@fp8
+//
+// model: hidden 4096, ffn 14336, vocab 128256, heads 32, kv_heads 8, head_dim 128, layers 32, qkv in fp8, o in fp8, gate_up in fp8, down in fp8
+// machine: h200, 132 blocks of 384 threads: 8 consumer warps
+// plan: consumer_warps 8, stage_bytes 16512, stages 12, in_flight 4, in_flight_waiting 3, producer_warps 4, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 2, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 8, start_residual 0, start_gate_up 8, start_head 8, trace False
+// weights read a step: 8041005056 bytes, in 218447872 a layer
+// shared memory:
+//     offset    bytes  region
+//          0   198144  ring
+//     198144      192  ring_barriers
+//     198336        4  block_waits
+//     198400    26624  scratch
+//     198400    15232  vector  (over scratch)
+//     198400     2112  candidates  (over scratch)
+//     198400       64  filters  (over scratch)
+//     198464      512  filter_sums  (over scratch)
+//     198400    16384  attention  (over scratch)
+//     214784     2048  queries  (over scratch)
+//     216832     8192  newest  (over scratch)
+//     225024     1024  reductions
+//     226048      128  residual
+//     226176      256  partial_sums
+//     226432        4  scales
+//     226448      512  rope
+//     226960      512  statistics
+//     227472      592  records
+//     228064       64  warp_candidates
+//     228128       32  columns
+//     228160        4  chosen
+//     228176       16  step_done
+//     228192        8  next_token
+//              228200  total
+//              232448  a block has, 4248 free
+
+#ifdef CHEETAH_EMULATOR
+#include "cheetah_emulator.h"
+#else
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef unsigned int uint32_t;
+typedef unsigned long uint64_t;
+typedef int int32_t;
+typedef long int64_t;
+struct bf16 { uint16_t bits; };
+
+__device__ __forceinline__ uint8_t* shared_arena() {
+  extern __shared__ __align__(1024) uint8_t cheetah_shared_memory[];
+  return cheetah_shared_memory;
+}
+
+__device__ __forceinline__ void block_barrier() {
+  __syncthreads();
+}
+
+__device__ __forceinline__ void named_barrier(uint32_t id, uint32_t threads) {
+  asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+}
+
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+}
+
+__device__ __forceinline__ void wait_for_u32(uint32_t value) {
+  asm volatile("{.reg .pred p; setp.eq.u32 p, %0, 0x7fc0dead; @p nanosleep.u32 1;}" :: "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void warp_barrier() {
+  __syncwarp();
+}
+
+__device__ __forceinline__ float shuffle_xor_f32(float value, uint32_t mask) {
+  return __shfl_xor_sync(0xffffffffu, value, mask);
+}
+
+__device__ __forceinline__ uint32_t shuffle_xor_u32(uint32_t value, uint32_t mask) {
+  return __shfl_xor_sync(0xffffffffu, value, mask);
+}
+
+__device__ __forceinline__ uint32_t shuffle_u32(uint32_t value, uint32_t lane) {
+  return __shfl_sync(0xffffffffu, value, lane);
+}
+
+__device__ __forceinline__ float warp_sum_f32(float value) {
+  #pragma unroll
+  for (int mask = 16; mask > 0; mask >>= 1) value = value + __shfl_xor_sync(0xffffffffu, value, mask);
+  return value;
+}
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return (uint32_t)__cvta_generic_to_shared(pointer);
+}
+
+__device__ __forceinline__ void store_shared_u32(uint32_t* place, uint32_t value) {
+  asm volatile("st.relaxed.cta.shared::cta.u32 [%0], %1;" :: "r"(shared_address(place)), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_shared_u32(const uint32_t* place) {
+  uint32_t result;
+  asm volatile("ld.relaxed.cta.shared::cta.u32 %0, [%1];" : "=r"(result) : "r"(shared_address(place)) : "memory");
+  return result;
+}
+
+__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
+    :: "r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_fence_init() {
+  asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive_many(uint64_t* barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;"
+    :: "r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+    :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
+  asm volatile(
+    "{\n\t.reg .pred done;\n\t"
+    "again:\n\t"
+    "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
+    "@!done bra again;\n\t}"
+    :: "r"(shared_address(barrier)), "r"(parity) : "memory");
+}
+
+__device__ __forceinline__ void bulk_copy(void* destination, const void* source, uint32_t bytes, uint64_t* barrier) {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+    "[%0], [%1], %2, [%3], %4;"
+    :: "r"(shared_address(destination)), "l"(source), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+    : "memory");
+}
+
+__device__ __forceinline__ void fence_proxy_async() {
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+__device__ __forceinline__ void prefetch_l2(const void* place) {
+  asm volatile("prefetch.global.L2 [%0];" :: "l"(place) : "memory");
+}
+
+__device__ __forceinline__ void publish_flagged(uint64_t* place, uint32_t data, uint32_t epoch) {
+  uint64_t word = (uint64_t)epoch << 32 | data;
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" :: "l"(place), "l"(word) : "memory");
+}
+
+__device__ __forceinline__ void publish_flagged_release(uint64_t* place, uint32_t data, uint32_t epoch) {
+  uint64_t word = (uint64_t)epoch << 32 | data;
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" :: "l"(place), "l"(word) : "memory");
+}
+
+__device__ __forceinline__ uint4 wait_flagged4(const uint64_t* words, uint32_t epoch) {
+  uint64_t a, b, c, d;
+  do {
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(words) : "memory");
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(c), "=l"(d) : "l"(words + 2) : "memory");
+  } while ((uint32_t)(a >> 32) != epoch || (uint32_t)(b >> 32) != epoch ||
+           (uint32_t)(c >> 32) != epoch || (uint32_t)(d >> 32) != epoch);
+  return make_uint4((uint32_t)a, (uint32_t)b, (uint32_t)c, (uint32_t)d);
+}
+
+__device__ __forceinline__ void wait_flagged_units(uint4 (&data)[8], const uint64_t* words, uint32_t stride, uint32_t count, uint32_t epoch) {
+  uint64_t word[8][4];
+  bool missing;
+  do {
+    missing = false;
+    #pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) {
+      if (i < count) {
+        const uint64_t* place = words + i * stride;
+        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+          : "=l"(word[i][0]), "=l"(word[i][1]) : "l"(place) : "memory");
+        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+          : "=l"(word[i][2]), "=l"(word[i][3]) : "l"(place + 2) : "memory");
+      }
+    }
+    #pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) {
+      if (i < count) {
+        #pragma unroll
+        for (uint32_t j = 0; j < 4; ++j) missing |= (uint32_t)(word[i][j] >> 32) != epoch;
+        data[i] = make_uint4((uint32_t)word[i][0], (uint32_t)word[i][1], (uint32_t)word[i][2], (uint32_t)word[i][3]);
+      }
+    }
+  } while (missing);
+}
+
+__device__ __forceinline__ void wait_flagged_places(uint4 (&data)[8], const uint64_t* words, uint32_t (&offsets)[8], uint32_t count, uint32_t epoch) {
+  uint64_t word[8][4];
+  bool missing;
+  do {
+    missing = false;
+    #pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) {
+      if (i < count) {
+        const uint64_t* place = words + offsets[i];
+        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+          : "=l"(word[i][0]), "=l"(word[i][1]) : "l"(place) : "memory");
+        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+          : "=l"(word[i][2]), "=l"(word[i][3]) : "l"(place + 2) : "memory");
+      }
+    }
+    #pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) {
+      if (i < count) {
+        #pragma unroll
+        for (uint32_t j = 0; j < 4; ++j) missing |= (uint32_t)(word[i][j] >> 32) != epoch;
+        data[i] = make_uint4((uint32_t)word[i][0], (uint32_t)word[i][1], (uint32_t)word[i][2], (uint32_t)word[i][3]);
+      }
+    }
+  } while (missing);
+}
+
+__device__ __forceinline__ uint4 wait_flagged4_acquire(const uint64_t* words, uint32_t epoch) {
+  uint64_t a, b, c, d;
+  do {
+    asm volatile("ld.acquire.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(words) : "memory");
+    asm volatile("ld.acquire.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(c), "=l"(d) : "l"(words + 2) : "memory");
+  } while ((uint32_t)(a >> 32) != epoch || (uint32_t)(b >> 32) != epoch ||
+           (uint32_t)(c >> 32) != epoch || (uint32_t)(d >> 32) != epoch);
+  return make_uint4((uint32_t)a, (uint32_t)b, (uint32_t)c, (uint32_t)d);
+}
+
+__device__ __forceinline__ void store_relaxed_u32(uint32_t* place, uint32_t value) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(place), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_constant_u32(const void* place) {
+  uint32_t result;
+  asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(result) : "l"(place));
+  return result;
+}
+
+__device__ __forceinline__ uint4 load_constant_u32x4(const void* place) {
+  uint4 result;
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+    : "=r"(result.x), "=r"(result.y), "=r"(result.z), "=r"(result.w) : "l"(place));
+  return result;
+}
+
+__device__ __forceinline__ uint32_t float_bits(float value) {
+  return __float_as_uint(value);
+}
+
+__device__ __forceinline__ float bits_float(uint32_t bits) {
+  return __uint_as_float(bits);
+}
+
+__device__ __forceinline__ float bf16_to_f32(bf16 value) {
+  return __uint_as_float((uint32_t)value.bits << 16);
+}
+
+__device__ __forceinline__ uint32_t pack_bf16x2(float low, float high) {
+  uint32_t result;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+
+__device__ __forceinline__ float bf16x2_low(uint32_t pair) {
+  return __uint_as_float(pair << 16);
+}
+
+__device__ __forceinline__ float bf16x2_high(uint32_t pair) {
+  return __uint_as_float(pair & 0xffff0000u);
+}
+
+__device__ __forceinline__ uint32_t pack_f16x2(float low, float high) {
+  uint32_t result;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+
+__device__ __forceinline__ uint2 e4m3x4_to_f16(uint32_t codes) {
+  uint2 result;
+  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; "
+      "cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high; }"
+      : "=r"(result.x), "=r"(result.y) : "r"(codes));
+  return result;
+}
+
+__device__ __forceinline__ uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) {
+  return __byte_perm(a, b, selector);
+}
+
+__device__ __forceinline__ uint32_t multiply_high_u32(uint32_t a, uint32_t b) {
+  return __umulhi(a, b);
+}
+
+__device__ __forceinline__ float exp2_f32(float value) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+
+__device__ __forceinline__ float exp_f32(float value) {
+  return __expf(value);
+}
+
+__device__ __forceinline__ float log_f32(float value) {
+  return logf(value);
+}
+
+__device__ __forceinline__ float rsqrt_f32(float value) {
+  return rsqrtf(value);
+}
+
+__device__ __forceinline__ float divide_f32(float a, float b) {
+  return __fdividef(a, b);
+}
+
+__device__ __forceinline__ float maximum_f32(float a, float b) {
+  return fmaxf(a, b);
+}
+
+__device__ __forceinline__ void mma_bf16(float (&c)[4], uint4 a, uint32_t b0, uint32_t b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+    "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void mma_f16(float (&c)[4], uint4 a, uint32_t b0, uint32_t b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+    "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ uint32_t matrix_transpose_b16(uint32_t pair) {
+  uint32_t result;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+  return result;
+}
+
+__device__ __forceinline__ uint4 make_u32x4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
+  return make_uint4(x, y, z, w);
+}
+#endif
+
+constexpr uint32_t RING = 0;
+constexpr uint32_t RING_BARRIERS = 198144;
+constexpr uint32_t BLOCK_WAITS = 198336;
+constexpr uint32_t VECTOR = 198400;
+constexpr uint32_t CANDIDATES = 198400;
+constexpr uint32_t FILTERS = 198400;
+constexpr uint32_t FILTER_SUMS = 198464;
+constexpr uint32_t ATTENTION = 198400;
+constexpr uint32_t QUERIES = 214784;
+constexpr uint32_t NEWEST = 216832;
+constexpr uint32_t REDUCTIONS = 225024;
+constexpr uint32_t RESIDUAL = 226048;
+constexpr uint32_t PARTIAL_SUMS = 226176;
+constexpr uint32_t SCALES = 226432;
+constexpr uint32_t ROPE = 226448;
+constexpr uint32_t STATISTICS = 226960;
+constexpr uint32_t RECORDS = 227472;
+constexpr uint32_t WARP_CANDIDATES = 228064;
+constexpr uint32_t COLUMNS = 228128;
+constexpr uint32_t CHOSEN = 228160;
+constexpr uint32_t STEP_DONE = 228176;
+constexpr uint32_t NEXT_TOKEN = 228192;
+
+// An input of a sequence, or 0 where it has none left.
+__device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t number, const int32_t* sequences,
+    int32_t* tokens) {
+  uint32_t token = 0;
+  if (number < load_constant_u32(sequences + (sequence * 24 + 2))) {
+    uint32_t place = sequence * 65 + number;
+    token = (uint32_t)(tokens[place]) < 128255 ? (uint32_t)(tokens[place]) : 128255;
+  }
+  return token;
+}
+
+// The first token of every column. A block barrier must follow.
+__device__ __forceinline__ void take_first(uint32_t thread, uint32_t column_count, const int32_t* columns,
+    uint32_t* next_token, const int32_t* sequences, int32_t* tokens, uint8_t* arena) {
+  if (thread < column_count) {
+    uint32_t sequence = load_constant_u32(columns + thread * 4);
+    uint32_t number = load_constant_u32(columns + (thread * 4 + 1));
+    next_token[thread] = given(sequence, number, sequences, tokens);
+    ((uint32_t*)(arena + COLUMNS))[thread * 8 + 7] = 0;
+  }
+}
+
+// Move on to the next plan if it begins in this step. Whether it is not the plan of the step before.
+__device__ __forceinline__ bool follow_plan(uint32_t& plan_index, uint32_t step, uint32_t plan_count,
+    const int32_t* kv_plans) {
+  bool is_new = step == 0;
+  uint32_t following = plan_index + 1;
+  if (following < plan_count) {
+    uint32_t first_step = load_constant_u32(kv_plans + following * 2880);
+    if (first_step <= step) {
+      plan_index = following;
+      is_new = true;
+    }
+  }
+  return is_new;
+}
+
+// The next stage of the ring; behind the last comes the first, in the next pass.
+__device__ __forceinline__ void advance(uint32_t& stage, uint32_t& parity) {
+  stage += 1;
+  if (stage == 12) {
+    stage = 0;
+    parity ^= 1;
+  }
+}
+
+// In the producer role: let chunks land until one more may be requested.
+__device__ __forceinline__ void bound_requests(uint32_t* block_waits, uint32_t& under_way, uint64_t* full,
+    uint32_t& landed_stage, uint32_t& landed_parity) {
+  uint32_t waits = load_shared_u32(block_waits);
+  uint32_t most = waits != 0 ? 3u : 4u;
+  #pragma unroll 1
+  for (uint32_t i = most; i < under_way + 1; ++i) {
+    mbarrier_wait(full + landed_stage, landed_parity);
+    advance(landed_stage, landed_parity);
+  }
+  under_way = under_way + 1 < most ? under_way + 1 : most;
+}
+
+// The block's M-tiles of qkv, chunk by chunk, into the stages of the ring.
+__device__ __forceinline__ void fetch_qkv(uint32_t block, const uint8_t* weights, uint64_t layer_offset,
+    uint64_t* empty, uint32_t& fill_stage, uint32_t& fill_parity, uint32_t* block_waits, uint32_t& under_way,
+    uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity, uint8_t* ring) {
+  uint32_t position = (block + 8) % 132;
+  const uint8_t* matrix = weights + layer_offset;
+  #pragma unroll 1
+  for (uint32_t m_tile = position; m_tile < 384; m_tile += 132) {
+    uint32_t wave = m_tile / 132;
+    uint64_t wave_bytes = (uint64_t)(wave) * 8667648;
+    uint32_t width = 132 - wave / 2 * 12;
+    #pragma unroll 1
+    for (uint32_t chunk = 0; chunk < 4; ++chunk) {
+      uint32_t chunk_bytes = 16384 + chunk / 3 * 128;
+      const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * (16384 + chunk / 3 * 128)));
+      mbarrier_wait(empty + fill_stage, fill_parity);
+      bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
+      uint64_t* barrier = full + fill_stage;
+      uint8_t* destination = ring + fill_stage * 16512;
+      mbarrier_arrive_expect_tx(barrier, chunk_bytes);
+      bulk_copy(destination, source, chunk_bytes, barrier);
+      advance(fill_stage, fill_parity);
+    }
+  }
+}
+
+// In the producer role: wait for the end of the last step, and see whether it was the launch's last.
+__device__ __forceinline__ bool launch_is_over(uint32_t step, uint64_t* step_done, uint32_t* next_token) {
+  mbarrier_wait(step_done, (step + 1) % 2);
+  fence_proxy_async();
+  uint32_t stop = next_token[1];
+  mbarrier_arrive(step_done + 1);
+  return stop != 0;
+}
+
+// The cached keys and values of this block's items, one item after the other.
+__device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step, const int32_t* kv_plans, uint32_t plan_index,
+    uint32_t block, const int32_t* tiles, const int32_t* page_table, uint64_t* empty, uint32_t& fill_stage,
+    uint32_t& fill_parity, uint32_t* block_waits, uint32_t& under_way, uint64_t* full, uint32_t& landed_stage,
+    uint32_t& landed_parity, uint8_t* ring, bf16* kv) {
+  uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 2880 + block + 64));
+  uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 2880 + block + 65));
+  #pragma unroll 1
+  for (uint32_t number = first_item; number < last_item; ++number) {
+    const int32_t* record = kv_plans + (plan_index * 2880 + number * 8 + 256);
+    uint4 what = load_constant_u32x4(record);
+    uint4 rest = load_constant_u32x4(record + 4);
+    const int32_t* record_2 = tiles + what.y * 8;
+    uint4 place = load_constant_u32x4(record_2);
+    uint4 keys = load_constant_u32x4(record_2 + 4);
+    uint32_t end = rest.x < keys.x + keys.y * step ? rest.x : keys.x + keys.y * step;
+    #pragma unroll 1
+    for (uint32_t first = what.w; first < end; first += 32) {
+      uint32_t count = end - first < 32 ? end - first : 32;
+      uint32_t pages[2];
+      #pragma unroll
+      for (uint32_t number_2 = 0; number_2 < 2; ++number_2) {
+        uint32_t token = first + number_2 * 16 < end - 1 ? first + number_2 * 16 : end - 1;
+        pages[number_2] = load_constant_u32(page_table + (place.z + token / 16));
+      }
+      mbarrier_wait(empty + fill_stage, fill_parity);
+      bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
+      uint64_t* barrier = full + fill_stage;
+      uint8_t* destination = ring + fill_stage * 16512;
+      mbarrier_arrive_expect_tx(barrier, count * 512);
+      #pragma unroll
+      for (uint32_t number_2 = 0; number_2 < 2; ++number_2) {
+        if (number_2 * 16 < count) {
+          uint32_t run = count - number_2 * 16 < 16 ? count - number_2 * 16 : 16;
+          uint64_t offset = (uint64_t)(layer) * 16777216 + (uint64_t)(pages[number_2]) * 32768;
+          bf16* key = kv + (offset + (uint64_t)(what.z * 2048));
+          uint8_t* keys_2 = destination + number_2 * 4096;
+          bulk_copy(keys_2, key, run * 256, barrier);
+          bulk_copy(keys_2 + 8192, key + 16384, run * 256, barrier);
+        }
+      }
+      advance(fill_stage, fill_parity);
+    }
+  }
+}
+
+// The block's M-tiles of o, chunk by chunk, into the stages of the ring.
+__device__ __forceinline__ void fetch_o(uint32_t block, const uint8_t* weights, uint64_t layer_offset, uint64_t* empty,
+    uint32_t& fill_stage, uint32_t& fill_parity, uint32_t* block_waits, uint32_t& under_way, uint64_t* full,
+    uint32_t& landed_stage, uint32_t& landed_parity, uint8_t* ring) {
+  uint32_t position = block % 132;
+  const uint8_t* matrix = weights + (layer_offset + 25214976);
+  #pragma unroll 1
+  for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
+    uint32_t wave = m_tile / 132;
+    uint64_t wave_bytes = (uint64_t)(wave) * 8667648;
+    uint32_t width = 132 - wave * 8;
+    #pragma unroll 1
+    for (uint32_t chunk = 0; chunk < 4; ++chunk) {
+      uint32_t chunk_bytes = 16384 + chunk / 3 * 128;
+      const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * (16384 + chunk / 3 * 128)));
+      mbarrier_wait(empty + fill_stage, fill_parity);
+      bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
+      uint64_t* barrier = full + fill_stage;
+      uint8_t* destination = ring + fill_stage * 16512;
+      mbarrier_arrive_expect_tx(barrier, chunk_bytes);
+      bulk_copy(destination, source, chunk_bytes, barrier);
+      advance(fill_stage, fill_parity);
+    }
+  }
+}
+
+// The block's M-tiles of gate_up, chunk by chunk, into the stages of the ring.
+__device__ __forceinline__ void fetch_gate_up(uint32_t block, const uint8_t* weights, uint64_t layer_offset,
+    uint64_t* empty, uint32_t& fill_stage, uint32_t& fill_parity, uint32_t* block_waits, uint32_t& under_way,
+    uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity, uint8_t* ring) {
+  uint32_t position = (block + 8) % 132;
+  const uint8_t* matrix = weights + (layer_offset + 42024960);
+  #pragma unroll 1
+  for (uint32_t m_tile = position; m_tile < 1792; m_tile += 132) {
+    uint32_t wave = m_tile / 132;
+    uint64_t wave_bytes = (uint64_t)(wave) * 8667648;
+    uint32_t width = 132 - wave / 13 * 56;
+    #pragma unroll 1
+    for (uint32_t chunk = 0; chunk < 4; ++chunk) {
+      uint32_t chunk_bytes = 16384 + chunk / 3 * 128;
+      const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * (16384 + chunk / 3 * 128)));
+      mbarrier_wait(empty + fill_stage, fill_parity);
+      bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
+      uint64_t* barrier = full + fill_stage;
+      uint8_t* destination = ring + fill_stage * 16512;
+      mbarrier_arrive_expect_tx(barrier, chunk_bytes);
+      bulk_copy(destination, source, chunk_bytes, barrier);
+      advance(fill_stage, fill_parity);
+    }
+  }
+}
+
+// The block's M-tiles of down, chunk by chunk, into the stages of the ring.
+__device__ __forceinline__ void fetch_down(uint32_t block, const uint8_t* weights, uint64_t layer_offset,
+    uint64_t* empty, uint32_t& fill_stage, uint32_t& fill_parity, uint32_t* block_waits, uint32_t& under_way,
+    uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity, uint8_t* ring) {
+  uint32_t position = block % 132;
+  const uint8_t* matrix = weights + (layer_offset + 159694848);
+  #pragma unroll 1
+  for (uint32_t slice = 0; slice < 2; ++slice) {
+    uint32_t first = slice * 7;
+    uint32_t end = first + 7 < 14 ? first + 7 : 14;
+    #pragma unroll 1
+    for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
+      uint32_t wave = m_tile / 132;
+      uint64_t wave_bytes = (uint64_t)(wave) * 30294528;
+      uint32_t width = 132 - wave * 8;
+      #pragma unroll 1
+      for (uint32_t chunk = first; chunk < end; ++chunk) {
+        uint32_t chunk_bytes = 16384 + chunk / 13 * 128;
+        const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * (16384 + chunk / 13 * 128)));
+        mbarrier_wait(empty + fill_stage, fill_parity);
+        bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
+        uint64_t* barrier = full + fill_stage;
+        uint8_t* destination = ring + fill_stage * 16512;
+        mbarrier_arrive_expect_tx(barrier, chunk_bytes);
+        bulk_copy(destination, source, chunk_bytes, barrier);
+        advance(fill_stage, fill_parity);
+      }
+    }
+  }
+}
+
+// The block's M-tiles of lm_head, chunk by chunk, into the stages of the ring.
+__device__ __forceinline__ void fetch_lm_head(uint32_t block, const uint8_t* weights, uint64_t* empty,
+    uint32_t& fill_stage, uint32_t& fill_parity, uint32_t* block_waits, uint32_t& under_way, uint64_t* full,
+    uint32_t& landed_stage, uint32_t& landed_parity, uint8_t* ring) {
+  uint32_t position = (block + 8) % 132;
+  const uint8_t* matrix = weights + 6990331904ull;
+  #pragma unroll 1
+  for (uint32_t m_tile = position; m_tile < 8016; m_tile += 132) {
+    uint32_t wave = m_tile / 132;
+    uint64_t wave_bytes = (uint64_t)(wave) * 17301504;
+    uint32_t width = 132 - wave / 60 * 36;
+    #pragma unroll 1
+    for (uint32_t chunk = 0; chunk < 8; ++chunk) {
+      const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
+      mbarrier_wait(empty + fill_stage, fill_parity);
+      bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
+      uint64_t* barrier = full + fill_stage;
+      uint8_t* destination = ring + fill_stage * 16512;
+      mbarrier_arrive_expect_tx(barrier, 16384);
+      bulk_copy(destination, source, 16384, barrier);
+      advance(fill_stage, fill_parity);
+    }
+  }
+}
+
+// Write down every column's place in this step. A barrier of the consumer warps must follow.
+__device__ __forceinline__ void begin_step(uint32_t step, uint8_t* arena, uint32_t thread, uint32_t column_count,
+    const int32_t* columns, const int32_t* sequences) {
+  uint32_t* state = (uint32_t*)(arena + COLUMNS);
+  if (thread < column_count) {
+    uint32_t sequence = load_constant_u32(columns + thread * 4);
+    uint32_t per_step = load_constant_u32(sequences + (sequence * 24 + 1));
+    uint32_t number = step * per_step + load_constant_u32(columns + (thread * 4 + 1));
+    uint32_t* words = state + thread * 8;
+    uint32_t position = load_constant_u32(sequences + sequence * 24) + number;
+    words[0] = position < 8191 ? position : 8191;
+    words[1] = number;
+    words[2] = load_constant_u32(sequences + (sequence * 24 + 3));
+    words[3] = load_constant_u32(sequences + (sequence * 24 + 5));
+    words[4] = load_constant_u32(sequences + (sequence * 24 + 6));
+    words[5] = load_constant_u32(sequences + (sequence * 24 + 7));
+    words[6] = sequence;
+  }
+}
+
+// A tile's record, in two units of 16 bytes.
+__device__ __forceinline__ void keep_tile(uint4* place, uint32_t number, const int32_t* tiles) {
+  const int32_t* record = tiles + number * 8;
+  place[0] = load_constant_u32x4(record);
+  place[1] = load_constant_u32x4(record + 4);
+}
+
+// An item's record and its tile's, in four units of 16 bytes.
+__device__ __forceinline__ void keep_item(uint4* place, uint32_t number, const int32_t* kv_plans, uint32_t plan_index,
+    const int32_t* tiles) {
+  const int32_t* record = kv_plans + (plan_index * 2880 + number * 8 + 256);
+  uint4 what = load_constant_u32x4(record);
+  place[0] = what;
+  place[1] = load_constant_u32x4(record + 4);
+  keep_tile(place + 2, what.y, tiles);
+}
+
+// Called by a whole warp of the team.
+__device__ __forceinline__ void keep_merge(uint32_t job, uint32_t merge_rows, uint8_t* arena, uint32_t warp,
+    const int32_t* kv_plans, uint32_t plan_index, uint32_t lane, const int32_t* tiles) {
+  uint4* place = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
+  uint32_t number = load_constant_u32(kv_plans + (plan_index * 2880 + job / merge_rows * 2 + 2496));
+  uint32_t head = load_constant_u32(kv_plans + (plan_index * 2880 + job / merge_rows * 2 + 2497));
+  uint32_t begin = load_constant_u32(kv_plans + (plan_index * 2880 + job / merge_rows + 2432));
+  uint32_t end = load_constant_u32(kv_plans + (plan_index * 2880 + job / merge_rows + 2433));
+  if (lane == 0) {
+    place[0] = make_u32x4(head, job % merge_rows, begin, end);
+    keep_tile(place + 1, number, tiles);
+  }
+  uint32_t* sources = (uint32_t*)(place + 3);
+  if (lane < (end - begin < 20 ? end - begin : 20)) {
+    sources[lane] = load_constant_u32(kv_plans + (plan_index * 2880 + (begin + lane) + 2560));
+  }
+}
+
+// In the consumer role: bring the records of the present plan to shared memory. A barrier of the consumer warps
+// must precede, if there were others, and follow.
+__device__ __forceinline__ void keep(uint8_t* arena, const int32_t* kv_plans, uint32_t plan_index, uint32_t thread,
+    uint32_t block, const int32_t* tiles, uint32_t warp, uint32_t lane) {
+  uint4* kept = (uint4*)(arena + RECORDS);
+  uint4 header = load_constant_u32x4(kv_plans + plan_index * 2880);
+  if (thread < 4) {
+    uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 2880 + block + 64));
+    uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 2880 + block + 65));
+    if (thread == 0) {
+      kept[0] = make_u32x4(first_item, last_item, header.z * header.w, header.w);
+    }
+    if (first_item + thread < last_item) {
+      keep_item(kept + (1 + thread * 4), first_item + thread, kv_plans, plan_index, tiles);
+    }
+  }
+  if (warp % 4 == 0 && warp / 4 * 132 + block < header.z * header.w) {
+    keep_merge(warp / 4 * 132 + block, header.w, arena, warp, kv_plans, plan_index, lane, tiles);
+  }
+}
+
+// cos and sin of every column's position.
+__device__ __forceinline__ void load_angles(uint8_t* arena, uint32_t thread, uint32_t column_count, const float* rope) {
+  float* angles = (float*)(arena + ROPE);
+  #pragma unroll 1
+  for (uint32_t number = thread; number < column_count * 128; number += 256) {
+    uint32_t position = ((uint32_t*)(arena + COLUMNS))[number / 128 * 8];
+    angles[number] = rope[(uint64_t)(position) * 128 + (uint64_t)(number % 128)];
+  }
+}
+
+// The rows of the tokens' embeddings that this block owns, in f32.
+__device__ __forceinline__ void start_residual(uint8_t* arena, uint32_t thread, uint32_t block, uint32_t column_count,
+    const bf16* embedding, uint32_t* next_token) {
+  float* residual = (float*)(arena + RESIDUAL);
+  #pragma unroll 1
+  for (uint32_t place = thread; place < 32; place += 256) {
+    uint32_t m_tile = place / 16 * 132 + block % 132;
+    uint32_t row = m_tile * 16 + place % 16;
+    if (row < 4096 && 0 < column_count) {
+      residual[place] = bf16_to_f32((embedding + (uint64_t)(next_token[0]) * 4096)[row]);
+    } else {
+      residual[place] = 0.0f;
+    }
+  }
+}
+
+// Bring `size_bytes` of global memory into L2, a line a block: a cold line under full load takes microseconds.
+__device__ __forceinline__ void prefetch(const bf16* source, uint32_t thread, uint32_t block) {
+  const uint8_t* lines = (const uint8_t*)(source);
+  if (thread == 0) {
+    #pragma unroll 1
+    for (uint32_t offset = block * 128; offset < 8192; offset += 16896) {
+      prefetch_l2(lines + offset);
+    }
+  }
+}
+
+// Unit `unit` of the vectors of so many tokens (8 bf16 elements) as f16. All lanes of a warp call it, with
+// neighbouring units.
+__device__ __forceinline__ void store_halves(uint4* vector, uint32_t unit, uint4 words) {
+  uint32_t largest = ((((((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112))) < ((words.z << 16) & 2147418112) ? (words.z << 16) & 2147418112 : (((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)))) < (words.z & 2147418112) ? words.z & 2147418112 : ((((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112))) < ((words.z << 16) & 2147418112) ? (words.z << 16) & 2147418112 : (((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112))))) < ((words.w << 16) & 2147418112) ? (words.w << 16) & 2147418112 : (((((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112))) < ((words.z << 16) & 2147418112) ? (words.z << 16) & 2147418112 : (((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)))) < (words.z & 2147418112) ? words.z & 2147418112 : ((((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112))) < ((words.z << 16) & 2147418112) ? (words.z << 16) & 2147418112 : (((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)))))) < (words.w & 2147418112) ? words.w & 2147418112 : ((((((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112))) < ((words.z << 16) & 2147418112) ? (words.z << 16) & 2147418112 : (((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)))) < (words.z & 2147418112) ? words.z & 2147418112 : ((((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112))) < ((words.z << 16) & 2147418112) ? (words.z << 16) & 2147418112 : (((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112))))) < ((words.w << 16) & 2147418112) ? (words.w << 16) & 2147418112 : (((((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112))) < ((words.z << 16) & 2147418112) ? (words.z << 16) & 2147418112 : (((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)))) < (words.z & 2147418112) ? words.z & 2147418112 : ((((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112))) < ((words.z << 16) & 2147418112) ? (words.z << 16) & 2147418112 : (((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112))))));
+  uint32_t value = shuffle_xor_u32(largest, 1);
+  largest = largest < value ? value : largest;
+  uint32_t value_2 = shuffle_xor_u32(largest, 2);
+  largest = largest < value_2 ? value_2 : largest;
+  uint32_t exponent = largest >> 23 < 32 ? 32 : largest >> 23;
+  float scale = bits_float((268 - exponent) << 23);
+  uint4* tile = vector + unit / 16 * 17;
+  uint32_t place = unit % 16;
+  tile[place] = make_u32x4(pack_f16x2(bf16x2_low(words.x) * scale, bf16x2_high(words.x) * scale), pack_f16x2(bf16x2_low(words.y) * scale, bf16x2_high(words.y) * scale), pack_f16x2(bf16x2_low(words.z) * scale, bf16x2_high(words.z) * scale), pack_f16x2(bf16x2_low(words.w) * scale, bf16x2_high(words.w) * scale));
+  if (unit % 4 == 0) {
+    uint32_t* powers = (uint32_t*)(tile + 16);
+    powers[place / 4] = exponent == 255 ? 2143289344 : (exponent - 14) << 23;
+  }
+}
+
+// A unit times the norm's weights into the vector, and its squares to the thread's sum.
+__device__ __forceinline__ void normalise_unit(uint4* vector, uint32_t unit, uint4 words, uint4 weight,
+    float& squares) {
+  float low = bf16x2_low(words.x);
+  float high = bf16x2_high(words.x);
+  squares += low * low + high * high;
+  uint32_t weights = weight.x;
+  float low_2 = bf16x2_low(words.y);
+  float high_2 = bf16x2_high(words.y);
+  squares += low_2 * low_2 + high_2 * high_2;
+  uint32_t weights_2 = weight.y;
+  float low_3 = bf16x2_low(words.z);
+  float high_3 = bf16x2_high(words.z);
+  squares += low_3 * low_3 + high_3 * high_3;
+  uint32_t weights_3 = weight.z;
+  float low_4 = bf16x2_low(words.w);
+  float high_4 = bf16x2_high(words.w);
+  squares += low_4 * low_4 + high_4 * high_4;
+  uint32_t weights_4 = weight.w;
+  store_halves(vector, unit,
+      make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4))));
+}
+
+// 1/rms of every token from the threads' sums of squares: within warps, then over the warps in order.
+__device__ __forceinline__ void write_scales(float squares, uint8_t* arena, uint32_t lane, uint32_t warp,
+    uint32_t thread, uint32_t column_count) {
+  float* partial_sums = (float*)(arena + PARTIAL_SUMS);
+  float* scales = (float*)(arena + SCALES);
+  float sum_of_token = squares;
+  sum_of_token += shuffle_xor_f32(sum_of_token, 16);
+  sum_of_token += shuffle_xor_f32(sum_of_token, 8);
+  sum_of_token += shuffle_xor_f32(sum_of_token, 4);
+  sum_of_token += shuffle_xor_f32(sum_of_token, 2);
+  sum_of_token += shuffle_xor_f32(sum_of_token, 1);
+  if (lane % 4 == 0 && lane < 4) {
+    partial_sums[warp * 8 + lane / 4] = sum_of_token;
+  }
+  named_barrier(1, 256);
+  if (thread < column_count) {
+    float total = 0.0f;
+    #pragma unroll
+    for (uint32_t other = 0; other < 8; ++other) {
+      uint32_t warp_2 = other + thread / 8;
+      total += partial_sums[warp_2 * 8 + thread % 8];
+    }
+    scales[thread] = rsqrt_f32(total * 0.000244140625f + 1e-05f);
+  }
+}
+
+// Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
+__device__ __forceinline__ void multiply_chunk(uint32_t chunk, uint32_t place, float (&sums)[1][4], uint8_t* arena,
+    uint32_t warp, uint8_t* chunk_2, uint32_t lane) {
+  uint4* vector = (uint4*)(arena + VECTOR);
+  uint32_t have_read = 0;
+  #pragma unroll
+  for (uint32_t turn = 0; turn < 1; ++turn) {
+    uint32_t pair = turn * 8 + warp;
+    uint8_t* first = chunk_2 + pair * 2048;
+    uint4* units = vector + (place * 8 + pair) * 17;
+    uint4 words = ((const uint4*)(first))[lane];
+    uint4 words_2 = ((const uint4*)(first))[lane + 32];
+    uint4 words_3 = ((const uint4*)(first))[lane + 64];
+    uint4 words_4 = ((const uint4*)(first))[lane + 96];
+    have_read ^= words.x;
+    have_read ^= words_2.x;
+    have_read ^= words_3.x;
+    have_read ^= words_4.x;
+    float4 powers = ((const float4*)(units + 16))[0];
+    uint2 pairs = e4m3x4_to_f16(words.x);
+    uint2 pairs_2 = e4m3x4_to_f16(words.y);
+    uint4 fragment = make_u32x4(pairs.x, pairs_2.x, pairs.y, pairs_2.y);
+    uint2 pairs_3 = e4m3x4_to_f16(words.z);
+    uint2 pairs_4 = e4m3x4_to_f16(words.w);
+    uint4 fragment_2 = make_u32x4(pairs_3.x, pairs_4.x, pairs_3.y, pairs_4.y);
+    uint4 values = units[lane % 4];
+    float products[4] = {};
+    mma_f16(products, fragment, values.x, values.y);
+    mma_f16(products, fragment_2, values.z, values.w);
+    float power = powers.x;
+    sums[0][0] = sums[0][0] + power * products[0];
+    float power_2 = powers.x;
+    sums[0][1] = sums[0][1] + power_2 * products[1];
+    float power_3 = powers.x;
+    sums[0][2] = sums[0][2] + power_3 * products[2];
+    float power_4 = powers.x;
+    sums[0][3] = sums[0][3] + power_4 * products[3];
+    uint2 pairs_5 = e4m3x4_to_f16(words_2.x);
+    uint2 pairs_6 = e4m3x4_to_f16(words_2.y);
+    uint4 fragment_3 = make_u32x4(pairs_5.x, pairs_6.x, pairs_5.y, pairs_6.y);
+    uint2 pairs_7 = e4m3x4_to_f16(words_2.z);
+    uint2 pairs_8 = e4m3x4_to_f16(words_2.w);
+    uint4 fragment_4 = make_u32x4(pairs_7.x, pairs_8.x, pairs_7.y, pairs_8.y);
+    uint4 values_2 = units[lane % 4 + 4];
+    float products_2[4] = {};
+    mma_f16(products_2, fragment_3, values_2.x, values_2.y);
+    mma_f16(products_2, fragment_4, values_2.z, values_2.w);
+    float power_5 = powers.y;
+    sums[0][0] = sums[0][0] + power_5 * products_2[0];
+    float power_6 = powers.y;
+    sums[0][1] = sums[0][1] + power_6 * products_2[1];
+    float power_7 = powers.y;
+    sums[0][2] = sums[0][2] + power_7 * products_2[2];
+    float power_8 = powers.y;
+    sums[0][3] = sums[0][3] + power_8 * products_2[3];
+    uint2 pairs_9 = e4m3x4_to_f16(words_3.x);
+    uint2 pairs_10 = e4m3x4_to_f16(words_3.y);
+    uint4 fragment_5 = make_u32x4(pairs_9.x, pairs_10.x, pairs_9.y, pairs_10.y);
+    uint2 pairs_11 = e4m3x4_to_f16(words_3.z);
+    uint2 pairs_12 = e4m3x4_to_f16(words_3.w);
+    uint4 fragment_6 = make_u32x4(pairs_11.x, pairs_12.x, pairs_11.y, pairs_12.y);
+    uint4 values_3 = units[lane % 4 + 8];
+    float products_3[4] = {};
+    mma_f16(products_3, fragment_5, values_3.x, values_3.y);
+    mma_f16(products_3, fragment_6, values_3.z, values_3.w);
+    float power_9 = powers.z;
+    sums[0][0] = sums[0][0] + power_9 * products_3[0];
+    float power_10 = powers.z;
+    sums[0][1] = sums[0][1] + power_10 * products_3[1];
+    float power_11 = powers.z;
+    sums[0][2] = sums[0][2] + power_11 * products_3[2];
+    float power_12 = powers.z;
+    sums[0][3] = sums[0][3] + power_12 * products_3[3];
+    uint2 pairs_13 = e4m3x4_to_f16(words_4.x);
+    uint2 pairs_14 = e4m3x4_to_f16(words_4.y);
+    uint4 fragment_7 = make_u32x4(pairs_13.x, pairs_14.x, pairs_13.y, pairs_14.y);
+    uint2 pairs_15 = e4m3x4_to_f16(words_4.z);
+    uint2 pairs_16 = e4m3x4_to_f16(words_4.w);
+    uint4 fragment_8 = make_u32x4(pairs_15.x, pairs_16.x, pairs_15.y, pairs_16.y);
+    uint4 values_4 = units[lane % 4 + 12];
+    float products_4[4] = {};
+    mma_f16(products_4, fragment_7, values_4.x, values_4.y);
+    mma_f16(products_4, fragment_8, values_4.z, values_4.w);
+    float power_13 = powers.w;
+    sums[0][0] = sums[0][0] + power_13 * products_4[0];
+    float power_14 = powers.w;
+    sums[0][1] = sums[0][1] + power_14 * products_4[1];
+    float power_15 = powers.w;
+    sums[0][2] = sums[0][2] + power_15 * products_4[2];
+    float power_16 = powers.w;
+    sums[0][3] = sums[0][3] + power_16 * products_4[3];
+  }
+  if (chunk == 3) {
+    const float* factors = (const float*)(chunk_2 + 16384);
+    uint32_t row = lane / 4;
+    float low = factors[row];
+    float high = factors[row + 8];
+    have_read ^= float_bits(low);
+    have_read ^= float_bits(high);
+    sums[0][0] = sums[0][0] * low;
+    sums[0][1] = sums[0][1] * low;
+    sums[0][2] = sums[0][2] * high;
+    sums[0][3] = sums[0][3] * high;
+  }
+  wait_for_u32(have_read);
+}
+
+// This warp's sums: [warp][row][column]. Lane 4g + t holds rows g and g + 8 of columns 2t and 2t + 1.
+__device__ __forceinline__ void lay_down(float* reductions, float (&sums)[1][4], uint32_t warp, uint32_t lane) {
+  uint32_t row = warp * 16 + lane / 4;
+  uint32_t first = lane % 4 * 2;
+  if (first < 1) {
+    uint32_t place = row + first;
+    reductions[place] = sums[0][0];
+    reductions[place + 8] = sums[0][2];
+  }
+}
+
+// RoPE (rotate-half): the pair (k, k + D/2) lies 8 lanes apart. Returns the rotated value and its dim in the head.
+__device__ __forceinline__ void rotate(float value, uint32_t m_tile_of_head, uint8_t* arena, uint32_t column,
+    uint32_t row, float& rotated_out, uint32_t& dim_out) {
+  float2* angles = (float2*)(arena + ROPE) + column * 64;
+  uint32_t frequency = m_tile_of_head * 8 + row % 8;
+  float2 angle = angles[frequency];
+  float partner = shuffle_xor_f32(value, 8);
+  bool is_second = row >= 8;
+  float rotated = value * angle.x + (is_second ? partner : -partner) * angle.y;
+  uint32_t dim = frequency + (is_second ? 64u : 0u);
+  rotated_out = rotated;
+  dim_out = dim;
+}
+
+// Add the warps' sums of a column, in order: half of the warps on each half of the lanes.
+__device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, uint32_t column, uint32_t lane,
+    uint8_t* arena, uint64_t* exchange_words, uint32_t layer_epoch, const int32_t* page_table, uint32_t layer,
+    bf16* kv) {
+  uint32_t row = lane % 16;
+  uint32_t half = lane / 16;
+  float half_sum = 0.0f;
+  #pragma unroll
+  for (uint32_t other = 0; other < 4; ++other) {
+    uint32_t place = (half * 4 + other) * 16 + row;
+    half_sum += reductions[place + column];
+  }
+  float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
+  uint32_t head = m_tile / 8;
+  uint32_t m_tile_of_head = m_tile % 8;
+  float value = row_sum * ((float*)(arena + SCALES))[column];
+  uint32_t dim = m_tile_of_head * 16 + row;
+  if (head < 40) {
+    float rotated;
+    uint32_t rotated_dim;
+    rotate(value, m_tile_of_head, arena, column, row, rotated, rotated_dim);
+    value = rotated;
+    dim = rotated_dim;
+  }
+  float neighbour = shuffle_xor_f32(value, 1);
+  uint32_t pair = pack_bf16x2(value, neighbour);
+  if (lane < 16 && lane % 2 == 0) {
+    uint32_t place = (column * 6144 + head * 128 + dim) / 2;
+    publish_flagged(exchange_words + (place + 2080), pair, layer_epoch);
+    if (head >= 32) {
+      if (((uint32_t*)(arena + COLUMNS))[column * 8 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 8 + 2]) {
+        uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 512;
+        uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 8] / 16));
+        uint64_t offset = (uint64_t)(layer) * 16777216 + (uint64_t)(page) * 32768;
+        bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 2048 + ((uint32_t*)(arena + COLUMNS))[column * 8] % 16 * 128));
+        bf16* place_2 = head - 32 < 8 ? key : key + 16384;
+        ((uint32_t*)(place_2 + dim))[0] = pair;
+        fence_proxy_async();
+      }
+    }
+  }
+}
+
+// The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
+__device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
+    uint32_t warp, uint32_t lane, uint32_t& finisher, uint64_t* exchange_words, uint32_t layer_epoch,
+    const int32_t* page_table, uint32_t layer, bf16* kv) {
+  float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
+  lay_down(reductions, sums, warp, lane);
+  named_barrier(1, 256);
+  if (warp == finisher) {
+    uint32_t column = 0;
+    finish_rows(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch, page_table, layer, kv);
+  }
+  turn ^= 1;
+  finisher += 1;
+  if (finisher == 8) {
+    finisher = 0;
+  }
+}
+
+// ---- phase qkv -------------------------------------------------------------------------------------
+// Input norm; q, k and v of these tokens; rotary embedding.
+// Waits for: hidden of the layer before; in the first layer for nothing, the tokens' embeddings are there.
+// Makes: qkv, and the keys and values in the cache.
+__device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
+    const bf16* norms, uint32_t* block_waits, uint8_t* arena, const bf16* embedding, uint32_t* next_token,
+    uint32_t lane, uint32_t warp, uint32_t column_count, uint64_t* exchange_words, uint32_t layer_epoch, uint64_t* full,
+    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher,
+    const int32_t* page_table, bf16* kv) {
+  if (thread == 0) {
+    store_relaxed_u32(progress + block, step * 162 + layer * 5);
+  }
+  prefetch(norms + (layer * 2 + 1) * 4096, thread, block);
+  uint32_t position = (block + 8) % 132;
+  if (thread == 0) {
+    store_shared_u32(block_waits, 1);
+  }
+  if (layer == 0) {
+    uint4* vector = (uint4*)(arena + VECTOR);
+    float squares = 0.0f;
+    uint32_t first_unit = thread;
+    uint4 weights[8];
+    #pragma unroll
+    for (uint32_t number = 0; number < 2; ++number) {
+      weights[number] = load_constant_u32x4(norms + (first_unit + number * 256) * 8);
+    }
+    uint4 units[8];
+    const bf16* embedded = embedding + (uint64_t)(next_token[0]) * 4096;
+    #pragma unroll
+    for (uint32_t number = 0; number < 2; ++number) {
+      units[number] = load_constant_u32x4(embedded + (first_unit + number * 256) * 8);
+    }
+    #pragma unroll
+    for (uint32_t number = 0; number < 2; ++number) {
+      normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
+    }
+    write_scales(squares, arena, lane, warp, thread, column_count);
+  } else {
+    uint4* vector = (uint4*)(arena + VECTOR);
+    float squares = 0.0f;
+    uint32_t first_unit = thread;
+    uint4 weights[8];
+    #pragma unroll
+    for (uint32_t number = 0; number < 2; ++number) {
+      weights[number] = load_constant_u32x4(norms + layer * 8192 + (first_unit + number * 256) * 8);
+    }
+    if (lane == 0) {
+      wait_flagged4(exchange_words + (first_unit * 4 + 32), layer_epoch - 1);
+    }
+    warp_barrier();
+    uint4 units[8];
+    wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 2, layer_epoch - 1);
+    #pragma unroll
+    for (uint32_t number = 0; number < 2; ++number) {
+      normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
+    }
+    write_scales(squares, arena, lane, warp, thread, column_count);
+  }
+  if (thread == 0) {
+    store_shared_u32(block_waits, 0);
+  }
+  #pragma unroll 1
+  for (uint32_t m_tile = position; m_tile < 384; m_tile += 132) {
+    float sums[1][4] = {};
+    if (m_tile + 132 >= 384) {
+      if (thread == 0) {
+        store_shared_u32(block_waits, 1);
+      }
+    }
+    #pragma unroll 2
+    for (uint32_t chunk = 0; chunk < 4; ++chunk) {
+      mbarrier_wait(full + use_stage, use_parity);
+      uint8_t* chunk_2 = ring + use_stage * 16512;
+      multiply_chunk(chunk, chunk, sums, arena, warp, chunk_2, lane);
+      warp_barrier();
+      if (lane == 0) {
+        mbarrier_arrive(empty + use_stage);
+      }
+      advance(use_stage, use_parity);
+    }
+    reduce(m_tile, sums, arena, turn, warp, lane, finisher, exchange_words, layer_epoch, page_table, layer, kv);
+  }
+}
+
+// Unit `number` of the newest keys, then of the newest values: as rows of a stage have them, bf16 or codes.
+__device__ __forceinline__ void load_newest_unit(uint32_t newest_begin, uint32_t number, uint32_t newest_units,
+    uint32_t epoch, uint4* record, uint32_t step, uint64_t* exchange_words, uint4 what, uint8_t* arena) {
+  bool is_value = number >= newest_units;
+  uint32_t unit = is_value ? number - newest_units : number;
+  uint32_t column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + unit / 16;
+  uint4 words = wait_flagged4(exchange_words + ((column * 768 + ((is_value ? 40u : 32u) + what.z) * 16 + unit % 16) * 4 + 2080), epoch);
+  uint4* keys = (uint4*)(arena + NEWEST);
+  uint4* values = (uint4*)(arena + NEWEST) + 256;
+  if (is_value) {
+    values[unit] = words;
+  } else {
+    keys[unit] = words;
+  }
+}
+
+// Bring the item's queries to shared memory, and those newest keys and values that it has.
+__device__ __forceinline__ void load_item(uint32_t newest_begin, uint32_t newest, uint32_t epoch, uint8_t* arena,
+    uint4* record, uint32_t thread, uint64_t* exchange_words, uint4 what, uint32_t step) {
+  uint4* queries = (uint4*)(arena + QUERIES);
+  uint32_t query_units = record[1].z * 16;
+  uint32_t newest_units = newest * 16;
+  #pragma unroll 1
+  for (uint32_t number = thread; number < query_units + newest_units * 2; number += 256) {
+    if (number < query_units) {
+      uint32_t row = number / 16;
+      uint32_t column = record[2].x + row / 4;
+      queries[number] = wait_flagged4(exchange_words + ((column * 768 + (what.z * 4 + row % 4) * 16 + number % 16) * 4 + 2080), epoch);
+    } else {
+      load_newest_unit(newest_begin, number - query_units, newest_units, epoch, record, step, exchange_words, what,
+          arena);
+    }
+  }
+  named_barrier(1, 256);
+}
+
+// For how many warps this one gives back a stage with these tiles: those with a tile in it share out all.
+__device__ __forceinline__ uint32_t arrivals(uint32_t first_tile, uint32_t last_tile, uint32_t warp) {
+  uint32_t tiles = (last_tile < first_tile + 1 ? first_tile + 1 : last_tile) - first_tile;
+  uint32_t groups = tiles < 8 ? tiles : 8;
+  uint32_t number = (warp + 8 - first_tile % 8) % 8;
+  return 8 / groups + (number < 8 % groups ? 1u : 0u);
+}
+
+// Lanes of odd rows read the two units in the opposite order: no bank conflicts.
+__device__ __forceinline__ void read_crossed(uint32_t row, uint32_t (&words)[2][4], uint8_t* keys, uint32_t lane) {
+  const uint4* keys_2 = (const uint4*)(keys) + row * 16;
+  uint32_t is_odd = lane / 4 % 2;
+  uint4 first = keys_2[is_odd * 4 + lane % 4];
+  uint4 second = keys_2[(1 - is_odd) * 4 + lane % 4];
+  words[0][0] = is_odd == 0 ? first.x : second.x;
+  words[1][0] = is_odd == 0 ? second.x : first.x;
+  words[0][1] = is_odd == 0 ? first.y : second.y;
+  words[1][1] = is_odd == 0 ? second.y : first.y;
+  words[0][2] = is_odd == 0 ? first.z : second.z;
+  words[1][2] = is_odd == 0 ? second.z : first.z;
+  words[0][3] = is_odd == 0 ? first.w : second.w;
+  words[1][3] = is_odd == 0 ? second.w : first.w;
+}
+
+// 32 dims of 16 keys by those of the queries: low and high are what the lane has of keys r and r + 8.
+__device__ __forceinline__ void multiply_part(uint32_t (&low)[4], uint32_t (&high)[4], float (&sums_0)[2][4],
+    uint4* query, uint32_t lane) {
+  uint4 early = make_u32x4(low[0], high[0], low[1], high[1]);
+  uint4 late = make_u32x4(low[2], high[2], low[3], high[3]);
+  uint4 query_2 = query[lane % 4];
+  mma_bf16(sums_0[0], early, query_2.x, query_2.y);
+  mma_bf16(sums_0[1], late, query_2.z, query_2.w);
+}
+
+// 32 dims of 16 keys by those of the queries: low and high are what the lane has of keys r and r + 8.
+__device__ __forceinline__ void multiply_part_2(uint32_t (&low)[4], uint32_t (&high)[4], float (&sums_0)[2][4],
+    uint4* query, uint32_t lane) {
+  uint4 early = make_u32x4(low[0], high[0], low[1], high[1]);
+  uint4 late = make_u32x4(low[2], high[2], low[3], high[3]);
+  uint4 query_2 = query[4 + lane % 4];
+  mma_bf16(sums_0[0], early, query_2.x, query_2.y);
+  mma_bf16(sums_0[1], late, query_2.z, query_2.w);
+}
+
+// Lanes of odd rows read the two units in the opposite order: no bank conflicts.
+__device__ __forceinline__ void read_crossed_2(uint32_t row, uint32_t (&words)[2][4], uint8_t* keys, uint32_t lane) {
+  const uint4* keys_2 = (const uint4*)(keys) + row * 16;
+  uint32_t is_odd = lane / 4 % 2;
+  uint4 first = keys_2[(2 + is_odd) * 4 + lane % 4];
+  uint4 second = keys_2[(2 + (1 - is_odd)) * 4 + lane % 4];
+  words[0][0] = is_odd == 0 ? first.x : second.x;
+  words[1][0] = is_odd == 0 ? second.x : first.x;
+  words[0][1] = is_odd == 0 ? first.y : second.y;
+  words[1][1] = is_odd == 0 ? second.y : first.y;
+  words[0][2] = is_odd == 0 ? first.z : second.z;
+  words[1][2] = is_odd == 0 ? second.z : first.z;
+  words[0][3] = is_odd == 0 ? first.w : second.w;
+  words[1][3] = is_odd == 0 ? second.w : first.w;
+}
+
+// 32 dims of 16 keys by those of the queries: low and high are what the lane has of keys r and r + 8.
+__device__ __forceinline__ void multiply_part_3(uint32_t (&low)[4], uint32_t (&high)[4], float (&sums_0)[2][4],
+    uint4* query, uint32_t lane) {
+  uint4 early = make_u32x4(low[0], high[0], low[1], high[1]);
+  uint4 late = make_u32x4(low[2], high[2], low[3], high[3]);
+  uint4 query_2 = query[8 + lane % 4];
+  mma_bf16(sums_0[0], early, query_2.x, query_2.y);
+  mma_bf16(sums_0[1], late, query_2.z, query_2.w);
+}
+
+// 32 dims of 16 keys by those of the queries: low and high are what the lane has of keys r and r + 8.
+__device__ __forceinline__ void multiply_part_4(uint32_t (&low)[4], uint32_t (&high)[4], float (&sums_0)[2][4],
+    uint4* query, uint32_t lane) {
+  uint4 early = make_u32x4(low[0], high[0], low[1], high[1]);
+  uint4 late = make_u32x4(low[2], high[2], low[3], high[3]);
+  uint4 query_2 = query[12 + lane % 4];
+  mma_bf16(sums_0[0], early, query_2.x, query_2.y);
+  mma_bf16(sums_0[1], late, query_2.z, query_2.w);
+}
+
+// Logits times log2 e, and -inf (without softmax: weights, and 0) where a key is not seen.
+__device__ __forceinline__ void scale_and_mask(float (&logits)[4], uint32_t valid, uint32_t key, uint32_t lane,
+    uint32_t (&limits)[2]) {
+  uint32_t number = lane / 4;
+  uint32_t limits_2[2];
+  limits_2[0] = limits[0] < key + valid ? limits[0] : key + valid;
+  limits_2[1] = limits[1] < key + valid ? limits[1] : key + valid;
+  bool is_seen = key + number < limits_2[0];
+  float logit = logits[0] * 0.12751743f;
+  logits[0] = is_seen ? logit : -bits_float(0x7f800000);
+  bool is_seen_2 = key + number < limits_2[1];
+  float logit_2 = logits[1] * 0.12751743f;
+  logits[1] = is_seen_2 ? logit_2 : -bits_float(0x7f800000);
+  uint32_t tile_key = number + 8;
+  bool is_seen_3 = key + tile_key < limits_2[0];
+  float logit_3 = logits[2] * 0.12751743f;
+  logits[2] = is_seen_3 ? logit_3 : -bits_float(0x7f800000);
+  uint32_t tile_key_2 = number + 8;
+  bool is_seen_4 = key + tile_key_2 < limits_2[1];
+  float logit_4 = logits[3] * 0.12751743f;
+  logits[3] = is_seen_4 ? logit_4 : -bits_float(0x7f800000);
+}
+
+// exp2(logit - highest) in place, and the state shrunk to the new highest logit.
+__device__ __forceinline__ void weigh(float (&logits)[4], float (&highest)[2], float (&weight_sum)[2],
+    float (&output)[8][4]) {
+  #pragma unroll
+  for (uint32_t column = 0; column < 2; ++column) {
+    float peak = maximum_f32(logits[column], logits[column + 2]);
+    peak = maximum_f32(peak, shuffle_xor_f32(peak, 4));
+    peak = maximum_f32(peak, shuffle_xor_f32(peak, 8));
+    peak = maximum_f32(peak, shuffle_xor_f32(peak, 16));
+    float new_highest = maximum_f32(highest[column], peak);
+    float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
+    float shrink = exp2_f32(highest[column] - base);
+    highest[column] = new_highest;
+    logits[column] = exp2_f32(logits[column] - base);
+    logits[column + 2] = exp2_f32(logits[column + 2] - base);
+    weight_sum[column] = weight_sum[column] * shrink + (logits[column] + logits[column + 2]);
+    #pragma unroll
+    for (uint32_t tile = 0; tile < 8; ++tile) {
+      output[tile][column] = output[tile][column] * shrink;
+      output[tile][column + 2] = output[tile][column + 2] * shrink;
+    }
+  }
+}
+
+// Units slices * r, slices * r + 1, ... of a value, as bf16 pairs into words[slice][number].
+__device__ __forceinline__ void read_values(uint32_t row, uint32_t (&words)[2][4][4], uint8_t* values, uint32_t lane) {
+  const uint4* units = (const uint4*)(values) + (row * 16 + lane / 4 * 2);
+  uint32_t is_late = lane % 4 / 2;
+  uint4 first = units[is_late];
+  uint4 second = units[1 - is_late];
+  words[0][0][0] = is_late == 0 ? first.x : second.x;
+  words[1][0][0] = is_late == 0 ? second.x : first.x;
+  words[0][0][1] = is_late == 0 ? first.y : second.y;
+  words[1][0][1] = is_late == 0 ? second.y : first.y;
+  words[0][0][2] = is_late == 0 ? first.z : second.z;
+  words[1][0][2] = is_late == 0 ? second.z : first.z;
+  words[0][0][3] = is_late == 0 ? first.w : second.w;
+  words[1][0][3] = is_late == 0 ? second.w : first.w;
+}
+
+// Units slices * r, slices * r + 1, ... of a value, as bf16 pairs into words[slice][number].
+__device__ __forceinline__ void read_values_2(uint32_t row, uint32_t (&words)[2][4][4], uint8_t* values,
+    uint32_t lane) {
+  const uint4* units = (const uint4*)(values) + (row * 16 + lane / 4 * 2);
+  uint32_t is_late = lane % 4 / 2;
+  uint4 first = units[is_late];
+  uint4 second = units[1 - is_late];
+  words[0][1][0] = is_late == 0 ? first.x : second.x;
+  words[1][1][0] = is_late == 0 ? second.x : first.x;
+  words[0][1][1] = is_late == 0 ? first.y : second.y;
+  words[1][1][1] = is_late == 0 ? second.y : first.y;
+  words[0][1][2] = is_late == 0 ? first.z : second.z;
+  words[1][1][2] = is_late == 0 ? second.z : first.z;
+  words[0][1][3] = is_late == 0 ? first.w : second.w;
+  words[1][1][3] = is_late == 0 ? second.w : first.w;
+}
+
+// Units slices * r, slices * r + 1, ... of a value, as bf16 pairs into words[slice][number].
+__device__ __forceinline__ void read_values_3(uint32_t row, uint32_t (&words)[2][4][4], uint8_t* values,
+    uint32_t lane) {
+  const uint4* units = (const uint4*)(values) + (row * 16 + lane / 4 * 2);
+  uint32_t is_late = lane % 4 / 2;
+  uint4 first = units[is_late];
+  uint4 second = units[1 - is_late];
+  words[0][2][0] = is_late == 0 ? first.x : second.x;
+  words[1][2][0] = is_late == 0 ? second.x : first.x;
+  words[0][2][1] = is_late == 0 ? first.y : second.y;
+  words[1][2][1] = is_late == 0 ? second.y : first.y;
+  words[0][2][2] = is_late == 0 ? first.z : second.z;
+  words[1][2][2] = is_late == 0 ? second.z : first.z;
+  words[0][2][3] = is_late == 0 ? first.w : second.w;
+  words[1][2][3] = is_late == 0 ? second.w : first.w;
+}
+
+// Units slices * r, slices * r + 1, ... of a value, as bf16 pairs into words[slice][number].
+__device__ __forceinline__ void read_values_4(uint32_t row, uint32_t (&words)[2][4][4], uint8_t* values,
+    uint32_t lane) {
+  const uint4* units = (const uint4*)(values) + (row * 16 + lane / 4 * 2);
+  uint32_t is_late = lane % 4 / 2;
+  uint4 first = units[is_late];
+  uint4 second = units[1 - is_late];
+  words[0][3][0] = is_late == 0 ? first.x : second.x;
+  words[1][3][0] = is_late == 0 ? second.x : first.x;
+  words[0][3][1] = is_late == 0 ? first.y : second.y;
+  words[1][3][1] = is_late == 0 ? second.y : first.y;
+  words[0][3][2] = is_late == 0 ? first.z : second.z;
+  words[1][3][2] = is_late == 0 ? second.z : first.z;
+  words[0][3][3] = is_late == 0 ? first.w : second.w;
+  words[1][3][3] = is_late == 0 ? second.w : first.w;
+}
+
+// output (dims x queries) += values^T * weights, of every column tile.
+__device__ __forceinline__ void add_values(uint32_t first_row, uint32_t valid, uint32_t key, uint32_t weights_0_0,
+    uint32_t weights_0_1, uint32_t lane, uint8_t* values, float (&output)[8][4]) {
+  uint32_t words[2][4][4];
+  uint32_t tile_key = lane % 4 * 2 < valid - 1 ? lane % 4 * 2 : valid - 1;
+  uint32_t row = first_row + tile_key;
+  read_values(row, words, values, lane);
+  uint32_t tile_key_2 = lane % 4 * 2 + 1 < valid - 1 ? lane % 4 * 2 + 1 : valid - 1;
+  uint32_t row_2 = first_row + tile_key_2;
+  read_values_2(row_2, words, values, lane);
+  uint32_t tile_key_3 = lane % 4 * 2 + 8 < valid - 1 ? lane % 4 * 2 + 8 : valid - 1;
+  uint32_t row_3 = first_row + tile_key_3;
+  read_values_3(row_3, words, values, lane);
+  uint32_t tile_key_4 = lane % 4 * 2 + 9 < valid - 1 ? lane % 4 * 2 + 9 : valid - 1;
+  uint32_t row_4 = first_row + tile_key_4;
+  read_values_4(row_4, words, values, lane);
+  #pragma unroll
+  for (uint32_t tile = 0; tile < 4; ++tile) {
+    uint32_t low_early = byte_permute(words[0][0][tile / 2], words[0][1][tile / 2], tile % 2 == 0 ? 21520u : 30258u);
+    uint32_t high_early = byte_permute(words[0][0][(tile + 4) / 2], words[0][1][(tile + 4) / 2], (tile + 4) % 2 == 0 ? 21520u : 30258u);
+    uint32_t low_late = byte_permute(words[0][2][tile / 2], words[0][3][tile / 2], tile % 2 == 0 ? 21520u : 30258u);
+    uint32_t high_late = byte_permute(words[0][2][(tile + 4) / 2], words[0][3][(tile + 4) / 2], (tile + 4) % 2 == 0 ? 21520u : 30258u);
+    uint4 operand = make_u32x4(low_early, high_early, low_late, high_late);
+    mma_bf16(output[tile], operand, weights_0_0, weights_0_1);
+  }
+  #pragma unroll
+  for (uint32_t tile = 0; tile < 4; ++tile) {
+    uint32_t low_early = byte_permute(words[1][0][tile / 2], words[1][1][tile / 2], tile % 2 == 0 ? 21520u : 30258u);
+    uint32_t high_early = byte_permute(words[1][0][(tile + 4) / 2], words[1][1][(tile + 4) / 2], (tile + 4) % 2 == 0 ? 21520u : 30258u);
+    uint32_t low_late = byte_permute(words[1][2][tile / 2], words[1][3][tile / 2], tile % 2 == 0 ? 21520u : 30258u);
+    uint32_t high_late = byte_permute(words[1][2][(tile + 4) / 2], words[1][3][(tile + 4) / 2], (tile + 4) % 2 == 0 ? 21520u : 30258u);
+    uint4 operand = make_u32x4(low_early, high_early, low_late, high_late);
+    mma_bf16(output[4 + tile], operand, weights_0_0, weights_0_1);
+  }
+}
+
+// Fold 16 keys into the states of some column tiles, which share what is read of keys and values. The first
+// `valid` keys (one at least) exist; the first is key `key`.
+__device__ __forceinline__ void attend(uint32_t first_row, uint32_t valid, uint32_t key, uint32_t lane, uint8_t* keys,
+    uint4* query, uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2], float (&output)[8][4],
+    uint8_t* values) {
+  float sums[2][4] = {};
+  uint32_t row = first_row + lane / 4;
+  uint32_t words[2][4];
+  read_crossed(row, words, keys, lane);
+  uint32_t words_2[2][4];
+  read_crossed(row + 8, words_2, keys, lane);
+  multiply_part(words[0], words_2[0], sums, query, lane);
+  multiply_part_2(words[1], words_2[1], sums, query, lane);
+  uint32_t words_3[2][4];
+  read_crossed_2(row, words_3, keys, lane);
+  uint32_t words_4[2][4];
+  read_crossed_2(row + 8, words_4, keys, lane);
+  multiply_part_3(words_3[0], words_4[0], sums, query, lane);
+  multiply_part_4(words_3[1], words_4[1], sums, query, lane);
+  float logits[4];
+  #pragma unroll
+  for (uint32_t element = 0; element < 4; ++element) {
+    logits[element] = sums[0][element] + sums[1][element];
+  }
+  scale_and_mask(logits, valid, key, lane, limits);
+  weigh(logits, highest, weight_sum, output);
+  uint32_t weights_low = matrix_transpose_b16(pack_bf16x2(logits[0], logits[1]));
+  uint32_t weights_high = matrix_transpose_b16(pack_bf16x2(logits[2], logits[3]));
+  add_values(first_row, valid, key, weights_low, weights_high, lane, values, output);
+}
+
+// This warp's tiles of 16 keys: of the cached ones [begin, end), then of the newest, as if they were in one
+// more stage: so the code of a tile stands in the kernel once.
+__device__ __forceinline__ void attend_keys(uint32_t begin, uint32_t end, uint32_t newest_begin, uint32_t newest,
+    uint32_t warp, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena,
+    uint32_t lane, uint4* query, uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2],
+    float (&output)[8][4], uint64_t* empty) {
+  uint32_t cached = begin < end ? end - begin : 0;
+  uint32_t tiles = (cached + 15) / 16;
+  uint32_t all_tiles = tiles + (newest + 15) / 16;
+  uint32_t tile = warp;
+  while (tile < all_tiles) {
+    uint32_t stage = tile / 2;
+    uint32_t first_tile = stage * 2;
+    uint32_t last_tile = first_tile + 2 < tiles ? first_tile + 2 : tiles;
+    uint32_t first_key = begin + stage * 32;
+    uint32_t count = end - first_key < 32 ? end - first_key : 32;
+    bool is_cached = tile < tiles;
+    uint32_t arrivals_2 = arrivals(first_tile, last_tile, warp);
+    uint32_t place = use_stage + stage;
+    uint32_t stage_2 = place % 12;
+    if (is_cached) {
+      mbarrier_wait(full + stage_2, (use_parity + place / 12) % 2);
+    }
+    uint8_t* chunk = ring + stage_2 * 16512;
+    uint8_t* keys = chunk;
+    uint8_t* values = chunk + 8192;
+    if (tile >= tiles) {
+      uint8_t* newest_keys = arena + NEWEST;
+      uint8_t* newest_values = arena + NEWEST + 4096;
+      first_tile = tiles;
+      last_tile = all_tiles;
+      first_key = newest_begin;
+      count = newest;
+      keys = newest_keys;
+      values = newest_values;
+    }
+    while (tile < last_tile) {
+      uint32_t row = (tile - first_tile) * 16;
+      attend(row, count - row, first_key + row, lane, keys, query, limits, highest, weight_sum, output, values);
+      tile += 8;
+    }
+    wait_for_u32(float_bits(output[0][0]));
+    warp_barrier();
+    if (lane == 0 && is_cached) {
+      mbarrier_arrive_many(empty + stage_2, arrivals_2);
+    }
+  }
+  uint32_t place = use_stage + (cached + 31) / 32;
+  use_parity = (use_parity + place / 12) % 2;
+  use_stage = place % 12;
+}
+
+// Highest logit and weight sum of this warp, per column: statistics[warp][column].
+__device__ __forceinline__ void lay_down_statistics(uint8_t* arena, float (&weight_sum)[2], uint32_t lane,
+    uint32_t warp, float (&highest)[2]) {
+  float* words = (float*)(arena + STATISTICS);
+  #pragma unroll
+  for (uint32_t column = 0; column < 2; ++column) {
+    float total = weight_sum[column];
+    total += shuffle_xor_f32(total, 4);
+    total += shuffle_xor_f32(total, 8);
+    total += shuffle_xor_f32(total, 16);
+    uint32_t number = lane * 2 + column;
+    if (number < 4) {
+      uint32_t place = (warp * 4 + number) * 2;
+      words[place] = highest[column];
+      words[place + 1] = total;
+    }
+  }
+}
+
+// This warp's unnormalised output of some slices: attention[warp][column][slice][number].
+__device__ __forceinline__ void lay_down_2(uint8_t* arena, uint32_t lane, uint32_t warp, float (&output)[8][4]) {
+  uint4* scratch = (uint4*)(arena + ATTENTION);
+  #pragma unroll
+  for (uint32_t column = 0; column < 2; ++column) {
+    uint32_t number = lane % 4 * 2 + column;
+    if (number < 4) {
+      uint32_t row = (warp * 4 + number) * 2;
+      uint4* place = scratch + (row * 64 + lane / 4 * 8) / 4;
+      place[0] = make_u32x4(float_bits(output[0][column]), float_bits(output[1][column]), float_bits(output[2][column]), float_bits(output[3][column]));
+      place[1] = make_u32x4(float_bits(output[0][column + 2]), float_bits(output[1][column + 2]), float_bits(output[2][column + 2]), float_bits(output[3][column + 2]));
+      uint4* place_2 = scratch + ((row + 1) * 64 + lane / 4 * 8) / 4;
+      place_2[0] = make_u32x4(float_bits(output[4][column]), float_bits(output[5][column]), float_bits(output[6][column]), float_bits(output[7][column]));
+      place_2[1] = make_u32x4(float_bits(output[4][column + 2]), float_bits(output[5][column + 2]), float_bits(output[6][column + 2]), float_bits(output[7][column + 2]));
+    }
+  }
+}
+
+// Fold the states of rows `first`, `first + stride`, ... of the laid down ones: (low, high, lse).
+__device__ __forceinline__ void fold_states(uint32_t first, uint32_t pair, uint8_t* arena, float& result,
+    float& result_2, float& lse_out) {
+  float2* scratch = (float2*)(arena + ATTENTION);
+  float2* statistics = (float2*)(arena + STATISTICS);
+  float low = 0.0f;
+  float high = 0.0f;
+  float highest = -bits_float(0x7f800000);
+  #pragma unroll
+  for (uint32_t other = first; other < 32; other += 4) {
+    highest = maximum_f32(highest, statistics[other].x);
+  }
+  float base = highest == -bits_float(0x7f800000) ? 0.0f : highest;
+  float weight_sum = 0.0f;
+  #pragma unroll
+  for (uint32_t other = first; other < 32; other += 4) {
+    float2 numbers = statistics[other];
+    float weight = exp2_f32(numbers.x - base);
+    float2 part = scratch[other * 64 + pair];
+    weight_sum += weight * numbers.y;
+    low += weight * part.x;
+    high += weight * part.y;
+  }
+  float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
+  float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
+  result = low * inverse;
+  result_2 = high * inverse;
+  lse_out = lse;
+}
+
+__device__ __forceinline__ void publish_partial(uint32_t row, uint32_t dim_pair, float low, float high, float lse,
+    uint32_t epoch, uint64_t* exchange_words) {
+  uint32_t partial = row * 132;
+  publish_flagged(exchange_words + (partial + dim_pair * 2 + 5152), float_bits(low), epoch);
+  publish_flagged(exchange_words + (partial + dim_pair * 2 + 5153), float_bits(high), epoch);
+  if (dim_pair < 4) {
+    publish_flagged(exchange_words + (partial + 128 + dim_pair + 5152), float_bits(lse), epoch);
+  }
+}
+
+// Column tile `number` of every group: its column c was laid down by the warps column_group, column_group +
+// column_groups, ..., as their column c.
+__device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint32_t thread, uint8_t* arena,
+    uint64_t* exchange_words, uint4 what) {
+  uint32_t rows = record[1].z;
+  #pragma unroll 1
+  for (uint32_t output = thread; output < rows * 64; output += 256) {
+    uint32_t place = output / 64;
+    uint32_t pair = output % 64;
+    float low;
+    float high;
+    float lse;
+    fold_states(place, pair, arena, low, high, lse);
+    uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32) * 4 + pair % 32 % 4;
+    if (record[1].y == 4294967295u) {
+      uint32_t column = record[2].x + place / 4;
+      publish_flagged(exchange_words + (((((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 32 + column) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) % 8 / 2 + 144544), pack_bf16x2(low, high), epoch);
+    } else {
+      publish_partial(record[1].y + place, dim_pair, low, high, lse, epoch, exchange_words);
+    }
+  }
+}
+
+// Fold the key groups' states, in ascending order, as many dims at a time as there is room for, and publish the
+// result.
+__device__ __forceinline__ void fold(uint32_t epoch, uint8_t* arena, float (&weight_sum)[2], uint32_t lane,
+    uint32_t warp, float (&highest)[2], float (&output)[8][4], uint4* record, uint32_t thread, uint64_t* exchange_words,
+    uint4 what) {
+  lay_down_statistics(arena, weight_sum, lane, warp, highest);
+  lay_down_2(arena, lane, warp, output);
+  named_barrier(1, 256);
+  fold_slices(epoch, record, thread, arena, exchange_words, what);
+  named_barrier(1, 256);
+}
+
+// An item whose queries are there, with `width` column tiles a warp. Two of them share what is read and wait
+// together; an item of few rows would waste the second.
+__device__ __forceinline__ void attend_item(uint32_t cached_end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
+    uint8_t* arena, uint32_t lane, uint4* record, uint32_t step, uint4 what, uint32_t warp, uint32_t& use_stage,
+    uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t thread, uint64_t* exchange_words) {
+  uint4* shared = (uint4*)(arena + QUERIES);
+  uint32_t row = lane / 4 < 7 ? lane / 4 : 7;
+  uint4* query = shared + row * 16;
+  uint32_t limits[2];
+  uint32_t fused = lane % 4 * 2;
+  uint32_t present = fused < record[1].z - 1 ? fused : record[1].z - 1;
+  uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+  uint32_t position = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 4) * 8];
+  uint32_t following = position + 1;
+  uint32_t visible = following > record[2].w ? following - record[2].w : 0;
+  limits[0] = fused < record[1].z ? (end < visible ? end : visible) : 0;
+  uint32_t fused_2 = lane % 4 * 2 + 1;
+  uint32_t present_2 = fused_2 < record[1].z - 1 ? fused_2 : record[1].z - 1;
+  uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+  uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 4) * 8];
+  uint32_t following_2 = position_2 + 1;
+  uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
+  limits[1] = fused_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
+  float highest[2];
+  float weight_sum[2] = {};
+  float output[8][4] = {};
+  highest[0] = -bits_float(0x7f800000);
+  highest[1] = -bits_float(0x7f800000);
+  attend_keys(what.w, cached_end, newest_begin, newest, warp, use_stage, full, use_parity, ring, arena, lane, query,
+      limits, highest, weight_sum, output, empty);
+  fold(epoch, arena, weight_sum, lane, warp, highest, output, record, thread, exchange_words, what);
+}
+
+// The record at hand becomes that of another merge of this team.
+__device__ __forceinline__ void replace_merge(uint32_t job, uint32_t merge_rows, uint32_t warp, uint8_t* arena,
+    const int32_t* kv_plans, uint32_t plan_index, uint32_t lane, const int32_t* tiles) {
+  named_barrier(warp / 4 + 2, 128);
+  if (warp % 4 == 0) {
+    keep_merge(job, merge_rows, arena, warp, kv_plans, plan_index, lane, tiles);
+  }
+  named_barrier(warp / 4 + 2, 128);
+}
+
+// `count` sources of a merge, numbers `first`, `first + every`, ... Lane n: the n-th of them, or the last: the
+// partial row of the tile's first fused row.
+__device__ __forceinline__ uint32_t sources(uint32_t first, uint32_t count, uint32_t lane, uint8_t* arena,
+    uint32_t warp, const int32_t* kv_plans, uint32_t plan_index, uint4* record) {
+  uint32_t number = first + (lane < count - 1 ? lane : count - 1);
+  uint32_t source;
+  if (number < 20) {
+    source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[number];
+  } else {
+    source = load_constant_u32(kv_plans + (plan_index * 2880 + (record[0].z + number) + 2560));
+  }
+  return source;
+}
+
+// One more: `values` of a state with this LSE, or sums of several with the highest and the sum of weights.
+__device__ __forceinline__ void add(float values_0, float values_1, float values_2, float values_3, float lse,
+    float& highest, float& weight_sum, float (&sums)[4]) {
+  float new_highest = maximum_f32(highest, lse);
+  float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
+  float shrink = exp2_f32((highest - base) * 1.442695f);
+  float grow = exp2_f32((lse - base) * 1.442695f);
+  highest = new_highest;
+  weight_sum = weight_sum * shrink + grow;
+  sums[0] = sums[0] * shrink + grow * values_0;
+  sums[1] = sums[1] * shrink + grow * values_1;
+  sums[2] = sums[2] * shrink + grow * values_2;
+  sums[3] = sums[3] * shrink + grow * values_3;
+}
+
+// `count` sources of a merge, numbers `first`, `first + every`, ... Lane n: the n-th of them, or the last: the
+// partial row of the tile's first fused row.
+__device__ __forceinline__ uint32_t sources_2(uint32_t first, uint32_t count, uint32_t lane, uint8_t* arena,
+    uint32_t warp, const int32_t* kv_plans, uint32_t plan_index, uint4* record) {
+  uint32_t number = first + (lane < count - 1 ? lane : count - 1) * 4;
+  uint32_t source;
+  if (number < 20) {
+    source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[number];
+  } else {
+    source = load_constant_u32(kv_plans + (plan_index * 2880 + (record[0].z + number) + 2560));
+  }
+  return source;
+}
+
+// This warp's folded state, for the first warp of its team.
+__device__ __forceinline__ void lay_down_folded(uint8_t* arena, uint32_t warp, uint32_t lane, float (&sums)[4],
+    float highest, float weight_sum) {
+  uint4* place = (uint4*)(arena + ATTENTION) + warp * 33;
+  place[lane] = make_u32x4(float_bits(sums[0]), float_bits(sums[1]), float_bits(sums[2]), float_bits(sums[3]));
+  if (lane == 0) {
+    place[32] = make_u32x4(float_bits(highest), float_bits(weight_sum), 0, 0);
+  }
+}
+
+// One more: `values` of a state with this LSE, or sums of several with the highest and the sum of weights.
+__device__ __forceinline__ void add_2(float values_0, float values_1, float values_2, float values_3, float lse,
+    float weight, float& highest, float& weight_sum, float (&sums)[4]) {
+  float new_highest = maximum_f32(highest, lse);
+  float base = new_highest == -bits_float(0x7f800000) ? 0.0f : new_highest;
+  float shrink = exp2_f32((highest - base) * 1.442695f);
+  float grow = exp2_f32((lse - base) * 1.442695f);
+  highest = new_highest;
+  weight_sum = weight_sum * shrink + grow * weight;
+  sums[0] = sums[0] * shrink + grow * values_0;
+  sums[1] = sums[1] * shrink + grow * values_1;
+  sums[2] = sums[2] * shrink + grow * values_2;
+  sums[3] = sums[3] * shrink + grow * values_3;
+}
+
+// What the other warps of the team laid down, into the first one's.
+__device__ __forceinline__ void fold_team(uint8_t* arena, uint32_t warp, uint32_t lane, float& highest,
+    float& weight_sum, float (&sums)[4]) {
+  #pragma unroll
+  for (uint32_t number = 1; number < 4; ++number) {
+    uint4* place = (uint4*)(arena + ATTENTION) + (warp + number) * 33;
+    uint4 part = place[lane];
+    uint4 shared = place[32];
+    add_2(bits_float(part.x), bits_float(part.y), bits_float(part.z), bits_float(part.w), bits_float(shared.x),
+        bits_float(shared.y), highest, weight_sum, sums);
+  }
+}
+
+// The row's output, from the state that all its sources were folded into: 4 dims a lane.
+__device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, float highest, uint32_t lane,
+    float (&sums)[4], uint4* record, uint64_t* exchange_words) {
+  float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
+  float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest + log_f32(weight_sum);
+  if (lane < 32) {
+    uint32_t dim_pair = lane % 32 * 2;
+    float low = sums[0] * inverse;
+    float high = sums[1] * inverse;
+    uint32_t column = record[1].x + record[0].y / 4;
+    publish_flagged(exchange_words + (((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 32 + column) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) % 8 / 2 + 144544), pack_bf16x2(low, high), epoch);
+    uint32_t dim_pair_2 = lane % 32 * 2 + 1;
+    float low_2 = sums[2] * inverse;
+    float high_2 = sums[3] * inverse;
+    uint32_t column_2 = record[1].x + record[0].y / 4;
+    publish_flagged(exchange_words + (((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 32 + column_2) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) % 8 / 2 + 144544), pack_bf16x2(low_2, high_2), epoch);
+  }
+}
+
+// ---- phase attention -------------------------------------------------------------------------------
+// The block's items of the KV plan; then its merges of rows whose keys were split.
+// Waits for: the queries, newest keys and values of an item (qkv); the states of a row (partials).
+// Makes: attention, where keys were split by way of partials.
+__device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
+    uint32_t layer, uint8_t* arena, const int32_t* kv_plans, uint32_t plan_index, const int32_t* tiles,
+    uint32_t layer_epoch, uint64_t* exchange_words, uint32_t lane, uint32_t warp, uint32_t& use_stage, uint64_t* full,
+    uint32_t& use_parity, uint8_t* ring, uint64_t* empty) {
+  if (thread == 0) {
+    store_relaxed_u32(progress + block, step * 162 + layer * 5 + 1);
+  }
+  uint4 numbers = ((uint4*)(arena + RECORDS))[0];
+  #pragma unroll 1
+  for (uint32_t number = numbers.x; number < numbers.y; ++number) {
+    uint32_t index = number - numbers.x;
+    uint4* record = (uint4*)(arena + RECORDS) + (1 + (index < 4 ? index : 4) * 4);
+    if (index >= 4) {
+      named_barrier(1, 256);
+      if (thread == 0) {
+        keep_item(record, number, kv_plans, plan_index, tiles);
+      }
+      named_barrier(1, 256);
+    }
+    uint4 what = record[0];
+    uint32_t cached_end = record[1].x < record[3].x + record[3].y * step ? record[1].x : record[3].x + record[3].y * step;
+    uint32_t newest_begin = what.w < record[3].x + record[3].y * step ? record[3].x + record[3].y * step : what.w;
+    uint32_t newest_end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+    uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
+    load_item(newest_begin, newest, layer_epoch, arena, record, thread, exchange_words, what, step);
+    attend_item(cached_end, newest_begin, newest, layer_epoch, arena, lane, record, step, what, warp, use_stage, full,
+        use_parity, ring, empty, thread, exchange_words);
+  }
+  // merge of partial states
+  uint4 numbers_2 = ((uint4*)(arena + RECORDS))[0];
+  uint4* record = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
+  uint32_t first_job = warp / 4 * 132 + block;
+  #pragma unroll 1
+  for (uint32_t job = first_job; job < numbers_2.z; job += 264) {
+    if (job != first_job) {
+      replace_merge(job, numbers_2.w, warp, arena, kv_plans, plan_index, lane, tiles);
+    }
+    if (record[0].y < record[1].y * 4) {
+      float highest = -bits_float(0x7f800000);
+      float weight_sum = 0.0f;
+      float sums[4] = {};
+      uint32_t sources_3 = record[0].w - record[0].z;
+      if (sources_3 <= 4) {
+        if (warp % 4 == 0) {
+          uint32_t own = record[0].w - record[0].z;
+          #pragma unroll 1
+          for (uint32_t first = 0; first < own; first += 5) {
+            uint32_t count = own - first < 5 ? own - first : 5;
+            uint32_t value = sources(first, count, lane, arena, warp, kv_plans, plan_index, record);
+            uint4 states[8];
+            uint32_t places[8];
+            places[0] = ((value + record[0].y) * 33 + 32) * 4;
+            #pragma unroll
+            for (uint32_t number = 0; number < 5; ++number) {
+              uint32_t source = shuffle_u32(value, number);
+              places[number + 1] = ((source + record[0].y) * 33 + lane % 32) * 4;
+            }
+            wait_flagged_places(states, exchange_words + 5152, places, 6, layer_epoch);
+            #pragma unroll
+            for (uint32_t number = 0; number < 5; ++number) {
+              if (number < count) {
+                float lse = bits_float(shuffle_u32(states[0].x, number));
+                add(bits_float(states[number + 1].x), bits_float(states[number + 1].y),
+                    bits_float(states[number + 1].z), bits_float(states[number + 1].w), lse, highest, weight_sum, sums);
+              }
+            }
+          }
+        }
+      } else {
+        uint32_t own = (record[0].w - record[0].z + 3 - warp % 4) / 4;
+        #pragma unroll 1
+        for (uint32_t first = 0; first < own; first += 5) {
+          uint32_t count = own - first < 5 ? own - first : 5;
+          uint32_t value = sources_2(warp % 4 + first * 4, count, lane, arena, warp, kv_plans, plan_index, record);
+          uint4 states[8];
+          uint32_t places[8];
+          places[0] = ((value + record[0].y) * 33 + 32) * 4;
+          #pragma unroll
+          for (uint32_t number = 0; number < 5; ++number) {
+            uint32_t source = shuffle_u32(value, number);
+            places[number + 1] = ((source + record[0].y) * 33 + lane % 32) * 4;
+          }
+          wait_flagged_places(states, exchange_words + 5152, places, 6, layer_epoch);
+          #pragma unroll
+          for (uint32_t number = 0; number < 5; ++number) {
+            if (number < count) {
+              float lse = bits_float(shuffle_u32(states[0].x, number));
+              add(bits_float(states[number + 1].x), bits_float(states[number + 1].y), bits_float(states[number + 1].z),
+                  bits_float(states[number + 1].w), lse, highest, weight_sum, sums);
+            }
+          }
+        }
+        lay_down_folded(arena, warp, lane, sums, highest, weight_sum);
+        named_barrier(warp / 4 + 2, 128);
+        if (warp % 4 == 0) {
+          fold_team(arena, warp, lane, highest, weight_sum, sums);
+        }
+      }
+      if (warp % 4 == 0) {
+        finish_merge(layer_epoch, weight_sum, highest, lane, sums, record, exchange_words);
+      }
+    }
+  }
+  if (first_job + 264 < numbers_2.z) {
+    replace_merge(first_job, numbers_2.w, warp, arena, kv_plans, plan_index, lane, tiles);
+  }
+  if (numbers_2.z > 0) {
+    named_barrier(1, 256);
+  }
+}
+
+// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uint32_t lane, uint64_t* exchange_words,
+    uint32_t layer_epoch) {
+  uint4* vector = (uint4*)(arena + VECTOR);
+  uint32_t first_unit = thread;
+  if (lane == 0) {
+    wait_flagged4(exchange_words + (first_unit * 4 + 144544), layer_epoch);
+  }
+  warp_barrier();
+  uint4 units[8];
+  wait_flagged_units(units, exchange_words + (first_unit * 4 + 144544), 1024, 2, layer_epoch);
+  #pragma unroll
+  for (uint32_t number = 0; number < 2; ++number) {
+    store_halves(vector, first_unit + number * 256, units[number]);
+  }
+  named_barrier(1, 256);
+}
+
+// Publish `count` values, one a lane from lane 0 on, as pairs of bf16 beginning at element `first` (even).
+__device__ __forceinline__ void publish_rows(float value, uint32_t first, uint32_t lane, uint64_t* exchange_words,
+    uint32_t column, uint32_t layer_epoch) {
+  float neighbour = shuffle_xor_f32(value, 1);
+  uint32_t pair = pack_bf16x2(value, neighbour);
+  if (lane < 16 && lane % 2 == 0) {
+    publish_flagged(exchange_words + ((((first + lane) / 32 + column) * 4 + (first + lane) / 8 % 4) * 4 + (first + lane) % 8 / 2 + 146592), pair, layer_epoch);
+  }
+}
+
+// Add the warps' sums of a column, in order: half of the warps on each half of the lanes.
+__device__ __forceinline__ void finish_rows_2(uint32_t m_tile, float* reductions, uint32_t column, uint32_t lane,
+    uint8_t* arena, uint64_t* exchange_words, uint32_t layer_epoch) {
+  uint32_t row = lane % 16;
+  uint32_t half = lane / 16;
+  float half_sum = 0.0f;
+  #pragma unroll
+  for (uint32_t other = 0; other < 4; ++other) {
+    uint32_t place = (half * 4 + other) * 16 + row;
+    half_sum += reductions[place + column];
+  }
+  float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
+  float* residual = (float*)(arena + RESIDUAL);
+  float value = row_sum;
+  if (lane < 16) {
+    uint32_t place = m_tile / 132 * 16 + row + column;
+    value += residual[place];
+    residual[place] = value;
+  }
+  publish_rows(value, m_tile * 16, lane, exchange_words, column, layer_epoch);
+}
+
+// The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
+__device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
+    uint32_t warp, uint32_t lane, uint32_t& finisher, uint64_t* exchange_words, uint32_t layer_epoch) {
+  float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
+  lay_down(reductions, sums, warp, lane);
+  named_barrier(1, 256);
+  if (warp == finisher) {
+    uint32_t column = 0;
+    finish_rows_2(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
+  }
+  turn ^= 1;
+  finisher += 1;
+  if (finisher == 8) {
+    finisher = 0;
+  }
+}
+
+// ---- phase o ---------------------------------------------------------------------------------------
+// Projection onto the residual.
+// Waits for: attention.
+// Makes: middle.
+__device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
+    uint32_t* block_waits, uint8_t* arena, uint32_t lane, uint64_t* exchange_words, uint32_t layer_epoch,
+    uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint64_t* empty,
+    uint32_t& turn, uint32_t& finisher) {
+  if (thread == 0) {
+    store_relaxed_u32(progress + block, step * 162 + layer * 5 + 2);
+  }
+  uint32_t position = block % 132;
+  if (thread == 0) {
+    store_shared_u32(block_waits, 1);
+  }
+  load_vector(arena, thread, lane, exchange_words, layer_epoch);
+  if (thread == 0) {
+    store_shared_u32(block_waits, 0);
+  }
+  #pragma unroll 1
+  for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
+    float sums[1][4] = {};
+    if (m_tile + 132 >= 256) {
+      if (thread == 0) {
+        store_shared_u32(block_waits, 1);
+      }
+    }
+    #pragma unroll 2
+    for (uint32_t chunk = 0; chunk < 4; ++chunk) {
+      mbarrier_wait(full + use_stage, use_parity);
+      uint8_t* chunk_2 = ring + use_stage * 16512;
+      multiply_chunk(chunk, chunk, sums, arena, warp, chunk_2, lane);
+      warp_barrier();
+      if (lane == 0) {
+        mbarrier_arrive(empty + use_stage);
+      }
+      advance(use_stage, use_parity);
+    }
+    reduce_2(m_tile, sums, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
+  }
+}
+
+// Publish `count` values, one a lane from lane 0 on, as pairs of bf16 beginning at element `first` (even).
+__device__ __forceinline__ void publish_rows_2(float value, uint32_t first, uint32_t lane, uint64_t* exchange_words,
+    uint32_t column, uint32_t layer_epoch) {
+  float neighbour = shuffle_xor_f32(value, 1);
+  uint32_t pair = pack_bf16x2(value, neighbour);
+  if (lane < 8 && lane % 2 == 0) {
+    publish_flagged(exchange_words + ((((first + lane) / 32 + column) * 4 + (first + lane) / 8 % 4) * 4 + (first + lane) % 8 / 2 + 148640), pair, layer_epoch);
+  }
+}
+
+// Add the warps' sums of a column, in order: half of the warps on each half of the lanes.
+__device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions, uint32_t column, uint32_t lane,
+    uint8_t* arena, uint64_t* exchange_words, uint32_t layer_epoch) {
+  uint32_t row = lane % 16;
+  uint32_t half = lane / 16;
+  float half_sum = 0.0f;
+  #pragma unroll
+  for (uint32_t other = 0; other < 4; ++other) {
+    uint32_t place = (half * 4 + other) * 16 + row;
+    half_sum += reductions[place + column];
+  }
+  float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
+  float value = row_sum * ((float*)(arena + SCALES))[column];
+  float other = shuffle_xor_f32(value, 8);
+  float gated = divide_f32(value, 1.0f + exp_f32(-value)) * other;
+  publish_rows_2(gated, m_tile * 8, lane, exchange_words, column, layer_epoch);
+}
+
+// The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
+__device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
+    uint32_t warp, uint32_t lane, uint32_t& finisher, uint64_t* exchange_words, uint32_t layer_epoch) {
+  float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
+  lay_down(reductions, sums, warp, lane);
+  named_barrier(1, 256);
+  if (warp == finisher) {
+    uint32_t column = 0;
+    finish_rows_3(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
+  }
+  turn ^= 1;
+  finisher += 1;
+  if (finisher == 8) {
+    finisher = 0;
+  }
+}
+
+// ---- phase gate_up ---------------------------------------------------------------------------------
+// Norm; gate and up; SwiGLU.
+// Waits for: middle.
+// Makes: gated.
+__device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
+    uint32_t layer, const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t lane, uint64_t* exchange_words,
+    uint32_t layer_epoch, uint32_t warp, uint32_t column_count, uint64_t* full, uint32_t& use_stage,
+    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher) {
+  if (thread == 0) {
+    store_relaxed_u32(progress + block, step * 162 + layer * 5 + 3);
+  }
+  prefetch(norms + (layer * 2 + 2) * 4096, thread, block);
+  uint32_t position = (block + 8) % 132;
+  if (thread == 0) {
+    store_shared_u32(block_waits, 1);
+  }
+  uint4* vector = (uint4*)(arena + VECTOR);
+  float squares = 0.0f;
+  uint32_t first_unit = thread;
+  uint4 weights[8];
+  #pragma unroll
+  for (uint32_t number = 0; number < 2; ++number) {
+    weights[number] = load_constant_u32x4(norms + (layer * 2 + 1) * 4096 + (first_unit + number * 256) * 8);
+  }
+  if (lane == 0) {
+    wait_flagged4(exchange_words + (first_unit * 4 + 146592), layer_epoch);
+  }
+  warp_barrier();
+  uint4 units[8];
+  wait_flagged_units(units, exchange_words + (first_unit * 4 + 146592), 1024, 2, layer_epoch);
+  #pragma unroll
+  for (uint32_t number = 0; number < 2; ++number) {
+    normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
+  }
+  write_scales(squares, arena, lane, warp, thread, column_count);
+  if (thread == 0) {
+    store_shared_u32(block_waits, 0);
+  }
+  #pragma unroll 1
+  for (uint32_t m_tile = position; m_tile < 1792; m_tile += 132) {
+    float sums[1][4] = {};
+    if (m_tile + 132 >= 1792) {
+      if (thread == 0) {
+        store_shared_u32(block_waits, 1);
+      }
+    }
+    #pragma unroll 2
+    for (uint32_t chunk = 0; chunk < 4; ++chunk) {
+      mbarrier_wait(full + use_stage, use_parity);
+      uint8_t* chunk_2 = ring + use_stage * 16512;
+      multiply_chunk(chunk, chunk, sums, arena, warp, chunk_2, lane);
+      warp_barrier();
+      if (lane == 0) {
+        mbarrier_arrive(empty + use_stage);
+      }
+      advance(use_stage, use_parity);
+    }
+    reduce_3(m_tile, sums, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
+  }
+}
+
+// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, uint32_t lane, uint64_t* exchange_words,
+    uint32_t layer_epoch) {
+  uint4* vector = (uint4*)(arena + VECTOR);
+  uint32_t first_unit = thread;
+  if (lane == 0) {
+    wait_flagged4(exchange_words + (first_unit * 4 + 148640), layer_epoch);
+  }
+  warp_barrier();
+  uint4 units[8];
+  wait_flagged_units(units, exchange_words + (first_unit * 4 + 148640), 1024, 3, layer_epoch);
+  #pragma unroll
+  for (uint32_t number = 0; number < 3; ++number) {
+    store_halves(vector, first_unit + number * 256, units[number]);
+  }
+  if (thread + 768 < 896) {
+    uint32_t first_unit_2 = thread + 768;
+    uint4 units_2[8];
+    wait_flagged_units(units_2, exchange_words + (first_unit_2 * 4 + 148640), 1024, 1, layer_epoch);
+    #pragma unroll
+    for (uint32_t number = 0; number < 1; ++number) {
+      store_halves(vector, first_unit_2 + number * 256, units_2[number]);
+    }
+  }
+  named_barrier(1, 256);
+}
+
+// Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
+__device__ __forceinline__ void multiply_chunk_2(uint32_t chunk, uint32_t place, float (&sums)[1][4], uint8_t* arena,
+    uint32_t warp, uint8_t* chunk_2, uint32_t lane) {
+  uint4* vector = (uint4*)(arena + VECTOR);
+  uint32_t have_read = 0;
+  #pragma unroll
+  for (uint32_t turn = 0; turn < 1; ++turn) {
+    uint32_t pair = turn * 8 + warp;
+    uint8_t* first = chunk_2 + pair * 2048;
+    uint4* units = vector + (place * 8 + pair) * 17;
+    uint4 words = ((const uint4*)(first))[lane];
+    uint4 words_2 = ((const uint4*)(first))[lane + 32];
+    uint4 words_3 = ((const uint4*)(first))[lane + 64];
+    uint4 words_4 = ((const uint4*)(first))[lane + 96];
+    have_read ^= words.x;
+    have_read ^= words_2.x;
+    have_read ^= words_3.x;
+    have_read ^= words_4.x;
+    float4 powers = ((const float4*)(units + 16))[0];
+    uint2 pairs = e4m3x4_to_f16(words.x);
+    uint2 pairs_2 = e4m3x4_to_f16(words.y);
+    uint4 fragment = make_u32x4(pairs.x, pairs_2.x, pairs.y, pairs_2.y);
+    uint2 pairs_3 = e4m3x4_to_f16(words.z);
+    uint2 pairs_4 = e4m3x4_to_f16(words.w);
+    uint4 fragment_2 = make_u32x4(pairs_3.x, pairs_4.x, pairs_3.y, pairs_4.y);
+    uint4 values = units[lane % 4];
+    float products[4] = {};
+    mma_f16(products, fragment, values.x, values.y);
+    mma_f16(products, fragment_2, values.z, values.w);
+    float power = powers.x;
+    sums[0][0] = sums[0][0] + power * products[0];
+    float power_2 = powers.x;
+    sums[0][1] = sums[0][1] + power_2 * products[1];
+    float power_3 = powers.x;
+    sums[0][2] = sums[0][2] + power_3 * products[2];
+    float power_4 = powers.x;
+    sums[0][3] = sums[0][3] + power_4 * products[3];
+    uint2 pairs_5 = e4m3x4_to_f16(words_2.x);
+    uint2 pairs_6 = e4m3x4_to_f16(words_2.y);
+    uint4 fragment_3 = make_u32x4(pairs_5.x, pairs_6.x, pairs_5.y, pairs_6.y);
+    uint2 pairs_7 = e4m3x4_to_f16(words_2.z);
+    uint2 pairs_8 = e4m3x4_to_f16(words_2.w);
+    uint4 fragment_4 = make_u32x4(pairs_7.x, pairs_8.x, pairs_7.y, pairs_8.y);
+    uint4 values_2 = units[lane % 4 + 4];
+    float products_2[4] = {};
+    mma_f16(products_2, fragment_3, values_2.x, values_2.y);
+    mma_f16(products_2, fragment_4, values_2.z, values_2.w);
+    float power_5 = powers.y;
+    sums[0][0] = sums[0][0] + power_5 * products_2[0];
+    float power_6 = powers.y;
+    sums[0][1] = sums[0][1] + power_6 * products_2[1];
+    float power_7 = powers.y;
+    sums[0][2] = sums[0][2] + power_7 * products_2[2];
+    float power_8 = powers.y;
+    sums[0][3] = sums[0][3] + power_8 * products_2[3];
+    uint2 pairs_9 = e4m3x4_to_f16(words_3.x);
+    uint2 pairs_10 = e4m3x4_to_f16(words_3.y);
+    uint4 fragment_5 = make_u32x4(pairs_9.x, pairs_10.x, pairs_9.y, pairs_10.y);
+    uint2 pairs_11 = e4m3x4_to_f16(words_3.z);
+    uint2 pairs_12 = e4m3x4_to_f16(words_3.w);
+    uint4 fragment_6 = make_u32x4(pairs_11.x, pairs_12.x, pairs_11.y, pairs_12.y);
+    uint4 values_3 = units[lane % 4 + 8];
+    float products_3[4] = {};
+    mma_f16(products_3, fragment_5, values_3.x, values_3.y);
+    mma_f16(products_3, fragment_6, values_3.z, values_3.w);
+    float power_9 = powers.z;
+    sums[0][0] = sums[0][0] + power_9 * products_3[0];
+    float power_10 = powers.z;
+    sums[0][1] = sums[0][1] + power_10 * products_3[1];
+    float power_11 = powers.z;
+    sums[0][2] = sums[0][2] + power_11 * products_3[2];
+    float power_12 = powers.z;
+    sums[0][3] = sums[0][3] + power_12 * products_3[3];
+    uint2 pairs_13 = e4m3x4_to_f16(words_4.x);
+    uint2 pairs_14 = e4m3x4_to_f16(words_4.y);
+    uint4 fragment_7 = make_u32x4(pairs_13.x, pairs_14.x, pairs_13.y, pairs_14.y);
+    uint2 pairs_15 = e4m3x4_to_f16(words_4.z);
+    uint2 pairs_16 = e4m3x4_to_f16(words_4.w);
+    uint4 fragment_8 = make_u32x4(pairs_15.x, pairs_16.x, pairs_15.y, pairs_16.y);
+    uint4 values_4 = units[lane % 4 + 12];
+    float products_4[4] = {};
+    mma_f16(products_4, fragment_7, values_4.x, values_4.y);
+    mma_f16(products_4, fragment_8, values_4.z, values_4.w);
+    float power_13 = powers.w;
+    sums[0][0] = sums[0][0] + power_13 * products_4[0];
+    float power_14 = powers.w;
+    sums[0][1] = sums[0][1] + power_14 * products_4[1];
+    float power_15 = powers.w;
+    sums[0][2] = sums[0][2] + power_15 * products_4[2];
+    float power_16 = powers.w;
+    sums[0][3] = sums[0][3] + power_16 * products_4[3];
+  }
+  if (chunk == 13) {
+    const float* factors = (const float*)(chunk_2 + 16384);
+    uint32_t row = lane / 4;
+    float low = factors[row];
+    float high = factors[row + 8];
+    have_read ^= float_bits(low);
+    have_read ^= float_bits(high);
+    sums[0][0] = sums[0][0] * low;
+    sums[0][1] = sums[0][1] * low;
+    sums[0][2] = sums[0][2] * high;
+    sums[0][3] = sums[0][3] * high;
+  }
+  wait_for_u32(have_read);
+}
+
+// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
+__device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, uint32_t lane, uint64_t* exchange_words,
+    uint32_t layer_epoch) {
+  uint4* vector = (uint4*)(arena + VECTOR);
+  uint32_t first_unit = thread;
+  if (lane == 0) {
+    wait_flagged4(exchange_words + ((first_unit + 896) * 4 + 148640), layer_epoch);
+  }
+  warp_barrier();
+  uint4 units[8];
+  wait_flagged_units(units, exchange_words + ((first_unit + 896) * 4 + 148640), 1024, 3, layer_epoch);
+  #pragma unroll
+  for (uint32_t number = 0; number < 3; ++number) {
+    store_halves(vector, first_unit + number * 256, units[number]);
+  }
+  if (thread + 768 < 896) {
+    uint32_t first_unit_2 = thread + 768;
+    uint4 units_2[8];
+    wait_flagged_units(units_2, exchange_words + ((first_unit_2 + 896) * 4 + 148640), 1024, 1, layer_epoch);
+    #pragma unroll
+    for (uint32_t number = 0; number < 1; ++number) {
+      store_halves(vector, first_unit_2 + number * 256, units_2[number]);
+    }
+  }
+  named_barrier(1, 256);
+}
+
+// Publish `count` values, one a lane from lane 0 on, as pairs of bf16 beginning at element `first` (even).
+__device__ __forceinline__ void publish_rows_3(float value, uint32_t first, uint32_t lane, uint64_t* exchange_words,
+    uint32_t column, uint32_t layer_epoch) {
+  float neighbour = shuffle_xor_f32(value, 1);
+  uint32_t pair = pack_bf16x2(value, neighbour);
+  if (lane < 16 && lane % 2 == 0) {
+    publish_flagged(exchange_words + ((((first + lane) / 32 + column) * 4 + (first + lane) / 8 % 4) * 4 + (first + lane) % 8 / 2 + 32), pair, layer_epoch);
+  }
+}
+
+// Add the warps' sums of a column, in order: half of the warps on each half of the lanes.
+__device__ __forceinline__ void finish_rows_4(uint32_t m_tile, float* reductions, uint32_t column, uint32_t lane,
+    uint8_t* arena, uint64_t* exchange_words, uint32_t layer_epoch) {
+  uint32_t row = lane % 16;
+  uint32_t half = lane / 16;
+  float half_sum = 0.0f;
+  #pragma unroll
+  for (uint32_t other = 0; other < 4; ++other) {
+    uint32_t place = (half * 4 + other) * 16 + row;
+    half_sum += reductions[place + column];
+  }
+  float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
+  float* residual = (float*)(arena + RESIDUAL);
+  float value = row_sum;
+  if (lane < 16) {
+    uint32_t place = m_tile / 132 * 16 + row + column;
+    value += residual[place];
+    residual[place] = value;
+  }
+  publish_rows_3(value, m_tile * 16, lane, exchange_words, column, layer_epoch);
+}
+
+// The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
+__device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
+    uint32_t warp, uint32_t lane, uint32_t& finisher, uint64_t* exchange_words, uint32_t layer_epoch) {
+  float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
+  lay_down(reductions, sums, warp, lane);
+  named_barrier(1, 256);
+  if (warp == finisher) {
+    uint32_t column = 0;
+    finish_rows_4(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
+  }
+  turn ^= 1;
+  finisher += 1;
+  if (finisher == 8) {
+    finisher = 0;
+  }
+}
+
+// ---- phase down ------------------------------------------------------------------------------------
+// Projection onto the residual.
+// Waits for: gated.
+// Makes: hidden.
+__device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
+    uint32_t* block_waits, uint8_t* arena, uint32_t lane, uint64_t* exchange_words, uint32_t layer_epoch,
+    uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint64_t* empty,
+    uint32_t& turn, uint32_t& finisher) {
+  if (thread == 0) {
+    store_relaxed_u32(progress + block, step * 162 + layer * 5 + 4);
+  }
+  uint32_t position = block % 132;
+  float sums[1][4] = {};
+  float sums_2[1][4] = {};
+  if (thread == 0) {
+    store_shared_u32(block_waits, 1);
+  }
+  load_vector_2(arena, thread, lane, exchange_words, layer_epoch);
+  if (thread == 0) {
+    store_shared_u32(block_waits, 0);
+  }
+  #pragma unroll 2
+  for (uint32_t chunk = 0; chunk < 7; ++chunk) {
+    mbarrier_wait(full + use_stage, use_parity);
+    uint8_t* chunk_2 = ring + use_stage * 16512;
+    multiply_chunk_2(chunk, chunk, sums, arena, warp, chunk_2, lane);
+    warp_barrier();
+    if (lane == 0) {
+      mbarrier_arrive(empty + use_stage);
+    }
+    advance(use_stage, use_parity);
+  }
+  if (position + 132 < 256) {
+    #pragma unroll 2
+    for (uint32_t chunk = 0; chunk < 7; ++chunk) {
+      mbarrier_wait(full + use_stage, use_parity);
+      uint8_t* chunk_2 = ring + use_stage * 16512;
+      multiply_chunk_2(chunk, chunk, sums_2, arena, warp, chunk_2, lane);
+      warp_barrier();
+      if (lane == 0) {
+        mbarrier_arrive(empty + use_stage);
+      }
+      advance(use_stage, use_parity);
+    }
+  }
+  named_barrier(1, 256);
+  if (thread == 0) {
+    store_shared_u32(block_waits, 1);
+  }
+  load_vector_3(arena, thread, lane, exchange_words, layer_epoch);
+  if (thread == 0) {
+    store_shared_u32(block_waits, 0);
+  }
+  #pragma unroll 2
+  for (uint32_t chunk = 7; chunk < 14; ++chunk) {
+    mbarrier_wait(full + use_stage, use_parity);
+    uint8_t* chunk_2 = ring + use_stage * 16512;
+    multiply_chunk_2(chunk, chunk - 7, sums, arena, warp, chunk_2, lane);
+    warp_barrier();
+    if (lane == 0) {
+      mbarrier_arrive(empty + use_stage);
+    }
+    advance(use_stage, use_parity);
+  }
+  if (position + 132 < 256) {
+    if (thread == 0) {
+      store_shared_u32(block_waits, 1);
+    }
+    #pragma unroll 2
+    for (uint32_t chunk = 7; chunk < 14; ++chunk) {
+      mbarrier_wait(full + use_stage, use_parity);
+      uint8_t* chunk_2 = ring + use_stage * 16512;
+      multiply_chunk_2(chunk, chunk - 7, sums_2, arena, warp, chunk_2, lane);
+      warp_barrier();
+      if (lane == 0) {
+        mbarrier_arrive(empty + use_stage);
+      }
+      advance(use_stage, use_parity);
+    }
+  }
+  reduce_4(position, sums, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
+  if (position + 132 < 256) {
+    reduce_4(position + 132, sums_2, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
+  }
+}
+
+// A unit times the norm's weights into the vector, and its squares to the thread's sum.
+__device__ __forceinline__ void normalise_unit_2(uint4* vector, uint32_t unit, uint4 words, uint4 weight,
+    float& squares) {
+  float low = bf16x2_low(words.x);
+  float high = bf16x2_high(words.x);
+  squares += low * low + high * high;
+  uint32_t weights = weight.x;
+  float low_2 = bf16x2_low(words.y);
+  float high_2 = bf16x2_high(words.y);
+  squares += low_2 * low_2 + high_2 * high_2;
+  uint32_t weights_2 = weight.y;
+  float low_3 = bf16x2_low(words.z);
+  float high_3 = bf16x2_high(words.z);
+  squares += low_3 * low_3 + high_3 * high_3;
+  uint32_t weights_3 = weight.z;
+  float low_4 = bf16x2_low(words.w);
+  float high_4 = bf16x2_high(words.w);
+  squares += low_4 * low_4 + high_4 * high_4;
+  uint32_t weights_4 = weight.w;
+  vector[unit] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4)));
+}
+
+// Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
+__device__ __forceinline__ void multiply_chunk_3(uint32_t chunk, uint32_t place, float (&sums)[1][4], uint8_t* arena,
+    uint8_t* chunk_2, uint32_t warp, uint32_t lane) {
+  uint4* vector = (uint4*)(arena + VECTOR);
+  const uint4* fragments = (const uint4*)(chunk_2);
+  #pragma unroll
+  for (uint32_t turn = 0; turn < 2; ++turn) {
+    uint32_t pair = turn * 8 + warp;
+    uint4 first = fragments[pair * 64 + lane];
+    uint4 second = fragments[pair * 64 + 32 + lane];
+    uint4* units = vector + (place * 16 + pair) * 4;
+    uint4 values = units[lane % 4];
+    mma_bf16(sums[0], first, values.x, values.y);
+    mma_bf16(sums[0], second, values.z, values.w);
+    wait_for_u32(first.x ^ second.x);
+  }
+}
+
+__device__ __forceinline__ void penalise(uint32_t column, uint32_t token, float& adjusted, const int32_t* sequences,
+    uint8_t* arena, uint32_t* token_counts) {
+  uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 11));
+  uint32_t found = token_counts[value * 128256 + token];
+  uint32_t count = found & 2147483647;
+  if (found != 0) {
+    float repetition = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 15)));
+    float quotient = divide_f32(adjusted, repetition);
+    adjusted = adjusted > 0.0f ? quotient : adjusted * repetition;
+  }
+  if (count != 0) {
+    adjusted -= bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 17))) * (float)(count);
+    adjusted -= bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 16)));
+  }
+}
+
+// The logit of a token below the vocabulary's end, as its column's sequence wants it.
+__device__ __forceinline__ float adjust(uint32_t column, uint32_t token, float logit, const int32_t* sequences,
+    uint8_t* arena, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts) {
+  uint32_t options = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 10));
+  float adjusted = logit;
+  if ((options & 1) != 0) {
+    uint32_t place = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 11)) * 4008 + token / 32;
+    if (((load_constant_u32(masks + place) >> token % 32) & 1) == 0) {
+      adjusted = -bits_float(0x7f800000);
+    }
+  }
+  if ((options & 2) != 0) {
+    adjusted += bits_float(load_constant_u32(logit_bias + (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 11)) * 128256 + token)));
+  }
+  if ((options & 4) != 0) {
+    penalise(column, token, adjusted, sequences, arena, token_counts);
+  }
+  return adjusted;
+}
+
+// -log(-log u), u = ((word >> 9) + 0.5) / 2^23: exact in f32, and never 0 or 1.
+__device__ __forceinline__ float gumbel(uint32_t token, uint32_t position, uint64_t seed) {
+  uint32_t c0 = token;
+  uint32_t c1 = position;
+  uint32_t c2 = 0;
+  uint32_t c3 = 0;
+  uint32_t k0 = (uint32_t)(seed);
+  uint32_t k1 = (uint32_t)(seed >> 32);
+  #pragma unroll
+  for (uint32_t i = 0; i < 10; ++i) {
+    uint32_t high0 = multiply_high_u32(3528531795u, c0);
+    uint32_t high1 = multiply_high_u32(3449720151u, c2);
+    uint32_t low0 = c0 * 3528531795u;
+    uint32_t low1 = c2 * 3449720151u;
+    c0 = high1 ^ c1 ^ k0;
+    c1 = low1;
+    c2 = high0 ^ c3 ^ k1;
+    c3 = low0;
+    k0 += 2654435769u;
+    k1 += 3144134277u;
+  }
+  uint32_t word = c0;
+  float uniform = ((float)(word >> 9) + 0.5f) * 1.1920929e-07f;
+  return -log_f32(-log_f32(uniform));
+}
+
+// Write a logit down, as it is compared without filters: one row a lane.
+__device__ __forceinline__ void keep_2(uint32_t token, float scaled, float noisy, const int32_t* sequences,
+    uint8_t* arena, uint32_t column, uint32_t lane, float* weighed) {
+  bool is_filtered = (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 10)) & 8) != 0;
+  if (is_filtered && lane < 16) {
+    uint32_t following = ((uint32_t*)(arena + COLUMNS))[column * 8 + 1] + 1;
+    uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 2));
+    bool wanted = following >= value && following <= ((uint32_t*)(arena + COLUMNS))[column * 8 + 2];
+    if (wanted && ((uint32_t*)(arena + COLUMNS))[column * 8 + 7] == 0) {
+      uint32_t place = (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 11)) * 128256 + token) * 2;
+      weighed[place] = scaled;
+      weighed[place + 1] = noisy;
+    }
+  }
+}
+
+// Take an M-tile's logits in: one row a lane. A lane sees ascending ids, so `>` keeps the lowest on ties.
+__device__ __forceinline__ void consider(float logit, uint32_t m_tile, uint32_t row, uint32_t options, uint32_t column,
+    const int32_t* sequences, uint8_t* arena, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts,
+    uint32_t lane, float* weighed, float& best, uint32_t& best_token) {
+  uint32_t token = m_tile * 16 + row;
+  float candidate = logit;
+  if ((options & 7) != 0 && token < 128256) {
+    candidate = adjust(column, token, candidate, sequences, arena, masks, logit_bias, token_counts);
+  }
+  float temperature = bits_float(((uint32_t*)(arena + COLUMNS))[column * 8 + 3]);
+  if (temperature > 0.0f) {
+    uint64_t seed = ((uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 8 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 8 + 4]);
+    uint32_t position = ((uint32_t*)(arena + COLUMNS))[column * 8] + 1;
+    float scaled = divide_f32(candidate, temperature);
+    candidate = scaled + gumbel(token, position, seed);
+    if ((options & 8) != 0 && token < 128256) {
+      keep_2(token, scaled, candidate, sequences, arena, column, lane, weighed);
+    }
+  }
+  if (token < 128256 && candidate > best) {
+    best = candidate;
+    best_token = token;
+  }
+}
+
+// Add the warps' sums of a column, in order: half of the warps on each half of the lanes.
+__device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions, uint32_t column, uint32_t lane,
+    uint8_t* arena, float* logits, uint32_t step, uint32_t options, const int32_t* sequences, const uint32_t* masks,
+    const float* logit_bias, uint32_t* token_counts, float* weighed, float& best, uint32_t& best_token) {
+  uint32_t row = lane % 16;
+  uint32_t half = lane / 16;
+  float half_sum = 0.0f;
+  #pragma unroll
+  for (uint32_t other = 0; other < 4; ++other) {
+    uint32_t place = (half * 4 + other) * 16 + row;
+    half_sum += reductions[place + column];
+  }
+  float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
+  float logit = row_sum * ((float*)(arena + SCALES))[column];
+  uint32_t token = m_tile * 16 + row;
+  if (logits != nullptr && lane < 16 && token < 128256) {
+    uint64_t row_2 = (uint64_t)(step + column);
+    logits[row_2 * 128256 + (uint64_t)(token)] = logit;
+  }
+  consider(logit, m_tile, row, options, column, sequences, arena, masks, logit_bias, token_counts, lane, weighed, best,
+      best_token);
+}
+
+// The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
+__device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
+    uint32_t warp, uint32_t lane, uint32_t& finisher, float* logits, uint32_t step, uint32_t options,
+    const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts, float* weighed,
+    float& best, uint32_t& best_token) {
+  float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
+  lay_down(reductions, sums, warp, lane);
+  named_barrier(1, 256);
+  if (warp == finisher) {
+    uint32_t column = 0;
+    finish_rows_5(m_tile, reductions, column, lane, arena, logits, step, options, sequences, masks, logit_bias,
+        token_counts, weighed, best, best_token);
+  }
+  turn ^= 1;
+  finisher += 1;
+  if (finisher == 8) {
+    finisher = 0;
+  }
+}
+
+// ---- phase lm_head ---------------------------------------------------------------------------------
+// Final norm; logits; each lane's best candidates.
+// Waits for: hidden of the last layer.
+// Makes: logits, where they are wanted, and candidates in registers.
+__device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
+    uint32_t head_from, float* logits, uint32_t* block_waits, uint8_t* arena, const bf16* norms, uint32_t lane,
+    uint64_t* exchange_words, uint32_t step_epoch, uint32_t warp, uint32_t column_count, uint64_t* full,
+    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher,
+    uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts,
+    float* weighed, float& best, uint32_t& best_token) {
+  if (thread == 0) {
+    store_relaxed_u32(progress + block, step * 162 + 160);
+  }
+  if (step >= head_from || logits != nullptr) {
+    uint32_t position = (block + 8) % 132;
+    if (thread == 0) {
+      store_shared_u32(block_waits, 1);
+    }
+    uint4* vector = (uint4*)(arena + VECTOR);
+    float squares = 0.0f;
+    uint32_t first_unit = thread;
+    uint4 weights[8];
+    #pragma unroll
+    for (uint32_t number = 0; number < 2; ++number) {
+      weights[number] = load_constant_u32x4(norms + 262144 + (first_unit + number * 256) * 8);
+    }
+    if (lane == 0) {
+      wait_flagged4(exchange_words + (first_unit * 4 + 32), step_epoch + 31);
+    }
+    warp_barrier();
+    uint4 units[8];
+    wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 2, step_epoch + 31);
+    #pragma unroll
+    for (uint32_t number = 0; number < 2; ++number) {
+      normalise_unit_2(vector, first_unit + number * 256, units[number], weights[number], squares);
+    }
+    write_scales(squares, arena, lane, warp, thread, column_count);
+    if (thread == 0) {
+      store_shared_u32(block_waits, 0);
+    }
+    #pragma unroll 1
+    for (uint32_t m_tile = position; m_tile < 8016; m_tile += 132) {
+      float sums[1][4] = {};
+      if (m_tile + 132 >= 8016) {
+        if (thread == 0) {
+          store_shared_u32(block_waits, 1);
+        }
+      }
+      #pragma unroll 2
+      for (uint32_t chunk = 0; chunk < 8; ++chunk) {
+        mbarrier_wait(full + use_stage, use_parity);
+        uint8_t* chunk_2 = ring + use_stage * 16512;
+        multiply_chunk_3(chunk, chunk, sums, arena, chunk_2, warp, lane);
+        warp_barrier();
+        if (lane == 0) {
+          mbarrier_arrive(empty + use_stage);
+        }
+        advance(use_stage, use_parity);
+      }
+      reduce_5(m_tile, sums, arena, turn, warp, lane, finisher, logits, step, options, sequences, masks, logit_bias,
+          token_counts, weighed, best, best_token);
+    }
+  }
+}
+
+// The best candidate of a warp's lanes, on all of them; the lowest id on ties.
+__device__ __forceinline__ void best_of_warp(float& best, uint32_t& best_token) {
+  #pragma unroll 1
+  for (uint32_t level = 0; level < 5; ++level) {
+    uint32_t mask = 16u >> level;
+    float other = shuffle_xor_f32(best, mask);
+    uint32_t other_token = shuffle_xor_u32(best_token, mask);
+    if (other > best || (other == best && other_token < best_token)) {
+      best = other;
+      best_token = other_token;
+    }
+  }
+}
+
+// Each warp's best of its columns, in shared memory: [slot, warp], which is [group, column].
+__device__ __forceinline__ void lay_down_warps(uint8_t* arena, float& best, uint32_t& best_token, uint32_t lane,
+    uint32_t warp) {
+  uint32_t* words = (uint32_t*)(arena + WARP_CANDIDATES);
+  best_of_warp(best, best_token);
+  if (lane == 0) {
+    uint32_t place = warp * 2;
+    words[place] = float_bits(best);
+    words[place + 1] = best_token;
+  }
+}
+
+// The best of a column's `count` candidates in a region, on every lane of the warp.
+__device__ __forceinline__ void best_of(uint32_t column, uint8_t* arena, uint32_t lane, float& best_out,
+    uint32_t& best_token_out) {
+  uint2* candidates = (uint2*)(arena + WARP_CANDIDATES);
+  float best = -bits_float(0x7f800000);
+  uint32_t best_token = 4294967295u;
+  #pragma unroll 1
+  for (uint32_t other = lane; other < 8; other += 32) {
+    uint2 candidate = candidates[other + column];
+    if (bits_float(candidate.x) > best || (bits_float(candidate.x) == best && candidate.y < best_token)) {
+      best = bits_float(candidate.x);
+      best_token = candidate.y;
+    }
+  }
+  best_of_warp(best, best_token);
+  best_out = best;
+  best_token_out = best_token;
+}
+
+// All blocks' candidates into shared memory, as they lie in the exchange.
+__device__ __forceinline__ void gather(uint32_t first_unit, uint32_t epoch, uint8_t* arena, uint32_t thread,
+    uint64_t* exchange_words) {
+  uint4* units = (uint4*)(arena + CANDIDATES);
+  #pragma unroll 1
+  for (uint32_t other = thread; other < 132; other += 256) {
+    units[other] = wait_flagged4_acquire(exchange_words + ((first_unit + other) * 4 + 155808), epoch);
+  }
+}
+
+// The best of a column's `count` candidates in a region, on every lane of the warp.
+__device__ __forceinline__ void best_of_2(uint32_t column, uint8_t* arena, uint32_t lane, float& best_out,
+    uint32_t& best_token_out) {
+  uint2* candidates = (uint2*)(arena + CANDIDATES);
+  float best = -bits_float(0x7f800000);
+  uint32_t best_token = 4294967295u;
+  #pragma unroll 1
+  for (uint32_t other = lane; other < 132; other += 32) {
+    uint2 candidate = candidates[other * 2 + column];
+    if (bits_float(candidate.x) > best || (bits_float(candidate.x) == best && candidate.y < best_token)) {
+      best = bits_float(candidate.x);
+      best_token = candidate.y;
+    }
+  }
+  best_of_warp(best, best_token);
+  best_out = best;
+  best_token_out = best_token;
+}
+
+// Which columns are to be filtered; of those nothing is known: their distances are minus their numbers.
+__device__ __forceinline__ void clear(uint32_t warp, uint32_t column_count, const int32_t* sequences, uint8_t* arena,
+    uint32_t lane) {
+  if (warp < 1) {
+    #pragma unroll 1
+    for (uint32_t column = 0; column < 1; ++column) {
+      uint32_t pending = 0;
+      if (column < column_count) {
+        bool is_filtered = (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 10)) & 8) != 0;
+        uint32_t following = ((uint32_t*)(arena + COLUMNS))[column * 8 + 1] + 1;
+        uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 2));
+        bool wanted = following >= value && following <= ((uint32_t*)(arena + COLUMNS))[column * 8 + 2];
+        if (is_filtered && (wanted && ((uint32_t*)(arena + COLUMNS))[column * 8 + 7] == 0)) {
+          pending = 1;
+        }
+      }
+      if (lane == 0) {
+        uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
+        state[0] = pending;
+        state[3] = float_bits(0.0f);
+        state[9] = float_bits(bits_float(0x7f800000));
+        state[10] = float_bits(bits_float(0x7f800000));
+        state[11] = float_bits(bits_float(0x7f800000));
+        state[12] = float_bits(bits_float(0x7f800000));
+        state[13] = float_bits(bits_float(0x7f800000));
+      }
+    }
+  }
+}
+
+// Whether every column has its token; the same on every thread.
+__device__ __forceinline__ bool is_done(uint32_t lane, uint8_t* arena) {
+  uint32_t pending = 0;
+  #pragma unroll 1
+  for (uint32_t column = lane; column < 1; column += 32) {
+    pending |= ((uint32_t*)(arena + FILTERS) + column * 16)[0];
+  }
+  #pragma unroll 1
+  for (uint32_t level = 0; level < 5; ++level) {
+    pending |= shuffle_xor_u32(pending, 16u >> level);
+  }
+  return pending == 0;
+}
+
+// The better of this lane's candidate and that of lane ^ mask; the lower id on ties.
+__device__ __forceinline__ void take_lane(float& best, uint32_t& token, float& distance) {
+  float other = shuffle_xor_f32(best, 16);
+  uint32_t other_token = shuffle_xor_u32(token, 16);
+  float other_distance = shuffle_xor_f32(distance, 16);
+  if (other > best || (other == best && other_token < token)) {
+    best = other;
+    token = other_token;
+    distance = other_distance;
+  }
+}
+
+// The better of this lane's candidate and that of lane ^ mask; the lower id on ties.
+__device__ __forceinline__ void take_lane_2(float& best, uint32_t& token, float& distance) {
+  float other = shuffle_xor_f32(best, 8);
+  uint32_t other_token = shuffle_xor_u32(token, 8);
+  float other_distance = shuffle_xor_f32(distance, 8);
+  if (other > best || (other == best && other_token < token)) {
+    best = other;
+    token = other_token;
+    distance = other_distance;
+  }
+}
+
+// The better of this lane's candidate and that of lane ^ mask; the lower id on ties.
+__device__ __forceinline__ void take_lane_3(float& best, uint32_t& token, float& distance) {
+  float other = shuffle_xor_f32(best, 4);
+  uint32_t other_token = shuffle_xor_u32(token, 4);
+  float other_distance = shuffle_xor_f32(distance, 4);
+  if (other > best || (other == best && other_token < token)) {
+    best = other;
+    token = other_token;
+    distance = other_distance;
+  }
+}
+
+// The better of this lane's candidate and that of lane ^ mask; the lower id on ties.
+__device__ __forceinline__ void take_lane_4(float& best, uint32_t& token, float& distance) {
+  float other = shuffle_xor_f32(best, 2);
+  uint32_t other_token = shuffle_xor_u32(token, 2);
+  float other_distance = shuffle_xor_f32(distance, 2);
+  if (other > best || (other == best && other_token < token)) {
+    best = other;
+    token = other_token;
+    distance = other_distance;
+  }
+}
+
+// The better of this lane's candidate and that of lane ^ mask; the lower id on ties.
+__device__ __forceinline__ void take_lane_5(float& best, uint32_t& token, float& distance) {
+  float other = shuffle_xor_f32(best, 1);
+  uint32_t other_token = shuffle_xor_u32(token, 1);
+  float other_distance = shuffle_xor_f32(distance, 1);
+  if (other > best || (other == best && other_token < token)) {
+    best = other;
+    token = other_token;
+    distance = other_distance;
+  }
+}
+
+// The warp's sums and its best, a word each, in shared memory: [column, group, word].
+__device__ __forceinline__ void lay_down_3(uint32_t column, float (&sums)[12], float& best, uint32_t& best_token,
+    float& best_distance, float& nearest, uint8_t* arena, uint32_t warp, uint32_t lane) {
+  take_lane(best, best_token, best_distance);
+  float other = shuffle_xor_f32(nearest, 16);
+  nearest = other < nearest ? other : nearest;
+  take_lane_2(best, best_token, best_distance);
+  float other_2 = shuffle_xor_f32(nearest, 8);
+  nearest = other_2 < nearest ? other_2 : nearest;
+  take_lane_3(best, best_token, best_distance);
+  float other_3 = shuffle_xor_f32(nearest, 4);
+  nearest = other_3 < nearest ? other_3 : nearest;
+  take_lane_4(best, best_token, best_distance);
+  float other_4 = shuffle_xor_f32(nearest, 2);
+  nearest = other_4 < nearest ? other_4 : nearest;
+  take_lane_5(best, best_token, best_distance);
+  float other_5 = shuffle_xor_f32(nearest, 1);
+  nearest = other_5 < nearest ? other_5 : nearest;
+  uint32_t* words = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + warp) * 16;
+  float total = warp_sum_f32(sums[0]);
+  if (lane == 0) {
+    words[4] = float_bits(total);
+  }
+  float total_2 = warp_sum_f32(sums[1]);
+  if (lane == 0) {
+    words[5] = float_bits(total_2);
+  }
+  float total_3 = warp_sum_f32(sums[2]);
+  if (lane == 0) {
+    words[6] = float_bits(total_3);
+  }
+  float total_4 = warp_sum_f32(sums[3]);
+  if (lane == 0) {
+    words[7] = float_bits(total_4);
+  }
+  float total_5 = warp_sum_f32(sums[4]);
+  if (lane == 0) {
+    words[8] = float_bits(total_5);
+  }
+  float total_6 = warp_sum_f32(sums[5]);
+  if (lane == 0) {
+    words[9] = float_bits(total_6);
+  }
+  float total_7 = warp_sum_f32(sums[6]);
+  if (lane == 0) {
+    words[10] = float_bits(total_7);
+  }
+  float total_8 = warp_sum_f32(sums[7]);
+  if (lane == 0) {
+    words[11] = float_bits(total_8);
+  }
+  float total_9 = warp_sum_f32(sums[8]);
+  if (lane == 0) {
+    words[12] = float_bits(total_9);
+  }
+  float total_10 = warp_sum_f32(sums[9]);
+  if (lane == 0) {
+    words[13] = float_bits(total_10);
+  }
+  float total_11 = warp_sum_f32(sums[10]);
+  if (lane == 0) {
+    words[14] = float_bits(total_11);
+  }
+  float total_12 = warp_sum_f32(sums[11]);
+  if (lane == 0) {
+    words[15] = float_bits(total_12);
+  }
+  if (lane == 0) {
+    words[0] = float_bits(best);
+    words[1] = best_token;
+    words[2] = float_bits(best_distance);
+    words[3] = float_bits(nearest);
+  }
+}
+
+// This warp's rows of a column: what is nearer than each tested distance, into the region `filter_sums`.
+__device__ __forceinline__ void weigh_2(uint32_t column, uint8_t* arena, float* weighed, const int32_t* sequences,
+    uint32_t warp, uint32_t lane, uint32_t block) {
+  float sums[12] = {};
+  float best = -bits_float(0x7f800000);
+  uint32_t best_token = 4294967295u;
+  float best_distance = bits_float(0x7f800000);
+  float nearest = bits_float(0x7f800000);
+  float highest = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[3]);
+  float tested = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[9]);
+  float tested_2 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[10]);
+  float tested_3 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[11]);
+  float tested_4 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[12]);
+  float tested_5 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[13]);
+  const float2* pairs = (const float2*)(weighed) + load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 11)) * 128256;
+  uint32_t first = warp * 32 + lane;
+  uint32_t position = (block + 8) % 132;
+  #pragma unroll 2
+  for (uint32_t row = first; row < 976; row += 256) {
+    uint32_t token = (row / 16 * 132 + position) * 16 + row % 16;
+    if (token < 128256) {
+      float2 pair = pairs[token];
+      float distance = highest - pair.x;
+      float weight = exp_f32(-distance);
+      nearest = distance < nearest ? distance : nearest;
+      if (distance < tested) {
+        sums[0] = sums[0] + 1.0f;
+        sums[1] = sums[1] + weight;
+      }
+      if (distance < tested_2) {
+        sums[2] = sums[2] + 1.0f;
+        sums[3] = sums[3] + weight;
+      }
+      if (distance < tested_3) {
+        sums[4] = sums[4] + 1.0f;
+        sums[5] = sums[5] + weight;
+      }
+      if (distance < tested_4) {
+        sums[6] = sums[6] + 1.0f;
+        sums[7] = sums[7] + weight;
+      }
+      if (distance < tested_5) {
+        sums[8] = sums[8] + 1.0f;
+        sums[9] = sums[9] + weight;
+      }
+      if (distance < bits_float(0x7f800000)) {
+        sums[10] = sums[10] + 1.0f;
+        sums[11] = sums[11] + weight;
+      }
+      if (distance < tested && pair.y > best) {
+        best = pair.y;
+        best_token = token;
+        best_distance = distance;
+      }
+    }
+  }
+  lay_down_3(column, sums, best, best_token, best_distance, nearest, arena, warp, lane);
+}
+
+// Word number `lane` of what the block publishes of a column: its groups' words together, in order.
+__device__ __forceinline__ uint32_t add_groups(uint32_t column, uint32_t lane, uint8_t* arena) {
+  uint32_t lane_2 = lane % 16;
+  uint32_t chosen = 0;
+  uint32_t* words = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 1) * 16;
+  uint32_t* so_far = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + chosen) * 16;
+  float other = bits_float(words[0]);
+  float best = bits_float(so_far[0]);
+  if (other > best || (other == best && words[1] < so_far[1])) {
+    chosen = 1;
+  }
+  uint32_t* words_2 = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 2) * 16;
+  uint32_t* so_far_2 = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + chosen) * 16;
+  float other_2 = bits_float(words_2[0]);
+  float best_2 = bits_float(so_far_2[0]);
+  if (other_2 > best_2 || (other_2 == best_2 && words_2[1] < so_far_2[1])) {
+    chosen = 2;
+  }
+  uint32_t* words_3 = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 3) * 16;
+  uint32_t* so_far_3 = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + chosen) * 16;
+  float other_3 = bits_float(words_3[0]);
+  float best_3 = bits_float(so_far_3[0]);
+  if (other_3 > best_3 || (other_3 == best_3 && words_3[1] < so_far_3[1])) {
+    chosen = 3;
+  }
+  uint32_t* words_4 = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 4) * 16;
+  uint32_t* so_far_4 = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + chosen) * 16;
+  float other_4 = bits_float(words_4[0]);
+  float best_4 = bits_float(so_far_4[0]);
+  if (other_4 > best_4 || (other_4 == best_4 && words_4[1] < so_far_4[1])) {
+    chosen = 4;
+  }
+  uint32_t* words_5 = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 5) * 16;
+  uint32_t* so_far_5 = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + chosen) * 16;
+  float other_5 = bits_float(words_5[0]);
+  float best_5 = bits_float(so_far_5[0]);
+  if (other_5 > best_5 || (other_5 == best_5 && words_5[1] < so_far_5[1])) {
+    chosen = 5;
+  }
+  uint32_t* words_6 = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 6) * 16;
+  uint32_t* so_far_6 = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + chosen) * 16;
+  float other_6 = bits_float(words_6[0]);
+  float best_6 = bits_float(so_far_6[0]);
+  if (other_6 > best_6 || (other_6 == best_6 && words_6[1] < so_far_6[1])) {
+    chosen = 6;
+  }
+  uint32_t* words_7 = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 7) * 16;
+  uint32_t* so_far_7 = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + chosen) * 16;
+  float other_7 = bits_float(words_7[0]);
+  float best_7 = bits_float(so_far_7[0]);
+  if (other_7 > best_7 || (other_7 == best_7 && words_7[1] < so_far_7[1])) {
+    chosen = 7;
+  }
+  uint32_t word = ((uint32_t*)(arena + FILTER_SUMS) + (column * 8 + chosen) * 16)[lane_2];
+  if (lane_2 >= 3) {
+    float total = bits_float(((uint32_t*)(arena + FILTER_SUMS) + column * 128)[lane_2]);
+    float other_8 = bits_float(((uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 1) * 16)[lane_2]);
+    total = lane_2 == 3 ? (total < other_8 ? total : other_8) : total + other_8;
+    float other_9 = bits_float(((uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 2) * 16)[lane_2]);
+    total = lane_2 == 3 ? (total < other_9 ? total : other_9) : total + other_9;
+    float other_10 = bits_float(((uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 3) * 16)[lane_2]);
+    total = lane_2 == 3 ? (total < other_10 ? total : other_10) : total + other_10;
+    float other_11 = bits_float(((uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 4) * 16)[lane_2]);
+    total = lane_2 == 3 ? (total < other_11 ? total : other_11) : total + other_11;
+    float other_12 = bits_float(((uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 5) * 16)[lane_2]);
+    total = lane_2 == 3 ? (total < other_12 ? total : other_12) : total + other_12;
+    float other_13 = bits_float(((uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 6) * 16)[lane_2]);
+    total = lane_2 == 3 ? (total < other_13 ? total : other_13) : total + other_13;
+    float other_14 = bits_float(((uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 7) * 16)[lane_2]);
+    total = lane_2 == 3 ? (total < other_14 ? total : other_14) : total + other_14;
+    word = float_bits(total);
+  }
+  return word;
+}
+
+// A round up to the exchange: every warp weighs its rows, the first of a column's warps publishes.
+__device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t number, uint8_t* arena, float* weighed,
+    const int32_t* sequences, uint32_t warp, uint32_t lane, uint32_t block, uint64_t* exchange_words) {
+  #pragma unroll 1
+  for (uint32_t column = 0; column < 1; ++column) {
+    if (((uint32_t*)(arena + FILTERS) + column * 16)[0] != 0) {
+      weigh_2(column, arena, weighed, sequences, warp, lane, block);
+    }
+  }
+  named_barrier(1, 256);
+  if (warp < 1) {
+    #pragma unroll 1
+    for (uint32_t column = 0; column < 1; ++column) {
+      if (((uint32_t*)(arena + FILTERS) + column * 16)[0] != 0) {
+        uint32_t word = add_groups(column, lane, arena);
+        if (lane < 16) {
+          uint32_t place = ((number % 2 + column) * 132 + block) * 16 + lane;
+          publish_flagged(exchange_words + (place + 156864), word, epoch);
+        }
+      }
+    }
+  }
+}
+
+// One unit of one block: a first one for the best, another for the sums; the rest of it nobody looks at.
+__device__ __forceinline__ void take_unit(uint4 unit, float (&sums)[4], float& best, uint32_t& token, float& distance,
+    float& nearest) {
+  sums[0] = sums[0] + bits_float(unit.x);
+  sums[1] = sums[1] + bits_float(unit.y);
+  sums[2] = sums[2] + bits_float(unit.z);
+  sums[3] = sums[3] + bits_float(unit.w);
+  float other = bits_float(unit.x);
+  if (other > best || (other == best && unit.y < token)) {
+    best = other;
+    token = unit.y;
+    distance = bits_float(unit.z);
+  }
+  nearest = bits_float(unit.w) < nearest ? bits_float(unit.w) : nearest;
+}
+
+// All blocks' words of a column together, on every lane: best token, its distance, the nearest's, and the sums.
+__device__ __forceinline__ void read(uint32_t column, uint32_t epoch, uint32_t number, uint32_t lane,
+    uint64_t* exchange_words, uint32_t& token_out, float& distance_out, float& nearest_out, float& result,
+    float& result_2, float& result_3, float& result_4, float& result_5, float& result_6, float& result_7,
+    float& result_8, float& result_9, float& result_10, float& result_11, float& result_12) {
+  float sums[4] = {};
+  float best = -bits_float(0x7f800000);
+  uint32_t token = 4294967295u;
+  float distance = bits_float(0x7f800000);
+  float nearest = bits_float(0x7f800000);
+  uint4 data[8];
+  #pragma unroll 1
+  for (uint32_t first = lane; first < 528; first += 256) {
+    uint32_t count = (528 - first + 31) / 32 < 8 ? (528 - first + 31) / 32 : 8;
+    uint32_t unit = (number % 2 + column) * 528 + first;
+    wait_flagged_units(data, exchange_words + (unit * 4 + 156864), 128, count, epoch);
+    #pragma unroll
+    for (uint32_t place = 0; place < 8; ++place) {
+      if (place < count) {
+        take_unit(data[place], sums, best, token, distance, nearest);
+      }
+    }
+  }
+  take_lane(best, token, distance);
+  float other = shuffle_xor_f32(nearest, 16);
+  nearest = other < nearest ? other : nearest;
+  sums[0] = sums[0] + shuffle_xor_f32(sums[0], 16);
+  sums[1] = sums[1] + shuffle_xor_f32(sums[1], 16);
+  sums[2] = sums[2] + shuffle_xor_f32(sums[2], 16);
+  sums[3] = sums[3] + shuffle_xor_f32(sums[3], 16);
+  take_lane_2(best, token, distance);
+  float other_2 = shuffle_xor_f32(nearest, 8);
+  nearest = other_2 < nearest ? other_2 : nearest;
+  sums[0] = sums[0] + shuffle_xor_f32(sums[0], 8);
+  sums[1] = sums[1] + shuffle_xor_f32(sums[1], 8);
+  sums[2] = sums[2] + shuffle_xor_f32(sums[2], 8);
+  sums[3] = sums[3] + shuffle_xor_f32(sums[3], 8);
+  take_lane_3(best, token, distance);
+  float other_3 = shuffle_xor_f32(nearest, 4);
+  nearest = other_3 < nearest ? other_3 : nearest;
+  sums[0] = sums[0] + shuffle_xor_f32(sums[0], 4);
+  sums[1] = sums[1] + shuffle_xor_f32(sums[1], 4);
+  sums[2] = sums[2] + shuffle_xor_f32(sums[2], 4);
+  sums[3] = sums[3] + shuffle_xor_f32(sums[3], 4);
+  token = shuffle_u32(token, 0);
+  distance = bits_float(shuffle_u32(float_bits(distance), 0));
+  nearest = bits_float(shuffle_u32(float_bits(nearest), 0));
+  uint32_t value = shuffle_u32(float_bits(sums[0]), 1);
+  uint32_t value_2 = shuffle_u32(float_bits(sums[1]), 1);
+  uint32_t value_3 = shuffle_u32(float_bits(sums[2]), 1);
+  uint32_t value_4 = shuffle_u32(float_bits(sums[3]), 1);
+  uint32_t value_5 = shuffle_u32(float_bits(sums[0]), 2);
+  uint32_t value_6 = shuffle_u32(float_bits(sums[1]), 2);
+  uint32_t value_7 = shuffle_u32(float_bits(sums[2]), 2);
+  uint32_t value_8 = shuffle_u32(float_bits(sums[3]), 2);
+  uint32_t value_9 = shuffle_u32(float_bits(sums[0]), 3);
+  uint32_t value_10 = shuffle_u32(float_bits(sums[1]), 3);
+  uint32_t value_11 = shuffle_u32(float_bits(sums[2]), 3);
+  uint32_t value_12 = shuffle_u32(float_bits(sums[3]), 3);
+  token_out = token;
+  distance_out = distance;
+  nearest_out = nearest;
+  result = bits_float(value);
+  result_2 = bits_float(value_2);
+  result_3 = bits_float(value_3);
+  result_4 = bits_float(value_4);
+  result_5 = bits_float(value_5);
+  result_6 = bits_float(value_6);
+  result_7 = bits_float(value_7);
+  result_8 = bits_float(value_8);
+  result_9 = bits_float(value_9);
+  result_10 = bits_float(value_10);
+  result_11 = bits_float(value_11);
+  result_12 = bits_float(value_12);
+}
+
+// A candidate, if it lies below the limit: else there is none, and the next round looks for one below it.
+__device__ __forceinline__ void propose(uint32_t column, uint32_t token, float distance, float limit, uint8_t* arena) {
+  uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
+  bool is_near = token != 4294967295u && distance < limit;
+  state[2] = is_near ? 1u : 0u;
+  state[1] = token;
+  state[9] = float_bits(is_near ? distance : limit);
+}
+
+// The highest number, the first candidate and the first pivots. Distances were minus the numbers so far.
+__device__ __forceinline__ void begin(uint32_t column, uint32_t token, float distance, float nearest, uint8_t* arena,
+    const int32_t* sequences) {
+  uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
+  float limit = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 14)));
+  float top_p = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 13)));
+  bool keeps_all_near = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 12)) == 0 && top_p >= 1.0f;
+  state[3] = float_bits(-nearest);
+  state[4] = float_bits(limit);
+  state[5] = float_bits(0.0f);
+  state[6] = float_bits(bits_float(0x7f800000));
+  state[7] = float_bits(1.0f);
+  state[8] = float_bits(bits_float(0x7f800000));
+  state[10] = float_bits(2.0f);
+  state[11] = float_bits(4.0f);
+  state[12] = float_bits(8.0f);
+  state[13] = float_bits(16.0f);
+  propose(column, token, distance - nearest, limit, arena);
+  if (token == 4294967295u || (keeps_all_near && state[2] != 0)) {
+    state[0] = 0;
+  } else {
+    ((uint32_t*)(arena + CHOSEN))[column] = 4294967295u;
+  }
+}
+
+// Narrow down where the top-k end, and what they weigh.
+__device__ __forceinline__ void bracket(uint32_t column, float top_k, float counts_0, float counts_1, float counts_2,
+    float counts_3, float counts_4, float counts_5, float weights_0, float weights_1, float weights_2, float weights_3,
+    float weights_4, float weights_5, uint8_t* arena) {
+  uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
+  float below = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[5]);
+  float above = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[6]);
+  float least = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[7]);
+  float most = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[8]);
+  float at = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[9]);
+  if (counts_0 >= top_k && at <= above) {
+    above = at;
+    most = weights_0;
+  }
+  if (counts_0 <= top_k && at >= below) {
+    below = at;
+    least = weights_0;
+  }
+  float at_2 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[10]);
+  if (counts_1 >= top_k && at_2 <= above) {
+    above = at_2;
+    most = weights_1;
+  }
+  if (counts_1 <= top_k && at_2 >= below) {
+    below = at_2;
+    least = weights_1;
+  }
+  float at_3 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[11]);
+  if (counts_2 >= top_k && at_3 <= above) {
+    above = at_3;
+    most = weights_2;
+  }
+  if (counts_2 <= top_k && at_3 >= below) {
+    below = at_3;
+    least = weights_2;
+  }
+  float at_4 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[12]);
+  if (counts_3 >= top_k && at_4 <= above) {
+    above = at_4;
+    most = weights_3;
+  }
+  if (counts_3 <= top_k && at_4 >= below) {
+    below = at_4;
+    least = weights_3;
+  }
+  float at_5 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[13]);
+  if (counts_4 >= top_k && at_5 <= above) {
+    above = at_5;
+    most = weights_4;
+  }
+  if (counts_4 <= top_k && at_5 >= below) {
+    below = at_5;
+    least = weights_4;
+  }
+  if (counts_5 >= top_k && bits_float(0x7f800000) <= above) {
+    above = bits_float(0x7f800000);
+    most = weights_5;
+  }
+  if (counts_5 <= top_k && bits_float(0x7f800000) >= below) {
+    below = bits_float(0x7f800000);
+    least = weights_5;
+  }
+  float middle = (below + above) * 0.5f;
+  if (above < bits_float(0x7f800000) && (middle <= below || middle >= above)) {
+    least = most;
+  }
+  state[5] = float_bits(below);
+  state[6] = float_bits(above);
+  state[7] = float_bits(least);
+  state[8] = float_bits(most);
+}
+
+// From a distance on nothing is kept if too many are nearer, or if they weigh too much.
+__device__ __forceinline__ float lower_limit(uint32_t column, float top_k, float top_p, float counts_0, float counts_1,
+    float counts_2, float counts_3, float counts_4, float counts_5, float weights_0, float weights_1, float weights_2,
+    float weights_3, float weights_4, float weights_5, uint8_t* arena) {
+  float limit = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[4]);
+  float most = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[8]);
+  float at = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[9]);
+  bool is_out = counts_0 >= top_k || (top_p < 1.0f && weights_0 >= top_p * most);
+  if (is_out && at < limit) {
+    limit = at;
+  }
+  float at_2 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[10]);
+  bool is_out_2 = counts_1 >= top_k || (top_p < 1.0f && weights_1 >= top_p * most);
+  if (is_out_2 && at_2 < limit) {
+    limit = at_2;
+  }
+  float at_3 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[11]);
+  bool is_out_3 = counts_2 >= top_k || (top_p < 1.0f && weights_2 >= top_p * most);
+  if (is_out_3 && at_3 < limit) {
+    limit = at_3;
+  }
+  float at_4 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[12]);
+  bool is_out_4 = counts_3 >= top_k || (top_p < 1.0f && weights_3 >= top_p * most);
+  if (is_out_4 && at_4 < limit) {
+    limit = at_4;
+  }
+  float at_5 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[13]);
+  bool is_out_5 = counts_4 >= top_k || (top_p < 1.0f && weights_4 >= top_p * most);
+  if (is_out_5 && at_5 < limit) {
+    limit = at_5;
+  }
+  ((uint32_t*)(arena + FILTERS) + column * 16)[4] = float_bits(limit);
+  return limit;
+}
+
+// Evenly where the answer lies: in the bracket while it is open, then below the limit. Without an upper end,
+// each twice as far as the one before.
+__device__ __forceinline__ void place_pivots(uint32_t column, float limit, uint8_t* arena) {
+  uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
+  bool is_open = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[7]) < bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[8]);
+  float low = is_open ? bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[5]) : 0.0f;
+  float high = is_open ? bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[6]) : limit;
+  float evenly = low + (high - low) * 0.2f;
+  float doubling = (low + 1.0f) * 2.0f;
+  float at = high < bits_float(0x7f800000) ? evenly : doubling;
+  state[10] = float_bits(at);
+  float evenly_2 = low + (high - low) * 0.4f;
+  float doubling_2 = (low + 1.0f) * 4.0f;
+  float at_2 = high < bits_float(0x7f800000) ? evenly_2 : doubling_2;
+  state[11] = float_bits(at_2);
+  float evenly_3 = low + (high - low) * 0.6f;
+  float doubling_3 = (low + 1.0f) * 8.0f;
+  float at_3 = high < bits_float(0x7f800000) ? evenly_3 : doubling_3;
+  state[12] = float_bits(at_3);
+  float evenly_4 = low + (high - low) * 0.8f;
+  float doubling_4 = (low + 1.0f) * 16.0f;
+  float at_4 = high < bits_float(0x7f800000) ? evenly_4 : doubling_4;
+  state[13] = float_bits(at_4);
+}
+
+// What a round's sums say: of the bracket, the limit, the candidate; then what the next round weighs.
+__device__ __forceinline__ void judge(uint32_t column, uint32_t token, float distance, float counts_0, float counts_1,
+    float counts_2, float counts_3, float counts_4, float counts_5, float weights_0, float weights_1, float weights_2,
+    float weights_3, float weights_4, float weights_5, uint8_t* arena, const int32_t* sequences) {
+  uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
+  float top_k = (float)(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 12)));
+  if (top_k == 0.0f || top_k > counts_5) {
+    top_k = counts_5;
+  }
+  float top_p = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 13)));
+  bracket(column, top_k, counts_0, counts_1, counts_2, counts_3, counts_4, counts_5, weights_0, weights_1, weights_2,
+      weights_3, weights_4, weights_5, arena);
+  float limit = lower_limit(column, top_k, top_p, counts_0, counts_1, counts_2, counts_3, counts_4, counts_5, weights_0,
+      weights_1, weights_2, weights_3, weights_4, weights_5, arena);
+  if (state[2] == 0 || bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[9]) >= limit) {
+    propose(column, token, distance, limit, arena);
+  } else if (top_p >= 1.0f || weights_0 < top_p * bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[7])) {
+    state[0] = 0;
+    ((uint32_t*)(arena + CHOSEN))[column] = state[1];
+  }
+  place_pivots(column, limit, arena);
+}
+
+// The end of a round: the first of a column's warps reads what all blocks published, and decides.
+__device__ __forceinline__ void judge_all(uint32_t epoch, uint32_t number, uint32_t warp, uint8_t* arena, uint32_t lane,
+    uint64_t* exchange_words, const int32_t* sequences) {
+  if (warp < 1) {
+    #pragma unroll 1
+    for (uint32_t column = 0; column < 1; ++column) {
+      if (((uint32_t*)(arena + FILTERS) + column * 16)[0] != 0) {
+        uint32_t value;
+        float value_2;
+        float value_3;
+        float value_4;
+        float value_5;
+        float value_6;
+        float value_7;
+        float value_8;
+        float value_9;
+        float value_10;
+        float value_11;
+        float value_12;
+        float value_13;
+        float value_14;
+        float value_15;
+        read(column, epoch, number, lane, exchange_words, value, value_2, value_3, value_4, value_5, value_6, value_7,
+            value_8, value_9, value_10, value_11, value_12, value_13, value_14, value_15);
+        warp_barrier();
+        if (lane == 0) {
+          if (number == 0) {
+            begin(column, value, value_2, value_3, arena, sequences);
+          } else {
+            judge(column, value, value_2, value_4, value_6, value_8, value_10, value_12, value_14, value_5, value_7,
+                value_9, value_11, value_13, value_15, arena, sequences);
+          }
+        }
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void filter(uint32_t warp, uint32_t column_count, const int32_t* sequences, uint8_t* arena,
+    uint32_t lane, uint32_t step_epoch, float* weighed, uint32_t block, uint64_t* exchange_words) {
+  clear(warp, column_count, sequences, arena, lane);
+  named_barrier(1, 256);
+  #pragma unroll 1
+  for (uint32_t round = 0; round < 64; ++round) {
+    if (is_done(lane, arena)) {
+      break;
+    }
+    weigh_all(step_epoch + 32 + round, round, arena, weighed, sequences, warp, lane, block, exchange_words);
+    judge_all(step_epoch + 32 + round, round, warp, arena, lane, exchange_words, sequences);
+    named_barrier(1, 256);
+  }
+}
+
+// One thread of each block: count a token that was chosen, in the block that makes its logit.
+__device__ __forceinline__ void count(uint32_t column, uint32_t token, uint32_t block, const int32_t* sequences,
+    uint8_t* arena, uint32_t* token_counts) {
+  bool is_ours = token / 16 % 132 == (block + 8) % 132;
+  if ((load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 10)) & 4) != 0 && is_ours && token < 128256) {
+    uint32_t following = ((uint32_t*)(arena + COLUMNS))[column * 8 + 1] + 1;
+    uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 2));
+    bool wanted = following >= value && following <= ((uint32_t*)(arena + COLUMNS))[column * 8 + 2];
+    if (wanted && ((uint32_t*)(arena + COLUMNS))[column * 8 + 7] == 0) {
+      uint32_t value_2 = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 11));
+      token_counts[value_2 * 128256 + token] = token_counts[value_2 * 128256 + token] + 1;
+    }
+  }
+}
+
+__device__ __forceinline__ void count_chosen(uint32_t lane, uint32_t column_count, uint8_t* arena, uint32_t block,
+    const int32_t* sequences, uint32_t* token_counts) {
+  #pragma unroll 1
+  for (uint32_t column = lane; column < column_count; column += 32) {
+    uint32_t token = ((uint32_t*)(arena + CHOSEN))[column];
+    count(column, token, block, sequences, arena, token_counts);
+  }
+}
+
+// ---- phase sampling --------------------------------------------------------------------------------
+// The grid's choice; the meeting of all blocks that ends a step.
+// Waits for: the candidates of all blocks.
+// Makes: candidates, and every column's token in `chosen`.
+__device__ __forceinline__ void sampling(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
+    uint8_t* arena, float& best, uint32_t& best_token, uint32_t lane, uint32_t warp, uint64_t* exchange_words,
+    uint32_t step_epoch, uint32_t options, uint32_t column_count, const int32_t* sequences, float* weighed,
+    uint32_t* token_counts) {
+  if (thread == 0) {
+    store_relaxed_u32(progress + block, step * 162 + 161);
+  }
+  uint32_t first_word = step % 2 * 528;
+  lay_down_warps(arena, best, best_token, lane, warp);
+  named_barrier(1, 256);
+  if (warp < 1) {
+    float best_2;
+    uint32_t best_token_2;
+    best_of(warp, arena, lane, best_2, best_token_2);
+    if (lane < 4) {
+      uint32_t word = lane % 2 == 0 ? float_bits(best_2) : best_token_2;
+      uint32_t place = first_word + (block * 2 + warp) * 2 + lane;
+      publish_flagged_release(exchange_words + (place + 155808), word, step_epoch + 32);
+    }
+  }
+  gather(first_word / 4, step_epoch + 32, arena, thread, exchange_words);
+  named_barrier(1, 256);
+  uint32_t* chosen = (uint32_t*)(arena + CHOSEN);
+  if (warp < 1) {
+    float _;
+    uint32_t best_token_2;
+    best_of_2(warp, arena, lane, _, best_token_2);
+    if (lane == 0) {
+      chosen[warp] = best_token_2;
+    }
+  }
+  named_barrier(1, 256);
+  if ((options & 8) != 0) {
+    filter(warp, column_count, sequences, arena, lane, step_epoch, weighed, block, exchange_words);
+  }
+  if ((options & 4) != 0 && warp == 0) {
+    count_chosen(lane, column_count, arena, block, sequences, token_counts);
+  }
+}
+
+// One lane, one column: note what was sampled after its token, and the token that it has in the next step.
+__device__ __forceinline__ void take(uint32_t column, uint32_t& going_on, uint8_t* arena, const int32_t* sequences,
+    uint32_t block, int32_t* tokens, const int32_t* stop_ids, uint32_t* next_token) {
+  uint32_t sequence = ((uint32_t*)(arena + COLUMNS))[column * 8 + 6];
+  uint32_t number = ((uint32_t*)(arena + COLUMNS))[column * 8 + 1];
+  uint32_t total = ((uint32_t*)(arena + COLUMNS))[column * 8 + 2];
+  uint32_t given_2 = load_constant_u32(sequences + (sequence * 24 + 2));
+  uint32_t per_step = load_constant_u32(sequences + (sequence * 24 + 1));
+  uint32_t sampled = ((uint32_t*)(arena + CHOSEN))[column];
+  uint32_t stopped = ((uint32_t*)(arena + COLUMNS))[column * 8 + 7];
+  if (number + 1 >= given_2 && number < total) {
+    if (block == 0) {
+      tokens[sequence * 65 + number + 1] = (int32_t)(sampled);
+    }
+    uint32_t first_stop = load_constant_u32(sequences + (sequence * 24 + 8));
+    uint32_t stop_count = load_constant_u32(sequences + (sequence * 24 + 9));
+    #pragma unroll 1
+    for (uint32_t stop = 0; stop < stop_count; ++stop) {
+      if ((uint32_t)(stop_ids[first_stop + stop]) == sampled) {
+        stopped = 1;
+      }
+    }
+  }
+  uint32_t following = number + per_step;
+  if (following >= total) {
+    stopped = 1;
+  }
+  ((uint32_t*)(arena + COLUMNS))[column * 8 + 7] = stopped;
+  if (stopped == 0) {
+    going_on = 1;
+  }
+  if (following >= given_2 && per_step == 1) {
+    next_token[column] = sampled < 128255 ? sampled : 128255;
+  } else {
+    next_token[column] = given(sequence, following, sequences, tokens);
+  }
+}
+
+// One warp takes every column's next token, given or chosen, and finds whether to go on; then all warps go on
+// together, and the producer lane with them.
+__device__ __forceinline__ void take_tokens(uint32_t step, uint32_t warp, uint32_t lane, uint32_t column_count,
+    uint8_t* arena, const int32_t* sequences, uint32_t block, int32_t* tokens, const int32_t* stop_ids,
+    uint32_t* next_token, uint32_t thread, int32_t* status, uint64_t* step_done) {
+  if (warp == 0) {
+    uint32_t going_on = 0;
+    #pragma unroll 1
+    for (uint32_t column = lane; column < column_count; column += 32) {
+      take(column, going_on, arena, sequences, block, tokens, stop_ids, next_token);
+    }
+    #pragma unroll 1
+    for (uint32_t level = 0; level < 5; ++level) {
+      going_on |= shuffle_xor_u32(going_on, 16u >> level);
+    }
+    warp_barrier();
+    if (thread == 0) {
+      if (block == 0) {
+        status[0] = (int32_t)(step + 1);
+      }
+      mbarrier_wait(step_done + 1, (step + 1) % 2);
+      next_token[1] = going_on == 0 ? 1u : 0u;
+      fence_proxy_async();
+      mbarrier_arrive(step_done);
+    }
+  }
+  named_barrier(1, 256);
+}
+
+// In the consumer role: use up the block's chunks of a matrix that were fetched in vain.
+__device__ __forceinline__ void skip(uint32_t block, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
+    uint8_t* ring, uint32_t lane, uint64_t* empty) {
+  #pragma unroll 1
+  for (uint32_t i = (block + 8) % 132; i < 384; i += 132) {
+    #pragma unroll 1
+    for (uint32_t i_2 = 0; i_2 < 4; ++i_2) {
+      mbarrier_wait(full + use_stage, use_parity);
+      uint8_t* chunk = ring + use_stage * 16512;
+      warp_barrier();
+      if (lane == 0) {
+        mbarrier_arrive(empty + use_stage);
+      }
+      advance(use_stage, use_parity);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* weights, const bf16* norms,
+    const bf16* embedding, const float* rope, bf16* kv, const int32_t* page_table, const int32_t* kv_plans,
+    const int32_t* tiles, const int32_t* sequences, const int32_t* columns, uint8_t* exchange, int32_t* tokens,
+    const int32_t* stop_ids, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts, float* weighed,
+    float* logits, uint32_t* progress, int32_t* status, uint32_t steps, uint32_t head_from, uint32_t column_count,
+    uint32_t plan_count, uint32_t options, uint32_t epoch) {
+  uint8_t* arena = shared_arena();
+  uint32_t block = blockIdx.x;
+  uint32_t thread = threadIdx.x;
+  uint32_t warp = thread / 32;
+  uint32_t lane = thread % 32;
+  uint64_t* exchange_words = (uint64_t*)(exchange);
+  uint64_t* full = (uint64_t*)(arena + RING_BARRIERS);
+  uint64_t* empty = full + 12;
+  uint8_t* ring = arena + RING;
+  uint32_t* block_waits = (uint32_t*)(arena + BLOCK_WAITS);
+  uint64_t* step_done = (uint64_t*)(arena + STEP_DONE);
+  uint32_t* next_token = (uint32_t*)(arena + NEXT_TOKEN);
+  // barriers, and every column's first token
+  if (thread == 0) {
+    for (uint32_t stage = 0; stage < 12; ++stage) {
+      mbarrier_init(full + stage, 1);
+      mbarrier_init(empty + stage, 8);
+    }
+    store_shared_u32(block_waits, 0);
+    mbarrier_init(step_done, 1);
+    mbarrier_init(step_done + 1, 1);
+    mbarrier_fence_init();
+  }
+  take_first(thread, column_count, columns, next_token, sequences, tokens, arena);
+  block_barrier();
+  if (warp >= 8) {
+    give_registers();
+    // the producer warp: one lane walks the whole model's chunk list
+    if (thread == 256) {
+      uint32_t plan_index = 0;
+      uint32_t fill_stage = 0;
+      uint32_t fill_parity = 1;
+      uint32_t landed_stage = 0;
+      uint32_t landed_parity = 0;
+      uint32_t under_way = 0;
+      for (uint32_t step = 0; step < steps; ++step) {
+        follow_plan(plan_index, step, plan_count, kv_plans);
+        for (uint32_t layer = 0; layer < 32; ++layer) {
+          uint64_t layer_offset = (uint64_t)(layer) * 218447872;
+          // qkv
+          fetch_qkv(block, weights, layer_offset, empty, fill_stage, fill_parity, block_waits, under_way, full,
+              landed_stage, landed_parity, ring);
+          // keys and values of earlier tokens
+          if (layer == 0 && step > 0) {
+            if (launch_is_over(step, step_done, next_token)) {
+              return;
+            }
+          }
+          copy_items(layer, step, kv_plans, plan_index, block, tiles, page_table, empty, fill_stage, fill_parity,
+              block_waits, under_way, full, landed_stage, landed_parity, ring, kv);
+          // o
+          fetch_o(block, weights, layer_offset, empty, fill_stage, fill_parity, block_waits, under_way, full,
+              landed_stage, landed_parity, ring);
+          // gate_up
+          fetch_gate_up(block, weights, layer_offset, empty, fill_stage, fill_parity, block_waits, under_way, full,
+              landed_stage, landed_parity, ring);
+          // down
+          fetch_down(block, weights, layer_offset, empty, fill_stage, fill_parity, block_waits, under_way, full,
+              landed_stage, landed_parity, ring);
+        }
+        // lm_head
+        if (step >= head_from || logits != nullptr) {
+          fetch_lm_head(block, weights, empty, fill_stage, fill_parity, block_waits, under_way, full, landed_stage,
+              landed_parity, ring);
+        }
+        // sampling
+      }
+    }
+  } else {
+    take_registers();
+    // the consumer warps
+    uint32_t turn = 0;
+    uint32_t finisher = 0;
+    uint32_t plan_index = 0;
+    uint32_t use_stage = 0;
+    uint32_t use_parity = 0;
+    for (uint32_t step = 0; step < steps; ++step) {
+      bool has_new_plan = follow_plan(plan_index, step, plan_count, kv_plans);
+      uint32_t step_epoch = epoch + step * 96;
+      begin_step(step, arena, thread, column_count, columns, sequences);
+      if (has_new_plan) {
+        keep(arena, kv_plans, plan_index, thread, block, tiles, warp, lane);
+      }
+      named_barrier(1, 256);
+      load_angles(arena, thread, column_count, rope);
+      start_residual(arena, thread, block, column_count, embedding, next_token);
+      named_barrier(1, 256);
+      for (uint32_t layer = 0; layer < 32; ++layer) {
+        uint32_t layer_epoch = step_epoch + layer;
+        qkv(thread, progress, block, step, layer, norms, block_waits, arena, embedding, next_token, lane, warp,
+            column_count, exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, turn, finisher,
+            page_table, kv);
+        attention(thread, progress, block, step, layer, arena, kv_plans, plan_index, tiles, layer_epoch, exchange_words,
+            lane, warp, use_stage, full, use_parity, ring, empty);
+        o(thread, progress, block, step, layer, block_waits, arena, lane, exchange_words, layer_epoch, full, use_stage,
+            use_parity, ring, warp, empty, turn, finisher);
+        gate_up(thread, progress, block, step, layer, norms, block_waits, arena, lane, exchange_words, layer_epoch,
+            warp, column_count, full, use_stage, use_parity, ring, empty, turn, finisher);
+        down(thread, progress, block, step, layer, block_waits, arena, lane, exchange_words, layer_epoch, full,
+            use_stage, use_parity, ring, warp, empty, turn, finisher);
+      }
+      float best = -bits_float(0x7f800000);
+      uint32_t best_token = 4294967295u;
+      lm_head(thread, progress, block, step, head_from, logits, block_waits, arena, norms, lane, exchange_words,
+          step_epoch, warp, column_count, full, use_stage, use_parity, ring, empty, turn, finisher, options, sequences,
+          masks, logit_bias, token_counts, weighed, best, best_token);
+      sampling(thread, progress, block, step, arena, best, best_token, lane, warp, exchange_words, step_epoch, options,
+          column_count, sequences, weighed, token_counts);
+      take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, stop_ids, next_token, thread, status,
+          step_done);
+      if (next_token[1] != 0) {
+        // the producer lane has fetched what it does not need the tokens for: use it up
+        if (step + 1 < steps) {
+          skip(block, full, use_stage, use_parity, ring, lane, empty);
+        }
+        break;
+      }
+    }
+  }
+}
