@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cheetah.cli.options import DevicesGpu, MaxContext, RequestSeed, Revision, ServingDevice
 from cheetah.cli.run import kernel_generator
 from cheetah.cli.serve import need_extra
 from cheetah.errors import CheetahError
@@ -29,25 +30,15 @@ def batch(
         str | None,
         typer.Option(help="demo, a folder, a hub id; by default what the first request names.", show_default=False),
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cuda, cuda:1 or emulator; by default what is there.", show_default=False)
-    ] = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="The machine to generate for; by default the device's.", show_default=False)
-    ] = None,
+    device: ServingDevice = None,
+    gpu: DevicesGpu = None,
     together: Annotated[
         int | None,
         typer.Option("--batch", min=1, max=8, help="How many run together; by default 8.", show_default=False),
     ] = None,
-    max_context: Annotated[
-        int | None, typer.Option(help="Most tokens in all; by default the model's, at most 8192.", show_default=False)
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Of requests without one; by default a new one each.", show_default=False)
-    ] = None,
-    revision: Annotated[
-        str | None, typer.Option(help="Of a hub id: branch, tag or commit.", show_default=False)
-    ] = None,
+    max_context: MaxContext = None,
+    seed: RequestSeed = None,
+    revision: Revision = None,
 ) -> None:
     """Answer a file of requests. Ended at any point and started again, it loses and repeats nothing."""
     need_extra()

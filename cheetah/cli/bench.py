@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cheetah.cli.measured import MODEL_HELP, circumstances_of, measured_model, ordinal_of, plan_for
-from cheetah.cli.options import takes_plan
+from cheetah.cli.options import Device, DevicesGpu, Revision, Tuned, takes_plan
 from cheetah.errors import CheetahError
 
 if TYPE_CHECKING:
@@ -38,16 +38,10 @@ def bench(
     json_file: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Append a JSON line a context; - for stdout.")
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cuda, cuda:1, pycuda or emulator; by default what is there.", show_default=False)
-    ] = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="The machine to generate for; by default the device's.", show_default=False)
-    ] = None,
-    tuned: Annotated[bool, typer.Option(help="Use what `cheetah tune` has stored for this shape and GPU.")] = True,
-    revision: Annotated[
-        str | None, typer.Option(help="Of a hub id: branch, tag or commit.", show_default=False)
-    ] = None,
+    device: Device = None,
+    gpu: DevicesGpu = None,
+    tuned: Tuned = True,
+    revision: Revision = None,
     plan: dict[str, Any],
 ) -> None:
     """Measure decode speed: greedy sampling on the GPU, prompt processing not included (or it alone: --per-step).

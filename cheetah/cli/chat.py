@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cheetah.cli.options import ChatTemplate, Device, DevicesGpu, MaxContext, Revision, Seed, Temperature
 from cheetah.cli.run import kernel_generator
 from cheetah.errors import CheetahError
 from cheetah.printable import printable
@@ -27,28 +28,16 @@ PROMPT = "> "
 def chat(
     model: Annotated[str, typer.Argument(help="demo, a folder, or a hub id.", show_default=False)],
     system: Annotated[str | None, typer.Option(help="The system message to begin with.", show_default=False)] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cuda, cuda:1, pycuda or emulator; by default what is there.", show_default=False)
-    ] = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="The machine to generate for; by default the device's.", show_default=False)
-    ] = None,
+    device: Device = None,
+    gpu: DevicesGpu = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of an answer; by default all there is room for.")
     ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy; by default the checkpoint's, else 0.", show_default=False)
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of sampling at a temperature above 0.")] = 0,
-    max_context: Annotated[
-        int | None, typer.Option(help="Most tokens in all; by default the model's, at most 8192.", show_default=False)
-    ] = None,
-    chat_template: Annotated[
-        str | None, typer.Option(help="Jinja text, or the name of one of the checkpoint's.", show_default=False)
-    ] = None,
-    revision: Annotated[
-        str | None, typer.Option(help="Of a hub id: branch, tag or commit.", show_default=False)
-    ] = None,
+    temperature: Temperature = None,
+    seed: Seed = 0,
+    max_context: MaxContext = None,
+    chat_template: ChatTemplate = None,
+    revision: Revision = None,
 ) -> None:
     """Talk with a model. /help lists the commands; speeds go to stderr."""
     from cheetah.runtime import LLM, SamplingParams

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cheetah.cli.configs import NamedConfig, named_config, print_notes
-from cheetah.cli.options import takes_plan
+from cheetah.cli.options import Config, Revision, takes_plan
 
 if TYPE_CHECKING:
     from cheetah.models.config import ModelConfig
@@ -29,14 +29,12 @@ CONTEXT = 128
 @takes_plan
 def check(
     *,
-    config: Annotated[str, typer.Argument(help="A preset, a folder, a config.json, or a hub id.", show_default=False)],
+    config: Config,
     seeds: Annotated[int, typer.Option(min=1, help="Schedules of each scheduler.")] = 20,
     schedulers: Annotated[str, typer.Option(metavar="A,B,...", help="Of the emulator.")] = SCHEDULERS,
     gpu: Annotated[str, typer.Option(help="The emulated machine: emulator, emulator-2, emulator-8.")] = "emulator",
     sanitizer: Annotated[bool, typer.Option(help="Also run once, on 2 blocks, under ThreadSanitizer.")] = True,
-    revision: Annotated[
-        str | None, typer.Option(help="Of a hub id: branch, tag or commit.", show_default=False)
-    ] = None,
+    revision: Revision = None,
     plan: dict[str, Any],
 ) -> None:
     """Look for schedules under which a model's kernel goes wrong, in the emulator. Needs g++ and no GPU.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cheetah.cli.configs import named_config, print_notes
-from cheetah.cli.options import DEFAULT_GPU, takes_plan
+from cheetah.cli.options import DEFAULT_GPU, Config, MachineGpu, Revision, Tuned, takes_plan
 from cheetah.errors import CheetahError
 
 if TYPE_CHECKING:
@@ -25,22 +25,20 @@ EPILOG = "Example: cheetah generate llama-3.1-8b -o kernels --sync barrier"
 @takes_plan
 def generate(
     *,
-    config: Annotated[str, typer.Argument(help="A preset, a folder, a config.json, or a hub id.", show_default=False)],
+    config: Config,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Where the files go.")] = Path("."),
     name: Annotated[
         str | None,
         typer.Option(help="Of the files, without ending; by default model, GPU and the options given."),
     ] = None,
-    gpu: Annotated[str, typer.Option(help="The machine: h200, h100, emulator, emulator-2, emulator-8.")] = DEFAULT_GPU,
+    gpu: MachineGpu = DEFAULT_GPU,
     line_marks: Annotated[
         bool, typer.Option("--line-marks", help="#line marks, so that compilers name the Python source.")
     ] = False,
     compile: Annotated[bool, typer.Option(help="Compile to a cubin where a compiler is there.")] = True,
     compiler: Annotated[str, typer.Option(help="nvrtc or nvcc.")] = "nvrtc",
-    tuned: Annotated[bool, typer.Option(help="Use what `cheetah tune` has stored for this shape and GPU.")] = True,
-    revision: Annotated[
-        str | None, typer.Option(help="Of a hub id: branch, tag or commit.", show_default=False)
-    ] = None,
+    tuned: Tuned = True,
+    revision: Revision = None,
     plan: dict[str, Any],
 ) -> None:
     """Write the kernel of a model, its manifest and, if a compiler is there, its cubin. Needs no GPU."""

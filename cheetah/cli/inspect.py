@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cheetah.cli.configs import named_config, print_notes
-from cheetah.cli.options import DEFAULT_GPU, takes_plan
+from cheetah.cli.options import DEFAULT_GPU, Config, MachineGpu, Revision, takes_plan
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,8 +23,8 @@ EPILOG = "Example: cheetah inspect llama-3.1-8b --context 6144 --plot shares.png
 @takes_plan
 def inspect(
     *,
-    config: Annotated[str, typer.Argument(help="A preset, a folder, a config.json, or a hub id.", show_default=False)],
-    gpu: Annotated[str, typer.Option(help="The machine: h200, h100, emulator, emulator-2, emulator-8.")] = DEFAULT_GPU,
+    config: Config,
+    gpu: MachineGpu = DEFAULT_GPU,
     context: Annotated[
         int | None,
         typer.Option(help="Tokens in the cache, the new one included; by default 1024, or what there is room for."),
@@ -32,9 +32,7 @@ def inspect(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw each block's share by phase (png, svg, pdf).")
     ] = None,
-    revision: Annotated[
-        str | None, typer.Option(help="Of a hub id: branch, tag or commit.", show_default=False)
-    ] = None,
+    revision: Revision = None,
     plan: dict[str, Any],
 ) -> None:
     """Print what the plan comes to: bytes a block and phase, shared memory, exchanges, bytes and time of a step."""

@@ -1,6 +1,7 @@
-"""Options that several commands share: those that override fields of the plan.
+"""Options that several commands share, each written once: types of single ones, and those that override the plan.
 
-One table names them; `takes_plan` gives them to a command, which receives those that were given as one dict.
+A parameter of a command is `device: Device = None`. Of the plan's options one table has the names; `takes_plan` gives
+them to a command, which receives those that were given as one dict.
 """
 
 from __future__ import annotations
@@ -13,6 +14,41 @@ from typing import Annotated, Any
 import typer
 
 DEFAULT_GPU = "h200"
+
+Config = Annotated[str, typer.Argument(help="A preset, a folder, a config.json, or a hub id.", show_default=False)]
+Model = Annotated[str, typer.Argument(help="demo, a folder, a hub id, or random:PRESET.", show_default=False)]
+Revision = Annotated[str | None, typer.Option(help="Of a hub id: branch, tag or commit.", show_default=False)]
+Tuned = Annotated[bool, typer.Option(help="Use what `cheetah tune` has stored for this shape and GPU.")]
+
+# Where a kernel runs, and the machine that it is generated for.
+Device = Annotated[
+    str | None, typer.Option(help="cuda, cuda:1, pycuda or emulator; by default what is there.", show_default=False)
+]
+ServingDevice = Annotated[
+    str | None, typer.Option(help="cuda, cuda:1 or emulator; by default what is there.", show_default=False)
+]
+DevicesGpu = Annotated[
+    str | None, typer.Option(help="The machine to generate for; by default the device's.", show_default=False)
+]
+MachineGpu = Annotated[str, typer.Option(help="The machine: h200, h100, emulator, emulator-2, emulator-8.")]
+
+# Of what is generated.
+MaxContext = Annotated[
+    int | None, typer.Option(help="Most tokens in all; by default the model's, at most 8192.", show_default=False)
+]
+KvDtype = Annotated[
+    str | None, typer.Option(help="How the cache is kept: bf16 (the default) or e4m3.", show_default=False)
+]
+ChatTemplate = Annotated[
+    str | None, typer.Option(help="Jinja text, or the name of one of the checkpoint's.", show_default=False)
+]
+Temperature = Annotated[
+    float | None, typer.Option(help="0 is greedy; by default the checkpoint's, else 0.", show_default=False)
+]
+Seed = Annotated[int, typer.Option(help="Of sampling at a temperature above 0.")]
+RequestSeed = Annotated[
+    int | None, typer.Option(help="Of requests without one; by default a new one each.", show_default=False)
+]
 
 PLAN_OPTIONS: Mapping[str, tuple[type, str]] = {
     "sync": (str, "How blocks exchange vectors: flags (the default) or barrier (simpler, slower)."),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cheetah.cli.options import Revision
 from cheetah.errors import CheetahError
 
 if TYPE_CHECKING:
@@ -26,9 +27,7 @@ def quantize(
     clip: Annotated[
         str, typer.Option(help="none, or mse: the range of a group with the least squared error.")
     ] = "none",
-    revision: Annotated[
-        str | None, typer.Option(help="Of a hub id: branch, tag or commit.", show_default=False)
-    ] = None,
+    revision: Revision = None,
 ) -> None:
     """Write a copy of a checkpoint with its layers' matrices rounded to the nearest codes, without any data.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cheetah.cli.options import Device, DevicesGpu, KvDtype, MaxContext, Model, Revision, Seed, Temperature, Tuned
 from cheetah.errors import CheetahError
 
 if TYPE_CHECKING:
@@ -24,23 +25,17 @@ MOST_TOGETHER = 8
 
 
 def run(
-    model: Annotated[str, typer.Argument(help="demo, a folder, a hub id, or random:PRESET.", show_default=False)],
+    model: Model,
     prompt: Annotated[str | None, typer.Argument(help="The text to go on from; - reads it from stdin.")] = None,
     ids: Annotated[
         str | None, typer.Option(metavar="1,2,3", help="Token ids instead of text, as they are.", show_default=False)
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="PROMPT is a user's message, put in the chat template.")] = False,
-    device: Annotated[
-        str | None, typer.Option(help="cuda, cuda:1, pycuda or emulator; by default what is there.", show_default=False)
-    ] = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="The machine to generate for; by default the device's.", show_default=False)
-    ] = None,
+    device: Device = None,
+    gpu: DevicesGpu = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to make.")] = DEFAULT_TOKENS,
-    temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy; by default the checkpoint's, else 0.", show_default=False)
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of sampling at a temperature above 0.")] = 0,
+    temperature: Temperature = None,
+    seed: Seed = 0,
     completions: Annotated[
         int, typer.Option("--completions", "-n", min=1, help="How many to make, each with a seed of its own.")
     ] = 1,
@@ -52,22 +47,16 @@ def run(
         list[str] | None, typer.Option(help="A text that ends the completion; repeatable.", show_default=False)
     ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")] = False,
-    max_context: Annotated[
-        int | None, typer.Option(help="Most tokens in all; by default the model's, at most 8192.", show_default=False)
-    ] = None,
+    max_context: MaxContext = None,
     sync: Annotated[
         str | None, typer.Option(help="flags or barrier; by default the plan's.", show_default=False)
     ] = None,
-    kv_dtype: Annotated[
-        str | None, typer.Option(help="How the cache is kept: bf16 (the default) or e4m3.", show_default=False)
-    ] = None,
+    kv_dtype: KvDtype = None,
     prompt_tokens: Annotated[
         int | None, typer.Option(help="Tokens of the prompt that a step reads; by default 16 or 8.", show_default=False)
     ] = None,
-    tuned: Annotated[bool, typer.Option(help="Use what `cheetah tune` has stored for this shape and GPU.")] = True,
-    revision: Annotated[
-        str | None, typer.Option(help="Of a hub id: branch, tag or commit.", show_default=False)
-    ] = None,
+    tuned: Tuned = True,
+    revision: Revision = None,
 ) -> None:
     """Write the completion of a prompt to stdout as it is made; timings go to stderr."""
     from cheetah.runtime import LLM, SamplingParams

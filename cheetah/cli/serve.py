@@ -8,6 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cheetah.cli.options import (
+    ChatTemplate,
+    DevicesGpu,
+    KvDtype,
+    MaxContext,
+    Model,
+    RequestSeed,
+    Revision,
+    ServingDevice,
+    Tuned,
+)
 from cheetah.cli.run import kernel_generator
 from cheetah.errors import CheetahError
 
@@ -21,7 +32,7 @@ LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
 def serve(
-    model: Annotated[str, typer.Argument(help="demo, a folder, a hub id, or random:PRESET.", show_default=False)],
+    model: Model,
     host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for every one.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes a free one.")] = 8000,
     api_key: Annotated[
@@ -32,22 +43,14 @@ def serve(
         list[str] | None,
         typer.Option(help="What clients call the model; repeatable. By default MODEL.", show_default=False),
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cuda, cuda:1 or emulator; by default what is there.", show_default=False)
-    ] = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="The machine to generate for; by default the device's.", show_default=False)
-    ] = None,
+    device: ServingDevice = None,
+    gpu: DevicesGpu = None,
     batch: Annotated[
         int | None,
         typer.Option(min=1, max=8, help="How many completions run together; by default 8.", show_default=False),
     ] = None,
-    max_context: Annotated[
-        int | None, typer.Option(help="Most tokens in all; by default the model's, at most 8192.", show_default=False)
-    ] = None,
-    kv_dtype: Annotated[
-        str | None, typer.Option(help="How the cache is kept: bf16 (the default) or e4m3.", show_default=False)
-    ] = None,
+    max_context: MaxContext = None,
+    kv_dtype: KvDtype = None,
     kv_chunk: Annotated[
         int | None, typer.Option(help="With it no bit of an answer depends on who else asks.", show_default=False)
     ] = None,
@@ -67,20 +70,14 @@ def serve(
     max_body_mb: Annotated[float, typer.Option(min=0.001, help="Most megabytes of a request.")] = 8.0,
     stuck_after: Annotated[float, typer.Option(min=0.1, help="Seconds of a step after which /health fails.")] = 60.0,
     drain: Annotated[int, typer.Option(min=0, help="Seconds that requests have to end after SIGTERM.")] = 120,
-    chat_template: Annotated[
-        str | None, typer.Option(help="Jinja text, or the name of one of the checkpoint's.", show_default=False)
-    ] = None,
+    chat_template: ChatTemplate = None,
     tool_call_parser: Annotated[
         str | None,
         typer.Option(help="hermes or llama3_json; by default what the template tells.", show_default=False),
     ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Of requests without one; by default a new one each.", show_default=False)
-    ] = None,
-    tuned: Annotated[bool, typer.Option(help="Use what `cheetah tune` has stored for this shape and GPU.")] = True,
-    revision: Annotated[
-        str | None, typer.Option(help="Of a hub id: branch, tag or commit.", show_default=False)
-    ] = None,
+    seed: RequestSeed = None,
+    tuned: Tuned = True,
+    revision: Revision = None,
     log_level: Annotated[str, typer.Option(help="critical, error, warning, info or debug.")] = "info",
 ) -> None:
     """Serve a model over HTTP to clients that speak OpenAI's protocol."""

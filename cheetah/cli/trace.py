@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cheetah.cli.measured import MODEL_HELP, circumstances_of, measured_model, ordinal_of, plan_for
-from cheetah.cli.options import takes_plan
+from cheetah.cli.options import Device, DevicesGpu, Revision, Tuned, takes_plan
 from cheetah.errors import CheetahError
 
 if TYPE_CHECKING:
@@ -44,16 +44,10 @@ def trace(
     steps: Annotated[int, typer.Option(min=1, help="Decode steps of a launch, the last of which is looked at.")] = 8,
     repetitions: Annotated[int, typer.Option(min=1, help="Launches that are looked at.")] = 5,
     warmup: Annotated[int, typer.Option(min=0, help="Launches before those.")] = 2,
-    device: Annotated[
-        str | None, typer.Option(help="cuda, cuda:1, pycuda or emulator; by default what is there.", show_default=False)
-    ] = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="The machine to generate for; by default the device's.", show_default=False)
-    ] = None,
-    tuned: Annotated[bool, typer.Option(help="Use what `cheetah tune` has stored for this shape and GPU.")] = True,
-    revision: Annotated[
-        str | None, typer.Option(help="Of a hub id: branch, tag or commit.", show_default=False)
-    ] = None,
+    device: Device = None,
+    gpu: DevicesGpu = None,
+    tuned: Tuned = True,
+    revision: Revision = None,
     plan: dict[str, Any],
 ) -> None:
     """Show where the time of a decode step goes: waiting and work of every phase on every block.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cheetah.cli.bench import parsed_contexts
+from cheetah.cli.options import Device, DevicesGpu, Revision
 from cheetah.errors import CheetahError
 
 if TYPE_CHECKING:
@@ -44,15 +45,9 @@ def tune(
         bool | None,
         typer.Option(help="Keep the winner; by default on a GPU, never on the emulator.", show_default=False),
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cuda, cuda:1, pycuda or emulator; by default what is there.", show_default=False)
-    ] = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="The machine to generate for; by default the device's.", show_default=False)
-    ] = None,
-    revision: Annotated[
-        str | None, typer.Option(help="Of a hub id: branch, tag or commit.", show_default=False)
-    ] = None,
+    device: Device = None,
+    gpu: DevicesGpu = None,
+    revision: Revision = None,
 ) -> None:
     """Search the plans around the rule's for the fastest on this GPU, and keep it beside the cache.
 
