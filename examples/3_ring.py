@@ -1,8 +1,9 @@
 """y = W x, the weights brought by a producer warp through a ring of stages in shared memory.
 
 New since 2_matvec: two warp roles whose programs grow side by side, regions of shared memory, mbarriers and bulk
-copies. The ring hides its phase bits: a matvec says `with ring.strips(...) as (strip, chunk)` and writes the body for
-the consumer warps; the producer warp's loop is appended at the same time.
+copies. The ring hides its phase bits: a matvec says `with ring.strips(...) as (strip, stage)` and writes the body for
+the consumer warps; the producer warp's loop is appended at the same time. A load that was issued has not read yet, so
+the body says what came of its loads before the stage goes back.
 
 A strip is as many rows as there are consumer warps; it fills one stage. Block b owns strips b, b + blocks, ...
 """
@@ -15,6 +16,7 @@ from emulate import check, emulate
 import cheetah as ch
 from cheetah import prim, ty
 from cheetah.blocks.machine import shared_region
+from cheetah.blocks.ring import Stage
 from cheetah.plan import Region, SharedMap
 
 ROWS, COLUMNS = 128, 128
@@ -70,7 +72,7 @@ class Ring:
 
     @contextmanager
     def strips(self, name, matrix, rows):
-        """The body runs in the consumer warps, for each strip of this block; `chunk` points to its rows."""
+        """The body runs in the consumer warps, for each strip of this block, whose rows begin at `stage.address`."""
         stream = self.streams.open(name)
         roles = (self.copy, self.math)
         with ch.roles_for(roles, ch.block_idx_x(), rows // WARPS, ch.grid_dim_x(), name="strip") as strip:
@@ -79,7 +81,10 @@ class Ring:
             with self.math:
                 place = self.used
                 prim.mbarrier_wait(self.full + place.stage, place.parity)
-                yield strip, self.stages + place.stage * CHUNK
+                chunk = self.stages + place.stage * CHUNK
+                stage = Stage(chunk)
+                yield strip, stage
+                stage.require_read()  # else a copy could land in it before the body's last loads have read
                 prim.warp_barrier()  # every lane has read its part before the warp gives the stage back
                 with ch.if_(ch.thread_idx_x() % 32 == 0):
                     prim.mbarrier_arrive(self.empty + place.stage)
@@ -105,12 +110,13 @@ class Ring:
 @ch.inline
 def matvec(ring, name, w, x, y, rows):
     """y = w @ x for the rows of this block."""
-    with ring.strips(name, w, rows) as (strip, chunk):
+    with ring.strips(name, w, rows) as (strip, stage):
         lane = ch.thread_idx_x() % 32
         warp = ch.thread_idx_x() // 32
         total = ch.var(ty.f32, 0)
         with ch.for_(lane, COLUMNS, 32, unroll=True) as column:
-            total += chunk[warp * COLUMNS + column] * x[column]
+            total += stage.address[warp * COLUMNS + column] * x[column]
+        stage.has_read(prim.float_bits(total))  # which all came of
         dot = prim.warp_sum_f32(total)
         with ch.if_(lane == 0):
             y[strip * WARPS + warp] = dot

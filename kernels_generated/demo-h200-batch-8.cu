@@ -49,6 +49,12 @@ __device__ __forceinline__ uint8_t* shared_arena() {
   return cheetah_shared_memory;
 }
 
+__device__ __forceinline__ uint32_t thread_index() {
+  uint32_t result;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(result));
+  return result;
+}
+
 __device__ __forceinline__ void block_barrier() {
   __syncthreads();
 }
@@ -797,11 +803,14 @@ __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uin
 // Input norm; q, k and v of these tokens; rotary embedding.
 // Waits for: hidden of the layer before; in the first layer for nothing, the tokens' embeddings are there.
 // Makes: qkv, and the keys and values in the cache.
-__device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
+__device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t column_count, const bf16* embedding,
-    uint32_t* next_token, uint32_t lane, uint32_t warp, uint32_t* exchange_words, uint64_t* full, uint32_t& use_stage,
-    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher, const int32_t* page_table,
-    bf16* kv, uint64_t& arrivals_due, uint64_t* counter) {
+    uint32_t* next_token, uint32_t* exchange_words, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
+    uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher, const int32_t* page_table, bf16* kv,
+    uint64_t& arrivals_due, uint64_t* counter) {
+  uint32_t thread = thread_index();
+  uint32_t warp = thread / 32;
+  uint32_t lane = thread % 32;
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 17 + layer * 5);
   }
@@ -1753,10 +1762,13 @@ __device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, f
 // The block's items of the KV plan; then its merges of rows whose keys were split.
 // Waits for: the queries, newest keys and values of an item (qkv); the states of a row (partials).
 // Makes: attention, where keys were split by way of partials.
-__device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
-    uint32_t layer, uint8_t* arena, const int32_t* kv_plans, uint32_t plan_index, const int32_t* tiles,
-    uint32_t layer_epoch, uint32_t* exchange_words, uint32_t lane, uint32_t warp, uint32_t& use_stage, uint64_t* full,
-    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint64_t& arrivals_due, uint64_t* counter) {
+__device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
+    uint8_t* arena, const int32_t* kv_plans, uint32_t plan_index, const int32_t* tiles, uint32_t layer_epoch,
+    uint32_t* exchange_words, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
+    uint64_t& arrivals_due, uint64_t* counter) {
+  uint32_t thread = thread_index();
+  uint32_t warp = thread / 32;
+  uint32_t lane = thread % 32;
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 17 + layer * 5 + 1);
   }
@@ -1992,10 +2004,13 @@ __device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], u
 // Projection onto the residual.
 // Waits for: attention.
 // Makes: middle.
-__device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
+__device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     uint32_t* block_waits, uint8_t* arena, uint32_t column_count, uint32_t* exchange_words, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint32_t lane, uint64_t* empty,
-    uint32_t& turn, uint32_t& finisher, uint64_t& arrivals_due, uint64_t* counter) {
+    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher,
+    uint64_t& arrivals_due, uint64_t* counter) {
+  uint32_t thread = thread_index();
+  uint32_t warp = thread / 32;
+  uint32_t lane = thread % 32;
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 17 + layer * 5 + 2);
   }
@@ -2091,10 +2106,13 @@ __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], u
 // Norm; gate and up; SwiGLU.
 // Waits for: middle.
 // Makes: gated.
-__device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
-    uint32_t layer, const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t column_count,
-    uint32_t* exchange_words, uint32_t lane, uint32_t warp, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
-    uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher, uint64_t& arrivals_due, uint64_t* counter) {
+__device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
+    const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t column_count, uint32_t* exchange_words,
+    uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn,
+    uint32_t& finisher, uint64_t& arrivals_due, uint64_t* counter) {
+  uint32_t thread = thread_index();
+  uint32_t warp = thread / 32;
+  uint32_t lane = thread % 32;
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 17 + layer * 5 + 3);
   }
@@ -2274,10 +2292,13 @@ __device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], u
 // Projection onto the residual.
 // Waits for: gated.
 // Makes: hidden.
-__device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
+__device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     uint32_t* block_waits, uint8_t* arena, uint32_t column_count, uint32_t* exchange_words, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint32_t lane, uint64_t* empty,
-    uint32_t& turn, uint32_t& finisher, uint64_t& arrivals_due, uint64_t* counter) {
+    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher,
+    uint64_t& arrivals_due, uint64_t* counter) {
+  uint32_t thread = thread_index();
+  uint32_t warp = thread / 32;
+  uint32_t lane = thread % 32;
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 17 + layer * 5 + 4);
   }
@@ -2466,12 +2487,14 @@ __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], u
 // Final norm; logits; each lane's best candidates.
 // Waits for: hidden of the last layer.
 // Makes: logits, where they are wanted, and candidates in registers.
-__device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
-    uint32_t head_from, float* logits, uint32_t* block_waits, uint8_t* arena, const bf16* norms, uint32_t column_count,
-    uint32_t* exchange_words, uint32_t lane, uint32_t warp, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
-    uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher, uint32_t options, const int32_t* sequences,
-    const uint32_t* masks, const float* logit_bias, uint32_t* token_counts, float* weighed, float& best,
-    uint32_t& best_token) {
+__device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint32_t step, uint32_t head_from,
+    float* logits, uint32_t* block_waits, uint8_t* arena, const bf16* norms, uint32_t column_count,
+    uint32_t* exchange_words, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
+    uint32_t& turn, uint32_t& finisher, uint32_t options, const int32_t* sequences, const uint32_t* masks,
+    const float* logit_bias, uint32_t* token_counts, float* weighed, float& best, uint32_t& best_token) {
+  uint32_t thread = thread_index();
+  uint32_t warp = thread / 32;
+  uint32_t lane = thread % 32;
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 17 + 15);
   }
@@ -3259,10 +3282,12 @@ __device__ __forceinline__ void count_chosen(uint32_t lane, uint32_t column_coun
 // The grid's choice; the meeting of all blocks that ends a step.
 // Waits for: the candidates of all blocks.
 // Makes: candidates, and every column's token in `chosen`.
-__device__ __forceinline__ void sampling(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
-    uint8_t* arena, float& best, uint32_t& best_token, uint32_t lane, uint32_t warp, uint32_t* exchange_words,
-    uint64_t& arrivals_due, uint64_t* counter, uint32_t step_epoch, uint32_t options, uint32_t column_count,
-    const int32_t* sequences, float* weighed, uint32_t* token_counts) {
+__device__ __forceinline__ void sampling(uint32_t* progress, uint32_t block, uint32_t step, uint8_t* arena, float& best,
+    uint32_t& best_token, uint32_t* exchange_words, uint64_t& arrivals_due, uint64_t* counter, uint32_t step_epoch,
+    uint32_t options, uint32_t column_count, const int32_t* sequences, float* weighed, uint32_t* token_counts) {
+  uint32_t thread = thread_index();
+  uint32_t warp = thread / 32;
+  uint32_t lane = thread % 32;
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 17 + 16);
   }
@@ -3492,25 +3517,25 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       named_barrier(1, 256);
       for (uint32_t layer = 0; layer < 3; ++layer) {
         uint32_t layer_epoch = step_epoch + layer;
-        qkv(thread, progress, block, step, layer, norms, block_waits, arena, column_count, embedding, next_token, lane,
-            warp, exchange_words, full, use_stage, use_parity, ring, empty, turn, finisher, page_table, kv,
-            arrivals_due, counter);
-        attention(thread, progress, block, step, layer, arena, kv_plans, plan_index, tiles, layer_epoch, exchange_words,
-            lane, warp, use_stage, full, use_parity, ring, empty, arrivals_due, counter);
-        o(thread, progress, block, step, layer, block_waits, arena, column_count, exchange_words, full, use_stage,
-            use_parity, ring, warp, lane, empty, turn, finisher, arrivals_due, counter);
-        gate_up(thread, progress, block, step, layer, norms, block_waits, arena, column_count, exchange_words, lane,
-            warp, full, use_stage, use_parity, ring, empty, turn, finisher, arrivals_due, counter);
-        down(thread, progress, block, step, layer, block_waits, arena, column_count, exchange_words, full, use_stage,
-            use_parity, ring, warp, lane, empty, turn, finisher, arrivals_due, counter);
+        qkv(progress, block, step, layer, norms, block_waits, arena, column_count, embedding, next_token,
+            exchange_words, full, use_stage, use_parity, ring, empty, turn, finisher, page_table, kv, arrivals_due,
+            counter);
+        attention(progress, block, step, layer, arena, kv_plans, plan_index, tiles, layer_epoch, exchange_words,
+            use_stage, full, use_parity, ring, empty, arrivals_due, counter);
+        o(progress, block, step, layer, block_waits, arena, column_count, exchange_words, full, use_stage, use_parity,
+            ring, empty, turn, finisher, arrivals_due, counter);
+        gate_up(progress, block, step, layer, norms, block_waits, arena, column_count, exchange_words, full, use_stage,
+            use_parity, ring, empty, turn, finisher, arrivals_due, counter);
+        down(progress, block, step, layer, block_waits, arena, column_count, exchange_words, full, use_stage,
+            use_parity, ring, empty, turn, finisher, arrivals_due, counter);
       }
       float best = -bits_float(0x7f800000);
       uint32_t best_token = 4294967295u;
-      lm_head(thread, progress, block, step, head_from, logits, block_waits, arena, norms, column_count, exchange_words,
-          lane, warp, full, use_stage, use_parity, ring, empty, turn, finisher, options, sequences, masks, logit_bias,
-          token_counts, weighed, best, best_token);
-      sampling(thread, progress, block, step, arena, best, best_token, lane, warp, exchange_words, arrivals_due,
-          counter, step_epoch, options, column_count, sequences, weighed, token_counts);
+      lm_head(progress, block, step, head_from, logits, block_waits, arena, norms, column_count, exchange_words, full,
+          use_stage, use_parity, ring, empty, turn, finisher, options, sequences, masks, logit_bias, token_counts,
+          weighed, best, best_token);
+      sampling(progress, block, step, arena, best, best_token, exchange_words, arrivals_due, counter, step_epoch,
+          options, column_count, sequences, weighed, token_counts);
       take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, stop_ids, next_token, thread, status,
           step_done);
       if (next_token[8] != 0) {

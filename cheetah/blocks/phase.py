@@ -68,7 +68,8 @@ class Phases:
         banner = f"---- phase {name} ".ljust(BANNER_WIDTH, "-")
         with machine.producer:
             ch.comment(fetched or name)
-        with machine.consumer, ch.outline(name, f"{banner}\n{about}\nWaits for: {waits}.\nMakes: {makes}."):
+        said = f"{banner}\n{about}\nWaits for: {waits}.\nMakes: {makes}."
+        with machine.consumer, ch.outline(name, said), machine.placed_anew():
             self._note(self.names.index(name, self.layer))
             yield
             if meets:

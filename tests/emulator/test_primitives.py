@@ -42,7 +42,7 @@ def test_shared_memory_is_poisoned_aligned_and_one_for_each_block() -> None:
         words[10] = blockIdx.x;
       }
       block_barrier();
-      if (threadIdx.x == 63) seen[3 * blockIdx.x + 2] = words[10];
+      if (thread_index() == 63) seen[3 * blockIdx.x + 2] = words[10];
     """
     seen = np.zeros((4, 3), np.uint32)
     program(body, "uint32_t* seen").launch(4, 64, 100, [seen])

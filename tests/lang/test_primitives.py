@@ -10,6 +10,7 @@ import pytest
 from cheetah import lang as ch
 from cheetah.lang import LangError, ty
 from cheetah.lang.primitive import PRIMITIVES, Primitive
+from cheetah.lang.printer import parameter_text
 from tests.lang.compilers import compile_cpp, compile_cuda
 
 RUNTIME = Path(__file__).parents[2] / "cheetah" / "emulator" / "runtime"
@@ -64,6 +65,37 @@ def test_the_emulators_header_defines_exactly_these() -> None:
     header = (RUNTIME / "cheetah_emulator.h").read_text()
     defined = set(re.findall(r"^CHEETAH_PRIMITIVE [\w*]+ (\w+)\(", header, re.MULTILINE))
     assert defined == PRIMITIVES.keys()
+
+
+def header_parameters(primitive: Primitive) -> tuple[str, list[tuple[str, str]]]:
+    """What the emulator's header says a primitive returns, and (type, name) of each of its parameters."""
+    header = (RUNTIME / "cheetah_emulator.h").read_text()
+    found = re.search(rf"^CHEETAH_PRIMITIVE ([\w*]+) {primitive.name}\((.*?)\) \{{", header, re.MULTILINE | re.DOTALL)
+    assert found, primitive.name
+    listed = [item.strip() for item in found[2].split(",") if item.strip() not in ("", "CHEETAH_PLACE")]
+    return found[1], [type_and_name(item) for item in listed]
+
+
+def type_and_name(parameter: str) -> tuple[str, str]:
+    """`const float (&x)[8]` is an array of 8 floats, a `const uint4&` a uint4: what a caller gives is the same."""
+    array = re.fullmatch(r"(?:const )?(\w+) \(&(\w+)\)(\[\d+\])", parameter)
+    if array:
+        return array[1] + array[3], array[2]
+    parts = re.fullmatch(r"(.*?)(?:(?<=[*&]) ?| )(\w+)|(\w+)", parameter)
+    assert parts, parameter
+    type_, name = (parts[1], parts[2]) if parts[1] else (parts[3], "")
+    return re.sub(r"^const (\w+)&$", r"\1", type_), name
+
+
+@pytest.mark.parametrize("primitive", PRIMITIVES.values(), ids=PRIMITIVES.keys())
+def test_the_emulators_header_declares_the_same_types(primitive: Primitive) -> None:
+    """C++ would convert others silently; parameters of one type are told apart by their names."""
+    returns, found = header_parameters(primitive)
+    declared = [type_and_name(parameter_text(name, type_)) for name, type_ in primitive.parameters.items()]
+    types = [type_ for type_, _ in declared]
+    assert (returns, [type_ for type_, _ in found]) == (str(primitive.returns), types)
+    alike = [number for number, type_ in enumerate(types) if types.count(type_) > 1]
+    assert [found[number] for number in alike] == [declared[number] for number in alike]
 
 
 SCOPED = [primitive for primitive in PRIMITIVES.values() if primitive.has_scope]

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from cheetah import lang as ch
-from cheetah.blocks.attention.core import Attention
 from cheetah.blocks.attention.merge import Merger
 from cheetah.blocks.attention.schedule import Schedule
+from cheetah.blocks.attention.sharing import Sharing
 from cheetah.blocks.exchange import BarrierExchange, Exchange, FlaggedExchange
 from cheetah.blocks.linear import prologue
 from cheetah.blocks.tokens import Tokens
@@ -334,7 +334,7 @@ def fold_in_the_order_of_arrival(patch: Patch) -> None:
 def give_back_for_one(patch: Patch) -> None:
     """A warp that works on a stage of keys gives it back for itself, and nobody does for those that have no keys in
     it."""
-    patch.setattr(Attention, "_arrivals", lambda self, share, first, last: ty.u32(1))
+    patch.setattr(Sharing, "arrivals", lambda self, share, first, last: ty.u32(1))
 
 
 def merge_the_first_state_twice(patch: Patch) -> None:

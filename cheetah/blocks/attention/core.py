@@ -13,21 +13,19 @@ keys were split."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.attention.cache import CACHED_KEYS, KvCache
+from cheetah.blocks.attention.fold import Folder
 from cheetah.blocks.attention.head_norms import RawHead, RawHeads, packed
 from cheetah.blocks.attention.merge import LSE_WORDS, Merger, partial_words
 from cheetah.blocks.attention.port import AttentionPort
-from cheetah.blocks.attention.schedule import WRITE_THROUGH, Item, Schedule, Tile
+from cheetah.blocks.attention.schedule import Item, Schedule, Tile
+from cheetah.blocks.attention.sharing import Share, Sharing
 from cheetah.blocks.attention.tile import (
-    LN_2,
-    SLICE_TILES,
     AttentionShape,
     Queries,
     Rows,
@@ -42,26 +40,10 @@ from cheetah.blocks.ring import Ring
 from cheetah.blocks.timeline import NO_TIMELINE, Timeline
 from cheetah.lang import prim, ty
 from cheetah.plan.index import round_up
-from cheetah.plan.plan import ATTENTION_SLICE_DIMS as SLICE_DIMS
 from cheetah.plan.plan import COLUMNS
 from cheetah.plan.plan import KV_TILE_TOKENS as TILE_KEYS
 
 __all__ = ["LSE_WORDS", "Attention", "AttentionPort", "AttentionShape", "partial_words"]
-
-NEVER = 1 << 27
-"""A tile number that no range of keys has."""
-
-
-@dataclass(frozen=True, eq=False)
-class Share:
-    """How the warps share an item: this one has column tiles [column_group * width, (column_group + 1) * width), of
-    `column_groups` groups, and of the `key_groups` its keys are those of number `key_group`."""
-
-    width: int
-    column_groups: Any
-    key_groups: Any
-    column_group: Any
-    key_group: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +89,8 @@ class Attention:
             plan.kv_dtype == "e4m3",
         )
         self.product = TileProduct(machine, self.sizes, variant, parameters)
+        self.sharing = Sharing(machine, self.sizes)
+        self.folder = Folder(machine, exchange, self.sizes, variant.softmax, self.finish)
 
     # -- items ----------------------------------------------------------------------------------------------------
 
@@ -148,39 +132,11 @@ class Attention:
     ) -> None:
         """An item whose queries are there, with `width` column tiles a warp. Two of them share what is read and wait
         together; an item of few rows would waste the second."""
-        share = self._share(item, width)
+        share = self.sharing.share(item, width)
         queries = [self._queries(item, share.column_group * width + number) for number in range(width)]
         states = [self.product.new_state() for _ in range(width)]
         self._attend_keys(item.begin, cached_end, newest_begin, newest, share, queries, states)
-        self._fold(item, share, states, epoch)
-
-    @property
-    def most_key_groups(self) -> int:
-        """So few that the next tile of a warp lies in a stage whose last pass has surely landed (see `ring`)."""
-        plan = self.machine.plan
-        return max(1, (plan.stages - plan.in_flight) * (self.sizes.stage_tokens // TILE_KEYS))
-
-    @ch.inline
-    def _share(self, item: Item, width: int) -> Share:
-        """Deal the item out to the warps. A warp beyond the last key group has no tile of keys."""
-        machine, sizes = self.machine, self.sizes
-        if width == 1:
-            groups = min(sizes.warps, self.most_key_groups)
-            key_group = machine.warp
-            if groups < sizes.warps:
-                key_group = ch.select(machine.warp < groups, machine.warp, ty.u32(NEVER))
-            return Share(1, ty.u32(1), ty.u32(groups), ty.u32(0), key_group)
-        column_groups = ch.var(ty.u32, 1)
-        size = width
-        while size * COLUMNS < sizes.max_rows:
-            with ch.if_(item.rows > size * COLUMNS):
-                column_groups.set(min(2 * size // width, sizes.warps))
-            size *= 2
-        key_groups = ch.minimum(sizes.warps // column_groups, self.most_key_groups)
-        warp_group = machine.warp // column_groups
-        column_group = machine.warp % column_groups
-        key_group = ch.select(warp_group < key_groups, warp_group, ty.u32(NEVER))
-        return Share(width, column_groups, key_groups, column_group, key_group)
+        self.folder.fold(item, share, states, epoch)
 
     # -- queries, and the newest keys and values --------------------------------------------------------------------
 
@@ -438,7 +394,7 @@ class Attention:
             first_key = ch.var(ty.u32, begin + stage * sizes.stage_tokens)
             count = ch.var(ty.u32, ch.minimum(end - first_key, sizes.stage_tokens))
             is_cached = tile < tiles
-            arrivals = self._arrivals(share, first_tile, last_tile)
+            arrivals = self.sharing.arrivals(share, first_tile, last_tile)
             with self.ring.use_ahead(stage, arrivals, is_cached) as taken:
                 keys = ch.var(ty.ptr_mut(ty.u8), taken.address)
                 values = ch.var(ty.ptr_mut(ty.u8), taken.address + machine.plan.kv_values_at(machine.shape.head_dim))
@@ -461,151 +417,6 @@ class Attention:
                     taken.has_read(prim.float_bits(state.output[0][0]))
                 self.timeline.stamp_here("last_chunk")
         self.ring.skip((cached + (sizes.stage_tokens - 1)) // sizes.stage_tokens)
-
-    @ch.function
-    def _arrivals(self, share: Share, first_tile: ch.Expr, last_tile: ch.Expr) -> Any:
-        """For how many warps this one gives back a stage with these tiles: those with a tile in it share out all."""
-        warps = self.sizes.warps
-        # None where the stage holds no tile, being that of the newest keys, which nobody gives back.
-        tiles = ch.maximum(last_tile, first_tile + 1) - first_tile
-        groups = ch.minimum(tiles, share.key_groups)
-        members = groups * share.column_groups
-        # The stage's first tile belongs to key group first_tile % key_groups, the next one to the next.
-        number = (share.key_group + share.key_groups - first_tile % share.key_groups) % share.key_groups
-        rank = number * share.column_groups + share.column_group
-        return warps // members + ch.select(rank < warps % members, ty.u32(1), ty.u32(0))
-
-    # -- folding the warps' states ------------------------------------------------------------------------------------
-
-    @ch.function
-    def _fold(self, item: Item, share: Share, states: Sequence[WarpState], epoch: ch.Expr) -> None:
-        """Fold the key groups' states, in ascending order, as many dims at a time as there is room for, and publish the
-        result."""
-        machine, every = self.machine, self.slices_together
-        for number, state in enumerate(states):
-            if self.variant.softmax:
-                self._lay_down_statistics(state)
-            for first in range(0, self.sizes.slices, every):
-                slices = range(first, min(first + every, self.sizes.slices))
-                self._lay_down(slices, state)
-                machine.meet()
-                self._fold_slices(slices, item, share, number, epoch)
-                machine.meet()
-
-    @property
-    def columns(self) -> int:
-        """Columns of a warp that are laid down: those that a tile can have."""
-        return min(self.sizes.max_rows, COLUMNS)
-
-    @property
-    def slices_together(self) -> int:
-        """Slices of the output that the scratch has room for."""
-        slice_bytes = self.sizes.warps * self.columns * SLICE_DIMS * 4
-        return min(self.machine.shared.region("attention").nbytes // slice_bytes, self.sizes.slices)
-
-    @ch.function
-    def _lay_down_statistics(self, state: WarpState) -> None:
-        """Highest logit and weight sum of this warp, per column: statistics[warp][column]."""
-        machine = self.machine
-        words = machine.region("statistics", ty.f32)
-        with ch.for_(2, unroll=True) as column:
-            total = ch.var(ty.f32, state.weight_sum[column])
-            for mask in (4, 8, 16):
-                total += prim.shuffle_xor_f32(total, mask)
-            number = machine.lane * 2 + column
-            with ch.if_(number < self.columns):
-                place = (machine.warp * self.columns + number) * 2
-                words[place] = state.highest[column]
-                words[place + 1] = total
-
-    @ch.function
-    def _lay_down(self, slices: range, state: WarpState) -> None:
-        """This warp's unnormalised output of some slices: attention[warp][column][slice][number]."""
-        machine = self.machine
-        scratch = machine.region("attention", ty.u32x4)
-        with ch.for_(2, unroll=True) as column:
-            number = machine.lane % 4 * 2 + column
-            with ch.if_(number < self.columns) if self.columns < COLUMNS else nullcontext():
-                row = (machine.warp * self.columns + number) * len(slices)
-                for index, slice_ in enumerate(slices):
-                    place = scratch + ((row + index) * SLICE_DIMS + machine.lane // 4 * 8) // 4
-                    for half in range(2):
-                        tiles = [
-                            state.output[slice_ * SLICE_TILES + tile][column + 2 * half] for tile in range(SLICE_TILES)
-                        ]
-                        place[half] = prim.make_u32x4(*(prim.float_bits(value) for value in tiles))
-
-    @ch.function
-    def _fold_slices(self, slices: range, item: Item, share: Share, number: int, epoch: ch.Expr) -> None:
-        """Column tile `number` of every group: its column c was laid down by the warps column_group, column_group +
-        column_groups, ..., as their column c."""
-        machine = self.machine
-        slice_pairs = SLICE_DIMS // 2
-        pairs = slice_pairs * len(slices)
-        rows = item.rows if share.width == 1 else share.column_groups * COLUMNS
-        with ch.for_(machine.thread, rows * pairs, machine.consumer_threads, unroll=1) as output:
-            place = output // pairs
-            pair = output % pairs
-            row = place
-            if share.width > 1:
-                row = (place // COLUMNS * share.width + number) * COLUMNS + place % COLUMNS
-            with ch.if_(row < item.rows) if share.width > 1 else nullcontext():
-                stride = self.columns if share.width == 1 else share.column_groups * COLUMNS
-                self._fold_pair(slices, item, row, place, pair, stride, epoch)
-
-    @ch.inline
-    def _fold_pair(
-        self, slices: range, item: Item, row: ch.Expr, place: ch.Expr, pair: ch.Expr, stride: Any, epoch: ch.Expr
-    ) -> None:
-        slice_pairs = SLICE_DIMS // 2
-        low, high, lse = self._fold_states(place, stride, pair, slice_pairs * len(slices))
-        dim_pair = self.sizes.dim_pair(pair // slice_pairs + slices.start, pair % slice_pairs)
-        with ch.if_(item.partial == WRITE_THROUGH):
-            self.finish(item.tile, item.head, row, dim_pair, low, high, lse, epoch)
-        with ch.else_():
-            self._publish_partial(item.partial + row, dim_pair, low, high, lse, epoch)
-
-    @ch.function
-    def _fold_states(self, first: ch.Expr, stride: Any, pair: ch.Expr, pairs: int) -> tuple[Any, Any, Any]:
-        """Fold the states of rows `first`, `first + stride`, ... of the laid down ones: (low, high, lse)."""
-        machine, sizes = self.machine, self.sizes
-        laid_down = sizes.warps * self.columns
-        unroll = True if isinstance(stride, int) else 1
-        scratch = machine.region("attention", ty.f32x2)
-        statistics = machine.region("statistics", ty.f32x2)
-        low = ch.var(ty.f32, 0.0)
-        high = ch.var(ty.f32, 0.0)
-        if not self.variant.softmax:
-            with ch.for_(first, laid_down, stride, unroll=unroll) as other:
-                part = scratch[other * pairs + pair]
-                low += part.x
-                high += part.y
-            return low, high, ty.f32(0.0)
-        highest = ch.var(ty.f32, -math.inf)
-        with ch.for_(first, laid_down, stride, unroll=unroll) as other:
-            highest.set(prim.maximum_f32(highest, statistics[other].x))
-        base = ch.select(highest == -math.inf, ty.f32(0.0), highest)
-        weight_sum = ch.var(ty.f32, 0.0)
-        with ch.for_(first, laid_down, stride, unroll=unroll) as other:
-            numbers = statistics[other]
-            weight = prim.exp2_f32(numbers.x - base)
-            part = scratch[other * pairs + pair]
-            weight_sum += weight * numbers.y
-            low += weight * part.x
-            high += weight * part.y
-        inverse = ch.select(weight_sum == 0.0, ty.f32(0.0), prim.divide_f32(1.0, weight_sum))
-        lse = ch.select(weight_sum == 0.0, -math.inf, highest * LN_2 + prim.log_f32(weight_sum))
-        return low * inverse, high * inverse, lse
-
-    @ch.function
-    def _publish_partial(
-        self, row: ch.Expr, dim_pair: ch.Expr, low: ch.Expr, high: ch.Expr, lse: ch.Expr, epoch: ch.Expr
-    ) -> None:
-        partial = row * partial_words(self.sizes.head_dim)
-        self.exchange.publish("partials", partial + dim_pair * 2, prim.float_bits(low), epoch)
-        self.exchange.publish("partials", partial + dim_pair * 2 + 1, prim.float_bits(high), epoch)
-        with ch.if_(dim_pair < LSE_WORDS):
-            self.exchange.publish("partials", partial + self.sizes.head_dim + dim_pair, prim.float_bits(lse), epoch)
 
     @ch.inline
     def finish(

@@ -95,6 +95,7 @@ CHEETAH_PRIMITIVE uint8_t* shared_arena() { return cheetah_emulator::identity->a
 
 // -- rendezvous of a block
 
+CHEETAH_PRIMITIVE uint32_t thread_index() { return threadIdx.x; }
 CHEETAH_PRIMITIVE void block_barrier(CHEETAH_PLACE) { cheetah_emulator::block_barrier(place); }
 
 CHEETAH_PRIMITIVE void named_barrier(uint32_t id, uint32_t threads, CHEETAH_PLACE) {

@@ -14,6 +14,16 @@ shared_arena = declare(
     """,
     "start of the block's dynamic shared memory",
 )
+thread_index = declare(
+    "thread_index",
+    ty.u32,
+    """
+    uint32_t result;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(result));
+    return result;
+    """,
+    "threadIdx.x, read again: the compiler does not keep what it has worked out from it before",
+)
 block_barrier = declare("block_barrier", ty.void, "__syncthreads();", "all threads of the block meet")
 named_barrier = declare(
     "named_barrier",

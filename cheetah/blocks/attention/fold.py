@@ -1,0 +1,167 @@
+"""The states of an item's warps folded into one: the item's output, or a partial state of it.
+
+Each warp has states of its own column tiles over its own keys. They are laid down in shared memory, as many dims at a
+time as there is room for, and each pair of dims is folded by one thread over the key groups in ascending order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from cheetah import lang as ch
+from cheetah.blocks.attention.merge import LSE_WORDS, partial_words
+from cheetah.blocks.attention.schedule import WRITE_THROUGH, Item
+from cheetah.blocks.attention.sharing import Share
+from cheetah.blocks.attention.tile import LN_2, SLICE_TILES, AttentionShape, WarpState
+from cheetah.blocks.exchange import Exchange
+from cheetah.blocks.machine import Machine
+from cheetah.lang import prim, ty
+from cheetah.plan.plan import ATTENTION_SLICE_DIMS as SLICE_DIMS
+from cheetah.plan.plan import COLUMNS
+
+
+class Folder:
+    """Folds states, and publishes what they give: partial states by itself, outputs by `finish` (see `core`)."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        exchange: Exchange,
+        sizes: AttentionShape,
+        softmax: bool,
+        finish: Callable[..., None],
+    ) -> None:
+        self.machine, self.exchange, self.sizes = machine, exchange, sizes
+        self.softmax, self.finish = softmax, finish
+
+    @ch.function
+    def fold(self, item: Item, share: Share, states: Sequence[WarpState], epoch: ch.Expr) -> None:
+        """Fold the key groups' states, in ascending order, as many dims at a time as there is room for, and publish the
+        result."""
+        machine, every = self.machine, self.slices_together
+        for number, state in enumerate(states):
+            if self.softmax:
+                self._lay_down_statistics(state)
+            for first in range(0, self.sizes.slices, every):
+                slices = range(first, min(first + every, self.sizes.slices))
+                self._lay_down(slices, state)
+                machine.meet()
+                self._fold_slices(slices, item, share, number, epoch)
+                machine.meet()
+
+    @property
+    def columns(self) -> int:
+        """Columns of a warp that are laid down: those that a tile can have."""
+        return min(self.sizes.max_rows, COLUMNS)
+
+    @property
+    def slices_together(self) -> int:
+        """Slices of the output that the scratch has room for."""
+        slice_bytes = self.sizes.warps * self.columns * SLICE_DIMS * 4
+        return min(self.machine.shared.region("attention").nbytes // slice_bytes, self.sizes.slices)
+
+    @ch.function
+    def _lay_down_statistics(self, state: WarpState) -> None:
+        """Highest logit and weight sum of this warp, per column: statistics[warp][column]."""
+        machine = self.machine
+        words = machine.region("statistics", ty.f32)
+        with ch.for_(2, unroll=True) as column:
+            total = ch.var(ty.f32, state.weight_sum[column])
+            for mask in (4, 8, 16):
+                total += prim.shuffle_xor_f32(total, mask)
+            number = machine.lane * 2 + column
+            with ch.if_(number < self.columns):
+                place = (machine.warp * self.columns + number) * 2
+                words[place] = state.highest[column]
+                words[place + 1] = total
+
+    @ch.function
+    def _lay_down(self, slices: range, state: WarpState) -> None:
+        """This warp's unnormalised output of some slices: attention[warp][column][slice][number]."""
+        machine = self.machine
+        scratch = machine.region("attention", ty.u32x4)
+        with ch.for_(2, unroll=True) as column:
+            number = machine.lane % 4 * 2 + column
+            with ch.if_(number < self.columns) if self.columns < COLUMNS else nullcontext():
+                row = (machine.warp * self.columns + number) * len(slices)
+                for index, slice_ in enumerate(slices):
+                    place = scratch + ((row + index) * SLICE_DIMS + machine.lane // 4 * 8) // 4
+                    for half in range(2):
+                        tiles = [
+                            state.output[slice_ * SLICE_TILES + tile][column + 2 * half] for tile in range(SLICE_TILES)
+                        ]
+                        place[half] = prim.make_u32x4(*(prim.float_bits(value) for value in tiles))
+
+    @ch.function
+    def _fold_slices(self, slices: range, item: Item, share: Share, number: int, epoch: ch.Expr) -> None:
+        """Column tile `number` of every group: its column c was laid down by the warps column_group, column_group +
+        column_groups, ..., as their column c."""
+        machine = self.machine
+        slice_pairs = SLICE_DIMS // 2
+        pairs = slice_pairs * len(slices)
+        rows = item.rows if share.width == 1 else share.column_groups * COLUMNS
+        with ch.for_(machine.thread, rows * pairs, machine.consumer_threads, unroll=1) as output:
+            place = output // pairs
+            pair = output % pairs
+            row = place
+            if share.width > 1:
+                row = (place // COLUMNS * share.width + number) * COLUMNS + place % COLUMNS
+            with ch.if_(row < item.rows) if share.width > 1 else nullcontext():
+                stride = self.columns if share.width == 1 else share.column_groups * COLUMNS
+                self._fold_pair(slices, item, row, place, pair, stride, epoch)
+
+    @ch.inline
+    def _fold_pair(
+        self, slices: range, item: Item, row: ch.Expr, place: ch.Expr, pair: ch.Expr, stride: Any, epoch: ch.Expr
+    ) -> None:
+        slice_pairs = SLICE_DIMS // 2
+        low, high, lse = self._fold_states(place, stride, pair, slice_pairs * len(slices))
+        dim_pair = self.sizes.dim_pair(pair // slice_pairs + slices.start, pair % slice_pairs)
+        with ch.if_(item.partial == WRITE_THROUGH):
+            self.finish(item.tile, item.head, row, dim_pair, low, high, lse, epoch)
+        with ch.else_():
+            self._publish_partial(item.partial + row, dim_pair, low, high, lse, epoch)
+
+    @ch.function
+    def _fold_states(self, first: ch.Expr, stride: Any, pair: ch.Expr, pairs: int) -> tuple[Any, Any, Any]:
+        """Fold the states of rows `first`, `first + stride`, ... of the laid down ones: (low, high, lse)."""
+        machine, sizes = self.machine, self.sizes
+        laid_down = sizes.warps * self.columns
+        unroll = True if isinstance(stride, int) else 1
+        scratch = machine.region("attention", ty.f32x2)
+        statistics = machine.region("statistics", ty.f32x2)
+        low = ch.var(ty.f32, 0.0)
+        high = ch.var(ty.f32, 0.0)
+        if not self.softmax:
+            with ch.for_(first, laid_down, stride, unroll=unroll) as other:
+                part = scratch[other * pairs + pair]
+                low += part.x
+                high += part.y
+            return low, high, ty.f32(0.0)
+        highest = ch.var(ty.f32, -math.inf)
+        with ch.for_(first, laid_down, stride, unroll=unroll) as other:
+            highest.set(prim.maximum_f32(highest, statistics[other].x))
+        base = ch.select(highest == -math.inf, ty.f32(0.0), highest)
+        weight_sum = ch.var(ty.f32, 0.0)
+        with ch.for_(first, laid_down, stride, unroll=unroll) as other:
+            numbers = statistics[other]
+            weight = prim.exp2_f32(numbers.x - base)
+            part = scratch[other * pairs + pair]
+            weight_sum += weight * numbers.y
+            low += weight * part.x
+            high += weight * part.y
+        inverse = ch.select(weight_sum == 0.0, ty.f32(0.0), prim.divide_f32(1.0, weight_sum))
+        lse = ch.select(weight_sum == 0.0, -math.inf, highest * LN_2 + prim.log_f32(weight_sum))
+        return low * inverse, high * inverse, lse
+
+    @ch.function
+    def _publish_partial(
+        self, row: ch.Expr, dim_pair: ch.Expr, low: ch.Expr, high: ch.Expr, lse: ch.Expr, epoch: ch.Expr
+    ) -> None:
+        partial = row * partial_words(self.sizes.head_dim)
+        self.exchange.publish("partials", partial + dim_pair * 2, prim.float_bits(low), epoch)
+        self.exchange.publish("partials", partial + dim_pair * 2 + 1, prim.float_bits(high), epoch)
+        with ch.if_(dim_pair < LSE_WORDS):
+            self.exchange.publish("partials", partial + self.sizes.head_dim + dim_pair, prim.float_bits(lse), epoch)
