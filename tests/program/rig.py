@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.emulator import compile_program
+from cheetah.errors import CheetahError
 from cheetah.generate import generate_kernel
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.reference import Reference
@@ -192,7 +193,10 @@ class Session:
                 continue
             steps = min(len(inputs) - 1 + count - len(made), self.launch_steps)
             part = Part(cache, inputs, steps, sampling, known=[*ids, *made], prompt=len(ids))
-            made += self.launcher.launch_together([part])[0].token_ids
+            result = self.launcher.launch_together([part])[0]
+            if result.has_failed:
+                raise CheetahError("none of the logits is a number")
+            made += result.token_ids
             if made[-1] in stop_ids:
                 break
             inputs = made[-1:]
