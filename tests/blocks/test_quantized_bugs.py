@@ -72,10 +72,10 @@ BUGS: dict[str, tuple[str, dict[str, Any], Callable[[Patch], None]]] = {
     ),
     "the power of the neighbouring part": (
         *("fp8", ONE),
-        changed(_Powers, "of_columns", lambda right, self, group, part: right(self, group, part ^ 1)),
+        changed(_Powers, "of_columns", lambda right, self, part: right(self, part ^ 1)),
     ),
     "the powers of the neighbouring tokens": (
-        *("fp8", {"tokens": 4}),
+        *("fp8", {"tokens": 2}),
         changed(_Powers, "of_columns", lambda right, self, *given: right(self, *given)[::-1]),
     ),
     "the factors of rows one tile early": (

@@ -129,7 +129,7 @@ def test_sizes_that_do_not_divide(name: str, case: str) -> None:
     assert error_of_product(OTHERS[case], name) < MATVEC
 
 
-HALF_CASES = [("fp8", 1), ("fp8-block128", 1), ("fp8", 4), ("fp8-block128", 8), ("fp8", 16)]
+HALF_CASES = [("fp8", 1), ("fp8-block128", 1), ("fp8-block128", 2)]
 
 
 @pytest.mark.compiler

@@ -2,7 +2,7 @@
 
 The vector is f16 then, too: its elements are multiplied by a power of two so that none overflows, one for each part of
 32 columns and token, which the sums of that part are multiplied by in turn. Numbers 2^28 below the largest of a part
-lose bits. A vector whose length is no multiple of 256 elements stays bf16, and the codes become bf16.
+lose bits. Vectors of more than two tokens, or of no multiple of 256 elements, stay bf16, and the codes become bf16.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from cheetah.blocks.linear.formats.quantized import PARTS, ChainedFragments
 from cheetah.blocks.linear.formats.sizes import biased_exponent, power_of_two, stored_power
 from cheetah.blocks.linear.fragments import Activations
 from cheetah.lang import prim, ty
-from cheetah.plan.plan import COLUMNS
 
 PART_LOADS = 32
 """16-byte words of a part: one a lane, 4 codes for each of its rows and halves of its 8 columns."""
@@ -71,7 +70,7 @@ class HalfFragments(E4m3Fragments):
                 products = ch.array(ty.f32, 4, zero=True, name="products")
                 prim.mma_f16(products, left, values.x, values.y)
                 prim.mma_f16(products, right, values.z, values.w)
-                of_columns = powers.of_columns(group, part)
+                of_columns = powers.of_columns(part)
                 for number in range(4):
                     power = of_columns[number % 2]
                     factor = power if scales is None else power * scales[number // 2]
@@ -83,20 +82,18 @@ class _Powers:
 
     def __init__(self, activations: Activations, units: Any) -> None:
         columns = activations.columns
-        self.tokens, self.lane = columns.limit, columns.machine.lane
-        self.address = units + PARTS * UNITS_PER_TILE * self.tokens
+        self.address = units + PARTS * UNITS_PER_TILE * columns.limit
         self.all: Any = None
-        if self.tokens == 1:
+        if columns.limit == 1:
             self.all = ch.const(ty.f32x4, ch.reinterpret(ty.ptr(ty.f32x4), self.address)[0], name="powers")
 
-    def of_columns(self, group: int, part: int) -> tuple[Any, Any]:
-        """Of this lane's two columns of a group of 8, or of columns that stand for them where there are fewer."""
+    def of_columns(self, part: int) -> tuple[Any, Any]:
+        """Of both tokens; a single one stands for two."""
         if self.all is not None:
             power = getattr(self.all, "xyzw"[part])
             return power, power
         pairs = ch.reinterpret(ty.ptr(ty.f32x2), self.address)
-        in_group = self.lane % 4 if self.tokens >= COLUMNS else self.lane % 4 % (self.tokens // 2)
-        pair = ch.const(ty.f32x2, pairs[in_group + (part * self.tokens + group * COLUMNS) // 2], name="power")
+        pair = ch.const(ty.f32x2, pairs[part], name="power")
         return pair.x, pair.y
 
 
