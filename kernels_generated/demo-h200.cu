@@ -923,11 +923,6 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
     #pragma unroll 1
     for (uint32_t m_tile = position; m_tile < 32; m_tile += 132) {
       float sums[1][4] = {};
-      if (m_tile + 132 >= 32) {
-        if (thread == 0) {
-          store_shared_u32(block_waits, 1);
-        }
-      }
       #pragma unroll 2
       for (uint32_t chunk = 0; chunk < 1; ++chunk) {
         mbarrier_wait(full + use_stage, use_parity);
@@ -1693,11 +1688,6 @@ __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t 
     #pragma unroll 1
     for (uint32_t m_tile = position; m_tile < 8; m_tile += 132) {
       float sums[1][4] = {};
-      if (m_tile + 132 >= 8) {
-        if (thread == 0) {
-          store_shared_u32(block_waits, 1);
-        }
-      }
       #pragma unroll 2
       for (uint32_t chunk = 0; chunk < 1; ++chunk) {
         mbarrier_wait(full + use_stage, use_parity);
@@ -1799,11 +1789,6 @@ __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uin
     #pragma unroll 1
     for (uint32_t m_tile = position; m_tile < 40; m_tile += 132) {
       float sums[1][4] = {};
-      if (m_tile + 132 >= 40) {
-        if (thread == 0) {
-          store_shared_u32(block_waits, 1);
-        }
-      }
       #pragma unroll 2
       for (uint32_t chunk = 0; chunk < 1; ++chunk) {
         mbarrier_wait(full + use_stage, use_parity);
@@ -2129,11 +2114,6 @@ __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uin
       #pragma unroll 1
       for (uint32_t m_tile = position; m_tile < 32; m_tile += 132) {
         float sums[1][4] = {};
-        if (m_tile + 132 >= 32) {
-          if (thread == 0) {
-            store_shared_u32(block_waits, 1);
-          }
-        }
         #pragma unroll 2
         for (uint32_t chunk = 0; chunk < 1; ++chunk) {
           mbarrier_wait(full + use_stage, use_parity);

@@ -1675,11 +1675,6 @@ __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t 
     #pragma unroll 1
     for (uint32_t m_tile = position; m_tile < 128; m_tile += 132) {
       float sums[1][4] = {};
-      if (m_tile + 132 >= 128) {
-        if (thread == 0) {
-          store_shared_u32(block_waits, 1);
-        }
-      }
       #pragma unroll 2
       for (uint32_t chunk = 0; chunk < 4; ++chunk) {
         mbarrier_wait(full + use_stage, use_parity);

@@ -48,10 +48,8 @@ WARPGROUP = 4
 """Warps that change their share of the registers together."""
 TRANSACTION_LIMIT_BYTES = 2**20
 """An mbarrier counts fewer pending bytes than this (PTX ISA, mbarrier tx-count)."""
-SMALL_LAYER_BYTES = 2_000_000
+SMALL_LAYER_BYTES = 1_200_000
 """Weights of a layer that each block reads: below this, waiting weighs more than reading."""
-MOSTLY_WAITING_BYTES = 1_200_000
-"""The same: below this, waiting takes a third of the time."""
 DEFAULT_CONTEXT, DEFAULT_STEPS = 8192, 64
 """Tokens of a sequence, and steps of a launch, unless told otherwise."""
 EMULATOR_STAGES = 8
@@ -437,7 +435,7 @@ def default_plan(gpu: Gpu, shape: ModelShape, *, reserve: Reserve = kernel_regio
     draft.check(shape, gpu)
     stages = chosen["stages"] if "stages" in chosen else _default_stages(shape, draft, gpu, reserve)
     in_flight = chosen.get("in_flight", max(1, min(_default_in_flight(shape, gpu, draft), stages - 1)))
-    waiting = chosen.get("in_flight_waiting", _default_waiting(shape, gpu, draft, in_flight))
+    waiting = chosen.get("in_flight_waiting", _default_waiting(in_flight))
     plan = replace(draft, stages=stages, in_flight=in_flight, in_flight_waiting=waiting)
     shared_map(shape, plan, gpu, reserve)
     return plan
@@ -475,20 +473,17 @@ def _default_stages(shape: ModelShape, draft: Plan, gpu: Gpu, reserve: Reserve) 
 
 def _default_in_flight(shape: ModelShape, gpu: Gpu, draft: Plan) -> int:
     """64 KB: 4 chunks of 16 KB or 2 of 32 KB measured best on an H200. A small model waits more than it reads, and its
-    exchanges are faster beside 48 KB (Llama 3.2 1B: 0.629 against 0.636 ms a step; 3B: 1.589 against 1.620); so are
-    those of several tokens (8B, batch 4: 3.66 against 3.70 ms). On the emulator, 3 small chunks."""
+    exchanges are faster beside 48 KB (Llama 3.2 1B: 0.629 against 0.636 ms a step); so are those of several tokens (8B,
+    batch 4: 3.66 against 3.70 ms). On the emulator, 3 small chunks."""
     if gpu.emulated:
         return 3
     kilobytes = 48 if draft.tokens > 1 or _layer_bytes(shape, gpu) < SMALL_LAYER_BYTES else 64
     return max(2, round(kilobytes * 1024 / draft.stage_bytes))
 
 
-def _default_waiting(shape: ModelShape, gpu: Gpu, draft: Plan, in_flight: int) -> int:
-    """One chunk fewer while the block waits, if that leaves two: worth 0.7 % on 8B, 2 % on 1B, and 0.5 % with 4 and 8
-    tokens. Between those two models it costs as much (3B: 1.526 to 1.536 ms): there as many."""
-    between = MOSTLY_WAITING_BYTES <= _layer_bytes(shape, gpu) < SMALL_LAYER_BYTES
-    if draft.tokens == 1 and between and not gpu.emulated:
-        return in_flight
+def _default_waiting(in_flight: int) -> int:
+    """One chunk fewer while the block waits, if that leaves two: worth 0.7 % on 8B, 1 % on 3B, 2 % on 1B, and 0.5 %
+    with 4 and 8 tokens."""
     return min(in_flight, max(2, in_flight - 1))
 
 

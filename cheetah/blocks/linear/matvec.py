@@ -140,8 +140,9 @@ class Matvec(Linear):
         self._load(layout, prologue, 0)
         with ch.for_(position, layout.m_tiles, layout.blocks, unroll=1) as m_tile:
             sums = ch.array(ty.f32, self.columns.tiles, 4, zero=True)
-            with ch.if_(m_tile + layout.blocks >= layout.m_tiles):  # the last one: the next wait is near
-                self.ring.begin_waiting()
+            if layout.waves > 1:
+                with ch.if_(m_tile + layout.blocks >= layout.m_tiles):  # the last one: the next wait is near
+                    self.ring.begin_waiting()
             with ch.for_(layout.chunks, unroll=2) as chunk:
                 with self.ring.use() as stage:
                     self.timeline.stamp_first("first_chunk")
