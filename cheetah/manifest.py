@@ -34,8 +34,9 @@ NO_PAGE = -1
 DTYPE_BYTES: Mapping[str, int] = types.MappingProxyType({"u8": 1, "u32": 4, "u64": 8, "i32": 4, "f32": 4, "bf16": 2})
 """Bytes of one element of each dtype that a parameter or a buffer can have."""
 
-FILLS = ("zero", "poison", "host")
-"""What a buffer holds before the first launch: zeros, 0xFF bytes (NaN in f32 and bf16), or what the host uploads."""
+FILLS = ("zero", "poison", "host", "mapped")
+"""What a buffer holds before the first launch: zeros, 0xFF bytes (NaN in f32 and bf16), or what the host uploads.
+"mapped": it lies in the host's memory, where both see what the other writes while a launch runs."""
 
 MOST_DIMENSIONS = 16
 LARGEST_LENGTH = 2**63 - 1

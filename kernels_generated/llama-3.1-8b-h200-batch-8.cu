@@ -14,7 +14,7 @@
 //     147712    65536  vector  (over scratch)
 //     147712     8448  candidates  (over scratch)
 //     147712      512  filters  (over scratch)
-//     148224      512  filter_sums  (over scratch)
+//     148224     1024  filter_sums  (over scratch)
 //     147712    32768  attention  (over scratch)
 //     180480     8192  queries  (over scratch)
 //     188672     8192  newest  (over scratch)
@@ -26,12 +26,12 @@
 //     226848      512  statistics
 //     227360      592  records
 //     227952       64  warp_candidates
-//     228016      256  columns
-//     228272       32  chosen
-//     228304       16  step_done
-//     228320       36  next_token
-//              228356  total
-//              232448  a block has, 4092 free
+//     228016      288  columns
+//     228304       32  chosen
+//     228336       16  step_done
+//     228352       36  next_token
+//              228388  total
+//              232448  a block has, 4060 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -89,12 +89,6 @@ __device__ __forceinline__ uint32_t shuffle_xor_u32(uint32_t value, uint32_t mas
 
 __device__ __forceinline__ uint32_t shuffle_u32(uint32_t value, uint32_t lane) {
   return __shfl_sync(0xffffffffu, value, lane);
-}
-
-__device__ __forceinline__ float warp_sum_f32(float value) {
-  #pragma unroll
-  for (int mask = 16; mask > 0; mask >>= 1) value = value + __shfl_xor_sync(0xffffffffu, value, mask);
-  return value;
 }
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
@@ -269,6 +263,16 @@ __device__ __forceinline__ uint32_t matrix_transpose_b16(uint32_t pair) {
 __device__ __forceinline__ uint4 make_u32x4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
   return make_uint4(x, y, z, w);
 }
+
+__device__ __forceinline__ uint32_t load_relaxed_u32_sys(const uint32_t* place) {
+  uint32_t result;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(result) : "l"(place) : "memory");
+  return result;
+}
+
+__device__ __forceinline__ void store_relaxed_u32_sys(uint32_t* place, uint32_t value) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" :: "l"(place), "r"(value) : "memory");
+}
 #endif
 
 constexpr uint32_t RING = 0;
@@ -290,9 +294,9 @@ constexpr uint32_t STATISTICS = 226848;
 constexpr uint32_t RECORDS = 227360;
 constexpr uint32_t WARP_CANDIDATES = 227952;
 constexpr uint32_t COLUMNS = 228016;
-constexpr uint32_t CHOSEN = 228272;
-constexpr uint32_t STEP_DONE = 228304;
-constexpr uint32_t NEXT_TOKEN = 228320;
+constexpr uint32_t CHOSEN = 228304;
+constexpr uint32_t STEP_DONE = 228336;
+constexpr uint32_t NEXT_TOKEN = 228352;
 
 // An input of a sequence, or 0 where it has none left.
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t number, const int32_t* sequences,
@@ -312,7 +316,9 @@ __device__ __forceinline__ void take_first(uint32_t thread, uint32_t column_coun
     uint32_t sequence = load_constant_u32(columns + thread * 4);
     uint32_t number = load_constant_u32(columns + (thread * 4 + 1));
     next_token[thread] = given(sequence, number, sequences, tokens);
-    ((uint32_t*)(arena + COLUMNS))[thread * 8 + 7] = 0;
+    uint32_t* state = (uint32_t*)(arena + COLUMNS) + thread * 9;
+    state[7] = 0;
+    state[8] = 0;
   }
 }
 
@@ -546,7 +552,7 @@ __device__ __forceinline__ void begin_step(uint32_t step, uint8_t* arena, uint32
     uint32_t sequence = load_constant_u32(columns + thread * 4);
     uint32_t per_step = load_constant_u32(sequences + (sequence * 24 + 1));
     uint32_t number = step * per_step + load_constant_u32(columns + (thread * 4 + 1));
-    uint32_t* words = state + thread * 8;
+    uint32_t* words = state + thread * 9;
     uint32_t position = load_constant_u32(sequences + sequence * 24) + number;
     words[0] = position < 8191 ? position : 8191;
     words[1] = number;
@@ -619,7 +625,7 @@ __device__ __forceinline__ void load_angles(uint8_t* arena, uint32_t thread, uin
   float* angles = (float*)(arena + ROPE);
   #pragma unroll 1
   for (uint32_t number = thread; number < column_count * 128; number += 256) {
-    uint32_t position = ((uint32_t*)(arena + COLUMNS))[number / 128 * 8];
+    uint32_t position = ((uint32_t*)(arena + COLUMNS))[number / 128 * 9];
     angles[number] = rope[(uint64_t)(position) * 128 + (uint64_t)(number % 128)];
   }
 }
@@ -770,11 +776,11 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
     uint32_t place = (column * 6144 + head * 128 + dim) / 2;
     (exchange_words + (place + 16448))[0] = pair;
     if (head >= 32) {
-      if (((uint32_t*)(arena + COLUMNS))[column * 8 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 8 + 2]) {
-        uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 512;
-        uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 8] / 16));
+      if (((uint32_t*)(arena + COLUMNS))[column * 9 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 9 + 2]) {
+        uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 512;
+        uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 9] / 16));
         uint64_t offset = (uint64_t)(layer) * 134217728 + (uint64_t)(page) * 32768;
-        bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 2048 + ((uint32_t*)(arena + COLUMNS))[column * 8] % 16 * 128));
+        bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 2048 + ((uint32_t*)(arena + COLUMNS))[column * 9] % 16 * 128));
         bf16* place_2 = head - 32 < 8 ? key : key + 16384;
         ((uint32_t*)(place_2 + dim))[0] = pair;
         fence_proxy_async();
@@ -1456,14 +1462,14 @@ __device__ __forceinline__ void attend_item(uint32_t cached_end, uint32_t newest
   uint32_t fused = lane % 4 * 2;
   uint32_t present = fused < record[1].z - 1 ? fused : record[1].z - 1;
   uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-  uint32_t position = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 4) * 8];
+  uint32_t position = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 4) * 9];
   uint32_t following = position + 1;
   uint32_t visible = following > record[2].w ? following - record[2].w : 0;
   limits[0] = fused < record[1].z ? (end < visible ? end : visible) : 0;
   uint32_t fused_2 = lane % 4 * 2 + 1;
   uint32_t present_2 = fused_2 < record[1].z - 1 ? fused_2 : record[1].z - 1;
   uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-  uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 4) * 8];
+  uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 4) * 9];
   uint32_t following_2 = position_2 + 1;
   uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
   limits[1] = fused_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
@@ -1799,14 +1805,14 @@ __device__ __forceinline__ void attend_item_2(uint32_t cached_end, uint32_t newe
   uint32_t fused = column_group * 16 + lane % 4 * 2;
   uint32_t present = fused < record[1].z - 1 ? fused : record[1].z - 1;
   uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-  uint32_t position = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 4) * 8];
+  uint32_t position = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 4) * 9];
   uint32_t following = position + 1;
   uint32_t visible = following > record[2].w ? following - record[2].w : 0;
   limits[0] = fused < record[1].z ? (end < visible ? end : visible) : 0;
   uint32_t fused_2 = column_group * 16 + lane % 4 * 2 + 1;
   uint32_t present_2 = fused_2 < record[1].z - 1 ? fused_2 : record[1].z - 1;
   uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-  uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 4) * 8];
+  uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 4) * 9];
   uint32_t following_2 = position_2 + 1;
   uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
   limits[1] = fused_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
@@ -1817,14 +1823,14 @@ __device__ __forceinline__ void attend_item_2(uint32_t cached_end, uint32_t newe
   uint32_t fused_3 = (column_group * 2 + 1) * 8 + lane % 4 * 2;
   uint32_t present_3 = fused_3 < record[1].z - 1 ? fused_3 : record[1].z - 1;
   uint32_t end_3 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-  uint32_t position_3 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_3 / 4) * 8];
+  uint32_t position_3 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_3 / 4) * 9];
   uint32_t following_3 = position_3 + 1;
   uint32_t visible_3 = following_3 > record[2].w ? following_3 - record[2].w : 0;
   limits_2[0] = fused_3 < record[1].z ? (end_3 < visible_3 ? end_3 : visible_3) : 0;
   uint32_t fused_4 = (column_group * 2 + 1) * 8 + lane % 4 * 2 + 1;
   uint32_t present_4 = fused_4 < record[1].z - 1 ? fused_4 : record[1].z - 1;
   uint32_t end_4 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-  uint32_t position_4 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_4 / 4) * 8];
+  uint32_t position_4 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_4 / 4) * 9];
   uint32_t following_4 = position_4 + 1;
   uint32_t visible_4 = following_4 > record[2].w ? following_4 - record[2].w : 0;
   limits_2[1] = fused_4 < record[1].z ? (end_4 < visible_4 ? end_4 : visible_4) : 0;
@@ -2748,33 +2754,33 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
 
 __device__ __forceinline__ void penalise(uint32_t column, uint32_t token, float& adjusted, const int32_t* sequences,
     uint8_t* arena, uint32_t* token_counts) {
-  uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 11));
+  uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11));
   uint32_t found = token_counts[value * 128256 + token];
   uint32_t count = found & 2147483647;
   if (found != 0) {
-    float repetition = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 15)));
+    float repetition = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 15)));
     float quotient = divide_f32(adjusted, repetition);
     adjusted = adjusted > 0.0f ? quotient : adjusted * repetition;
   }
   if (count != 0) {
-    adjusted -= bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 17))) * (float)(count);
-    adjusted -= bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 16)));
+    adjusted -= bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 17))) * (float)(count);
+    adjusted -= bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 16)));
   }
 }
 
 // The logit of a token below the vocabulary's end, as its column's sequence wants it.
 __device__ __forceinline__ float adjust(uint32_t column, uint32_t token, float logit, const int32_t* sequences,
     uint8_t* arena, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts) {
-  uint32_t options = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 10));
+  uint32_t options = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 10));
   float adjusted = logit;
   if ((options & 1) != 0) {
-    uint32_t place = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 11)) * 4008 + token / 32;
+    uint32_t place = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 4008 + token / 32;
     if (((load_constant_u32(masks + place) >> token % 32) & 1) == 0) {
       adjusted = -bits_float(0x7f800000);
     }
   }
   if ((options & 2) != 0) {
-    adjusted += bits_float(load_constant_u32(logit_bias + (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 11)) * 128256 + token)));
+    adjusted += bits_float(load_constant_u32(logit_bias + (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 128256 + token)));
   }
   if ((options & 4) != 0) {
     penalise(column, token, adjusted, sequences, arena, token_counts);
@@ -2811,13 +2817,13 @@ __device__ __forceinline__ float gumbel(uint32_t token, uint32_t position, uint6
 // Write a logit down, as it is compared without filters: one row a lane.
 __device__ __forceinline__ void keep_2(uint32_t token, float scaled, float noisy, const int32_t* sequences,
     uint8_t* arena, uint32_t column, uint32_t lane, float* weighed) {
-  bool is_filtered = (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 10)) & 8) != 0;
+  bool is_filtered = (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 10)) & 8) != 0;
   if (is_filtered && lane < 16) {
-    uint32_t following = ((uint32_t*)(arena + COLUMNS))[column * 8 + 1] + 1;
-    uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 2));
-    bool wanted = following >= value && following <= ((uint32_t*)(arena + COLUMNS))[column * 8 + 2];
-    if (wanted && ((uint32_t*)(arena + COLUMNS))[column * 8 + 7] == 0) {
-      uint32_t place = (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 11)) * 128256 + token) * 2;
+    uint32_t following = ((uint32_t*)(arena + COLUMNS))[column * 9 + 1] + 1;
+    uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 2));
+    bool wanted = following >= value && following <= ((uint32_t*)(arena + COLUMNS))[column * 9 + 2];
+    if (wanted && ((uint32_t*)(arena + COLUMNS))[column * 9 + 7] == 0) {
+      uint32_t place = (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 128256 + token) * 2;
       weighed[place] = scaled;
       weighed[place + 1] = noisy;
     }
@@ -2833,10 +2839,10 @@ __device__ __forceinline__ void consider(float logit, uint32_t m_tile, uint32_t 
   if ((options & 7) != 0 && token < 128256) {
     candidate = adjust(column, token, candidate, sequences, arena, masks, logit_bias, token_counts);
   }
-  float temperature = bits_float(((uint32_t*)(arena + COLUMNS))[column * 8 + 3]);
+  float temperature = bits_float(((uint32_t*)(arena + COLUMNS))[column * 9 + 3]);
   if (temperature > 0.0f) {
-    uint64_t seed = ((uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 8 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 8 + 4]);
-    uint32_t position = ((uint32_t*)(arena + COLUMNS))[column * 8] + 1;
+    uint64_t seed = ((uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 9 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 9 + 4]);
+    uint32_t position = ((uint32_t*)(arena + COLUMNS))[column * 9] + 1;
     float scaled = divide_f32(candidate, temperature);
     candidate = scaled + gumbel(token, position, seed);
     if ((options & 8) != 0 && token < 128256) {
@@ -3084,11 +3090,12 @@ __device__ __forceinline__ void clear(uint32_t warp, uint32_t column_count, cons
     for (uint32_t column = warp % 8; column < 8; column += 8) {
       uint32_t pending = 0;
       if (column < column_count) {
-        bool is_filtered = (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 10)) & 8) != 0;
-        uint32_t following = ((uint32_t*)(arena + COLUMNS))[column * 8 + 1] + 1;
-        uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 2));
-        bool wanted = following >= value && following <= ((uint32_t*)(arena + COLUMNS))[column * 8 + 2];
-        if (is_filtered && (wanted && ((uint32_t*)(arena + COLUMNS))[column * 8 + 7] == 0)) {
+        bool is_filtered = (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 10)) & 8) != 0;
+        bool is_chosen = ((uint32_t*)(arena + CHOSEN))[column] < 4294967294u;
+        uint32_t following = ((uint32_t*)(arena + COLUMNS))[column * 9 + 1] + 1;
+        uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 2));
+        bool wanted = following >= value && following <= ((uint32_t*)(arena + COLUMNS))[column * 9 + 2];
+        if (is_filtered && is_chosen && (wanted && ((uint32_t*)(arena + COLUMNS))[column * 9 + 7] == 0)) {
           pending = 1;
         }
       }
@@ -3180,6 +3187,94 @@ __device__ __forceinline__ void take_lane_5(float& best, uint32_t& token, float&
   }
 }
 
+// Number l // 2 of the sums over all lanes, on lane l: lanes that meet share out what they add.
+__device__ __forceinline__ float sum_of_lanes(float (&sums)[12], uint32_t lane) {
+  float first = sums[0];
+  float second = sums[8];
+  bool is_upper = (lane & 16) != 0;
+  float given = is_upper ? first : second;
+  float own = is_upper ? second : first;
+  float both = own + shuffle_xor_f32(given, 16);
+  float first_2 = sums[1];
+  float second_2 = sums[9];
+  bool is_upper_2 = (lane & 16) != 0;
+  float given_2 = is_upper_2 ? first_2 : second_2;
+  float own_2 = is_upper_2 ? second_2 : first_2;
+  float both_2 = own_2 + shuffle_xor_f32(given_2, 16);
+  float first_3 = sums[2];
+  float second_3 = sums[10];
+  bool is_upper_3 = (lane & 16) != 0;
+  float given_3 = is_upper_3 ? first_3 : second_3;
+  float own_3 = is_upper_3 ? second_3 : first_3;
+  float both_3 = own_3 + shuffle_xor_f32(given_3, 16);
+  float first_4 = sums[3];
+  float second_4 = sums[11];
+  bool is_upper_4 = (lane & 16) != 0;
+  float given_4 = is_upper_4 ? first_4 : second_4;
+  float own_4 = is_upper_4 ? second_4 : first_4;
+  float both_4 = own_4 + shuffle_xor_f32(given_4, 16);
+  float first_5 = sums[4];
+  bool is_upper_5 = (lane & 16) != 0;
+  float given_5 = is_upper_5 ? first_5 : 0.0f;
+  float own_5 = is_upper_5 ? 0.0f : first_5;
+  float both_5 = own_5 + shuffle_xor_f32(given_5, 16);
+  float first_6 = sums[5];
+  bool is_upper_6 = (lane & 16) != 0;
+  float given_6 = is_upper_6 ? first_6 : 0.0f;
+  float own_6 = is_upper_6 ? 0.0f : first_6;
+  float both_6 = own_6 + shuffle_xor_f32(given_6, 16);
+  float first_7 = sums[6];
+  bool is_upper_7 = (lane & 16) != 0;
+  float given_7 = is_upper_7 ? first_7 : 0.0f;
+  float own_7 = is_upper_7 ? 0.0f : first_7;
+  float both_7 = own_7 + shuffle_xor_f32(given_7, 16);
+  float first_8 = sums[7];
+  bool is_upper_8 = (lane & 16) != 0;
+  float given_8 = is_upper_8 ? first_8 : 0.0f;
+  float own_8 = is_upper_8 ? 0.0f : first_8;
+  float both_8 = own_8 + shuffle_xor_f32(given_8, 16);
+  bool is_upper_9 = (lane & 8) != 0;
+  float given_9 = is_upper_9 ? both : both_5;
+  float own_9 = is_upper_9 ? both_5 : both;
+  float both_9 = own_9 + shuffle_xor_f32(given_9, 8);
+  bool is_upper_10 = (lane & 8) != 0;
+  float given_10 = is_upper_10 ? both_2 : both_6;
+  float own_10 = is_upper_10 ? both_6 : both_2;
+  float both_10 = own_10 + shuffle_xor_f32(given_10, 8);
+  bool is_upper_11 = (lane & 8) != 0;
+  float given_11 = is_upper_11 ? both_3 : both_7;
+  float own_11 = is_upper_11 ? both_7 : both_3;
+  float both_11 = own_11 + shuffle_xor_f32(given_11, 8);
+  bool is_upper_12 = (lane & 8) != 0;
+  float given_12 = is_upper_12 ? both_4 : both_8;
+  float own_12 = is_upper_12 ? both_8 : both_4;
+  float both_12 = own_12 + shuffle_xor_f32(given_12, 8);
+  bool is_upper_13 = (lane & 4) != 0;
+  float given_13 = is_upper_13 ? both_9 : both_11;
+  float own_13 = is_upper_13 ? both_11 : both_9;
+  float both_13 = own_13 + shuffle_xor_f32(given_13, 4);
+  bool is_upper_14 = (lane & 4) != 0;
+  float given_14 = is_upper_14 ? both_10 : both_12;
+  float own_14 = is_upper_14 ? both_12 : both_10;
+  float both_14 = own_14 + shuffle_xor_f32(given_14, 4);
+  bool is_upper_15 = (lane & 2) != 0;
+  float given_15 = is_upper_15 ? both_13 : both_14;
+  float own_15 = is_upper_15 ? both_14 : both_13;
+  float both_15 = own_15 + shuffle_xor_f32(given_15, 2);
+  float total = both_15 + shuffle_xor_f32(both_15, 1);
+  return total;
+}
+
+__device__ __forceinline__ void lay_down_best(uint32_t* words, float best, uint32_t token, float distance,
+    float nearest, uint32_t lane) {
+  if (lane == 0) {
+    words[0] = float_bits(best);
+    words[1] = token;
+    words[2] = float_bits(distance);
+    words[3] = float_bits(nearest);
+  }
+}
+
 // The warp's sums and its best, a word each, in shared memory: [column, group, word].
 __device__ __forceinline__ void lay_down_3(uint32_t column, float (&sums)[12], float& best, uint32_t& best_token,
     float& best_distance, float& nearest, uint8_t* arena, uint32_t warp, uint32_t lane) {
@@ -3198,61 +3293,12 @@ __device__ __forceinline__ void lay_down_3(uint32_t column, float (&sums)[12], f
   take_lane_5(best, best_token, best_distance);
   float other_5 = shuffle_xor_f32(nearest, 1);
   nearest = other_5 < nearest ? other_5 : nearest;
-  uint32_t* words = (uint32_t*)(arena + FILTER_SUMS) + (column + warp / 8) * 16;
-  float total = warp_sum_f32(sums[0]);
-  if (lane == 0) {
-    words[4] = float_bits(total);
+  uint32_t* words = (uint32_t*)(arena + FILTER_SUMS) + (column + warp / 8) * 32;
+  float total = sum_of_lanes(sums, lane);
+  if (lane % 2 == 0 && lane < 24) {
+    words[4 + lane / 2] = float_bits(total);
   }
-  float total_2 = warp_sum_f32(sums[1]);
-  if (lane == 0) {
-    words[5] = float_bits(total_2);
-  }
-  float total_3 = warp_sum_f32(sums[2]);
-  if (lane == 0) {
-    words[6] = float_bits(total_3);
-  }
-  float total_4 = warp_sum_f32(sums[3]);
-  if (lane == 0) {
-    words[7] = float_bits(total_4);
-  }
-  float total_5 = warp_sum_f32(sums[4]);
-  if (lane == 0) {
-    words[8] = float_bits(total_5);
-  }
-  float total_6 = warp_sum_f32(sums[5]);
-  if (lane == 0) {
-    words[9] = float_bits(total_6);
-  }
-  float total_7 = warp_sum_f32(sums[6]);
-  if (lane == 0) {
-    words[10] = float_bits(total_7);
-  }
-  float total_8 = warp_sum_f32(sums[7]);
-  if (lane == 0) {
-    words[11] = float_bits(total_8);
-  }
-  float total_9 = warp_sum_f32(sums[8]);
-  if (lane == 0) {
-    words[12] = float_bits(total_9);
-  }
-  float total_10 = warp_sum_f32(sums[9]);
-  if (lane == 0) {
-    words[13] = float_bits(total_10);
-  }
-  float total_11 = warp_sum_f32(sums[10]);
-  if (lane == 0) {
-    words[14] = float_bits(total_11);
-  }
-  float total_12 = warp_sum_f32(sums[11]);
-  if (lane == 0) {
-    words[15] = float_bits(total_12);
-  }
-  if (lane == 0) {
-    words[0] = float_bits(best);
-    words[1] = best_token;
-    words[2] = float_bits(best_distance);
-    words[3] = float_bits(nearest);
-  }
+  lay_down_best(words, best, best_token, best_distance, nearest, lane);
 }
 
 // This warp's rows of a column: what is nearer than each tested distance, into the region `filter_sums`.
@@ -3269,7 +3315,7 @@ __device__ __forceinline__ void weigh_2(uint32_t column, uint8_t* arena, float* 
   float tested_3 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[11]);
   float tested_4 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[12]);
   float tested_5 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[13]);
-  const float2* pairs = (const float2*)(weighed) + load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 11)) * 128256;
+  const float2* pairs = (const float2*)(weighed) + load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 128256;
   uint32_t first = warp / 8 * 32 + lane;
   uint32_t position = (block + 8) % 132;
   #pragma unroll 2
@@ -3314,13 +3360,13 @@ __device__ __forceinline__ void weigh_2(uint32_t column, uint8_t* arena, float* 
   lay_down_3(column, sums, best, best_token, best_distance, nearest, arena, warp, lane);
 }
 
-// Word number `lane` of what the block publishes of a column: its groups' words together, in order.
+// Word number `lane` of what a column's groups have laid down, together, in order.
 __device__ __forceinline__ uint32_t add_groups(uint32_t column, uint32_t lane, uint8_t* arena) {
   uint32_t lane_2 = lane % 16;
   uint32_t chosen = 0;
-  uint32_t word = ((uint32_t*)(arena + FILTER_SUMS) + (column + chosen) * 16)[lane_2];
+  uint32_t word = ((uint32_t*)(arena + FILTER_SUMS) + (column + chosen) * 32)[lane_2];
   if (lane_2 >= 3) {
-    float total = bits_float(((uint32_t*)(arena + FILTER_SUMS) + column * 16)[lane_2]);
+    float total = bits_float(((uint32_t*)(arena + FILTER_SUMS) + column * 32)[lane_2]);
     word = float_bits(total);
   }
   return word;
@@ -3366,19 +3412,18 @@ __device__ __forceinline__ void take_unit(uint4 unit, float (&sums)[4], float& b
   nearest = bits_float(unit.w) < nearest ? bits_float(unit.w) : nearest;
 }
 
-// All blocks' words of a column together, on every lane: best token, its distance, the nearest's, and the sums.
-__device__ __forceinline__ void read(uint32_t column, uint32_t epoch, uint32_t number, uint32_t lane,
-    uint32_t* exchange_words, uint32_t& token_out, float& distance_out, float& nearest_out, float& result,
-    float& result_2, float& result_3, float& result_4, float& result_5, float& result_6, float& result_7,
-    float& result_8, float& result_9, float& result_10, float& result_11, float& result_12) {
+// This warp's share of all blocks' words of a column, together, into the region `filter_sums`.
+__device__ __forceinline__ void read(uint32_t column, uint32_t epoch, uint32_t number, uint32_t warp, uint32_t lane,
+    uint32_t* exchange_words, uint8_t* arena) {
   float sums[4] = {};
   float best = -bits_float(0x7f800000);
   uint32_t token = 4294967295u;
   float distance = bits_float(0x7f800000);
   float nearest = bits_float(0x7f800000);
   uint4 data[8];
+  uint32_t own = warp / 8 * 32 + lane;
   #pragma unroll 1
-  for (uint32_t first = lane; first < 528; first += 256) {
+  for (uint32_t first = own; first < 528; first += 256) {
     uint32_t count = (528 - first + 31) / 32 < 8 ? (528 - first + 31) / 32 : 8;
     uint32_t unit = (number % 2 * 8 + column) * 528 + first;
     #pragma unroll
@@ -3414,36 +3459,26 @@ __device__ __forceinline__ void read(uint32_t column, uint32_t epoch, uint32_t n
   sums[1] = sums[1] + shuffle_xor_f32(sums[1], 4);
   sums[2] = sums[2] + shuffle_xor_f32(sums[2], 4);
   sums[3] = sums[3] + shuffle_xor_f32(sums[3], 4);
-  token = shuffle_u32(token, 0);
-  distance = bits_float(shuffle_u32(float_bits(distance), 0));
-  nearest = bits_float(shuffle_u32(float_bits(nearest), 0));
-  uint32_t value = shuffle_u32(float_bits(sums[0]), 1);
-  uint32_t value_2 = shuffle_u32(float_bits(sums[1]), 1);
-  uint32_t value_3 = shuffle_u32(float_bits(sums[2]), 1);
-  uint32_t value_4 = shuffle_u32(float_bits(sums[3]), 1);
-  uint32_t value_5 = shuffle_u32(float_bits(sums[0]), 2);
-  uint32_t value_6 = shuffle_u32(float_bits(sums[1]), 2);
-  uint32_t value_7 = shuffle_u32(float_bits(sums[2]), 2);
-  uint32_t value_8 = shuffle_u32(float_bits(sums[3]), 2);
-  uint32_t value_9 = shuffle_u32(float_bits(sums[0]), 3);
-  uint32_t value_10 = shuffle_u32(float_bits(sums[1]), 3);
-  uint32_t value_11 = shuffle_u32(float_bits(sums[2]), 3);
-  uint32_t value_12 = shuffle_u32(float_bits(sums[3]), 3);
-  token_out = token;
-  distance_out = distance;
-  nearest_out = nearest;
-  result = bits_float(value);
-  result_2 = bits_float(value_2);
-  result_3 = bits_float(value_3);
-  result_4 = bits_float(value_4);
-  result_5 = bits_float(value_5);
-  result_6 = bits_float(value_6);
-  result_7 = bits_float(value_7);
-  result_8 = bits_float(value_8);
-  result_9 = bits_float(value_9);
-  result_10 = bits_float(value_10);
-  result_11 = bits_float(value_11);
-  result_12 = bits_float(value_12);
+  uint32_t* words = (uint32_t*)(arena + FILTER_SUMS) + ((column + warp / 8) * 2 + 1) * 16;
+  if (lane > 0 && lane < 4) {
+    words[lane * 4] = float_bits(sums[0]);
+    words[lane * 4 + 1] = float_bits(sums[1]);
+    words[lane * 4 + 2] = float_bits(sums[2]);
+    words[lane * 4 + 3] = float_bits(sums[3]);
+  }
+  lay_down_best(words, best, token, distance, nearest, lane);
+}
+
+// Word number `lane` of what a column's groups have laid down, together, in order.
+__device__ __forceinline__ uint32_t add_groups_2(uint32_t column, uint32_t lane, uint8_t* arena) {
+  uint32_t lane_2 = lane % 16;
+  uint32_t chosen = 0;
+  uint32_t word = ((uint32_t*)(arena + FILTER_SUMS) + ((column + chosen) * 2 + 1) * 16)[lane_2];
+  if (lane_2 >= 3) {
+    float total = bits_float(((uint32_t*)(arena + FILTER_SUMS) + (column * 2 + 1) * 16)[lane_2]);
+    word = float_bits(total);
+  }
+  return word;
 }
 
 // A candidate, if it lies below the limit: else there is none, and the next round looks for one below it.
@@ -3459,9 +3494,9 @@ __device__ __forceinline__ void propose(uint32_t column, uint32_t token, float d
 __device__ __forceinline__ void begin(uint32_t column, uint32_t token, float distance, float nearest, uint8_t* arena,
     const int32_t* sequences) {
   uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
-  float limit = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 14)));
-  float top_p = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 13)));
-  bool keeps_all_near = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 12)) == 0 && top_p >= 1.0f;
+  float limit = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 14)));
+  float top_p = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 13)));
+  bool keeps_all_near = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 12)) == 0 && top_p >= 1.0f;
   state[3] = float_bits(-nearest);
   state[4] = float_bits(limit);
   state[5] = float_bits(0.0f);
@@ -3617,11 +3652,11 @@ __device__ __forceinline__ void judge(uint32_t column, uint32_t token, float dis
     float counts_2, float counts_3, float counts_4, float counts_5, float weights_0, float weights_1, float weights_2,
     float weights_3, float weights_4, float weights_5, uint8_t* arena, const int32_t* sequences) {
   uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
-  float top_k = (float)(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 12)));
+  float top_k = (float)(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 12)));
   if (top_k == 0.0f || top_k > counts_5) {
     top_k = counts_5;
   }
-  float top_p = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 13)));
+  float top_p = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 13)));
   bracket(column, top_k, counts_0, counts_1, counts_2, counts_3, counts_4, counts_5, weights_0, weights_1, weights_2,
       weights_3, weights_4, weights_5, arena);
   float limit = lower_limit(column, top_k, top_p, counts_0, counts_1, counts_2, counts_3, counts_4, counts_5, weights_0,
@@ -3635,37 +3670,45 @@ __device__ __forceinline__ void judge(uint32_t column, uint32_t token, float dis
   place_pivots(column, limit, arena);
 }
 
-// The end of a round: the first of a column's warps reads what all blocks published, and decides.
+// The end of a round: a column's warps read what all blocks published, and the first of them decides.
 __device__ __forceinline__ void judge_all(uint32_t epoch, uint32_t number, uint32_t warp, uint8_t* arena, uint32_t lane,
     uint32_t* exchange_words, const int32_t* sequences) {
+  #pragma unroll 1
+  for (uint32_t column = warp % 8; column < 8; column += 8) {
+    if (((uint32_t*)(arena + FILTERS) + column * 16)[0] != 0) {
+      read(column, epoch, number, warp, lane, exchange_words, arena);
+    }
+  }
+  named_barrier(1, 256);
   if (warp < 8) {
     #pragma unroll 1
     for (uint32_t column = warp % 8; column < 8; column += 8) {
       if (((uint32_t*)(arena + FILTERS) + column * 16)[0] != 0) {
-        uint32_t value;
-        float value_2;
-        float value_3;
-        float value_4;
-        float value_5;
-        float value_6;
-        float value_7;
-        float value_8;
-        float value_9;
-        float value_10;
-        float value_11;
-        float value_12;
-        float value_13;
-        float value_14;
-        float value_15;
-        read(column, epoch, number, lane, exchange_words, value, value_2, value_3, value_4, value_5, value_6, value_7,
-            value_8, value_9, value_10, value_11, value_12, value_13, value_14, value_15);
+        uint32_t word = add_groups_2(column, lane, arena);
+        uint32_t token = shuffle_u32(word, 1);
+        uint32_t value = shuffle_u32(word, 2);
+        uint32_t value_2 = shuffle_u32(word, 3);
+        uint32_t value_3 = shuffle_u32(word, 4);
+        uint32_t value_4 = shuffle_u32(word, 5);
+        uint32_t value_5 = shuffle_u32(word, 6);
+        uint32_t value_6 = shuffle_u32(word, 7);
+        uint32_t value_7 = shuffle_u32(word, 8);
+        uint32_t value_8 = shuffle_u32(word, 9);
+        uint32_t value_9 = shuffle_u32(word, 10);
+        uint32_t value_10 = shuffle_u32(word, 11);
+        uint32_t value_11 = shuffle_u32(word, 12);
+        uint32_t value_12 = shuffle_u32(word, 13);
+        uint32_t value_13 = shuffle_u32(word, 14);
+        uint32_t value_14 = shuffle_u32(word, 15);
         warp_barrier();
         if (lane == 0) {
           if (number == 0) {
-            begin(column, value, value_2, value_3, arena, sequences);
+            begin(column, token, bits_float(value), bits_float(value_2), arena, sequences);
           } else {
-            judge(column, value, value_2, value_4, value_6, value_8, value_10, value_12, value_14, value_5, value_7,
-                value_9, value_11, value_13, value_15, arena, sequences);
+            judge(column, token, bits_float(value), bits_float(value_3), bits_float(value_5), bits_float(value_7),
+                bits_float(value_9), bits_float(value_11), bits_float(value_13), bits_float(value_4),
+                bits_float(value_6), bits_float(value_8), bits_float(value_10), bits_float(value_12),
+                bits_float(value_14), arena, sequences);
           }
         }
       }
@@ -3701,12 +3744,12 @@ __device__ __forceinline__ void filter(uint32_t warp, uint32_t column_count, con
 __device__ __forceinline__ void count(uint32_t column, uint32_t token, uint32_t block, const int32_t* sequences,
     uint8_t* arena, uint32_t* token_counts) {
   bool is_ours = token / 16 % 132 == (block + 8) % 132;
-  if ((load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 10)) & 4) != 0 && is_ours && token < 128256) {
-    uint32_t following = ((uint32_t*)(arena + COLUMNS))[column * 8 + 1] + 1;
-    uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 2));
-    bool wanted = following >= value && following <= ((uint32_t*)(arena + COLUMNS))[column * 8 + 2];
-    if (wanted && ((uint32_t*)(arena + COLUMNS))[column * 8 + 7] == 0) {
-      uint32_t value_2 = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 8 + 6] * 24 + 11));
+  if ((load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 10)) & 4) != 0 && is_ours && token < 128256) {
+    uint32_t following = ((uint32_t*)(arena + COLUMNS))[column * 9 + 1] + 1;
+    uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 2));
+    bool wanted = following >= value && following <= ((uint32_t*)(arena + COLUMNS))[column * 9 + 2];
+    if (wanted && ((uint32_t*)(arena + COLUMNS))[column * 9 + 7] == 0) {
+      uint32_t value_2 = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11));
       token_counts[value_2 * 128256 + token] = token_counts[value_2 * 128256 + token] + 1;
     }
   }
@@ -3726,8 +3769,9 @@ __device__ __forceinline__ void count_chosen(uint32_t lane, uint32_t column_coun
 // Waits for: the candidates of all blocks.
 // Makes: candidates, and every column's token in `chosen`.
 __device__ __forceinline__ void sampling(uint32_t* progress, uint32_t block, uint32_t step, uint8_t* arena, float& best,
-    uint32_t& best_token, uint32_t* exchange_words, uint64_t& arrivals_due, uint64_t* counter, uint32_t step_epoch,
-    uint32_t options, uint32_t column_count, const int32_t* sequences, float* weighed, uint32_t* token_counts) {
+    uint32_t& best_token, uint32_t* exchange_words, uint32_t column_count, const uint32_t* cancelled,
+    uint64_t& arrivals_due, uint64_t* counter, uint32_t step_epoch, uint32_t epoch, uint32_t options,
+    const int32_t* sequences, float* weighed, uint32_t* token_counts) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -3741,9 +3785,18 @@ __device__ __forceinline__ void sampling(uint32_t* progress, uint32_t block, uin
   uint32_t best_token_2;
   best_of(warp, arena, lane, best_2, best_token_2);
   if (lane < 2) {
-    uint32_t word = lane % 2 == 0 ? float_bits(best_2) : best_token_2;
+    uint32_t value = float_bits(best_2);
+    bool is_cancelled = block == 0 && ((uint32_t*)(arena + COLUMNS))[warp * 9 + 8] != 0;
+    uint32_t value_2 = is_cancelled ? float_bits(bits_float(0x7f800000)) : float_bits(best_2);
+    uint32_t best_token_3 = is_cancelled ? 4294967294u : best_token_2;
+    uint32_t word = lane % 2 == 0 ? value_2 : best_token_3;
     uint32_t place = first_word + (block * 8 + warp) * 2 + lane;
     (exchange_words + (place + 1313856))[0] = word;
+  }
+  uint32_t answer = 0;
+  if (block == 0 && thread < column_count) {
+    uint32_t sequence = ((uint32_t*)(arena + COLUMNS))[thread * 9 + 6];
+    answer = load_relaxed_u32_sys(cancelled + sequence);
   }
   // grid barrier
   named_barrier(1, 256);
@@ -3754,6 +3807,9 @@ __device__ __forceinline__ void sampling(uint32_t* progress, uint32_t block, uin
   }
   named_barrier(1, 256);
   gather(first_word / 4, step_epoch + 32, arena, thread, exchange_words);
+  if (block == 0 && thread < column_count && answer == epoch) {
+    ((uint32_t*)(arena + COLUMNS))[thread * 9 + 8] = 1;
+  }
   named_barrier(1, 256);
   uint32_t* chosen = (uint32_t*)(arena + CHOSEN);
   float _;
@@ -3774,17 +3830,19 @@ __device__ __forceinline__ void sampling(uint32_t* progress, uint32_t block, uin
 
 // One lane, one column: note what was sampled after its token, and the token that it has in the next step.
 __device__ __forceinline__ void take(uint32_t column, uint32_t& going_on, uint8_t* arena, const int32_t* sequences,
-    uint32_t block, int32_t* tokens, const int32_t* stop_ids, uint32_t* next_token) {
-  uint32_t sequence = ((uint32_t*)(arena + COLUMNS))[column * 8 + 6];
-  uint32_t number = ((uint32_t*)(arena + COLUMNS))[column * 8 + 1];
-  uint32_t total = ((uint32_t*)(arena + COLUMNS))[column * 8 + 2];
+    uint32_t block, int32_t* tokens, uint32_t* emitted, const int32_t* stop_ids, uint32_t* next_token) {
+  uint32_t sequence = ((uint32_t*)(arena + COLUMNS))[column * 9 + 6];
+  uint32_t number = ((uint32_t*)(arena + COLUMNS))[column * 9 + 1];
+  uint32_t total = ((uint32_t*)(arena + COLUMNS))[column * 9 + 2];
   uint32_t given_2 = load_constant_u32(sequences + (sequence * 24 + 2));
   uint32_t per_step = load_constant_u32(sequences + (sequence * 24 + 1));
   uint32_t sampled = ((uint32_t*)(arena + CHOSEN))[column];
-  uint32_t stopped = ((uint32_t*)(arena + COLUMNS))[column * 8 + 7];
+  uint32_t stopped = ((uint32_t*)(arena + COLUMNS))[column * 9 + 7];
   if (number + 1 >= given_2 && number < total) {
     if (block == 0) {
-      tokens[sequence * 513 + number + 1] = (int32_t)(sampled);
+      uint32_t place = sequence * 513 + number + 1;
+      tokens[place] = (int32_t)(sampled);
+      store_relaxed_u32_sys(emitted + place, sampled);
     }
     uint32_t first_stop = load_constant_u32(sequences + (sequence * 24 + 8));
     uint32_t stop_count = load_constant_u32(sequences + (sequence * 24 + 9));
@@ -3796,10 +3854,10 @@ __device__ __forceinline__ void take(uint32_t column, uint32_t& going_on, uint8_
     }
   }
   uint32_t following = number + per_step;
-  if (following >= total) {
+  if (following >= total || sampled == 4294967294u) {
     stopped = 1;
   }
-  ((uint32_t*)(arena + COLUMNS))[column * 8 + 7] = stopped;
+  ((uint32_t*)(arena + COLUMNS))[column * 9 + 7] = stopped;
   if (stopped == 0) {
     going_on = 1;
   }
@@ -3813,13 +3871,13 @@ __device__ __forceinline__ void take(uint32_t column, uint32_t& going_on, uint8_
 // One warp takes every column's next token, given or chosen, and finds whether to go on; then all warps go on
 // together, and the producer lane with them.
 __device__ __forceinline__ void take_tokens(uint32_t step, uint32_t warp, uint32_t lane, uint32_t column_count,
-    uint8_t* arena, const int32_t* sequences, uint32_t block, int32_t* tokens, const int32_t* stop_ids,
-    uint32_t* next_token, uint32_t thread, int32_t* status, uint64_t* step_done) {
+    uint8_t* arena, const int32_t* sequences, uint32_t block, int32_t* tokens, uint32_t* emitted,
+    const int32_t* stop_ids, uint32_t* next_token, uint32_t thread, int32_t* status, uint64_t* step_done) {
   if (warp == 0) {
     uint32_t going_on = 0;
     #pragma unroll 1
     for (uint32_t column = lane; column < column_count; column += 32) {
-      take(column, going_on, arena, sequences, block, tokens, stop_ids, next_token);
+      take(column, going_on, arena, sequences, block, tokens, emitted, stop_ids, next_token);
     }
     #pragma unroll 1
     for (uint32_t level = 0; level < 5; ++level) {
@@ -3860,9 +3918,9 @@ __device__ __forceinline__ void skip(uint32_t block, uint64_t* full, uint32_t& u
 extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* weights, const bf16* norms,
     const bf16* embedding, const float* rope, bf16* kv, const int32_t* page_table, const int32_t* kv_plans,
     const int32_t* tiles, const int32_t* sequences, const int32_t* columns, uint8_t* exchange, int32_t* tokens,
-    const int32_t* stop_ids, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts, float* weighed,
-    float* logits, uint32_t* progress, int32_t* status, uint32_t steps, uint32_t head_from, uint32_t column_count,
-    uint32_t plan_count, uint32_t options, uint32_t epoch) {
+    uint32_t* emitted, const uint32_t* cancelled, const int32_t* stop_ids, const uint32_t* masks,
+    const float* logit_bias, uint32_t* token_counts, float* weighed, float* logits, uint32_t* progress, int32_t* status,
+    uint32_t steps, uint32_t head_from, uint32_t column_count, uint32_t plan_count, uint32_t options, uint32_t epoch) {
   uint8_t* arena = shared_arena();
   uint32_t block = blockIdx.x;
   uint32_t thread = threadIdx.x;
@@ -3977,10 +4035,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       lm_head(progress, block, step, head_from, logits, block_waits, arena, norms, column_count, exchange_words, full,
           use_stage, use_parity, ring, empty, turn, finisher, options, sequences, masks, logit_bias, token_counts,
           weighed, best, best_token);
-      sampling(progress, block, step, arena, best, best_token, exchange_words, arrivals_due, counter, step_epoch,
-          options, column_count, sequences, weighed, token_counts);
-      take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, stop_ids, next_token, thread, status,
-          step_done);
+      sampling(progress, block, step, arena, best, best_token, exchange_words, column_count, cancelled, arrivals_due,
+          counter, step_epoch, epoch, options, sequences, weighed, token_counts);
+      take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, emitted, stop_ids, next_token,
+          thread, status, step_done);
       if (next_token[8] != 0) {
         // the producer lane has fetched what it does not need the tokens for: use it up
         if (step + 1 < steps) {

@@ -6,7 +6,8 @@ here and knows nothing of this module.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -333,9 +334,15 @@ class LLM:
     def _stream(self, ids: tuple[int, ...], sampling_params: SamplingParams | None) -> Iterator[StreamPiece]:
         (params,) = params_for(sampling_params, 1)
         ask = self.ask(ids, params)
-        return (piece for _, piece in self._pieces([ask]))
+        return self._pieces_of_one(ask)
 
-    def _pieces(self, asks: Sequence[Ask]) -> Iterator[tuple[int, StreamPiece]]:
+    def _pieces_of_one(self, ask: Ask) -> Iterator[StreamPiece]:
+        # Closed here: a generator that only holds another one may not let go of it before it is collected.
+        with closing(self._pieces([ask])) as pieces:
+            for _, piece in pieces:
+                yield piece
+
+    def _pieces(self, asks: Sequence[Ask]) -> Generator[tuple[int, StreamPiece], None, None]:
         """(number of the completion among those of all asks, piece), as they are made, until all are finished."""
         ids = self.engine.submit([ask.request for ask in asks])
         try:

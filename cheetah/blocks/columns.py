@@ -23,9 +23,9 @@ from cheetah.plan.plan import COLUMNS
 
 UNIT = 8
 UNITS_PER_TILE = VECTOR_COLUMNS // UNIT
-POSITION, NUMBER, TOTAL, TEMPERATURE, SEED_LOW, SEED_HIGH, SEQUENCE, STOPPED = range(8)
+POSITION, NUMBER, TOTAL, TEMPERATURE, SEED_LOW, SEED_HIGH, SEQUENCE, STOPPED, CANCELLED = range(9)
 """Words of a column in the region `columns`: what finishing warps need to know of it in this step."""
-STATE_WORDS = 8
+STATE_WORDS = 9
 
 
 def fragment_word(element: Any, column: Any, tokens: int) -> Any:

@@ -28,7 +28,7 @@ from cheetah.blocks.linear.matvec import Matvec
 from cheetah.lang import prim, ty
 from cheetah.lang.primitives.exchange import UNITS
 from cheetah.plan import M_TILE_ROWS
-from cheetah.plan.kv.tables import FILTER_ROUNDS, FILTERED, NO_TOKEN
+from cheetah.plan.kv.tables import CANCELLED_TOKEN, FILTER_ROUNDS, FILTERED, NO_TOKEN
 from cheetah.plan.plan import FILTER_WORDS
 
 PIVOTS = 4
@@ -41,11 +41,8 @@ UNITS_OF_BLOCK = FILTER_WORDS // 4
 """Words of what a block knows of a column. The last token of the top-k lies in BELOW <= d < ABOVE, or is the last of
 all; the top-k weigh LEAST to MOST. From LIMIT on nothing is kept. From PIVOT on: the candidate's distance, pivots."""
 FIRST_PIVOT = 1.0
-
-
-def shuffle_f32(value: ch.Expr, lane: int) -> Any:
-    """The value of a lane."""
-    return prim.bits_float(prim.shuffle_u32(prim.float_bits(value), lane))
+OF_BLOCK, OF_ALL = range(2)
+"""Whose words a group of warps lays down: those of its block's rows, or what it read of all blocks."""
 
 
 class Filters:
@@ -96,7 +93,8 @@ class Filters:
             pending = ch.var(ty.u32, 0)
             with ch.if_(column < self.columns.count):
                 is_filtered = (self.adjustments.of(column, "options") & FILTERED) != 0
-                with ch.if_(is_filtered & self.adjustments.is_sampled(column)):
+                is_chosen = self.machine.region("chosen", ty.u32)[column] < CANCELLED_TOKEN
+                with ch.if_(is_filtered & is_chosen & self.adjustments.is_sampled(column)):
                     pending.set(1)
             with ch.if_(self.machine.lane == 0):
                 state = self._state(column)
@@ -127,7 +125,7 @@ class Filters:
         machine.meet()
         with self._columns_of_first_group() as column:
             with ch.if_(self._state(column)[PENDING] != 0):
-                word = self._add_groups(column)
+                word = self._add_groups(column, OF_BLOCK)
                 with ch.if_(machine.lane < FILTER_WORDS):
                     place = (self._vector(column, number) + machine.block) * FILTER_WORDS + machine.lane
                     self.exchange.publish("filters", place, word, epoch)
@@ -173,32 +171,54 @@ class Filters:
             self._take_lane(mask, best, best_token, best_distance)
             other = prim.shuffle_xor_f32(nearest, mask)
             nearest.set(ch.select(other < nearest, other, nearest))
-        words = self._sums(column, machine.warp // self._finishers)
-        for number in range(2 * TESTED):
-            total = ch.const(ty.f32, prim.warp_sum_f32(sums[number]), name="total")
-            with ch.if_(machine.lane == 0):
-                words[SUMS + number] = prim.float_bits(total)
-        with ch.if_(machine.lane == 0):
+        words = self._sums(column, machine.warp // self._finishers, OF_BLOCK)
+        total = self._sum_of_lanes(sums)
+        with ch.if_((machine.lane % 2 == 0) & (machine.lane < 4 * TESTED)):
+            words[SUMS + machine.lane // 2] = prim.float_bits(total)
+        self._lay_down_best(words, best, best_token, best_distance, nearest)
+
+    @ch.function
+    def _lay_down_best(
+        self, words: ch.Expr, best: ch.Expr, token: ch.Expr, distance: ch.Expr, nearest: ch.Expr
+    ) -> None:
+        with ch.if_(self.machine.lane == 0):
             words[BEST] = prim.float_bits(best)
-            words[TOKEN] = best_token
-            words[DISTANCE] = prim.float_bits(best_distance)
+            words[TOKEN] = token
+            words[DISTANCE] = prim.float_bits(distance)
             words[NEAREST] = prim.float_bits(nearest)
 
     @ch.function
-    def _add_groups(self, column: ch.Expr) -> Any:
-        """Word number `lane` of what the block publishes of a column: its groups' words together, in order."""
+    def _sum_of_lanes(self, sums: Any) -> Any:
+        """Number l // 2 of the sums over all lanes, on lane l: lanes that meet share out what they add."""
+        lane, kept = self.machine.lane, [sums[number] for number in range(2 * TESTED)]
+        for mask in (16, 8, 4, 2):
+            half = mask // 2
+            others = [kept[number] if number < len(kept) else ty.f32(0.0) for number in range(2 * half)]
+            kept = []
+            for number in range(half):
+                first, second = others[number], others[number + half]
+                is_upper = (lane & mask) != 0
+                given = ch.const(ty.f32, ch.select(is_upper, first, second), name="given")
+                own = ch.const(ty.f32, ch.select(is_upper, second, first), name="own")
+                kept.append(ch.const(ty.f32, own + prim.shuffle_xor_f32(given, mask), name="both"))
+        total = kept[0] + prim.shuffle_xor_f32(kept[0], 1)
+        return total
+
+    @ch.function
+    def _add_groups(self, column: ch.Expr, whose: int) -> Any:
+        """Word number `lane` of what a column's groups have laid down, together, in order."""
         lane = self.machine.lane % FILTER_WORDS
         chosen = ch.var(ty.u32, 0)
         for group in range(1, self._groups):
-            words, so_far = self._sums(column, group), self._sums(column, chosen)
+            words, so_far = self._sums(column, group, whose), self._sums(column, chosen, whose)
             other, best = prim.bits_float(words[BEST]), prim.bits_float(so_far[BEST])
             with ch.if_((other > best) | ((other == best) & (words[TOKEN] < so_far[TOKEN]))):
                 chosen.set(group)
-        word = ch.var(ty.u32, self._sums(column, chosen)[lane])
+        word = ch.var(ty.u32, self._sums(column, chosen, whose)[lane])
         with ch.if_(lane >= NEAREST):
-            total = ch.var(ty.f32, prim.bits_float(self._sums(column, 0)[lane]))
+            total = ch.var(ty.f32, prim.bits_float(self._sums(column, 0, whose)[lane]))
             for group in range(1, self._groups):
-                other = prim.bits_float(self._sums(column, group)[lane])
+                other = prim.bits_float(self._sums(column, group, whose)[lane])
                 total.set(ch.select(lane == NEAREST, ch.minimum(total, other), total + other))
             word.set(prim.float_bits(total))
         return word
@@ -206,22 +226,24 @@ class Filters:
     # What all blocks decide -------------------------------------------------------------------------------------------
 
     @ch.function
-    def _read(self, column: ch.Expr, epoch: ch.Expr, number: ch.Value) -> tuple[Any, ...]:
-        """All blocks' words of a column together, on every lane: best token, its distance, the nearest's, and the sums.
+    def _read(self, column: ch.Expr, epoch: ch.Expr, number: ch.Value) -> None:
+        """This warp's share of all blocks' words of a column, together, into the region `filter_sums`.
 
-        Lane l reads units l, l + 32, ...: the same unit of different blocks, of which there are four."""
+        Lane l reads units l, l + 32, ... of the groups in turn: the same unit of different blocks, of which there are
+        four."""
         machine = self.machine
         sums = ch.array(ty.f32, 4, zero=True)
         best = ch.var(ty.f32, -math.inf)
         token = ch.var(ty.u32, NO_TOKEN)
         distance = ch.var(ty.f32, math.inf)
         nearest = ch.var(ty.f32, math.inf)
-        units = machine.gpu.blocks * UNITS_OF_BLOCK
+        units, stride = machine.gpu.blocks * UNITS_OF_BLOCK, 32 * self._groups
         data = ch.array(ty.u32x4, UNITS)
-        with ch.for_(machine.lane, units, 32 * UNITS, unroll=1) as first:
-            count = ch.minimum((units - first + 31) // 32, ty.u32(UNITS))
+        own = machine.warp // self._finishers * 32 + machine.lane
+        with ch.for_(own, units, stride * UNITS, unroll=1) as first:
+            count = ch.minimum((units - first + (stride - 1)) // stride, ty.u32(UNITS))
             unit = self._vector(column, number) * UNITS_OF_BLOCK + first
-            self.exchange.read_units("filters", data, unit, 32, count, epoch)
+            self.exchange.read_units("filters", data, unit, stride, count, epoch)
             with ch.for_(UNITS, unroll=True) as place:
                 with ch.if_(place < count):
                     self._take_unit(data[place], sums, best, token, distance, nearest)
@@ -231,11 +253,11 @@ class Filters:
             nearest.set(ch.select(other < nearest, other, nearest))
             for word in range(4):
                 sums[word] += prim.shuffle_xor_f32(sums[word], mask)
-        token.set(prim.shuffle_u32(token, 0))
-        distance.set(shuffle_f32(distance, 0))
-        nearest.set(shuffle_f32(nearest, 0))
-        found = [shuffle_f32(sums[word % 4], word // 4) for word in range(SUMS, FILTER_WORDS)]
-        return token, distance, nearest, *found
+        words = self._sums(column, machine.warp // self._finishers, OF_ALL)
+        with ch.if_((machine.lane > 0) & (machine.lane < UNITS_OF_BLOCK)):
+            for word in range(4):
+                words[machine.lane * 4 + word] = prim.float_bits(sums[word])
+        self._lay_down_best(words, best, token, distance, nearest)
 
     @ch.function
     def _take_unit(self, unit: Any, sums: Any, best: Any, token: Any, distance: Any, nearest: Any) -> None:
@@ -262,10 +284,18 @@ class Filters:
 
     @ch.function
     def _judge_all(self, epoch: ch.Expr, number: ch.Value) -> None:
-        """The end of a round: the first of a column's warps reads what all blocks published, and decides."""
+        """The end of a round: a column's warps read what all blocks published, and the first of them decides."""
+        with self._columns_of_warp() as column:
+            with ch.if_(self._state(column)[PENDING] != 0):
+                self._read(column, epoch, number)
+        self.machine.meet()
         with self._columns_of_first_group() as column:
             with ch.if_(self._state(column)[PENDING] != 0):
-                token, distance, nearest, *sums = self._read(column, epoch, number)
+                word = self._add_groups(column, OF_ALL)
+                token = prim.shuffle_u32(word, TOKEN)
+                distance, nearest, *sums = (
+                    prim.bits_float(prim.shuffle_u32(word, lane)) for lane in range(DISTANCE, FILTER_WORDS)
+                )
                 prim.warp_barrier()  # every lane has seen that the column is pending before lane 0 says otherwise
                 with ch.if_(self.machine.lane == 0):
                     with ch.if_(number == 0):
@@ -395,9 +425,10 @@ class Filters:
     def _number(self, column: ch.Expr, word: int) -> Any:
         return prim.bits_float(self._state(column)[word])
 
-    def _sums(self, column: ch.Expr, group: ch.Value) -> Any:
-        """Words of a column that a group of warps has weighed."""
-        return self.machine.region("filter_sums", ty.u32) + (column * self._groups + group) * FILTER_WORDS
+    def _sums(self, column: ch.Expr, group: ch.Value, whose: int) -> Any:
+        """Words of a column that a group of warps has laid down: of this block's rows, or of what it read."""
+        place = (column * self._groups + group) * 2 + whose
+        return self.machine.region("filter_sums", ty.u32) + place * FILTER_WORDS
 
     def _vector(self, column: ch.Expr, number: ch.Value) -> Any:
         """The first of all blocks' places of a column in the vector of a round."""

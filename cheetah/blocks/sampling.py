@@ -18,6 +18,7 @@ from cheetah.blocks.adjustments import Adjustments
 from cheetah.blocks.columns import POSITION, SEED_HIGH, SEED_LOW, TEMPERATURE
 from cheetah.blocks.exchange import Exchange
 from cheetah.blocks.filters import Filters
+from cheetah.blocks.host_words import HostWords
 from cheetah.blocks.linear.interface import Rows
 from cheetah.blocks.linear.matvec import Matvec
 from cheetah.blocks.timeline import NO_TIMELINE, Timeline
@@ -65,7 +66,8 @@ class Sampler:
     """Keeps each lane's best candidates over the M-tiles of the head, then finds the grid's, for every token.
 
     A warp sees the same columns in every M-tile that it finishes, so its lanes keep one candidate a slot of theirs.
-    adjustments, filters: what sequences may ask for; a launch in which none does takes none of their way.
+    adjustments, filters: what sequences may ask for; a launch in which none does takes none of their way. host: who
+    ends sequences inside of a launch.
     """
 
     def __init__(
@@ -76,10 +78,11 @@ class Sampler:
         timeline: Timeline = NO_TIMELINE,
         adjustments: Adjustments | None = None,
         filters: Filters | None = None,
+        host: HostWords | None = None,
     ) -> None:
         self.machine, self.columns, self.matvec = matvec.machine, matvec.columns, matvec
         self.exchange, self.vocab, self.timeline = exchange, vocab, timeline
-        self.adjustments, self.filters = adjustments, filters
+        self.adjustments, self.filters, self.host = adjustments, filters, host
 
     @property
     def places(self) -> int:
@@ -139,11 +142,15 @@ class Sampler:
             best, best_token = self._best_of("warp_candidates", column, self.columns.limit, self._groups)
             with ch.if_(machine.lane < 2 * self.places // self.columns.limit):
                 # Value and token; with one column, twice.
-                word = ch.select(machine.lane % 2 == 0, prim.float_bits(best), best_token)
+                value = prim.float_bits(best)
+                if self.host is not None:
+                    value, best_token = self.host.instead_of(column, best, best_token)
+                word = ch.select(machine.lane % 2 == 0, value, best_token)
                 place = first_word + (machine.block * self.places + column) * 2 + machine.lane
                 self.exchange.publish_release("candidates", place, word, epoch)
-        self.exchange.meet()
-        self._gather(first_word // 4, epoch)
+        with nullcontext() if self.host is None else self.host.asking():
+            self.exchange.meet()
+            self._gather(first_word // 4, epoch)
         machine.meet()
         self.timeline.stamp_here("ready")
         chosen = machine.region("chosen", ty.u32)

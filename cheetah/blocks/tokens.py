@@ -9,13 +9,15 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from cheetah import lang as ch
-from cheetah.blocks.columns import NUMBER, SEQUENCE, STATE_WORDS, STOPPED, TOTAL, UNIT, Columns
+from cheetah.blocks.columns import CANCELLED, NUMBER, SEQUENCE, STATE_WORDS, STOPPED, TOTAL, UNIT, Columns
+from cheetah.blocks.host_words import HostBuffers, HostWords
 from cheetah.blocks.linear.prologue import Read, addresses_of_units
 from cheetah.lang import prim, ty
 from cheetah.plan import VECTOR_COLUMNS
+from cheetah.plan.kv.tables import CANCELLED_TOKEN
 
 
-class LaunchTokens(Protocol):
+class LaunchTokens(HostBuffers, Protocol):
     """What a launch knows of its tokens: parameters of the kernel."""
 
     @property
@@ -35,6 +37,7 @@ class Tokens:
 
     def __init__(self, columns: Columns, launch: LaunchTokens) -> None:
         self.machine, self.columns, self.launch = columns.machine, columns, launch
+        self.host = HostWords(columns, launch)
         self.shape = self.machine.shape
 
     @ch.inline
@@ -58,7 +61,9 @@ class Tokens:
             sequence = ch.const(ty.u32, self.columns.record(machine.thread, "sequence"), name="sequence")
             number = ch.const(ty.u32, self.columns.record(machine.thread, "number"), name="number")
             self.next_token[machine.thread] = self._given(sequence, number)
-            machine.region("columns", ty.u32)[machine.thread * STATE_WORDS + STOPPED] = 0
+            state = machine.region("columns", ty.u32) + machine.thread * STATE_WORDS
+            state[STOPPED] = 0
+            state[CANCELLED] = 0
 
     @ch.function
     def launch_is_over(self, step: Any) -> Any:
@@ -123,14 +128,16 @@ class Tokens:
         stopped = ch.var(ty.u32, columns.state(column, STOPPED))
         with ch.if_((number + 1 >= given) & (number < total)):
             with ch.if_(machine.block == 0):
-                launch.tokens[sequence * (machine.plan.launch_tokens + 1) + number + 1] = ty.i32(sampled)
+                place = sequence * (machine.plan.launch_tokens + 1) + number + 1
+                launch.tokens[place] = ty.i32(sampled)
+                self.host.emit(place, sampled)
             first_stop = ch.const(ty.u32, columns.sequence(sequence, "stop_first"), name="first_stop")
             stop_count = ch.const(ty.u32, columns.sequence(sequence, "stop_count"), name="stop_count")
             with ch.for_(stop_count, unroll=1) as stop:
                 with ch.if_(ty.u32(launch.stop_ids[first_stop + stop]) == sampled):
                     stopped.set(1)
         following = number + per_step
-        with ch.if_(following >= total):
+        with ch.if_((following >= total) | (sampled == CANCELLED_TOKEN)):
             stopped.set(1)
         machine.region("columns", ty.u32)[column * STATE_WORDS + STOPPED] = stopped
         with ch.if_(stopped == 0):

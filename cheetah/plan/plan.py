@@ -320,7 +320,9 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
     vector_bytes = longest_vector_bytes(shape, plan)
     attention = attention_regions(shape, plan, vector_bytes)
     candidates = gpu.blocks * max(plan.tokens, 2) * 8
-    filters, filter_sums = (count * FILTER_WORDS * 4 for count in (plan.tokens, max(plan.tokens, plan.consumer_warps)))
+    filters, filter_sums = (
+        count * FILTER_WORDS * 4 for count in (plan.tokens, 2 * max(plan.tokens, plan.consumer_warps))
+    )
     residual_rows = ceil_div(ceil_div(shape.hidden, M_TILE_ROWS), gpu.blocks) * M_TILE_ROWS
     return (
         Region(
@@ -340,7 +342,7 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
         Region("rope", plan.tokens * shape.head_dim * 4),
         *attention_records(plan),
         Region("warp_candidates", max(plan.consumer_warps, plan.tokens) * 8),
-        Region("columns", plan.tokens * 8 * 4),
+        Region("columns", plan.tokens * 9 * 4),
         Region("chosen", plan.tokens * 4),
         Region("step_done", 16),
         Region("next_token", (plan.tokens + 1) * 4),

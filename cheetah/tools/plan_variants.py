@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 from cheetah.errors import CheetahError
 from cheetah.models.config import ModelConfig
 from cheetah.plan import Gpu, Plan
-from cheetah.runtime.build.assemble import FILL_BYTES, GPU_TIMEOUT_S, free_all, new_cache, shared_buffers
+from cheetah.runtime.build.assemble import GPU_TIMEOUT_S, free_all, new_buffer, new_cache, shared_buffers
 from cheetah.runtime.build.compile import compile_cubin
 from cheetah.runtime.build.memory import memory_of_buffers
 from cheetah.runtime.engine.launcher import Launcher, Sampling
@@ -144,7 +144,7 @@ class Variants:
         self._own.append(own)
         for buffer in manifest.buffers:
             if buffer.name not in shared_buffers(self.config):
-                own[buffer.name] = self._device.allocate(buffer.bytes, FILL_BYTES[buffer.fill])
+                own[buffer.name] = new_buffer(self._device, buffer)
         timeout_s = None if self.gpu.emulated else GPU_TIMEOUT_S
         buffers, timed = {**self._shared, **own}, cast("Device", self._timed)
         cache = new_cache(self.config, plan)

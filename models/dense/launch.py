@@ -61,6 +61,13 @@ class Launch:
         "of every sequence: inputs, and what the kernel makes of them; -1 where no logit is a number",
         *("batch", "token_room"),
     )
+    emitted: Expr = _buffer(
+        *(ty.ptr_mut(ty.u32), "the same as they are made, in the host's memory", "batch", "token_room"), fill="mapped"
+    )
+    cancelled: Expr = _buffer(
+        *(ty.ptr(ty.u32), "in the host's memory: the launch's epoch for a sequence that is to end", "batch"),
+        fill="mapped",
+    )
     stop_ids: Expr = _buffer(ty.ptr(ty.i32), "token ids that end a sequence", MAX_STOP_IDS)
     masks: Expr = _buffer(ty.ptr(ty.u32), "which tokens a sequence may sample, a bit each", "batch", "mask_words")
     logit_bias: Expr = _buffer(ty.ptr(ty.f32), "what is added to a sequence's logits", "batch", "vocab")

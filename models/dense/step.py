@@ -19,6 +19,7 @@ from cheetah.blocks.attention.variants import CAUSAL
 from cheetah.blocks.columns import POSITION, Columns, vector_words
 from cheetah.blocks.exchange import BarrierExchange, Exchange, FlaggedExchange, Published, make_exchange
 from cheetah.blocks.filters import Filters
+from cheetah.blocks.host_words import HostWords
 from cheetah.blocks.linear.epilogue import HALF, scaled
 from cheetah.blocks.linear.interface import Epilogue, Prologue, Rows
 from cheetah.blocks.linear.matvec import Matvec
@@ -137,8 +138,9 @@ class StepParts:
         )
         self.projection = Projection(self.port, self.cache, launch.biases)
         adjustments = Adjustments(self.columns, launch, self.matrices.lm_head)
+        host = HostWords(self.columns, launch)
         filters = Filters(self.linear, self.exchange, adjustments, launch.weighed)
-        self.sampler = Sampler(self.linear, self.exchange, self.shape.vocab, self.timeline, adjustments, filters)
+        self.sampler = Sampler(self.linear, self.exchange, self.shape.vocab, self.timeline, adjustments, filters, host)
         self.tokens = Tokens(self.columns, launch)
         self.phase = Phases(machine, self.exchange, self.timeline, names, launch.progress)
 

@@ -51,6 +51,13 @@ RATE_BYTES = 10**8
 FILL_BYTES = {"zero": 0, "poison": 0xFF, "host": None}
 
 
+def new_buffer(device: Device, buffer: BufferSpec) -> Buffer:
+    """A buffer of a manifest, filled as it says."""
+    if buffer.fill == "mapped":
+        return device.allocate_mapped(buffer.bytes)
+    return device.allocate(buffer.bytes, FILL_BYTES[buffer.fill])
+
+
 class Generated(Protocol):
     """A kernel's text with its manifest."""
 
@@ -310,7 +317,7 @@ def _allocate_others(
     """Adds to `buffers`, which has the shared ones, those of another kernel; `of_first` frees them with its own."""
     for buffer in manifest.buffers:
         if buffer.name not in buffers:
-            buffers[buffer.name] = device.allocate(buffer.bytes, FILL_BYTES[buffer.fill])
+            buffers[buffer.name] = new_buffer(device, buffer)
             of_first[f"{kernel}.{buffer.name}"] = buffers[buffer.name]
 
 
@@ -395,7 +402,7 @@ def allocate_buffers(device: Device, manifest: Manifest, buffers: dict[str, Buff
     """Puts every buffer of the manifest into `buffers`, filled as it says, but for those that are there already."""
     for buffer in manifest.buffers:
         if buffer.name not in buffers:
-            buffers[buffer.name] = device.allocate(buffer.bytes, FILL_BYTES[buffer.fill])
+            buffers[buffer.name] = new_buffer(device, buffer)
 
 
 def free_all(buffers: dict[str, Buffer]) -> None:

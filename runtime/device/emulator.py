@@ -137,6 +137,9 @@ class EmulatorDevice:
         check_size_and_fill(nbytes, fill)
         return EmulatorBuffer(nbytes, POISON if fill is None else fill)
 
+    def allocate_mapped(self, nbytes: int) -> EmulatorBuffer:
+        return self.allocate(nbytes, 0)
+
     def launch(self, kernel: Any, arguments: Mapping[str, Argument]) -> None:
         self._check_usable()
         if not isinstance(kernel, EmulatorKernel):
@@ -159,6 +162,10 @@ class EmulatorDevice:
     ) -> None:
         """Nothing to wait for: a launch has ended, or failed, when it returns."""
         self._check_usable()
+
+    def is_done(self) -> bool:
+        self._check_usable()
+        return True
 
     def record(self) -> EmulatorEvent:
         return EmulatorEvent(time.perf_counter())

@@ -89,6 +89,14 @@ class Buffer(Protocol):
         """Give the memory back; a second call does nothing."""
 
 
+class MappedBuffer(Buffer, Protocol):
+    """A buffer that lies in the host's memory. A copy from it or to it does not wait for launches."""
+
+    @property
+    def array(self) -> NDArray[np.uint8]:
+        """Its bytes, as launches see them."""
+
+
 class Kernel(Protocol):
     """A loaded kernel."""
 
@@ -134,6 +142,9 @@ class Device(Protocol):
     def allocate(self, nbytes: int, fill: int | None = None) -> Buffer:
         """A buffer of `nbytes`, each byte set to `fill` if given. DeviceError tells what is free if too little is."""
 
+    def allocate_mapped(self, nbytes: int) -> MappedBuffer:
+        """A zeroed buffer in the host's memory that launches can read and write while the host does too."""
+
     def launch(self, kernel: Kernel, arguments: Mapping[str, Argument]) -> None:
         """Start the kernel with `arguments` by parameter name, checked against the manifest; returns at once."""
 
@@ -145,6 +156,9 @@ class Device(Protocol):
         progress: where to read that, or a function that tells it; by default the argument called "progress" of the last
         launch, with its manifest's phases.
         """
+
+    def is_done(self) -> bool:
+        """Whether all work so far has been done. Does not wait; raises what a launch has failed with."""
 
     def record(self) -> Event:
         """Mark this point in the order of work."""

@@ -97,6 +97,40 @@ class StreamBuffer:
         self._release()
 
 
+class StreamMappedBuffer:
+    """Pinned host memory of a StreamDevice: with unified addresses a kernel uses it at the address that it has here.
+    Kept until the device is closed."""
+
+    def __init__(self, device: StreamDevice, array: NDArray[np.uint8]) -> None:
+        self.device, self.array, self.nbytes = device, array, array.nbytes
+
+    @property
+    def address(self) -> int:
+        return int(self.array.ctypes.data)
+
+    def upload(self, array: NDArray[Any], offset: int = 0) -> None:
+        data = as_bytes(array)
+        check_range("upload", offset, data.nbytes, self.nbytes)
+        self.array[offset : offset + data.nbytes] = data
+
+    def download(self, dtype: DTypeLike, shape: int | tuple[int, ...], offset: int = 0) -> NDArray[Any]:
+        found = np.empty(shape, dtype)
+        check_range("download", offset, found.nbytes, self.nbytes)
+        found.reshape(-1).view(np.uint8)[:] = self.array[offset : offset + found.nbytes]
+        return found
+
+    def fill(self, byte: int) -> None:
+        check_size_and_fill(self.nbytes, byte)
+        self.array[:] = byte
+
+    def copy(self, source_offset: int, target_offset: int, nbytes: int) -> None:
+        check_copy(source_offset, target_offset, nbytes, self.nbytes)
+        self.array[target_offset : target_offset + nbytes] = self.array[source_offset : source_offset + nbytes]
+
+    def free(self) -> None:
+        """Its memory goes with the device's."""
+
+
 class StreamGraph:
     """Recorded launches of a StreamDevice; made by its `capture`. Keeps the buffers that they use."""
 
@@ -129,6 +163,7 @@ class StreamDevice:
         with self._in_use():
             self._stream = driver.new_stream()
             self._completion = driver.new_event(timing=False)
+            self._launched = driver.new_event(timing=False)  # the end of the last launch
             self._staging = Staging(driver, self._stream, self._wait, piece_bytes)
             # What the report of a hang needs exists from the start: allocating may wait for the very launch that hangs.
             self._report_stream = driver.new_stream()
@@ -161,6 +196,13 @@ class StreamDevice:
             buffer = StreamBuffer(self, self._allocate(max(nbytes, 1)), nbytes)
         if fill is not None:
             buffer.fill(fill)
+        return buffer
+
+    def allocate_mapped(self, nbytes: int) -> StreamMappedBuffer:
+        check_size_and_fill(nbytes, None)
+        with self._in_use():
+            buffer = StreamMappedBuffer(self, self._driver.pinned(max(nbytes, 1))[:nbytes])
+        buffer.fill(0)
         return buffer
 
     def _allocate(self, nbytes: int) -> int:
@@ -225,8 +267,15 @@ class StreamDevice:
             self._driver.launch(kernel.function, kernel.manifest.launch, checked, self._stream)
         if self._captured is not None:
             self._captured.append(arguments)
+        else:
+            self._mark_end()
         self._is_busy = True
         self._last = _LastLaunch.of(kernel.manifest, arguments)
+
+    def _mark_end(self) -> None:
+        """From now on `is_done` asks for the end of what was launched last."""
+        with self._in_use():
+            self._driver.record(self._launched, self._stream)
 
     def capture(self, work: Callable[[], object]) -> StreamGraph:
         """The launches that `work` makes on this device, to be made again together and at once. None is made now.
@@ -255,6 +304,7 @@ class StreamDevice:
         driver = cast(GraphDriver, self._driver)
         with self._in_use():
             driver.launch_graph(graph.handle, self._stream)
+        self._mark_end()
         self._is_busy = True
         self._last = graph.last
 
@@ -270,6 +320,10 @@ class StreamDevice:
             return
         if getattr(value, "device", None) is not self:
             raise ArgumentError(f"{name!r}: the buffer belongs to another device")
+
+    def is_done(self) -> bool:
+        with self._in_use():
+            return not self._is_busy or self._is_done(self._launched)
 
     def synchronize(
         self, timeout_s: float | None = None, progress: ProgressSource | Callable[[], str] | None = None

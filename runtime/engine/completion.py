@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cheetah.runtime.engine.kv_cache import CachedSequence
-from cheetah.runtime.engine.launcher import NOT_A_NUMBER, LaunchResult, Part
+from cheetah.runtime.engine.launcher import NOT_A_NUMBER, Part
 from cheetah.runtime.engine.requests import Event, Failed, Made, Request
 from cheetah.runtime.outputs import Timings
 from cheetah.runtime.sampling import seed_of
@@ -25,6 +25,7 @@ class Completion:
         self.preemptions = 0
         self._prefill_s = self._decode_s = 0.0
         self._launches = 0
+        self._is_prefill, self._passed_s = True, 0.0  # of the present launch
 
     @property
     def made(self) -> int:
@@ -52,20 +53,25 @@ class Completion:
             sampling = replace(sampling, banned=tuple(sorted({*sampling.banned, *sampling.stop_ids})))
         return Part(self.cache, inputs, total, sampling, per_step, self.ids, len(self.request.prompt_ids))
 
-    def take(self, part: Part, result: LaunchResult) -> list[Event]:
-        """Takes in what a launch of `part` did, and says it."""
-        if self.made:
-            self._decode_s += result.seconds
-        else:
-            self._prefill_s += result.seconds
+    def launched(self) -> None:
+        """A launch with a part of it begins."""
         self._launches += 1
-        self.ids += result.token_ids
+        self._is_prefill, self._passed_s = not self.made, 0.0
+
+    def take(self, part: Part, token_ids: tuple[int, ...], seconds: float, has_failed: bool = False) -> list[Event]:
+        """Takes in what a launch of `part` has made since the last time, and says it. seconds: of the launch so far."""
+        passed, self._passed_s = seconds - self._passed_s, seconds
+        if self._is_prefill:
+            self._prefill_s += passed
+        else:
+            self._decode_s += passed
+        self.ids += token_ids
         events: list[Event] = []
-        if result.token_ids:
+        if token_ids:
             reason = self._finish_reason(part)
             self.has_ended = reason is not None
-            events.append(Made(self.id, result.token_ids, self._timings(), reason))
-        if result.has_failed:
+            events.append(Made(self.id, token_ids, self._timings(), reason))
+        if has_failed:
             self.has_ended = self.has_failed = True
             events.append(Failed(self.id, NOT_A_NUMBER.format(position=len(self.ids))))
         return events

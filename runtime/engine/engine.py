@@ -16,7 +16,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ from cheetah.runtime import interrupts
 from cheetah.runtime.device.interface import LaunchCancelled
 from cheetah.runtime.engine.completion import Completion
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagesExhausted, pages_for
-from cheetah.runtime.engine.launcher import Launcher
+from cheetah.runtime.engine.launcher import Flight, Launcher, LaunchResult, Part
 from cheetah.runtime.engine.pace import LAUNCH_SECONDS, LaunchPace
 from cheetah.runtime.engine.prefix_cache import PrefixCache
 from cheetah.runtime.engine.prompt_reading import FewestSteps, SameSteps
@@ -37,6 +38,25 @@ from cheetah.runtime.engine.requests import Event, Failed, Load, Request
 
 if TYPE_CHECKING:
     from cheetah.runtime.device.interface import Buffer
+
+
+Course = Generator[None, None, None]
+"""The steps of a launch: gives way when there are new events."""
+
+
+@dataclass(frozen=True)
+class _Flying:
+    """The launch under way, and the ids of those who take each part of it."""
+
+    launcher: Launcher
+    flight: Flight
+    ids: Sequence[Sequence[int]]
+
+    def cancel(self, ids: set[int]) -> None:
+        """Ends the parts that nobody else wants."""
+        for number, takers in enumerate(self.ids):
+            if ids.issuperset(takers):
+                self.launcher.cancel(self.flight, number)
 
 
 class Engine:
@@ -81,12 +101,16 @@ class Engine:
         self._others_waited_s = 0.0  # for prompts to be read, since their last launch
         self._others_are_due = False
         self._is_closed = False
+        self._course: Course | None = None
+        self._course_events: list[Event] = []
+        self._unsaid: list[Event] = []
+        self._flying: _Flying | None = None
         self._tokens_looked_up = self._tokens_found = self._preemptions = 0
 
     @property
     def is_idle(self) -> bool:
         """Whether there is nothing to do."""
-        return not (self._orders or self._waiting or self._reading or self._running)
+        return not (self._orders or self._waiting or self._reading or self._running or self._course or self._unsaid)
 
     def load(self) -> Load:
         """What is going on, as far as it can be told without waiting for a step."""
@@ -124,18 +148,46 @@ class Engine:
         return tuple(one.id for one in completions)
 
     def abort(self, ids: Iterable[int]) -> None:
-        """Takes completions out, wherever they are, and gives their pages back. Nothing for one that has ended."""
+        """Takes completions out, wherever they are, and gives their pages back: those in a launch end within a few
+        steps, and leave at its end. Nothing for one that has ended."""
         wanted = set(ids)
+        if (flying := self._flying) is not None:
+            flying.cancel(wanted)
         self._order(lambda: self._drop(wanted))
 
     def step(self) -> list[Event]:
-        """One launch, and what it made: of the next prompt, as far as there is room, or of all who run. A prompt of
-        several launches lets those make tokens in between. An empty list if there is nothing to do."""
+        """What a launch has made since the last step: it waits until there is something, or for the launch's end.
+
+        Without a launch under way it starts the next: of the next prompt, as far as there is room, or of all who run. A
+        prompt of several launches lets those make tokens in between. A device that does not return before a launch has
+        ended makes all of it in one step. An empty list if nothing was made, or there is nothing to do."""
         events: list[Event] = []
         with self._locked(), interrupts.deferred(), contextlib.suppress(LaunchCancelled):
             # A launch that is cancelled has changed nothing, and the interrupt comes behind it.
-            self._launch_next(events)
+            events, self._unsaid = self._unsaid, []
+            if not events:
+                events = self._advance()
         return events
+
+    def _advance(self) -> list[Event]:
+        """Goes on with the launch under way, or with the next, until something was made or it has ended."""
+        if self._course is None:
+            self._course_events = []
+            self._course = self._launch_next(self._course_events)
+        try:
+            next(self._course)
+        except BaseException as end:
+            self._course = None
+            if not isinstance(end, StopIteration):
+                raise
+        events = [*self._course_events]
+        self._course_events.clear()
+        return events
+
+    def _end_course(self) -> None:
+        """Waits for the end of the launch under way; what it made is said by the next step."""
+        while self._course is not None:
+            self._unsaid += self._advance()
 
     def score(self, token_ids: Sequence[int], logits: Buffer) -> npt.NDArray[np.float32] | None:
         """float32 [len(token_ids), vocab]: row i are the logits after the ids 0 .. i. None, with nothing done, while
@@ -144,6 +196,7 @@ class Engine:
         launcher.cache.check_fits(len(token_ids))
         most = min(launcher.score_tokens(logits), self.launch_steps * launcher.tokens)
         with self._locked():
+            self._end_course()
             if not self.is_idle and pages_for(len(token_ids), launcher.cache.page_size) > self._unclaimed_pages():
                 return None
             launcher.restart()
@@ -157,14 +210,16 @@ class Engine:
         return np.concatenate(parts)
 
     def close(self) -> None:
-        """Refuses every later call; a step that runs is waited for."""
+        """Refuses every later call; a launch that runs is waited for."""
         with self._lock:
             self._is_closed = True
+            with contextlib.suppress(CheetahError):
+                self._end_course()
 
     # Orders from outside ----------------------------------------------------------------------------------------------
 
     def _order(self, order: Callable[[], None]) -> None:
-        """Has something done between two steps: now if none runs."""
+        """Has something done between two launches: now if none runs."""
         self._orders.append(order)
         self._settle()
 
@@ -184,14 +239,14 @@ class Engine:
         """Carries out what was ordered, unless somebody else has the lock: who has it looks again after giving it back.
         This may be that very thread, collecting a generator, so nobody waits here."""
         with interrupts.deferred():
-            while self._orders and self._lock.acquire(blocking=False):
+            while self._orders and self._course is None and self._lock.acquire(blocking=False):
                 try:
                     self._carry_out()
                 finally:
                     self._lock.release()
 
     def _carry_out(self) -> None:
-        while self._orders:
+        while self._orders and self._course is None:
             self._orders.popleft()()
 
     def _drop(self, ids: set[int]) -> None:
@@ -201,15 +256,17 @@ class Engine:
 
     # Who runs ---------------------------------------------------------------------------------------------------------
 
-    def _launch_next(self, events: list[Event]) -> None:
-        """The next launch."""
+    def _launch_next(self, events: list[Event]) -> Course:
+        """The next launch; gives way when it has added to `events`, and ends with it."""
         if not self._reading:
             self._reading = self._next_group(events)
         if self._reading and not (self._running and self._others_are_due):
-            self._read(events)
+            yield from self._read(events)
         elif self._running:
             self._others_are_due, self._others_waited_s = False, 0.0
-            self._go_on(self._running, self._pace.steps(min(one.most_steps() for one in self._running)), events)
+            yield from self._go_on(
+                self._running, self._pace.steps(min(one.most_steps() for one in self._running)), events
+            )
 
     def _next_group(self, events: list[Event]) -> list[Completion]:
         """As many completions of the first request in line as can begin now, out of the line; the first has a cache
@@ -310,7 +367,7 @@ class Engine:
 
     # What is launched -------------------------------------------------------------------------------------------------
 
-    def _read(self, events: list[Event]) -> None:
+    def _read(self, events: list[Event]) -> Course:
         """One launch of what is read; behind its last token each completion samples its next."""
         group, running = self._reading, bool(self._running)
         first, cache = group[0], group[0].cache
@@ -318,12 +375,12 @@ class Engine:
         known = self._manner.read_as_prompt(len(first.request.prompt_ids), len(first.ids))
         end = self._manner.end(known, len(group))
         if cache.length < end:
-            self._read_some(first, end, events)
+            yield from self._read_some(first, end, events)
             is_read = end == known and cache.length == end
         else:
             for other in group[1:]:
                 other.cache, other.cached_tokens = cache.fork(), first.cached_tokens
-            self._go_on(group, 1, events)
+            yield from self._go_on(group, 1, events)
             is_read = True
         if is_read:
             self._begin_to_decode()
@@ -337,7 +394,7 @@ class Engine:
         self._running += begun
         self._let_go(begun)
 
-    def _read_some(self, first: Completion, end: int, events: list[Event]) -> None:
+    def _read_some(self, first: Completion, end: int, events: list[Event]) -> Course:
         """Brings tokens of a prompt, up to its first `end`, into the cache by one launch."""
         assert first.cache is not None
         length, columns = first.cache.length, self._prompts.tokens
@@ -346,12 +403,10 @@ class Engine:
             return
         # One input more than tokens, where there is one: nothing is sampled, and the head need not run.
         part = first.part(first.ids[length : length + tokens + 1], tokens, self._manner.columns_of_step(tokens))
-        result = self._prompts.launch_together([part])[0]
+        result = (yield from self._fly(self._prompts, [part], [self._reading], events))[0]
         self._reading_pace.note(result.steps, result.seconds)
         self._pace.guess(result.steps, result.seconds)
         self._others_waited_s += result.seconds
-        for completion in self._reading:
-            events += completion.take(part, result)
 
     def _steps_of_chunk(self) -> int:
         """Steps of a launch that reads a prompt."""
@@ -361,7 +416,7 @@ class Engine:
             return self._reading_pace.steps(self.launch_steps)
         return max(1, min(self.launch_steps, self._chunk_tokens // self._prompts.tokens))
 
-    def _go_on(self, completions: list[Completion], steps: int, events: list[Event]) -> None:
+    def _go_on(self, completions: list[Completion], steps: int, events: list[Event]) -> Course:
         """One launch that goes on from the ids of each that are not cached: the last, or more if it came back."""
         for one in sorted(completions, key=lambda one: one.id):
             self._make_room(one, steps, events)
@@ -370,12 +425,36 @@ class Engine:
         if not parts:
             return
         launcher = self._solo if len(parts) == 1 else self.launcher
-        results = launcher.launch_together(parts)
+        results = yield from self._fly(launcher, parts, [[one] for one in together], events)
         self._pace.note(results[0].steps, results[0].seconds)
         self._reading_pace.guess(results[0].steps, results[0].seconds)
-        for completion, part, result in zip(together, parts, results, strict=True):
-            events += completion.take(part, result)
         self._let_go(completions)
+
+    def _fly(
+        self, launcher: Launcher, parts: Sequence[Part], takers: Sequence[list[Completion]], events: list[Event]
+    ) -> Generator[None, None, list[LaunchResult]]:
+        """A launch, whose tokens are taken as they are made: of each part by its `takers`."""
+        flight = launcher.prepare(parts)
+        self._flying = _Flying(launcher, flight, [[one.id for one in group] for group in takers])
+        try:
+            launcher.start(flight)
+            for group in takers:
+                for one in group:
+                    one.launched()
+            while not launcher.wait(flight):
+                seconds = flight.seconds
+                for part, group, token_ids in zip(parts, takers, launcher.fresh(flight), strict=True):
+                    for one in group if token_ids else ():
+                        events += one.take(part, token_ids, seconds)
+                yield
+            results = launcher.finish(flight)
+        finally:
+            self._flying = None
+        for number, (part, group, result) in enumerate(zip(parts, takers, results, strict=True)):
+            for one in group:
+                others = result.token_ids[flight.given_of(number) :]
+                events += one.take(part, others, result.seconds, result.has_failed)
+        return results
 
     def _let_go(self, completions: Sequence[Completion]) -> None:
         """Ends those that are complete, or cannot go on."""

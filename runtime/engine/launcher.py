@@ -7,12 +7,13 @@ decides what is launched.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
 from math import lcm
 from operator import or_
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,17 @@ from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
 from cheetah.plan import Plan
 from cheetah.plan.kv import KvPlanLayout, kv_plans_for_launch, launch_tiles, max_plans
-from cheetah.plan.kv.tables import NO_TOKEN, ColumnRecord, SequenceRecord, TileRecord, encode, epochs_of_step
+from cheetah.plan.kv.tables import (
+    CANCELLED_TOKEN,
+    NO_TOKEN,
+    NOT_YET,
+    ColumnRecord,
+    SequenceRecord,
+    TileRecord,
+    encode,
+    epochs_of_step,
+)
+from cheetah.runtime import interrupts
 from cheetah.runtime.device.interface import LaunchCancelled
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launch_tables import (
@@ -37,11 +48,12 @@ from cheetah.runtime.engine.page_copies import copy_pages
 from cheetah.runtime.engine.request_rows import RequestRows, options_of
 
 if TYPE_CHECKING:
-    from cheetah.runtime.device.interface import Argument, Buffer, Device, Kernel
+    from cheetah.runtime.device.interface import Argument, Buffer, Device, Kernel, MappedBuffer
 
 __all__ = ["EPOCH_LIMIT", "NOT_A_NUMBER", "Epochs", "LaunchFault", "LaunchResult", "Launcher", "Part", "Sampling"]
 
 EPOCH_LIMIT = 2**32 - 1
+POLL_SECONDS = 1e-4  # a step takes half a millisecond at least
 
 NOT_A_NUMBER = (
     "no token can be chosen for position {position}: none of its logits is a number above -infinity. Look for NaN and "
@@ -96,6 +108,46 @@ class LaunchResult:
     steps: int
     seconds: float
     has_failed: bool = False
+
+
+class Flight:
+    """A launch from its preparation to its end. placed: its parts in the order of its rows, order: their numbers.
+    given, has_ended: of each row, how many of its tokens `fresh` has given, and whether the last was among them."""
+
+    def __init__(
+        self,
+        placed: Sequence[Part],
+        order: Sequence[int],
+        geometry: Geometry,
+        arguments: dict[str, Argument],
+        epoch: int,
+    ) -> None:
+        self.placed, self.order, self.geometry = placed, order, geometry
+        self.arguments, self.epoch = arguments, epoch
+        self.given, self.has_ended = [0] * len(placed), [False] * len(placed)
+        self.started = self._seen = time.perf_counter()
+        self._ended: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """From its preparation to now, or to its end."""
+        return (time.perf_counter() if self._ended is None else self._ended) - self.started
+
+    def see(self) -> None:
+        """It has not ended yet."""
+        self._seen = time.perf_counter()
+
+    def end(self, is_watched: bool) -> None:
+        """It has ended: now, or, if nobody was watching, at some time since it was seen last, which is then taken."""
+        self._ended = time.perf_counter() if is_watched else self._seen
+
+    def given_of(self, number: int) -> int:
+        """How many tokens of part `number` have been given."""
+        return self.given[self.order.index(number)]
+
+    def next_place(self, row: int) -> int:
+        """Where in its row the next token will be."""
+        return len(self.placed[row].inputs) + self.given[row]
 
 
 class Epochs:
@@ -154,6 +206,8 @@ class Launcher:
         self._uploaded: dict[str, npt.NDArray[np.int32]] = {}
         self._pool_shape = manifest.buffer("kv").shape
         self._broken: str | None = None
+        self._emitted = _words(self._buffers["emitted"]).reshape(plan.batch, -1)
+        self._cancelled = _words(self._buffers["cancelled"])
         self._rows = RequestRows(self._buffers, config.vocab_size, plan.batch)
 
     def restart(self) -> None:
@@ -195,35 +249,96 @@ class Launcher:
         A launch ends early once each sequence has sampled a stop id of its own. After one that was interrupted the
         caches are as before it.
         """
+        flight = self.prepare(parts, logits)
+        self.start(flight)
+        return self.finish(flight)
+
+    def prepare(self, parts: Sequence[Part], logits: Buffer | None = None) -> Flight:
+        """Everything that a launch needs, before it is started; see `launch_together`."""
         if self._broken is not None:
             raise CheetahError(f"an earlier launch failed, the device's state is lost: open a new LLM ({self._broken})")
         self._check(parts)
-        started = time.perf_counter()
         geometry, order = self._arrange(parts)
         placed = [parts[number] for number in order]
         self.columns = [(order[column.sequence], column.number) for column in column_records(geometry)]
         arguments = self._prepare(placed, geometry, logits)
+        self._emitted[: len(parts)] = NOT_YET
+        return Flight(placed, order, geometry, arguments, int(cast(int, arguments["epoch"])))
+
+    def start(self, flight: Flight) -> None:
+        """Starts it; returns at once on a GPU. No other may be started before it is finished."""
+        with self._noting_failures():
+            self._device.launch(self._kernel, flight.arguments)
+            self._prepare_next(flight.placed, flight.geometry)  # while the kernel runs
+
+    def wait(self, flight: Flight) -> bool:
+        """Waits until it has ended: True; or until there are tokens that `fresh` has not given: False."""
+        with self._noting_failures():
+            is_watched = not any(flight.given)
+            while not self._device.is_done():
+                flight.see()
+                if interrupts.is_pending() or any(self._is_fresh(flight, row) for row in range(len(flight.placed))):
+                    return False
+                if self._timeout_s is not None and flight.seconds > self._timeout_s:
+                    return True  # `finish` waits no longer, and says which phase each block has reached
+                time.sleep(POLL_SECONDS)
+                is_watched = True
+        flight.end(is_watched)
+        return True
+
+    def fresh(self, flight: Flight) -> list[tuple[int, ...]]:
+        """What each part has sampled since this was asked last, in the order of the parts; up to a stop id."""
+        found: list[tuple[int, ...]] = [()] * len(flight.placed)
+        for row, number in enumerate(flight.order):
+            ids: list[int] = []
+            while self._is_fresh(flight, row):
+                token = int(self._emitted[row, flight.next_place(row)])
+                is_last = token >= CANCELLED_TOKEN or token in flight.placed[row].sampling.stop_ids
+                if token < CANCELLED_TOKEN:
+                    ids.append(token)
+                    flight.given[row] += 1
+                flight.has_ended[row] = is_last
+            found[number] = tuple(ids)
+        return found
+
+    def cancel(self, flight: Flight, number: int) -> None:
+        """Ends part `number` within a few steps. By any thread, at any time: nothing once it has ended."""
+        # The word of this launch alone: an order that comes late means nothing to the next one.
+        self._cancelled[flight.order.index(number)] = flight.epoch
+
+    def finish(self, flight: Flight) -> list[LaunchResult]:
+        """Waits for its end; what it did, in the order of the parts, with all ids that it sampled."""
+        with self._noting_failures():
+            limit = self._timeout_s if self._timeout_s is None else max(0.0, self._timeout_s - flight.seconds)
+            self._device.synchronize(limit)
+            steps, sampled = self._read(flight.placed)
+        seconds = flight.seconds
+        results = {}
+        for number, part, token_ids in zip(flight.order, flight.placed, sampled, strict=True):
+            part.cache.length += _cached(part, token_ids, steps)
+            made = token_ids if token_ids[-1:] < (CANCELLED_TOKEN,) else token_ids[:-1]
+            self._rows.note(part.cache, made)
+            results[number] = LaunchResult(made, steps, seconds, token_ids[-1:] == (NO_TOKEN,))
+        return [results[number] for number in range(len(flight.placed))]
+
+    @contextmanager
+    def _noting_failures(self) -> Iterator[None]:
+        """What ends a launch in the middle is noted: an interrupt, as if it had not been made; else that it failed."""
         try:
-            self._device.launch(self._kernel, arguments)
-            self._prepare_next(placed, geometry)  # while the kernel runs
-            self._device.synchronize(self._timeout_s)  # says which phase each block reached if it is not done in time
-            steps, sampled = self._read(placed)
-        except (LaunchCancelled, KeyboardInterrupt):  # as if it had not been made: nothing that is counted was written
+            yield
+        except (LaunchCancelled, KeyboardInterrupt):  # nothing that is counted was written
             self._epochs.begin_again()
             self._rows.forget()
             raise
         except Exception as error:
             self._broken = str(error).partition("\n")[0]
             raise
-        seconds = time.perf_counter() - started
-        results = {}
-        for number, part, token_ids in zip(order, placed, sampled, strict=True):
-            part.cache.length += _cached(part, token_ids, steps)
-            has_failed = token_ids[-1:] == (NO_TOKEN,)
-            made = token_ids[:-1] if has_failed else token_ids
-            self._rows.note(part.cache, made)
-            results[number] = LaunchResult(made, steps, seconds, has_failed)
-        return [results[number] for number in range(len(parts))]
+
+    def _is_fresh(self, flight: Flight, row: int) -> bool:
+        """Whether the next token of a row is there, and wanted."""
+        place = flight.next_place(row)
+        is_over = flight.has_ended[row] or place > flight.placed[row].total
+        return not is_over and self._emitted[row, place] != NOT_YET
 
     def _check(self, parts: Sequence[Part]) -> None:
         """What the caller must see to."""
@@ -340,15 +455,20 @@ class Launcher:
             reached = min(done * part.per_step, part.total)
             ids = tokens[number * row + len(part.inputs) : number * row + reached + 1]
             sampled.append(_up_to_stop(tuple(int(token) & NO_TOKEN for token in ids), part.sampling.stop_ids))
-            if any(token >= self.vocab_size for token in sampled[-1] if token != NO_TOKEN):
+            if any(self.vocab_size <= token < CANCELLED_TOKEN for token in sampled[-1]):
                 vocabulary = f"0..{self.vocab_size - 1}"
                 raise LaunchFault(f"the kernel sampled {sampled[-1]}, outside the vocabulary {vocabulary}")
         return done, sampled
 
 
+def _words(buffer: Buffer) -> npt.NDArray[np.uint32]:
+    """The words of a mapped buffer, as launches see them."""
+    return cast("MappedBuffer", buffer).array.view(np.uint32)
+
+
 def _up_to_stop(token_ids: tuple[int, ...], stop_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """The ids up to the first stop id or NO_TOKEN."""
-    ends = (place for place, token in enumerate(token_ids) if token in stop_ids or token == NO_TOKEN)
+    """The ids up to the first stop id, CANCELLED_TOKEN or NO_TOKEN."""
+    ends = (place for place, token in enumerate(token_ids) if token in stop_ids or token >= CANCELLED_TOKEN)
     return token_ids[: next(ends, len(token_ids)) + 1]
 
 

@@ -402,7 +402,7 @@ def test_counters_and_relaxed_stores() -> None:
       if (threadIdx.x % 2) add_release_u64(counter, 2);
       else if (fetch_add_release_u64(counter, 2) >= 384) return;
       wait_at_least_u64(counter, 2 * gridDim.x * blockDim.x);
-      if (threadIdx.x == 0) store_relaxed_u32(&seen[blockIdx.x], (uint32_t)*counter);
+      if (threadIdx.x == 0) store_relaxed_u32(&seen[blockIdx.x], load_relaxed_u32((uint32_t*)counter));
       const uint64_t before = global_timer();
       block_barrier();
       if (global_timer() < before) seen[0] = 0;

@@ -40,6 +40,7 @@ from cheetah.plan.kv.tables import (
     FILTERED,
     MASKED,
     MAX_STOP_IDS,
+    NOT_YET,
     PENALISED,
     PROMPT_TOKEN,
     SEQUENCE_WORDS,
@@ -96,6 +97,10 @@ class FakeBuffer:
     def copy(self, source_offset: int, target_offset: int, nbytes: int) -> None:
         self.view(np.uint8, nbytes, target_offset)[:] = self.download(np.uint8, nbytes, source_offset)
 
+    @property
+    def array(self) -> NDArray[np.uint8]:
+        return self._live()
+
     def free(self) -> None:
         self.data = None
 
@@ -137,6 +142,12 @@ class FakeDevice:
     def allocate(self, nbytes: int, fill: int | None = None) -> FakeBuffer:
         self.buffers.append(FakeBuffer(nbytes, fill))
         return self.buffers[-1]
+
+    def allocate_mapped(self, nbytes: int) -> FakeBuffer:
+        return self.allocate(nbytes, 0)
+
+    def is_done(self) -> bool:
+        return True
 
     def launch(self, kernel: FakeKernel, arguments: Mapping[str, Any]) -> None:
         check_arguments(kernel.manifest, arguments)
@@ -286,6 +297,9 @@ def _sequence_step(tables: Tables, model: Reference, number: int, step: int) -> 
             adjusted, filters = _as_asked(tables, sequence, logits)
             chosen = sample(adjusted, temperature, seed, position + 1, filters)
             tokens[k + 1] = np.uint32(chosen).view(np.int32)
+            emitted = tables.arguments["emitted"].view(np.uint32, (plan.batch, plan.launch_tokens + 1))
+            assert emitted[number, k + 1] == NOT_YET
+            emitted[number, k + 1] = chosen
             if sequence.options & PENALISED and chosen < vocab:
                 _row(tables, sequence, "token_counts", np.uint32)[chosen] += 1
             has_stopped |= int(tokens[k + 1]) in tables.stops(sequence)

@@ -230,6 +230,28 @@ def test_copies_keep_dtype_shape_and_order() -> None:
     assert np.array_equal(buffer.download(np.float32, (6, 4)), array.T)
 
 
+def test_a_mapped_buffer_is_the_host_s_own_memory() -> None:
+    device, _ = opened()
+    buffer = device.allocate_mapped(16)
+    assert buffer.address == buffer.array.ctypes.data and not buffer.array.any()
+    buffer.upload(np.arange(4, dtype=np.uint32))
+    buffer.copy(4, 12, 4)
+    assert buffer.array.view(np.uint32).tolist() == buffer.download(np.uint32, 4).tolist() == [0, 1, 2, 1]
+    with pytest.raises(ArgumentError, match="outside a buffer of 16 bytes"):
+        buffer.upload(np.zeros(5, np.uint32))
+
+
+def test_a_launch_is_done_when_it_has_run() -> None:
+    device, driver = opened()
+    ran: list[int] = []
+    driver.kernel = lambda stream, values: ran.append(1)
+    assert device.is_done()
+    device.launch(device.load(TEXT, manifest()), {"progress": device.allocate(16), "n": 0})
+    while not device.is_done():
+        pass
+    assert ran == [1]
+
+
 def test_uploads_fills_and_launches_happen_in_order() -> None:
     device, driver = opened()
     seen: list[int] = []

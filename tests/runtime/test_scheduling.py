@@ -92,8 +92,8 @@ def test_who_is_alone_has_a_kernel_of_its_own_over_the_same_pages() -> None:
     solo = rig.engine._solo
     assert solo.tokens == 1 and rig.engine.launcher.tokens == 4
     alone_launches: list[int] = []
-    launch = solo.launch_together
-    solo.launch_together = lambda parts: (alone_launches.append(len(parts)), launch(parts))[1]  # type: ignore
+    prepare = solo.prepare
+    solo.prepare = lambda parts: (alone_launches.append(len(parts)), prepare(parts))[1]  # type: ignore
     requests = [Request((1, 2, 3), 40, Sampling(1.1, 5)), Request((4, 5), 9, Sampling(1.1, 6))]
     first = rig.engine.add(requests[0])[0]
     events = [event for _ in range(3) for event in rig.engine.step()]

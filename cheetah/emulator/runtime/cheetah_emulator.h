@@ -331,6 +331,11 @@ CHEETAH_PRIMITIVE void store_relaxed_u32(uint32_t* p, uint32_t value, CHEETAH_PL
   __atomic_store_n(p, value, __ATOMIC_RELAXED);
 }
 
+CHEETAH_PRIMITIVE uint32_t load_relaxed_u32(const uint32_t* p, CHEETAH_PLACE) {
+  cheetah_emulator::check_global(p, 4, 4, place, "load_relaxed_u32");
+  return __atomic_load_n(p, __ATOMIC_RELAXED);
+}
+
 // -- a word of shared memory that orders nothing
 
 CHEETAH_PRIMITIVE void store_shared_u32(uint32_t* p, uint32_t value, CHEETAH_PLACE) {
@@ -355,6 +360,7 @@ CHEETAH_PRIMITIVE uint32_t load_shared_u32(const uint32_t* p, CHEETAH_PLACE) {
 #define fetch_add_release_u64_sys fetch_add_release_u64
 #define wait_at_least_u64_sys wait_at_least_u64
 #define store_relaxed_u32_sys store_relaxed_u32
+#define load_relaxed_u32_sys load_relaxed_u32
 
 // -- memory that nobody writes during the launch
 

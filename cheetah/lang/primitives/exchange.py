@@ -166,6 +166,17 @@ store_relaxed_u32 = declare(
     place=ty.ptr_mut(ty.u32),
     value=ty.u32,
 )
+load_relaxed_u32 = declare(
+    "load_relaxed_u32",
+    ty.u32,
+    """
+    uint32_t result;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(result) : "l"(place) : "memory");
+    return result;
+    """,
+    "a load of what others may write at any time",
+    place=ty.ptr(ty.u32),
+)
 load_constant_u32 = declare(
     "load_constant_u32",
     ty.u32,

@@ -27,6 +27,10 @@ MAX_STOP_IDS = 64
 """Stop ids that a launch can check on the device, of all its sequences; the host checks the rest."""
 NO_TOKEN = 0xFFFFFFFF
 """What is sampled where no logit is a number above -infinity; -1 in the int32 buffer `tokens`."""
+CANCELLED_TOKEN = 0xFFFFFFFE
+"""What is chosen for a sequence that the host ends."""
+NOT_YET = 0xFFFFFFFD
+"""What the host writes to `emitted` before a launch; -3 in int32."""
 MASKED, BIASED, PENALISED, FILTERED = 1, 2, 4, 8
 """Bits of a sequence's `options`: which of its row in `masks`, `logit_bias`, `token_counts` and which filters count."""
 FILTER_ROUNDS = 63

@@ -1,0 +1,100 @@
+"""Tokens and orders in the middle of a launch: a device that lets tokens go one by one, as a GPU does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from fake_kernel import FakeDevice, generate_kernel
+from tiny_models import tiny_weights
+
+from cheetah.models.dense.reference import Reference
+from cheetah.models.rounding import round_to_bf16
+from cheetah.plan.kv.tables import CANCELLED_TOKEN, NOT_YET
+from cheetah.runtime.build.assemble import assemble
+from cheetah.runtime.engine.engine import Engine
+from cheetah.runtime.engine.launcher import Sampling
+from cheetah.runtime.engine.requests import Event, Made, Request
+from tests.meant import meant
+
+
+class SlowDevice(FakeDevice):
+    """Shows a token of each sequence whenever it is asked whether it is done; a sequence that the host has ended gets
+    no more. It is done one question behind the last."""
+
+    def launch(self, kernel: Any, arguments: Mapping[str, Any]) -> None:
+        super().launch(kernel, arguments)
+        self.arguments = arguments
+        plan = kernel.manifest.plan
+        shape = (plan["batch"], plan["max_steps"] * plan["tokens"] + 1)
+        self.shown = arguments["emitted"].view(np.uint32, shape)
+        self.emitted = self.shown.copy()
+        self.shown[:] = NOT_YET
+        self.tokens = arguments["tokens"].view(np.uint32, shape)
+
+    def is_done(self) -> bool:
+        columns = np.flatnonzero(((self.emitted != NOT_YET) & (self.shown == NOT_YET)).any(0))
+        if not columns.size:
+            return True
+        cancelled = self.arguments["cancelled"].view(np.uint32, len(self.shown))
+        for row in np.flatnonzero(cancelled == self.arguments["epoch"]):
+            self.emitted[row, columns[0] :] = CANCELLED_TOKEN
+            self.tokens[row, columns[0] :] = CANCELLED_TOKEN
+        self.shown[:, columns[0]] = self.emitted[:, columns[0]]
+        return False
+
+
+def engine(**overrides: Any) -> Engine:
+    assembly = assemble(
+        tiny_weights(), device=SlowDevice(), overrides=overrides, generate_kernel=generate_kernel, quiet=True
+    )
+    return Engine(assembly.launcher)
+
+
+def alone(request: Request) -> list[int]:
+    return meant(Reference(tiny_weights().config, tiny_weights().tensors, round_to_bf16), request)
+
+
+def run(engine: Engine) -> list[list[Event]]:
+    """The events of every step until there is nothing to do."""
+    return list(iter(lambda: engine.step() if not engine.is_idle else None, None))
+
+
+def test_each_step_gives_the_next_token_of_each() -> None:
+    one = engine(batch=2)
+    requests = [Request((5, 17, 250), 9, Sampling(0.9, 4)), Request((7, 81), 6, Sampling())]
+    ids = [id for request in requests for id in one.add(request)]
+    steps = run(one)
+    for id, request in zip(ids, requests, strict=True):
+        pieces = [event.token_ids for events in steps for event in events if isinstance(event, Made) and event.id == id]
+        assert [token for piece in pieces for token in piece] == alone(request)
+        assert [len(piece) for piece in pieces] == [1] * request.max_tokens
+    assert one.launcher.cache.pool.free_pages == one.launcher.cache.pool.pages
+
+
+def test_who_is_aborted_ends_in_the_middle_of_a_launch_and_the_others_go_on() -> None:
+    one = engine(batch=2)
+    kept = Request((5, 17, 250), 40, Sampling())
+    (first,), (second,) = one.add(kept), one.add(Request((7, 81), 40, Sampling()))
+    events = [event for _ in range(12) for event in one.step()]
+    launches = len(one.launcher._device.launches)
+    one.abort([second])
+    assert not one.is_idle
+    late = [event for events in run(one) for event in events]
+    assert all(event.id == first for event in late[3:]), "more than the tokens that were on their way"
+    mine = [event for event in [*events, *late] if event.id == first and isinstance(event, Made)]
+    made = [token for event in mine for token in event.token_ids]
+    assert made == alone(kept) and len(one.launcher._device.launches) >= launches
+    assert one.launcher.cache.pool.free_pages == one.launcher.cache.pool.pages
+
+
+def test_orders_wait_for_the_end_of_a_launch() -> None:
+    one = engine(batch=2)
+    one.add(Request((5, 17), 30, Sampling()))
+    while not one._flying:
+        one.step()
+    (other,) = one.add(Request((9,), 2, Sampling()))
+    one.abort([other])
+    assert one.load().waiting == 0 and len(one._orders) == 2
+    assert not any(event.id == other for events in run(one) for event in events)
