@@ -143,7 +143,8 @@ class FusedStack(Piece):
             phases = self.layer_phases(layer)
             for name in STACKS[self.stack or ""]:
                 if name in phases:  # the merge is the end of the fused attention
-                    with self.phase(name):
+                    about = "As in the decode step, beside the others of this stack only."
+                    with self.phase(name, about, waits="the phase before", makes="the input of the next"):
                         phases[name]()
         with machine.consumer:
             machine.meet()  # every thread has read the epoch

@@ -22,7 +22,7 @@ from cheetah.tools.regenerate import DEFAULT_GPU, generate_named
 
 ROOT = Path(__file__).parents[2]
 REGISTERS = 65536  # of an SM
-MOST_STACK_BYTES = {1: 0, 2: 96, 4: 96}  # by tokens of a step; with 2 or 4, no default, filters take registers
+MOST_STACK_BYTES = {1: 8, 2: 96, 4: 96}  # by tokens of a step: filters take registers; 2 and 4 are no default
 ELSE_STACK_BYTES = 24  # of others six words that are read once a phase or an M-tile: the present kernels have none
 
 OTHERS: list[tuple[str, dict[str, Any]]] = [

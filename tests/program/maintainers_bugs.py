@@ -57,7 +57,7 @@ def begin_epochs_again(patch: Patch) -> None:
 
 FENCE = r"fence_proxy_async\(\);"
 LANDED = r"mbarrier_wait\(full \+ landed_stage, landed_parity\);"
-COLUMN = r"\(\(uint32_t\*\)\(arena \+ COLUMNS\)\)\[column \* 8"
+COLUMN = r"\(\(uint32_t\*\)\(arena \+ COLUMNS\)\)\[column \* 9"
 STORE_KEY = r"\(\(uint32_t\*\)\(place\w* \+ dim\)\)\[0\] = pair;"
 UNREAD, UNFENCED = "has loaded without waiting", "that thread has made no fence_proxy_async"
 SAMPLED, FLOAT32, CHUNKS = "was sampled at position", "from float32", "chunks of this block are under way"
