@@ -22,8 +22,17 @@ from cheetah.tools.regenerate import DEFAULT_GPU, generate_named
 
 ROOT = Path(__file__).parents[2]
 REGISTERS = 65536  # of an SM
-MOST_STACK_BYTES = {1: 8, 2: 96, 4: 96}  # by tokens of a step: filters take registers; 2 and 4 are no default
-ELSE_STACK_BYTES = 24  # of others six words that are read once a phase or an M-tile: the present kernels have none
+MOST_STACK_BYTES = 24  # six words, of those that are read once a phase or an M-tile, of steps with several tokens
+SPILLED_BY_FILTERS = {
+    ("llama-3.1-8b", 1): 8,
+    ("llama-3.1-8b@int4-g128", 1): 8,
+    ("qwen2.5-7b", 1): 8,
+    ("mistral-7b-v0.3", 1): 8,
+    ("llama-3.1-8b", 4): 96,
+    ("llama-3.2-3b", 4): 96,
+    ("llama-3.1-70b", 2): 96,
+    ("llama-3.1-70b", 4): 96,
+}  # model and tokens of a step: not meant to be so, each is to be mended and taken out; no other may join them
 
 OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("llama-3.2-3b", {"batch": 4}),
@@ -74,7 +83,7 @@ needs_nvrtc = pytest.mark.skipif(not has_nvrtc(), reason="needs NVRTC")
 @needs_nvrtc
 @pytest.mark.parametrize(("model", "options"), kernels())
 def test_registers_are_enough(tmp_path: Path, model: str, options: dict[str, Any]) -> None:
-    require_registers(generate_named(named_config(model).config, model, DEFAULT_GPU, options), tmp_path)
+    require_registers(model, generate_named(named_config(model).config, model, DEFAULT_GPU, options), tmp_path)
 
 
 @pytest.mark.slow
@@ -84,7 +93,7 @@ def test_registers_are_enough(tmp_path: Path, model: str, options: dict[str, Any
 def test_registers_are_enough_for_prompts(tmp_path: Path, model: str) -> None:
     """The second kernel that `LLM` makes, and that it takes as many tokens a step as fit."""
     reading = prompt_kernel(model)
-    require_registers(reading, tmp_path)
+    require_registers(model, reading, tmp_path)
     assert reading.manifest.plan["tokens"] == FEWER_PROMPT_TOKENS.get(model, 16)
 
 
@@ -96,9 +105,10 @@ def prompt_kernel(model: str) -> Generated:
     return reading
 
 
-def require_registers(generated: Generated, cache: Path) -> None:
+def require_registers(model: str, generated: Generated, cache: Path) -> None:
     cubin = compile_cubin(generated.text, generated.manifest.kernel, cache=cache)
-    stack_bytes = MOST_STACK_BYTES.get(int(generated.manifest.plan["tokens"]), ELSE_STACK_BYTES)
+    tokens = int(generated.manifest.plan["tokens"])
+    stack_bytes = SPILLED_BY_FILTERS.get((model, tokens), MOST_STACK_BYTES if tokens > 1 else 0)
     assert cubin.resources.stack_bytes <= stack_bytes, str(cubin.resources)
     assert cubin.resources.registers * generated.manifest.launch.threads <= REGISTERS
 
