@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from cheetah.errors import CheetahError
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launcher import NOT_A_NUMBER, Part
 from cheetah.runtime.engine.requests import Event, Failed, Made, Request
+from cheetah.runtime.engine.watching import allows_one_beside, mask_of_all
 from cheetah.runtime.outputs import Timings
 from cheetah.runtime.sampling import seed_of
+
+NOTHING_ALLOWED = (
+    "no token can be chosen for position {position}: none is left of those that may stand there (structured output) by "
+    "allowed_token_ids, bad_words and logit_bias, or the logits are no numbers"
+)
 
 
 class Completion:
@@ -18,6 +25,7 @@ class Completion:
     def __init__(self, id: int, request: Request, index: int):
         self.id, self.request = id, request
         self.sampling = replace(request.sampling, seed=seed_of(request.sampling.seed, index))
+        self._watchers = [new() for new in request.watchers]
         self.cache: CachedSequence | None = None
         self.ids = list(request.prompt_ids)
         self.cached_tokens = 0
@@ -38,20 +46,23 @@ class Completion:
         return self.ids[self.cache.length : self.cache.length + most]
 
     def most_steps(self) -> int:
-        """Steps of the next decode launch at most: stop ids are banned in all of it or in none."""
+        """Steps of the next decode launch at most: stop ids are banned in all of it or in none, and watchers hear a
+        token before the next is sampled."""
         assert self.cache is not None
         again = len(self.ids) - 1 - self.cache.length
         unstoppable = self.request.min_tokens - self.made
-        wanted = self.request.max_tokens - self.made
+        wanted = 1 if self._watchers else self.request.max_tokens - self.made
         return again + (min(wanted, unstoppable) if unstoppable > 0 else wanted)
 
     def part(self, inputs: Sequence[int], total: int, per_step: int = 1) -> Part:
-        """Its part of a launch. Until there are `min_tokens`, stop ids are not sampled."""
+        """Its part of a launch. Until there are `min_tokens`, stop ids are not sampled, unless its watchers allow
+        nothing else."""
         assert self.cache is not None
-        sampling = self.sampling
-        if self.made < self.request.min_tokens:
+        sampling, mask = self.sampling, mask_of_all(self._watchers)
+        if self.made < self.request.min_tokens and (mask is None or allows_one_beside(mask, sampling.stop_ids)):
             sampling = replace(sampling, banned=tuple(sorted({*sampling.banned, *sampling.stop_ids})))
-        return Part(self.cache, inputs, total, sampling, per_step, self.ids, len(self.request.prompt_ids))
+        prompt, stepwise = len(self.request.prompt_ids), bool(self._watchers)
+        return Part(self.cache, inputs, total, sampling, per_step, self.ids, prompt, mask, stepwise)
 
     def launched(self) -> None:
         """A launch with a part of it begins."""
@@ -72,9 +83,25 @@ class Completion:
             self.has_ended = reason is not None
             events.append(Made(self.id, token_ids, self._timings(), reason))
         if has_failed:
-            self.has_ended = self.has_failed = True
-            events.append(Failed(self.id, NOT_A_NUMBER.format(position=len(self.ids))))
+            message = NOT_A_NUMBER if part.mask is None else NOTHING_ALLOWED
+            events.append(self._failed(message.format(position=len(self.ids))))
+        elif not self.has_ended:
+            events += self._tell(token_ids)
         return events
+
+    def _tell(self, token_ids: Sequence[int]) -> list[Event]:
+        """Tells its watchers, any of which may end it."""
+        try:
+            for token in token_ids:
+                for watcher in self._watchers:
+                    watcher.after(token)
+        except CheetahError as problem:
+            return [self._failed(str(problem))]
+        return []
+
+    def _failed(self, message: str) -> Failed:
+        self.has_ended = self.has_failed = True
+        return Failed(self.id, message)
 
     def _finish_reason(self, part: Part) -> str | None:
         if self.ids[-1] in part.sampling.stop_ids:

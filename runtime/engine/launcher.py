@@ -46,6 +46,7 @@ from cheetah.runtime.engine.launch_tables import (
 )
 from cheetah.runtime.engine.page_copies import copy_pages
 from cheetah.runtime.engine.request_rows import RequestRows, options_of
+from cheetah.runtime.engine.watching import Mask
 
 if TYPE_CHECKING:
     from cheetah.runtime.device.interface import Argument, Buffer, Device, Kernel, MappedBuffer
@@ -71,6 +72,8 @@ class Part:
 
     One input more than `total` samples nothing. per_step: how many tokens a step takes; above 1 all must be inputs.
     known, prompt: all ids up to the last input, and how many of them are the prompt's; penalties alone ask for them.
+    mask: which tokens may be sampled, of those that `sampling` allows; see `watching`. stepwise: the launch after this
+    one will have one step.
     """
 
     cache: CachedSequence
@@ -80,6 +83,8 @@ class Part:
     per_step: int = 1
     known: Sequence[int] = ()
     prompt: int = 0
+    mask: Mask | None = None
+    stepwise: bool = False
 
     @property
     def steps(self) -> int:
@@ -388,11 +393,12 @@ class Launcher:
         stop_ids, stops = stop_lists([part.sampling.stop_ids for part in parts], self._stop_room)
         slots = self._rows.place([part.cache for part in parts])
         asked = [
-            (options_of(part.sampling) if part.samples else 0, slot) for part, slot in zip(parts, slots, strict=True)
+            (options_of(part.sampling, part.mask) if part.samples else 0, slot)
+            for part, slot in zip(parts, slots, strict=True)
         ]
         for part, slot in zip(parts, slots, strict=True):
             if part.samples:
-                self._rows.fill(slot, part.sampling, part.known, part.prompt)
+                self._rows.fill(slot, part.sampling, part.known, part.prompt, part.mask)
         records = [
             sequence_record(place, len(part.inputs), part.total, part.sampling, *of_part)
             for part, place, *of_part in zip(parts, geometry.placed(), stops, asked, strict=True)
@@ -440,7 +446,8 @@ class Launcher:
             for part, (length, per_step) in zip(parts, following.sequences, strict=True)
         )
         if steps > 0:
-            self._plans.prepare(following, min(steps, self.max_steps))
+            most = 1 if any(part.stepwise for part in parts) else self.max_steps
+            self._plans.prepare(following, min(steps, most))
 
     def _read(self, parts: Sequence[Part]) -> tuple[int, list[tuple[int, ...]]]:
         """(steps done, sampled ids of each part). The token after token k is sampled if it is not given."""

@@ -16,17 +16,16 @@ import numpy.typing as npt
 
 from cheetah.plan.kv.tables import BIASED, FILTERED, MASKED, PENALISED, PROMPT_TOKEN
 from cheetah.runtime.engine.launch_tables import Sampling
+from cheetah.runtime.engine.watching import MASK_BITS, Mask
 
 if TYPE_CHECKING:
     from cheetah.runtime.device.interface import Buffer
 
-MASK_BITS = 32
 
-
-def options_of(sampling: Sampling) -> int:
+def options_of(sampling: Sampling, mask: Mask | None = None) -> int:
     """The bits of what a sequence asks for. Greedy sampling is not filtered: the likeliest token is always kept."""
     asked = {
-        MASKED: sampling.allowed is not None or bool(sampling.banned),
+        MASKED: mask is not None or _has_mask(sampling),
         BIASED: bool(sampling.bias),
         PENALISED: not sampling.penalties.change_nothing,
         FILTERED: sampling.temperature > 0 and not sampling.filters.keep_all,
@@ -34,8 +33,12 @@ def options_of(sampling: Sampling) -> int:
     return sum(bit for bit, is_asked in asked.items() if is_asked)
 
 
-def mask_of(sampling: Sampling, vocab: int) -> npt.NDArray[np.uint32]:
-    """uint32 [ceil(vocab / 32)]: a bit for each token that may be sampled, the lowest first."""
+def _has_mask(sampling: Sampling) -> bool:
+    return sampling.allowed is not None or bool(sampling.banned)
+
+
+def mask_of(sampling: Sampling, vocab: int) -> Mask:
+    """The tokens that may be sampled."""
     allowed = np.full(-(-vocab // MASK_BITS) * MASK_BITS, sampling.allowed is None)
     if sampling.allowed is not None:
         allowed[list(sampling.allowed)] = True
@@ -63,7 +66,7 @@ class _Slot:
     """Whose a slot is, and what lies in its rows; None where that is not known."""
 
     owner: weakref.ref[Any] | None = None
-    mask: object = None
+    mask: tuple[Sampling, Mask | None] | None = None
     bias: object = None
     counted: tuple[list[int], int] | None = None  # the ids of prompt and completion, and how many are the prompt's
 
@@ -85,13 +88,16 @@ class RequestRows:
                 self._slots[number] = _Slot(weakref.ref(owner))
         return slots
 
-    def fill(self, number: int, sampling: Sampling, ids: Sequence[int], prompt: int) -> None:
-        """Uploads what a slot does not hold yet. ids: of prompt and completion, the first `prompt` are the prompt's."""
-        slot, options = self._slots[number], options_of(sampling)
-        if options & MASKED and slot.mask != (sampling.allowed, sampling.banned):
+    def fill(
+        self, number: int, sampling: Sampling, ids: Sequence[int], prompt: int, mask: Mask | None = None
+    ) -> None:
+        """Uploads what a slot does not hold yet. ids: of prompt and completion, the first `prompt` are the prompt's.
+        mask: as in `Part`."""
+        slot, options = self._slots[number], options_of(sampling, mask)
+        if options & MASKED and not _is_same_mask(slot.mask, sampling, mask):
             slot.mask = None  # until the upload has ended it is not known what lies there
-            self._upload("masks", number, mask_of(sampling, self._vocab))
-            slot.mask = (sampling.allowed, sampling.banned)
+            self._upload("masks", number, self._masked(sampling, mask))
+            slot.mask = (sampling, mask)
         if options & BIASED and slot.bias != sampling.bias:
             slot.bias = None
             self._upload("logit_bias", number, bias_of(sampling, self._vocab))
@@ -112,8 +118,21 @@ class RequestRows:
         for slot in self._slots:
             slot.counted = None
 
+    def _masked(self, sampling: Sampling, mask: Mask | None) -> Mask:
+        assert mask is None or len(mask) == -(-self._vocab // MASK_BITS), (len(mask), self._vocab)
+        if mask is not None and not _has_mask(sampling):
+            return mask
+        allowed = mask_of(sampling, self._vocab)
+        return allowed if mask is None else allowed & mask
+
     def _upload(self, name: str, number: int, row: npt.NDArray[Any]) -> None:
         self._buffers[name].upload(row, number * row.nbytes)
+
+
+def _is_same_mask(held: tuple[Sampling, Mask | None] | None, sampling: Sampling, mask: Mask | None) -> bool:
+    if held is None or held[1] is not mask:
+        return False
+    return (held[0].allowed, held[0].banned) == (sampling.allowed, sampling.banned)
 
 
 def _is(reference: weakref.ref[Any] | None, owner: object) -> bool:

@@ -5,19 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cheetah.runtime.engine.launch_tables import Sampling
+from cheetah.runtime.engine.watching import NewWatcher
 from cheetah.runtime.outputs import Timings
 
 
 @dataclass(frozen=True)
 class Request:
     """Completions to make of one prompt, `count` of them: at most `max_tokens` each, ended by a stop id, which none of
-    the first `min_tokens` is. Number i draws with `seed_of(sampling.seed, i)`."""
+    the first `min_tokens` is. Number i draws with `seed_of(sampling.seed, i)`.
+
+    watchers: of each completion, which then has launches of one step."""
 
     prompt_ids: tuple[int, ...]
     max_tokens: int
     sampling: Sampling
     min_tokens: int = 0
     count: int = 1
+    watchers: tuple[NewWatcher, ...] = ()
 
     @property
     def most_cached(self) -> int:
