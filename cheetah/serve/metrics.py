@@ -1,6 +1,7 @@
 """Numbers about the server for Prometheus, by vLLM's names, so that routers and dashboards made for it work.
 
-Those that are a state of the engine are read when they are asked for; the others are counted as pieces pass by.
+Those that are a state of the engine, or of the process, are read when they are asked for; the others are counted as
+pieces pass by.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -29,6 +30,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._labels = {"model_name": model, "engine": "0"}
         self._registry.register(_EngineState(engine, self._labels))
+        ProcessCollector(registry=self._registry)
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts, cached ones included.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens made.")
         self.first_token_s = self._histogram(

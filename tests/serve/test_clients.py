@@ -193,10 +193,10 @@ def test_health_version_and_metrics(running: Served, alone: RequestOutput) -> No
 
 
 def metrics(http: httpx.Client) -> dict[str, float]:
-    """The samples of /metrics by name, those of one name added up."""
+    """The samples of /metrics that tell of the model, by name, those of one name added up."""
     found: dict[str, float] = {}
     for line in http.get("/metrics").text.splitlines():
-        if not line.startswith("#"):
+        if line.startswith("vllm:"):
             name, _, rest = line.removeprefix("vllm:").partition("{")
             assert 'model_name="demo"' in rest
             found[name] = found.get(name, 0) + float(rest.rpartition(" ")[2])

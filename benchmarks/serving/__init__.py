@@ -1,0 +1,1 @@
+"""A running server, as its clients see it: how fast it is, and whether it loses anything."""
