@@ -8,6 +8,7 @@ step: bf16 weights and activations, f32 accumulation, softmax and residual.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from itertools import islice
 from typing import Any
 
 from cheetah import lang as ch
@@ -19,12 +20,14 @@ from cheetah.blocks.prompt.keys import PassHeadNorms, PassHeads, PassTokens, Sto
 from cheetah.blocks.prompt.machine import PassMachine, emit_pass, start_pass
 from cheetah.blocks.prompt.product import ACCUMULATORS, Case, Given, Sums, TileProduct
 from cheetah.blocks.prompt.ring import TileRing
+from cheetah.blocks.timeline import EVENTS, Timeline
 from cheetah.lang import Expr, prim, ty
 from cheetah.models.config import ModelConfig
 from cheetah.package import KernelParameter
 from cheetah.plan import Gpu, MatrixLayout, ModelShape, Plan, PlanError, step_matrices
 from cheetah.plan.formats import BF16, M_TILE_ROWS
 from cheetah.plan.index import ceil_div, round_up
+from cheetah.plan.pass_tables import SEGMENT_COLUMNS, TABLE_WORDS, PassRoom, key_rows
 from cheetah.plan.prompt import GROUP_TOKENS, PassPlan
 
 KERNEL_NAME = "prompt_pass"
@@ -56,11 +59,14 @@ class PassLaunch:
         fill="poison",
     )
     page_table: Expr = _buffer(ty.ptr(ty.i32), "every sequence's pages, in order", "batch", "pages_per_sequence")
-    ids: Expr = _buffer(ty.ptr(ty.i32), "token ids of the pass", "tokens")
+    ids: Expr = _buffer(ty.ptr(ty.i32), "token ids of the pass: see cheetah.plan.pass_tables", "tokens")
+    groups: Expr = _buffer(ty.ptr(ty.i32), "of 8 columns each, also there", "token_groups", TABLE_WORDS)
+    segments: Expr = _buffer(ty.ptr(ty.i32), "parts of sequences, also there", "token_segments", TABLE_WORDS)
+    tiles: Expr = _buffer(ty.ptr(ty.i32), "what attention reads together, also there", "token_segments", TABLE_WORDS)
     workspace: Expr = _buffer(ty.ptr_mut(ty.u8), "what phases hand on; zeroed once", "workspace_bytes", fill="zero")
-    count: Expr = _number("tokens of this launch")
-    start: Expr = _number("position of the first: so many tokens of the sequence are cached")
-    sequence: Expr = _number("row of the page table")
+    column_count: Expr = _number("columns of this launch in use")
+    segment_count: Expr = _number("segments of this launch")
+    tile_count: Expr = _number("rows of `tiles` of this launch")
     arrivals: Expr = _number("what the workspace's counter stands at: blocks x phases for each launch", ty.u64)
     biases: Expr | None = field(
         default=None,
@@ -78,18 +84,34 @@ class PassLaunch:
             )
         },
     )
+    timeline: Expr | None = field(
+        default=None,
+        metadata={
+            "parameter": KernelParameter(
+                *(ty.ptr_mut(ty.u64), "nanoseconds of the events of every phase: see cheetah.blocks.timeline"),
+                *(("blocks", "phases", len(EVENTS)), "zero"),
+            )
+        },
+    )
 
 
-def pass_parameters(config: ModelConfig) -> dict[str, KernelParameter]:
-    """The parameters of a kernel by name, in the order of its signature."""
+def pass_parameters(config: ModelConfig, traced: bool = False) -> dict[str, KernelParameter]:
+    """The parameters of a kernel by name, in the order of its signature. traced: with a timeline."""
     parameters = {one.name: one.metadata["parameter"] for one in fields(PassLaunch)}
-    wanted = {"biases": config.qkv_biases, "head_norms": config.head_norms}
+    wanted = {"biases": config.qkv_biases, "head_norms": config.head_norms, "timeline": traced}
     return {name: one for name, one in parameters.items() if wanted.get(name, True)}
 
 
 def phase_count(layers: int) -> int:
     """Meetings of a launch's blocks."""
     return 2 + PHASES_A_LAYER * (layers - 1)
+
+
+def pass_phase_names(layers: int) -> tuple[str, ...]:
+    """The phases of a launch, as its timeline counts them."""
+    of_layer = ("qkv", "attention", "o", "gate_up", "down")
+    named = (f"{name}[{layer}]" for layer in range(layers) for name in of_layer)
+    return ("embedding", *islice(named, phase_count(layers) - 1))
 
 
 @dataclass(frozen=True)
@@ -105,9 +127,8 @@ class PassSizes:
     def __post_init__(self) -> None:
         self._check_model()
         plan, shape = self.pass_plan, self.shape
-        tokens = plan.warpgroups * WARPGROUP_TOKENS
-        if plan.tokens % tokens:
-            raise PlanError(f"a pass of {plan.tokens} tokens: attention takes {tokens} at a time, give a multiple")
+        if plan.tokens % SEGMENT_COLUMNS:
+            raise PlanError(f"a pass of {plan.tokens} tokens: give a multiple of {SEGMENT_COLUMNS}")
         if 4 * self.key_tile * shape.head_dim > plan.stage_bytes(BF16.tile_bytes):
             raise PlanError(
                 f"a stage of {plan.stage_bytes(BF16.tile_bytes)} bytes has no room for {self.key_tile} keys"
@@ -134,9 +155,15 @@ class PassSizes:
         return step_matrices(self.shape, self.plan, self.gpu)
 
     @property
-    def max_keys(self) -> int:
-        """Keys that attention has room for."""
-        return round_up(self.plan.max_context, self.key_tile)
+    def attention_tokens(self) -> int:
+        """Tokens of a sequence that attention reads together."""
+        return self.pass_plan.warpgroups * WARPGROUP_TOKENS
+
+    @property
+    def room(self) -> PassRoom:
+        """What a launch has room for; gives a launch's tables."""
+        rows = key_rows(self.plan.max_context, self.pass_plan.tokens, self.key_tile)
+        return PassRoom(self.pass_plan.tokens, rows, self.key_tile, self.attention_tokens, self.plan.pages_per_sequence)
 
     @property
     def hidden_m_tiles(self) -> int:
@@ -146,13 +173,15 @@ class PassSizes:
     def sections(self) -> dict[str, int]:
         """Bytes of each section of the workspace."""
         plan, shape = self.pass_plan, self.shape
-        keys = shape.kv_heads * self.max_keys * shape.head_dim * 2
+        keys = shape.kv_heads * self.room.key_rows * shape.head_dim * 2
+        # A tile of attention reads as many queries as it may have, also where a segment has fewer.
+        query_columns = shape.heads * plan.tokens + self.attention_tokens
         return {
             "counter": 8,
             "residual": 4 * plan.residual_floats(self.hidden_m_tiles),
             "hidden": plan.activation_bytes(shape.hidden),
             "squares": 4 * plan.tokens * ceil_div(self.hidden_m_tiles, plan.tile_m_tiles),
-            "queries": shape.query_rows * plan.tokens * 2,
+            "queries": query_columns * shape.head_dim * 2,
             "keys": keys,
             "values": keys,
             "attention": plan.activation_bytes(shape.query_rows),
@@ -173,10 +202,10 @@ class PassSizes:
         return sum(round_up(nbytes, SECTION_ALIGNMENT) for nbytes in self.sections.values())
 
 
-def build_pass(sizes: PassSizes) -> ch.Kernel:
-    """The kernel of a pass."""
+def build_pass(sizes: PassSizes, traced: bool = False) -> ch.Kernel:
+    """The kernel of a pass. traced: with time stamps of every phase."""
     plan, gpu = sizes.pass_plan, sizes.gpu
-    types = {name: parameter.type for name, parameter in pass_parameters(sizes.config).items()}
+    types = {name: parameter.type for name, parameter in pass_parameters(sizes.config, traced).items()}
     shared = plan.shared(BF16.tile_bytes, gpu.shared_bytes)
 
     @ch.kernel(ch.Params(**types), name=KERNEL_NAME, max_threads=plan.threads)
@@ -198,16 +227,16 @@ class Pass:
     @ch.inline
     def _declare(self) -> None:
         sizes, launch, machine = self.sizes, self.launch, self.machine
-        token_tiles = (launch.count + (machine.plan.tile_tokens - 1)) // machine.plan.tile_tokens
-        table = launch.sequence * sizes.plan.pages_per_sequence
-        self.tokens = PassTokens(launch.count, launch.start, table)
+        token_tiles = (launch.column_count + (machine.plan.tile_tokens - 1)) // machine.plan.tile_tokens
+        self.tokens = PassTokens(launch.groups, launch.segments, launch.segment_count, launch.tiles, launch.tile_count)
         self.ring = TileRing(machine)
         self.product = TileProduct(machine, self.ring, token_tiles)
         self.heads = PassHeads(
             *(machine, self.shape, self._section("queries"), self._section("keys"), self._section("values")),
-            sizes.max_keys,
+            sizes.room.key_rows,
         )
         self.cache = KvCache(sizes, launch.kv, launch.page_table)
+        self.timeline = Timeline(machine, launch.timeline, phase_count(sizes.config.layers))
 
     def _section(self, name: str, element: ty.Type | None = None) -> Any:
         """A pointer to a section of the workspace (u8 unless said)."""
@@ -228,7 +257,9 @@ class Pass:
         self.scales = Scales(machine, squares, self.shape.hidden, epsilon)
         with machine.consumer:
             ch.comment("embedding")
+            self.timeline.stamp(ty.u32(0), "begin")
             self._embed()
+            self.timeline.stamp(ty.u32(0), "done")
             self.barrier.end_phase()
         with ch.roles_for(machine.roles, self.shape.layers, name="layer") as layer:
             self._emit_layer(layer)
@@ -268,13 +299,17 @@ class Pass:
         phases = ch.select(layer + 1 == self.shape.layers, ty.u32(1), ty.u32(PHASES_A_LAYER))
         with ch.for_(phases, unroll=1, name="phase") as phase:
             machine.renew()
+            number = layer * PHASES_A_LAYER + phase + 1
+            self.timeline.stamp(number, "begin")
             self.barrier.begin_phase()
+            self.timeline.stamp(number, "ready")
             with ch.if_(phase == ATTENTION):
                 self._attention().attend()
             with ch.else_():
                 with ch.if_(phase == QKV):
                     bring_earlier_keys(self.heads, self.tokens, self.cache, layer, self.sizes.key_tile)
                 self.product.multiply(self._cases(layer, phase), phase)
+            self.timeline.stamp(number, "done")
             self.barrier.end_phase()
 
     def _cases(self, layer: Any, phase: Any) -> list[Case]:
@@ -341,7 +376,7 @@ class Pass:
         launch, values = self.launch, []
         for number in range(ACCUMULATORS):
             token = group * GROUP_TOKENS + self.machine.lane % 4 * 2 + number % 2
-            token_id = prim.load_constant_u32(launch.ids + ch.minimum(token, launch.count - 1))
+            token_id = prim.load_constant_u32(launch.ids + token)
             of_row = row + number // 2 * (M_TILE_ROWS // 2)
             place = ty.u64(token_id) * self.shape.padded_hidden + ty.u64(ch.minimum(of_row, self.shape.hidden - 1))
             value = ch.select(of_row < self.shape.hidden, prim.bf16_to_f32(launch.embedding[place]), ty.f32(0.0))

@@ -1,11 +1,11 @@
 """Attention of a pass: 64 tokens of one head a warpgroup, over all keys before them, on `wgmma`.
 
-A tile is a query head and the tokens of the warpgroups; the tiles with most keys come first, so that the blocks end
-together. Its queries stay in registers, keys and values come through the ring, `key_tile` keys a stage, in core order:
-queries x keys with the keys as operand B, and weights x values with the values as a transposed one. The state of a row
-(its largest logit, the sum of the exponentials, the weighted sum of values) is kept online, in base 2, and divided out
-at the end. Values of one tile are multiplied while the weights of the next are worked out. A row sees the keys up to
-its own position, and with a window that many of them: all others are left out by selection.
+A tile is a query head and the tokens of the warpgroups, of one sequence; the tiles with most keys come first, so that
+the blocks end together. Its queries stay in registers, keys and values come through the ring, `key_tile` keys a stage,
+in core order: queries x keys with the keys as operand B, and weights x values with the values as a transposed one. The
+state of a row (its largest logit, the sum of the exponentials, the weighted sum of values) is kept online, in base 2,
+and divided out at the end. Values of one tile are multiplied while the weights of the next are worked out. A row sees
+the keys up to its own position, and with a window that many of them: all others are left out by selection.
 Values behind the last key are zero (`keys`), since their weights, zero, are multiplied with them.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cheetah import lang as ch
-from cheetah.blocks.prompt.keys import CORE_BYTES, QUERY_TOKENS, PassHeads, PassTokens
+from cheetah.blocks.prompt.keys import CORE_BYTES, QUERY_TOKENS, PassHeads, PassTokens, TilePlace
 from cheetah.blocks.prompt.machine import PassMachine
 from cheetah.blocks.prompt.ring import TileRing
 from cheetah.lang import prim, ty
@@ -24,6 +24,7 @@ from cheetah.plan.formats import VECTOR_COLUMNS
 from cheetah.plan.prompt import GROUP_BYTES, GROUP_TOKENS, UNIT_BYTES
 
 WARPGROUP_TOKENS = 64
+"""Of a warpgroup in a tile."""
 LOG2_E = math.log2(math.e)
 
 
@@ -41,38 +42,28 @@ class PassAttention:
     window: int | None = None
 
     @property
-    def tile_tokens(self) -> int:
-        return self.machine.plan.warpgroups * WARPGROUP_TOKENS
-
-    @property
     def tile_bytes(self) -> int:
         """Of the keys of a stage, and of its values."""
         return self.key_tile // GROUP_TOKENS * self.heads.group_bytes
 
     def _tiles(self) -> Any:
-        tiles = self._token_tiles() * self.heads.shape.heads
+        tiles = self.tokens.tile_count * self.heads.shape.heads
         return ch.for_(self.machine.block, tiles, self.machine.gpu.blocks, unroll=1, name="tile")
 
-    def _token_tiles(self) -> Any:
-        return (self.tokens.count + (self.tile_tokens - 1)) // self.tile_tokens
+    def _place(self, tile: ch.Expr) -> TilePlace:
+        """Its tokens; tiles with most keys come first."""
+        return self.tokens.tile(tile // self.heads.shape.heads)
 
     def _head(self, tile: ch.Expr) -> Any:
         return tile % self.heads.shape.heads
 
-    def _first_token(self, tile: ch.Expr) -> Any:
-        """Of the pass: the last tiles, which have most keys, come first."""
-        return (self._token_tiles() - 1 - tile // self.heads.shape.heads) * self.tile_tokens
-
     @ch.inline
-    def _key_tiles(self, tile: ch.Expr) -> tuple[Any, Any]:
-        """[begin, end) of those that the tile's tokens see."""
-        first = self._first_token(tile)
-        last = self.tokens.start + ch.minimum(first + self.tile_tokens, self.tokens.count)
-        end = (last + (self.key_tile - 1)) // self.key_tile
+    def _key_tiles(self, place: TilePlace) -> tuple[Any, Any]:
+        """[begin, end) of those that the tile's tokens see, counted from position 0."""
+        end = (place.position + place.count + (self.key_tile - 1)) // self.key_tile
         if self.window is None:
             return ty.u32(0), end
-        position = self.tokens.start + first
-        begin = (ch.maximum(position, self.window - 1) - (self.window - 1)) // self.key_tile
+        begin = (ch.maximum(place.position, self.window - 1) - (self.window - 1)) // self.key_tile
         return begin, end
 
     # -- copies -----------------------------------------------------------------------------------------------------
@@ -81,7 +72,7 @@ class PassAttention:
     def copy_nothing(self) -> None:
         """In the weights role, which brings nothing here, but whose arrival is needed."""
         with self._tiles() as tile:
-            begin, end = self._key_tiles(tile)
+            begin, end = self._key_tiles(self._place(tile))
             with ch.for_(begin, end, unroll=1):
                 with self.ring.fill_weights(0):
                     pass
@@ -90,10 +81,11 @@ class PassAttention:
     def copy_keys(self) -> None:
         """In the activations role: keys and values, a stage for each tile of them."""
         with self._tiles() as tile:
-            begin, end = self._key_tiles(tile)
+            tokens = self._place(tile)
+            begin, end = self._key_tiles(tokens)
             kv_head = self._head(tile) // self.heads.shape.group
             with ch.for_(begin, end, unroll=1, name="key_tile") as key_tile:
-                place = self.heads.core(kv_head, key_tile * self.key_tile, 0)
+                place = self.heads.core(kv_head, tokens.first_row + key_tile * self.key_tile, 0)
                 with self.ring.fill_activations(2 * self.tile_bytes) as (stage, barrier):
                     prim.bulk_copy(stage, self.heads.keys + place, self.tile_bytes, barrier)
                     prim.bulk_copy(stage + self.tile_bytes, self.heads.values + place, self.tile_bytes, barrier)
@@ -105,12 +97,13 @@ class PassAttention:
         """In the consumer role: all tiles of this block."""
         machine, head_dim = self.machine, self.heads.shape.head_dim
         with self._tiles() as tile:
-            begin, end = self._key_tiles(tile)
+            place = self._place(tile)
+            begin, end = self._key_tiles(place)
             head = self._head(tile)
-            token = self._first_token(tile) + machine.warp * QUERY_TOKENS
+            first_of_warp = machine.warp * QUERY_TOKENS
             queries = ch.array(ty.u32x4, head_dim // 16)
-            self._load_queries(queries, head, token)
-            rows = _Rows(self.tokens.start + token, machine.lane)
+            self._load_queries(queries, head, place.column + first_of_warp)
+            rows = _Rows(place.position + first_of_warp, machine.lane)
             output = ch.array(ty.f32, head_dim // 2, zero=True)
             logits = ch.array(ty.f32, self.key_tile // 2)
             even = ch.array(ty.u32x4, self.key_tile // 16)
@@ -130,7 +123,7 @@ class PassAttention:
                 self._end(output, odd, previous)
             with ch.else_():
                 self._end(output, even, previous)
-            self._store(output, rows, head, token)
+            self._store(output, rows, head, place)
 
     @ch.inline
     def _go_on(
@@ -163,8 +156,8 @@ class PassAttention:
         self.ring.release(previous)
 
     @ch.inline
-    def _load_queries(self, queries: Any, head: ch.Expr, token: ch.Expr) -> None:
-        first = self.heads.queries + self.heads.query(head, token, ty.u32(0))
+    def _load_queries(self, queries: Any, head: ch.Expr, column: ch.Expr) -> None:
+        first = self.heads.queries + self.heads.query(head, column, ty.u32(0))
         words = ch.reinterpret(ty.ptr(ty.u32x4), first)
         for step in range(self.heads.shape.head_dim // 16):
             queries[step] = words[step * 32 + self.machine.lane]
@@ -253,7 +246,7 @@ class PassAttention:
                 output[group * 4 + number] *= rows.shrinks[number // 2]
 
     @ch.inline
-    def _store(self, output: Any, rows: _Rows, head: ch.Expr, token: ch.Expr) -> None:
+    def _store(self, output: Any, rows: _Rows, head: ch.Expr, tile: TilePlace) -> None:
         """The rows' outputs in token order: four groups of 8 dims are a K-tile, a lane's unit of it."""
         lane, plan = self.machine.lane, self.machine.plan
         k_tiles = self.heads.shape.head_dim // VECTOR_COLUMNS
@@ -262,15 +255,17 @@ class PassAttention:
             for mask in (1, 2):
                 total += prim.shuffle_xor_f32(total, mask)
             inverse = ch.const(ty.f32, prim.divide_f32(1.0, total), name="inverse")
-            group = token // GROUP_TOKENS + number
-            for k_tile in range(k_tiles):
-                words = []
-                for dims in range(4):
-                    place = (k_tile * 4 + dims) * 4 + number * 2
-                    words.append(prim.pack_bf16x2(output[place] * inverse, output[place + 1] * inverse))
-                block = ty.u64((head * k_tiles + k_tile) * plan.groups + group) * GROUP_BYTES
-                unit = self.into + (block + ty.u64(lane % 4 * UNIT_BYTES + lane // 4 * 16))
-                ch.reinterpret(ty.ptr_mut(ty.u32x4), unit)[0] = prim.make_u32x4(*words)
+            in_tile = self.machine.warp * QUERY_TOKENS + number * GROUP_TOKENS
+            group = (tile.column + in_tile) // GROUP_TOKENS
+            with ch.if_(in_tile + lane // 4 < tile.count):
+                for k_tile in range(k_tiles):
+                    words = []
+                    for dims in range(4):
+                        place = (k_tile * 4 + dims) * 4 + number * 2
+                        words.append(prim.pack_bf16x2(output[place] * inverse, output[place + 1] * inverse))
+                    block = ty.u64((head * k_tiles + k_tile) * plan.groups + group) * GROUP_BYTES
+                    unit = self.into + (block + ty.u64(lane % 4 * UNIT_BYTES + lane // 4 * 16))
+                    ch.reinterpret(ty.ptr_mut(ty.u32x4), unit)[0] = prim.make_u32x4(*words)
 
 
 class _Rows:

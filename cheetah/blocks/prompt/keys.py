@@ -30,17 +30,72 @@ QUERY_TOKENS = 16
 
 @dataclass(frozen=True, eq=False)
 class PassTokens:
-    """The tokens of a pass: `count` of one sequence, the first at position `start`; its page table begins at word
-    `table`. All u32."""
+    """The tables of a launch (i32) and how many rows two of them have (u32): see `cheetah.plan.pass_tables`."""
 
+    groups: ch.Expr
+    segments: ch.Expr
+    segment_count: ch.Expr
+    tiles: ch.Expr
+    tile_count: ch.Expr
+
+    @ch.inline
+    def group(self, number: Any) -> GroupPlace:
+        """Of 8 columns."""
+        of_group = ch.const(ty.u32x4, _row(self.groups, number))
+        return GroupPlace(*_members(of_group))
+
+    @ch.inline
+    def segment(self, number: Any) -> SegmentPlace:
+        of_segment = ch.const(ty.u32x4, _row(self.segments, number))
+        return SegmentPlace(*_members(of_segment))
+
+    @ch.inline
+    def tile(self, number: Any) -> TilePlace:
+        of_tile = ch.const(ty.u32x4, _row(self.tiles, number))
+        return TilePlace(*_members(of_tile))
+
+
+def _row(table: ch.Expr, number: Any) -> Any:
+    return ch.reinterpret(ty.ptr(ty.u32x4), table)[number]
+
+
+def _members(row: Any) -> tuple[Any, ...]:
+    return row.x, row.y, row.z, row.w
+
+
+@dataclass(frozen=True, eq=False)
+class GroupPlace:
+    """8 columns: position of the first, how many are tokens, word of the page table, row of keys for position 0."""
+
+    position: ch.Expr
     count: ch.Expr
-    start: ch.Expr
     table: ch.Expr
+    first_row: ch.Expr
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentPlace:
+    """A part of a sequence: tokens cached before it, its own, word of the page table, row of keys for position 0."""
+
+    start: ch.Expr
+    count: ch.Expr
+    table: ch.Expr
+    first_row: ch.Expr
+
+
+@dataclass(frozen=True, eq=False)
+class TilePlace:
+    """Tokens that attention reads together: first column, its position, how many, row of keys for position 0."""
+
+    column: ch.Expr
+    position: ch.Expr
+    count: ch.Expr
+    first_row: ch.Expr
 
 
 @dataclass(frozen=True, eq=False)
 class PassHeads:
-    """Where queries, keys and values of the present layer lie (u8). max_keys: that there is room for, whole key
+    """Where queries, keys and values of the present layer lie (u8). key_rows: that there is room for, whole key
     tiles."""
 
     machine: PassMachine
@@ -48,7 +103,7 @@ class PassHeads:
     queries: ch.Expr
     keys: ch.Expr
     values: ch.Expr
-    max_keys: int
+    key_rows: int
 
     @property
     def units(self) -> int:
@@ -60,10 +115,10 @@ class PassHeads:
         """Of 8 tokens of a head, in core order."""
         return self.units * CORE_BYTES
 
-    def core(self, head: Any, key: Any, unit: Any) -> Any:
-        """Byte of a unit of a key or value in core order (u64)."""
-        group = head * (self.max_keys // GROUP_TOKENS) + key // GROUP_TOKENS
-        return ty.u64(group) * self.group_bytes + ty.u64(unit * CORE_BYTES + key % GROUP_TOKENS * (UNIT * 2))
+    def core(self, head: Any, row: Any, unit: Any) -> Any:
+        """Byte of a unit of a row of keys or values in core order (u64)."""
+        group = head * (self.key_rows // GROUP_TOKENS) + row // GROUP_TOKENS
+        return ty.u64(group) * self.group_bytes + ty.u64(unit * CORE_BYTES + row % GROUP_TOKENS * (UNIT * 2))
 
     def query(self, head: Any, token: Any, step: Any) -> Any:
         """Byte where the operand of 16 tokens and 16 dims begins that `token` belongs to (u64)."""
@@ -155,18 +210,18 @@ class StoreHeads(Finish):
         rows = ch.array(ty.f32, 4)
         for number, value in enumerate(self._with_biases(sums)):
             rows[number] = value
+        group = self.tokens.group(sums.group)
         is_paired = head < shape.heads + shape.kv_heads
         with ch.if_(is_paired):
             if self.norms is not None:
                 self.norms.apply(sums, rows, self.layer, head, m_tile_of_head)
-            self._rotate(sums, rows, m_tile_of_head)
+            self._rotate(group.position, rows, m_tile_of_head)
         low, high = exchanged_rows(machine, *(rows[number] for number in range(4)))
         # Rows g and g + 8 of a rotated head are a pair, half a head apart; of a value they are neighbours.
         first_unit = ch.select(is_paired, m_tile_of_head, m_tile_of_head * 2)
         second_unit = ch.select(is_paired, m_tile_of_head + m_tiles_per_head, m_tile_of_head * 2 + 1)
-        token = sums.group * GROUP_TOKENS + machine.lane % 4 * 2 + machine.lane // 4 % 2
         for unit, word in ((first_unit, low), (second_unit, high)):
-            self._store(head, token, unit, word)
+            self._store(head, sums.group, group, unit, word)
 
     def _with_biases(self, sums: Sums) -> tuple[Any, ...]:
         values = self.scales.scaled(sums)
@@ -177,13 +232,13 @@ class StoreHeads(Finish):
         return tuple(value + biases[number // 2] for number, value in enumerate(values))
 
     @ch.inline
-    def _rotate(self, sums: Sums, rows: Any, m_tile_of_head: ch.Expr) -> None:
-        """RoPE (rotate-half): the pair (k, k + D/2) are rows g and g + 8."""
+    def _rotate(self, first_position: ch.Expr, rows: Any, m_tile_of_head: ch.Expr) -> None:
+        """RoPE (rotate-half): the pair (k, k + D/2) are rows g and g + 8. first_position: of the group's first."""
         half, lane = self.heads.shape.head_dim // 2, self.heads.machine.lane
         angles = ch.reinterpret(ty.ptr(ty.f32x2), self.rope)
         frequency = m_tile_of_head * HALF + lane // 4
         for number in range(2):
-            position = self.tokens.start + sums.group * GROUP_TOKENS + lane % 4 * 2 + number
+            position = first_position + lane % 4 * 2 + number
             place = ch.minimum(position, self.max_context - 1) * half + frequency
             angle = ch.const(ty.f32x2, angles[place], name="angle")
             first = ch.const(ty.f32, rows[number], name="first")
@@ -191,54 +246,89 @@ class StoreHeads(Finish):
             rows[number] = first * angle.x - second * angle.y
             rows[number + 2] = second * angle.x + first * angle.y
 
-    @ch.function
-    def _store(self, head: ch.Expr, token: ch.Expr, unit: ch.Expr, word: ch.Expr) -> None:
-        """A word (two dims) of a unit of a head, of a token of the pass; heads count queries, keys, values."""
-        heads, shape, lane = self.heads, self.heads.shape, self.heads.machine.lane
-        pair = lane // 8  # of the unit's four
-        with ch.if_(head < shape.heads):
-            place = heads.query(head, token, unit // 2) + ty.u64(
-                (token % 8 * 4 + pair) * 16 + (token // 8 % 2 + unit % 2 * 2) * 4
-            )
-            ch.reinterpret(ty.ptr_mut(ty.u32), heads.queries + place)[0] = word
+    @ch.inline
+    def _store(self, head: ch.Expr, group: ch.Expr, place: GroupPlace, unit: ch.Expr, word: ch.Expr) -> None:
+        """A word (two dims) of a unit of a head, of this lane's token of a group; heads count queries, keys, values."""
+        in_group = self.heads.machine.lane % 4 * 2 + self.heads.machine.lane // 4 % 2
+        with ch.if_(head < self.heads.shape.heads):
+            self._store_query(head, group * GROUP_TOKENS + in_group, unit, word)
         with ch.else_():
-            with ch.if_(token < self.tokens.count):
-                kv_row = head - shape.heads
-                kv_head = kv_row % shape.kv_heads
-                is_key = kv_row < shape.kv_heads
-                position = self.tokens.start + token
-                core = heads.core(kv_head, position, unit) + ty.u64(pair * 4)
-                into = ch.select(is_key, heads.keys, heads.values) + core
-                ch.reinterpret(ty.ptr_mut(ty.u32), into)[0] = word
-                key = self.cache.key(self.layer, kv_head, self.tokens.table, position)
-                cached = ch.select(is_key, key, self.cache.value(key)) + (unit * UNIT + pair * 2)
-                ch.reinterpret(ty.ptr_mut(ty.u32), cached)[0] = word
+            with ch.if_(in_group < place.count):
+                self._store_kv(head, place.position + in_group, place.table, place.first_row, unit, word)
+
+    @ch.function
+    def _store_query(self, head: ch.Expr, column: ch.Expr, unit: ch.Expr, word: ch.Expr) -> None:
+        heads, pair = self.heads, self.heads.machine.lane // 8  # of the unit's four
+        place = heads.query(head, column, unit // 2) + ty.u64(
+            (column % 8 * 4 + pair) * 16 + (column // 8 % 2 + unit % 2 * 2) * 4
+        )
+        ch.reinterpret(ty.ptr_mut(ty.u32), heads.queries + place)[0] = word
+
+    @ch.function
+    def _store_kv(
+        self,
+        head: ch.Expr,
+        position: ch.Expr,
+        table: ch.Expr,
+        first_row: ch.Expr,
+        unit: ch.Expr,
+        word: ch.Expr,
+    ) -> None:
+        heads, shape, pair = self.heads, self.heads.shape, self.heads.machine.lane // 8
+        kv_row = head - shape.heads
+        kv_head = kv_row % shape.kv_heads
+        is_key = kv_row < shape.kv_heads
+        core = heads.core(kv_head, first_row + position, unit) + ty.u64(pair * 4)
+        into = ch.select(is_key, heads.keys, heads.values) + core
+        ch.reinterpret(ty.ptr_mut(ty.u32), into)[0] = word
+        key = self.cache.key(self.layer, kv_head, table, position)
+        cached = ch.select(is_key, key, self.cache.value(key)) + (unit * UNIT + pair * 2)
+        ch.reinterpret(ty.ptr_mut(ty.u32), cached)[0] = word
 
 
 @ch.function
 def bring_earlier_keys(heads: PassHeads, tokens: PassTokens, cache: KvCache, layer: ch.Expr, key_tile: int) -> None:
-    """In the consumer role, all blocks together: the keys and values that were cached before this pass, in core order,
-    and zeros for values behind the last one up to the end of its key tile, whose weights are zero."""
-    machine, shape = heads.machine, heads.shape
-    thread = machine.block * machine.plan.consumer_threads + machine.thread
-    threads = machine.gpu.blocks * machine.plan.consumer_threads
+    """In the consumer role, all blocks together, for every segment: the keys and values that were cached before this
+    pass, in core order, and zeros for values behind the last one up to the end of its key tile, whose weights are
+    zero."""
+    with ch.for_(tokens.segment_count, unroll=1, name="segment") as number:
+        segment = tokens.segment(number)
+        _bring_cached(heads, segment, cache, layer)
+        _clear_behind(heads, segment, key_tile)
+
+
+def _threads(machine: PassMachine) -> tuple[Any, Any]:
+    """The number of this consumer thread among those of all blocks, and how many those are."""
+    threads = machine.plan.consumer_threads
+    return machine.block * threads + machine.thread, machine.gpu.blocks * threads
+
+
+@ch.inline
+def _bring_cached(heads: PassHeads, segment: SegmentPlace, cache: KvCache, layer: ch.Expr) -> None:
+    thread, threads = _threads(heads.machine)
     # Eight neighbouring threads have a core matrix: they write 128 bytes side by side.
-    of_head = (tokens.start + (GROUP_TOKENS - 1)) // GROUP_TOKENS
+    of_head = (segment.start + (GROUP_TOKENS - 1)) // GROUP_TOKENS
     places = of_head * (heads.units * GROUP_TOKENS)
-    with ch.for_(thread, places * shape.kv_heads, threads, unroll=1, name="place") as place:
+    with ch.for_(thread, places * heads.shape.kv_heads, threads, unroll=1, name="place") as place:
         kv_head = place // places
         rest = place % places
         key = rest // (heads.units * GROUP_TOKENS) * GROUP_TOKENS + rest % GROUP_TOKENS
         unit = rest // GROUP_TOKENS % heads.units
-        with ch.if_(key < tokens.start):
-            source = cache.key(layer, kv_head, tokens.table, key) + unit * UNIT
-            core = heads.core(kv_head, key, unit)
+        with ch.if_(key < segment.start):
+            source = cache.key(layer, kv_head, segment.table, key) + unit * UNIT
+            core = heads.core(kv_head, segment.first_row + key, unit)
             for into, words in ((heads.keys, source), (heads.values, cache.value(source))):
                 ch.reinterpret(ty.ptr_mut(ty.u32x4), into + core)[0] = ch.reinterpret(ty.ptr(ty.u32x4), words)[0]
-    total = tokens.start + tokens.count
+
+
+@ch.inline
+def _clear_behind(heads: PassHeads, segment: SegmentPlace, key_tile: int) -> None:
+    thread, threads = _threads(heads.machine)
+    kv_heads = heads.shape.kv_heads
+    total = segment.start + segment.count
     behind = (total + (key_tile - 1)) // key_tile * key_tile - total
-    with ch.for_(thread, behind * (heads.units * shape.kv_heads), threads, unroll=1, name="place") as place:
+    with ch.for_(thread, behind * (heads.units * kv_heads), threads, unroll=1, name="place") as place:
         unit = place % heads.units
-        kv_head = place // heads.units % shape.kv_heads
-        core = heads.core(kv_head, total + place // (heads.units * shape.kv_heads), unit)
+        kv_head = place // heads.units % kv_heads
+        core = heads.core(kv_head, segment.first_row + total + place // (heads.units * kv_heads), unit)
         ch.reinterpret(ty.ptr_mut(ty.u32x4), heads.values + core)[0] = prim.make_u32x4(0, 0, 0, 0)
