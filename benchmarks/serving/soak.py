@@ -36,7 +36,7 @@ WRONG: tuple[dict[str, Any], ...] = (
 )
 GONE_SHARE, WRONG_SHARE, WHOLE_SHARE = 0.1, 0.1, 0.3
 SETTLE_S = 60.0
-TRY_AGAIN_S = 0.05
+TRY_AGAIN_S = 0.5
 
 
 @dataclass
@@ -109,7 +109,7 @@ class Soak:
                 return
             except TryAgain:
                 self.outcomes["told to try again"] += 1
-                await asyncio.sleep(TRY_AGAIN_S)
+                await asyncio.sleep(TRY_AGAIN_S * draw.random())
 
     def _keep(self, number: int, token_ids: list[int]) -> None:
         known = self.answers.setdefault(number, token_ids)
