@@ -78,7 +78,7 @@ class if_(Block):
         self.condition = condition
 
     def __enter__(self) -> None:
-        current().require_visible(self.condition, self.location)
+        current().require_visible(walk(self.condition), self.location)
         self.scope = self._open("an if_ block")
 
     def _finish(self) -> None:
@@ -131,7 +131,7 @@ class for_(Block):
 
     def __enter__(self) -> Name:
         for bound in (self.start, self.stop, self.step):
-            current().require_visible(bound, self.location)
+            current().require_visible(walk(bound), self.location)
         self.scope = self._open(f"the loop over {self.name}", is_loop=True)
         self.counter = declare_name(self.name, self.type)
         return self.counter
@@ -158,7 +158,7 @@ class while_(Block):
         super().__init__()
 
     def __enter__(self) -> None:
-        current().require_visible(self.condition, self.location)
+        current().require_visible(walk(self.condition), self.location)
         self.scope = self._open("a while_ block", is_loop=True)
 
     def _finish(self) -> None:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from cheetah.errors import CheetahError
 
 _HERE = str(Path(__file__).parent) + "/"
 
 
-@dataclass(frozen=True)
-class Location:
+class Location(NamedTuple):
     """A line of the user's Python."""
 
     file: str

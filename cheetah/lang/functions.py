@@ -9,7 +9,8 @@ function may stand wherever an inline one does, means the same and needs the sam
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, wraps
 from typing import Any, ParamSpec, TypeVar
@@ -36,9 +37,9 @@ from cheetah.lang.nodes import (
     Stmt,
     Subscript,
     Unary,
-    expressions_in,
     statements_in,
     walk,
+    with_changes,
 )
 from cheetah.lang.operators import is_mutable_place
 from cheetah.lang.printer import function_text
@@ -117,7 +118,7 @@ class outline(Block):
     def _parameter(self, value: Expr, name: str) -> Expr:
         if isinstance(value, Literal):
             return value
-        current().require_visible(value)
+        current().require_visible(walk(value))
         mutable = is_mutable_place(value) and (isinstance(value, Name) or isinstance(value.type, ty.Array))
         parameter = declare_name(name, value.type, mutable=mutable)
         self.given.append(_Given(parameter, value))
@@ -143,7 +144,7 @@ class outline(Block):
         return not isinstance(value, Literal) and not is_callers
 
     def _require_returnable(self, value: Expr) -> None:
-        current().require_visible(value)
+        current().require_visible(walk(value))
         if isinstance(value.type, ty.Array):
             raise TypeMixError(f"{self.name} returns the array `{value}`: let its caller make the array and give it.")
 
@@ -154,12 +155,15 @@ class outline(Block):
 
     def _finish(self) -> None:
         body = joined(self.scope.statements)
-        given = [*self.given, *_captured(body, [*(item.name for item in self.given), *self.outputs])]
-        stored = _stored_names(body)
+        statements = tuple(statements_in(body))
+        nodes = tuple(node for statement in statements for node in statement.nodes)
+        bound = [*(item.name for item in self.given), *self.outputs, *_declared(statements)]
+        given = [*self.given, *_captured(nodes, bound)]
+        stored = _stored_names(statements, nodes)
         for item in given:
             if item.name.name in stored:
                 self._require_alone(item, [other for other in given if other is not item])
-        called = self._function(body, given, stored)
+        called = self._function(body, nodes, given, stored)
         call = Call(self.returns, called.name, tuple(item.value for item in given), called)
         if self.outputs:
             self.values = store_results(call, [target.type for target in self.outputs])
@@ -168,10 +172,12 @@ class outline(Block):
         else:
             emit(Do(call))
 
-    def _function(self, body: tuple[Stmt, ...], given: list[_Given], stored: set[str]) -> Function:
-        """The body under names of its own, so that it reads the same whoever calls it."""
+    def _function(
+        self, body: tuple[Stmt, ...], nodes: Sequence[Expr], given: list[_Given], stored: set[str]
+    ) -> Function:
+        """The body under names of its own, so that it reads the same whoever calls it. nodes: its expressions."""
         inputs = [item.name for item in given]
-        names = _own_names([*inputs, *self.outputs], body)
+        names = _own_names([*inputs, *self.outputs, *nodes])
         parameters = [Parameter(names[name.name], name.type, _is_place(name, stored)) for name in inputs]
         parameters += [Parameter(names[name.name], name.type, True) for name in self.outputs]
         renamed = tuple(_renamed(statement, names) for statement in body)
@@ -203,18 +209,18 @@ def _mapped(value: Any, name: str, change: Callable[[Expr, str], Any]) -> Any:
     return value
 
 
-def _captured(body: tuple[Stmt, ...], bound: Iterable[Name]) -> list[_Given]:
-    """What the body uses of its caller's names, in the order in which they appear."""
-    inside = {name.name for name in bound} | {name.name for name in _declared(body)}
+def _captured(nodes: Sequence[Expr], bound: Iterable[Name]) -> list[_Given]:
+    """What a body uses of its caller's names, in the order in which they appear. bound: those that are its own."""
+    inside = {name.name for name in bound}
     captured: dict[str, Name] = {}
-    for node in expressions_in(body):
+    for node in nodes:
         if isinstance(node, Name) and node.name not in inside:
             captured.setdefault(node.name, node)
     return [_Given(name, name) for name in captured.values()]
 
 
-def _declared(body: tuple[Stmt, ...]) -> Iterator[Name]:
-    for statement in statements_in(body):
+def _declared(statements: Sequence[Stmt]) -> Iterator[Name]:
+    for statement in statements:
         if isinstance(statement, Declare):
             yield statement.name
         elif isinstance(statement, For):
@@ -225,15 +231,15 @@ def _is_place(name: Name, stored: set[str]) -> bool:
     return isinstance(name.type, ty.Array) or name.name in stored
 
 
-def _stored_names(body: tuple[Stmt, ...]) -> set[str]:
-    """Names of variables and arrays that the body stores to, itself or through what it calls."""
+def _stored_names(statements: Sequence[Stmt], nodes: Sequence[Expr]) -> set[str]:
+    """Names of variables and arrays that a body stores to, itself or through what it calls."""
     places: list[Expr] = []
-    for statement in statements_in(body):
+    for statement in statements:
         if isinstance(statement, Assign):
             places.append(statement.target)
         elif isinstance(statement, Asm):
             places += [operand for name, operand in statement.operands if name in statement.outputs]
-    for node in expressions_in(body):
+    for node in nodes:
         if isinstance(node, Unary) and node.operator == "&":
             places.append(node.operand)
         elif isinstance(node, Call):
@@ -262,11 +268,11 @@ def _root_name(place: Expr) -> str | None:
 # -- names of its own ---------------------------------------------------------------------------------------------
 
 
-def _own_names(parameters: list[Name], body: tuple[Stmt, ...]) -> dict[str, str]:
-    """For each name of the body the one that it has in the function: as in Python, numbered where two wanted one."""
-    taken = {node.function for node in expressions_in(body) if isinstance(node, Call)}
+def _own_names(nodes: Sequence[Expr]) -> dict[str, str]:
+    """For each name of a function the one that it has there: as in Python, numbered where two wanted one."""
+    taken = {node.function for node in nodes if isinstance(node, Call)}
     names: dict[str, str] = {}
-    for node in (*parameters, *expressions_in(body)):
+    for node in nodes:
         if isinstance(node, Name) and node.name not in names:
             names[node.name] = _free(node.wanted or node.name, taken)
             taken.add(names[node.name])
@@ -282,17 +288,20 @@ def _free(wanted: str, taken: set[str]) -> str:
 
 
 def _renamed(node: Any, names: Mapping[str, str]) -> Any:
-    """A statement or expression, or a tuple of such, with its names replaced."""
+    """A statement or expression, or a tuple of such, with its names replaced; itself where they stay."""
     if isinstance(node, tuple):
-        return tuple(_renamed(item, names) for item in node)
+        items = [_renamed(item, names) for item in node]
+        return tuple(items) if any(map(operator.is_not, items, node)) else node
+    if isinstance(node, Name):
+        return node if names[node.name] == node.name else with_changes(node, name=names[node.name])
     if not isinstance(node, (Expr, Stmt)):
         return node
-    changes: dict[str, Any] = {"name": names[node.name]} if isinstance(node, Name) else {}
+    changes: dict[str, Any] = {}
     for name in _fields_with_names(type(node)):  # type: ignore[arg-type]
         value = getattr(node, name)
-        if isinstance(value, (Expr, Stmt, tuple)):
-            changes[name] = _renamed(value, names)
-    return replace(node, **changes) if changes else node
+        if isinstance(value, (Expr, Stmt, tuple)) and (renamed := _renamed(value, names)) is not value:
+            changes[name] = renamed
+    return with_changes(node, **changes) if changes else node
 
 
 @cache

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cheetah.lang import types as ty
@@ -16,11 +17,20 @@ if TYPE_CHECKING:
     from cheetah.lang.kernel import Kernel
 
 
-def functions_of(kernel: Kernel) -> list[Function]:
-    """The functions that the kernel calls, each after those that it calls itself."""
-    found: dict[Function, None] = {}
-    _collect_functions(kernel.body, found)
-    return list(found)
+@dataclass(frozen=True)
+class _Program:
+    """A kernel with all that it calls: its functions, each after those that it calls itself, and all statements."""
+
+    kernel: Kernel
+    functions: list[Function]
+    statements: list[Stmt]
+
+    @classmethod
+    def of(cls, kernel: Kernel) -> _Program:
+        found: dict[Function, None] = {}
+        _collect_functions(kernel.body, found)
+        bodies = (*(function.body for function in found), kernel.body)
+        return cls(kernel, list(found), [statement for body in bodies for statement in statements_in(body)])
 
 
 def _collect_functions(statements: Iterable[Stmt], found: dict[Function, None]) -> None:
@@ -30,16 +40,10 @@ def _collect_functions(statements: Iterable[Stmt], found: dict[Function, None]) 
             found[node.callee] = None
 
 
-def _all_statements(kernel: Kernel) -> Iterator[Stmt]:
-    for function in functions_of(kernel):
-        yield from statements_in(function.body)
-    yield from statements_in(kernel.body)
-
-
-def primitives_of(kernel: Kernel) -> list[Primitive]:
+def _primitives_of(program: _Program) -> list[Primitive]:
     """The primitives a kernel calls and those their bodies call, in the order in which they are declared."""
     found: set[Primitive | str] = set()
-    for statement in _all_statements(kernel):
+    for statement in program.statements:
         if isinstance(statement, Raw):
             found |= set(re.findall(r"\w+", statement.text)) & PRIMITIVES.keys()
         for node in statement.nodes:
@@ -50,25 +54,22 @@ def primitives_of(kernel: Kernel) -> list[Primitive]:
     return with_requirements(found)
 
 
-def structs_of(kernel: Kernel) -> list[ty.Struct]:
+def _structs_of(program: _Program) -> list[ty.Struct]:
     """The structures that the kernel mentions, in order of appearance, each after those it is made of."""
+    types = dict.fromkeys(type_ for _, type_ in program.kernel.params.items())
+    types |= dict.fromkeys(item.type for function in program.functions for item in function.parameters)
+    types |= dict.fromkeys(node.type for statement in program.statements for node in statement.nodes)
     found: dict[ty.Struct, None] = {}
-    for _, type_ in kernel.params.items():
+    for type_ in types:
         _collect_structs(type_, found)
-    for function in functions_of(kernel):
-        for parameter in function.parameters:
-            _collect_structs(parameter.type, found)
-    for statement in _all_statements(kernel):
-        for node in statement.nodes:
-            _collect_structs(node.type, found)
     return list(found)
 
 
-def constants_of(kernel: Kernel) -> list[Constant]:
+def _constants_of(program: _Program) -> list[Constant]:
     """The named constants that the kernel and its functions use, in the order in which they were made."""
-    nodes = (node for statement in _all_statements(kernel) for node in statement.nodes)
+    nodes = (node for statement in program.statements for node in statement.nodes)
     used = {node.name for node in nodes if isinstance(node, Constant)}
-    return [constant for constant in kernel.constants if constant.name in used]
+    return [constant for constant in program.kernel.constants if constant.name in used]
 
 
 def _collect_structs(type_: ty.Type, found: dict[ty.Struct, None]) -> None:
@@ -82,7 +83,12 @@ def _collect_structs(type_: ty.Type, found: dict[ty.Struct, None]) -> None:
 
 def render(kernel: Kernel, *, line_marks: bool = False) -> str:
     """The kernel function and the functions that it calls, as CUDA C++."""
-    functions = [function_text(function, line_marks=line_marks) for function in functions_of(kernel)]
+    return _rendered(_Program.of(kernel), line_marks)
+
+
+def _rendered(program: _Program, line_marks: bool) -> str:
+    kernel = program.kernel
+    functions = [function_text(function, line_marks=line_marks) for function in program.functions]
     printer = Printer(line_marks)
     parameters = [f"{type_} {name}" for name, type_ in kernel.params.items()]
     bounds = f" __launch_bounds__({kernel.max_threads}, 1)" if kernel.max_threads else ""
@@ -96,11 +102,12 @@ def render(kernel: Kernel, *, line_marks: bool = False) -> str:
 def render_file(kernel: Kernel, *, header: str = "", line_marks: bool = False) -> str:
     """A compilable file: header comment, primitives (or the emulator's header), constants, structures, the program."""
     parts = ["".join(f"// {line}\n".replace(" \n", "\n") for line in header.splitlines())]
-    primitives = primitives_of(kernel)
+    program = _Program.of(kernel)
+    primitives = _primitives_of(program)
     parts.append(f'#ifdef CHEETAH_EMULATOR\n#include "cheetah_emulator.h"\n#else\n{_prelude(primitives)}#endif\n')
-    parts.append("".join(f"{constant_text(constant)}\n" for constant in constants_of(kernel)))
-    parts += [_struct_text(struct) for struct in structs_of(kernel)]
-    parts.append(render(kernel, line_marks=line_marks))
+    parts.append("".join(f"{constant_text(constant)}\n" for constant in _constants_of(program)))
+    parts += [_struct_text(struct) for struct in _structs_of(program)]
+    parts.append(_rendered(program, line_marks))
     return "\n".join(part for part in parts if part)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 from cheetah.lang import types as ty
@@ -34,6 +33,7 @@ from cheetah.lang.nodes import (
     expressions_in,
     statements_in,
     walk,
+    with_changes,
 )
 
 
@@ -74,7 +74,7 @@ def _with_parts(statement: Stmt, uses: Counter[int], words: set[str]) -> Stmt:
         for name in ("body", "otherwise")
         if getattr(statement, name, ())
     }
-    return replace(statement, **parts) if parts else statement
+    return with_changes(statement, **parts) if parts else statement
 
 
 def _one_statement(first: Stmt, second: Stmt, uses: Counter[int], words: set[str]) -> Stmt | None:
@@ -91,7 +91,7 @@ def _one_statement(first: Stmt, second: Stmt, uses: Counter[int], words: set[str
     if changed is None or not (_is_all_of(value, first.name) or _may_mix(value, first.name, first.value)):
         return None
     parts: dict[str, Any] = {field: changed}
-    return replace(second, **parts)
+    return with_changes(second, **parts)
 
 
 def _place(statement: Stmt) -> tuple[str, Expr] | None:
@@ -163,6 +163,6 @@ def _operands_always_evaluated(value: Expr) -> list[tuple[Any, Expr]]:
 def _with_operand(value: Expr, field: Any, operand: Expr) -> Expr:
     if isinstance(value, Call):
         arguments = (*value.arguments[:field], operand, *value.arguments[field + 1 :])
-        return replace(value, arguments=arguments)
+        return with_changes(value, arguments=arguments)
     parts: dict[str, Any] = {field: operand}
-    return replace(value, **parts)
+    return with_changes(value, **parts)

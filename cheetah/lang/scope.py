@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from cheetah.lang import types as ty
 from cheetah.lang.errors import Location, MissingWithError, NoKernelError, RoleError, ScopeError, here
-from cheetah.lang.nodes import Expr, Name, walk
+from cheetah.lang.nodes import Expr, Name
 
 if TYPE_CHECKING:
     from cheetah.lang.nodes import Constant, Function, Stmt
@@ -94,9 +94,9 @@ class Cursor:
         """`wanted`, or `wanted_2`, `wanted_3`, ... where an open scope has that name already."""
         return unique_in([self], wanted)
 
-    def require_visible(self, expression: Expr, location: Location | None = None) -> None:
-        """ScopeError where the expression uses a name that is not bound in an open scope."""
-        for node in walk(expression):
+    def require_visible(self, nodes: Iterable[Expr], location: Location | None = None) -> None:
+        """ScopeError where one of the expressions is a name that is not bound in an open scope."""
+        for node in nodes:
             if isinstance(node, Name) and not any(scope in self.scopes for scope in node.scopes):
                 raise ScopeError(self._invisible(node), location)
 
@@ -157,8 +157,7 @@ def emit(statement: Stmt) -> None:
     """Append a statement at the current place, after checking that it sees every name it uses."""
     cursor = current()
     cursor.require_entered()
-    for expression in statement.expressions():
-        cursor.require_visible(expression, statement.location)
+    cursor.require_visible(statement.nodes, statement.location)
     cursor.top.statements.append(statement)
 
 
