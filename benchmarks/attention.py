@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from cheetah.attention import BatchAttention
-from cheetah.attention.batch import DeviceArray
+from cheetah.attention.outputs import DeviceArray
 from cheetah.plan import gpu_named
 from cheetah.runtime.device import open_device
 from cheetah.tools.bench import ReadCeiling, fill_with, random_bits

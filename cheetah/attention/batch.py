@@ -21,63 +21,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.attention.arrays import ArrayError, ArrayView, host_bytes, view_array
-from cheetah.attention.program import COLUMN_FIELDS, WORKSPACE_ALIGNMENT, AttentionSpec, generate_attention, pages_for
+from cheetah.attention.errors import AttentionError
+from cheetah.attention.outputs import Borrowed, Output
+from cheetah.attention.program import WORKSPACE_ALIGNMENT, AttentionSpec, generate_attention, pages_for
+from cheetah.attention.requests import Int32Array, Prefix, RequestTables
 from cheetah.blocks.attention.variants import CAUSAL, Variant
-from cheetah.errors import CheetahError
 from cheetah.lang import ty
 from cheetah.package import Generated
 from cheetah.plan import Gpu
-from cheetah.plan.kv import KvPlan, Scheduling, Tile, schedule
-from cheetah.plan.kv.page_table import check_page_table, lengths_of
+from cheetah.plan.kv import KvPlan, Scheduling, schedule
+from cheetah.plan.kv.page_table import check_page_table
 from cheetah.plan.kv.tables import TileRecord, encode
 from cheetah.runtime.device import Device, open_device
 
 __all__ = ["AttentionError", "BatchAttention", "Prefix", "nhd_to_hnd"]
-
-Int32Array = NDArray[np.int32]
-
-
-class AttentionError(CheetahError):
-    """Arguments of `plan` or `run` that do not fit; the message says what does."""
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """A level of prefixes that neighbouring requests share: one page-table entry a group (FlashInfer, 3.1.2).
-
-    groups: (first request, requests) of each group, ascending. kv_offset: absolute position of the level's first key,
-    of each group; None: behind the levels before. The three arrays are as in `plan`, a row a group.
-    """
-
-    indptr: Int32Array
-    indices: Int32Array
-    last_page_len: Int32Array
-    groups: Sequence[tuple[int, int]]
-    kv_offset: Sequence[int] | None = None
-
-
-class _Borrowed:
-    """Memory on a device that somebody else owns, as a launch's argument."""
-
-    def __init__(self, device: Any, view: ArrayView) -> None:
-        self.device, self.address, self.nbytes, self.owner = device, view.address, view.nbytes, view.owner
-
-    def upload(self, array: NDArray[Any], offset: int = 0) -> None:
-        raise AttentionError("this memory belongs to the caller")
-
-
-class DeviceArray:
-    """An output on the GPU, with `__cuda_array_interface__` (bf16 as 16-bit integers). Keeps its memory."""
-
-    def __init__(self, buffer: Any, shape: tuple[int, ...], typestr: str) -> None:
-        self.buffer, self.shape = buffer, shape
-        self.__cuda_array_interface__ = {
-            "shape": shape,
-            "typestr": typestr,
-            "data": (buffer.address, False),
-            "version": 3,
-            "strides": None,
-        }
 
 
 class BatchAttention:
@@ -112,12 +69,21 @@ class BatchAttention:
     ) -> None:
         self.device = open_device(device) if device is None or isinstance(device, str) else device
         machine = gpu or ("emulator" if self.device.name == "emulator" else "h200")
-        entries = pages_for(batch, max_keys, page_size, levels)
         self.spec = AttentionSpec(
-            *(heads, kv_heads, head_dim, page_size, kv_dtype, variant, batch, queries, levels, entries, chunk),
-            max_keys if chunk else 0,
-            machine,
-            plan_fields,
+            heads,
+            kv_heads,
+            head_dim,
+            page_size=page_size,
+            kv_dtype=kv_dtype,
+            variant=variant,
+            batch=batch,
+            queries=queries,
+            levels=levels,
+            page_entries=pages_for(batch, max_keys, page_size, levels),
+            chunk=chunk,
+            max_keys=max_keys if chunk else 0,
+            gpu=machine,
+            overrides=plan_fields,
         )
         made = generated or generate_attention(self.spec)
         self.kernel = self.device.load(made.text, made.manifest)
@@ -182,7 +148,7 @@ class BatchAttention:
                 f"variant {self.spec.variant.name} is for one query a request and no prefixes: what it makes of a key "
                 "depends on who asks; plan requests of one row each, with their whole page tables"
             )
-        tables = _Levels(self.spec, rows, (indptr, indices, last_page_len), prefixes, kv_offset)
+        tables = RequestTables(self.spec, rows, (indptr, indices, last_page_len), prefixes, kv_offset)
         plan_fields = self.spec.plan
         scheduling = Scheduling(
             self.spec.kv_heads,
@@ -272,8 +238,8 @@ class BatchAttention:
         self._check_q(queries, rows)
         self._check_kv(pool, planned)
         outputs = {
-            "out": _Output.of(self.device, out, (rows, spec.heads, spec.head_dim), 2, queries.on_gpu),
-            "lse": _Output.of(self.device, lse, (rows, spec.heads), 4, queries.on_gpu),
+            "out": Output.of(self.device, out, (rows, spec.heads, spec.head_dim), 2, queries.on_gpu),
+            "lse": Output.of(self.device, lse, (rows, spec.heads), 4, queries.on_gpu),
         }
         arguments = {
             "q": self._argument(queries),
@@ -338,7 +304,7 @@ class BatchAttention:
                 raise ArrayError("an array on a GPU: the emulator takes numpy arrays")
             if view.address % 16:
                 raise ArrayError(f"an array at {view.address:#x}: give one aligned to 16 bytes")
-            return _Borrowed(self.device, view)
+            return Borrowed(self.device, view)
         buffer = self.device.allocate(max(view.nbytes, 16))
         buffer.upload(host_bytes(view))
         return buffer
@@ -365,7 +331,7 @@ class BatchAttention:
 @dataclass(frozen=True)
 class _Planned:
     plan: KvPlan
-    tables: _Levels
+    tables: RequestTables
     rows: int
 
     @property
@@ -383,113 +349,6 @@ class _Run:
     pages: int
 
 
-class _Levels:
-    """The tiles of all levels, their records, and one page table for all, from the callers' arrays."""
-
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        rows: Int32Array,
-        own: tuple[Int32Array, Int32Array, Int32Array],
-        prefixes: Sequence[Prefix],
-        kv_offset: Sequence[int] | None,
-    ) -> None:
-        self.spec, self.rows = spec, rows
-        self.requests = len(rows) - 1
-        self.counts = np.diff(rows)
-        self.records: list[TileRecord] = []
-        self.tiles: list[Tile] = []
-        arrays = [(prefix.indptr, prefix.indices, prefix.last_page_len) for prefix in prefixes] + [own]
-        starts = np.cumsum([0, *(len(indices) for _, indices, _ in arrays)])
-        self.page_table = np.concatenate([indices for _, indices, _ in arrays]).astype(np.int32)
-        self.offsets, self.lengths = self._places(arrays, prefixes, kv_offset)
-        self.cuts = [self._cut(int(a), int(b)) for a, b in zip(rows, rows[1:], strict=False)]
-        for level, prefix in enumerate(prefixes):
-            lengths = lengths_of(prefix.indptr, prefix.last_page_len, spec.page_size)
-            for group, (first, count) in enumerate(prefix.groups):
-                table = int(starts[level] + prefix.indptr[group])
-                offset = int(self.offsets[level, first])
-                for begin, end in self._joined(first, count):
-                    self._add(level, begin, end, table, offset, int(lengths[group]))
-        lengths = lengths_of(own[0], own[2], spec.page_size)
-        for request in range(self.requests):
-            table = int(starts[-2] + own[0][request])
-            for begin, end in self.cuts[request]:
-                self._add(len(prefixes), begin, end, table, int(self.offsets[-1, request]), int(lengths[request]))
-
-    def _places(
-        self, arrays: Sequence[tuple[Int32Array, ...]], prefixes: Sequence[Prefix], kv_offset: Sequence[int] | None
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Of each level and request the absolute position of its first key, and of each request all its keys."""
-        offsets = np.zeros((len(arrays), self.requests), np.int64)
-        ends = np.zeros(self.requests, np.int64)
-        for level, prefix in enumerate(prefixes):
-            self._check_groups(prefix)
-            lengths = lengths_of(prefix.indptr, prefix.last_page_len, self.spec.page_size)
-            for group, (first, count) in enumerate(prefix.groups):
-                members = slice(first, first + count)
-                if len(set(ends[members].tolist())) > 1:
-                    raise AttentionError(f"level {level}: the requests of group {group} differ before it")
-                offsets[level, members] = ends[first] if prefix.kv_offset is None else prefix.kv_offset[group]
-                ends[members] = offsets[level, first] + lengths[group]
-        offsets[-1] = ends if kv_offset is None else np.asarray(kv_offset, np.int64)
-        own = lengths_of(arrays[-1][0], arrays[-1][2], self.spec.page_size)
-        return offsets, offsets[-1] + own
-
-    def _check_groups(self, prefix: Prefix) -> None:
-        if len(prefix.groups) != len(prefix.last_page_len):
-            raise AttentionError(f"{len(prefix.groups)} groups for {len(prefix.last_page_len)} prefixes: give one each")
-        end = 0
-        for first, count in prefix.groups:
-            if first < end or count < 1 or first + count > self.requests:
-                raise AttentionError(
-                    f"group ({first}, {count}): give neighbouring requests of {self.requests}, ascending"
-                )
-            end = first + count
-
-    def _cut(self, begin: int, end: int) -> list[tuple[int, int]]:
-        size = self.spec.tile_columns
-        return [(first, min(first + size, end)) for first in range(begin, end, size)]
-
-    def _joined(self, first: int, count: int) -> list[tuple[int, int]]:
-        """Columns of tiles that take whole tiles of these requests together."""
-        joined: list[tuple[int, int]] = []
-        for begin, end in [cut for request in range(first, first + count) for cut in self.cuts[request]]:
-            if joined and end - joined[-1][0] <= self.spec.tile_columns:
-                joined[-1] = (joined[-1][0], end)
-            else:
-                joined.append((begin, end))
-        return joined
-
-    def _add(self, level: int, begin: int, end: int, table: int, offset: int, length: int) -> None:
-        """A tile of columns [begin, end) over `length` keys from absolute position `offset` on."""
-        variant, group = self.spec.variant, self.spec.shape.group
-        positions = self.positions()[begin:end]
-        last = max(0, min(length, int(positions.max()) + 1 - offset)) if variant.causal else length
-        first = 0
-        if variant.window is not None:
-            first = min(last, max(0, int(positions.min()) - variant.window - offset))
-        number = len(self.tiles)
-        self.records.append(TileRecord(begin, end - begin, table, offset, length, 0, 0, 0))
-        self.tiles.append(Tile(level, number, (end - begin) * group, first, last, begin * group))
-
-    def positions(self) -> NDArray[np.int64]:
-        """Of each column, the absolute position of its query; -1 where it sees nothing."""
-        request, number = self._owners()
-        positions: NDArray[np.int64] = np.maximum(self.lengths[request] - self.counts[request] + number, -1)
-        return positions
-
-    def _owners(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        request = np.repeat(np.arange(self.requests), self.counts)
-        return request, np.arange(len(request)) - self.rows[request]
-
-    def columns(self) -> Int32Array:
-        """int32 [columns, 4]: see COLUMN_FIELDS."""
-        request, number = self._owners()
-        words = {"request": request, "query": number, "position": self.positions(), "keys": self.lengths[request]}
-        return np.stack([words[name] for name in COLUMN_FIELDS], axis=1).astype(np.int32)
-
-
 def _reordered(plan: KvPlan, order: Sequence[int]) -> KvPlan:
     """The same items, in another order and so with other owners."""
     if sorted(order) != list(range(plan.item_count)):
@@ -497,37 +356,6 @@ def _reordered(plan: KvPlan, order: Sequence[int]) -> KvPlan:
     items = plan.items[np.asarray(order, np.int64)]
     items.setflags(write=False)
     return KvPlan(items, plan.work_indptr, plan.merges, plan.merge_indptr, plan.merge_src, plan.chunk)
-
-
-class _Output:
-    """Where an output goes: the caller's array on the host or on the GPU, or a new one."""
-
-    def __init__(self, buffer: Any, shape: tuple[int, ...], target: Any, on_gpu: bool) -> None:
-        self.buffer, self.shape, self.target, self.on_gpu = buffer, shape, target, on_gpu
-
-    @classmethod
-    def of(cls, device: Any, target: Any, shape: tuple[int, ...], size: int, on_gpu: bool) -> _Output:
-        nbytes = int(np.prod(shape)) * size
-        if target is None:
-            return cls(device.allocate(nbytes, 0xFF), shape, None, on_gpu)
-        view = view_array(target, "out" if size == 2 else "lse")
-        kinds = ("bf16", "u16") if size == 2 else ("f32",)
-        if view.shape != shape or view.dtype not in kinds:
-            raise ArrayError(f"output is {view.dtype} {view.shape}: give {kinds[0]} {shape}")
-        if view.on_gpu:
-            return cls(_Borrowed(device, view), shape, target, True)
-        return cls(device.allocate(nbytes, 0xFF), shape, view, False)
-
-    def finish(self, dtype: np.dtype[Any]) -> Any:
-        """The caller's array, filled, or a new one."""
-        if self.on_gpu:
-            typestr = "<u2" if dtype.itemsize == 2 else "<f4"
-            return DeviceArray(self.buffer, self.shape, typestr) if self.target is None else self.target
-        made = self.buffer.download(np.uint8, int(np.prod(self.shape)) * dtype.itemsize).view(dtype).reshape(self.shape)
-        if self.target is None:
-            return made
-        host_bytes(self.target)[:] = made.reshape(-1).view(np.uint8)
-        return self.target.owner
 
 
 def nhd_to_hnd(kv: Any) -> NDArray[Any]:
