@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cheetah.runtime.llm import LLM as LLM
     from cheetah.runtime.outputs import CompletionOutput as CompletionOutput
+    from cheetah.runtime.outputs import Logprob as Logprob
     from cheetah.runtime.outputs import RequestOutput as RequestOutput
     from cheetah.runtime.outputs import StreamPiece as StreamPiece
     from cheetah.runtime.sampling import SamplingParams as SamplingParams
@@ -19,12 +20,13 @@ if TYPE_CHECKING:
 _HOMES = {
     "CompletionOutput": "cheetah.runtime.outputs",
     "LLM": "cheetah.runtime.llm",
+    "Logprob": "cheetah.runtime.outputs",
     "RequestOutput": "cheetah.runtime.outputs",
     "SamplingParams": "cheetah.runtime.sampling",
     "StreamPiece": "cheetah.runtime.outputs",
 }
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StreamPiece"]
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "StreamPiece"]
 
 
 def __getattr__(name: str) -> Any:

@@ -48,7 +48,8 @@ class Asked:
         if isinstance(event, Failed):
             raise CheetahError(event.message)
         number, pieces = self._pieces[event.id]
-        piece = pieces.take(event.token_ids, event.timings, event.finish_reason)
+        logprobs = (event.logprobs, event.prompt_logprobs)
+        piece = pieces.take(event.token_ids, event.timings, event.finish_reason, *logprobs)
         if piece.finished:
             del self._pieces[event.id]
         return number, piece

@@ -165,6 +165,7 @@ class LLM:
                 self._assembly.prompts,
                 chunk_tokens,
                 self._assembly.solo,
+                self._assembly.logits_buffer,
             )
         )
 
@@ -275,7 +276,15 @@ class LLM:
         banned = self.prompts.ids_of_words(params.bad_words)
         sampling = sampling_of(params, self._defaults, self.seed, self.config.vocab_size, banned)
         room = cache.context - len(ids) + 1  # the last token that is made needs no place in the cache
-        request = Request(tuple(ids), params.max_tokens or room, sampling, params.min_tokens, params.n)
+        request = Request(
+            tuple(ids),
+            params.max_tokens or room,
+            sampling,
+            params.min_tokens,
+            params.n,
+            logprobs=params.logprobs,
+            prompt_logprobs=params.prompt_logprobs,
+        )
         self.engine.check(request)
         return Ask(request, params)
 
@@ -325,11 +334,13 @@ class LLM:
                 found[number].append(piece)
                 if piece.finished:
                     advance()
-        outputs = iter([collect(pieces) for pieces in found])
-        return [
-            RequestOutput(text, ids, tuple(islice(outputs, params.n)))
-            for (text, ids), params in zip(given, every, strict=True)
-        ]
+        completions = iter(found)
+        outputs = []
+        for (text, _), ask in zip(given, asks, strict=True):
+            own = list(islice(completions, ask.params.n))
+            ids = ask.request.prompt_ids
+            outputs.append(RequestOutput(text, ids, tuple(map(collect, own)), own[0][0].prompt_logprobs))
+        return outputs
 
     def _stream(self, ids: tuple[int, ...], sampling_params: SamplingParams | None) -> Iterator[StreamPiece]:
         (params,) = params_for(sampling_params, 1)

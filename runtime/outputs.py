@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -38,12 +39,31 @@ class Timings:
 
 
 @dataclass(frozen=True)
+class Logprob:
+    """How likely a token was, by the logits as the model gave them (before temperature, penalties, masks and filters).
+
+    logprob: the natural logarithm of its probability. rank: 1 for the likeliest. decoded_token: its text by itself,
+    where a part of a character is U+FFFD; None without a tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+Logprobs = Mapping[int, Logprob]
+"""Of one place, by token id: first the token that stands there, then the likeliest that were asked for."""
+
+
+@dataclass(frozen=True)
 class CompletionOutput:
     """One completion of a prompt, the one of number `index`.
 
-    text: what follows the prompt, None without a tokenizer; a stop string and an end token are not in it.
+    text: what follows the prompt, None without a tokenizer; a stop string and an end token are not in it (unless
+    `include_stop_str_in_output`).
     token_ids: all ids made, the end token included. finish_reason: "stop" (an end token or a stop string; stop_reason
-    says which) or "length" (max_tokens, or the context is full).
+    says which) or "length" (max_tokens, or the context is full). logprobs: of each id, None unless they were asked for;
+    cumulative_logprob: the sum of those of the ids.
     """
 
     index: int
@@ -52,6 +72,8 @@ class CompletionOutput:
     finish_reason: str
     stop_reason: int | str | None
     timings: Timings
+    logprobs: tuple[Logprobs, ...] | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True)
@@ -59,12 +81,13 @@ class RequestOutput:
     """The completions of a prompt, `SamplingParams.n` of them; what is read of the output itself is the first one's.
 
     prompt: the text that was given, None if ids were. prompt_token_ids: what the kernel read, the beginning-of-text id
-    included.
+    included. prompt_logprobs: of each of these, if they were asked for; nothing stands before the first: None.
     """
 
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
+    prompt_logprobs: tuple[Logprobs | None, ...] | None = None
 
     finished = True
     """It is given once all its completions have ended."""
@@ -105,6 +128,8 @@ class StreamPiece:
     `text` is None without a tokenizer, and "" while a character or a possible stop string is incomplete.
     The last piece alone has `finished`, and with it finish_reason, stop_reason and timings.
     `index` is the completion's number: with `SamplingParams.n` above 1 their pieces come in turns.
+    logprobs: of each id of the piece; prompt_logprobs: see `RequestOutput`, with a completion's first piece. None
+    unless they were asked for.
     """
 
     text: str | None
@@ -114,3 +139,5 @@ class StreamPiece:
     stop_reason: int | str | None = None
     timings: Timings | None = None
     index: int = 0
+    logprobs: tuple[Logprobs, ...] | None = None
+    prompt_logprobs: tuple[Logprobs | None, ...] | None = None

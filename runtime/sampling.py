@@ -14,20 +14,19 @@ from operator import index
 from typing import Any, Self
 
 from cheetah.errors import CheetahError
+from cheetah.models.logprobs import MOST_LOGPROBS as MOST_LOGPROBS
 from cheetah.models.plausible import LARGEST_ID
 from cheetah.models.sampling import Filters, Penalties
 from cheetah.printable import shown
 from cheetah.runtime.engine.launch_tables import Sampling
 
 UNSUPPORTED = (
-    "best_of do_sample guided_decoding length_penalty logprobs logits_processors max_new_tokens no_repeat_ngram_size "
-    "num_beams prompt_logprobs skip_special_tokens structured_outputs top_a top_n_sigma typical_p use_beam_search"
+    "best_of do_sample guided_decoding length_penalty logits_processors max_new_tokens no_repeat_ngram_size "
+    "num_beams structured_outputs top_a top_n_sigma typical_p use_beam_search"
 ).split()
 INSTEAD = {
     "max_new_tokens": "write max_tokens",
     "do_sample": "write temperature=0 for greedy, temperature > 0 to sample",
-    "logprobs": "LLM.score(ids) gives the logits of every position",
-    "prompt_logprobs": "LLM.score(ids) gives the logits of every position",
 }
 IGNORED_DEFAULTS = {"typical_p": 1.0}
 """Entries of generation_config.json that are not supported, with the value that changes nothing."""
@@ -69,7 +68,10 @@ class SamplingParams:
     logits of tokens of prompt or completion are divided by it (multiplied where negative). presence_penalty,
     frequency_penalty: taken from the logits of tokens that the completion has, once or each time. logit_bias: {token
     id: what is added to its logit}. allowed_token_ids: no others are sampled. bad_words: words of one token that are
-    not. truncate_prompt_tokens: of a longer prompt only so many last tokens are used."""
+    not. truncate_prompt_tokens: of a longer prompt only so many last tokens are used. skip_special_tokens: they have
+    no text in the output. logprobs, prompt_logprobs: with each token that is made, or of the prompt, its logprob and
+    those of the so many likeliest, up to 20. They are of the logits as the model makes them, before all of the above.
+    For prompt_logprobs all of the prompt is read, also what is cached."""
 
     temperature: float | None = None
     max_tokens: int | None = None
@@ -90,6 +92,9 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
     truncate_prompt_tokens: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
 
     def __new__(cls, *positional: object, **named: object) -> Self:
         """Refuses what other libraries know and this one does not, by name, before the constructor sees it."""
@@ -158,6 +163,13 @@ class SamplingParams:
             raise CheetahError(f"n={self.n!r}: expected an integer >= 1")
         if self.max_tokens is not None and not _is_int(self.max_tokens, 1):
             raise CheetahError(f"max_tokens={self.max_tokens!r}: expected an integer >= 1, or None for no limit")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None and not _is_int(count, 0, MOST_LOGPROBS):
+                raise CheetahError(f"{name}={shown(count)}: expected an integer from 0 to {MOST_LOGPROBS}, or None")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise CheetahError(f"{name}={shown(getattr(self, name))}: expected True or False")
         if not _is_int(self.min_tokens, 0):
             raise CheetahError(f"min_tokens={self.min_tokens!r}: expected an integer >= 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

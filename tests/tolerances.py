@@ -33,3 +33,6 @@ taken away after the product."""
 
 SAMPLING_MARGIN = 1e-4
 """Two candidates nearer than this may change places: logits / temperature + noise is rounded to float32."""
+
+LOGPROB = 1e-4
+"""A log-probability made of float32 logits, against float64: the logarithm of a sum of up to 10^5 numbers."""

@@ -9,10 +9,11 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from cheetah.runtime.outputs import CompletionOutput, StreamPiece
+from cheetah.runtime.outputs import StreamPiece
+from cheetah.serve.logprobs import ChatLogprobs, CompletionLogprobs, of_prompt
 from cheetah.serve.tools import Part, ToolCall, ToolParser
 
 Record = dict[str, Any]
@@ -60,8 +61,8 @@ class Answer(Protocol):
     def ending(self) -> Iterator[Record]:
         """What stands behind the last piece."""
 
-    def whole(self, outputs: Sequence[CompletionOutput]) -> Record:
-        """All of it at once."""
+    def whole(self, pieces: Sequence[StreamPiece]) -> Record:
+        """All of it at once: each completion as one piece."""
 
 
 @dataclass
@@ -87,46 +88,72 @@ class Envelope:
 
 
 class CompletionAnswer:
-    """/v1/completions. echoes: for each completion the text that is put before it, "" for none."""
+    """/v1/completions. echoes: for each completion the text of its prompt, if that is to stand before it. logprobs: for
+    each completion what tells those that its pieces have, with those of an echoed prompt before them."""
 
-    def __init__(self, model: str, usage: Usage, echoes: Sequence[str], wants_usage: bool, with_ids: bool):
-        self.usage = usage
+    def __init__(
+        self,
+        model: str,
+        usage: Usage,
+        echoes: Sequence[str] | None,
+        wants_usage: bool,
+        with_ids: bool,
+        logprobs: Sequence[CompletionLogprobs],
+    ):
+        self.usage, self._logprobs = usage, logprobs
         self._envelope = Envelope(new_id("cmpl"), "text_completion", model, usage, wants_usage)
-        self._echoes, self._with_ids = dict(enumerate(echoes)), with_ids
+        self._echoes, self._with_ids = dict(enumerate(echoes or ())), with_ids
 
     def chunks(self, number: int, piece: StreamPiece) -> Iterator[Record]:
-        text = self._echoes.pop(number, "") + (piece.text or "")
-        if text or self._with_ids:
-            yield self._envelope.chunk(self._choice(number, text, piece.token_ids))
+        going_on = self._choice(number, replace(piece, finish_reason=None, stop_reason=None))
+        if going_on["text"] or going_on["logprobs"] or self._with_ids:
+            yield self._envelope.chunk(going_on)
         if piece.finished:
-            yield self._envelope.chunk(self._choice(number, "", (), piece.finish_reason, piece.stop_reason))
+            ended = StreamPiece("", (), finish_reason=piece.finish_reason, stop_reason=piece.stop_reason)
+            yield self._envelope.chunk(self._choice(number, ended))
 
     def ending(self) -> Iterator[Record]:
         return self._envelope.ending()
 
-    def whole(self, outputs: Sequence[CompletionOutput]) -> Record:
+    def whole(self, pieces: Sequence[StreamPiece]) -> Record:
         choices = [
-            self._choice(
-                number, self._echoes[number] + (out.text or ""), out.token_ids, out.finish_reason, out.stop_reason
-            )
-            for number, out in enumerate(outputs)
+            {**self._choice(number, piece), "prompt_logprobs": of_prompt(piece.prompt_logprobs)}
+            for number, piece in enumerate(pieces)
         ]
         return self._envelope.record("text_completion", choices, usage=self.usage.record())
 
-    def _choice(
-        self, number: int, text: str, ids: Sequence[int], reason: str | None = None, stop: int | str | None = None
-    ) -> Record:
-        choice = {"index": number, "text": text, "logprobs": None, "finish_reason": reason, "stop_reason": stop}
-        return {**choice, "token_ids": [*ids]} if self._with_ids else choice
+    def _choice(self, number: int, piece: StreamPiece) -> Record:
+        echo = self._echoes.pop(number, None)
+        choice = {
+            "index": number,
+            "text": (echo or "") + (piece.text or ""),
+            "logprobs": self._logprobs_of(number, piece, echo is not None),
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }
+        return {**choice, "token_ids": [*piece.token_ids]} if self._with_ids else choice
+
+    def _logprobs_of(self, number: int, piece: StreamPiece, has_echo: bool) -> Record | None:
+        if piece.logprobs is None:
+            return None
+        echoed = piece.prompt_logprobs or () if has_echo else ()
+        return self._logprobs[number].record((*echoed, *piece.logprobs))
 
 
 class ChatAnswer:
-    """/v1/chat/completions. new_parser: finds calls of tools. one_call: no more than one call is told."""
+    """/v1/chat/completions. new_parser: finds calls of tools. one_call: no more than one call is told. logprobs: tells
+    those that pieces have."""
 
     def __init__(
-        self, model: str, usage: Usage, new_parser: Callable[[], ToolParser], one_call: bool, wants_usage: bool
+        self,
+        model: str,
+        usage: Usage,
+        new_parser: Callable[[], ToolParser],
+        one_call: bool,
+        wants_usage: bool,
+        logprobs: ChatLogprobs,
     ):
-        self.usage = usage
+        self.usage, self._logprobs = usage, logprobs
         self._envelope = Envelope(new_id("chatcmpl"), "chat.completion.chunk", model, usage, wants_usage)
         self._new_parser, self._one_call = new_parser, one_call
         self._choices: dict[int, _ChatChoice] = {}
@@ -135,22 +162,30 @@ class ChatAnswer:
         if number not in self._choices:
             self._choices[number] = _ChatChoice(self._new_parser(), self._one_call)
             yield self._chunk(number, {"role": "assistant", "content": ""})
-        choice = self._choices[number]
-        for delta in choice.deltas(piece.text or "", piece.finished):
-            yield self._chunk(number, delta)
+        choice, logprobs = self._choices[number], self._logprobs_of(piece)
+        deltas = list(choice.deltas(piece.text or "", piece.finished))
+        if not deltas and logprobs is not None:
+            deltas.append({"content": ""})  # tokens whose text is held back
+        for delta in deltas:
+            yield self._chunk(number, delta, logprobs=logprobs)
+            logprobs = None
         if piece.finished:
             yield self._chunk(number, {}, choice.finish_reason(piece.finish_reason), piece.stop_reason)
 
     def ending(self) -> Iterator[Record]:
         return self._envelope.ending()
 
-    def whole(self, outputs: Sequence[CompletionOutput]) -> Record:
-        choices = [self._whole_choice(number, output) for number, output in enumerate(outputs)]
-        return self._envelope.record("chat.completion", choices, usage=self.usage.record())
+    def whole(self, pieces: Sequence[StreamPiece]) -> Record:
+        choices = [self._whole_choice(number, piece) for number, piece in enumerate(pieces)]
+        more = {"prompt_logprobs": of_prompt(pieces[0].prompt_logprobs), "usage": self.usage.record()}
+        return self._envelope.record("chat.completion", choices, **more)
 
-    def _whole_choice(self, number: int, output: CompletionOutput) -> Record:
+    def _logprobs_of(self, piece: StreamPiece) -> Record | None:
+        return self._logprobs.record(piece.logprobs) if piece.logprobs else None
+
+    def _whole_choice(self, number: int, piece: StreamPiece) -> Record:
         choice = _ChatChoice(self._new_parser(), self._one_call)
-        deltas = list(choice.deltas(output.text or "", True))
+        deltas = list(choice.deltas(piece.text or "", True))
         text = "".join(delta.get("content", "") for delta in deltas)
         calls = [
             {k: v for k, v in call.items() if k != "index"} for delta in deltas for call in delta.get("tool_calls", ())
@@ -161,13 +196,20 @@ class ChatAnswer:
         return {
             "index": number,
             "message": message,
-            "logprobs": None,
-            "finish_reason": choice.finish_reason(output.finish_reason),
-            "stop_reason": output.stop_reason,
+            "logprobs": self._logprobs_of(piece),
+            "finish_reason": choice.finish_reason(piece.finish_reason),
+            "stop_reason": piece.stop_reason,
         }
 
-    def _chunk(self, number: int, delta: Record, reason: str | None = None, stop: int | str | None = None) -> Record:
-        choice = {"index": number, "delta": delta, "logprobs": None, "finish_reason": reason}
+    def _chunk(
+        self,
+        number: int,
+        delta: Record,
+        reason: str | None = None,
+        stop: int | str | None = None,
+        logprobs: Record | None = None,
+    ) -> Record:
+        choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return self._envelope.chunk(choice if reason is None else {**choice, "stop_reason": stop})
 
 

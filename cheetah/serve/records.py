@@ -193,8 +193,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "logit_bias": ({},),
     "bad_words": ([],),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),  # no decoder here puts any
     "use_beam_search": (False,),
     "response_format": ({"type": "text"},),
 }
@@ -203,9 +202,10 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 SEEDS = 2**64
 
 
-def sampling_params(body: Sampled, max_tokens: int | None, seed: int) -> SamplingParams:
-    """What a body asks for. `seed`: if it gives none; a negative one is taken as unsigned. ApiError for a field that
-    `SamplingParams` does not have, CheetahError for a value that it refuses."""
+def sampling_params(body: Sampled, max_tokens: int | None, seed: int, **logprobs: int | None) -> SamplingParams:
+    """What a body asks for. `seed`: if it gives none; a negative one is taken as unsigned. logprobs: how many of
+    what is made, and of the prompt if the body does not say. ApiError for a field that `SamplingParams` does not have,
+    CheetahError for a value that it refuses."""
     supported = {field.name for field in fields(SamplingParams)}
     given = {
         name: getattr(body, name) for name in Sampled.model_fields if name not in (*Forgotten.model_fields, "model")
@@ -219,7 +219,7 @@ def sampling_params(body: Sampled, max_tokens: int | None, seed: int) -> Samplin
                 raise refused(name, "is not supported by this server")
     wanted = given.pop("seed", seed)
     is_signed = -SEEDS // 2 <= wanted < 0
-    return SamplingParams(**given, max_tokens=max_tokens, seed=wanted + SEEDS if is_signed else wanted)
+    return SamplingParams(**logprobs | given, max_tokens=max_tokens, seed=wanted + SEEDS if is_signed else wanted)
 
 
 def _token_id(written: str) -> int:

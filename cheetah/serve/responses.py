@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from cheetah.runtime.outputs import CompletionOutput, StreamPiece
+from cheetah.runtime.outputs import StreamPiece
 from cheetah.serve.answers import Record, Usage, new_id
 from cheetah.serve.records import Messages, ResponseBody
 
@@ -47,8 +47,8 @@ class ResponseAnswer:
     def ending(self) -> Iterator[Record]:
         return iter(())
 
-    def whole(self, outputs: Sequence[CompletionOutput]) -> Record:
-        return self._finished(outputs[0].text or "", outputs[0].finish_reason)
+    def whole(self, pieces: Sequence[StreamPiece]) -> Record:
+        return self._finished(pieces[0].text or "", pieces[0].finish_reason)
 
     @property
     def _place(self) -> Record:

@@ -11,12 +11,14 @@ from typing import Any, TypeVar
 
 from cheetah.errors import CheetahError
 from cheetah.runtime import LLM, SamplingParams
-from cheetah.runtime.outputs import CompletionOutput, StreamPiece
-from cheetah.runtime.text.pieces import collect
+from cheetah.runtime.outputs import StreamPiece
+from cheetah.runtime.sampling import MOST_LOGPROBS
+from cheetah.runtime.text.pieces import joined
 from cheetah.runtime.text.prompts import Prompt
 from cheetah.serve.answers import Answer, ChatAnswer, CompletionAnswer, Usage
 from cheetah.serve.driver import Answers, Driver, QueueFull
 from cheetah.serve.errors import ApiError, of_mistake, refused
+from cheetah.serve.logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
 from cheetah.serve.metrics import Metrics, RequestMetrics
 from cheetah.serve.records import (
     ChatBody,
@@ -75,8 +77,7 @@ class Work:
         async for number, piece in self.answers.pieces():
             self.answer.usage.take(piece)
             pieces.setdefault(number, []).append(piece)
-        outputs: list[CompletionOutput] = [collect(pieces[number]) for number in sorted(pieces)]
-        return self.answer.whole(outputs)
+        return self.answer.whole([joined(pieces[number]) for number in sorted(pieces)])
 
     def close(self) -> None:
         self.answers.close()
@@ -101,26 +102,36 @@ class Service:
             raise refused("suffix", "is not supported: put what comes behind into the prompt")
         if body.best_of not in (None, body.n or 1):
             raise refused("best_of", f"is {body.best_of}: leave it out, or give the value of n")
-        _refuse_logprobs(body.logprobs is not None)
         prompts = _several(body.prompt)
-        params = self._params(body, body.max_tokens, len(prompts))
+        of_prompt = body.logprobs if body.echo else None
+        params = self._params(body, body.max_tokens, len(prompts), logprobs=body.logprobs, prompt_logprobs=of_prompt)
         ids = [await self._encode(prompt, body.add_special_tokens) for prompt in prompts]
-        echoes = [self._text_of(prompt) if body.echo else "" for prompt in prompts for _ in range(params.n)]
-        answer = CompletionAnswer(self._name, Usage(), echoes, body.wants_usage, body.return_token_ids)
+        if body.stream and body.prompt_logprobs is not None:
+            raise refused("prompt_logprobs", "is not told in streams: leave out stream, or write echo and logprobs")
+        answer = CompletionAnswer(
+            self._name,
+            Usage(),
+            [self._text_of(prompt) for prompt in prompts for _ in range(params.n)] if body.echo else None,
+            body.wants_usage,
+            body.return_token_ids,
+            [self._logprobs_behind(own, params) for own in ids for _ in range(params.n)],
+        )
         return self._submit(ids, params, answer, body.stream, "prompt")
 
     async def chat(self, body: ChatBody) -> Work:
         self._check_model(body.model)
-        _refuse_logprobs(body.logprobs or body.top_logprobs is not None)
         if body.modalities != ["text"]:
             raise refused("modalities", 'only ["text"] can be made')
         new_parser = self._parser_for(body)
         variables: dict[str, Any] = {"tools": body.tools or None} if body.tool_choice != "none" else {}
         if body.reasoning_effort is not None:
             variables["reasoning_effort"] = body.reasoning_effort
-        params = self._params(body, body.max_completion_tokens or body.max_tokens)
+        params = self._params(body, body.max_completion_tokens or body.max_tokens, logprobs=_top_of(body))
         ids = await self._render(body.messages, body, variables)
-        answer = ChatAnswer(self._name, Usage(), new_parser, not body.parallel_tool_calls, body.wants_usage)
+        if body.stream and body.prompt_logprobs is not None:
+            raise refused("prompt_logprobs", "is not told in streams: leave out stream")
+        logprobs = ChatLogprobs(TokenTexts(self._prompts.tokenizer), params.logprobs or 0)
+        answer = ChatAnswer(self._name, Usage(), new_parser, not body.parallel_tool_calls, body.wants_usage, logprobs)
         return self._submit([ids], params, answer, body.stream, "messages")
 
     async def response(self, body: ResponseBody) -> Work:
@@ -175,10 +186,12 @@ class Service:
             known = ", ".join(self.options.names)
             raise ApiError(404, f"model {name!r} is not served here: use {known}", "model", "model_not_found")
 
-    def _params(self, body: Sampled, max_tokens: int | None, prompts: int = 1) -> SamplingParams:
+    def _params(
+        self, body: Sampled, max_tokens: int | None, prompts: int = 1, **logprobs: int | None
+    ) -> SamplingParams:
         """The parameters for each of so many prompts, which together are no more than may ever be in line."""
         seed = secrets.randbits(63) if self.options.seed is None else self.options.seed
-        params = _or_refused(lambda: sampling_params(body, max_tokens, seed))
+        params = _or_refused(lambda: sampling_params(body, max_tokens, seed, **logprobs))
         if (count := prompts * params.n) > self.driver.most:
             raise refused("n", f"{count} completions are asked for, this server takes {self.driver.most} at most")
         return params
@@ -221,6 +234,11 @@ class Service:
         return (
             await _in_thread(lambda: self._prompts.render(known, **options.chat_template_kwargs, **variables), param)
         )[1]
+
+    def _logprobs_behind(self, prompt_ids: Ids, params: SamplingParams) -> CompletionLogprobs:
+        """What tells the logprobs of a completion of this prompt, as far as it is read."""
+        read = prompt_ids[-(params.truncate_prompt_tokens or 0) :]
+        return CompletionLogprobs(TokenTexts(self._prompts.tokenizer, params.skip_special_tokens), read[0])
 
     def _text_of(self, prompt: Prompt) -> str:
         tokenizer = self._prompts.tokenizer
@@ -272,9 +290,14 @@ def _several(prompt: str | list[int] | list[str] | list[list[int]]) -> list[Prom
     return [prompt] if isinstance(prompt[0], int) else list(prompt)
 
 
-def _refuse_logprobs(wanted: bool) -> None:
-    if wanted:
-        raise refused("logprobs", "is not supported by this server")
+def _top_of(body: ChatBody) -> int | None:
+    """How many logprobs are wanted beside that of each token; None for none at all."""
+    top = body.top_logprobs or 0
+    if top and not body.logprobs:
+        raise refused("top_logprobs", "is given without logprobs: true")
+    if not 0 <= top <= MOST_LOGPROBS:
+        raise refused("top_logprobs", f"is {top}: expected an integer from 0 to {MOST_LOGPROBS}")
+    return top if body.logprobs else None
 
 
 def _refuse_what_text_has_not(body: ResponseBody) -> None:

@@ -104,9 +104,12 @@ class Assembly:
     owns_device: bool
 
     def logits_buffer(self) -> Buffer:
-        """Room for the logits of about max_steps tokens, f32 [steps, tokens, vocab]; allocated when first asked for."""
+        """Room for the logits of about max_steps tokens, f32 [steps, tokens, vocab], with each of the launchers;
+        allocated when first asked for."""
         if "logits" not in self.buffers:
-            nbytes = _logits_rows(Plan.from_dict(self.manifest.plan)) * self.launcher.vocab_size * 4
+            launchers = (self.launcher, self.prompts, self.solo)
+            rows = max(_logits_rows(one.max_steps, one.tokens) for one in launchers if one is not None)
+            nbytes = rows * self.launcher.vocab_size * 4
             self.buffers["logits"] = self.device.allocate(nbytes, 0xFF)
         return self.buffers["logits"]
 
@@ -365,18 +368,19 @@ def _gpu_of(info: DeviceInfo) -> str:
 
 def memory_needed(config: ModelConfig, manifest: Manifest, *others: Manifest) -> MemoryEstimate:
     """Device memory of the manifest's buffers, of what other kernels have of their own, and of the logits that
-    `LLM.score` needs."""
-    plan = Plan.from_dict(manifest.plan)
-    shape = (_logits_rows(plan), config.vocab_size)
+    `LLM.score` and logprobs need."""
+    plan, *others_plans = (Plan.from_dict(one.plan) for one in (manifest, *others))
+    rows = max(_logits_rows(one.max_steps, one.tokens) for one in (plan, *others_plans))
+    shape = (rows, config.vocab_size)
     logits = BufferSpec("logits", "f32", shape, shape[0] * shape[1] * 4, "poison")
     shared = shared_buffers(config)
     own = [buffer for other in others for buffer in other.buffers if buffer.name not in shared]
     return memory_of_buffers(config, [*manifest.buffers, *own, logits], plan.batch)
 
 
-def _logits_rows(plan: Plan) -> int:
+def _logits_rows(max_steps: int, tokens: int) -> int:
     """Whole steps' rows: `max_steps` of them, or one step's if that is more."""
-    return max(1, plan.max_steps // plan.tokens) * plan.tokens
+    return max(1, max_steps // tokens) * tokens
 
 
 def check_manifest(config: ModelConfig, manifest: Manifest) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cheetah.errors import CheetahError
+from cheetah.models.logprobs import TokenLogprobs
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launcher import NOT_A_NUMBER, Part
 from cheetah.runtime.engine.requests import Event, Failed, Made, Request
@@ -20,14 +21,18 @@ NOTHING_ALLOWED = (
 
 
 class Completion:
-    """Number `index` of a request's completions, known as `id`. `cache` is None while it has no keys of its own."""
+    """Number `index` of a request's completions, known as `id`. `cache` is None while it has no keys of its own.
 
-    def __init__(self, id: int, request: Request, index: int):
+    read: what those of a request have in common, the logprobs of the prompt's ids as far as they are known.
+    """
+
+    def __init__(self, id: int, request: Request, index: int, read: list[TokenLogprobs] | None = None):
         self.id, self.request = id, request
         self.sampling = replace(request.sampling, seed=seed_of(request.sampling.seed, index))
         self._watchers = [new() for new in request.watchers]
         self.cache: CachedSequence | None = None
         self.ids = list(request.prompt_ids)
+        self.prompt_logprobs: list[TokenLogprobs] = [] if read is None else read
         self.cached_tokens = 0
         self.has_ended = self.has_failed = False
         self.preemptions = 0
@@ -39,6 +44,12 @@ class Completion:
     def made(self) -> int:
         """Ids sampled so far."""
         return len(self.ids) - len(self.request.prompt_ids)
+
+    @property
+    def reads_logprobs(self) -> bool:
+        """Whether its prompt must be read for what each of its ids was worth."""
+        known = 1 + len(self.prompt_logprobs)
+        return self.request.prompt_logprobs is not None and known < len(self.request.prompt_ids)
 
     def uncached_ids(self, most: int) -> list[int]:
         """Its first `most` ids that are not in the cache: the last one, or more if it had to give its pages back."""
@@ -69,19 +80,29 @@ class Completion:
         self._launches += 1
         self._is_prefill, self._passed_s = not self.made, 0.0
 
-    def take(self, part: Part, token_ids: tuple[int, ...], seconds: float, has_failed: bool = False) -> list[Event]:
+    def take(
+        self,
+        part: Part,
+        token_ids: tuple[int, ...],
+        seconds: float,
+        has_failed: bool = False,
+        logprobs: tuple[TokenLogprobs, ...] | None = None,
+    ) -> list[Event]:
         """Takes in what a launch of `part` has made since the last time, and says it. seconds: of the launch so far."""
         passed, self._passed_s = seconds - self._passed_s, seconds
         if self._is_prefill:
             self._prefill_s += passed
         else:
             self._decode_s += passed
+        of_prompt = None
+        if not self.made and self.request.prompt_logprobs is not None:
+            of_prompt = tuple(self.prompt_logprobs)
         self.ids += token_ids
         events: list[Event] = []
         if token_ids:
             reason = self._finish_reason(part)
             self.has_ended = reason is not None
-            events.append(Made(self.id, token_ids, self._timings(), reason))
+            events.append(Made(self.id, token_ids, self._timings(), reason, logprobs, of_prompt))
         if has_failed:
             message = NOT_A_NUMBER if part.mask is None else NOTHING_ALLOWED
             events.append(self._failed(message.format(position=len(self.ids))))

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from cheetah.errors import CheetahError
 from cheetah.manifest import NO_PAGE
+from cheetah.models.logprobs import TokenLogprobs
 from cheetah.runtime import interrupts
 from cheetah.runtime.device.interface import LaunchCancelled
 from cheetah.runtime.engine.completion import Completion
@@ -69,6 +70,7 @@ class Engine:
     solo: launches of another kernel over the same caches, for one sequence by itself; by default the same.
     chunk_tokens: most tokens of a prompt in a launch while others decode, who wait for it; by default what takes about
     a tenth of a second. 0: all that a launch takes, and they wait until the prompt is read.
+    logits: gives the buffer for logits of launches in which somebody wants logprobs; without it nobody may.
 
     Requests wait in line for a place and for pages: a completion is begun when there are pages for what is known of it
     and for its next launch. `add` and `abort` may be called by any thread at any time, also while another one is in
@@ -84,6 +86,7 @@ class Engine:
         prompts: Launcher | None = None,
         chunk_tokens: int | None = None,
         solo: Launcher | None = None,
+        logits: Callable[[], Buffer] | None = None,
     ):
         self.launcher, self._prompts, self._solo = launcher, prompts or launcher, solo or launcher
         self.launch_steps = min(launch_steps or launcher.max_steps, launcher.max_steps, self._prompts.max_steps)
@@ -91,7 +94,7 @@ class Engine:
         manner = SameSteps if launcher.kv_chunk else FewestSteps
         self._manner = manner(self._prompts.tokens, launcher.cache.page_size)
         self._pace, self._reading_pace = LaunchPace(self.launch_steps), LaunchPace(self.launch_steps)
-        self._chunk_tokens = chunk_tokens
+        self._chunk_tokens, self._logits = chunk_tokens, logits
         self._numbers = count()
         self._orders: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()  # of everything below, and of the device
@@ -122,6 +125,7 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """CheetahError for a request that can never fit."""
+        assert self._logits is not None or not request.wants_logits, "there is no buffer for logits"
         cache = self.launcher.cache
         cache.check_fits(request.most_cached)
         pages = pages_for(request.most_cached, cache.page_size)
@@ -143,7 +147,8 @@ class Engine:
         """
         self.check_open()
         self.check(request)
-        completions = [Completion(next(self._numbers), request, index) for index in range(request.count)]
+        read: list[TokenLogprobs] = []
+        completions = [Completion(next(self._numbers), request, index, read) for index in range(request.count)]
         self._order(lambda: self._waiting.extend(completions))
         return tuple(one.id for one in completions)
 
@@ -275,7 +280,7 @@ class Engine:
         while self._waiting and places:
             first = self._waiting[0]
             alike = [one for one in self._waiting if one.request is first.request and not one.made][:places]
-            first.cache = self._sequence_of(first.ids)
+            first.cache = self._sequence_of(first)
             missing = self._claim(first) - len(first.cache.pages)
             of_each_other = missing + len(first.cache.pages) - (len(first.ids) - 1) // first.cache.page_size
             spare = self._unclaimed_pages() - missing
@@ -295,12 +300,12 @@ class Engine:
             events.append(Failed(first.id, f"{message}: somebody outside of the engine holds the others"))
         return []
 
-    def _sequence_of(self, prompt_ids: Sequence[int]) -> CachedSequence:
-        """A new sequence with the pages that are known to hold the beginning of a prompt."""
+    def _sequence_of(self, completion: Completion) -> CachedSequence:
+        """A new sequence with the pages that are known to hold the beginning of its ids, unless all must be read."""
         sequence = self.launcher.cache.fork()
         sequence.clear()
-        if self._prefixes is not None:
-            pages, tokens = self._prefixes.lookup(prompt_ids)
+        if self._prefixes is not None and not completion.reads_logprobs:
+            pages, tokens = self._prefixes.lookup(completion.ids)
             reused = self._manner.reused(tokens)
             sequence.adopt(pages[: reused // sequence.page_size], reused)
         return sequence
@@ -373,7 +378,8 @@ class Engine:
         first, cache = group[0], group[0].cache
         assert cache is not None
         known = self._manner.read_as_prompt(len(first.request.prompt_ids), len(first.ids))
-        end = self._manner.end(known, len(group))
+        samples = len(group) == 1 and not first.request.wants_logits
+        end = self._manner.end(known, samples)
         if cache.length < end:
             yield from self._read_some(first, end, events)
             is_read = end == known and cache.length == end
@@ -398,12 +404,14 @@ class Engine:
         """Brings tokens of a prompt, up to its first `end`, into the cache by one launch."""
         assert first.cache is not None
         length, columns = first.cache.length, self._prompts.tokens
-        tokens = min(self._steps_of_chunk() * columns, end - length)
+        logits = self._logits_for(first.reads_logprobs)
+        del first.prompt_logprobs[length:]  # those behind were known before it gave its pages back
+        tokens = min(self._fitting(logits, self._steps_of_chunk(), self._prompts) * columns, end - length)
         if not self._make_room(first, tokens, events):
             return
         # One input more than tokens, where there is one: nothing is sampled, and the head need not run.
         part = first.part(first.ids[length : length + tokens + 1], tokens, self._manner.columns_of_step(tokens))
-        result = (yield from self._fly(self._prompts, [part], [self._reading], events))[0]
+        result = (yield from self._fly(self._prompts, [part], [self._reading], events, logits))[0]
         self._reading_pace.note(result.steps, result.seconds)
         self._pace.guess(result.steps, result.seconds)
         self._others_waited_s += result.seconds
@@ -416,8 +424,17 @@ class Engine:
             return self._reading_pace.steps(self.launch_steps)
         return max(1, min(self.launch_steps, self._chunk_tokens // self._prompts.tokens))
 
+    def _logits_for(self, are_wanted: bool) -> Buffer | None:
+        return self._logits() if are_wanted and self._logits is not None else None
+
+    def _fitting(self, logits: Buffer | None, steps: int, *launchers: Launcher) -> int:
+        """As many of `steps` as a launch takes whose logits are wanted."""
+        return steps if logits is None else min(steps, *(launcher.score_steps(logits) for launcher in launchers))
+
     def _go_on(self, completions: list[Completion], steps: int, events: list[Event]) -> Course:
         """One launch that goes on from the ids of each that are not cached: the last, or more if it came back."""
+        logits = self._logits_for(any(one.request.logprobs is not None for one in completions))
+        steps = self._fitting(logits, steps, self.launcher, self._solo)
         for one in sorted(completions, key=lambda one: one.id):
             self._make_room(one, steps, events)
         together = [one for one in completions if one.cache is not None]
@@ -425,16 +442,22 @@ class Engine:
         if not parts:
             return
         launcher = self._solo if len(parts) == 1 else self.launcher
-        results = yield from self._fly(launcher, parts, [[one] for one in together], events)
+        results = yield from self._fly(launcher, parts, [[one] for one in together], events, logits)
         self._pace.note(results[0].steps, results[0].seconds)
         self._reading_pace.guess(results[0].steps, results[0].seconds)
         self._let_go(completions)
 
     def _fly(
-        self, launcher: Launcher, parts: Sequence[Part], takers: Sequence[list[Completion]], events: list[Event]
+        self,
+        launcher: Launcher,
+        parts: Sequence[Part],
+        takers: Sequence[list[Completion]],
+        events: list[Event],
+        logits: Buffer | None = None,
     ) -> Generator[None, None, list[LaunchResult]]:
-        """A launch, whose tokens are taken as they are made: of each part by its `takers`."""
-        flight = launcher.prepare(parts)
+        """A launch, whose tokens are taken as they are made: of each part by its `takers`; at its end by who wants
+        logprobs with them."""
+        flight = launcher.prepare(parts, logits)
         self._flying = _Flying(launcher, flight, [[one.id for one in group] for group in takers])
         try:
             launcher.start(flight)
@@ -445,15 +468,22 @@ class Engine:
                 seconds = flight.seconds
                 for part, group, token_ids in zip(parts, takers, launcher.fresh(flight), strict=True):
                     for one in group if token_ids else ():
-                        events += one.take(part, token_ids, seconds)
+                        if one.request.logprobs is None:
+                            events += one.take(part, token_ids, seconds)
                 yield
             results = launcher.finish(flight)
         finally:
             self._flying = None
         for number, (part, group, result) in enumerate(zip(parts, takers, results, strict=True)):
+            others = result.token_ids[flight.given_of(number) :]
             for one in group:
-                others = result.token_ids[flight.given_of(number) :]
-                events += one.take(part, others, result.seconds, result.has_failed)
+                if (count := one.request.logprobs) is None or not part.samples:
+                    events += one.take(part, others, result.seconds, result.has_failed)
+                else:
+                    found = launcher.logprobs(flight, number, len(part.inputs) - 1, result.token_ids, count)
+                    events += one.take(part, result.token_ids, result.seconds, result.has_failed, found)
+            if (count := group[0].request.prompt_logprobs) is not None and group[0].reads_logprobs:
+                group[0].prompt_logprobs += launcher.logprobs(flight, number, 0, part.inputs[1:], count)
         return results
 
     def _let_go(self, completions: Sequence[Completion]) -> None:

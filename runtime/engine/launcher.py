@@ -21,6 +21,7 @@ import numpy.typing as npt
 from cheetah.errors import CheetahError
 from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
+from cheetah.models.logprobs import TokenLogprobs, token_logprobs
 from cheetah.plan import Plan
 from cheetah.plan.kv import KvPlanLayout, kv_plans_for_launch, launch_tiles, max_plans
 from cheetah.plan.kv.tables import (
@@ -125,10 +126,9 @@ class Flight:
         order: Sequence[int],
         geometry: Geometry,
         arguments: dict[str, Argument],
-        epoch: int,
     ) -> None:
         self.placed, self.order, self.geometry = placed, order, geometry
-        self.arguments, self.epoch = arguments, epoch
+        self.arguments, self.epoch = arguments, int(cast(int, arguments["epoch"]))
         self.given, self.has_ended = [0] * len(placed), [False] * len(placed)
         self.started = self._seen = time.perf_counter()
         self._ended: float | None = None
@@ -244,7 +244,21 @@ class Launcher:
 
     def score_tokens(self, logits: Buffer) -> int:
         """How many inputs `score` takes with this buffer, where it has room for one step at least."""
-        return min(self.max_steps, logits.nbytes // (4 * self.tokens * self.vocab_size)) * self.tokens
+        return self.score_steps(logits) * self.tokens
+
+    def score_steps(self, logits: Buffer) -> int:
+        """Most steps of a launch with this buffer."""
+        return min(self.max_steps, logits.nbytes // (4 * self.tokens * self.vocab_size))
+
+    def logprobs(
+        self, flight: Flight, number: int, first: int, token_ids: Sequence[int], count: int
+    ) -> tuple[TokenLogprobs, ...]:
+        """How likely these ids were, with `count` others each: the first of them behind token `first` of part `number`
+        (0 is its first input), and so on. Of a launch that has ended, and had a buffer for logits."""
+        return tuple(
+            token_logprobs(self._logits_after(flight, number, first + place), token, count)
+            for place, token in enumerate(token_ids)
+        )
 
     def launch_together(self, parts: Sequence[Part], logits: Buffer | None = None) -> list[LaunchResult]:
         """One launch over several sequences, each of which has a token in every step. Results in the order of `parts`.
@@ -268,7 +282,7 @@ class Launcher:
         self.columns = [(order[column.sequence], column.number) for column in column_records(geometry)]
         arguments = self._prepare(placed, geometry, logits)
         self._emitted[: len(parts)] = NOT_YET
-        return Flight(placed, order, geometry, arguments, int(cast(int, arguments["epoch"])))
+        return Flight(placed, order, geometry, arguments)
 
     def start(self, flight: Flight) -> None:
         """Starts it; returns at once on a GPU. No other may be started before it is finished."""
@@ -325,6 +339,14 @@ class Launcher:
             self._rows.note(part.cache, made)
             results[number] = LaunchResult(made, steps, seconds, token_ids[-1:] == (NO_TOKEN,))
         return [results[number] for number in range(len(flight.placed))]
+
+    def _logits_after(self, flight: Flight, number: int, token: int) -> npt.NDArray[np.float32]:
+        """float32 [vocab], after token `token` of part `number`."""
+        _, per_step, first_column = flight.geometry.placed()[flight.order.index(number)]
+        step, column = divmod(token, per_step)
+        place = step * self.tokens + first_column + column
+        logits = cast("Buffer", flight.arguments["logits"])
+        return logits.download(np.float32, self.vocab_size, place * self.vocab_size * 4)
 
     @contextmanager
     def _noting_failures(self) -> Iterator[None]:

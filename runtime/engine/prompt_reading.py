@@ -32,10 +32,10 @@ class FewestSteps:
         prompt; the others are decoded once more."""
         return known
 
-    def end(self, prompt: int, completions: int) -> int:
-        """How many tokens of a prompt are read before completions part. Behind the whole prompt the first token is
-        sampled with it; else the last token of the prompt is left, for each completion to decode with its own seed."""
-        return prompt if completions == 1 else prompt - 1
+    def end(self, prompt: int, samples: bool) -> int:
+        """How many tokens of a prompt are read before completions part. Whether the first token `samples` with it: then
+        all; else the last token of the prompt is left, for each completion to decode in a way of its own."""
+        return prompt if samples else prompt - 1
 
     def kept(self, prompt: int, cached: int) -> int:
         """Of `cached` tokens of a completion, how many another prompt may begin with."""
@@ -62,7 +62,7 @@ class SameSteps(FewestSteps):
     def read_as_prompt(self, prompt: int, known: int) -> int:
         return prompt
 
-    def end(self, prompt: int, completions: int) -> int:
+    def end(self, prompt: int, samples: bool) -> int:
         return prompt - 1
 
     def kept(self, prompt: int, cached: int) -> int:

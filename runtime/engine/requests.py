@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cheetah.models.logprobs import TokenLogprobs
 from cheetah.runtime.engine.launch_tables import Sampling
 from cheetah.runtime.engine.watching import NewWatcher
 from cheetah.runtime.outputs import Timings
@@ -14,7 +15,8 @@ class Request:
     """Completions to make of one prompt, `count` of them: at most `max_tokens` each, ended by a stop id, which none of
     the first `min_tokens` is. Number i draws with `seed_of(sampling.seed, i)`.
 
-    watchers: of each completion, which then has launches of one step."""
+    watchers: of each completion, which then has launches of one step. logprobs, prompt_logprobs: with each token that
+    is made, or of the prompt, comes how likely it was, and so many of the likeliest; None for neither."""
 
     prompt_ids: tuple[int, ...]
     max_tokens: int
@@ -22,6 +24,13 @@ class Request:
     min_tokens: int = 0
     count: int = 1
     watchers: tuple[NewWatcher, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def wants_logits(self) -> bool:
+        """Whether more than the ids is asked for."""
+        return self.logprobs is not None or self.prompt_logprobs is not None
 
     @property
     def most_cached(self) -> int:
@@ -32,12 +41,15 @@ class Request:
 @dataclass(frozen=True)
 class Made:
     """Ids that completion `id` goes on with, at least one. finish_reason: None while more may come, "stop" if the last
-    of them is a stop id, "length" if there are `max_tokens`. timings: up to here, of all the ids made."""
+    of them is a stop id, "length" if there are `max_tokens`. timings: up to here, of all the ids made. logprobs: of
+    each id, if they are wanted. prompt_logprobs: of all ids of the prompt but the first, with the first ids made."""
 
     id: int
     token_ids: tuple[int, ...]
     timings: Timings
     finish_reason: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
     @property
     def stop_id(self) -> int | None:

@@ -91,9 +91,10 @@ class Prompts:
         """What folds the ids of completion `index` of a prompt into pieces of text."""
         if self.tokenizer is None:
             return Pieces(None, index)
-        decoder = self.tokenizer.text_decoder(after=prompt_ids)
-        stream = TextStream(decoder, params.stop, params.include_stop_str_in_output, params.min_tokens)
-        return Pieces(stream, index)
+        decoder = self.tokenizer.text_decoder(prompt_ids, params.skip_special_tokens)
+        shows_stop = params.include_stop_str_in_output
+        stream = TextStream(decoder, params.stop, shows_stop, params.min_tokens)
+        return Pieces(stream, index, shows_stop, self.tokenizer.token_text)
 
     def _tokenizer_for(self, what: str) -> Tokenizer:
         if self.tokenizer is None:

@@ -76,27 +76,34 @@ class Tokenizer:
         ids = self._encoder.encode(text, add_special_tokens)
         return self._with_one_bos(ids) if add_special_tokens else ids
 
-    def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> str:
-        """The text of ids, without special tokens; invalid UTF-8 becomes U+FFFD.
+    def decode(self, ids: Iterable[int], after: Sequence[int] = (), skip_special_tokens: bool = True) -> str:
+        """The text of ids, without special tokens unless they are wanted; invalid UTF-8 becomes U+FFFD.
 
         `after`: the ids that come before them; their text is not given, but a space between the two is kept where the
         decoder would strip it from the start of a text. Equals `tokenizers`' own decode, with one exception: in a run
         of byte-fallback tokens that is not valid UTF-8, the valid characters survive (it replaces the whole run).
         """
-        decoder = self.text_decoder(after)
+        decoder = self.text_decoder(after, skip_special_tokens)
         return codecs.decode(b"".join(decoder.feed(token) for token in ids), "utf-8", "replace")
 
-    def text_decoder(self, after: Sequence[int] = ()) -> TokenDecoder:
+    def text_decoder(self, after: Sequence[int] = (), skip_special_tokens: bool = True) -> TokenDecoder:
         """A decoder for one text that follows the ids `after`, for `TextStream`."""
-        decoder = TokenDecoder(self)
+        decoder = TokenDecoder(self, skip_special_tokens)
         for token in after:
             decoder.feed(token)
         return decoder
 
-    def token_bytes(self, token_id: int, first: bool) -> bytes | None:
-        """The bytes of a token; None if it has no text (special, or unknown to the tokenizer)."""
-        token = None if token_id in self._encoder.special_ids else self._encoder.token_of(token_id)
-        return None if token is None else self._bytes.bytes_of(token, first)
+    def token_bytes(self, token_id: int, first: bool = False, skip_special_tokens: bool = False) -> bytes | None:
+        """The bytes of a token, which is the `first` of a text or not; None if it has no text: unknown to the
+        tokenizer, or special where these are skipped."""
+        token, is_special = self._encoder.token_of(token_id), token_id in self._encoder.special_ids
+        if token is None or (is_special and skip_special_tokens):
+            return None
+        return token.encode("utf-8", "replace") if is_special else self._bytes.bytes_of(token, first)
+
+    def token_text(self, token_id: int) -> str:
+        """The text of a token by itself, "" if it has none; what is no whole character is U+FFFD."""
+        return (self.token_bytes(token_id) or b"").decode("utf-8", "replace")
 
     @property
     def stripped_at_start(self) -> tuple[bytes, int]:
@@ -135,14 +142,14 @@ class Tokenizer:
 class TokenDecoder:
     """The bytes of one text, token by token; keeps what depends on the start of the text."""
 
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
+        self._tokenizer, self._skip_special_tokens = tokenizer, skip_special_tokens
         self._first = True
         self._stripped, self._to_strip = tokenizer.stripped_at_start
 
     def feed(self, token_id: int) -> bytes:
         """The bytes that this token adds to the text."""
-        found = self._tokenizer.token_bytes(token_id, self._first)
+        found = self._tokenizer.token_bytes(token_id, self._first, self._skip_special_tokens)
         if found is None:
             return b""
         self._first = False

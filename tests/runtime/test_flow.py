@@ -49,7 +49,7 @@ def engine(**overrides: Any) -> Engine:
     assembly = assemble(
         tiny_weights(), device=SlowDevice(), overrides=overrides, generate_kernel=generate_kernel, quiet=True
     )
-    return Engine(assembly.launcher)
+    return Engine(assembly.launcher, logits=assembly.logits_buffer)
 
 
 def alone(request: Request) -> list[int]:
@@ -71,6 +71,17 @@ def test_each_step_gives_the_next_token_of_each() -> None:
         assert [token for piece in pieces for token in piece] == alone(request)
         assert [len(piece) for piece in pieces] == [1] * request.max_tokens
     assert one.launcher.cache.pool.free_pages == one.launcher.cache.pool.pages
+
+
+def test_who_wants_logprobs_has_its_tokens_at_the_end_of_a_launch_and_the_others_as_before() -> None:
+    one = engine(batch=2)
+    plain, other = Request((5, 17, 250), 9, Sampling()), Request((7, 81), 9, Sampling(), logprobs=1)
+    (first,), (second,) = one.add(plain), one.add(other)
+    events = [event for events in run(one) for event in events if isinstance(event, Made)]
+    assert [len(event.token_ids) for event in events if event.id == first] == [1] * 9
+    mine = [event for event in events if event.id == second]
+    assert [token for event in mine for token in event.token_ids] == alone(other) and len(mine) < 9
+    assert all(len(event.token_ids) == len(event.logprobs or ()) for event in mine)
 
 
 def test_who_is_aborted_ends_in_the_middle_of_a_launch_and_the_others_go_on() -> None:

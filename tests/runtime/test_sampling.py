@@ -47,7 +47,9 @@ from cheetah.runtime.sampling import SamplingDefaults, SamplingParams, as_token_
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens=0: expected an integer >= 1"),
         ({"typical_p": 0.9}, "typical_p is not supported: supported are temperature, max_tokens, seed"),
         ({"max_new_tokens": 5}, "max_new_tokens is not supported: write max_tokens"),
-        ({"logprobs": 1}, r"LLM\.score"),
+        ({"logprobs": 21}, "logprobs=21: expected an integer from 0 to 20, or None"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs=-1: expected an integer from 0 to 20"),
+        ({"skip_special_tokens": 1}, "skip_special_tokens=1: expected True or False"),
         ({"temprature": 1.0}, "temprature is not a sampling parameter: supported are temperature"),
     ],
 )
