@@ -11,7 +11,7 @@ of operand B of one product, and the activations of a tile are contiguous for ea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cheetah.plan.errors import PlanError, require_positive
@@ -28,6 +28,8 @@ UNIT_BYTES = GROUP_TOKENS * 16
 STAGE_TILES = 2
 """K-tiles of an M-tile in a stage."""
 WARPGROUP_WARPS = 4
+FINISH_TOKENS = 32
+"""Of a tile where the parts of a product are added."""
 ACCUMULATOR_BYTES = 512
 """f32 sums of an M-tile and a group of tokens, in the order of a warp's registers: what a residual is kept in."""
 
@@ -36,15 +38,17 @@ ACCUMULATOR_BYTES = 512
 class PassPlan:
     """The choices of a pass.
 
-    tokens: that it has room for, a multiple of tile_tokens. warpgroups: that multiply, each four M-tiles of a tile."""
+    tokens: that it has room for, a multiple of tile_tokens. warpgroups: that multiply, each four M-tiles of a tile.
+    splits: whether products with fewer tiles than there are blocks are cut along k, see `parts`."""
 
     tokens: int
     tile_tokens: int = 256
     warpgroups: int = 2
     stages: int = 4
+    splits: bool = False
 
     def __post_init__(self) -> None:
-        require_positive("PassPlan", **vars(self))
+        require_positive("PassPlan", **{name: value for name, value in vars(self).items() if name != "splits"})
         if self.tile_tokens % GROUP_TOKENS or self.tokens % self.tile_tokens:
             raise PlanError(
                 f"PassPlan: {self.tokens} tokens in tiles of {self.tile_tokens}: give whole tiles, of a multiple of "
@@ -103,6 +107,19 @@ class PassPlan:
     def row_tiles(self, layout: MatrixLayout) -> int:
         """Tiles that cover the M-tiles of a matrix."""
         return ceil_div(layout.m_tiles, self.tile_m_tiles)
+
+    def parts(self, layout: MatrixLayout, blocks: int) -> int:
+        """Parts of k, of as many whole chunks each, that give a product work for more blocks, each an item at most. A
+        part is summed by itself, so they change bits."""
+        tiles = self.row_tiles(layout) * (self.tokens // self.tile_tokens)
+        if not self.splits or layout.last_chunk_tiles < layout.tiles_per_chunk:
+            return 1
+        counts = range(1, blocks // tiles + 1)
+        return max((count for count in counts if layout.chunks % count == 0), default=1)
+
+    def of_finish(self) -> PassPlan:
+        """The same with as few tokens a tile as make work for more blocks where parts are added."""
+        return replace(self, tile_tokens=min(self.tile_tokens, FINISH_TOKENS))
 
     def check(self, layout: MatrixLayout) -> None:
         """PlanError where a stage's K-tiles of a matrix would not lie side by side in the weights."""

@@ -7,7 +7,8 @@ step: bf16 weights and activations, f32 accumulation, softmax and residual.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from typing import Any
 
@@ -18,7 +19,8 @@ from cheetah.blocks.prompt.barrier import PassBarrier
 from cheetah.blocks.prompt.finish import Scales, StoreGated, StoreResidual
 from cheetah.blocks.prompt.keys import PassHeadNorms, PassHeads, PassTokens, StoreHeads, bring_earlier_keys
 from cheetah.blocks.prompt.machine import PassMachine, emit_pass, start_pass
-from cheetah.blocks.prompt.product import ACCUMULATORS, Case, Given, Sums, TileProduct
+from cheetah.blocks.prompt.parts import AddParts, StoreParts
+from cheetah.blocks.prompt.product import ACCUMULATORS, Case, Finish, Given, Sums, TileProduct
 from cheetah.blocks.prompt.ring import TileRing
 from cheetah.blocks.timeline import EVENTS, Timeline
 from cheetah.lang import Expr, prim, ty
@@ -32,9 +34,15 @@ from cheetah.plan.prompt import GROUP_TOKENS, PassPlan
 
 KERNEL_NAME = "prompt_pass"
 SECTION_ALIGNMENT = 1024
-QKV, ATTENTION, PROJECT, GATE_UP, DOWN = PHASES = range(5)
-"""Of a layer; the embedding comes before the first, and the last has qkv alone."""
-PHASES_A_LAYER = len(PHASES)
+
+
+@dataclass(frozen=True)
+class PassPhase:
+    """Of a layer. matrix: whose product it is, none of attention. adds: it adds the parts of that product."""
+
+    name: str
+    matrix: str | None = None
+    adds: bool = False
 
 
 def _buffer(type_: ty.Type, meaning: str, *shape: int | str, fill: str = "host") -> Any:
@@ -68,6 +76,15 @@ class PassLaunch:
     segment_count: Expr = _number("segments of this launch")
     tile_count: Expr = _number("rows of `tiles` of this launch")
     arrivals: Expr = _number("what the workspace's counter stands at: blocks x phases for each launch", ty.u64)
+    kv_scales: Expr | None = field(
+        default=None,
+        metadata={
+            "parameter": KernelParameter(
+                *(ty.ptr(ty.f32), "what e4m3 codes of each layer's keys, then values, are multiplied by"),
+                ("layers", 2, "kv_heads"),
+            )
+        },
+    )
     biases: Expr | None = field(
         default=None,
         metadata={
@@ -95,23 +112,19 @@ class PassLaunch:
     )
 
 
-def pass_parameters(config: ModelConfig, traced: bool = False) -> dict[str, KernelParameter]:
-    """The parameters of a kernel by name, in the order of its signature. traced: with a timeline."""
+def pass_parameters(config: ModelConfig, plan: Plan, traced: bool = False) -> dict[str, KernelParameter]:
+    """The parameters of a kernel by name, in the order of its signature. plan: of decoding; traced: with a timeline."""
     parameters = {one.name: one.metadata["parameter"] for one in fields(PassLaunch)}
-    wanted = {"biases": config.qkv_biases, "head_norms": config.head_norms, "timeline": traced}
+    is_codes = plan.kv_dtype == "e4m3"
+    if is_codes:
+        parameters["kv"] = replace(parameters["kv"], type=ty.ptr_mut(ty.u8))
+    wanted = {
+        "kv_scales": is_codes,
+        "biases": config.qkv_biases,
+        "head_norms": config.head_norms,
+        "timeline": traced,
+    }
     return {name: one for name, one in parameters.items() if wanted.get(name, True)}
-
-
-def phase_count(layers: int) -> int:
-    """Meetings of a launch's blocks."""
-    return 2 + PHASES_A_LAYER * (layers - 1)
-
-
-def pass_phase_names(layers: int) -> tuple[str, ...]:
-    """The phases of a launch, as its timeline counts them."""
-    of_layer = ("qkv", "attention", "o", "gate_up", "down")
-    named = (f"{name}[{layer}]" for layer in range(layers) for name in of_layer)
-    return ("embedding", *islice(named, phase_count(layers) - 1))
 
 
 @dataclass(frozen=True)
@@ -140,8 +153,6 @@ class PassSizes:
                 f"a pass of {self.pass_plan.warpgroups} warpgroups has {self.pass_plan.tile_m_tiles * M_TILE_ROWS} "
                 f"rows a tile: heads of {self.shape.head_dim} with norms lie in one tile each, give more warpgroups"
             )
-        if self.plan.kv_dtype != "bf16":
-            raise PlanError(f"a pass writes bf16 keys and values, not {self.plan.kv_dtype}")
         for layout in self.matrices.of_layer:
             if layout.format != BF16:
                 raise PlanError(f"a pass multiplies bf16 weights; {layout.name} is {layout.format.name}")
@@ -153,6 +164,36 @@ class PassSizes:
     @property
     def matrices(self) -> Any:
         return step_matrices(self.shape, self.plan, self.gpu)
+
+    def parts(self, matrix: str) -> int:
+        """Parts of k that its product is cut into."""
+        return self.pass_plan.parts(self.matrices.named(matrix), self.gpu.blocks)
+
+    def _phases_of(self, matrix: str) -> list[PassPhase]:
+        product = [PassPhase(matrix, matrix)]
+        return product if self.parts(matrix) == 1 else [*product, PassPhase(f"{matrix} sums", matrix, adds=True)]
+
+    @property
+    def last_phases(self) -> list[PassPhase]:
+        """Phases of the last layer, of which keys and values are all that is wanted."""
+        return self._phases_of("qkv")
+
+    @property
+    def phases(self) -> list[PassPhase]:
+        """Phases of the other layers, in order."""
+        behind = (phase for matrix in ("o", "gate_up", "down") for phase in self._phases_of(matrix))
+        return [*self.last_phases, PassPhase("attention"), *behind]
+
+    @property
+    def phase_count(self) -> int:
+        """Meetings of a launch's blocks."""
+        return 1 + len(self.phases) * (self.config.layers - 1) + len(self.last_phases)
+
+    @property
+    def phase_names(self) -> tuple[str, ...]:
+        """The phases of a launch, as its timeline counts them."""
+        named = (f"{phase.name}[{layer}]" for layer in range(self.config.layers) for phase in self.phases)
+        return ("embedding", *islice(named, self.phase_count - 1))
 
     @property
     def attention_tokens(self) -> int:
@@ -186,7 +227,14 @@ class PassSizes:
             "values": keys,
             "attention": plan.activation_bytes(shape.query_rows),
             "gated": plan.activation_bytes(round_up(shape.ffn, M_TILE_ROWS // 2)),
+            "parts": 4 * plan.residual_floats(max(self._part_m_tiles())),
         }
+
+    def _part_m_tiles(self) -> Iterator[int]:
+        """M-tiles of all parts of each product that has several."""
+        for matrix in self.matrices.of_layer:
+            parts = self.parts(matrix.name)
+            yield 0 if parts == 1 else parts * matrix.m_tiles
 
     @property
     def offsets(self) -> dict[str, int]:
@@ -205,7 +253,7 @@ class PassSizes:
 def build_pass(sizes: PassSizes, traced: bool = False) -> ch.Kernel:
     """The kernel of a pass. traced: with time stamps of every phase."""
     plan, gpu = sizes.pass_plan, sizes.gpu
-    types = {name: parameter.type for name, parameter in pass_parameters(sizes.config, traced).items()}
+    types = {name: parameter.type for name, parameter in pass_parameters(sizes.config, sizes.plan, traced).items()}
     shared = plan.shared(BF16.tile_bytes, gpu.shared_bytes)
 
     @ch.kernel(ch.Params(**types), name=KERNEL_NAME, max_threads=plan.threads)
@@ -231,12 +279,11 @@ class Pass:
         self.tokens = PassTokens(launch.groups, launch.segments, launch.segment_count, launch.tiles, launch.tile_count)
         self.ring = TileRing(machine)
         self.product = TileProduct(machine, self.ring, token_tiles)
-        self.heads = PassHeads(
-            *(machine, self.shape, self._section("queries"), self._section("keys"), self._section("values")),
-            sizes.room.key_rows,
-        )
+        few = replace(machine, plan=machine.plan.of_finish())
+        of_few = (launch.column_count + (few.plan.tile_tokens - 1)) // few.plan.tile_tokens
+        self.of_few = TileProduct(few, self.ring, of_few)
         self.cache = KvCache(sizes, launch.kv, launch.page_table)
-        self.timeline = Timeline(machine, launch.timeline, phase_count(sizes.config.layers))
+        self.timeline = Timeline(machine, launch.timeline, sizes.phase_count)
 
     def _section(self, name: str, element: ty.Type | None = None) -> Any:
         """A pointer to a section of the workspace (u8 unless said)."""
@@ -253,8 +300,7 @@ class Pass:
         prim.block_barrier()  # orders the barriers' initialisation before their first use by any role
         self.ring.start()
         self.barrier = PassBarrier(machine, self._section("counter", ty.u64), self.launch.arrivals)
-        squares, epsilon = self._section("squares", ty.f32), self.sizes.config.rms_norm_eps
-        self.scales = Scales(machine, squares, self.shape.hidden, epsilon)
+        self.scales = {product: self._scales(product.machine) for product in (self.product, self.of_few)}
         with machine.consumer:
             ch.comment("embedding")
             self.timeline.stamp(ty.u32(0), "begin")
@@ -272,7 +318,7 @@ class Pass:
 
     def _emit_copies(self, layer: Any) -> None:
         """What the copying roles bring in a layer. Activations wait for the phase before, weights for nobody."""
-        machine, attention = self.machine, self._attention()
+        machine, attention = self.machine, self._attention(layer)
         for matrix in self.matrices.of_layer:
             given = self._given(matrix, layer)
             with machine.weights:
@@ -282,6 +328,8 @@ class Pass:
                 machine.renew()
                 self.barrier.begin_copies()
                 self.product.copy_activations(matrix, given)
+                if given.parts > 1:
+                    self.barrier.skip_phase()
             if matrix is self.matrices.qkv:
                 for role in (machine.weights, machine.activations):
                     with role, ch.if_(layer + 1 == self.shape.layers):
@@ -295,76 +343,119 @@ class Pass:
     @ch.inline
     def _emit_phases(self, layer: Any) -> None:
         """In the consumer role: a loop, so that all products share their code."""
-        machine = self.machine
-        phases = ch.select(layer + 1 == self.shape.layers, ty.u32(1), ty.u32(PHASES_A_LAYER))
+        machine, sizes = self.machine, self.sizes
+        count, of_last = len(sizes.phases), len(sizes.last_phases)
+        phases = ch.select(layer + 1 == self.shape.layers, ty.u32(of_last), ty.u32(count))
         with ch.for_(phases, unroll=1, name="phase") as phase:
             machine.renew()
-            number = layer * PHASES_A_LAYER + phase + 1
+            number = layer * count + phase + 1
             self.timeline.stamp(number, "begin")
             self.barrier.begin_phase()
             self.timeline.stamp(number, "ready")
-            with ch.if_(phase == ATTENTION):
-                self._attention().attend()
+            with ch.if_(phase == sizes.phases.index(PassPhase("attention"))):
+                self._attention(layer).attend()
             with ch.else_():
-                with ch.if_(phase == QKV):
-                    bring_earlier_keys(self.heads, self.tokens, self.cache, layer, self.sizes.key_tile)
-                self.product.multiply(self._cases(layer, phase), phase)
+                with ch.if_(phase == 0):
+                    bring_earlier_keys(self._heads(machine, layer), self.tokens, self.cache, layer, sizes.key_tile)
+                self._emit_products(layer, phase)
             self.timeline.stamp(number, "done")
             self.barrier.end_phase()
 
-    def _cases(self, layer: Any, phase: Any) -> list[Case]:
-        matrices = self.matrices
-        heads = StoreHeads(
-            *(self.heads, self.tokens, self.cache, self.scales, self.launch.rope, self.sizes.plan.max_context, layer),
-            biases=self.launch.biases,
-            norms=self._head_norms(),
-        )
-        gated = StoreGated(self.machine, self._section("gated"), self.scales)
-        # After o comes the layer's second norm, after down the next layer's first.
-        onto_residual = self._onto_residual(layer * 2 + ch.select(phase == PROJECT, ty.u32(1), ty.u32(2)))
-        return [
-            Case(matrices.qkv, heads, phase=QKV),
-            Case(matrices.o, onto_residual, adds=True, phase=PROJECT),
-            Case(matrices.gate_up, gated, phase=GATE_UP),
-            Case(matrices.down, onto_residual, adds=True, phase=DOWN),
-        ]
+    @ch.inline
+    def _emit_products(self, layer: Any, phase: Any) -> None:
+        """A product, or the sum of one's parts."""
+        adds = [number for number, one in enumerate(self.sizes.phases) if one.adds]
+        if not adds:
+            return self.product.multiply(self._cases(layer, phase), phase)
+        is_sum = phase == adds[0]
+        for number in adds[1:]:
+            is_sum = is_sum | (phase == number)
+        with ch.if_(is_sum):
+            parts, residual = self._section("parts", ty.f32), self._section("residual", ty.f32)
+            AddParts(self.of_few, parts, residual).finish(self._cases(layer, phase, adds=True), phase)
+        with ch.else_():
+            self.product.multiply(self._cases(layer, phase), phase)
 
-    def _head_norms(self) -> PassHeadNorms | None:
+    def _cases(self, layer: Any, phase: Any, adds: bool = False) -> list[Case]:
+        """Of the phases that multiply, or of those that add parts."""
+        phases = self.sizes.phases
+        finishes = self._finishes(layer, phase, self.of_few if adds else self.product)
+        to_be_added = StoreParts(self.machine, self._section("parts", ty.f32))
+        cases = []
+        for number, one in enumerate(phases):
+            if one.matrix is not None and one.adds == adds:
+                parts, finish = self.sizes.parts(one.matrix), finishes[one.matrix]
+                is_stored = parts > 1 and not adds
+                onto = one.matrix in ("o", "down") and not is_stored
+                matrix = self.matrices.named(one.matrix)
+                cases.append(Case(matrix, to_be_added if is_stored else finish, onto, number, parts))
+        return cases
+
+    def _finishes(self, layer: Any, phase: Any, product: TileProduct) -> dict[str, Finish]:
+        """What becomes of the sums of each matrix, in the tiles of `product`."""
+        machine, scales = product.machine, self.scales[product]
+        heads = StoreHeads(
+            *(self._heads(machine, layer), self.tokens, self.cache, scales),
+            *(self.launch.rope, self.sizes.plan.max_context, layer),
+            biases=self.launch.biases,
+            norms=self._head_norms(machine),
+        )
+        gated = StoreGated(machine, self._section("gated"), scales)
+        # After o comes the layer's second norm, after down the next layer's first.
+        behind_o = phase <= self.sizes.phases.index(PassPhase("gate_up", "gate_up"))
+        onto_residual = self._onto_residual(machine, layer * 2 + ch.select(behind_o, ty.u32(1), ty.u32(2)))
+        return {"qkv": heads, "o": onto_residual, "gate_up": gated, "down": onto_residual}
+
+    def _heads(self, machine: PassMachine, layer: Any) -> PassHeads:
+        scales = self.launch.kv_scales
+        return PassHeads(
+            *(machine, self.shape, self._section("queries"), self._section("keys"), self._section("values")),
+            self.sizes.room.key_rows,
+            None if scales is None else scales + layer * (2 * self.shape.kv_heads),
+        )
+
+    @ch.inline
+    def _scales(self, machine: PassMachine) -> Scales:
+        return Scales(machine, self._section("squares", ty.f32), self.shape.hidden, self.sizes.config.rms_norm_eps)
+
+    def _head_norms(self, machine: PassMachine) -> PassHeadNorms | None:
         weights = self.launch.head_norms
         if weights is None:
             return None
-        return PassHeadNorms(self.machine, self.shape, weights, self.sizes.config.rms_norm_eps)
+        return PassHeadNorms(machine, self.shape, weights, self.sizes.config.rms_norm_eps)
 
     def _given(self, matrix: MatrixLayout, layer: Any) -> Given:
         sources = {"qkv": "hidden", "o": "attention", "gate_up": "hidden", "down": "gated"}
         weights = self.launch.weights + (ty.u64(layer) * self.matrices.layer_stride + matrix.offset)
-        adds = matrix.name in ("o", "down")
-        return Given(weights, self._section(sources[matrix.name]), self._section("residual", ty.f32) if adds else None)
+        parts = self.sizes.parts(matrix.name)
+        adds = matrix.name in ("o", "down") and parts == 1
+        residual = self._section("residual", ty.f32) if adds else None
+        return Given(weights, self._section(sources[matrix.name]), residual, parts)
 
-    def _attention(self) -> PassAttention:
+    def _attention(self, layer: Any) -> PassAttention:
         window = self.sizes.config.window(self.sizes.plan.max_context)
-        into = self._section("attention")
-        return PassAttention(self.machine, self.ring, self.heads, self.tokens, into, self.sizes.key_tile, window)
+        into, heads = self._section("attention"), self._heads(self.machine, layer)
+        return PassAttention(self.machine, self.ring, heads, self.tokens, into, self.sizes.key_tile, window)
 
-    def _onto_residual(self, norm: Any) -> StoreResidual:
+    def _onto_residual(self, machine: PassMachine, norm: Any) -> StoreResidual:
         """norm: number of the one that follows."""
         weight = self.launch.norms + norm * self.shape.padded_hidden
         return StoreResidual(
-            *(self.machine, self._section("residual", ty.f32), self._section("hidden")),
+            *(machine, self._section("residual", ty.f32), self._section("hidden")),
             *(self._section("squares", ty.f32), weight, self.sizes.hidden_m_tiles),
         )
 
     @ch.function
     def _embed(self) -> None:
         """The tokens' embeddings as the first residual stream."""
-        machine, plan = self.machine, self.machine.plan
-        store = self._onto_residual(ty.u32(0))
-        with self.product.tiles(ceil_div(self.sizes.hidden_m_tiles, plan.tile_m_tiles)) as tile:
-            row_tile = tile // self.product.token_tiles
-            token_tile = tile % self.product.token_tiles
+        product, machine = self.of_few, self.of_few.machine
+        plan, store = machine.plan, self._onto_residual(machine, ty.u32(0))
+        with product.tiles(ceil_div(self.sizes.hidden_m_tiles, plan.tile_m_tiles)) as tile:
+            row_tile = tile // product.token_tiles
+            token_tile = tile % product.token_tiles
             m_tile = row_tile * plan.tile_m_tiles + machine.warp
             with ch.if_(m_tile < self.sizes.hidden_m_tiles):
-                with ch.for_(plan.tile_groups, unroll=1, name="group") as in_tile:
+                with ch.for_(plan.tile_groups, unroll=True, name="group") as in_tile:
                     group = token_tile * plan.tile_groups + in_tile
                     values = self._embedded(m_tile * M_TILE_ROWS + machine.lane // 4, group)
                     store.finish(Sums(m_tile, group, in_tile, values))

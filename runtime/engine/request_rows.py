@@ -88,9 +88,7 @@ class RequestRows:
                 self._slots[number] = _Slot(weakref.ref(owner))
         return slots
 
-    def fill(
-        self, number: int, sampling: Sampling, ids: Sequence[int], prompt: int, mask: Mask | None = None
-    ) -> None:
+    def fill(self, number: int, sampling: Sampling, ids: Sequence[int], prompt: int, mask: Mask | None = None) -> None:
         """Uploads what a slot does not hold yet. ids: of prompt and completion, the first `prompt` are the prompt's.
         mask: as in `Part`."""
         slot, options = self._slots[number], options_of(sampling, mask)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -13,12 +13,12 @@ from cheetah import lang as ch
 from cheetah.emulator import SCHEDULERS, EmulatorError, Program, allocate, compile_program
 from cheetah.generate import generate_kernel
 from cheetah.models.config import ModelConfig
-from cheetah.models.dense.prompt import PassSizes, build_pass, pass_parameters, phase_count
+from cheetah.models.dense.prompt import PassSizes, build_pass, pass_parameters
 from cheetah.models.dense.reference import Reference
 from cheetah.models.mistral import MistralConfig
 from cheetah.models.qwen2 import Qwen2Config
 from cheetah.models.qwen3 import Qwen3Config
-from cheetah.models.rounding import widen
+from cheetah.models.rounding import round_to_e4m3, widen
 from cheetah.plan import Plan, PlanError, gpu_named
 from cheetah.plan.pass_tables import Segment
 from cheetah.plan.prompt import PassPlan
@@ -31,8 +31,14 @@ pytestmark = pytest.mark.compiler
 TOLERANCE = 0.035
 """The largest relative error of a head of a key or value (seen: 0.023; rounding the reference to bf16 where products
 begin gives 0.030 by itself)."""
+E4M3_TOLERANCE = 0.2
+"""The same where keys and values are e4m3: a number that is rounded to the next code differs by up to 1/8, and later
+layers see that (seen: 0.16; without any rounding of them the reference is 0.115 away from itself)."""
 SMALL = model(layers=3)
-PASS = PassPlan(tokens=64, tile_tokens=16, warpgroups=1, stages=3)
+WINDOWED = MistralConfig(48, 40, 2, 2, 1, 64, 50, max_position_embeddings=256, sliding_window=21)
+KV_SCALE = np.float32(0.03)
+"""Of e4m3 codes, times powers of two, of which rounding knows nothing."""
+PASS = PassPlan(tokens=160, tile_tokens=16, warpgroups=1, stages=3)
 
 
 class PassRig:
@@ -50,11 +56,13 @@ class PassRig:
         **plan: Any,
     ) -> None:
         self.weights, self.config = random_weights(config), config
-        fields = {"consumer_warps": 2, "max_context": 192, "stage_bytes": 4096, "page_size": 5, **plan}
+        fields = {"consumer_warps": 2, "max_context": 192, "stage_bytes": 4096, "page_size": 5, "batch": 3, **plan}
         gpu = emulated_gpu(blocks)
         manifest = generate_kernel(config, gpu, **fields).manifest
         self.plan, self.manifest = Plan.from_dict(manifest.plan), manifest
         self.sizes = PassSizes(config, gpu_named(gpu), self.plan, pass_plan, key_tile=16)
+        powers = np.random.default_rng(4).integers(-2, 3, (config.layers, 2, config.shape.kv_heads))
+        self.kv_scales = np.asarray(KV_SCALE * 2.0**powers, np.float32)
         self.program = self._compile(bug, sanitize=sanitize, watched=watched)
         self.buffers: dict[str, Any] = {}
         allocate_buffers(EmulatorDevice(), manifest, self.buffers)
@@ -65,7 +73,7 @@ class PassRig:
         if bug is not None:
             assert bug[0] in text, bug[0]
             text = text.replace(*bug)
-        parameters = [(name, str(one.type)) for name, one in pass_parameters(self.config).items()]
+        parameters = [(name, str(one.type)) for name, one in pass_parameters(self.config, self.plan).items()]
         return compile_program(text, "prompt_pass", parameters, **mode)
 
 
@@ -74,8 +82,8 @@ class PassSession:
 
     def __init__(self, rig: PassRig, seed: int = 0) -> None:
         self.rig, self.launches = rig, 0
-        shape = rig.manifest.buffer("kv").shape
-        self.kv = allocate(tuple(shape), np.uint16)
+        kv = rig.manifest.buffer("kv")
+        self.kv = allocate(tuple(kv.shape), np.uint16 if kv.dtype == "bf16" else np.uint8)
         table = (rig.plan.batch, rig.plan.pages_per_sequence)
         self.pages = np.random.default_rng(seed).permutation(rig.plan.kv_pages)[: table[0] * table[1]].reshape(table)
         self.table = allocate(table, np.int32)
@@ -94,11 +102,12 @@ class PassSession:
             **arrays,
             **vars(tables),
             "kv": self.kv,
+            "kv_scales": rig.kv_scales,
             "page_table": self.table,
             "workspace": self.workspace,
-            "arrivals": self.launches * phase_count(rig.config.layers) * sizes.gpu.blocks,
+            "arrivals": self.launches * sizes.phase_count * sizes.gpu.blocks,
         }
-        arguments = [given[name] for name in pass_parameters(rig.config)]
+        arguments = [given[name] for name in pass_parameters(rig.config, rig.plan)]
         shared = sizes.pass_plan.shared(1024).total_bytes
         rig.program.launch(
             *(sizes.gpu.blocks, sizes.pass_plan.threads, shared, arguments), scheduler=scheduler, seed=seed
@@ -109,10 +118,16 @@ class PassSession:
 
     def cached(self, sequence: int = 0) -> np.ndarray:
         """float32 [layers, keys or values, kv_heads, tokens, head_dim]."""
+        if self.rig.plan.kv_dtype == "e4m3":
+            numbers = self._cached(sequence).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+            return numbers * self.rig.kv_scales[..., None, None]
+        return widen(self._cached(sequence))
+
+    def _cached(self, sequence: int) -> np.ndarray:
         layers, _, _, kv_heads, size, head_dim = self.kv.shape
         pages = self.kv[:, self.pages[sequence]].transpose(0, 2, 3, 1, 4, 5)
         tokens = pages.reshape(layers, 2, kv_heads, -1, head_dim)[:, :, :, : self.lengths[sequence]]
-        return widen(np.ascontiguousarray(tokens))
+        return np.ascontiguousarray(tokens)
 
 
 @cache
@@ -156,6 +171,17 @@ def test_passes_go_on_where_the_cache_ends(parts: tuple[int, ...]) -> None:
     assert error(read(rig_of(SMALL), parts)) < TOLERANCE
 
 
+def test_products_of_few_tokens_are_cut_along_k() -> None:
+    """So that all blocks have work; the bits are others, but still the same under every schedule."""
+    config = model(hidden=256, ffn=512)
+    few = PassPlan(tokens=64, tile_tokens=64, warpgroups=1, stages=3, splits=True)
+    rig = rig_of(config, blocks=8, pass_plan=few)
+    assert [rig.sizes.parts(name) for name in ("qkv", "o", "gate_up", "down")] == [2, 1, 1, 2]
+    sessions = [read(rig, (13, 7), scheduler) for scheduler in SCHEDULERS]
+    assert error(sessions[0]) < TOLERANCE
+    assert len({session.cached().tobytes() for session in sessions}) == 1
+
+
 FAMILIES = {
     "groups, heads of 128, pages of 16": (
         model(hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=128),
@@ -163,7 +189,7 @@ FAMILIES = {
     ),
     "biases": (Qwen2Config(48, 40, 2, 2, 1, 64, 50, max_position_embeddings=256), {}),
     "norms of heads": (Qwen3Config(48, 40, 2, 2, 1, 64, 50, max_position_embeddings=256), {}),
-    "a sliding window": (MistralConfig(48, 40, 2, 2, 1, 64, 50, max_position_embeddings=256, sliding_window=21), {}),
+    "a sliding window": (WINDOWED, {}),
 }
 
 
@@ -178,11 +204,10 @@ def test_families(family: str) -> None:
 CUTS = ((61,), (16, 1, 30, 14), (48, 13))
 
 
-@pytest.mark.parametrize("window", [None, 21])
-def test_neither_cuts_nor_company_change_a_bit(window: int | None) -> None:
+@pytest.mark.parametrize("config", [SMALL, pytest.param(WINDOWED, marks=pytest.mark.slow)], ids=["all keys", "window"])
+def test_neither_cuts_nor_company_change_a_bit(config: ModelConfig) -> None:
     """However a prompt is cut into passes, and whatever else these read: other prompts, or other parts of them."""
-    config = MistralConfig(48, 40, 2, 2, 1, 64, 50, max_position_embeddings=256, sliding_window=window)
-    rig = rig_of(config, batch=3, pass_plan=replace(PASS, tokens=160))
+    rig = rig_of(config)
     ids, bits = token_ids(61, config.vocab_size), set()
     for number, cuts in enumerate(CUTS):
         session = PassSession(rig, seed=number)
@@ -193,6 +218,21 @@ def test_neither_cuts_nor_company_change_a_bit(window: int | None) -> None:
         assert relative_error(session.cached(0), reference_cache(config, len(ids))) < TOLERANCE
         bits.add(session.cached(0).tobytes())
     assert len(bits) == 1
+
+
+def test_keys_of_eight_bits() -> None:
+    """A pass sees the numbers that it leaves, as later passes and decoding do: no bit says where one ended."""
+    config = model(heads=4, kv_heads=2)
+    rig = rig_of(config, kv_dtype="e4m3")
+    reference = Reference(
+        config, random_weights(config).tensor, cached=lambda x: round_to_e4m3(x / KV_SCALE) * KV_SCALE
+    )
+    reference.forward(token_ids(53, config.vocab_size))
+    wanted = np.stack([reference.keys[:, :, :53], reference.values[:, :, :53]], axis=1)
+    sessions = [read(rig, parts) for parts in ((53,), (20, 33))]
+    assert relative_error(sessions[0].cached()[0], wanted[0]) < TOLERANCE
+    assert relative_error(sessions[0].cached(), wanted) < E4M3_TOLERANCE
+    assert len({session.cached().tobytes() for session in sessions}) == 1
 
 
 @pytest.mark.slow
@@ -252,5 +292,3 @@ def test_what_a_pass_cannot_do_is_said() -> None:
         PassSizes(SMALL, rig.sizes.gpu, rig.plan, PassPlan(40, 8, 1, 3), 16)
     with pytest.raises(PlanError, match="has no room for 64 keys"):
         PassSizes(SMALL, rig.sizes.gpu, rig.plan, PassPlan(64, 16, 1, 3), 64)
-    with pytest.raises(PlanError, match="bf16 keys and values, not e4m3"):
-        PassSizes(SMALL, rig.sizes.gpu, replace(rig.plan, kv_dtype="e4m3"), PASS, 16)

@@ -103,7 +103,7 @@ class PassAttention:
             first_of_warp = machine.warp * QUERY_TOKENS
             queries = ch.array(ty.u32x4, head_dim // 16)
             self._load_queries(queries, head, place.column + first_of_warp)
-            rows = _Rows(place.position + first_of_warp, machine.lane)
+            rows = _Rows(place.position + first_of_warp, machine.lane, self._logit_scale(head))
             output = ch.array(ty.f32, head_dim // 2, zero=True)
             logits = ch.array(ty.f32, self.key_tile // 2)
             even = ch.array(ty.u32x4, self.key_tile // 16)
@@ -154,6 +154,19 @@ class PassAttention:
         self._multiply_values(output, weights, previous)
         prim.wgmma_wait_all()
         self.ring.release(previous)
+
+    def _logit_scale(self, head: ch.Expr) -> Any:
+        """What products of queries and keys are multiplied by, in base 2."""
+        scale = LOG2_E / math.sqrt(self.heads.shape.head_dim)
+        if self.heads.scales is None:
+            return scale
+        return ch.const(ty.f32, self.heads.scale(head // self.heads.shape.group) * scale, name="logit_scale")
+
+    def _inverse(self, total: ch.Expr, head: ch.Expr) -> Any:
+        """What sums of values are multiplied by, for a sum of weights."""
+        if self.heads.scales is None:
+            return prim.divide_f32(1.0, total)
+        return prim.divide_f32(self.heads.scale(head // self.heads.shape.group + self.heads.shape.kv_heads), total)
 
     @ch.inline
     def _load_queries(self, queries: Any, head: ch.Expr, column: ch.Expr) -> None:
@@ -210,7 +223,7 @@ class PassAttention:
     def _weigh(self, logits: Any, weights: Any, rows: _Rows, first_key: ch.Expr) -> None:
         """The weights of a tile of keys, from `first_key` on, as operand A; `rows` say what that makes of the sums."""
         self._mask(logits, rows, first_key)
-        scale = LOG2_E / math.sqrt(self.heads.shape.head_dim)
+        scale = rows.scale
         origins = [self._new_origin(logits, rows, number, scale) for number in range(2)]
         with ch.for_(self.key_tile // 8, unroll=True, name="group") as group:
             for number in range(4):
@@ -222,7 +235,7 @@ class PassAttention:
             weights[step] = prim.make_u32x4(*words)
 
     @ch.inline
-    def _new_origin(self, logits: Any, rows: _Rows, number: int, scale: float) -> Any:
+    def _new_origin(self, logits: Any, rows: _Rows, number: int, scale: Any) -> Any:
         """The largest logit of a row so far, scaled; the sum of its exponentials is brought to it."""
         largest = ch.var(ty.f32, rows.largest[number])
         with ch.for_(self.key_tile // 8, unroll=True, name="group") as group:
@@ -233,7 +246,10 @@ class PassAttention:
         # A row that has seen no key yet has the largest logit -inf: the exponents below must be numbers.
         seen = largest > ty.f32(-math.inf)
         origin = ch.const(ty.f32, ch.select(seen, largest * scale, ty.f32(0.0)), name="origin")
-        rows.shrinks[number] = prim.exp2_f32(rows.largest[number] * scale - origin)
+        # Exactly 1 where nothing larger was found, also if the compiler fuses the product: tiles in which a row sees no
+        # key, of which it has more or fewer as its prompt was cut into passes, must change nothing.
+        shrink = prim.exp2_f32(rows.largest[number] * scale - origin)
+        rows.shrinks[number] = ch.select(largest > rows.largest[number], shrink, ty.f32(1.0))
         rows.largest[number] = largest
         rows.sums[number] *= rows.shrinks[number]
         return origin
@@ -254,7 +270,7 @@ class PassAttention:
             total = ch.var(ty.f32, rows.sums[number])
             for mask in (1, 2):
                 total += prim.shuffle_xor_f32(total, mask)
-            inverse = ch.const(ty.f32, prim.divide_f32(1.0, total), name="inverse")
+            inverse = ch.const(ty.f32, self._inverse(total, head), name="inverse")
             in_tile = self.machine.warp * QUERY_TOKENS + number * GROUP_TOKENS
             group = (tile.column + in_tile) // GROUP_TOKENS
             with ch.if_(in_tile + lane // 4 < tile.count):
@@ -271,9 +287,10 @@ class PassAttention:
 class _Rows:
     """The states of a lane's two rows, `position` and `position` + 8, whose parts lie in four lanes: largest is the
     same in all of them, sums are not yet added. first: position of the warp's first row. shrinks: what the newest tile
-    of keys makes of what was summed before it."""
+    of keys makes of what was summed before it. scale: of logits, in base 2."""
 
-    def __init__(self, first: ch.Expr, lane: ch.Expr) -> None:
+    def __init__(self, first: ch.Expr, lane: ch.Expr, scale: Any) -> None:
+        self.scale = scale
         self._declare(first, lane)
 
     @ch.inline

@@ -48,6 +48,11 @@ class PassBarrier:
         self.machine.meet()
 
     @ch.inline
+    def skip_phase(self) -> None:
+        """In the activations role: a phase for which it copies nothing."""
+        self.dues[1] += self.machine.gpu.blocks
+
+    @ch.inline
     def begin_copies(self) -> None:
         """In the activations role: the same, for bulk copies."""
         self.dues[1] += self.machine.gpu.blocks

@@ -48,7 +48,7 @@ class Scales:
         with ch.if_(machine.thread < plan.tile_tokens):
             token = token_tile * plan.tile_tokens + machine.thread
             total = ch.var(ty.f32, 0.0)
-            with ch.for_(parts, unroll=8) as part:
+            with ch.for_(parts, unroll=min(parts, 32)) as part:
                 total += self.squares[part * plan.tokens + token]
             scale = prim.rsqrt_f32(total * (1.0 / self.elements) + self.epsilon)
             self._buffer()[machine.thread] = scale

@@ -96,7 +96,8 @@ class TilePlace:
 @dataclass(frozen=True, eq=False)
 class PassHeads:
     """Where queries, keys and values of the present layer lie (u8). key_rows: that there is room for, whole key
-    tiles."""
+    tiles. scales: f32 [keys or values][KV head], what numbers of e4m3 codes are multiplied by; None where keys and
+    values are bf16. In core order they are bf16 in any case, of codes the numbers that those stand for."""
 
     machine: PassMachine
     shape: ModelShape
@@ -104,6 +105,7 @@ class PassHeads:
     keys: ch.Expr
     values: ch.Expr
     key_rows: int
+    scales: ch.Expr | None = None
 
     @property
     def units(self) -> int:
@@ -114,6 +116,11 @@ class PassHeads:
     def group_bytes(self) -> int:
         """Of 8 tokens of a head, in core order."""
         return self.units * CORE_BYTES
+
+    def scale(self, kv_row: Any) -> Any:
+        """Of a key head, or a value head behind those (f32); of e4m3 alone."""
+        assert self.scales is not None
+        return self.scales[kv_row]
 
     def core(self, head: Any, row: Any, unit: Any) -> Any:
         """Byte of a unit of a row of keys or values in core order (u64)."""
@@ -216,6 +223,8 @@ class StoreHeads(Finish):
             if self.norms is not None:
                 self.norms.apply(sums, rows, self.layer, head, m_tile_of_head)
             self._rotate(group.position, rows, m_tile_of_head)
+        if self.heads.scales is not None:
+            self._quantise(rows, head)
         low, high = exchanged_rows(machine, *(rows[number] for number in range(4)))
         # Rows g and g + 8 of a rotated head are a pair, half a head apart; of a value they are neighbours.
         first_unit = ch.select(is_paired, m_tile_of_head, m_tile_of_head * 2)
@@ -245,6 +254,18 @@ class StoreHeads(Finish):
             second = ch.const(ty.f32, rows[number + 2], name="second")
             rows[number] = first * angle.x - second * angle.y
             rows[number + 2] = second * angle.x + first * angle.y
+
+    @ch.inline
+    def _quantise(self, rows: Any, head: ch.Expr) -> None:
+        """Keys and values as the numbers that their codes stand for: what this pass sees is what later ones will."""
+        shape = self.heads.shape
+        with ch.if_(head >= shape.heads):
+            scale = ch.const(ty.f32, self.heads.scale(head - shape.heads), name="scale")
+            for number in (0, 2):
+                codes = prim.e4m3x2_from_f32(*(prim.divide_f32(rows[number + more], scale) for more in range(2)))
+                pair = ch.const(ty.u32, prim.e4m3x4_to_bf16(codes).x, name="pair")
+                rows[number] = prim.bf16x2_low(pair)
+                rows[number + 1] = prim.bf16x2_high(pair)
 
     @ch.inline
     def _store(self, head: ch.Expr, group: ch.Expr, place: GroupPlace, unit: ch.Expr, word: ch.Expr) -> None:
@@ -283,7 +304,11 @@ class StoreHeads(Finish):
         ch.reinterpret(ty.ptr_mut(ty.u32), into)[0] = word
         key = self.cache.key(self.layer, kv_head, table, position)
         cached = ch.select(is_key, key, self.cache.value(key)) + (unit * UNIT + pair * 2)
-        ch.reinterpret(ty.ptr_mut(ty.u32), cached)[0] = word
+        if heads.scales is None:
+            ch.reinterpret(ty.ptr_mut(ty.u32), cached)[0] = word
+        else:  # exact: the numbers come from codes
+            codes = prim.e4m3x2_from_f32(prim.bf16x2_low(word), prim.bf16x2_high(word))
+            ch.reinterpret(ty.ptr_mut(ty.u16), cached)[0] = ty.u16(codes)
 
 
 @ch.function
@@ -318,7 +343,17 @@ def _bring_cached(heads: PassHeads, segment: SegmentPlace, cache: KvCache, layer
             source = cache.key(layer, kv_head, segment.table, key) + unit * UNIT
             core = heads.core(kv_head, segment.first_row + key, unit)
             for into, words in ((heads.keys, source), (heads.values, cache.value(source))):
-                ch.reinterpret(ty.ptr_mut(ty.u32x4), into + core)[0] = ch.reinterpret(ty.ptr(ty.u32x4), words)[0]
+                ch.reinterpret(ty.ptr_mut(ty.u32x4), into + core)[0] = _cached_unit(heads, words)
+
+
+@ch.inline
+def _cached_unit(heads: PassHeads, place: ch.Expr) -> Any:
+    """A unit of the cache as bf16 numbers."""
+    if heads.scales is None:
+        return ch.reinterpret(ty.ptr(ty.u32x4), place)[0]
+    codes = ch.const(ty.u32x2, ch.reinterpret(ty.ptr(ty.u32x2), place)[0], name="codes")
+    low, high = (ch.const(ty.u32x2, prim.e4m3x4_to_bf16(word), name="pairs") for word in (codes.x, codes.y))
+    return prim.make_u32x4(low.x, low.y, high.x, high.y)
 
 
 @ch.inline

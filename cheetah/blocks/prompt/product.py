@@ -68,22 +68,30 @@ class Finish:
 @dataclass(frozen=True, eq=False)
 class Given:
     """Where the operands of a product lie: packed weights of the matrix (u8), its input in token order (u8), and what
-    the sums are added to, in accumulator order (f32), if anything."""
+    the sums are added to, in accumulator order (f32), if anything. parts: of k, each with tiles of its own."""
 
     weights: ch.Expr
     input: ch.Expr
     residual: ch.Expr | None = None
+    parts: int = 1
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
     """A product as the warpgroups see it. phase: in which of the phases that share their code; adds: whether its sums
-    are added to something. Cases with the same `finish` share it."""
+    are added to something. Cases with the same `finish` share it. parts: of k; the sums of part p of M-tile m are
+    finished as those of M-tile p * m_tiles + m."""
 
     matrix: MatrixLayout
     finish: Finish
     adds: bool = False
     phase: int = 0
+    parts: int = 1
+
+    @property
+    def k_tiles(self) -> int:
+        """Of a part."""
+        return self.matrix.k_tiles // self.parts
 
 
 class TileProduct:
@@ -115,15 +123,17 @@ class TileProduct:
         self.machine.plan.check(matrix)
         lane, plan = self.machine.lane, self.machine.plan
         tile_bytes = matrix.format.tile_bytes
-        with self.tiles(plan.row_tiles(matrix)) as tile:
-            first = tile // self.token_tiles * plan.tile_m_tiles
+        chunks = matrix.chunks // given.parts
+        with self.tiles(plan.row_tiles(matrix) * given.parts) as tile:
+            row_tile, part = row_tile_and_part(tile // self.token_tiles, given.parts)
+            first = row_tile * plan.tile_m_tiles
             count = ch.minimum(ty.u32(matrix.m_tiles) - first, plan.tile_m_tiles)
             m_tile = ch.minimum(first + lane, matrix.m_tiles - 1)
             wave = m_tile // matrix.blocks
             position = m_tile % matrix.blocks
             width = matrix.wave_width(wave)
             wave_bytes = matrix.wave_address(ty.u64(wave))
-            with ch.for_(matrix.chunks, unroll=1) as chunk:
+            with ch.for_(part * chunks, (part + 1) * chunks, unroll=1, name="chunk") as chunk:
                 source = given.weights + (wave_bytes + ty.u64(matrix.chunk_address(chunk, position, width)))
                 with ch.for_(0, matrix.chunk_tiles(chunk), STAGE_TILES, unroll=1, name="k_tile") as k_tile:
                     size = ch.minimum(ty.u32(0) + matrix.chunk_tiles(chunk) - k_tile, STAGE_TILES) * tile_bytes
@@ -141,18 +151,21 @@ class TileProduct:
         """In the activations role."""
         plan = self.machine.plan
         tile_bytes = plan.activation_tile_bytes
-        with self.tiles(plan.row_tiles(matrix)) as tile:
+        k_tiles = matrix.k_tiles // given.parts
+        with self.tiles(plan.row_tiles(matrix) * given.parts) as tile:
             token_tile = tile % self.token_tiles
+            row_tile, part = row_tile_and_part(tile // self.token_tiles, given.parts)
             source = given.input + token_tile * tile_bytes
-            with ch.for_(0, matrix.k_tiles, STAGE_TILES, unroll=1, name="k_tile") as k_tile:
-                count = ch.minimum(ty.u32(matrix.k_tiles) - k_tile, STAGE_TILES)
+            end = ty.u32(0) + (part + 1) * k_tiles
+            with ch.for_(part * k_tiles, end, STAGE_TILES, unroll=1, name="k_tile") as k_tile:
+                count = ch.minimum(end - k_tile, STAGE_TILES)
                 with self.ring.fill_activations(count * tile_bytes) as (stage, barrier):
                     with ch.for_(count, unroll=1) as number:
                         place = stage + (self.ring.weights_bytes + number * tile_bytes)
                         k_bytes = ty.u64(k_tile + number) * (plan.groups * GROUP_BYTES)
                         prim.bulk_copy(place, source + k_bytes, tile_bytes, barrier)
             if given.residual is not None:
-                self._copy_residual(matrix, given.residual, tile // self.token_tiles, token_tile)
+                self._copy_residual(matrix, given.residual, row_tile, token_tile)
 
     @ch.inline
     def _copy_residual(self, matrix: MatrixLayout, residual: ch.Expr, row_tile: ch.Expr, token_tile: ch.Expr) -> None:
@@ -175,20 +188,23 @@ class TileProduct:
         """In the consumer role: the product of `phase`. All share one main loop: with one for each, a kernel took four
         times as long to compile, and ptxas found no registers for its accumulators."""
         plan = self.machine.plan
-        row_tiles = _of_phase(phase, {case.phase: plan.row_tiles(case.matrix) for case in cases})
+        row_tiles = of_phase(phase, {case.phase: plan.row_tiles(case.matrix) * case.parts for case in cases})
+        parts = of_phase(phase, {case.phase: case.parts for case in cases})
         with self.tiles(row_tiles) as tile:
-            row_tile = tile // self.token_tiles
+            row_tile, part = row_tile_and_part(tile // self.token_tiles, parts)
             token_tile = tile % self.token_tiles
             m_tile = row_tile * plan.tile_m_tiles + self.machine.warp
             sums = ch.array(ty.f32, plan.tile_groups * ACCUMULATORS)
-            for finish, its in _by_finish(cases):
-                with _in_phases(phase, its, cases):
+            for finish, its in by_finish(cases):
+                with in_phases(phase, its, cases):
                     finish.begin(token_tile)
             self._sum_tile(phase, cases, sums)
-            for finish, its in _by_finish(cases):
-                with _in_phases(phase, its, cases):
-                    m_tiles = _of_phase(phase, {case.phase: case.matrix.m_tiles for case in its})
-                    self._finish_tile(finish, its[0].adds, m_tile, m_tiles, token_tile, sums)
+            for finish, its in by_finish(cases):
+                with in_phases(phase, its, cases):
+                    m_tiles = of_phase(phase, {case.phase: case.matrix.m_tiles for case in its})
+                    before = 0 if isinstance(part, int) else part * m_tiles
+                    place = TilePlace(m_tile, m_tiles, token_tile, before)
+                    self.finish_tile(finish, its[0].adds, place, sums)
                     finish.end(row_tile, token_tile)
 
     @ch.inline
@@ -201,10 +217,10 @@ class TileProduct:
         odd = ch.array(ty.u32x4, STAGE_TILES * STEPS_PER_TILE)
         previous = ch.var(ty.u32, 0)
         first = self._first_tiles(cases)
-        left = {case.phase: case.matrix.k_tiles - first for case in cases}
+        left = {case.phase: case.k_tiles - first for case in cases}
         rests = {number: tiles % (2 * STAGE_TILES) for number, tiles in left.items()}
         self._multiply_stage(sums, even, previous, first, is_first=True)
-        pairs = _of_phase(phase, {number: tiles // (2 * STAGE_TILES) for number, tiles in left.items()})
+        pairs = of_phase(phase, {number: tiles // (2 * STAGE_TILES) for number, tiles in left.items()})
         with ch.for_(pairs, unroll=1):
             self._multiply_stage(sums, odd, previous, STAGE_TILES)
             self._multiply_stage(sums, even, previous, STAGE_TILES)
@@ -218,9 +234,9 @@ class TileProduct:
     @staticmethod
     def _first_tiles(cases: Sequence[Case]) -> int:
         """K-tiles of the first stage of each case."""
-        first = {min(STAGE_TILES, case.matrix.k_tiles) for case in cases}
+        first = {min(STAGE_TILES, case.k_tiles) for case in cases}
         if len(first) > 1:
-            narrow = min(cases, key=lambda case: case.matrix.k_tiles).matrix
+            narrow = min(cases, key=lambda case: case.k_tiles).matrix
             raise PlanError(f"products that share a main loop have two K-tiles or more each; {narrow.name} has one")
         return first.pop()
 
@@ -273,32 +289,45 @@ class TileProduct:
         ring.using.advance()
 
     @ch.inline
-    def _finish_tile(
-        self, finish: Finish, adds: bool, m_tile: ch.Expr, m_tiles: ch.Value, token_tile: ch.Expr, sums: Any
-    ) -> None:
+    def finish_tile(self, finish: Finish, adds: bool, place: TilePlace, sums: Any) -> None:
         """All groups of tokens; where the sums are added to something, as many at a time as a stage brings."""
         groups = self.machine.plan.tile_groups
         count = self.residual_groups if adds else groups
         if finish.looks:
-            with ch.if_(m_tile < m_tiles):
-                self._each_group(finish.look, m_tile, token_tile, sums, 0, groups)
+            with ch.if_(place.m_tile < place.m_tiles):
+                self._each_group(finish.look, place, sums, 0, groups)
             finish.has_looked()
         for first in range(0, groups, count):
             if adds:
                 self._add_residual(sums, first)
-            with ch.if_(m_tile < m_tiles):
-                self._each_group(finish.finish, m_tile, token_tile, sums, first, count)
+            with ch.if_(place.m_tile < place.m_tiles):
+                self._each_group(finish.finish, place, sums, first, count)
 
     @ch.inline
-    def _each_group(
-        self, visit: Callable[[Sums], None], m_tile: ch.Expr, token_tile: ch.Expr, sums: Any, first: int, count: int
-    ) -> None:
+    def _each_group(self, visit: Callable[[Sums], None], place: TilePlace, sums: Any, first: int, count: int) -> None:
         with ch.for_(first, first + count, unroll=True, name="group") as group:
             values = tuple(sums[group * ACCUMULATORS + number] for number in range(ACCUMULATORS))
-            visit(Sums(m_tile, token_tile * self.machine.plan.tile_groups + group, group, values))
+            of_pass = place.token_tile * self.machine.plan.tile_groups + group
+            visit(Sums(place.m_tile + place.before, of_pass, group, values))
 
 
-def _of_phase(phase: ch.Expr | None, values: Mapping[int, int]) -> Any:
+@dataclass(frozen=True, eq=False)
+class TilePlace:
+    """A warp's M-tile of a tile, how many there are, and the tile's tokens; how many M-tiles of earlier parts are
+    counted before."""
+
+    m_tile: Any
+    m_tiles: Any
+    token_tile: Any
+    before: Any = 0
+
+
+def row_tile_and_part(number: Any, parts: Any) -> tuple[Any, Any]:
+    """The parts of a row of tiles lie side by side."""
+    return (number, 0) if isinstance(parts, int) and parts == 1 else (number // parts, number % parts)
+
+
+def of_phase(phase: ch.Expr | None, values: Mapping[int, int]) -> Any:
     """The value of the present phase; a number where all have the same."""
     (_, chosen), *others = values.items()
     if len(set(values.values())) == 1 or phase is None:
@@ -309,13 +338,13 @@ def _of_phase(phase: ch.Expr | None, values: Mapping[int, int]) -> Any:
     return picked
 
 
-def _by_finish(cases: Sequence[Case]) -> list[tuple[Finish, list[Case]]]:
+def by_finish(cases: Sequence[Case]) -> list[tuple[Finish, list[Case]]]:
     """The cases that share a way to finish."""
     finishes = {id(case.finish): case.finish for case in cases}
     return [(finish, [case for case in cases if case.finish is finish]) for finish in finishes.values()]
 
 
-def _in_phases(phase: ch.Expr | None, its: Sequence[Case], cases: Sequence[Case]) -> AbstractContextManager[Any]:
+def in_phases(phase: ch.Expr | None, its: Sequence[Case], cases: Sequence[Case]) -> AbstractContextManager[Any]:
     return _if_one_of(phase, [case.phase for case in its], [case.phase for case in cases])
 
 

@@ -1,0 +1,99 @@
+"""Products of few tokens, cut along k so that more blocks have work, and the phase that adds their parts.
+
+Each part's sums are stored, f32 in accumulator order, and behind a meeting of all blocks added in order, behind what
+they are added to: so the bits are the same whoever was first. In that phase tiles have fewer tokens, for the same
+reason as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cheetah import lang as ch
+from cheetah.blocks.prompt.machine import PassMachine
+from cheetah.blocks.prompt.product import (
+    ACCUMULATORS,
+    Case,
+    Finish,
+    Sums,
+    TilePlace,
+    TileProduct,
+    by_finish,
+    in_phases,
+    of_phase,
+)
+from cheetah.lang import ty
+from cheetah.plan.prompt import ACCUMULATOR_BYTES
+
+
+def _place(machine: PassMachine, m_tile: Any, group: Any) -> Any:
+    """Where a lane's sums of an M-tile and a group of tokens lie in accumulator order, in units of 16 bytes."""
+    first = (ty.u64(m_tile) * machine.plan.groups + ty.u64(group)) * (ACCUMULATOR_BYTES // 16)
+    return first + ty.u64(machine.lane)
+
+
+@dataclass(frozen=True, eq=False)
+class StoreParts(Finish):
+    """The sums as they are: f32 [part][M-tile][group of tokens][lane][4]."""
+
+    machine: PassMachine
+    into: ch.Expr
+
+    @ch.inline
+    def finish(self, sums: Sums) -> None:
+        kept = ch.var(ty.f32x4)
+        for member, value in zip("xyzw", sums.values, strict=True):
+            setattr(kept, member, value)
+        place = _place(self.machine, sums.m_tile, sums.group)
+        ch.reinterpret(ty.ptr_mut(ty.f32x4), self.into)[place] = kept
+
+
+@dataclass(frozen=True, eq=False)
+class AddParts:
+    """The phase that adds. product: with fewer tokens a tile; parts: what StoreParts left; residual: what the sums of
+    cases that add are added to (f32 in accumulator order)."""
+
+    product: TileProduct
+    parts: ch.Expr
+    residual: ch.Expr
+
+    @ch.function
+    def finish(self, cases: Sequence[Case], phase: ch.Expr) -> None:
+        """In the consumer role: the sums of the product of `phase`, finished as its case says."""
+        machine, product = self.product.machine, self.product
+        plan = machine.plan
+        row_tiles = of_phase(phase, {case.phase: plan.row_tiles(case.matrix) for case in cases})
+        with product.tiles(row_tiles) as tile:
+            row_tile = tile // product.token_tiles
+            token_tile = tile % product.token_tiles
+            m_tile = row_tile * plan.tile_m_tiles + machine.warp
+            sums = ch.array(ty.f32, plan.tile_groups * ACCUMULATORS, zero=True)
+            for finish, its in by_finish(cases):
+                with in_phases(phase, its, cases):
+                    m_tiles = of_phase(phase, {case.phase: case.matrix.m_tiles for case in its})
+                    place = TilePlace(m_tile, m_tiles, token_tile)
+                    with ch.if_(m_tile < m_tiles):
+                        self._load(place, its, phase, sums)
+                    finish.begin(token_tile)
+                    product.finish_tile(finish, False, place, sums)
+                    finish.end(row_tile, token_tile)
+
+    @ch.inline
+    def _load(self, place: TilePlace, its: Sequence[Case], phase: ch.Expr, sums: Any) -> None:
+        if its[0].adds:
+            self._add(self.residual, place.m_tile, place.token_tile, sums)
+        parts = of_phase(phase, {case.phase: case.parts for case in its})
+        with ch.for_(parts, unroll=2, name="part") as part:
+            self._add(self.parts, part * place.m_tiles + place.m_tile, place.token_tile, sums)
+
+    @ch.inline
+    def _add(self, source: ch.Expr, m_tile: Any, token_tile: Any, sums: Any) -> None:
+        machine = self.product.machine
+        groups = machine.plan.tile_groups
+        words = ch.reinterpret(ty.ptr(ty.f32x4), source)
+        with ch.for_(groups, unroll=True, name="group") as group:
+            added = words[_place(machine, m_tile, token_tile * groups + group)]
+            for number, member in enumerate("xyzw"):
+                sums[group * ACCUMULATORS + number] += getattr(added, member)
