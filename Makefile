@@ -1,5 +1,6 @@
 # make demo      write text with the demo model in the emulator (sets up .venv first; needs Python 3.11+, g++, make)
-# make test      every test that needs no GPU
+# make test      the tests that need no GPU: every property, in less than six minutes on two cores
+# make test-all  those, and the same properties over many more points (marked `exhaustive`); before a release
 # make check     lint, types, and kernels_generated/ as the generator writes it today
 # make kernels   write kernels_generated/ again
 # make gpu-test  the tests that need an NVIDIA GPU of compute capability 9.0
@@ -22,12 +23,15 @@ KERNEL_CONFIGS := demo:1 demo:8 llama-3.2-1b:1 llama-3.2-1b:8 llama-3.1-8b:1 lla
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 
-.PHONY: demo test check lint types kernels kernels-current gpu-test clean compiler
+.PHONY: demo test test-all check lint types kernels kernels-current gpu-test clean compiler
 
 demo: $(RUN_READY) compiler
 	$(BIN)/cheetah run demo "$(PROMPT)" --device emulator --max-tokens 256
 
 test: $(DEV_READY) compiler
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not gpu and not exhaustive"
+
+test-all: $(DEV_READY) compiler
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not gpu"
 
 gpu-test: $(DEV_READY)

@@ -57,11 +57,12 @@ WATCHED = Mode(
     link_flags=("-shared", "-nodefaultlibs", "-lstdc++", "-lm", "-lc", "-lgcc_s", "-lgcc"),
     suffix=".so",
 )
-# The runtime is compiled without -fsanitize=thread: its accesses are no accesses of the kernel.
+# The runtime is compiled without -fsanitize=thread: its accesses are no accesses of the kernel. Reports name lines, for
+# which -g1 is enough and takes a fifth less time.
 SANITIZED = Mode(
     name="sanitized",
     runtime_flags=("-O2", "-DCHEETAH_EMULATOR_SANITIZE"),
-    text_flags=("-O1", "-g", "-fsanitize=thread", "-Werror=frame-larger-than=196608"),
+    text_flags=("-O1", "-g1", "-fsanitize=thread", "-Werror=frame-larger-than=196608"),
     link_flags=("-pie", "-fsanitize=thread"),
     suffix="",
 )

@@ -19,6 +19,7 @@ from cheetah.plan import gpu_named
 from cheetah.runtime.build.assemble import generate_prompt_kernel
 from cheetah.runtime.build.compile import CompileError, compile_cubin, find_compiler
 from cheetah.tools.regenerate import DEFAULT_GPU, generate_named
+from tests.tiers import tiered
 
 ROOT = Path(__file__).parents[2]
 REGISTERS = 65536  # of an SM
@@ -55,18 +56,23 @@ def committed() -> list[tuple[str, int]]:
     return [(model, int(batch)) for model, _, batch in (config.partition(":") for config in configs.split())]
 
 
+ALWAYS = [
+    *(("demo", {"batch": 1}), ("llama-3.2-1b", {"batch": 1}), ("qwen3-0.6b", {"batch": 1})),
+    *(("llama-3.1-8b", {"batch": 1}), ("llama-3.1-8b", {"batch": 2}), ("llama-3.1-8b", {"batch": 8})),
+    *(("llama-3.1-8b@fp8", {"batch": 1}), ("llama-3.1-8b@int4-g128", {"batch": 1})),
+]
+"""One of each kind that is committed; to compile all takes five minutes of a processor."""
+
+
 def kernels() -> list[Any]:
     """Those of the Makefile, of what `LLM` makes of the presets for one sequence and for 8, and others: each once.
 
-    All but those of the demo model are slow.
+    Those that are not `ALWAYS` looked at are exhaustive.
     """
     by_default = [(model, {"batch": batch}) for model in PRESETS for batch in (1, 8)]
     first = [(model, {"batch": batch}) for model, batch in committed()]
     all_kernels = [*first, *(kernel for kernel in (*by_default, *OTHERS) if kernel not in first)]
-    return [
-        pytest.param(model, options, marks=[] if model == "demo" else [pytest.mark.slow])
-        for model, options in all_kernels
-    ]
+    return tiered(all_kernels, [kernel for kernel in all_kernels if kernel not in ALWAYS])
 
 
 def has_nvrtc() -> bool:
@@ -79,6 +85,7 @@ def has_nvrtc() -> bool:
 needs_nvrtc = pytest.mark.skipif(not has_nvrtc(), reason="needs NVRTC")
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 @needs_nvrtc
 @pytest.mark.parametrize(("model", "options"), kernels())
@@ -89,7 +96,7 @@ def test_registers_are_enough(tmp_path: Path, model: str, options: dict[str, Any
 @pytest.mark.slow
 @pytest.mark.compiler
 @needs_nvrtc
-@pytest.mark.parametrize("model", PRESETS)
+@pytest.mark.parametrize("model", tiered(PRESETS, [model for model in PRESETS if model != "llama-3.1-8b"]))
 def test_registers_are_enough_for_prompts(tmp_path: Path, model: str) -> None:
     """The second kernel that `LLM` makes, and that it takes as many tokens a step as fit."""
     reading = prompt_kernel(model)

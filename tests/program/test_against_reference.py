@@ -18,6 +18,7 @@ from cheetah.models.registry import DEMO_FOLDER
 from cheetah.models.rope import Rope
 from cheetah.runtime.checkpoint.loading import Checkpoint, open_checkpoint
 from tests.program.rig import Rig, float32_logits, model, random_weights, relative_error, token_ids
+from tests.tiers import tiered
 from tests.tolerances import LOGITS, SMALL_MARGIN
 
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
@@ -56,7 +57,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+EXHAUSTIVE = ("group of 3", "no groups", "one under an M-tile", "head of 128, barrier", "page of 1", "page of 5")
+
+
+@pytest.mark.parametrize("case", tiered(CASES, EXHAUSTIVE))
 def test_logits_of_every_position(case: str) -> None:
     sizes, plan, count = CASES[case]
     weights = random_weights(model(**sizes))
@@ -81,7 +85,10 @@ def test_the_reference_is_a_sharp_measure() -> None:
 # -- trained models ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("sync", "text"), [("flags", "There was"), ("barrier", "Once upon a time")])
+FOLLOWED = [("flags", "There was"), ("barrier", "Once upon a time")]
+
+
+@pytest.mark.parametrize(("sync", "text"), tiered(FOLLOWED, FOLLOWED[1:]))
 def test_demo_model_teacher_forced_and_greedy(sync: str, text: str) -> None:
     prompt = Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json")).encode(text).ids
     follow(open_checkpoint(DEMO_FOLDER), prompt, 64, {"blocks": 4, "sync": sync, "consumer_warps": 4})
@@ -91,15 +98,15 @@ def test_demo_model_on_as_many_blocks_as_an_h200_has() -> None:
     """Most of them have nothing to do in most phases."""
     demo = open_checkpoint(DEMO_FOLDER)
     rig = Rig(demo, blocks=132)
-    ids = token_ids(12, demo.config.vocab_size)
+    ids = token_ids(6, demo.config.vocab_size)
     for scheduler in SCHEDULERS:
         session = rig.session(scheduler, 1)
         assert relative_error(session.score(ids), float32_logits(demo, ids)) < LOGITS
         session.launcher.restart()
-        session.generate(ids[:6], 3)  # the first five steps leave the head out
+        session.generate(ids[:4], 2)  # the first three steps leave the head out
 
 
-@pytest.mark.parametrize("number", [0, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", tiered([0, 3], [3]))
 def test_trained_checkpoint_teacher_forced_and_golden_greedy_ids(trained_checkpoint: Path, number: int) -> None:
     golden = json.loads((trained_checkpoint / "golden.json").read_text())["cases"][number]
     stored = golden["stored_weights_fp32"]

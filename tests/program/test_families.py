@@ -16,6 +16,7 @@ from cheetah.models.mistral import MistralConfig
 from cheetah.models.qwen2 import Qwen2Config
 from cheetah.models.qwen3 import Qwen3Config
 from tests.program.rig import Rig, bits, float32_logits, random_weights, relative_error, token_ids
+from tests.tiers import tiered
 from tests.tolerances import EIGHT_BIT_LOGITS, LOGITS
 
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
@@ -46,7 +47,10 @@ CASES: dict[str, tuple[ModelConfig, dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+EXHAUSTIVE = ("qwen3", "qwen3, more blocks than items", "qwen3, tied, large epsilon", "qwen3, pages of 5", "qwen2")
+
+
+@pytest.mark.parametrize("case", tiered(CASES, EXHAUSTIVE))
 def test_logits_of_every_position(case: str) -> None:
     config, plan, count = CASES[case]
     weights, ids = random_weights(config), token_ids(count, config.vocab_size)
@@ -54,7 +58,7 @@ def test_logits_of_every_position(case: str) -> None:
     assert relative_error(found, float32_logits(weights, ids)) < LOGITS
 
 
-@pytest.mark.parametrize("config", [qwen3(4, 2), qwen2(4, 2)], ids=["qwen3", "qwen2"])
+@pytest.mark.parametrize("config", tiered([qwen3(4, 2), qwen2(4, 2)], [qwen2(4, 2)]), ids=["qwen3", "qwen2"])
 def test_many_tokens_of_a_step_are_the_same_as_one(config: ModelConfig) -> None:
     """Several tiles then load a new key: each is in the cache once, as the first of them made it."""
     weights, ids = random_weights(config), token_ids(40, config.vocab_size)
@@ -67,7 +71,7 @@ def test_many_tokens_of_a_step_are_the_same_as_one(config: ModelConfig) -> None:
     assert (difference <= 1).mean() > 0.95, "up to the last bit of bf16, where sums were made in another order"
 
 
-@pytest.mark.parametrize("config", [qwen3(4, 2, 128), qwen2(4, 2)], ids=["qwen3", "qwen2"])
+@pytest.mark.parametrize("config", tiered([qwen3(4, 2, 128), qwen2(4, 2)], [qwen2(4, 2)]), ids=["qwen3", "qwen2"])
 def test_several_sequences_with_keys_of_eight_bits(config: ModelConfig) -> None:
     weights = random_weights(config)
     ids = [token_ids(count, config.vocab_size, seed=count) for count in (20, 20, 20)]
@@ -107,7 +111,7 @@ WINDOWS: dict[str, tuple[int, dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("case", WINDOWS)
+@pytest.mark.parametrize("case", tiered(WINDOWS, ["within a page", "of fixed chunks"]))
 def test_a_sliding_window(case: str) -> None:
     window, plan, count = WINDOWS[case]
     weights, ids = random_weights(windowed(window)), token_ids(count, 50)

@@ -13,6 +13,7 @@ from cheetah.models.sampling import gumbel_noise
 from cheetah.plan.kv.tables import epochs_of_step
 from cheetah.runtime.engine.launcher import EPOCH_LIMIT, Sampling
 from tests.program.rig import Rig, bits, float32_logits, model, random_weights, token_ids
+from tests.tiers import tiered
 from tests.tolerances import SAMPLING_MARGIN, SMALL_MARGIN
 
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
@@ -36,7 +37,8 @@ def plain(sync: str) -> np.ndarray:
 
 
 @SYNCS
-def test_fifty_seeds_of_three_schedulers(sync: str) -> None:
+@pytest.mark.parametrize("seeds", tiered([4, 50], [50]))
+def test_seeds_of_three_schedulers(sync: str, seeds: int) -> None:
     """One block more than one KV head needs, keys split two ways, scoring and sampling."""
 
     def run(scheduler: str, seed: int) -> list[np.ndarray]:
@@ -46,12 +48,14 @@ def test_fifty_seeds_of_three_schedulers(sync: str) -> None:
         made = session.generate(IDS[18:19], 3, temperature=1.0, seed=5)
         return [logits, np.array(made), session.cached(), session.exchanged()]
 
-    report = explore(run, range(50), SCHEDULERS)
+    report = explore(run, range(seeds), SCHEDULERS)
     assert report.ok, str(report)
 
 
-@SYNCS
-@pytest.mark.parametrize("head_dim", [64, 128])
+RACELESS = [(sync, head_dim) for sync in ("flags", "barrier") for head_dim in (64, 128)]
+
+
+@pytest.mark.parametrize(("sync", "head_dim"), tiered(RACELESS, [("flags", 64), ("barrier", 128)]))
 def test_no_race(sync: str, head_dim: int) -> None:
     session = rig(sync, sanitize=True, head_dim=head_dim, blocks=2).session("random", 2)
     session.launcher.launch(IDS[:18], 17, Sampling())

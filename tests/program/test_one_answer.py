@@ -20,6 +20,7 @@ from cheetah.runtime.engine.pace import LaunchPace
 from cheetah.runtime.engine.requests import Request
 from tests.program.answers import Record, Service
 from tests.program.rig import emulated_gpu, model, random_weights, token_ids
+from tests.tiers import tiered
 
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 
@@ -60,9 +61,7 @@ def assembled(kernel: str, number: int) -> Assembly:
     )
 
 
-@pytest.fixture(
-    params=[pytest.param(name, marks=[pytest.mark.slow] if place else []) for place, name in enumerate(KERNELS)]
-)
+@pytest.fixture(params=tiered(KERNELS, ["one token a step"]))
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     return Kernels(assembled(request.param, 0), assembled(request.param, 1))
 
@@ -132,6 +131,7 @@ def test_a_repeated_prompt_of_every_length(kernels: Kernels) -> None:
     assert sum(tokens > 0 for tokens in service.cached_tokens) > len(requests) // 3
 
 
+@pytest.mark.parametrize("kernels", KERNELS, indirect=True)
 def test_up_to_the_last_token_of_the_context(kernels: Kernels) -> None:
     """Steps whose columns, or whose items, end behind the context."""
     record, context = Record(), kernels.alone.launcher.cache.context
@@ -146,7 +146,7 @@ def test_up_to_the_last_token_of_the_context(kernels: Kernels) -> None:
     assert not record.changed
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", tiered(range(2), [1]))
 def test_random_requests_with_common_beginnings(kernels: Kernels, seed: int) -> None:
     """Rounds of requests over one cache: prompts begin alike or continue earlier answers; some stop early, some streams
     are given up."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from cheetah.runtime import interrupts
+from tests.tiers import tiered
 
 WORKER = Path(__file__).with_name("interrupted_worker.py")
 
@@ -98,7 +99,7 @@ def test_another_thread_changes_no_handler_and_is_not_interrupted() -> None:
 
 @pytest.mark.compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("batch, sync", [(1, "flags"), (4, "barrier")])
+@pytest.mark.parametrize(("batch", "sync"), tiered([(1, "flags"), (4, "barrier")], [(1, "flags")]))
 def test_ctrl_c_in_a_launch_of_the_emulator_leaves_an_llm_that_works(batch: int, sync: str) -> None:
     """In a process of its own: it interrupts itself at many offsets, and compares what it makes afterwards."""
     command = [sys.executable, str(WORKER), str(batch), sync]

@@ -21,6 +21,7 @@ from cheetah.plan.kv.tables import epochs_of_step
 from cheetah.runtime import LLM, SamplingParams
 from cheetah.runtime.engine.launcher import EPOCH_LIMIT, Epochs
 from cheetah.runtime.engine.pace import LaunchPace
+from tests.tiers import tiered
 
 pytestmark = pytest.mark.slow
 
@@ -122,7 +123,7 @@ def check_early_ends(llm: LLM) -> None:
         assert llm.generate(PROMPT, params).token_ids == plain
 
 
-@pytest.mark.parametrize("sync", ["flags", "barrier"])
+@pytest.mark.parametrize("sync", tiered(["flags", "barrier"], ["barrier"]))
 def test_a_completion_ended_early_leaves_the_next_one_alone(
     folder: Path, place: dict[str, Any], sync: str, whole_launches: None
 ) -> None:
@@ -146,7 +147,7 @@ def test_epochs_may_start_again(llm: LLM) -> None:
     assert launcher._epochs.take(1)[0] < 2000, "the epochs did not pass their end"
 
 
-@pytest.mark.parametrize("page_size", [5, 64])
+@pytest.mark.parametrize("page_size", tiered([5, 64], [64]))
 def test_page_sizes_give_the_same_bits(folder: Path, place: dict[str, Any], page_size: int) -> None:
     with opened(folder, place) as plain, opened(folder, place, plan={"page_size": page_size}) as other:
         np.testing.assert_array_equal(plain.score(PROMPT * 4).view(np.uint32), other.score(PROMPT * 4).view(np.uint32))
