@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,7 @@ from cheetah.errors import CheetahError
 from cheetah.plan.plan import MAX_BATCH, default_context
 from cheetah.runtime.asked import Ask, Asked
 from cheetah.runtime.calls import conversations_of, params_for, progress_of, prompt_of, prompts_of, refuse_others
+from cheetah.runtime.engine.banned_sequences import BannedSequences
 from cheetah.runtime.engine.engine import Engine
 from cheetah.runtime.engine.prefix_cache import PrefixCache
 from cheetah.runtime.engine.requests import Request
@@ -58,6 +60,8 @@ class LLM:
     revision, local_files_only: for hub ids.
     tokenizer: False to work on token ids alone.
     chat_template: Jinja text, or the name of one of the checkpoint's; by default the checkpoint's default.
+    messages_have_special_tokens: what reads like a special token in a chat's messages is one, and may end a turn or
+        begin another's. By default it is text, as whoever writes a message would have it.
     tie_word_embeddings: overrides config.json.
     plan: other fields of the plan, e.g. {"page_size": 64}.
     gpu: the machine that the kernel is generated for, e.g. "emulator-8"; by default the device's.
@@ -99,6 +103,7 @@ class LLM:
         local_files_only: bool | None = None,
         tokenizer: bool = True,
         chat_template: str | None = None,
+        messages_have_special_tokens: bool = False,
         tie_word_embeddings: bool | None = None,
         plan: Mapping[str, Any] | None = None,
         gpu: str | None = None,
@@ -125,7 +130,7 @@ class LLM:
         checkpoint = open_checkpoint(model, revision, local_files_only, tie_word_embeddings=tie_word_embeddings)
         self.name, self.config = checkpoint.name, checkpoint.config
         self.seed, self._quiet = seed, quiet
-        self.prompts = Prompts.of(checkpoint, tokenizer, chat_template)
+        self.prompts = Prompts.of(checkpoint, tokenizer, chat_template, messages_have_special_tokens)
         self.tokenizer = self.prompts.tokenizer
         self._defaults = SamplingDefaults.from_configs(checkpoint.generation_config, checkpoint.eos_token_id)
         if not quiet:
@@ -273,8 +278,13 @@ class LLM:
         ids = ids[-params.truncate_prompt_tokens :] if params.truncate_prompt_tokens else ids
         cache = self._assembly.launcher.cache
         cache.check_fits(len(ids))
+        vocab_size = self.config.vocab_size
         banned = self.prompts.ids_of_words(params.bad_words)
-        sampling = sampling_of(params, self._defaults, self.seed, self.config.vocab_size, banned)
+        sampling = sampling_of(
+            params, self._defaults, self.seed, vocab_size, [ids[0] for ids in banned if len(ids) == 1]
+        )
+        sequences = [ids for ids in banned if len(ids) > 1]
+        watchers = (partial(BannedSequences, sequences, vocab_size),) if sequences else ()
         room = cache.context - len(ids) + 1  # the last token that is made needs no place in the cache
         request = Request(
             tuple(ids),
@@ -282,6 +292,7 @@ class LLM:
             sampling,
             params.min_tokens,
             params.n,
+            watchers,
             logprobs=params.logprobs,
             prompt_logprobs=params.prompt_logprobs,
         )

@@ -67,11 +67,12 @@ class SamplingParams:
     share of the probability. min_p: only tokens at least so many times as likely as the likeliest. repetition_penalty:
     logits of tokens of prompt or completion are divided by it (multiplied where negative). presence_penalty,
     frequency_penalty: taken from the logits of tokens that the completion has, once or each time. logit_bias: {token
-    id: what is added to its logit}. allowed_token_ids: no others are sampled. bad_words: words of one token that are
-    not. truncate_prompt_tokens: of a longer prompt only so many last tokens are used. skip_special_tokens: they have
-    no text in the output. logprobs, prompt_logprobs: with each token that is made, or of the prompt, its logprob and
-    those of the so many likeliest, up to 20. They are of the logits as the model makes them, before all of the above.
-    For prompt_logprobs all of the prompt is read, also what is cached."""
+    id: what is added to its logit}. allowed_token_ids: no others are sampled. bad_words: what is not written, by
+    the ids that the tokenizer has for it; one of several tokens slows its request, and who is decoded with it.
+    truncate_prompt_tokens: of a longer prompt only so many last tokens are used. skip_special_tokens: they have no text
+    in the output. logprobs, prompt_logprobs: with each token that is made, or of the prompt, its logprob and those of
+    the so many likeliest, up to 20, of the logits as the model makes them, before all of the above. For prompt_logprobs
+    all of the prompt is read, also what is cached."""
 
     temperature: float | None = None
     max_tokens: int | None = None
@@ -217,8 +218,8 @@ def stop_ids(params: SamplingParams, defaults: SamplingDefaults) -> tuple[int, .
 def sampling_of(
     params: SamplingParams, defaults: SamplingDefaults, seed: int, vocab: int, banned: Sequence[int] = ()
 ) -> Sampling:
-    """What a launch needs to know of a request; `seed` is taken where it has none. banned: the ids of its bad words.
-    CheetahError for token ids outside the vocabulary."""
+    """What a launch needs to know of a request; `seed` is taken where it has none. banned: ids that are not
+    sampled. CheetahError for token ids outside the vocabulary."""
     named = {"logit_bias": params.logit_bias or (), "allowed_token_ids": params.allowed_token_ids or ()}
     for name, tokens in named.items():
         for token in tokens:

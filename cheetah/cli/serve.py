@@ -71,6 +71,9 @@ def serve(
     stuck_after: Annotated[float, typer.Option(min=0.1, help="Seconds of a step after which /health fails.")] = 60.0,
     drain: Annotated[int, typer.Option(min=0, help="Seconds that requests have to end after SIGTERM.")] = 120,
     chat_template: ChatTemplate = None,
+    messages_have_special_tokens: Annotated[
+        bool, typer.Option("--messages-have-special-tokens", help="Let a message's text hold them; else it is text.")
+    ] = False,
     tool_call_parser: Annotated[
         str | None,
         typer.Option(help="hermes or llama3_json; by default what the template tells.", show_default=False),
@@ -102,6 +105,7 @@ def serve(
     given: dict[str, Any] = {"device": device, "gpu": gpu, "batch": batch, "max_context": max_context}
     given |= {"kv_dtype": kv_dtype, "kv_chunk": kv_chunk, "prompt_tokens": prompt_tokens, "prefix_cache": prefix_cache}
     given["max_num_batched_tokens"] = max_num_batched_tokens
+    given["messages_have_special_tokens"] = messages_have_special_tokens
     generate = kernel_generator(model)
     with LLM(
         model, revision=revision, chat_template=chat_template, generate_kernel=generate, tuned=tuned, **given

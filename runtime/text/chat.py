@@ -15,6 +15,7 @@ from typing import Any
 from cheetah.errors import CheetahError
 from cheetah.printable import shown
 from cheetah.runtime.text.guarded_process import GuardedProcess, Limits
+from cheetah.runtime.text.marks import Marks
 from cheetah.untrusted import parse_json, read_text
 
 Message = Mapping[str, Any]
@@ -71,20 +72,22 @@ class ChatTemplates:
         documents: Sequence[Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        marks: Marks | None = None,
         **others: Any,
     ) -> str:
         """The prompt text for a conversation. `template`: the name of one of the checkpoint's, or Jinja text.
         continue_final_message: it ends with the last message's text, which the model is to go on from; give
-        add_generation_prompt=False beside it. others: what this template knows beside, such as enable_thinking of
-        Qwen3's."""
+        add_generation_prompt=False beside it. marks: what stands in the text wherever messages or variables read like a
+        special token. others: what this template knows beside, such as enable_thinking of Qwen3's."""
         if continue_final_message and add_generation_prompt:
             raise CheetahError("continue_final_message=True goes on from the last message: add_generation_prompt=False")
-        plain = _plain_messages(messages)
+        hide = marks.hide if marks is not None else lambda value: value
+        plain = hide(_plain_messages(messages))
         variables = {
-            **others,
+            **hide(others),
             "messages": plain,
-            "tools": tools,
-            "documents": documents,
+            "tools": hide(tools),
+            "documents": hide(documents),
             "add_generation_prompt": add_generation_prompt,
             **self._special_tokens,
         }

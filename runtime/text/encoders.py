@@ -7,6 +7,7 @@ harmless and run here; any other may do what it likes with a process of its own,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 from cheetah.errors import CheetahError
@@ -19,12 +20,13 @@ _Result = TypeVar("_Result")
 
 
 class Encoder(Protocol):
-    """A text's ids, and what each id is. `special_ids`: those that decoding leaves out. `size`: the highest id + 1."""
+    """A text's ids, and what each id is. `special_ids`: those that decoding leaves out. `size`: the highest id + 1.
+    is_plain: what reads like a special token is encoded as the text that it is."""
 
     special_ids: frozenset[int]
     size: int
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+    def encode(self, text: str, add_special_tokens: bool, is_plain: bool = False) -> list[int]: ...
 
     def token_of(self, token_id: int) -> str | None: ...
 
@@ -48,19 +50,17 @@ class LibraryEncoder:
     """In this process."""
 
     def __init__(self, text: str) -> None:
-        import tokenizers
-
-        read = tokenizers.Tokenizer.from_str
-        self._library = _reported("tokenizer.json: the tokenizers library cannot read it", lambda: read(text))
-        self._library.no_truncation()  # some checkpoints store the settings of their last training run
-        self._library.no_padding()
+        self._description = text
+        self._library = _read(text)
         added = self._library.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.size = max(self._library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool, is_plain: bool = False) -> list[int]:
+        library = self._plain_library if is_plain else self._library
+
         def encoded() -> list[int]:
-            ids: list[int] = self._library.encode(text, add_special_tokens=add_special_tokens).ids
+            ids: list[int] = library.encode(text, add_special_tokens=add_special_tokens).ids
             return ids
 
         return _reported("tokenizer.json: its rules fail on this text", encoded)
@@ -72,6 +72,23 @@ class LibraryEncoder:
     def id_of(self, token: str) -> int | None:
         found: int | None = self._library.token_to_id(token)
         return found
+
+    @cached_property
+    def _plain_library(self) -> Any:
+        """Another one: what it takes for special is a setting, and several threads encode at a time."""
+        library = _read(self._description)
+        library.encode_special_tokens = True
+        return library
+
+
+def _read(text: str) -> Any:
+    import tokenizers
+
+    read = tokenizers.Tokenizer.from_str
+    library = _reported("tokenizer.json: the tokenizers library cannot read it", lambda: read(text))
+    library.no_truncation()  # some checkpoints store the settings of their last training run
+    library.no_padding()
+    return library
 
 
 class GuardedEncoder:
@@ -85,8 +102,9 @@ class GuardedEncoder:
         self.special_ids = frozenset(found["special"])
         self.size = max(self._tokens, default=-1) + 1
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self._process.ask({"text": text, "add_special_tokens": add_special_tokens})
+    def encode(self, text: str, add_special_tokens: bool, is_plain: bool = False) -> list[int]:
+        question = {"text": text, "add_special_tokens": add_special_tokens, "is_plain": is_plain}
+        ids: list[int] = self._process.ask(question)
         return ids
 
     def token_of(self, token_id: int) -> str | None:

@@ -178,7 +178,8 @@ class TokenizerRules:
         return {"ids": self._library.get_vocab(with_added_tokens=True), "special": special}
 
     def ask(self, question: dict[str, Any], answer_bytes: int) -> list[int]:
-        """question: text and add_special_tokens; the ids."""
+        """question: text, add_special_tokens and is_plain; the ids."""
+        self._library.encode_special_tokens = question["is_plain"]
         ids: list[int] = self._library.encode(question["text"], add_special_tokens=question["add_special_tokens"]).ids
         return ids
 

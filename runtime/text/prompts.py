@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from cheetah.errors import CheetahError
 from cheetah.runtime.sampling import SamplingParams, as_token_ids
 from cheetah.runtime.text.chat import ChatTemplates, Message
+from cheetah.runtime.text.marks import Marks
 from cheetah.runtime.text.pieces import Pieces
 from cheetah.runtime.text.stream import TextStream
 from cheetah.runtime.text.tokenizer import Tokenizer, read_json
@@ -28,15 +29,23 @@ class Prompts:
     """A checkpoint's tokenizer, if it has one and it is wanted, and its chat templates.
 
     chat_template: the one used when none is asked for, Jinja text or a name; None for the checkpoint's default.
+    messages_have_special_tokens: what reads like a special token in a message is one; else it is text.
     """
 
     tokenizer: Tokenizer | None
     templates: ChatTemplates
     vocab_size: int
     chat_template: str | None = None
+    messages_have_special_tokens: bool = False
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, with_tokenizer: bool = True, chat_template: str | None = None) -> Prompts:
+    def of(
+        cls,
+        checkpoint: Checkpoint,
+        with_tokenizer: bool = True,
+        chat_template: str | None = None,
+        messages_have_special_tokens: bool = False,
+    ) -> Prompts:
         """What a checkpoint's files say."""
         files, tokenizer = checkpoint.files, None
         if with_tokenizer:
@@ -44,7 +53,7 @@ class Prompts:
             tokenizer = Tokenizer.from_files(files, bos if isinstance(bos, int) else None)
         config = read_json(files.get("tokenizer_config.json"))
         templates = ChatTemplates.from_files(files, config, tokenizer.special_tokens if tokenizer else None)
-        return cls(tokenizer, templates, checkpoint.config.vocab_size, chat_template)
+        return cls(tokenizer, templates, checkpoint.config.vocab_size, chat_template, messages_have_special_tokens)
 
     @property
     def default_template(self) -> str | None:
@@ -65,8 +74,9 @@ class Prompts:
     ) -> tuple[str, tuple[int, ...]]:
         """A conversation as text and as ids; the template writes the special tokens itself."""
         tokenizer = self._tokenizer_for("chat")
-        text = self.templates.render(messages, template=chat_template or self.chat_template, **variables)
-        return text, as_token_ids(tokenizer.encode(text, add_special_tokens=False), self.vocab_size)
+        marks = Marks(() if self.messages_have_special_tokens else tokenizer.special_texts)
+        text = self.templates.render(messages, template=chat_template or self.chat_template, marks=marks, **variables)
+        return marks.reveal(text), as_token_ids(tokenizer.encode_conversation(text, marks), self.vocab_size)
 
     def check(self, params: SamplingParams) -> None:
         """CheetahError for what cannot end a completion here."""
@@ -75,17 +85,17 @@ class Prompts:
         if params.stop_token_ids:
             as_token_ids(params.stop_token_ids, self.vocab_size, "stop_token_ids")
 
-    def ids_of_words(self, words: Sequence[str]) -> list[int]:
-        """The tokens that are these words, at the beginning of a text or behind a space. CheetahError for a word of
-        several tokens: a single token is all that can be banned."""
-        found = []
+    def ids_of_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """The ids that write these words, at the beginning of a text and behind a space. What else a tokenizer could
+        write them with is not among them."""
+        found: dict[tuple[int, ...], None] = {}
         for word in words:
-            encode = self._tokenizer_for("a bad word").encode
-            alone, behind = encode(word, False), encode(f" {word.lstrip()}", False)
-            if len(alone) != 1 and len(behind) != 1:
-                raise CheetahError(f"bad_words: {word!r} is {len(alone)} tokens: only words of one token can be banned")
-            found += [ids[0] for ids in (alone, behind) if len(ids) == 1]
-        return found
+            for text in (word, f" {word.lstrip()}"):
+                ids = tuple(self._tokenizer_for("a bad word").encode(text, False))
+                if any(token >= self.vocab_size for token in ids):
+                    raise CheetahError(f"bad_words: {word!r} has ids that the model has not, of {list(ids)}")
+                found[ids] = None
+        return [ids for ids in found if ids]
 
     def pieces(self, prompt_ids: Sequence[int], params: SamplingParams, index: int) -> Pieces:
         """What folds the ids of completion `index` of a prompt into pieces of text."""

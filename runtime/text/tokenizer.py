@@ -17,6 +17,7 @@ from cheetah.errors import CheetahError
 from cheetah.models.plausible import LARGEST_ID
 from cheetah.printable import shown
 from cheetah.runtime.text.encoders import open_encoder
+from cheetah.runtime.text.marks import Marks
 from cheetah.runtime.text.token_bytes import TokenBytes
 from cheetah.untrusted import parse_json, read_text
 
@@ -75,6 +76,18 @@ class Tokenizer:
         _refuse_surrogates(text, "the text")
         ids = self._encoder.encode(text, add_special_tokens)
         return self._with_one_bos(ids) if add_special_tokens else ids
+
+    def encode_conversation(self, text: str, marks: Marks) -> list[int]:
+        """The ids of a rendered conversation, whose messages have `marks` where they read like special tokens: these
+        are encoded as text."""
+        _refuse_surrogates(text, "the text")
+        parts = marks.parts(text)
+        return [token for part, is_plain in parts for token in self._encoder.encode(part, False, is_plain)]
+
+    @property
+    def special_texts(self) -> frozenset[str]:
+        """What special tokens look like in a text."""
+        return frozenset(text for token in self._encoder.special_ids if (text := self._encoder.token_of(token)))
 
     def decode(self, ids: Iterable[int], after: Sequence[int] = (), skip_special_tokens: bool = True) -> str:
         """The text of ids, without special tokens unless they are wanted; invalid UTF-8 becomes U+FFFD.
