@@ -1,7 +1,8 @@
 """Cheetah: one persistent CUDA kernel for the whole decode step of a Llama model, and the language it is written in.
 
 `import cheetah as ch` gives the language (`ch.kernel`, `ch.if_`, `ch.render`; `cheetah.lang` by its short name) and the
-runtime's `ch.LLM` and `ch.SamplingParams`. Each is loaded when first asked for: importing `cheetah` loads neither.
+runtime's `ch.LLM`, `ch.SamplingParams` and `ch.StructuredOutputsParams`. Each is loaded when first asked for: importing
+`cheetah` loads neither.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -10,11 +11,11 @@ from cheetah.version import __version__
 
 if TYPE_CHECKING:
     from cheetah.lang import *  # noqa: F403
-    from cheetah.runtime import LLM, SamplingParams
+    from cheetah.runtime import LLM, SamplingParams, StructuredOutputsParams
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
-_RUNTIME = ("LLM", "SamplingParams")
+_RUNTIME = ("LLM", "SamplingParams", "StructuredOutputsParams")
 _LANGUAGE = (
     "AsmError", "ConstStoreError", "ControlError", "CopySizeError", "DeviceBoolError", "Expr", "Kernel", "LangError",
     "MissingWithError", "Name", "NoKernelError", "NoMemberError", "Params", "Primitive", "RangeError", "Role",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from cheetah.runtime.outputs import RequestOutput as RequestOutput
     from cheetah.runtime.outputs import StreamPiece as StreamPiece
     from cheetah.runtime.sampling import SamplingParams as SamplingParams
+    from cheetah.runtime.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 
 _HOMES = {
     "CompletionOutput": "cheetah.runtime.outputs",
@@ -24,9 +25,18 @@ _HOMES = {
     "RequestOutput": "cheetah.runtime.outputs",
     "SamplingParams": "cheetah.runtime.sampling",
     "StreamPiece": "cheetah.runtime.outputs",
+    "StructuredOutputsParams": "cheetah.runtime.structured_outputs",
 }
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "StreamPiece"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "StreamPiece",
+    "StructuredOutputsParams",
+]
 
 
 def __getattr__(name: str) -> Any:

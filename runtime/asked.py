@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from cheetah.errors import CheetahError
 from cheetah.runtime.engine.requests import Event, Failed, Request
 from cheetah.runtime.outputs import StreamPiece
 from cheetah.runtime.sampling import SamplingParams
@@ -46,7 +45,7 @@ class Asked:
         if event.id not in self._pieces:
             return None
         if isinstance(event, Failed):
-            raise CheetahError(event.message)
+            raise event.kind(event.message)
         number, pieces = self._pieces[event.id]
         logprobs = (event.logprobs, event.prompt_logprobs)
         piece = pieces.take(event.token_ids, event.timings, event.finish_reason, *logprobs)

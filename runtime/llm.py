@@ -26,9 +26,11 @@ from cheetah.runtime.engine.engine import Engine
 from cheetah.runtime.engine.prefix_cache import PrefixCache
 from cheetah.runtime.engine.requests import Request
 from cheetah.runtime.engine.shared import SharedEngine
+from cheetah.runtime.engine.watching import NewWatcher
 from cheetah.runtime.outputs import RequestOutput, StreamPiece
 from cheetah.runtime.sampling import SamplingDefaults, SamplingParams, sampling_of
 from cheetah.runtime.text.chat import Message
+from cheetah.runtime.text.grammars import Grammars
 from cheetah.runtime.text.pieces import collect
 from cheetah.runtime.text.prompts import Prompt, Prompts
 from cheetah.runtime.text.tokenizer import Tokenizer
@@ -132,6 +134,7 @@ class LLM:
         self.seed, self._quiet = seed, quiet
         self.prompts = Prompts.of(checkpoint, tokenizer, chat_template, messages_have_special_tokens)
         self.tokenizer = self.prompts.tokenizer
+        self._grammars = Grammars(self.tokenizer, self.config.vocab_size)
         self._defaults = SamplingDefaults.from_configs(checkpoint.generation_config, checkpoint.eos_token_id)
         if not quiet:
             _print_notes(checkpoint, self._defaults, self.tokenizer)
@@ -283,8 +286,7 @@ class LLM:
         sampling = sampling_of(
             params, self._defaults, self.seed, vocab_size, [ids[0] for ids in banned if len(ids) == 1]
         )
-        sequences = [ids for ids in banned if len(ids) > 1]
-        watchers = (partial(BannedSequences, sequences, vocab_size),) if sequences else ()
+        watchers = self._watchers(params, sampling.stop_ids, [ids for ids in banned if len(ids) > 1])
         room = cache.context - len(ids) + 1  # the last token that is made needs no place in the cache
         request = Request(
             tuple(ids),
@@ -298,6 +300,17 @@ class LLM:
         )
         self.engine.check(request)
         return Ask(request, params)
+
+    def _watchers(
+        self, params: SamplingParams, end_ids: Sequence[int], banned: Sequence[Sequence[int]]
+    ) -> tuple[NewWatcher, ...]:
+        """What follows each completion token by token: `banned` sequences, and what its text shall be."""
+        found: list[NewWatcher] = []
+        if banned:
+            found.append(partial(BannedSequences, banned, self.config.vocab_size))
+        if params.structured_outputs is not None:
+            found.append(self._grammars.watcher(params.structured_outputs, end_ids))
+        return tuple(found)
 
     def close(self) -> None:
         """Frees the device's memory. The LLM cannot be used afterwards; a second call does nothing."""

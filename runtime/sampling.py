@@ -19,13 +19,15 @@ from cheetah.models.plausible import LARGEST_ID
 from cheetah.models.sampling import Filters, Penalties
 from cheetah.printable import shown
 from cheetah.runtime.engine.launch_tables import Sampling
+from cheetah.runtime.structured_outputs import StructuredOutputsParams
 
 UNSUPPORTED = (
     "best_of do_sample guided_decoding length_penalty logits_processors max_new_tokens no_repeat_ngram_size "
-    "num_beams structured_outputs top_a top_n_sigma typical_p use_beam_search"
+    "num_beams top_a top_n_sigma typical_p use_beam_search"
 ).split()
 INSTEAD = {
     "max_new_tokens": "write max_tokens",
+    "guided_decoding": "write structured_outputs=StructuredOutputsParams(json=...)",
     "do_sample": "write temperature=0 for greedy, temperature > 0 to sample",
 }
 IGNORED_DEFAULTS = {"typical_p": 1.0}
@@ -72,7 +74,9 @@ class SamplingParams:
     truncate_prompt_tokens: of a longer prompt only so many last tokens are used. skip_special_tokens: they have no text
     in the output. logprobs, prompt_logprobs: with each token that is made, or of the prompt, its logprob and those of
     the so many likeliest, up to 20, of the logits as the model makes them, before all of the above. For prompt_logprobs
-    all of the prompt is read, also what is cached."""
+    all of the prompt is read, also what is cached. structured_outputs: what the text shall be,
+    `StructuredOutputsParams` or a mapping with its fields; its end ends the completion, whatever `ignore_eos` and
+    `min_tokens` say."""
 
     temperature: float | None = None
     max_tokens: int | None = None
@@ -96,6 +100,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
 
     def __new__(cls, *positional: object, **named: object) -> Self:
         """Refuses what other libraries know and this one does not, by name, before the constructor sees it."""
@@ -124,6 +129,8 @@ class SamplingParams:
                 raise CheetahError(f"stop_token_ids: {token} is not a token id")
         self._check_numbers()
         self._check_tokens()
+        if self.structured_outputs is not None:
+            object.__setattr__(self, "structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
 
     def _check_temperature(self) -> None:
         value = self.temperature
@@ -212,7 +219,8 @@ class SamplingDefaults:
 
 def stop_ids(params: SamplingParams, defaults: SamplingDefaults) -> tuple[int, ...]:
     """The ids that end a completion: the checkpoint's (unless ignored) and the caller's, ascending."""
-    return tuple(sorted({*(() if params.ignore_eos else defaults.eos_token_ids), *params.stop_token_ids}))
+    is_ignored = params.ignore_eos and params.structured_outputs is None
+    return tuple(sorted({*(() if is_ignored else defaults.eos_token_ids), *params.stop_token_ids}))
 
 
 def sampling_of(

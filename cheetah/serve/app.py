@@ -23,7 +23,7 @@ from cheetah.errors import CheetahError
 from cheetah.runtime import LLM
 from cheetah.serve.answers import as_json
 from cheetah.serve.driver import EngineStopped
-from cheetah.serve.errors import ApiError, of_validation
+from cheetah.serve.errors import ApiError, of_failure, of_validation
 from cheetah.serve.metrics import CONTENT_TYPE
 from cheetah.serve.records import Body, ChatBody, CompletionBody, DetokenizeBody, ResponseBody, TokenizeBody
 from cheetah.serve.service import Options, Service, Work
@@ -171,7 +171,7 @@ async def _events(work: Work, named: bool) -> AsyncIterator[bytes]:
         for record in work.answer.ending():
             yield _event(record, named)
     except (EngineStopped, CheetahError) as problem:
-        yield _event(ApiError(500, str(problem)).body, False)
+        yield _event(of_failure(problem).body, False)
     if not named:
         yield b"data: [DONE]\n\n"
 
@@ -253,7 +253,7 @@ async def _of_stopped_engine(request: Request, problem: Exception) -> Response:
 
 
 async def _of_failed_completion(request: Request, problem: Exception) -> Response:
-    return _error(ApiError(500, str(problem)))
+    return _error(of_failure(problem))
 
 
 async def _of_gone_client(request: Request, problem: Exception) -> Response:

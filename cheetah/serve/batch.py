@@ -17,8 +17,9 @@ from pydantic import Field, ValidationError
 
 from cheetah.errors import CheetahError
 from cheetah.printable import shown
+from cheetah.runtime.structured_outputs import GrammarError
 from cheetah.serve.answers import as_json, new_id
-from cheetah.serve.errors import ApiError, of_validation
+from cheetah.serve.errors import ApiError, of_failure, of_validation
 from cheetah.serve.records import Body, ChatBody, CompletionBody, Streamed
 from cheetah.serve.service import Service, Work
 
@@ -124,7 +125,8 @@ async def _answer(service: Service, line: BatchLine) -> bytes:
             body = await work.whole()
         finally:
             work.close()
-    except ApiError as refusal:
+    except (ApiError, GrammarError) as problem:
+        refusal = problem if isinstance(problem, ApiError) else of_failure(problem)
         status, body = refusal.status, refusal.body
     response = {"status_code": status, "request_id": new_id("req"), "body": body}
     return (

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from cheetah.errors import CheetahError
 from cheetah.printable import printable, shown_name
+from cheetah.runtime.structured_outputs import GrammarError
 
 TYPES = {
     400: "invalid_request_error",
@@ -54,6 +55,11 @@ def of_validation(problem: ValidationError) -> ApiError:
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{place} is not a field that this server knows: leave it out", field)
     return ApiError(400, f"{place}: {first['msg']}" if place else first["msg"], field)
+
+
+def of_failure(problem: Exception) -> ApiError:
+    """What ended a completion: the request's own grammar, or something here."""
+    return of_mistake(problem) if isinstance(problem, GrammarError) else ApiError(500, str(problem))
 
 
 def of_mistake(problem: CheetahError) -> ApiError:

@@ -38,6 +38,11 @@ def _asks_for_nothing(value: Any, is_known: bool) -> bool:
     return value is None or (not is_known and (value is False or value in ("", [], {})))
 
 
+GUIDED_FIELDS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+"""vLLM's older names of what structured_outputs holds."""
+STRUCTURE_FIELDS = ("response_format", "structured_outputs", *GUIDED_FIELDS)
+
+
 class Forgotten(Body):
     """What clients send that changes nothing here."""
 
@@ -86,6 +91,10 @@ class Sampled(Forgotten):
     use_beam_search: bool | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
 
 class StreamOptions(Body):
@@ -195,21 +204,19 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "spaces_between_special_tokens": (True, False),  # no decoder here puts any
     "use_beam_search": (False,),
-    "response_format": ({"type": "text"},),
 }
 """Values that ask for nothing: clients send them, whatever the server can do."""
 
 SEEDS = 2**64
 
 
-def sampling_params(body: Sampled, max_tokens: int | None, seed: int, **logprobs: int | None) -> SamplingParams:
-    """What a body asks for. `seed`: if it gives none; a negative one is taken as unsigned. logprobs: how many of
-    what is made, and of the prompt if the body does not say. ApiError for a field that `SamplingParams` does not have,
-    CheetahError for a value that it refuses."""
+def sampling_params(body: Sampled, max_tokens: int | None, seed: int, **read: Any) -> SamplingParams:
+    """What a body asks for. `seed`: if it gives none; a negative one is taken as unsigned. read: parameters that follow
+    from other fields: logprobs of what is made, and of the prompt if the body does not say; structured_outputs.
+    ApiError for a field that `SamplingParams` does not have, CheetahError for a value that it refuses."""
     supported = {field.name for field in fields(SamplingParams)}
-    given = {
-        name: getattr(body, name) for name in Sampled.model_fields if name not in (*Forgotten.model_fields, "model")
-    }
+    read_elsewhere = {*Forgotten.model_fields, *STRUCTURE_FIELDS, "model"}
+    given = {name: getattr(body, name) for name in Sampled.model_fields if name not in read_elsewhere}
     given = {name: value for name, value in given.items() if value is not None}
     if "logit_bias" in given:
         given["logit_bias"] = {_token_id(token): bias for token, bias in given["logit_bias"].items()}
@@ -219,7 +226,8 @@ def sampling_params(body: Sampled, max_tokens: int | None, seed: int, **logprobs
                 raise refused(name, "is not supported by this server")
     wanted = given.pop("seed", seed)
     is_signed = -SEEDS // 2 <= wanted < 0
-    return SamplingParams(**logprobs | given, max_tokens=max_tokens, seed=wanted + SEEDS if is_signed else wanted)
+    seed = wanted + SEEDS if is_signed else wanted
+    return SamplingParams(**read | given, max_tokens=max_tokens, seed=seed)
 
 
 def _token_id(written: str) -> int:

@@ -94,7 +94,7 @@ class ResponseAnswer:
             "top_p": body.top_p,
             "tool_choice": "none",
             "tools": [],
-            "text": {"format": {"type": "text"}},
+            "text": body.text or {"format": {"type": "text"}},
             "truncation": "disabled",
             "metadata": body.metadata or {},
             "store": False,

@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 
 from cheetah.errors import CheetahError
 from cheetah.runtime import LLM, SamplingParams
+from cheetah.runtime.asked import Ask
 from cheetah.runtime.outputs import StreamPiece
 from cheetah.runtime.sampling import MOST_LOGPROBS
+from cheetah.runtime.structured_outputs import GrammarError
 from cheetah.runtime.text.pieces import joined
 from cheetah.runtime.text.prompts import Prompt
 from cheetah.serve.answers import Answer, ChatAnswer, CompletionAnswer, Usage
@@ -32,6 +34,7 @@ from cheetah.serve.records import (
     sampling_params,
 )
 from cheetah.serve.responses import ResponseAnswer, messages_of
+from cheetah.serve.structure import Structure, of_grammar, structure_of, structure_of_calls, structure_of_text
 from cheetah.serve.tools import PARSERS, NoTools, ToolParser, parser_of_template
 
 Ids = tuple[int, ...]
@@ -103,8 +106,9 @@ class Service:
         if body.best_of not in (None, body.n or 1):
             raise refused("best_of", f"is {body.best_of}: leave it out, or give the value of n")
         prompts = _several(body.prompt)
-        of_prompt = body.logprobs if body.echo else None
-        params = self._params(body, body.max_tokens, len(prompts), logprobs=body.logprobs, prompt_logprobs=of_prompt)
+        of_prompt, structure = body.logprobs if body.echo else None, structure_of(body)
+        logprobs = {"logprobs": body.logprobs, "prompt_logprobs": of_prompt}
+        params = self._params(body, body.max_tokens, len(prompts), structure, **logprobs)
         ids = [await self._encode(prompt, body.add_special_tokens) for prompt in prompts]
         if body.stream and body.prompt_logprobs is not None:
             raise refused("prompt_logprobs", "is not told in streams: leave out stream, or write echo and logprobs")
@@ -116,7 +120,7 @@ class Service:
             body.return_token_ids,
             [self._logprobs_behind(own, params) for own in ids for _ in range(params.n)],
         )
-        return self._submit(ids, params, answer, body.stream, "prompt")
+        return await self._submit(ids, params, answer, body.stream, "prompt", structure)
 
     async def chat(self, body: ChatBody) -> Work:
         self._check_model(body.model)
@@ -126,21 +130,25 @@ class Service:
         variables: dict[str, Any] = {"tools": body.tools or None} if body.tool_choice != "none" else {}
         if body.reasoning_effort is not None:
             variables["reasoning_effort"] = body.reasoning_effort
-        params = self._params(body, body.max_completion_tokens or body.max_tokens, logprobs=_top_of(body))
+        structure = self._calls_that_must_be(body) or structure_of(body)
+        most = body.max_completion_tokens or body.max_tokens
+        params = self._params(body, most, structure=structure, logprobs=_top_of(body))
         ids = await self._render(body.messages, body, variables)
         if body.stream and body.prompt_logprobs is not None:
             raise refused("prompt_logprobs", "is not told in streams: leave out stream")
         logprobs = ChatLogprobs(TokenTexts(self._prompts.tokenizer), params.logprobs or 0)
         answer = ChatAnswer(self._name, Usage(), new_parser, not body.parallel_tool_calls, body.wants_usage, logprobs)
-        return self._submit([ids], params, answer, body.stream, "messages")
+        return await self._submit([ids], params, answer, body.stream, "messages", structure)
 
     async def response(self, body: ResponseBody) -> Work:
         self._check_model(body.model)
         _refuse_what_text_has_not(body)
         ids = await self._render(messages_of(body), TemplateOptions(), {}, "input")
+        structure = structure_of_text(body.text)
         sampled = Sampled(temperature=body.temperature, top_p=body.top_p)
+        params = self._params(sampled, body.max_output_tokens, structure=structure)
         answer = ResponseAnswer(self._name, Usage(), body)
-        return self._submit([ids], self._params(sampled, body.max_output_tokens), answer, body.stream, "input")
+        return await self._submit([ids], params, answer, body.stream, "input", structure)
 
     async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
         self._check_model(body.model)
@@ -187,11 +195,17 @@ class Service:
             raise ApiError(404, f"model {name!r} is not served here: use {known}", "model", "model_not_found")
 
     def _params(
-        self, body: Sampled, max_tokens: int | None, prompts: int = 1, **logprobs: int | None
+        self,
+        body: Sampled,
+        max_tokens: int | None,
+        prompts: int = 1,
+        structure: Structure | None = None,
+        **logprobs: int | None,
     ) -> SamplingParams:
         """The parameters for each of so many prompts, which together are no more than may ever be in line."""
         seed = secrets.randbits(63) if self.options.seed is None else self.options.seed
-        params = _or_refused(lambda: sampling_params(body, max_tokens, seed, **logprobs))
+        wanted = None if structure is None else structure.wanted
+        params = _or_refused(lambda: sampling_params(body, max_tokens, seed, structured_outputs=wanted, **logprobs))
         if (count := prompts * params.n) > self.driver.most:
             raise refused("n", f"{count} completions are asked for, this server takes {self.driver.most} at most")
         return params
@@ -203,14 +217,20 @@ class Service:
             if choice != "none" and body.tool_choice is not None:
                 raise refused("tool_choice", "there are no tools to choose from: give tools, or leave it out")
             return NoTools
-        if choice != "auto":
-            raise refused("tool_choice", 'only "auto" and "none" are supported: say in the messages which to call')
         if self._parser is None:
             known = " or ".join(PARSERS)
             raise refused(
                 "tools", f"the chat template has no known way of calls: start with --tool-call-parser {known}"
             )
         return self._parser
+
+    def _calls_that_must_be(self, body: ChatBody) -> Structure | None:
+        """What the text is where the request does not leave it to the model whether it calls a tool."""
+        choice, form = body.tool_choice, self._parser_for(body)().form
+        if form is None or choice in (None, "auto"):
+            return None
+        name = None if choice == "required" else _chosen_function(choice)
+        return structure_of_calls(form, body.tools, name, one=name is not None or not body.parallel_tool_calls)
 
     async def _encode(self, prompt: Prompt, add_special_tokens: bool) -> Ids:
         return await _in_thread(lambda: self._prompts.encode(prompt, add_special_tokens), "prompt")
@@ -244,19 +264,35 @@ class Service:
         tokenizer = self._prompts.tokenizer
         return prompt if isinstance(prompt, str) else "" if tokenizer is None else tokenizer.decode(prompt)
 
-    def _submit(
-        self, prompts: Sequence[Ids], params: SamplingParams, answer: Answer, streams: bool, param: str
+    async def _submit(
+        self,
+        prompts: Sequence[Ids],
+        params: SamplingParams,
+        answer: Answer,
+        streams: bool,
+        param: str,
+        structure: Structure | None,
     ) -> Work:
         for ids in prompts:
             self._check_length(min(len(ids), params.truncate_prompt_tokens or len(ids)), params.max_tokens, param)
+        asks = [await self._ask(ids, params, structure) for ids in prompts]
         metrics = RequestMetrics(self.metrics, len(prompts) * params.n)
-        asks = [_or_refused(lambda ids=ids: self._llm.ask(ids, params)) for ids in prompts]  # type: ignore[misc]
         answer.usage.prompt_tokens = sum(len(ask.request.prompt_ids) for ask in asks)
         try:
             answers = self.driver.submit(asks, metrics.observe)
         except QueueFull:
             raise ApiError(429, f"{self.driver.most} completions run or wait already: try again later") from None
         return Work(answers, answer, streams, metrics)
+
+    async def _ask(self, ids: Ids, params: SamplingParams, structure: Structure | None) -> Ask:
+        if structure is None:
+            return _or_refused(lambda: self._llm.ask(ids, params))
+        try:
+            return await asyncio.to_thread(lambda: self._llm.ask(ids, params))  # to read a grammar may take long
+        except GrammarError as problem:
+            raise of_grammar(structure, problem) from None
+        except CheetahError as problem:
+            raise of_mistake(problem) from None
 
     def _check_length(self, tokens: int, max_tokens: int | None, param: str) -> None:
         room = self.context - tokens
@@ -280,6 +316,15 @@ def _or_refused(work: Callable[[], Result]) -> Result:
         return work()
     except CheetahError as problem:
         raise of_mistake(problem) from None
+
+
+def _chosen_function(choice: Any) -> str:
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise refused(
+            "tool_choice", 'expected "auto", "none", "required" or {"type": "function", "function": {"name"}}'
+        )
+    return str(function["name"])
 
 
 def _several(prompt: str | list[int] | list[str] | list[list[int]]) -> list[Prompt]:
@@ -306,7 +351,6 @@ def _refuse_what_text_has_not(body: ResponseBody) -> None:
         "previous_response_id": (None,),
         "conversation": (None,),
         "background": (False,),
-        "text": (None, {}, {"format": {"type": "text"}}),
         "include": ([],),
         "top_logprobs": (None, 0),
         "truncation": ("disabled",),

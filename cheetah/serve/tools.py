@@ -26,7 +26,22 @@ class ToolCall:
 Part = str | ToolCall
 
 
+@dataclass(frozen=True)
+class CallForm:
+    """How a call is written: `before`, the name in quotes, `middle`, the arguments as JSON, `after`; and what stands
+    between two calls."""
+
+    before: str
+    middle: str
+    after: str
+    between: str
+
+
 class ToolParser(Protocol):
+    @property
+    def form(self) -> CallForm | None:
+        """How calls are written; None where none can be found."""
+
     def feed(self, text: str) -> list[Part]:
         """What the next text makes certain."""
 
@@ -36,6 +51,8 @@ class ToolParser(Protocol):
 
 class NoTools:
     """All is text."""
+
+    form: CallForm | None = None
 
     def feed(self, text: str) -> list[Part]:
         return [text] if text else []
@@ -48,6 +65,8 @@ class Hermes:
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of them, beside text.
 
     Written by Hermes, Qwen2.5 and Qwen3."""
+
+    form = CallForm(f'{OPEN}\n{{"name": ', ', "arguments": ', f"}}\n{CLOSE}", "\n")
 
     def __init__(self) -> None:
         self._held = ""
@@ -85,6 +104,8 @@ class Hermes:
 
 class Llama3Json:
     """{"name": ..., "parameters": {...}} as all of the answer, several with semicolons between: Llama 3.1 to 3.3."""
+
+    form = CallForm('{"name": ', ', "parameters": ', "}", "; ")
 
     def __init__(self) -> None:
         self._held = ""

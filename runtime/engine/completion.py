@@ -117,12 +117,12 @@ class Completion:
                 for watcher in self._watchers:
                     watcher.after(token)
         except CheetahError as problem:
-            return [self._failed(str(problem))]
+            return [self._failed(str(problem), type(problem))]
         return []
 
-    def _failed(self, message: str) -> Failed:
+    def _failed(self, message: str, kind: type[CheetahError] = CheetahError) -> Failed:
         self.has_ended = self.has_failed = True
-        return Failed(self.id, message)
+        return Failed(self.id, message, kind)
 
     def _finish_reason(self, part: Part) -> str | None:
         if self.ids[-1] in part.sampling.stop_ids:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cheetah.errors import CheetahError
 from cheetah.models.logprobs import TokenLogprobs
 from cheetah.runtime.engine.launch_tables import Sampling
 from cheetah.runtime.engine.watching import NewWatcher
@@ -59,10 +60,11 @@ class Made:
 
 @dataclass(frozen=True)
 class Failed:
-    """Completion `id` ends without a result: why, and what to do."""
+    """Completion `id` ends without a result: why, and what to do. kind: what its reader may raise it as."""
 
     id: int
     message: str
+    kind: type[CheetahError] = CheetahError
 
 
 Event = Made | Failed

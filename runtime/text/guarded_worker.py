@@ -13,6 +13,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from datetime import datetime
 from typing import Any, BinaryIO
@@ -184,7 +185,54 @@ class TokenizerRules:
         return ids
 
 
-WORKS: dict[str, Any] = {"templates": Templates(), "tokenizer": TokenizerRules()}
+class Grammars:
+    """Grammars in llguidance, over the 256 bytes. Who may read one here may read it elsewhere with this stack or more:
+    the library calls itself as deep as a grammar's rules name each other."""
+
+    STACK_BYTES = 2_000_000
+
+    def set_up(self, question: dict[str, Any]) -> None:
+        """question: limits, of each step, by llguidance's names."""
+        import llguidance
+
+        self._library: Any = llguidance
+        self._limits = llguidance.LLParserLimits(**question["limits"])
+        self._tokenizer = llguidance.LLTokenizer("byte")
+        threading.stack_size(self.STACK_BYTES)
+
+    def ask(self, question: dict[str, Any], answer_bytes: int) -> str:
+        """question: kind ("json", "json_object", "regex", "choice" or "grammar"), source, and whitespace, what may
+        stand between parts of JSON (null for nothing); the grammar as llguidance takes it."""
+        found: list[str | Failure] = []
+        thread = threading.Thread(target=lambda: found.append(self._read(question)))
+        thread.start()
+        thread.join()
+        if isinstance(found[0], Failure):
+            raise found[0]
+        return found[0]
+
+    def _read(self, question: dict[str, Any]) -> str | Failure:
+        kind = question["kind"]
+        try:
+            grammar = self._grammar(kind, question["source"], question["whitespace"])
+        except BaseException as problem:  # the library has no class of its own for them, and panics
+            return Failure(f": {kind}: {_text_of(problem)}")
+        matcher = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        wrong = matcher.get_error().removesuffix("<non-verbose/>").strip()
+        wrong = "no text fits it" if wrong.startswith("NoExtension") else wrong
+        return Failure(f": {kind}: {wrong}") if wrong else grammar
+
+    def _grammar(self, kind: str, source: str, whitespace: str | None) -> str:
+        if kind in ("json", "json_object"):
+            no_space, some = {"whitespace_flexible": False}, {"whitespace_pattern": whitespace}
+            options = no_space if whitespace is None else some
+            return str(self._library.LLMatcher.grammar_from_json_schema(source, overrides=options))
+        return str(self._library.grammar_from(kind, source))
+
+
+WORKS: dict[str, Any] = {"templates": Templates(), "tokenizer": TokenizerRules(), "grammars": Grammars()}
 
 if __name__ == "__main__":
     main()

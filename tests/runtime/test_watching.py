@@ -81,8 +81,7 @@ def test_each_token_is_sampled_by_the_mask_that_the_one_before_it_left() -> None
     assert [found[id] for id in ids] == [ruled_alone(watched, sevens, index) for index in range(2)]
     assert all(follows(found[id]) for id in ids)
     assert found[other] == alone(free), "a neighbour's tokens are changed"
-    steps = [launch["steps"] for launch in rig.device.launches]
-    assert max(steps) > 1 and steps[-1] > 1, "launches have one step after the last watched token"
+    assert {launch["steps"] for launch in rig.device.launches if len(launch["sequences"]) > 1} == {1}
     assert rig.pool.free_pages == rig.pool.pages
 
 

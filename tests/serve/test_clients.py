@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 
 import httpx
@@ -107,6 +108,22 @@ def test_parameters_of_sampling_are_those_of_the_llm(running: Served, client: op
     allowed = {"allowed_token_ids": [40, 41, 42]}
     only = client.completions.create(model="demo", prompt=ids, max_tokens=3, extra_body={**allowed, "ignore_eos": True})
     assert set(running.llm.get_tokenizer().encode(only.choices[0].text, False)) <= {40, 41, 42}
+
+
+def test_a_structure(running: Served, client: openai.OpenAI) -> None:
+    """By the kernel's own masks, beside another completion, which keeps its bits."""
+    how = {"model": "demo", "prompt": PROMPT, "temperature": 1.0, "seed": 3, "max_tokens": 24}
+    alone = client.completions.create(**how).choices[0].text
+    schema = {"type": "object", "properties": {"ok": {"enum": [True, False]}}, "required": ["ok"]}
+    extra = {"structured_outputs": {"json": schema | {"additionalProperties": False}, "disable_any_whitespace": True}}
+    structured: list[str] = []
+    asking = threading.Thread(
+        target=lambda: structured.append(client.completions.create(**how, extra_body=extra).choices[0].text)
+    )
+    asking.start()
+    assert client.completions.create(**how).choices[0].text == alone
+    asking.join()
+    assert structured[0] in ('{"ok":true}', '{"ok":false}')
 
 
 def test_a_chat(client: openai.OpenAI, answer: RequestOutput) -> None:
