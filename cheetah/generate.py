@@ -14,7 +14,9 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.registry import family_of
 from cheetah.package import Generated
 from cheetah.plan import Gpu, Plan, default_plan, gpu_named, shared_map, step_matrices
+from cheetah.plan.formats import BF16
 from cheetah.plan.plan import default_context
+from cheetah.plan.prompt import PassPlan
 from cheetah.version import __version__
 
 
@@ -59,6 +61,65 @@ def _header(config: ModelConfig, gpu: Gpu, plan: Plan, command: str) -> str:
         *(f"  {line}" for line in shared_map(shape, plan, gpu).budget_table().splitlines()),
     ]
     return "\n".join(lines)
+
+
+def generate_pass(
+    config: ModelConfig,
+    gpu: str | Gpu,
+    plan: Plan,
+    pass_plan: PassPlan,
+    *,
+    command: str = "cheetah generate --prompt-pass",
+    line_marks: bool = False,
+) -> Generated:
+    """The kernel of passes over prompts, beside the kernel that decodes by `plan`, over the same weights and cache.
+
+    Errors: PlanError where the model, the plan or the machine allow none, with the reason.
+    """
+    machine = gpu_named(gpu) if isinstance(gpu, str) else gpu
+    kernel = family_of(config).prompt_program.build_kernel(config, machine, plan, pass_plan)
+    text = ch.render_file(kernel, header=_pass_header(config, machine, plan, pass_plan, command), line_marks=line_marks)
+    return Generated(text, describe_pass(config, machine, plan, pass_plan, text, command))
+
+
+def _pass_header(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan, command: str) -> str:
+    lines = [
+        f"A pass over a prompt of a {config.dialect.title} model in one persistent kernel. Generated; do not edit.",
+        f"Regenerate with: {command}",
+        "",
+        "model: " + ", ".join(f"{name} {value}" for name, value in config.shape.describe().items()),
+        f"machine: {gpu.name}, {gpu.blocks} blocks of {pass_plan.threads} threads",
+        "pass: " + ", ".join(f"{name} {value}" for name, value in pass_plan.to_dict().items()),
+        "beside a decode kernel of: " + ", ".join(f"{name} {value}" for name, value in plan.to_dict().items()),
+        "shared memory:",
+        *(f"  {line}" for line in pass_plan.shared(BF16.tile_bytes, gpu.shared_bytes).budget_table().splitlines()),
+    ]
+    return "\n".join(lines)
+
+
+def describe_pass(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan, text: str, command: str) -> Manifest:
+    """The manifest of the kernel that `generate_pass` makes for these, whose text is `text`. Its `plan` is the pass',
+    and in it as `decoding` that of the kernel that decodes."""
+    program, matrices = family_of(config).prompt_program, step_matrices(config.shape, plan, gpu)
+    parameters, sizes = program.pass_parameters(config, plan), program.sizes(config, gpu, plan, pass_plan)
+    shared_bytes = pass_plan.shared(BF16.tile_bytes, gpu.shared_bytes).total_bytes
+    return Manifest(
+        kernel=program.KERNEL_NAME,
+        text_sha256=sha256_of_text(text),
+        generator=__version__,
+        command=command,
+        gpu=asdict(gpu),
+        config=config.to_dict(),
+        plan={**pass_plan.to_dict(), "decoding": plan.to_dict()},
+        launch=Launch(gpu.blocks, pass_plan.threads, shared_bytes),
+        parameters=tuple(one.parameter(name, sizes) for name, one in parameters.items()),
+        matrices=matrices.describe(),
+        layer_stride=matrices.layer_stride,
+        weight_bytes=matrices.weight_bytes,
+        buffers=tuple(made for name, one in parameters.items() if (made := one.buffer(name, sizes))),
+        phases=program.phase_names(config, gpu, plan, pass_plan),
+        step_bytes={"weights": matrices.weight_bytes},
+    )
 
 
 def describe_kernel(config: ModelConfig, gpu: Gpu, plan: Plan, text: str, command: str) -> Manifest:

@@ -18,6 +18,7 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.formats.quantized import QuantizationScheme, QuantizedRows
 from cheetah.models.rounding import F32, Bits, Rounding, exact
 from cheetah.plan import Gpu, Plan, StepMatrices
+from cheetah.plan.prompt import PassPlan
 
 Bytes = NDArray[np.uint8]
 
@@ -70,6 +71,25 @@ class StepProgram(Protocol):
 
     def phase_names(self, config: ModelConfig) -> tuple[str, ...]:
         """The phases of a step, as the kernel counts them for reports."""
+
+
+class PromptProgram(Protocol):
+    """The module with a family's pass over prompts, which leaves their keys and values in the cache of a decode step's
+    kernel, from the same weights: that kernel's plan is `plan`."""
+
+    KERNEL_NAME: str
+
+    def build_kernel(self, config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> Any:
+        """The kernel, a `cheetah.lang.Kernel`. PlanError where there can be none, with the reason."""
+
+    def pass_parameters(self, config: ModelConfig, plan: Plan) -> Mapping[str, Any]:
+        """Its parameters by name, each a `cheetah.package.KernelParameter`."""
+
+    def sizes(self, config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> dict[str, int]:
+        """The sizes that the parameters' shapes name."""
+
+    def phase_names(self, config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> tuple[str, ...]:
+        """The phases of a launch: its blocks meet behind each."""
 
 
 class ReferenceModel(Protocol):
@@ -155,6 +175,11 @@ class ModelFamily(ABC):
     @abstractmethod
     def program(self) -> StepProgram:
         """The decode step. The generator alone asks for it: the runtime works without the language."""
+
+    @property
+    @abstractmethod
+    def prompt_program(self) -> PromptProgram:
+        """The pass over prompts, asked for as `program` is."""
 
     @abstractmethod
     def reference(

@@ -74,6 +74,9 @@ class LLM:
     prompt_tokens: how many tokens of a prompt a step reads, a power of two up to 64; by default 16 on a GPU, or 8, and
         what a step decodes on the emulator. If that is more than the batch, a second kernel reads prompts. Bits
         depend on it.
+    prompt_passes: read prompts in passes of up to 2048 tokens, on the tensor cores, by a further kernel over the same
+        weights; by default on a GPU, where weights are bf16 and `kv_chunk` is not given. False: prompt_tokens
+        a step. A number: tokens of a pass; by default as many as memory allows. Bits depend on it.
     prefix_cache: keep keys and values of prompts and completions in the pages that nobody needs, for requests that
         begin with the same tokens: these are not read again. What was computed in steps of other sizes agrees closely,
         but not to the bit, unless `kv_chunk` is given. None where the context is larger than the model's window.
@@ -111,6 +114,7 @@ class LLM:
         gpu: str | None = None,
         batch: int | None = None,
         prompt_tokens: int | None = None,
+        prompt_passes: bool | int | None = None,
         prefix_cache: bool = True,
         kv_dtype: str | None = None,
         kv_chunk: int | None = None,
@@ -129,6 +133,8 @@ class LLM:
 
         SamplingParams(seed=seed)  # a bad seed is refused before anything is loaded
         _check_count("max_num_batched_tokens", max_num_batched_tokens)
+        if not isinstance(prompt_passes, bool):
+            _check_count("prompt_passes", prompt_passes)
         checkpoint = open_checkpoint(model, revision, local_files_only, tie_word_embeddings=tie_word_embeddings)
         self.name, self.config = checkpoint.name, checkpoint.config
         self.seed, self._quiet = seed, quiet
@@ -156,6 +162,7 @@ class LLM:
             tuned=tuned,
             quiet=quiet,
             prompt_tokens=prompt_tokens,
+            prompt_passes=prompt_passes,
             pool_follows_memory=batch is None,
         )
         self.manifest = self._assembly.manifest
@@ -174,6 +181,7 @@ class LLM:
                 chunk_tokens,
                 self._assembly.solo,
                 self._assembly.logits_buffer,
+                self._assembly.passes,
             )
         )
 

@@ -11,6 +11,7 @@ from cheetah.errors import CheetahError
 from cheetah.runtime.engine.engine import Engine
 from cheetah.runtime.engine.launcher import Launcher
 from cheetah.runtime.engine.prefix_cache import PrefixCache
+from cheetah.runtime.engine.prompt_passes import PassLauncher
 from cheetah.runtime.engine.requests import Failed, Made, Request
 from cheetah.runtime.engine.shared import SharedEngine
 from cheetah.runtime.outputs import Timings
@@ -70,8 +71,9 @@ class Desk:
         launch_steps: int | None = None,
         prefixes: PrefixCache | None = None,
         prompts: Launcher | None = None,
+        passes: PassLauncher | None = None,
     ):
-        self.engine = Engine(launcher, launch_steps, prefixes, prompts)
+        self.engine = Engine(launcher, launch_steps, prefixes, prompts, passes=passes)
         self.shared = SharedEngine(self.engine)
         self.launcher, self.prefixes = launcher, prefixes
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cheetah.cli.measured import MODEL_HELP, circumstances_of, measured_model, ordinal_of, plan_for
-from cheetah.cli.options import Device, DevicesGpu, Revision, Tuned, takes_plan
+from cheetah.cli.options import Device, DevicesGpu, PromptPasses, Revision, Tuned, takes_plan
 from cheetah.errors import CheetahError
 
 if TYPE_CHECKING:
     from cheetah.tools.bench import DecodeBench, Measurement, Work
+    from cheetah.tools.prompt_bench import PromptBench, PromptMeasurement
 
 EPILOG = "Example: cheetah bench random:llama-3.1-8b --contexts 128,1024,6144 --json results.jsonl"
 CONTEXTS = "128,1024,6144"
@@ -32,6 +33,13 @@ def bench(
     ] = CONTEXTS,
     shared: Annotated[int, typer.Option(min=0, help="So many of the cached tokens are the same pages in all.")] = 0,
     per_step: Annotated[int, typer.Option(min=1, max=64, help="Tokens of a prompt that a step takes together.")] = 1,
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,...", help="Instead: time to the first token of prompts of so many.", show_default=False
+        ),
+    ] = None,
+    prompt_passes: PromptPasses = None,
     steps: Annotated[int, typer.Option(min=1, help="Decode steps of a launch.")] = 64,
     repetitions: Annotated[int, typer.Option(min=1, help="Timed launches at each context.")] = 5,
     warmup: Annotated[int, typer.Option(min=0, help="Launches before those.")] = 2,
@@ -51,6 +59,9 @@ def bench(
     from cheetah.runtime.device import open_device
     from cheetah.tools.bench import open_bench
 
+    if prompts is not None:
+        _bench_prompts(model, prompts, prompt_passes, repetitions, warmup, json_file, device, gpu, revision, plan)
+        return
     works = parsed_works(contexts, plan.get("batch", 1), shared, per_step)
     if json_file not in (None, STDOUT):
         _append(str(json_file), "")  # refused before the work, not after it
@@ -70,6 +81,38 @@ def bench(
                 _write_record(json_file, measured[-1], ready, circumstances)
         if json_file != STDOUT:
             _print_table(circumstances, ready, measured)
+
+
+def _bench_prompts(
+    model: str,
+    prompts: str,
+    prompt_passes: bool | None,
+    repetitions: int,
+    warmup: int,
+    json_file: str | None,
+    device: str | None,
+    gpu: str | None,
+    revision: str | None,
+    plan: dict[str, Any],
+) -> None:
+    """The same for prompts: the time to the first token, of an engine with nothing else to do."""
+    from cheetah.runtime.device import open_device
+    from cheetah.tools.prompt_bench import open_prompt_bench, parsed_prompts, prompt_record
+
+    lengths = parsed_prompts(prompts)
+    config, name, weights = measured_model(model, revision)
+    with (
+        open_device(device) as opened,
+        open_prompt_bench(config, weights, opened, max(lengths), gpu, prompt_passes, **plan) as ready,
+    ):
+        circumstances = circumstances_of(name, config, weights, opened)
+        measured = []
+        for length in lengths:
+            measured.append(ready.measure(length, repetitions, warmup))
+            if json_file is not None:
+                _write_line(json_file, prompt_record(measured[-1], ready, circumstances))
+        if json_file != STDOUT:
+            _print_prompts(circumstances, ready, measured)
 
 
 def register(app: typer.Typer) -> None:
@@ -112,7 +155,11 @@ def parsed_contexts(text: str) -> list[int]:
 def _write_record(target: str, measurement: Measurement, bench: DecodeBench, circumstances: dict[str, Any]) -> None:
     from cheetah.tools.bench import record
 
-    line = json.dumps(record(measurement, bench, circumstances))
+    _write_line(target, record(measurement, bench, circumstances))
+
+
+def _write_line(target: str, values: dict[str, Any]) -> None:
+    line = json.dumps(values)
     if target == STDOUT:
         print(line, flush=True)
     else:
@@ -145,6 +192,30 @@ def _print_table(circumstances: dict[str, Any], bench: DecodeBench, measured: Se
     console.print(table)
     for line in _remarks(measured, bench):
         console.print(line)
+
+
+def _print_prompts(circumstances: dict[str, Any], bench: PromptBench, measured: Sequence[PromptMeasurement]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    passes = bench.assembly.passes
+    way = f"in passes of up to {passes.tokens} tokens" if passes else "in steps"
+    title = [
+        f"{circumstances['model']}, weights {circumstances['weights']}, prompts read {way}",
+        f"commit {circumstances['commit']}",
+        f"{circumstances['gpu']}, {circumstances['driver']}",
+    ]
+    table = Table(title="\n".join(title), title_justify="left", box=None, padding=(0, 1, 0, 0))
+    for heading in ("prompt", "ms to first token", "least", "most", "tokens/s", "launches"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in measured:
+        times = (f"{ms:.3f}" for ms in (one.ms, min(one.first_token_ms), max(one.first_token_ms)))
+        table.add_row(str(one.tokens), *times, f"{one.tokens_per_s:.0f}", str(one.launches))
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console.print(table)
+    console.print(
+        f"median of {len(measured[0].first_token_ms)} by the host's clock, from a request of an idle engine on"
+    )
 
 
 def _batches(measured: Sequence[Measurement]) -> str:

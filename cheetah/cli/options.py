@@ -39,6 +39,10 @@ MaxContext = Annotated[
 KvDtype = Annotated[
     str | None, typer.Option(help="How the cache is kept: bf16 (the default) or e4m3.", show_default=False)
 ]
+PromptPasses = Annotated[
+    bool | None,
+    typer.Option(help="Read prompts in passes of many tokens; by default on a GPU.", show_default=False),
+]
 ChatTemplate = Annotated[
     str | None, typer.Option(help="Jinja text, or the name of one of the checkpoint's.", show_default=False)
 ]

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cheetah.cli.options import Device, DevicesGpu, KvDtype, MaxContext, Model, Revision, Seed, Temperature, Tuned
+from cheetah.cli.options import (
+    Device,
+    DevicesGpu,
+    KvDtype,
+    MaxContext,
+    Model,
+    PromptPasses,
+    Revision,
+    Seed,
+    Temperature,
+    Tuned,
+)
 from cheetah.errors import CheetahError
 
 if TYPE_CHECKING:
@@ -55,6 +66,7 @@ def run(
     prompt_tokens: Annotated[
         int | None, typer.Option(help="Tokens of the prompt that a step reads; by default 16 or 8.", show_default=False)
     ] = None,
+    prompt_passes: PromptPasses = None,
     tuned: Tuned = True,
     revision: Revision = None,
 ) -> None:
@@ -74,7 +86,7 @@ def run(
     if token_ids is None:
         _refuse_text_without_tokenizer(model)
     options: dict[str, Any] = {"device": device, "gpu": gpu, "max_context": max_context, "sync": sync, "tuned": tuned}
-    options |= {"kv_dtype": kv_dtype, "prompt_tokens": prompt_tokens}
+    options |= {"kv_dtype": kv_dtype, "prompt_tokens": prompt_tokens, "prompt_passes": prompt_passes}
     options["batch"] = batch or min(completions, MOST_TOGETHER)
     with LLM(model, revision=revision, generate_kernel=kernel_generator(model), **options) as llm:
         _write(llm, _one_after_another(_pieces(llm, text, token_ids, chat, params)), completions)

@@ -14,6 +14,7 @@ from cheetah.cli.options import (
     KvDtype,
     MaxContext,
     Model,
+    PromptPasses,
     RequestSeed,
     Revision,
     ServingDevice,
@@ -57,6 +58,7 @@ def serve(
     prompt_tokens: Annotated[
         int | None, typer.Option(help="Tokens of a prompt that a step reads; by default 16 or 8.", show_default=False)
     ] = None,
+    prompt_passes: PromptPasses = None,
     max_num_batched_tokens: Annotated[
         int | None,
         typer.Option(
@@ -104,6 +106,7 @@ def serve(
         typer.echo(f"anybody who reaches {host}:{port} may use this server: set {KEY_VARIABLE}", err=True)
     given: dict[str, Any] = {"device": device, "gpu": gpu, "batch": batch, "max_context": max_context}
     given |= {"kv_dtype": kv_dtype, "kv_chunk": kv_chunk, "prompt_tokens": prompt_tokens, "prefix_cache": prefix_cache}
+    given["prompt_passes"] = prompt_passes
     given["max_num_batched_tokens"] = max_num_batched_tokens
     given["messages_have_special_tokens"] = messages_have_special_tokens
     generate = kernel_generator(model)

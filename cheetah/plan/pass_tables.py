@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from cheetah.plan.errors import PlanError
 from cheetah.plan.index import ceil_div, round_up
-from cheetah.plan.prompt import GROUP_TOKENS
+from cheetah.plan.plan import Plan
+from cheetah.plan.prompt import GROUP_TOKENS, PassPlan
 
 SEGMENT_COLUMNS = 16
 """A segment begins at a multiple of it."""
@@ -125,6 +126,13 @@ class PassRoom:
                 f"a pass over {len(segments)} segments takes {columns} columns and {sum(map(self.rows_of, segments))} "
                 f"rows of keys; there are {self.columns} and {self.key_rows}: give it one segment or more, and fewer"
             )
+
+
+def pass_room(plan: Plan, pass_plan: PassPlan) -> PassRoom:
+    """That of a pass beside the decode kernel of `plan`."""
+    rows = key_rows(plan.max_context, pass_plan.tokens, pass_plan.key_tile)
+    tile_tokens, pages = pass_plan.attention_tokens, plan.pages_per_sequence
+    return PassRoom(pass_plan.tokens, rows, pass_plan.key_tile, tile_tokens, pages)
 
 
 def key_rows(max_context: int, columns: int, key_tile: int) -> int:

@@ -11,12 +11,14 @@ of operand B of one product, and the activations of a tile are contiguous for ea
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cheetah.plan.errors import PlanError, require_positive
 from cheetah.plan.formats import VECTOR_COLUMNS
-from cheetah.plan.index import Index, ceil_div
+from cheetah.plan.gpu import Gpu
+from cheetah.plan.index import Index, ceil_div, round_up
 from cheetah.plan.layout import MatrixLayout
 from cheetah.plan.shared_memory import Region, SharedMap, ring_regions
 
@@ -28,6 +30,10 @@ UNIT_BYTES = GROUP_TOKENS * 16
 STAGE_TILES = 2
 """K-tiles of an M-tile in a stage."""
 WARPGROUP_WARPS = 4
+PASS_TOKENS = (2048, 1024, 512, 256)
+"""Tokens that a pass may have room for, of which the runtime takes the most that fit."""
+WARPGROUP_TOKENS = 64
+"""Rows of a product of a warpgroup: tokens of a sequence that it reads together in attention."""
 FINISH_TOKENS = 32
 """Of a tile where the parts of a product are added."""
 ACCUMULATOR_BYTES = 512
@@ -39,13 +45,15 @@ class PassPlan:
     """The choices of a pass.
 
     tokens: that it has room for, a multiple of tile_tokens. warpgroups: that multiply, each four M-tiles of a tile.
-    splits: whether products with fewer tiles than there are blocks are cut along k, see `parts`."""
+    splits: whether products with fewer tiles than there are blocks are cut along k, see `parts`. key_tile: keys of a
+    stage in attention."""
 
     tokens: int
     tile_tokens: int = 256
     warpgroups: int = 2
     stages: int = 4
     splits: bool = False
+    key_tile: int = 64
 
     def __post_init__(self) -> None:
         require_positive("PassPlan", **{name: value for name, value in vars(self).items() if name != "splits"})
@@ -56,6 +64,15 @@ class PassPlan:
             )
         if self.tile_tokens > self.consumer_threads:
             raise PlanError(f"PassPlan: tiles of {self.tile_tokens} tokens with {self.consumer_threads} threads")
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, for manifests."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> PassPlan:
+        """The plan that `to_dict` gave; what else is among the values is not looked at."""
+        return cls(**{name: values[name] for name in cls.__dataclass_fields__})
 
     @property
     def consumer_warps(self) -> int:
@@ -69,6 +86,11 @@ class PassPlan:
     def threads(self) -> int:
         """With the warpgroup that copies."""
         return self.consumer_threads + WARPGROUP_WARPS * 32
+
+    @property
+    def attention_tokens(self) -> int:
+        """Tokens of a sequence that attention reads together."""
+        return self.warpgroups * WARPGROUP_TOKENS
 
     @property
     def tile_m_tiles(self) -> int:
@@ -159,3 +181,10 @@ class PassPlan:
         """Of one of 32 columns and 8 tokens; also for device expressions."""
         unit = column % 8 // 2
         return unit * UNIT_BYTES + token * 16 + column // 8 * 4 + column % 2 * 2
+
+
+def default_pass_plan(gpu: Gpu, tokens: int) -> PassPlan:
+    """The choices of a pass that has room for `tokens` tokens, or a few more. Small on the emulator, which is slow."""
+    if gpu.emulated:
+        return PassPlan(round_up(tokens, 64), tile_tokens=16, warpgroups=1, stages=3, key_tile=16)
+    return PassPlan(round_up(tokens, 256))

@@ -15,6 +15,7 @@ from cheetah.models.dense.pack_weights import pack_all
 from cheetah.models.family import (
     ModelFamily,
     Progress,
+    PromptProgram,
     ReadRows,
     ReadTensor,
     ReferenceModel,
@@ -75,6 +76,12 @@ class DenseFamily(ModelFamily):
         from cheetah.models.dense import program
 
         return program
+
+    @property
+    def prompt_program(self) -> PromptProgram:
+        from cheetah.models.dense import prompt
+
+        return prompt
 
     def reference(
         self, config: ModelConfig, tensors: Tensors, rounding: Rounding = exact, *, cached: Rounding | None = None

@@ -14,7 +14,7 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.attention.cache import KvCache
-from cheetah.blocks.prompt.attention import WARPGROUP_TOKENS, PassAttention
+from cheetah.blocks.prompt.attention import PassAttention
 from cheetah.blocks.prompt.barrier import PassBarrier
 from cheetah.blocks.prompt.finish import Scales, StoreGated, StoreResidual
 from cheetah.blocks.prompt.keys import PassHeadNorms, PassHeads, PassTokens, StoreHeads, bring_earlier_keys
@@ -25,11 +25,12 @@ from cheetah.blocks.prompt.ring import TileRing
 from cheetah.blocks.timeline import EVENTS, Timeline
 from cheetah.lang import Expr, prim, ty
 from cheetah.models.config import ModelConfig
+from cheetah.models.dense.program import sizes as sizes_of_step
 from cheetah.package import KernelParameter
 from cheetah.plan import Gpu, MatrixLayout, ModelShape, Plan, PlanError, step_matrices
 from cheetah.plan.formats import BF16, M_TILE_ROWS
 from cheetah.plan.index import ceil_div, round_up
-from cheetah.plan.pass_tables import SEGMENT_COLUMNS, TABLE_WORDS, PassRoom, key_rows
+from cheetah.plan.pass_tables import SEGMENT_COLUMNS, TABLE_WORDS, PassRoom, pass_room
 from cheetah.plan.prompt import GROUP_TOKENS, PassPlan
 
 KERNEL_NAME = "prompt_pass"
@@ -129,13 +130,12 @@ def pass_parameters(config: ModelConfig, plan: Plan, traced: bool = False) -> di
 
 @dataclass(frozen=True)
 class PassSizes:
-    """A pass for a decode kernel's buffers: plan is that kernel's. key_tile: keys of a stage in attention."""
+    """A pass for a decode kernel's buffers: plan is that kernel's."""
 
     config: ModelConfig
     gpu: Gpu
     plan: Plan
     pass_plan: PassPlan
-    key_tile: int = 64
 
     def __post_init__(self) -> None:
         self._check_model()
@@ -156,6 +156,16 @@ class PassSizes:
         for layout in self.matrices.of_layer:
             if layout.format != BF16:
                 raise PlanError(f"a pass multiplies bf16 weights; {layout.name} is {layout.format.name}")
+
+    @property
+    def key_tile(self) -> int:
+        """Keys of a stage in attention."""
+        return self.pass_plan.key_tile
+
+    @property
+    def window(self) -> int | None:
+        """Keys that a token sees, its own included; None where they are all."""
+        return self.config.window(self.plan.max_context)
 
     @property
     def shape(self) -> ModelShape:
@@ -196,15 +206,9 @@ class PassSizes:
         return ("embedding", *islice(named, self.phase_count - 1))
 
     @property
-    def attention_tokens(self) -> int:
-        """Tokens of a sequence that attention reads together."""
-        return self.pass_plan.warpgroups * WARPGROUP_TOKENS
-
-    @property
     def room(self) -> PassRoom:
         """What a launch has room for; gives a launch's tables."""
-        rows = key_rows(self.plan.max_context, self.pass_plan.tokens, self.key_tile)
-        return PassRoom(self.pass_plan.tokens, rows, self.key_tile, self.attention_tokens, self.plan.pages_per_sequence)
+        return pass_room(self.plan, self.pass_plan)
 
     @property
     def hidden_m_tiles(self) -> int:
@@ -216,7 +220,7 @@ class PassSizes:
         plan, shape = self.pass_plan, self.shape
         keys = shape.kv_heads * self.room.key_rows * shape.head_dim * 2
         # A tile of attention reads as many queries as it may have, also where a segment has fewer.
-        query_columns = shape.heads * plan.tokens + self.attention_tokens
+        query_columns = shape.heads * plan.tokens + plan.attention_tokens
         return {
             "counter": 8,
             "residual": 4 * plan.residual_floats(self.hidden_m_tiles),
@@ -248,6 +252,28 @@ class PassSizes:
     @property
     def workspace_bytes(self) -> int:
         return sum(round_up(nbytes, SECTION_ALIGNMENT) for nbytes in self.sections.values())
+
+
+def sizes(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> dict[str, int]:
+    """The sizes that the shapes of the kernel's parameters name."""
+    return {
+        **sizes_of_step(config, gpu, plan),
+        "tokens": pass_plan.tokens,
+        "token_groups": pass_plan.groups,
+        "token_segments": pass_plan.tokens // SEGMENT_COLUMNS,
+        "workspace_bytes": PassSizes(config, gpu, plan, pass_plan).workspace_bytes,
+        "phases": PassSizes(config, gpu, plan, pass_plan).phase_count,
+    }
+
+
+def phase_names(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> tuple[str, ...]:
+    """The phases of a launch."""
+    return PassSizes(config, gpu, plan, pass_plan).phase_names
+
+
+def build_kernel(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> ch.Kernel:
+    """The kernel of passes beside the decode kernel of `plan`. PlanError where there can be none, with the reason."""
+    return build_pass(PassSizes(config, gpu, plan, pass_plan))
 
 
 def build_pass(sizes: PassSizes, traced: bool = False) -> ch.Kernel:
@@ -356,7 +382,8 @@ class Pass:
                 self._attention(layer).attend()
             with ch.else_():
                 with ch.if_(phase == 0):
-                    bring_earlier_keys(self._heads(machine, layer), self.tokens, self.cache, layer, sizes.key_tile)
+                    heads = self._heads(machine, layer)
+                    bring_earlier_keys(heads, self.tokens, self.cache, layer, sizes.key_tile, sizes.window)
                 self._emit_products(layer, phase)
             self.timeline.stamp(number, "done")
             self.barrier.end_phase()
@@ -433,9 +460,8 @@ class Pass:
         return Given(weights, self._section(sources[matrix.name]), residual, parts)
 
     def _attention(self, layer: Any) -> PassAttention:
-        window = self.sizes.config.window(self.sizes.plan.max_context)
-        into, heads = self._section("attention"), self._heads(self.machine, layer)
-        return PassAttention(self.machine, self.ring, heads, self.tokens, into, self.sizes.key_tile, window)
+        into, heads, sizes = self._section("attention"), self._heads(self.machine, layer), self.sizes
+        return PassAttention(self.machine, self.ring, heads, self.tokens, into, sizes.key_tile, sizes.window)
 
     def _onto_residual(self, machine: PassMachine, norm: Any) -> StoreResidual:
         """norm: number of the one that follows."""

@@ -23,6 +23,7 @@ from cheetah.models.family import Rows
 from cheetah.models.registry import family_of
 from cheetah.plan import GPUS, Gpu, Plan, PlanError, StepMatrices, gpu_named
 from cheetah.plan.kv.tables import MAX_STOP_IDS
+from cheetah.plan.prompt import PASS_TOKENS, PassPlan, default_pass_plan
 from cheetah.printable import shown_name
 from cheetah.records import first_difference
 from cheetah.runtime.build.memory import LABELS, MemoryEstimate, memory_of_buffers, size_text
@@ -30,9 +31,10 @@ from cheetah.runtime.build.tuned import with_tuned
 from cheetah.runtime.device import Say, open_device, say_to_stderr
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
 from cheetah.runtime.engine.launcher import Launcher
+from cheetah.runtime.engine.prompt_passes import PassLauncher
 
 if TYPE_CHECKING:
-    from cheetah.runtime.device.interface import Buffer, Device, DeviceInfo
+    from cheetah.runtime.device.interface import Buffer, Device, DeviceInfo, Kernel
 
 GPU_TIMEOUT_S = 60.0
 """A launch makes at most max_steps tokens, each within milliseconds: one that takes this long hangs. The emulator is
@@ -45,8 +47,14 @@ PROMPT_TOKENS = (16, 8)
 """Tokens of a prompt that a step takes on a GPU: the first that fit. One mma has columns for 8; 16 take a third more
 time a step (8B on an H200: 5.1 against 3.9 ms)."""
 
+PASS_SHARE = 8
+"""Of the memory that is left for the cache, passes over prompts may take one part in so many as their workspace."""
+
 RATE_BYTES = 10**8
 """Of fewer bytes, the rate says nothing."""
+
+PASSES = "passes"
+"""Among the names of kernels, that of the one that is launched otherwise."""
 
 FILL_BYTES = {"zero": 0, "poison": 0xFF, "host": None}
 
@@ -88,16 +96,19 @@ GenerateKernel = Callable[..., Generated]
 Progress = Callable[[int], None]
 """Takes the number of bytes of weights that were just written."""
 
+UploadWeights = Callable[["Weights", Manifest, dict[str, "Buffer"], Progress], None]
+
 
 @dataclass
 class Assembly:
     """What `assemble` made. `prompts` launches a kernel that takes more tokens a step, `solo` one that is faster for a
-    sequence by itself, if there are such."""
+    sequence by itself, `passes` one that reads many tokens of a prompt at once, if there are such."""
 
     manifest: Manifest
     launcher: Launcher
     prompts: Launcher | None
     solo: Launcher | None
+    passes: PassLauncher | None
     memory: MemoryEstimate
     buffers: dict[str, Buffer]
     device: Device
@@ -132,7 +143,9 @@ def assemble(
     quiet: bool = False,
     prompt_tokens: int | None = None,
     solo: bool | None = None,
+    prompt_passes: bool | int | None = None,
     pool_follows_memory: bool = False,
+    upload: UploadWeights | None = None,
 ) -> Assembly:
     """Everything that is needed to launch. What was taken is given back on failure.
 
@@ -140,8 +153,12 @@ def assemble(
     prompt_tokens: tokens of a prompt that a step should take; if the plan's steps take fewer, another kernel over the
     same weights and caches does it. By default the first of PROMPT_TOKENS that fits on a GPU, and on the emulator no
     other kernel. solo: whether another kernel over the same shall decode a sequence that is by itself; by default on a
-    GPU, where `kv_chunk` does not promise the same bits in any company. pool_follows_memory: the cache of several
-    sequences has fewer pages where the device has no room for all, but as many as one sequence may need.
+    GPU, where `kv_chunk` does not promise the same bits in any company. prompt_passes: whether a kernel over the same
+    shall read prompts in passes; by default on a GPU, where there can be one, and `kv_chunk` does not promise the same
+    bits however a prompt was cut. A number: tokens of a pass; by default as
+    many as memory allows. pool_follows_memory: the cache of several sequences has fewer pages where the device has no
+    room for all, but as many as one sequence may need. upload: brings the weights into the buffers; by default
+    `upload_weights`.
     """
     opened = _open_device(device, quiet)
     owns_device = opened is not device
@@ -155,7 +172,11 @@ def assemble(
             plan_of_one = with_tuned(weights.config, machine, info.name, plan_of_one, _say(quiet))
             plan = plan if "batch" in plan else plan_of_one
         generate = generate_kernel or _own_generator()
-        asked = _Asked(weights.config, machine, generate, prompt_tokens, solo, plan_of_one, _say(quiet))
+        asked = _Asked(
+            *(weights.config, machine, generate, prompt_tokens, solo, plan_of_one),
+            _PassesAsked(prompt_passes, info.free_bytes),
+            _say(quiet),
+        )
         kernels = asked.kernels(plan)
         memory = kernels.memory(weights.config)
         if pool_follows_memory and (pages := _pages_that_fit(kernels.plan, memory, info.free_bytes)):
@@ -174,7 +195,7 @@ def assemble(
             _allocate_others(opened, name, kernel.manifest, others[name], buffers)
         started = time.monotonic()
         with _weights_progress(manifest, quiet) as progress:
-            upload_weights(weights, manifest, buffers, progress)
+            (upload or upload_weights)(weights, manifest, buffers, progress)
         if _loaded_bytes(manifest) >= RATE_BYTES:
             _say(quiet)(_loading_line(manifest, time.monotonic() - started))
     except BaseException:
@@ -185,15 +206,15 @@ def assemble(
     cache = new_cache(weights.config, kernels.plan)
     if timeout_s is None and not machine.emulated:
         timeout_s = GPU_TIMEOUT_S
-    launchers = {
-        name: Launcher(opened, code, kernel.manifest, weights.config, own, cache, timeout_s)
-        for (name, own), code, kernel in zip(
-            {"decoding": buffers, **others}.items(), loaded, kernels.every, strict=True
-        )
-    }
-    first, prompts, alone = (launchers.get(name) for name in ("decoding", "prompts", "solo"))
-    assert first is not None
-    return Assembly(manifest, first, prompts, alone, memory, buffers, opened, owns_device)
+    codes = dict(zip(["decoding", *kernels.others], loaded, strict=True))
+
+    def launched(name: str) -> tuple[Device, Kernel, Manifest, ModelConfig, dict[str, Buffer]]:
+        return opened, codes[name], codes[name].manifest, weights.config, others.get(name, buffers)
+
+    launchers = {name: Launcher(*launched(name), cache, timeout_s) for name in codes if name != PASSES}
+    first, prompts, alone = launchers["decoding"], launchers.get("prompts"), launchers.get("solo")
+    passes = PassLauncher(*launched(PASSES), timeout_s) if PASSES in codes else None
+    return Assembly(manifest, first, prompts, alone, passes, memory, buffers, opened, owns_device)
 
 
 @dataclass(frozen=True)
@@ -216,6 +237,23 @@ class Kernels:
 
 
 @dataclass(frozen=True)
+class _PassesAsked:
+    """Whether prompts shall be read in passes, as `assemble` is told, and what memory is free before all."""
+
+    wanted: bool | int | None
+    free_bytes: int
+
+    def is_wanted(self, machine: Gpu, kv_chunk: int) -> bool:
+        # What the compiler makes of a pass' copies of the same lines is not the same to the last bit on a GPU.
+        return not (machine.emulated or kv_chunk) if self.wanted is None else bool(self.wanted)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Of a pass, best first."""
+        return PASS_TOKENS if self.wanted in (None, True) else (int(self.wanted or 0),)
+
+
+@dataclass(frozen=True)
 class _Asked:
     """What kernels are made of; see `assemble`. plan_of_one: fields of the plan for a sequence by itself."""
 
@@ -225,6 +263,7 @@ class _Asked:
     prompt_tokens: int | None
     solo: bool | None
     plan_of_one: Mapping[str, Any]
+    passes: _PassesAsked
     say: Say
 
     def kernels(self, plan: Mapping[str, Any]) -> Kernels:
@@ -235,10 +274,12 @@ class _Asked:
         wants_solo = not (self.machine.emulated or decoding.manifest.plan["kv_chunk"])
         if wants_solo if self.solo is None else self.solo:
             found["solo"] = generate_solo_kernel(*model, self.plan_of_one, decoding.manifest)
-        kernels = Kernels(decoding, {name: kernel for name, kernel in found.items() if kernel is not None})
-        for kernel in kernels.every:
+        made = {name: kernel for name, kernel in found.items() if kernel is not None}
+        for kernel in (decoding, *made.values()):
             check_manifest(self.config, kernel.manifest)
-        return kernels
+        if passes := generate_pass_kernel(self.config, self.machine, decoding.manifest, self.passes, self.say):
+            made[PASSES] = passes
+        return Kernels(decoding, made)
 
 
 def _pages_that_fit(plan: Plan, memory: MemoryEstimate, free_bytes: int) -> int | None:
@@ -296,6 +337,45 @@ def generate_prompt_kernel(
             _check_shared(shared_buffers(config), manifest, generated.manifest, f"prompt_tokens={tokens}")
             return generated
     return None
+
+
+def generate_pass_kernel(
+    config: ModelConfig, machine: Gpu, manifest: Manifest, asked: _PassesAsked, say: Say
+) -> Generated | None:
+    """A kernel of passes beside the manifest's, which decodes; None where none is wanted, or, unless one was asked for,
+    where there can be none, which is said."""
+    if not asked.is_wanted(machine, manifest.plan["kv_chunk"]):
+        return None
+    from cheetah.generate import generate_pass
+
+    try:
+        pass_plan = _pass_plan_that_fits(config, machine, manifest, asked)
+        generated = generate_pass(config, machine, Plan.from_dict(manifest.plan), pass_plan)
+    except PlanError as error:
+        if asked.wanted:
+            raise
+        say(f"no passes over prompts, which are read a few tokens a step: {str(error).partition(chr(10))[0]}")
+        return None
+    _check_shared(shared_buffers(config), manifest, generated.manifest, "prompt_passes")
+    say(f"prompts are read in passes of up to {pass_plan.tokens} tokens")
+    return generated
+
+
+def _pass_plan_that_fits(config: ModelConfig, machine: Gpu, manifest: Manifest, asked: _PassesAsked) -> PassPlan:
+    """That with room for the most tokens that the context has and that memory allows. PlanError if there is none."""
+    from cheetah.generate import describe_pass
+
+    plan, memory = Plan.from_dict(manifest.plan), memory_needed(config, manifest)
+    left = asked.free_bytes - memory.total_bytes + memory.bytes_of(LABELS["kv"])
+    for tokens in asked.tokens:
+        pass_plan = default_pass_plan(machine, min(tokens, plan.max_context))
+        nbytes = describe_pass(config, machine, plan, pass_plan, "", "").buffer("workspace").bytes
+        if asked.wanted not in (None, True) or nbytes * PASS_SHARE <= left:
+            return pass_plan
+    raise PlanError(
+        f"a pass of {pass_plan.tokens} tokens needs {size_text(nbytes)} beside a cache that has {size_text(left)}: it "
+        f"may take an eighth"
+    )
 
 
 def shared_buffers(config: ModelConfig) -> tuple[str, ...]:
@@ -369,13 +449,17 @@ def _gpu_of(info: DeviceInfo) -> str:
 def memory_needed(config: ModelConfig, manifest: Manifest, *others: Manifest) -> MemoryEstimate:
     """Device memory of the manifest's buffers, of what other kernels have of their own, and of the logits that
     `LLM.score` and logprobs need."""
-    plan, *others_plans = (Plan.from_dict(one.plan) for one in (manifest, *others))
-    rows = max(_logits_rows(one.max_steps, one.tokens) for one in (plan, *others_plans))
-    shape = (rows, config.vocab_size)
+    plan = Plan.from_dict(manifest.plan)
+    plans = [plan, *(Plan.from_dict(one.plan) for one in others if _has_logits(one))]
+    shape = (max(_logits_rows(one.max_steps, one.tokens) for one in plans), config.vocab_size)
     logits = BufferSpec("logits", "f32", shape, shape[0] * shape[1] * 4, "poison")
     shared = shared_buffers(config)
     own = [buffer for other in others for buffer in other.buffers if buffer.name not in shared]
     return memory_of_buffers(config, [*manifest.buffers, *own, logits], plan.batch)
+
+
+def _has_logits(manifest: Manifest) -> bool:
+    return any(parameter.name == "logits" for parameter in manifest.parameters)
 
 
 def _logits_rows(max_steps: int, tokens: int) -> int:

@@ -30,10 +30,12 @@ from cheetah.models.logprobs import TokenLogprobs
 from cheetah.runtime import interrupts
 from cheetah.runtime.device.interface import LaunchCancelled
 from cheetah.runtime.engine.completion import Completion
+from cheetah.runtime.engine.flights import Flight, KernelLaunches, LaunchResult, Part
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagesExhausted, pages_for
-from cheetah.runtime.engine.launcher import Flight, Launcher, LaunchResult, Part
+from cheetah.runtime.engine.launcher import Launcher
 from cheetah.runtime.engine.pace import LAUNCH_SECONDS, LaunchPace
 from cheetah.runtime.engine.prefix_cache import PrefixCache
+from cheetah.runtime.engine.prompt_passes import PassLauncher
 from cheetah.runtime.engine.prompt_reading import FewestSteps, SameSteps
 from cheetah.runtime.engine.requests import Event, Failed, Load, Request
 
@@ -49,7 +51,7 @@ Course = Generator[None, None, None]
 class _Flying:
     """The launch under way, and the ids of those who take each part of it."""
 
-    launcher: Launcher
+    launcher: KernelLaunches
     flight: Flight
     ids: Sequence[Sequence[int]]
 
@@ -68,6 +70,7 @@ class Engine:
     with a plan of a fixed `kv_chunk` those of prompts.
     prompts: launches of another kernel over the same caches, that reads prompts; by default the same.
     solo: launches of another kernel over the same caches, for one sequence by itself; by default the same.
+    passes: launches of a kernel that reads many tokens of a prompt at once; without it, or of few, `prompts` does.
     chunk_tokens: most tokens of a prompt in a launch while others decode, who wait for it; by default what takes about
     a tenth of a second. 0: all that a launch takes, and they wait until the prompt is read.
     logits: gives the buffer for logits of launches in which somebody wants logprobs; without it nobody may.
@@ -87,13 +90,16 @@ class Engine:
         chunk_tokens: int | None = None,
         solo: Launcher | None = None,
         logits: Callable[[], Buffer] | None = None,
+        passes: PassLauncher | None = None,
     ):
         self.launcher, self._prompts, self._solo = launcher, prompts or launcher, solo or launcher
+        self._passes = passes
         self.launch_steps = min(launch_steps or launcher.max_steps, launcher.max_steps, self._prompts.max_steps)
         self._prefixes = prefixes
         manner = SameSteps if launcher.kv_chunk else FewestSteps
-        self._manner = manner(self._prompts.tokens, launcher.cache.page_size)
+        self._manner = manner(self._prompts.tokens, launcher.cache.page_size, passes is not None)
         self._pace, self._reading_pace = LaunchPace(self.launch_steps), LaunchPace(self.launch_steps)
+        self._pass_pace = LaunchPace(passes.tokens // passes.tile_tokens if passes else 1)
         self._chunk_tokens, self._logits = chunk_tokens, logits
         self._numbers = count()
         self._orders: deque[Callable[[], None]] = deque()
@@ -380,7 +386,7 @@ class Engine:
         known = self._manner.read_as_prompt(len(first.request.prompt_ids), len(first.ids))
         samples = len(group) == 1 and not first.request.wants_logits
         end = self._manner.end(known, samples)
-        if cache.length < end:
+        if cache.length < end and cache.length < known - 1:  # a prompt's last token by itself is decoded
             yield from self._read_some(first, end, events)
             is_read = end == known and cache.length == end
         else:
@@ -403,26 +409,40 @@ class Engine:
     def _read_some(self, first: Completion, end: int, events: list[Event]) -> Course:
         """Brings tokens of a prompt, up to its first `end`, into the cache by one launch."""
         assert first.cache is not None
-        length, columns = first.cache.length, self._prompts.tokens
+        length = first.cache.length
         logits = self._logits_for(first.reads_logprobs)
         del first.prompt_logprobs[length:]  # those behind were known before it gave its pages back
-        tokens = min(self._fitting(logits, self._steps_of_chunk(), self._prompts) * columns, end - length)
+        launcher, tokens, columns, pace = self._way_to_read(end - length, len(first.ids) - 1 - length, logits)
         if not self._make_room(first, tokens, events):
             return
         # One input more than tokens, where there is one: nothing is sampled, and the head need not run.
-        part = first.part(first.ids[length : length + tokens + 1], tokens, self._manner.columns_of_step(tokens))
-        result = (yield from self._fly(self._prompts, [part], [self._reading], events, logits))[0]
-        self._reading_pace.note(result.steps, result.seconds)
+        part = first.part(first.ids[length : length + tokens + 1], tokens, columns)
+        result = (yield from self._fly(launcher, [part], [self._reading], events, logits))[0]
+        pace.note(result.steps, result.seconds)
         self._pace.guess(result.steps, result.seconds)
         self._others_waited_s += result.seconds
 
-    def _steps_of_chunk(self) -> int:
-        """Steps of a launch that reads a prompt."""
+    def _way_to_read(
+        self, left: int, before_last: int, logits: Buffer | None
+    ) -> tuple[KernelLaunches, int, int, LaunchPace]:
+        """How the next of `left` tokens of a prompt are read, of which `before_last` are followed by a known one: who
+        launches, how many tokens, how many of them a step, and the pace that this keeps. Passes leave no logits."""
+        if (passes := self._passes) is not None and logits is None:
+            tokens = min(left, before_last, self._chunk(passes.tokens, passes.tile_tokens, self._pass_pace))
+            if self._manner.takes_pass(tokens):
+                return passes, tokens, passes.tile_tokens, self._pass_pace
+        columns = self._prompts.tokens
+        steps = max(1, self._chunk(self.launch_steps * columns, columns, self._reading_pace) // columns)
+        tokens = min(left, self._fitting(logits, steps, self._prompts) * columns)
+        return self._prompts, tokens, self._manner.columns_of_step(tokens), self._reading_pace
+
+    def _chunk(self, most: int, per_step: int, pace: LaunchPace) -> int:
+        """Tokens of a launch that reads a prompt, of at most `most`, `per_step` of them a step."""
         if not self._running or self._chunk_tokens == 0:
-            return self.launch_steps
+            return most
         if self._chunk_tokens is None:
-            return self._reading_pace.steps(self.launch_steps)
-        return max(1, min(self.launch_steps, self._chunk_tokens // self._prompts.tokens))
+            return pace.steps(most // per_step) * per_step
+        return min(most, self._chunk_tokens)
 
     def _logits_for(self, are_wanted: bool) -> Buffer | None:
         return self._logits() if are_wanted and self._logits is not None else None
@@ -449,7 +469,7 @@ class Engine:
 
     def _fly(
         self,
-        launcher: Launcher,
+        launcher: KernelLaunches,
         parts: Sequence[Part],
         takers: Sequence[list[Completion]],
         events: list[Event],

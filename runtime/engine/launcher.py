@@ -7,11 +7,8 @@ decides what is launched.
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import reduce
 from itertools import repeat
 from math import lcm
@@ -37,8 +34,7 @@ from cheetah.plan.kv.tables import (
     encode,
     epochs_of_step,
 )
-from cheetah.runtime import interrupts
-from cheetah.runtime.device.interface import LaunchCancelled
+from cheetah.runtime.engine.flights import NOT_A_NUMBER, Flight, KernelLaunches, LaunchResult, Part
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launch_tables import (
     Geometry,
@@ -48,116 +44,30 @@ from cheetah.runtime.engine.launch_tables import (
     share_prefixes,
     stop_lists,
 )
-from cheetah.runtime.engine.page_copies import copy_pages
 from cheetah.runtime.engine.request_rows import RequestRows, options_of
-from cheetah.runtime.engine.watching import Mask
 
 if TYPE_CHECKING:
     from cheetah.runtime.device.interface import Argument, Buffer, Device, Kernel, MappedBuffer
 
-__all__ = ["EPOCH_LIMIT", "NOT_A_NUMBER", "Epochs", "LaunchFault", "LaunchResult", "Launcher", "Part", "Sampling"]
+__all__ = [
+    "EPOCH_LIMIT",
+    "NOT_A_NUMBER",
+    "Epochs",
+    "Flight",
+    "LaunchFault",
+    "LaunchResult",
+    "Launcher",
+    "Part",
+    "Sampling",
+]
 
 EPOCH_LIMIT = 2**32 - 1
 JUDGES = max(1, min(8, (os.cpu_count() or 1) // 2))
 """Threads that work out logprobs, while further rows are fetched: a row takes 0.1 ms to fetch and 0.3 to work out."""
-POLL_SECONDS = 1e-4  # a step takes half a millisecond at least
-
-NOT_A_NUMBER = (
-    "no token can be chosen for position {position}: none of its logits is a number above -infinity. Look for NaN and "
-    "infinities in the checkpoint's weights (a broken download or conversion)"
-)
 
 
 class LaunchFault(CheetahError):
     """A launch that ended, and left what no right kernel leaves: a count of steps or a token that cannot be."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """One sequence's part of a launch: `total` tokens go through the model, `inputs` first, then the sampled ones.
-
-    One input more than `total` samples nothing. per_step: how many tokens a step takes; above 1 all must be inputs.
-    known, prompt: all ids up to the last input, and how many of them are the prompt's; penalties alone ask for them.
-    mask: which tokens may be sampled, of those that `sampling` allows; see `watching`. stepwise: the launch after this
-    one will have one step.
-    """
-
-    cache: CachedSequence
-    inputs: Sequence[int]
-    total: int
-    sampling: Sampling = field(default_factory=Sampling)
-    per_step: int = 1
-    known: Sequence[int] = ()
-    prompt: int = 0
-    mask: Mask | None = None
-    stepwise: bool = False
-
-    @property
-    def steps(self) -> int:
-        return -(-self.total // self.per_step)
-
-    @property
-    def samples(self) -> bool:
-        """Whether a token is sampled after the last input."""
-        return len(self.inputs) <= self.total
-
-    @property
-    def first_sample(self) -> int:
-        """The first step after which a token is sampled; `steps` if there is none."""
-        return (len(self.inputs) - 1) // self.per_step if self.samples else self.steps
-
-
-@dataclass(frozen=True)
-class LaunchResult:
-    """What a launch did for one sequence: `token_ids` were sampled, the last may be a stop id. All its sequences
-    together took `steps` steps and `seconds` by the host's clock.
-
-    has_failed: after these ids none could be chosen, since no logit was a number: what is cached may be none either.
-    """
-
-    token_ids: tuple[int, ...]
-    steps: int
-    seconds: float
-    has_failed: bool = False
-
-
-class Flight:
-    """A launch from its preparation to its end. placed: its parts in the order of its rows, order: their numbers.
-    given, has_ended: of each row, how many of its tokens `fresh` has given, and whether the last was among them."""
-
-    def __init__(
-        self,
-        placed: Sequence[Part],
-        order: Sequence[int],
-        geometry: Geometry,
-        arguments: dict[str, Argument],
-    ) -> None:
-        self.placed, self.order, self.geometry = placed, order, geometry
-        self.arguments, self.epoch = arguments, int(cast(int, arguments["epoch"]))
-        self.given, self.has_ended = [0] * len(placed), [False] * len(placed)
-        self.started = self._seen = time.perf_counter()
-        self._ended: float | None = None
-
-    @property
-    def seconds(self) -> float:
-        """From its preparation to now, or to its end."""
-        return (time.perf_counter() if self._ended is None else self._ended) - self.started
-
-    def see(self) -> None:
-        """It has not ended yet."""
-        self._seen = time.perf_counter()
-
-    def end(self, is_watched: bool) -> None:
-        """It has ended: now, or, if nobody was watching, at some time since it was seen last, which is then taken."""
-        self._ended = time.perf_counter() if is_watched else self._seen
-
-    def given_of(self, number: int) -> int:
-        """How many tokens of part `number` have been given."""
-        return self.given[self.order.index(number)]
-
-    def next_place(self, row: int) -> int:
-        """Where in its row the next token will be."""
-        return len(self.placed[row].inputs) + self.given[row]
 
 
 class Epochs:
@@ -183,7 +93,7 @@ class Epochs:
         return first, restarted
 
 
-class Launcher:
+class Launcher(KernelLaunches):
     """Launches of one kernel over the caches of one to `batch` sequences; over one, `cache`, where none is named.
 
     `buffers` holds the device buffers by parameter name; the launcher alone writes the tables among them. A launch
@@ -202,20 +112,14 @@ class Launcher:
         timeout_s: float | None = None,
     ):
         plan = Plan.from_dict(manifest.plan)
-        self._device, self._kernel, self._buffers, self.cache = device, kernel, dict(buffers), cache
-        self.vocab_size, self._plan = config.vocab_size, plan
+        super().__init__(device, kernel, manifest, config, plan, buffers, timeout_s)
+        self.cache, self.vocab_size = cache, config.vocab_size
         self.batch, self.tokens, self.max_steps = plan.batch, plan.tokens, plan.max_steps
         self.launch_tokens, self.kv_chunk = plan.launch_tokens, plan.kv_chunk
-        self.window = config.window(plan.max_context)
         self.columns: list[tuple[int, int]] = []
         self._plans = _Plans(manifest, config, plan)
         self._epochs = Epochs(epochs_of_step(config.layers))
-        self._timeout_s = timeout_s
-        self._parameters = [parameter.name for parameter in manifest.parameters]
         self._stop_room = buffers["stop_ids"].nbytes // 4
-        self._uploaded: dict[str, npt.NDArray[np.int32]] = {}
-        self._pool_shape = manifest.buffer("kv").shape
-        self._broken: str | None = None
         self._emitted = _words(self._buffers["emitted"]).reshape(plan.batch, -1)
         self._cancelled = _words(self._buffers["cancelled"])
         self._judges = ThreadPoolExecutor(JUDGES)  # its threads are started when there is work for them
@@ -259,27 +163,12 @@ class Launcher:
     def logprobs(
         self, flight: Flight, number: int, first: int, token_ids: Sequence[int], count: int
     ) -> tuple[TokenLogprobs, ...]:
-        """How likely these ids were, with `count` others each: the first of them behind token `first` of part `number`
-        (0 is its first input), and so on. Of a launch that has ended, and had a buffer for logits."""
         rows = (self._logits_after(flight, number, first + place) for place in range(len(token_ids)))
         return tuple(self._judges.map(token_logprobs, rows, token_ids, repeat(count)))
 
-    def launch_together(self, parts: Sequence[Part], logits: Buffer | None = None) -> list[LaunchResult]:
-        """One launch over several sequences, each of which has a token in every step. Results in the order of `parts`.
-
-        logits: f32 [steps, tokens, vocab], wanted of every column; `columns` then says which those were: (part, number
-        in the part). Sequences that share their first pages are neighbours, and the pages are read once for all.
-        A launch ends early once each sequence has sampled a stop id of its own. After one that was interrupted the
-        caches are as before it.
-        """
-        flight = self.prepare(parts, logits)
-        self.start(flight)
-        return self.finish(flight)
-
     def prepare(self, parts: Sequence[Part], logits: Buffer | None = None) -> Flight:
         """Everything that a launch needs, before it is started; see `launch_together`."""
-        if self._broken is not None:
-            raise CheetahError(f"an earlier launch failed, the device's state is lost: open a new LLM ({self._broken})")
+        self._check_usable()
         self._check(parts)
         geometry, order = self._arrange(parts)
         placed = [parts[number] for number in order]
@@ -290,24 +179,9 @@ class Launcher:
 
     def start(self, flight: Flight) -> None:
         """Starts it; returns at once on a GPU. No other may be started before it is finished."""
+        super().start(flight)
         with self._noting_failures():
-            self._device.launch(self._kernel, flight.arguments)
             self._prepare_next(flight.placed, flight.geometry)  # while the kernel runs
-
-    def wait(self, flight: Flight) -> bool:
-        """Waits until it has ended: True; or until there are tokens that `fresh` has not given: False."""
-        with self._noting_failures():
-            is_watched = not any(flight.given)
-            while not self._device.is_done():
-                flight.see()
-                if interrupts.is_pending() or any(self._is_fresh(flight, row) for row in range(len(flight.placed))):
-                    return False
-                if self._timeout_s is not None and flight.seconds > self._timeout_s:
-                    return True  # `finish` waits no longer, and says which phase each block has reached
-                time.sleep(POLL_SECONDS)
-                is_watched = True
-        flight.end(is_watched)
-        return True
 
     def fresh(self, flight: Flight) -> list[tuple[int, ...]]:
         """What each part has sampled since this was asked last, in the order of the parts; up to a stop id."""
@@ -331,9 +205,8 @@ class Launcher:
 
     def finish(self, flight: Flight) -> list[LaunchResult]:
         """Waits for its end; what it did, in the order of the parts, with all ids that it sampled."""
+        self._await_end(flight)
         with self._noting_failures():
-            limit = self._timeout_s if self._timeout_s is None else max(0.0, self._timeout_s - flight.seconds)
-            self._device.synchronize(limit)
             steps, sampled = self._read(flight.placed)
         seconds = flight.seconds
         results = {}
@@ -344,6 +217,13 @@ class Launcher:
             results[number] = LaunchResult(made, steps, seconds, token_ids[-1:] == (NO_TOKEN,))
         return [results[number] for number in range(len(flight.placed))]
 
+    def _begin_again(self) -> None:
+        self._epochs.begin_again()
+        self._rows.forget()
+
+    def _has_fresh(self, flight: Flight) -> bool:
+        return any(self._is_fresh(flight, row) for row in range(len(flight.placed)))
+
     def _logits_after(self, flight: Flight, number: int, token: int) -> npt.NDArray[np.float32]:
         """float32 [vocab], after token `token` of part `number`."""
         _, per_step, first_column = flight.geometry.placed()[flight.order.index(number)]
@@ -351,19 +231,6 @@ class Launcher:
         place = step * self.tokens + first_column + column
         logits = cast("Buffer", flight.arguments["logits"])
         return logits.download(np.float32, self.vocab_size, place * self.vocab_size * 4)
-
-    @contextmanager
-    def _noting_failures(self) -> Iterator[None]:
-        """What ends a launch in the middle is noted: an interrupt, as if it had not been made; else that it failed."""
-        try:
-            yield
-        except (LaunchCancelled, KeyboardInterrupt):  # nothing that is counted was written
-            self._epochs.begin_again()
-            self._rows.forget()
-            raise
-        except Exception as error:
-            self._broken = str(error).partition("\n")[0]
-            raise
 
     def _is_fresh(self, flight: Flight, row: int) -> bool:
         """Whether the next token of a row is there, and wanted."""
@@ -392,25 +259,6 @@ class Launcher:
             minimum=plan.max_context + 1 if plan.kv_chunk or self.window else plan.kv_chunk_min,
         )
         return Geometry(tuple((parts[i].cache.length, parts[i].per_step) for i in order), shared), order
-
-    def make_room(self, cache: CachedSequence, tokens: int) -> None:
-        """Pages for `tokens` more tokens of a sequence, which a launch would otherwise take. PagesExhausted, with none
-        taken, if there are too few.
-
-        Before that, pages that the window has left behind are given back: the plan rounds what is read outward.
-        """
-        if self.window is not None:
-            first = max(0, cache.length + 1 - self.window)
-            cache.drop_before(first // self._plan.kv_align * self._plan.kv_align)
-        cache.reserve(cache.length + tokens)
-
-    def _make_room(self, parts: Sequence[Part]) -> None:
-        """Pages for what each part will cache, and the copies of those that it held together with others."""
-        for part in parts:
-            self.make_room(part.cache, part.total)
-        for part in parts:
-            copies = part.cache.pool.take_copies()
-            copy_pages(self._buffers["kv"], self._pool_shape, self._plan.kv_element_bytes, copies)
 
     def _prepare(self, parts: Sequence[Part], geometry: Geometry, logits: Buffer | None) -> dict[str, Argument]:
         """Uploads what changed; gives the arguments by parameter name."""
@@ -451,15 +299,7 @@ class Launcher:
             "options": reduce(or_, (options for options, _ in asked)),
             "epoch": epoch,
         }
-        known: dict[str, Argument] = {**self._buffers, **scalars, "logits": logits}
-        return {name: known[name] for name in self._parameters if name in known}
-
-    def _upload(self, name: str, words: npt.NDArray[np.int32]) -> None:
-        """Writes the beginning of a table, if it is not there already."""
-        if words.size and not np.array_equal(self._uploaded.get(name, np.empty(0)), words):
-            self._uploaded.pop(name, None)  # until the upload has ended it is not known what lies there
-            self._buffers[name].upload(words)
-            self._uploaded[name] = words.copy()
+        return self._arguments({**scalars, "logits": logits})
 
     def _prepare_next(self, parts: Sequence[Part], geometry: Geometry) -> None:
         """Makes the schedules of the launch that follows if this one makes all its steps and goes on as it is."""

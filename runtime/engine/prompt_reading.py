@@ -3,7 +3,8 @@
 The last bits of a token's keys, values and logits depend on how attention read it: by which kernel, in a step that
 begins at which position, in a tile of how many columns. All else, the weights' products too, is the same for a column
 in any step of a kernel. So who wants the same bits whatever the cache holds lets these follow from a token's position.
-Knows nothing of launches.
+In a pass they follow from nothing else: it adds up the keys from position 0 on in tiles of fixed places, wherever it
+begins, and takes those that earlier passes made as its own. Knows nothing of launches.
 """
 
 from __future__ import annotations
@@ -11,13 +12,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import lcm
 
+STEPS_OF_A_PASS = 2
+"""A pass over a few tokens, with the step that decodes the prompt's last one, takes as long as so many steps that read
+a prompt, and a little more: 8B on an H200, 7.3 ms and 3.4, against 4.8 for each step of 16 tokens."""
+
 
 @dataclass(frozen=True)
 class FewestSteps:
-    """As few steps as may be, of up to `columns` tokens: bits depend on what was cached before. Tokens count from 0."""
+    """As few steps as may be, of up to `columns` tokens, or passes: bits depend on what was cached before. Tokens count
+    from 0. has_passes: there is a kernel for them."""
 
     columns: int
     page_size: int
+    has_passes: bool = False
+
+    def takes_pass(self, tokens: int) -> bool:
+        """Whether a pass reads `tokens` tokens of a prompt, all that are left but its last one or as many as may be
+        read at a time; else steps do."""
+        return self.has_passes and tokens >= STEPS_OF_A_PASS * self.columns
 
     def reused(self, cached: int) -> int:
         """Of `cached` known tokens, whole pages, how many a prompt begins with."""
@@ -50,10 +62,14 @@ class SameSteps(FewestSteps):
     A step begins at a multiple of `columns` and has all of them, also where the prompt has fewer tokens left: the other
     columns are computed for nobody, and no token sees them. The last token samples, so it is decoded like those after
     it, with one column, however many completions begin there. What was decoded is no beginning of another prompt.
+    Where there are passes, they read all tokens but the last, however few.
     """
 
+    def takes_pass(self, tokens: int) -> bool:
+        return self.has_passes
+
     def reused(self, cached: int) -> int:
-        unit = lcm(self.columns, self.page_size)
+        unit = self.page_size if self.has_passes else lcm(self.columns, self.page_size)
         return cached // unit * unit
 
     def columns_of_step(self, tokens: int) -> int:

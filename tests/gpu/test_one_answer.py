@@ -21,16 +21,16 @@ CACHED = {579: 576, 180: 176, 577: 576, 65: 64, 1: 0}
 """What is known of a prompt of so many tokens when it is asked for again: whole pages of 16, but never all of it."""
 
 
-@pytest.fixture(scope="module", params=[8, 16])
+@pytest.fixture(scope="module", params=[{"prompt_tokens": 8}, {"prompt_tokens": 16}, {"prompt_passes": True}], ids=str)
 def kernel(request: pytest.FixtureRequest) -> Iterator[Assembly]:
     ready = assemble(
         open_checkpoint("random:llama-3.2-1b"),
         device="cuda",
         overrides={"batch": 8, "kv_chunk": 256, "max_context": 1024},
-        prompt_tokens=request.param,
         timeout_s=20,
         tuned=False,
         quiet=True,
+        **{"prompt_passes": False, **request.param},
     )
     yield ready
     ready.close()

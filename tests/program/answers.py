@@ -12,7 +12,7 @@ import numpy as np
 
 from cheetah.runtime.build.assemble import Assembly
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
-from cheetah.runtime.engine.launcher import Launcher, LaunchResult, Part
+from cheetah.runtime.engine.launcher import Flight, Launcher, LaunchResult, Part
 from cheetah.runtime.engine.prefix_cache import PrefixCache
 from cheetah.runtime.engine.requests import Request
 from cheetah.runtime.sampling import seed_of
@@ -52,7 +52,7 @@ class Service:
         launcher.cache = CachedSequence(PagePool(old.pool.pages), old.page_size, old.context)
         self.assembly, self.record = assembly, record
         self.prefixes = PrefixCache(launcher.cache.pool, old.page_size) if prefix_cache else None
-        self.desk = Desk(launcher, launch_steps, self.prefixes, assembly.prompts)
+        self.desk = Desk(launcher, launch_steps, self.prefixes, assembly.prompts, assembly.passes)
         self.cached_tokens: list[int] = []
         self._ids: dict[int, tuple[int, list[int]]] = {}
 
@@ -81,20 +81,25 @@ class Service:
             room = launcher.max_steps * launcher.tokens * launcher.vocab_size * 4
             logits = self.assembly.device.allocate(room, 0xFF)
             self.assembly.buffers[f"logits of {launcher.tokens}"] = logits
-            launcher.launch_together = self._recorded(launcher, logits)  # type: ignore[method-assign]
+            self._record_launches(launcher, logits)
         try:
             yield
         finally:
             for launcher in launchers:
-                del launcher.launch_together  # the method of the class is back
+                del launcher.prepare, launcher.finish  # the methods of the class are back
                 self.assembly.buffers.pop(f"logits of {launcher.tokens}").free()
 
-    def _recorded(self, launcher: Launcher, logits: Any) -> Any:
-        launch = launcher.launch_together
+    def _record_launches(self, launcher: Launcher, logits: Any) -> None:
+        prepare, finish = launcher.prepare, launcher.finish
+        parts: list[Part] = []
+        lengths: list[int] = []
 
-        def recorded(parts: Sequence[Part]) -> list[LaunchResult]:
-            lengths = [part.cache.length for part in parts]
-            results = launch(parts, logits)
+        def prepare_with_logits(of_launch: Sequence[Part], _: Any = None) -> Flight:
+            parts[:], lengths[:] = of_launch, [part.cache.length for part in of_launch]
+            return prepare(of_launch, logits)
+
+        def finish_and_record(flight: Flight) -> list[LaunchResult]:
+            results = finish(flight)
             found = logits.download(np.float32, (results[0].steps, launcher.tokens, launcher.vocab_size))
             for part, result in zip(parts, results, strict=True):
                 self._ids[part.sampling.seed][1].extend(result.token_ids)
@@ -108,7 +113,8 @@ class Service:
                         self.record.note("logits", prompt, ids[: position + 1], row)
             return results
 
-        return recorded
+        launcher.prepare = prepare_with_logits  # type: ignore[method-assign]
+        launcher.finish = finish_and_record  # type: ignore[method-assign]
 
     def _note_pages(self, requests: Sequence[Request]) -> None:
         """The keys and values that the prefix cache holds of these prompts."""

@@ -26,10 +26,11 @@ pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 
 CONFIG = model(heads=4, kv_heads=1, vocab=60)
 """Four heads a KV head: of 8 columns' 32 fused rows, two warps share out the keys; of one column's, all four."""
-KERNELS: dict[str, tuple[dict[str, Any], int | None]] = {
-    "batch 2, one kernel of 8, pages of 5": ({"batch": 2, "tokens": 8, "page_size": 5}, None),
-    "batch 4, prompts by 16": ({"batch": 4}, 16),
-    "one token a step": ({"batch": 1}, None),
+KERNELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "batch 2, one kernel of 8, pages of 5": ({"batch": 2, "tokens": 8, "page_size": 5}, {}),
+    "batch 4, prompts by 16": ({"batch": 4}, {"prompt_tokens": 16}),
+    "one token a step": ({"batch": 1}, {}),
+    "batch 2, prompts in passes, pages of 5": ({"batch": 2, "page_size": 5}, {"prompt_passes": 64}),
 }
 COMMON = token_ids(68, CONFIG.vocab_size, 1)
 
@@ -48,16 +49,16 @@ class Kernels:
 
 @cache
 def assembled(kernel: str, number: int) -> Assembly:
-    plan, prompt_tokens = KERNELS[kernel]
+    plan, options = KERNELS[kernel]
     overrides = {"max_context": 96, "consumer_warps": 4, "kv_chunk": 64, "max_steps": 8, **plan}
     return assemble(
         random_weights(CONFIG),
         device=EmulatorDevice(),
         gpu=emulated_gpu(2),
         overrides=overrides,
-        prompt_tokens=prompt_tokens,
         tuned=False,
         quiet=True,
+        **options,
     )
 
 

@@ -9,11 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cheetah import lang as ch
 from cheetah.emulator import SCHEDULERS, EmulatorError, Program, allocate, compile_program
-from cheetah.generate import generate_kernel
+from cheetah.generate import generate_kernel, generate_pass
 from cheetah.models.config import ModelConfig
-from cheetah.models.dense.prompt import PassSizes, build_pass, pass_parameters
+from cheetah.models.dense.prompt import PassSizes, pass_parameters
 from cheetah.models.dense.reference import Reference
 from cheetah.models.mistral import MistralConfig
 from cheetah.models.qwen2 import Qwen2Config
@@ -35,10 +34,10 @@ E4M3_TOLERANCE = 0.2
 """The same where keys and values are e4m3: a number that is rounded to the next code differs by up to 1/8, and later
 layers see that (seen: 0.16; without any rounding of them the reference is 0.115 away from itself)."""
 SMALL = model(layers=3)
+PASS = PassPlan(tokens=160, tile_tokens=16, warpgroups=1, stages=3, key_tile=16)
 WINDOWED = MistralConfig(48, 40, 2, 2, 1, 64, 50, max_position_embeddings=256, sliding_window=21)
 KV_SCALE = np.float32(0.03)
 """Of e4m3 codes, times powers of two, of which rounding knows nothing."""
-PASS = PassPlan(tokens=160, tile_tokens=16, warpgroups=1, stages=3)
 
 
 class PassRig:
@@ -60,7 +59,7 @@ class PassRig:
         gpu = emulated_gpu(blocks)
         manifest = generate_kernel(config, gpu, **fields).manifest
         self.plan, self.manifest = Plan.from_dict(manifest.plan), manifest
-        self.sizes = PassSizes(config, gpu_named(gpu), self.plan, pass_plan, key_tile=16)
+        self.sizes = PassSizes(config, gpu_named(gpu), self.plan, pass_plan)
         powers = np.random.default_rng(4).integers(-2, 3, (config.layers, 2, config.shape.kv_heads))
         self.kv_scales = np.asarray(KV_SCALE * 2.0**powers, np.float32)
         self.program = self._compile(bug, sanitize=sanitize, watched=watched)
@@ -69,11 +68,12 @@ class PassRig:
         upload_weights(self.weights, manifest, self.buffers, lambda written: None)
 
     def _compile(self, bug: tuple[str, str] | None, **mode: bool) -> Program:
-        text = ch.render_file(build_pass(self.sizes))
+        generated = generate_pass(self.config, self.sizes.gpu, self.plan, self.sizes.pass_plan)
+        text = generated.text
         if bug is not None:
             assert bug[0] in text, bug[0]
             text = text.replace(*bug)
-        parameters = [(name, str(one.type)) for name, one in pass_parameters(self.config, self.plan).items()]
+        parameters = [(parameter.name, parameter.ctype) for parameter in generated.manifest.parameters]
         return compile_program(text, "prompt_pass", parameters, **mode)
 
 
@@ -289,6 +289,6 @@ def test_planted_bugs_are_found(bug: str) -> None:
 def test_what_a_pass_cannot_do_is_said() -> None:
     rig = rig_of(SMALL)
     with pytest.raises(PlanError, match="a pass of 40 tokens: give a multiple of 16"):
-        PassSizes(SMALL, rig.sizes.gpu, rig.plan, PassPlan(40, 8, 1, 3), 16)
+        PassSizes(SMALL, rig.sizes.gpu, rig.plan, PassPlan(40, 8, 1, 3, key_tile=16))
     with pytest.raises(PlanError, match="has no room for 64 keys"):
-        PassSizes(SMALL, rig.sizes.gpu, rig.plan, PassPlan(64, 16, 1, 3), 64)
+        PassSizes(SMALL, rig.sizes.gpu, rig.plan, PassPlan(64, 16, 1, 3, key_tile=64))

@@ -312,13 +312,16 @@ class StoreHeads(Finish):
 
 
 @ch.function
-def bring_earlier_keys(heads: PassHeads, tokens: PassTokens, cache: KvCache, layer: ch.Expr, key_tile: int) -> None:
+def bring_earlier_keys(
+    heads: PassHeads, tokens: PassTokens, cache: KvCache, layer: ch.Expr, key_tile: int, window: int | None = None
+) -> None:
     """In the consumer role, all blocks together, for every segment: the keys and values that were cached before this
     pass, in core order, and zeros for values behind the last one up to the end of its key tile, whose weights are
-    zero."""
+    zero. So are those of keys that a window has left behind, in the key tile where the window of the segment's first
+    token begins: they may not be cached any more."""
     with ch.for_(tokens.segment_count, unroll=1, name="segment") as number:
         segment = tokens.segment(number)
-        _bring_cached(heads, segment, cache, layer)
+        _bring_cached(heads, segment, cache, layer, key_tile, window)
         _clear_behind(heads, segment, key_tile)
 
 
@@ -329,19 +332,28 @@ def _threads(machine: PassMachine) -> tuple[Any, Any]:
 
 
 @ch.inline
-def _bring_cached(heads: PassHeads, segment: SegmentPlace, cache: KvCache, layer: ch.Expr) -> None:
+def _bring_cached(
+    heads: PassHeads, segment: SegmentPlace, cache: KvCache, layer: ch.Expr, key_tile: int, window: int | None
+) -> None:
     thread, threads = _threads(heads.machine)
+    first, first_tile = ty.u32(0), ty.u32(0)
+    if window is not None:
+        first = ch.maximum(segment.start, window - 1) - (window - 1)
+        first_tile = first // key_tile * key_tile
     # Eight neighbouring threads have a core matrix: they write 128 bytes side by side.
-    of_head = (segment.start + (GROUP_TOKENS - 1)) // GROUP_TOKENS
+    of_head = (segment.start - first_tile + (GROUP_TOKENS - 1)) // GROUP_TOKENS
     places = of_head * (heads.units * GROUP_TOKENS)
     with ch.for_(thread, places * heads.shape.kv_heads, threads, unroll=1, name="place") as place:
         kv_head = place // places
         rest = place % places
-        key = rest // (heads.units * GROUP_TOKENS) * GROUP_TOKENS + rest % GROUP_TOKENS
+        key = first_tile + rest // (heads.units * GROUP_TOKENS) * GROUP_TOKENS + rest % GROUP_TOKENS
         unit = rest // GROUP_TOKENS % heads.units
-        with ch.if_(key < segment.start):
+        core = heads.core(kv_head, segment.first_row + key, unit)
+        if window is not None:
+            with ch.if_(key < first):
+                ch.reinterpret(ty.ptr_mut(ty.u32x4), heads.values + core)[0] = prim.make_u32x4(0, 0, 0, 0)
+        with ch.if_((key >= first) & (key < segment.start) if window is not None else key < segment.start):
             source = cache.key(layer, kv_head, segment.table, key) + unit * UNIT
-            core = heads.core(kv_head, segment.first_row + key, unit)
             for into, words in ((heads.keys, source), (heads.values, cache.value(source))):
                 ch.reinterpret(ty.ptr_mut(ty.u32x4), into + core)[0] = _cached_unit(heads, words)
 

@@ -1,0 +1,85 @@
+"""Prompts that were read in passes, at the real shapes of a small model: what follows them against float32 and
+`transformers` in bf16, and bits that neither the cuts of a prompt nor the company in a pass change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from cheetah.runtime.build.assemble import Assembly, assemble
+from cheetah.runtime.checkpoint.loading import open_checkpoint
+from cheetah.runtime.engine.flights import Part
+from cheetah.runtime.engine.kv_cache import CachedSequence
+from tests.gpu.test_transformers import hf_logits, mean_kl, torch
+from tests.program.rig import token_ids
+
+pytestmark = pytest.mark.gpu
+
+MODEL = "random:llama-3.2-1b"
+FOLLOWING = 64
+CUTS = ([1100], [37, 263, 800], [512, 16, 572], [1, 1099])
+
+
+@pytest.fixture(scope="module")
+def ready() -> Iterator[Assembly]:
+    overrides = {"batch": 4, "max_context": 8192}
+    assembly = assemble(open_checkpoint(MODEL), device="cuda", overrides=overrides, tuned=False, quiet=True)
+    yield assembly
+    assembly.close()
+
+
+def read(ready: Assembly, cache: CachedSequence, ids: Sequence[int], cuts: Sequence[int]) -> None:
+    """Passes over so many tokens each; the last of `ids` is left."""
+    passes = ready.passes
+    assert passes is not None
+    for count in cuts:
+        for tokens in [passes.tokens] * (count // passes.tokens) + [count % passes.tokens]:
+            begin = cache.length
+            if tokens:
+                passes.launch_together(
+                    [Part(cache, ids[begin : begin + tokens + 1], tokens, per_step=passes.tile_tokens)]
+                )
+
+
+def cached(ready: Assembly, cache: CachedSequence) -> bytes:
+    """The bits of a sequence's keys and values."""
+    shape = ready.manifest.buffer("kv").shape
+    pages = ready.buffers["kv"].download(np.uint16, shape)[:, cache.pages]  # [layers, pages, 2, kv heads, size, dims]
+    tokens = pages.transpose(0, 2, 3, 1, 4, 5).reshape(*(shape[0], 2, shape[3], -1, shape[5]))
+    return np.ascontiguousarray(tokens[:, :, :, : cache.length]).tobytes()
+
+
+@pytest.mark.parametrize("cuts", [[37], [1100, 900], [8000]], ids=str)
+def test_what_follows_a_prompt_is_as_near_to_float32_as_transformers_bf16(ready: Assembly, cuts: list[int]) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    checkpoint, length = open_checkpoint(MODEL), sum(cuts)
+    ids = token_ids(length + FOLLOWING, checkpoint.config.vocab_size, length)
+    exact, bf16 = (hf_logits(checkpoint, dtype, ids, FOLLOWING) for dtype in (torch.float32, torch.bfloat16))
+    ready.launcher.restart()
+    read(ready, ready.launcher.cache, ids, cuts)
+    logits = ready.launcher.score(ids[length:], ready.logits_buffer())
+    kl, bf16_kl = mean_kl(exact, logits), mean_kl(exact, bf16)
+    print(f"\nbehind passes over {cuts}: KL ours {kl:.3e}, transformers bf16 {bf16_kl:.3e}")
+    assert kl <= bf16_kl
+
+
+def test_neither_cuts_nor_company_change_a_bit(ready: Assembly) -> None:
+    vocab, found = ready.launcher.vocab_size, set()
+    ids = token_ids(1101, vocab, 5)
+    for cuts in CUTS:
+        cache = ready.launcher.cache.fork()
+        cache.clear()
+        read(ready, cache, ids, cuts)
+        found.add(cached(ready, cache))
+        cache.clear()
+    assert len(found) == 1
+    assert ready.passes is not None
+    one, other = ready.launcher.cache.fork(), ready.launcher.cache.fork()
+    for cache in (one, other):
+        cache.clear()
+    parts = [Part(other, token_ids(302, vocab, 6), 301), Part(one, ids, 1100)]
+    ready.passes.launch_together(parts)
+    assert cached(ready, one) in found
