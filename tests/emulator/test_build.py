@@ -1,6 +1,7 @@
 """Compiling: g++'s own words on mistakes, a cache that two processes may share, and the portable switch."""
 
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,6 +19,15 @@ from tests.emulator.planted import PARAMETERS, TEXT, expected_totals, run
 pytestmark = pytest.mark.compiler
 
 DOUBLE = OPENING + 'extern "C" __global__ void twice(int32_t* x) { x[threadIdx.x] *= 2; }\n'
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """An empty cache but for the emulator's own runtime, which takes seconds to compile."""
+    compiled = build._build_runtime(build.PLAIN, None)
+    for file in (compiled, build._digest_of(compiled)):
+        shutil.copy(file, tmp_path)
+    return tmp_path
 
 
 def test_an_error_in_the_text_carries_the_compilers_words_and_line() -> None:
@@ -44,27 +54,27 @@ def test_a_thread_with_too_many_local_variables_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_the_cache_answers_the_second_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = compile_program(DOUBLE, "twice", [("x", "int32_t*")], cache_dir=tmp_path)
+def test_the_cache_answers_the_second_time(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = compile_program(DOUBLE, "twice", [("x", "int32_t*")], cache_dir=cache)
 
     def refuse(*_: object) -> None:
         raise AssertionError("compiled again")
 
     monkeypatch.setattr(build, "_run_compiler", refuse)
-    second = compile_program(DOUBLE, "twice", [("x", "int32_t*")], cache_dir=tmp_path)
+    second = compile_program(DOUBLE, "twice", [("x", "int32_t*")], cache_dir=cache)
     assert first.path == second.path
     with pytest.raises(AssertionError, match="compiled again"):
-        compile_program(DOUBLE + "\n", "twice", [("x", "int32_t*")], cache_dir=tmp_path)
+        compile_program(DOUBLE + "\n", "twice", [("x", "int32_t*")], cache_dir=cache)
 
 
 @pytest.mark.slow
-def test_what_is_damaged_is_compiled_again(tmp_path: Path) -> None:
+def test_what_is_damaged_is_compiled_again(cache: Path) -> None:
     """A library that is cut short would end the process that loads it."""
-    path = build.build_program(DOUBLE, "twice", [("x", "int32_t*")], build.PLAIN, tmp_path)
+    path = build.build_program(DOUBLE, "twice", [("x", "int32_t*")], build.PLAIN, cache)
     whole, digest = path.read_bytes(), path.with_name(f"{path.name}.sha256")
 
     def is_mended() -> bool:
-        assert build.build_program(DOUBLE, "twice", [("x", "int32_t*")], build.PLAIN, tmp_path) == path
+        assert build.build_program(DOUBLE, "twice", [("x", "int32_t*")], build.PLAIN, cache) == path
         return path.read_bytes()[:4] == b"\x7fELF" and build._is_whole(path)
 
     path.write_bytes(whole[: len(whole) // 2])
@@ -79,27 +89,27 @@ def test_what_is_damaged_is_compiled_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
+def test_a_cache_that_cannot_be_written_is_named(cache: Path) -> None:
+    (cache / "file").write_text("in the way")
     with pytest.raises(CheetahError, match="file/cache: cannot be made: Not a directory: name another folder in CHEET"):
-        build.build_program(DOUBLE, "twice", [("x", "int32_t*")], build.PLAIN, tmp_path / "file" / "cache")
-    path = build.build_program(DOUBLE, "twice", [("x", "int32_t*")], build.PLAIN, tmp_path)
+        build.build_program(DOUBLE, "twice", [("x", "int32_t*")], build.PLAIN, cache / "file" / "cache")
+    path = build.build_program(DOUBLE, "twice", [("x", "int32_t*")], build.PLAIN, cache)
     path.unlink()
     path.mkdir()
     with pytest.raises(CheetahError, match="cannot be written: Is a directory: name another folder in CHEETAH_CACHE"):
-        build.build_program(DOUBLE, "twice", [("x", "int32_t*")], build.PLAIN, tmp_path)
+        build.build_program(DOUBLE, "twice", [("x", "int32_t*")], build.PLAIN, cache)
 
 
 @pytest.mark.slow
-def test_two_processes_may_compile_the_same_text(tmp_path: Path) -> None:
+def test_two_processes_may_compile_the_same_text(cache: Path) -> None:
     script = (
         "import sys, numpy as np; from pathlib import Path; from cheetah.emulator import compile_program\n"
-        f"p = compile_program({DOUBLE!r}, 'twice', [('x', 'int32_t*')], cache_dir=Path({str(tmp_path)!r}))\n"
+        f"p = compile_program({DOUBLE!r}, 'twice', [('x', 'int32_t*')], cache_dir=Path({str(cache)!r}))\n"
         "x = np.arange(4, dtype=np.int32); p.launch(1, 4, 0, [x]); print(x.tolist())\n"
     )
     both = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert [process.communicate()[0] for process in both] == ["[0, 2, 4, 6]\n"] * 2
-    assert not list(tmp_path.glob("building-*"))
+    assert not list(cache.glob("building-*"))
 
 
 def test_launches_of_two_programs_may_alternate() -> None:

@@ -21,8 +21,12 @@ from cheetah.models.rounding import round_to_bf16
 from cheetah.runtime import LLM, SamplingParams
 
 THREADS, ROUNDS = 3, 6
-EMULATOR = pytest.param("emulator", marks=pytest.mark.compiler)
-GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+PLACES = [
+    *(("fake", 1), ("fake", 4)),
+    pytest.param("emulator", 1, marks=[pytest.mark.compiler, pytest.mark.exhaustive]),
+    pytest.param("emulator", 4, marks=pytest.mark.compiler),
+    *(pytest.param("cuda", batch, marks=pytest.mark.gpu) for batch in (1, 4)),
+]
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +58,7 @@ def in_threads(work: Callable[[int], Any], count: int = THREADS) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("device", ["fake", EMULATOR, GPU])
+@pytest.mark.parametrize(("device", "batch"), PLACES)
 def test_threads_that_generate_at_the_same_time(folder: Path, device: str, batch: int) -> None:
     with opened(folder, device, batch=batch, kv_chunk=256) as llm:
         numbers = range(THREADS * ROUNDS)
