@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,7 @@ def load_model_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location("gpt_fast_model", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # torch.compile imports by name what it traces
     spec.loader.exec_module(module)
     if missing := [name for name in ("ModelArgs", "Transformer") if not hasattr(module, name)]:
         raise GptFastError(f"{path}: {', '.join(missing)} not there: this is not gpt-fast's model file")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import subprocess
 import sys
@@ -123,6 +124,12 @@ def test_a_file_that_is_no_model_of_gpt_fast_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text("ModelArgs = None\n")
     with pytest.raises(gpt_fast.GptFastError, match="Transformer not there"):
         gpt_fast.load_model_file(gpt_fast.model_file(tmp_path))
+
+
+def test_a_clone_is_found_by_its_name_as_what_compiles_it_needs(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("class ModelArgs: ...\nclass Transformer: ...\n")
+    module = gpt_fast.load_model_file(tmp_path / "model.py")
+    assert importlib.import_module(module.__name__) is module
 
 
 def test_gpt_fast_is_given_the_sizes_of_the_preset() -> None:
