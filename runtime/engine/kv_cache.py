@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -184,8 +185,11 @@ class CachedSequence:
         if tokens <= self.length:
             return False
         missing = max(0, pages_for(tokens, self.page_size) - len(self.pages))
-        self._privatise_for_room(tokens, missing)
         shared = self._shared_to_write(tokens)
+        if not missing and not shared:
+            return False
+        if shared and self._privatise_for_room(shared, missing):
+            shared = self._shared_to_write(tokens)
         taken = self.pool.take(missing + len(shared))
         for index, page in zip(shared, taken, strict=False):
             self._replace(index, page)
@@ -255,20 +259,22 @@ class CachedSequence:
         written = range(self.length // self.page_size, min(len(self.pages), pages_for(tokens, self.page_size)))
         return [index for index in written if self.pool.count(self.pages[index]) > 1]
 
-    def _privatise_for_room(self, tokens: int, missing: int) -> None:
-        """Where the pool is short, has the cache forget pages that it shares with this sequence alone.
+    def _privatise_for_room(self, shared: Sequence[int], missing: int) -> bool:
+        """Where the pool is short, has the cache forget pages that it shares with this sequence alone; whether it did.
 
         They need no copy then, so that what fits without a cache also fits with one.
         """
-        shared, cache = self._shared_to_write(tokens), self.pool.cache
-        short = missing + len(shared) - self.pool.available_pages if shared else 0
+        cache = self.pool.cache
+        short = missing + len(shared) - self.pool.available_pages
         if cache is None or short <= 0:
-            return
+            return False
         pages = [self.pages[index] for index in shared]
         only_cached = [page for page in pages if page in cache and self.pool.count(page) == 2]
-        if short <= len(only_cached):
-            for page in only_cached:
-                cache.forget(page)
+        if short > len(only_cached):
+            return False
+        for page in only_cached:
+            cache.forget(page)
+        return True
 
     def _replace(self, index: int, page: int) -> None:
         shared = self.pages[index]
@@ -287,6 +293,5 @@ def shared_prefix(sequences: Sequence[CachedSequence]) -> int:
         return 0
     page_size = sequences[0].page_size
     full = min(sequence.length // page_size for sequence in sequences)
-    tables = [sequence.pages[:full] for sequence in sequences]
-    same = (len(set(pages)) == 1 for pages in zip(*tables, strict=True))
+    same = (len(set(pages)) == 1 for pages in islice(zip(*[one.pages for one in sequences], strict=False), full))
     return page_size * next((number for number, is_same in enumerate(same) if not is_same), full)

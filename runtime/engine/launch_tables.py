@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import lru_cache
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -66,11 +67,15 @@ def share_prefixes(
     neighbours, the one that saves most reads is taken. Without any the order is as given.
     """
     order = sorted(range(len(sequences)), key=lambda number: sequences[number].pages)
+    # What several neighbours share is the least that two of them do.
+    alike = [0, *(shared_prefix([sequences[one], sequences[other]]) for one, other in pairwise(order))]
+    if max(alike) < max(minimum, 1):
+        return list(range(len(sequences))), ()
     best: list[tuple[int, tuple[Shared, ...]]] = [(0, ())]
     for end in range(1, len(order) + 1):
         choices = [best[end - 1]]
         for first in range(end - 1):
-            tokens = shared_prefix([sequences[number] for number in order[first:end]]) // unit * unit
+            tokens = min(alike[first + 1 : end]) // unit * unit
             if tokens >= max(minimum, 1):
                 saved, shared = best[first]
                 count = end - first
@@ -113,6 +118,7 @@ def sequence_record(
     )
 
 
+@lru_cache(maxsize=1024)
 def _bits(number: float | np.float32) -> int:
     """float32 bits."""
     return int(np.float32(number).view(np.uint32))

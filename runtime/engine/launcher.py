@@ -285,8 +285,7 @@ class Launcher(KernelLaunches):
         self._upload("tiles", tiles)
         self._upload("kv_plans", plans)
         self._upload("stop_ids", np.array(stop_ids, np.int32))
-        for row, part in enumerate(parts):
-            self._buffers["tokens"].upload(np.array(part.inputs, np.int32), row * (self.launch_tokens + 1) * 4)
+        self._upload_inputs(parts)
         self._buffers["progress"].fill(0xFF)  # what a block has not written yet says "not started"
         epoch, restarted = self._epochs.take(steps)
         if restarted:
@@ -300,6 +299,14 @@ class Launcher(KernelLaunches):
             "epoch": epoch,
         }
         return self._arguments({**scalars, "logits": logits})
+
+    def _upload_inputs(self, parts: Sequence[Part]) -> None:
+        """All rows in one copy: to begin one takes longer than the copy."""
+        rows = np.zeros((len(parts), self.launch_tokens + 1), np.int32)
+        for row, part in zip(rows, parts, strict=True):
+            row[: len(part.inputs)] = part.inputs
+        used = rows.size - rows.shape[1] + len(parts[-1].inputs)
+        self._buffers["tokens"].upload(rows.reshape(-1)[:used])
 
     def _prepare_next(self, parts: Sequence[Part], geometry: Geometry) -> None:
         """Makes the schedules of the launch that follows if this one makes all its steps and goes on as it is."""

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 def options_of(sampling: Sampling, mask: Mask | None = None) -> int:
     """The bits of what a sequence asks for. Greedy sampling is not filtered: the likeliest token is always kept."""
-    asked = {
-        MASKED: mask is not None or _has_mask(sampling),
-        BIASED: bool(sampling.bias),
-        PENALISED: not sampling.penalties.change_nothing,
-        FILTERED: sampling.temperature > 0 and not sampling.filters.keep_all,
-    }
-    return sum(bit for bit, is_asked in asked.items() if is_asked)
+    is_filtered = sampling.temperature > 0 and not sampling.filters.keep_all
+    return (
+        (MASKED if mask is not None or _has_mask(sampling) else 0)
+        | (BIASED if sampling.bias else 0)
+        | (0 if sampling.penalties.change_nothing else PENALISED)
+        | (FILTERED if is_filtered else 0)
+    )
 
 
 def _has_mask(sampling: Sampling) -> bool:

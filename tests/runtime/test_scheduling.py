@@ -93,7 +93,7 @@ def test_who_is_alone_has_a_kernel_of_its_own_over_the_same_pages() -> None:
     assert solo.tokens == 1 and rig.engine.launcher.tokens == 4
     alone_launches: list[int] = []
     prepare = solo.prepare
-    solo.prepare = lambda parts: (alone_launches.append(len(parts)), prepare(parts))[1]  # type: ignore
+    solo.prepare = lambda parts, *more: (alone_launches.append(len(parts)), prepare(parts, *more))[1]  # type: ignore
     requests = [Request((1, 2, 3), 40, Sampling(1.1, 5)), Request((4, 5), 9, Sampling(1.1, 6))]
     first = rig.engine.add(requests[0])[0]
     events = [event for _ in range(3) for event in rig.engine.step()]

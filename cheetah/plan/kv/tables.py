@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -99,6 +100,7 @@ RECORD_WORDS: dict[type, int] = {
     ColumnRecord: COLUMN_WORDS,
     TileRecord: TILE_WORDS,
 }
+_FIELDS = {kind: attrgetter(*[field.name for field in fields(kind)]) for kind in RECORD_WORDS}
 
 
 def epochs_of_step(layers: int) -> int:
@@ -115,6 +117,6 @@ def encode(records: Sequence[Record], kind: type[Record]) -> npt.NDArray[np.int3
     """int32 [len(records), words of the kind]; unused words are 0. Values may use all 32 bits, signed or not."""
     words = np.zeros((len(records), RECORD_WORDS[kind]), np.uint32)
     for number, record in enumerate(records):
-        values = [getattr(record, field.name) & 0xFFFFFFFF for field in fields(kind)]
-        words[number, : len(values)] = values
+        found = _FIELDS[kind](record)
+        words[number, : len(found)] = [value & 0xFFFFFFFF for value in found]
     return words.view(np.int32)
