@@ -26,6 +26,17 @@ _LANGUAGE = (
     "var", "while_",
 )  # fmt: skip
 
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "LLMEngine"),
+        "`cheetah serve` answers many clients; in Python, threads may share an LLM, and LLM.stream gives pieces",
+    ),
+    "EngineArgs": "write LLM(model, max_context=..., batch=...)",
+    "AutoModelForCausalLM": "write LLM(model)",
+    "pipeline": "write LLM(model).generate(...)",
+}
+"""Names that other libraries have, and what to write."""
+
 
 def __getattr__(name: str) -> Any:
     if name in _RUNTIME:
@@ -36,6 +47,10 @@ def __getattr__(name: str) -> Any:
         from cheetah import lang
 
         return getattr(lang, name)
+    if name in _ELSEWHERE:
+        from cheetah.errors import CheetahError
+
+        raise CheetahError(f"cheetah has no {name}: {_ELSEWHERE[name]}")
     raise AttributeError(f"module 'cheetah' has no attribute {name!r}")
 
 

@@ -26,6 +26,11 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "load_format": ("auto",),
     "lora_request": (None,),
     "priority": (None,),
+    "prompt_token_ids": (None,),
+    "tokenization_kwargs": (None,),
+    "mm_processor_kwargs": (None,),
+    "disable_log_stats": (True, False),
+    "enforce_eager": (True, False),
     "chat_template_content_format": ("auto", "string"),
 }
 """Of vLLM's names those that may be given, with the values that ask for nothing."""
@@ -43,11 +48,37 @@ INSTEAD: Mapping[str, str] = {
     "quantization": "a checkpoint says how it is quantised; leave it out",
     "tensor_parallel_size": "a model runs on one GPU; start a server for each",
     "trust_remote_code": "no code of a checkpoint is ever run",
-    "enforce_eager": "there is one kernel and no graph; leave it out",
     "chat_template_content_format": 'content is given to the template as text: leave it out, or write "string"',
     "lora_request": "adapters are not supported: merge them into the weights",
     "params": "write sampling_params",
+    "prompt_token_ids": 'give the ids as the prompt, or {"prompt_token_ids": [...]}',
+    "max_tokens": "write SamplingParams(max_tokens=...)",
+    "max_new_tokens": "write SamplingParams(max_tokens=...)",
+    "temperature": "write SamplingParams(temperature=...)",
+    "guided_options_request": "write SamplingParams(structured_outputs=...)",
 }
+
+
+METHODS_INSTEAD: Mapping[str, str] = {
+    "abort": "close a stream",
+    "beam_search": "write SamplingParams(n=4, temperature=1, logprobs=0), and choose by cumulative_logprob",
+    "classify": "only text is made",
+    "embed": "only text is made",
+    "encode": "write get_tokenizer().encode(text), or score(text) for logits",
+    "from_pretrained": "write LLM(model)",
+    "generate_async": "threads may share an LLM, and stream(...) gives pieces; `cheetah serve` answers many clients",
+    "shutdown": "write close()",
+    "sleep": "write close(), and open it again",
+    "stop_profile": "`cheetah trace` and `cheetah bench` measure",
+    "start_profile": "`cheetah trace` and `cheetah bench` measure",
+}
+"""Methods that other libraries' classes have, and what to write."""
+
+
+def missing_method(name: str) -> AttributeError:
+    """For an attribute that an `LLM` has not."""
+    hint = f": {METHODS_INSTEAD[name]}" if name in METHODS_INSTEAD else ""
+    return AttributeError(f"an LLM has no {name}{hint}")
 
 
 def refuse_others(call: str, others: Mapping[str, Any]) -> None:

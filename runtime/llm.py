@@ -12,7 +12,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,15 @@ import numpy.typing as npt
 from cheetah.errors import CheetahError
 from cheetah.plan.plan import MAX_BATCH, default_context
 from cheetah.runtime.asked import Ask, Asked
-from cheetah.runtime.calls import conversations_of, params_for, progress_of, prompt_of, prompts_of, refuse_others
+from cheetah.runtime.calls import (
+    conversations_of,
+    missing_method,
+    params_for,
+    progress_of,
+    prompt_of,
+    prompts_of,
+    refuse_others,
+)
 from cheetah.runtime.engine.banned_sequences import BannedSequences
 from cheetah.runtime.engine.engine import Engine
 from cheetah.runtime.engine.prefix_cache import PrefixCache
@@ -28,7 +36,7 @@ from cheetah.runtime.engine.requests import Request
 from cheetah.runtime.engine.shared import SharedEngine
 from cheetah.runtime.engine.watching import NewWatcher
 from cheetah.runtime.outputs import RequestOutput, StreamPiece
-from cheetah.runtime.sampling import SamplingDefaults, SamplingParams, sampling_of
+from cheetah.runtime.sampling import SamplingParams, sampling_of, sampling_of_checkpoint
 from cheetah.runtime.text.chat import Message
 from cheetah.runtime.text.grammars import Grammars
 from cheetah.runtime.text.pieces import collect
@@ -43,8 +51,11 @@ if TYPE_CHECKING:
 
 DEFAULT_BATCH = 8
 
-CHAT_NAMES = ("chat_template_content_format", "lora_request", "priority")
-"""What vLLM's chat takes beside variables of the template."""
+CHAT_NAMES = (
+    "chat_template_content_format lora_request max_new_tokens max_tokens mm_processor_kwargs params priority "
+    "temperature"
+).split()
+"""What other libraries' calls take that is no variable of a template."""
 
 
 class LLM:
@@ -141,9 +152,9 @@ class LLM:
         self.prompts = Prompts.of(checkpoint, tokenizer, chat_template, messages_have_special_tokens)
         self.tokenizer = self.prompts.tokenizer
         self._grammars = Grammars(self.tokenizer, self.config.vocab_size)
-        self._defaults = SamplingDefaults.from_configs(checkpoint.generation_config, checkpoint.eos_token_id)
+        self._defaults, notes = sampling_of_checkpoint(checkpoint.generation_config, checkpoint.eos_token_id, seed)
         if not quiet:
-            _print_notes(checkpoint, self._defaults, self.tokenizer)
+            _print_notes(checkpoint, notes, self.tokenizer)
         overrides = {
             "max_context": self._checked_context(max_context),
             "sync": sync,
@@ -291,9 +302,7 @@ class LLM:
         cache.check_fits(len(ids))
         vocab_size = self.config.vocab_size
         banned = self.prompts.ids_of_words(params.bad_words)
-        sampling = sampling_of(
-            params, self._defaults, self.seed, vocab_size, [ids[0] for ids in banned if len(ids) == 1]
-        )
+        sampling = sampling_of(params, self._defaults, vocab_size, [ids[0] for ids in banned if len(ids) == 1])
         watchers = self._watchers(params, sampling.stop_ids, [ids for ids in banned if len(ids) > 1])
         room = cache.context - len(ids) + 1  # the last token that is made needs no place in the cache
         request = Request(
@@ -324,6 +333,22 @@ class LLM:
         """Frees the device's memory. The LLM cannot be used afterwards; a second call does nothing."""
         self.engine.close()
         self._assembly.close()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a request has that leaves everything open: the checkpoint's, of its generation_config.json."""
+        own = self._defaults
+        return SamplingParams(
+            temperature=own.temperature,
+            top_k=own.filters.top_k,
+            top_p=own.filters.top_p,
+            min_p=own.filters.min_p,
+            repetition_penalty=own.penalties.repetition,
+        )
+
+    if not TYPE_CHECKING:  # which then knows what an LLM has
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise missing_method(name)
 
     def __repr__(self) -> str:
         device, batch = self._assembly.device.describe().backend, self.engine.engine.launcher.batch
@@ -415,11 +440,11 @@ def _checked_batch(batch: int | None) -> int | None:
     return batch if batch > 1 else None
 
 
-def _print_notes(checkpoint: Checkpoint, defaults: SamplingDefaults, tokenizer: Tokenizer | None) -> None:
+def _print_notes(checkpoint: Checkpoint, of_sampling: Sequence[str], tokenizer: Tokenizer | None) -> None:
     """One line on standard error for each guess that was made while loading."""
     from cheetah.runtime.device import say_to_stderr
 
-    for note in (*checkpoint.notes, *defaults.notes):
+    for note in (*checkpoint.notes, *of_sampling):
         say_to_stderr(note)
     vocab_size = checkpoint.config.vocab_size
     if tokenizer is None:

@@ -1,4 +1,5 @@
-"""How a completion is sampled and when it ends: `SamplingParams`, and the defaults that a checkpoint brings.
+"""How a completion is sampled and when it ends: `SamplingParams`, as a client writes it, and what a checkpoint brings
+for what it leaves open; both become a `Sampling`, as launches take it.
 
 The kernel samples on the device: greedy (temperature 0), or by temperature with Gumbel noise from a counter-based
 generator keyed by the seed, from what masks, biases, penalties and filters leave. A draw depends on (seed, token
@@ -11,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Any, Self
+from typing import Any
 
 from cheetah.errors import CheetahError
 from cheetah.models.logprobs import MOST_LOGPROBS as MOST_LOGPROBS
@@ -22,13 +23,38 @@ from cheetah.runtime.engine.launch_tables import Sampling
 from cheetah.runtime.structured_outputs import StructuredOutputsParams
 
 UNSUPPORTED = (
-    "best_of do_sample guided_decoding length_penalty logits_processors max_new_tokens no_repeat_ngram_size "
-    "num_beams top_a top_n_sigma typical_p use_beam_search"
+    "best_of detokenize do_sample extra_args flat_logprobs guided_decoding length_penalty logits_processors "
+    "max_new_tokens no_repeat_ngram_size num_beams output_kind spaces_between_special_tokens top_a "
+    "top_n_sigma typical_p use_beam_search"
 ).split()
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "best_of": (None, 1),
+    "detokenize": (True,),
+    "extra_args": (None, {}),
+    "flat_logprobs": (False,),
+    "guided_decoding": (None,),
+    "length_penalty": (1.0,),
+    "logits_processors": (None, []),
+    "spaces_between_special_tokens": (True, False),
+    "use_beam_search": (False,),
+}
+"""Of vLLM's names those that may be given, with the values that ask for nothing here: no decoder puts spaces between
+special tokens."""
 INSTEAD = {
-    "max_new_tokens": "write max_tokens",
-    "guided_decoding": "write structured_outputs=StructuredOutputsParams(json=...)",
+    "bad_words_ids": "write bad_words",
+    "best_of": "write n, and choose by cumulative_logprob (with logprobs=0)",
+    "detokenize": "open the LLM with tokenizer=False for ids alone",
     "do_sample": "write temperature=0 for greedy, temperature > 0 to sample",
+    "eos_token_id": "write stop_token_ids",
+    "guided_decoding": "write structured_outputs=StructuredOutputsParams(json=...)",
+    "logits_processors": "write logit_bias, allowed_token_ids, bad_words or structured_outputs",
+    "max_completion_tokens": "write max_tokens",
+    "max_new_tokens": "write max_tokens",
+    "min_new_tokens": "write min_tokens",
+    "num_return_sequences": "write n",
+    "output_kind": "LLM.stream gives pieces, LLM.generate all at once",
+    "stop_strings": "write stop",
+    "top_logprobs": "write logprobs",
 }
 IGNORED_DEFAULTS = {"typical_p": 1.0}
 """Entries of generation_config.json that are not supported, with the value that changes nothing."""
@@ -47,8 +73,25 @@ RANGES = {
 """Fields that are numbers: least, most, and both in words."""
 
 
+class _FamiliarNames(type):
+    """Constructors that take other libraries' names where these ask for nothing, and refuse the others by name."""
+
+    def __call__(cls, *positional: Any, **named: Any) -> Any:
+        if positional:
+            raise CheetahError("SamplingParams takes names: SamplingParams(temperature=0.8, max_tokens=128)")
+        supported = list(cls.__dataclass_fields__)  # type: ignore[attr-defined]
+        for name, value in [*named.items()]:
+            if name not in supported and value in NEUTRAL.get(name, ()):
+                del named[name]
+            elif name not in supported:
+                known = "is not supported" if name in UNSUPPORTED else "is not a sampling parameter"
+                hint = INSTEAD.get(name, f"supported are {', '.join(supported)}")
+                raise CheetahError(f"SamplingParams: {name} {known}: {hint}")
+        return super().__call__(**named)
+
+
 @dataclass(frozen=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(metaclass=_FamiliarNames):
     """One request's sampling and stopping.
 
     temperature: 0 is greedy (the highest logit, lowest id on ties); None takes the checkpoint's, else 0.
@@ -101,18 +144,6 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
-
-    def __new__(cls, *positional: object, **named: object) -> Self:
-        """Refuses what other libraries know and this one does not, by name, before the constructor sees it."""
-        if positional:
-            raise CheetahError("SamplingParams takes names: SamplingParams(temperature=0.8, max_tokens=128)")
-        supported = list(cls.__dataclass_fields__)
-        for name in named:
-            if name not in supported:
-                known = "is not supported" if name in UNSUPPORTED else "is not a sampling parameter"
-                hint = INSTEAD.get(name, f"supported are {', '.join(supported)}")
-                raise CheetahError(f"SamplingParams: {name} {known}: {hint}")
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
@@ -184,50 +215,41 @@ class SamplingParams:
             raise CheetahError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
 
 
-@dataclass(frozen=True)
-class SamplingDefaults:
-    """What a checkpoint brings: end-of-text ids (ascending), and what is taken when a request gives none."""
+def sampling_of_checkpoint(
+    generation_config: Mapping[str, Any] | None, config_eos: Any = None, seed: int = 0
+) -> tuple[Sampling, tuple[str, ...]]:
+    """What a request asks for that leaves everything open, and a line for each guess that was made.
 
-    eos_token_ids: tuple[int, ...] = ()
-    temperature: float = 0.0
-    notes: tuple[str, ...] = ()
-    filters: Filters = Filters()
-    repetition_penalty: float = 1.0
-
-    @classmethod
-    def from_configs(cls, generation_config: Mapping[str, Any] | None, config_eos: Any = None) -> SamplingDefaults:
-        """End ids: those of generation_config.json and of config.json together. Temperature: generation_config's if it
-        says do_sample (1.0 if it then gives none), else 0. top_k, top_p, min_p and repetition_penalty: those of
-        generation_config.json. `notes` has a line for each guess."""
-        generation = generation_config or {}
-        ours, other = _token_ids(generation.get("eos_token_id")), _token_ids(config_eos)
-        notes = []
-        if ours and other and set(ours) != set(other):
-            union = sorted({*ours, *other})
-            notes.append(f"end-of-text ids {union}: generation_config.json has {ours}, config.json {other}")
-        temperature = _default_temperature(generation)
-        if temperature > 0:
-            notes += _ignored_defaults(generation)
-        filters = Filters(
-            max(0, _default(generation, "top_k", 0)),
-            float(_default(generation, "top_p", 1.0)),
-            float(_default(generation, "min_p", 0.0)),
-        )
-        repetition = float(_default(generation, "repetition_penalty", 1.0))
-        return cls(tuple(sorted({*ours, *other})), temperature, tuple(notes), filters, repetition)
+    End ids: those of generation_config.json and of config.json together. Temperature: generation_config's if it says
+    do_sample (1.0 if it then gives none), else 0. top_k, top_p, min_p and repetition_penalty: those of
+    generation_config.json."""
+    generation = generation_config or {}
+    ours, other = _token_ids(generation.get("eos_token_id")), _token_ids(config_eos)
+    notes = []
+    if ours and other and set(ours) != set(other):
+        union = sorted({*ours, *other})
+        notes.append(f"end-of-text ids {union}: generation_config.json has {ours}, config.json {other}")
+    temperature = _default_temperature(generation)
+    if temperature > 0:
+        notes += _ignored_defaults(generation)
+    filters = Filters(
+        max(0, _default(generation, "top_k", 0)),
+        float(_default(generation, "top_p", 1.0)),
+        float(_default(generation, "min_p", 0.0)),
+    )
+    penalties = Penalties(repetition=float(_default(generation, "repetition_penalty", 1.0)))
+    return Sampling(temperature, seed, tuple(sorted({*ours, *other})), filters, penalties), tuple(notes)
 
 
-def stop_ids(params: SamplingParams, defaults: SamplingDefaults) -> tuple[int, ...]:
+def stop_ids(params: SamplingParams, defaults: Sampling) -> tuple[int, ...]:
     """The ids that end a completion: the checkpoint's (unless ignored) and the caller's, ascending."""
     is_ignored = params.ignore_eos and params.structured_outputs is None
-    return tuple(sorted({*(() if is_ignored else defaults.eos_token_ids), *params.stop_token_ids}))
+    return tuple(sorted({*(() if is_ignored else defaults.stop_ids), *params.stop_token_ids}))
 
 
-def sampling_of(
-    params: SamplingParams, defaults: SamplingDefaults, seed: int, vocab: int, banned: Sequence[int] = ()
-) -> Sampling:
-    """What a launch needs to know of a request; `seed` is taken where it has none. banned: ids that are not
-    sampled. CheetahError for token ids outside the vocabulary."""
+def sampling_of(params: SamplingParams, defaults: Sampling, vocab: int, banned: Sequence[int] = ()) -> Sampling:
+    """What a launch needs to know of a request; `defaults` has what it leaves open. banned: ids that are not sampled.
+    CheetahError for token ids outside the vocabulary."""
     named = {"logit_bias": params.logit_bias or (), "allowed_token_ids": params.allowed_token_ids or ()}
     for name, tokens in named.items():
         for token in tokens:
@@ -236,10 +258,10 @@ def sampling_of(
     theirs = defaults.filters
     top_k, top_p = _either(params.top_k, theirs.top_k), _either(params.top_p, theirs.top_p)
     min_p = _either(params.min_p, theirs.min_p)
-    repetition = _either(params.repetition_penalty, defaults.repetition_penalty)
+    repetition = _either(params.repetition_penalty, defaults.penalties.repetition)
     return Sampling(
         temperature=_either(params.temperature, defaults.temperature),
-        seed=_either(params.seed, seed),
+        seed=_either(params.seed, defaults.seed),
         stop_ids=stop_ids(params, defaults),
         filters=Filters(max(0, top_k) if top_k < vocab else 0, top_p, min_p),
         penalties=Penalties(repetition, params.presence_penalty, params.frequency_penalty),

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cheetah.cli.options import ChatTemplate, Device, DevicesGpu, MaxContext, Revision, Seed, Temperature
+from cheetah.cli.options import (
+    ChatTemplate,
+    Device,
+    DevicesGpu,
+    MaxContext,
+    Revision,
+    Seed,
+    Temperature,
+    takes_sampling,
+)
 from cheetah.cli.run import kernel_generator
 from cheetah.errors import CheetahError
 from cheetah.printable import printable
@@ -25,6 +34,7 @@ Ctrl-C ends an answer; what it has so far stays in the conversation."""
 PROMPT = "> "
 
 
+@takes_sampling
 def chat(
     model: Annotated[str, typer.Argument(help="demo, a folder, or a hub id.", show_default=False)],
     system: Annotated[str | None, typer.Option(help="The system message to begin with.", show_default=False)] = None,
@@ -38,12 +48,14 @@ def chat(
     max_context: MaxContext = None,
     chat_template: ChatTemplate = None,
     revision: Revision = None,
+    *,
+    sampling: dict[str, Any],
 ) -> None:
     """Talk with a model. /help lists the commands; speeds go to stderr."""
     from cheetah.runtime import LLM, SamplingParams
 
     _edit_lines()
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, **sampling)
     options: dict[str, Any] = {"device": device, "gpu": gpu, "max_context": max_context, "batch": 1}
     options |= {"chat_template": chat_template, "revision": revision}
     with LLM(model, generate_kernel=kernel_generator(model), **options) as llm:

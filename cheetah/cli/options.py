@@ -1,7 +1,7 @@
 """Options that several commands share, each written once: types of single ones, and those that override the plan.
 
 A parameter of a command is `device: Device = None`. Of the plan's options one table has the names; `takes_plan` gives
-them to a command, which receives those that were given as one dict.
+them to a command, which receives those that were given as one dict. So it is with those of sampling.
 """
 
 from __future__ import annotations
@@ -74,6 +74,22 @@ PLAN_OPTIONS: Mapping[str, tuple[type, str]] = {
 }
 """Field of `cheetah.plan.Plan`: (type, help). Without the option, a rule chooses."""
 
+SAMPLING_OPTIONS: Mapping[str, tuple[Any, str]] = {
+    "top_k": (int, "Only the so many likeliest tokens; 0 for all."),
+    "top_p": (float, "Only the likeliest tokens that together reach this share of the probability."),
+    "min_p": (float, "Only tokens at least so many times as likely as the likeliest."),
+    "repetition_penalty": (float, "Divides the logits of tokens that the text has."),
+    "presence_penalty": (float, "Taken from the logits of tokens that were made."),
+    "frequency_penalty": (float, "The same, for each time."),
+    "bad_words": (list[str], "A word that is not written; repeatable."),
+    "min_tokens": (int, "None of so many first tokens ends the completion."),
+    "stop_token_ids": (list[int], "A token id that ends it; repeatable."),
+    "include_stop_str_in_output": (bool, "Show what ended it too."),
+    "skip_special_tokens": (bool, "Show no special tokens (the default)."),
+    "truncate_prompt_tokens": (int, "Of a longer prompt only so many last tokens."),
+}
+"""Field of `cheetah.runtime.SamplingParams`: (type, help). Without the option it is left open."""
+
 
 def takes_plan(command: Callable[..., None], fixed: Collection[str] = ()) -> Callable[..., None]:
     """Give `command` an option for each of PLAN_OPTIONS in place of its keyword `plan`, which gets those given.
@@ -81,23 +97,33 @@ def takes_plan(command: Callable[..., None], fixed: Collection[str] = ()) -> Cal
     `fixed`: fields that the command itself decides.
     """
     options = {name: entry for name, entry in PLAN_OPTIONS.items() if name not in fixed}
+    return _takes(command, "plan", options, "Plan (by rule unless given)")
 
+
+def takes_sampling(command: Callable[..., None]) -> Callable[..., None]:
+    """The same with SAMPLING_OPTIONS and its keyword `sampling`."""
+    return _takes(command, "sampling", SAMPLING_OPTIONS, "Sampling (the checkpoint's unless given)")
+
+
+def _takes(
+    command: Callable[..., None], keyword: str, options: Mapping[str, tuple[Any, str]], panel: str
+) -> Callable[..., None]:
     @functools.wraps(command)
-    def with_plan(**given: Any) -> None:
-        plan = {name: given.pop(name) for name in options}
-        command(plan={name: value for name, value in plan.items() if value is not None}, **given)
+    def with_options(**given: Any) -> None:
+        found = {name: given.pop(name) for name in options}
+        command(**{keyword: {name: value for name, value in found.items() if value is not None}}, **given)
 
     own = inspect.signature(command, eval_str=True)
-    kept = [parameter for parameter in own.parameters.values() if parameter.name != "plan"]
-    parameters = [*kept, *(_plan_parameter(name, *entry) for name, entry in options.items())]
-    with_plan.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
-    with_plan.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return with_plan
+    kept = [parameter for parameter in own.parameters.values() if parameter.name != keyword]
+    parameters = [*kept, *(_parameter(name, *entry, panel) for name, entry in options.items())]
+    with_options.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return with_options
 
 
-def _plan_parameter(name: str, kind: type, text: str) -> inspect.Parameter:
-    option = typer.Option(
-        "--" + name.replace("_", "-"), help=text, rich_help_panel="Plan (by rule unless given)", show_default=False
-    )
+def _parameter(name: str, kind: Any, text: str, panel: str) -> inspect.Parameter:
+    flag = "--" + name.replace("_", "-")
+    negated = f"{flag}/--no-{flag[2:]}" if name in SAMPLING_OPTIONS and kind is bool else flag
+    option = typer.Option(negated, help=text, rich_help_panel=panel, show_default=False)
     annotation: Any = Annotated[kind | None, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

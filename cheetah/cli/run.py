@@ -19,6 +19,7 @@ from cheetah.cli.options import (
     Seed,
     Temperature,
     Tuned,
+    takes_sampling,
 )
 from cheetah.errors import CheetahError
 
@@ -35,6 +36,7 @@ RANDOM = "random:"
 MOST_TOGETHER = 8
 
 
+@takes_sampling
 def run(
     model: Model,
     prompt: Annotated[str | None, typer.Argument(help="The text to go on from; - reads it from stdin.")] = None,
@@ -69,6 +71,8 @@ def run(
     prompt_passes: PromptPasses = None,
     tuned: Tuned = True,
     revision: Revision = None,
+    *,
+    sampling: dict[str, Any],
 ) -> None:
     """Write the completion of a prompt to stdout as it is made; timings go to stderr."""
     from cheetah.runtime import LLM, SamplingParams
@@ -82,6 +86,7 @@ def run(
         n=completions,
         stop=stop or (),
         ignore_eos=ignore_eos,
+        **sampling,
     )
     if token_ids is None:
         _refuse_text_without_tokenizer(model)

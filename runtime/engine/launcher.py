@@ -6,11 +6,8 @@ decides what is launched.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
-from itertools import repeat
 from math import lcm
 from operator import or_
 from typing import TYPE_CHECKING, Any, cast
@@ -62,8 +59,6 @@ __all__ = [
 ]
 
 EPOCH_LIMIT = 2**32 - 1
-JUDGES = max(1, min(8, (os.cpu_count() or 1) // 2))
-"""Threads that work out logprobs, while further rows are fetched: a row takes 0.1 ms to fetch and 0.3 to work out."""
 
 
 class LaunchFault(CheetahError):
@@ -122,7 +117,6 @@ class Launcher(KernelLaunches):
         self._stop_room = buffers["stop_ids"].nbytes // 4
         self._emitted = _words(self._buffers["emitted"]).reshape(plan.batch, -1)
         self._cancelled = _words(self._buffers["cancelled"])
-        self._judges = ThreadPoolExecutor(JUDGES)  # its threads are started when there is work for them
         self._rows = RequestRows(self._buffers, config.vocab_size, plan.batch)
 
     def restart(self) -> None:
@@ -163,8 +157,12 @@ class Launcher(KernelLaunches):
     def logprobs(
         self, flight: Flight, number: int, first: int, token_ids: Sequence[int], count: int
     ) -> tuple[TokenLogprobs, ...]:
-        rows = (self._logits_after(flight, number, first + place) for place in range(len(token_ids)))
-        return tuple(self._judges.map(token_logprobs, rows, token_ids, repeat(count)))
+        """How likely these ids were, with `count` others each: the first of them behind token `first` of part `number`
+        (0 is its first input), and so on. Of a launch that has ended, and had a buffer for logits."""
+        return tuple(
+            token_logprobs(self._logits_after(flight, number, first + place), token, count)
+            for place, token in enumerate(token_ids)
+        )
 
     def prepare(self, parts: Sequence[Part], logits: Buffer | None = None) -> Flight:
         """Everything that a launch needs, before it is started; see `launch_together`."""

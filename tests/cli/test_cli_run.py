@@ -7,6 +7,7 @@ from typing import get_type_hints
 import pytest
 from commands import cheetah, refused
 
+from cheetah.cli.options import SAMPLING_OPTIONS
 from cheetah.cli.run import MOST_TOGETHER, _one_after_another, run
 from cheetah.plan.plan import DEFAULT_CONTEXT, MAX_BATCH
 from cheetah.runtime import LLM, SamplingParams, StreamPiece
@@ -49,6 +50,18 @@ def test_a_stop_text_ends_it(completion: str) -> None:
     stop = completion.split()[2]
     result = cheetah("run", "demo", PROMPT, "--max-tokens", "12", "--temperature", "0", "--stop", stop, *EMULATOR)
     assert result.stdout == completion.partition(stop)[0] + "\n" and "(stop)" in result.stderr
+
+
+def test_options_of_sampling_are_those_of_the_parameters(completion: str) -> None:
+    assert {*SAMPLING_OPTIONS} < {*SamplingParams.__dataclass_fields__}
+    word = completion.split()[2]
+    options = ("--bad-words", word, "--bad-words", "x", "--top-k", "1", "--no-skip-special-tokens", "--min-tokens", "4")
+    result = cheetah("run", "demo", PROMPT, "--max-tokens", "12", "--temperature", "1", *options, *EMULATOR)
+    with LLM("demo", device="emulator", max_context=96, batch=1, quiet=True) as llm:
+        params = {"bad_words": [word, "x"], "top_k": 1, "skip_special_tokens": False, "min_tokens": 4}
+        wanted = llm.generate(PROMPT, SamplingParams(max_tokens=12, temperature=1, seed=0, **params)).text or ""
+    assert result.stdout == wanted + "\n" != completion + "\n"
+    assert "top_p=2.0: expected" in refused("run", "demo", PROMPT, "--top-p", "2", *EMULATOR)
 
 
 @pytest.mark.slow

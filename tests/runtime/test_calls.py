@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from fake_kernel import FakeDevice, generate_kernel
 
+import cheetah
 from cheetah.errors import CheetahError
 from cheetah.runtime import LLM, SamplingParams
 
@@ -83,6 +86,48 @@ def test_a_message_without_text(llm: LLM) -> None:
     assert output.prompt == "[Hello][]1"
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "seed": 3},
+        {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+        {"stop": ["x"], "stop_token_ids": [3], "ignore_eos": True, "min_tokens": 2},
+        {"bad_words": ["kite", "the big red kite"], "logit_bias": {7: -5}, "allowed_token_ids": None},
+        {"skip_special_tokens": False, "spaces_between_special_tokens": False, "include_stop_str_in_output": True},
+        {"logprobs": 2, "prompt_logprobs": 1, "flat_logprobs": False, "detokenize": True},
+        {"best_of": 1, "use_beam_search": False, "length_penalty": 1.0, "logits_processors": None},
+        {"truncate_prompt_tokens": 2, "n": 2, "extra_args": None, "guided_decoding": None},
+    ],
+    ids=lambda params: next(iter(params)),
+)
+def test_parameters_of_vllm_are_taken(llm: LLM, params: dict[str, Any]) -> None:
+    output = llm.generate("One morning,", SamplingParams(max_tokens=3, **params))
+    assert [len(one.token_ids) for one in output.outputs] == [3] * params.get("n", 1)
+    assert len(output.prompt_token_ids) == params.get("truncate_prompt_tokens", len(output.prompt_token_ids))
+    names = ("index", "text", "token_ids", "cumulative_logprob", "logprobs", "finish_reason", "stop_reason")
+    assert all(hasattr(output.outputs[0], name) for name in names)
+    names = ("prompt", "prompt_token_ids", "prompt_logprobs", "outputs", "finished")
+    assert all(hasattr(output, name) for name in names)
+
+
+def test_special_tokens_and_end_tokens_are_shown_where_they_are_asked_for(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    (end,) = tokenizer.encode("<|end|>", False)
+    how: dict[str, Any] = {"allowed_token_ids": [end], "ignore_eos": True, "max_tokens": 2}
+    for skipped, text in ((True, ""), (False, "<|end|>" * 2)):
+        assert llm.generate("x", SamplingParams(skip_special_tokens=skipped, **how)).text == text
+    for shown, text in ((False, ""), (True, "<|end|>")):
+        stopped = how | {"stop_token_ids": [end], "include_stop_str_in_output": shown, "skip_special_tokens": False}
+        output = llm.generate("x", SamplingParams(**stopped))
+        assert (output.text, output.stop_reason, len(output.token_ids)) == (text, end, 1)
+
+
+def test_defaults_are_those_of_the_checkpoint(llm: LLM, text: str | None) -> None:
+    params = llm.get_default_sampling_params()
+    assert isinstance(params.temperature, float) and params.top_k == 0
+    assert llm.generate("One morning,", dataclasses.replace(params, max_tokens=3)).text == text
+
+
 def test_what_an_llm_is(llm: LLM) -> None:
     assert repr(llm) == "LLM('demo', device='emulator', batch=2, max_context=512)"
     assert llm.get_tokenizer() is llm.tokenizer
@@ -102,6 +147,17 @@ def test_what_an_llm_is(llm: LLM) -> None:
         (lambda llm: llm.chat([{"role": "user", "content": [{"type": "image_url"}]}]), "image_url"),
         (lambda llm: llm.chat([{"role": "user", "content": 3}]), "expected a list, or text"),
         (lambda llm: llm.chat([*CHAT, {"role": "assistant", "tool_calls": ["f"]}]), "expected tool_calls"),
+        (lambda llm: llm.chat(CHAT, ONE, max_tokens=3), "write SamplingParams(max_tokens=...)"),
+        (lambda llm: llm.generate("x", max_tokens=3), "write SamplingParams(max_tokens=...)"),
+        (lambda llm: llm.generate("x", ONE, prompt_token_ids=[1]), "give the ids as the prompt"),
+        (lambda llm: llm.generate({"prompt_embeds": 1}, ONE), 'give {"prompt": "..."}'),
+        (lambda llm: SamplingParams(best_of=3), "write n, and choose"),
+        (lambda llm: SamplingParams(detokenize=False), "tokenizer=False"),
+        (lambda llm: SamplingParams(logits_processors=[len]), "write logit_bias"),
+        (lambda llm: SamplingParams(num_return_sequences=2), "write n"),
+        (lambda llm: SamplingParams(logprobs=-1), "from 0 to 20"),
+        (lambda llm: getattr(cheetah, "AsyncLLM"), "`cheetah serve` answers many clients"),  # noqa: B009
+        (lambda llm: getattr(cheetah, "pipeline"), "write LLM(model)"),  # noqa: B009
         (lambda llm: SamplingParams(stop_token_ids=["<|end|>"]), "texts go into stop"),
         (lambda llm: LLM("demo", max_model_len=64), "write max_context"),
         (lambda llm: LLM("demo", tensor_parallel_size=2), "one GPU"),
@@ -111,3 +167,14 @@ def test_what_to_write_instead(llm: LLM, call: Callable[[LLM], Any], words: str)
     with pytest.raises(CheetahError) as refusal:
         call(llm)
     assert words in str(refusal.value)
+
+
+def test_methods_that_are_not_there_say_what_to_write(llm: LLM) -> None:
+    for name, words in (
+        ("beam_search", "cumulative_logprob"),
+        ("from_pretrained", "LLM(model)"),
+        ("nothing", "has no"),
+    ):
+        with pytest.raises(AttributeError, match=re.escape(words)):
+            getattr(llm, name)
+        assert not hasattr(llm, name)

@@ -11,7 +11,15 @@ import pytest
 
 from cheetah.errors import CheetahError
 from cheetah.models.sampling import Filters, Penalties
-from cheetah.runtime.sampling import SamplingDefaults, SamplingParams, as_token_ids, sampling_of, seed_of, stop_ids
+from cheetah.runtime.engine.launch_tables import Sampling
+from cheetah.runtime.sampling import (
+    SamplingParams,
+    as_token_ids,
+    sampling_of,
+    sampling_of_checkpoint,
+    seed_of,
+    stop_ids,
+)
 
 
 @pytest.mark.parametrize(
@@ -83,23 +91,23 @@ def test_one_stop_string_becomes_a_tuple_and_values_travel() -> None:
     ],
 )
 def test_end_ids_are_the_union(generation: dict[str, Any] | None, config_eos: Any, expected: tuple[int, ...]) -> None:
-    assert SamplingDefaults.from_configs(generation, config_eos).eos_token_ids == expected
+    assert sampling_of_checkpoint(generation, config_eos)[0].stop_ids == expected
 
 
 def test_differing_end_ids_are_noted_in_one_line() -> None:
-    assert SamplingDefaults.from_configs({"eos_token_id": 2}, 2).notes == ()
-    (note,) = SamplingDefaults.from_configs({"eos_token_id": [2, 5]}, 3).notes
+    assert sampling_of_checkpoint({"eos_token_id": 2}, 2)[1] == ()
+    (note,) = sampling_of_checkpoint({"eos_token_id": [2, 5]}, 3)[1]
     assert "[2, 3, 5]" in note and "\n" not in note
 
 
 @pytest.mark.parametrize("entry", [-1, "2", [True], 1.0, 2**31, 10**30])
 def test_end_ids_of_another_kind_are_refused(entry: Any) -> None:
     with pytest.raises(CheetahError, match="is not a token id"):
-        SamplingDefaults.from_configs({"eos_token_id": entry})
+        sampling_of_checkpoint({"eos_token_id": entry})
 
 
 def test_stop_ids_are_the_checkpoints_and_the_callers() -> None:
-    defaults = SamplingDefaults((2, 7))
+    defaults = Sampling(stop_ids=(2, 7))
     assert stop_ids(SamplingParams(stop_token_ids=[5, 2]), defaults) == (2, 5, 7)
     assert stop_ids(SamplingParams(stop_token_ids=[5], ignore_eos=True), defaults) == (5,)
 
@@ -118,37 +126,37 @@ def test_stop_ids_are_the_checkpoints_and_the_callers() -> None:
 def test_temperature_comes_from_the_checkpoint_only_if_it_samples(
     generation: dict[str, Any] | None, expected: float
 ) -> None:
-    assert SamplingDefaults.from_configs(generation).temperature == expected
+    assert sampling_of_checkpoint(generation)[0].temperature == expected
 
 
 @pytest.mark.parametrize("value", [-1, "hot", True, 10**400, 1e300])
 def test_a_default_temperature_that_is_none_is_refused(value: Any) -> None:
     with pytest.raises(CheetahError, match="generation_config.json: temperature .* is not a number from 0 to 1e6"):
-        SamplingDefaults.from_configs({"do_sample": True, "temperature": value})
+        sampling_of_checkpoint({"do_sample": True, "temperature": value})
 
 
 def test_defaults_that_cannot_be_honoured_are_noted() -> None:
-    (note,) = SamplingDefaults.from_configs({"do_sample": True, "typical_p": 0.9, "min_p": None}).notes
+    (note,) = sampling_of_checkpoint({"do_sample": True, "typical_p": 0.9, "min_p": None})[1]
     assert "typical_p=0.9" in note and "min_p" not in note
 
 
 def test_filters_and_penalties_come_from_the_checkpoint_where_a_request_has_none() -> None:
     generation = {"do_sample": True, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.1, "min_p": None}
-    defaults = SamplingDefaults.from_configs(generation)
-    assert defaults.filters == Filters(50, 0.9) and defaults.repetition_penalty == 1.1
-    found = sampling_of(SamplingParams(top_k=-1, presence_penalty=0.5), defaults, 3, 100)
+    defaults, _ = sampling_of_checkpoint(generation, seed=3)
+    assert defaults.filters == Filters(50, 0.9) and defaults.penalties == Penalties(1.1)
+    found = sampling_of(SamplingParams(top_k=-1, presence_penalty=0.5), defaults, 100)
     assert found.filters == Filters(0, 0.9) and found.penalties == Penalties(1.1, 0.5) and found.seed == 3
     with pytest.raises(CheetahError, match="generation_config.json: top_p='x'"):
-        SamplingDefaults.from_configs({"top_p": "x"})
+        sampling_of_checkpoint({"top_p": "x"})
 
 
 def test_tokens_of_a_request_are_in_the_vocabulary() -> None:
     params = SamplingParams(logit_bias={"7": 2, 3: float("-inf")}, allowed_token_ids=[9, 3, 9])
-    found = sampling_of(params, SamplingDefaults(), 0, 100, banned=[8, 8])
+    found = sampling_of(params, Sampling(), 100, banned=[8, 8])
     assert found.bias == ((3, float("-inf")), (7, 2.0)) and found.allowed == (3, 9) and found.banned == (8,)
     with pytest.raises(CheetahError, match=r"logit_bias: id 7 is outside the vocabulary 0\.\.4"):
-        sampling_of(params, SamplingDefaults(), 0, 5)
-    assert SamplingDefaults.from_configs({"do_sample": False, "top_p": 0.9}).notes == ()
+        sampling_of(params, Sampling(), 5)
+    assert sampling_of_checkpoint({"do_sample": False, "top_p": 0.9})[1] == ()
 
 
 def test_ids_outside_the_vocabulary_are_refused_with_their_place() -> None:
