@@ -14,7 +14,6 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.registry import family_of
 from cheetah.package import Generated
 from cheetah.plan import Gpu, Plan, default_plan, gpu_named, shared_map, step_matrices
-from cheetah.plan.formats import BF16
 from cheetah.plan.plan import default_context
 from cheetah.plan.prompt import PassPlan
 from cheetah.version import __version__
@@ -83,6 +82,7 @@ def generate_pass(
 
 
 def _pass_header(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan, command: str) -> str:
+    format = step_matrices(config.shape, plan, gpu).of_layer[0].format
     lines = [
         f"A pass over a prompt of a {config.dialect.title} model in one persistent kernel. Generated; do not edit.",
         f"Regenerate with: {command}",
@@ -92,7 +92,7 @@ def _pass_header(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan,
         "pass: " + ", ".join(f"{name} {value}" for name, value in pass_plan.to_dict().items()),
         "beside a decode kernel of: " + ", ".join(f"{name} {value}" for name, value in plan.to_dict().items()),
         "shared memory:",
-        *(f"  {line}" for line in pass_plan.shared(BF16.tile_bytes, gpu.shared_bytes).budget_table().splitlines()),
+        *(f"  {line}" for line in pass_plan.shared(format, gpu.shared_bytes).budget_table().splitlines()),
     ]
     return "\n".join(lines)
 
@@ -102,7 +102,7 @@ def describe_pass(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan
     and in it as `decoding` that of the kernel that decodes."""
     program, matrices = family_of(config).prompt_program, step_matrices(config.shape, plan, gpu)
     parameters, sizes = program.pass_parameters(config, plan), program.sizes(config, gpu, plan, pass_plan)
-    shared_bytes = pass_plan.shared(BF16.tile_bytes, gpu.shared_bytes).total_bytes
+    shared_bytes = pass_plan.shared(matrices.of_layer[0].format, gpu.shared_bytes).total_bytes
     return Manifest(
         kernel=program.KERNEL_NAME,
         text_sha256=sha256_of_text(text),

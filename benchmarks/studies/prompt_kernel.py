@@ -62,7 +62,7 @@ def product_kernel(product: Product) -> Text:
     """Text and manifest. Shapes: weights as packed; input, out in token order; squares f32 [row tiles of the input]
     [tokens]; norm bf16 [padded rows]; residual in accumulator order; out_squares f32 [row tiles][tokens]."""
     plan, gpu = product.plan, product.gpu
-    shared = plan.shared(product.layout.format.tile_bytes, gpu.shared_bytes)
+    shared = plan.shared(product.layout.format, gpu.shared_bytes)
 
     @ch.kernel(PARAMETERS, name="prompt_product", max_threads=plan.threads)
     def prompt_product(**given: Any) -> None:
@@ -94,7 +94,7 @@ def product_kernel(product: Product) -> Text:
 def _emit(product: Product, machine: PassMachine, given: SimpleNamespace) -> None:
     plan = machine.plan
     token_tiles = (given.tokens + (plan.tile_tokens - 1)) // plan.tile_tokens
-    ring = TileRing(machine)
+    ring = TileRing(machine, product.layout.format)
     with ch.if_(machine.thread == 0):
         ring.initialise()
         prim.mbarrier_fence_init()

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cheetah.plan.errors import PlanError, require_positive
-from cheetah.plan.formats import VECTOR_COLUMNS
+from cheetah.plan.formats import BF16, VECTOR_COLUMNS, QuantizedTiles, TileFormat
 from cheetah.plan.gpu import Gpu
 from cheetah.plan.index import Index, ceil_div, round_up
 from cheetah.plan.layout import MatrixLayout
@@ -28,7 +28,9 @@ GROUP_BYTES = GROUP_TOKENS * VECTOR_COLUMNS * 2
 """Of the 32 columns of a K-tile."""
 UNIT_BYTES = GROUP_TOKENS * 16
 STAGE_TILES = 2
-"""K-tiles of an M-tile in a stage."""
+"""K-tiles of 32 columns in a stage."""
+SLOT_ALIGNMENT = 128
+"""Of what a stage has of an M-tile, for the copies' sake."""
 WARPGROUP_WARPS = 4
 PASS_TOKENS = (2048, 1024, 512, 256)
 """Tokens that a pass may have room for, of which the runtime takes the most that fit."""
@@ -38,6 +40,21 @@ FINISH_TOKENS = 32
 """Of a tile where the parts of a product are added."""
 ACCUMULATOR_BYTES = 512
 """f32 sums of an M-tile and a group of tokens, in the order of a warp's registers: what a residual is kept in."""
+
+
+def stage_format(format: TileFormat) -> TileFormat:
+    """What a stage has of an M-tile, as a format: two K-tiles of bf16; of quantised weights half of a K-tile's codes,
+    with all its scales and zero points behind them."""
+    if not isinstance(format, QuantizedTiles):
+        return replace(format, columns=STAGE_TILES * format.columns, tile_bytes=STAGE_TILES * format.tile_bytes)
+    codes = format.scales_at * STAGE_TILES * VECTOR_COLUMNS // format.columns
+    less = format.scales_at - codes
+    return replace(
+        format,
+        tile_bytes=round_up(format.tile_bytes - less, SLOT_ALIGNMENT),
+        scales_at=codes,
+        zero_points_at=max(format.zero_points_at - less, 0),
+    )
 
 
 @dataclass(frozen=True)
@@ -105,23 +122,23 @@ class PassPlan:
         """Of tokens that there is room for."""
         return self.tokens // GROUP_TOKENS
 
-    def weights_bytes(self, tile_bytes: int) -> int:
-        """Weights of a stage, of K-tiles of `tile_bytes`."""
-        return self.tile_m_tiles * STAGE_TILES * tile_bytes
+    def weights_bytes(self, format: TileFormat) -> int:
+        """Weights of a stage."""
+        return self.tile_m_tiles * stage_format(format).tile_bytes
 
     @property
     def activation_tile_bytes(self) -> int:
         """Activations of a tile's tokens and one K-tile."""
         return self.tile_groups * GROUP_BYTES
 
-    def stage_bytes(self, tile_bytes: int) -> int:
-        return self.weights_bytes(tile_bytes) + STAGE_TILES * self.activation_tile_bytes
+    def stage_bytes(self, format: TileFormat) -> int:
+        return self.weights_bytes(format) + STAGE_TILES * self.activation_tile_bytes
 
-    def residual_groups(self, tile_bytes: int) -> int:
+    def residual_groups(self, format: TileFormat) -> int:
         """Groups of tokens whose residual, of a tile's M-tiles, fits into a stage."""
         groups = self.tile_groups
         while groups > 1 and (
-            groups % 2 == 0 and groups * self.tile_m_tiles * ACCUMULATOR_BYTES > self.stage_bytes(tile_bytes)
+            groups % 2 == 0 and groups * self.tile_m_tiles * ACCUMULATOR_BYTES > self.stage_bytes(format)
         ):
             groups //= 2
         return groups
@@ -145,12 +162,17 @@ class PassPlan:
 
     def check(self, layout: MatrixLayout) -> None:
         """PlanError where a stage's K-tiles of a matrix would not lie side by side in the weights."""
-        if layout.tiles_per_chunk % STAGE_TILES and layout.chunks > 1:
+        if layout.format == BF16 and layout.tiles_per_chunk % STAGE_TILES and layout.chunks > 1:
             raise PlanError(
                 f"a pass takes {STAGE_TILES} K-tiles a stage, and the chunks of {layout.name} have "
                 f"{layout.tiles_per_chunk}: give decoding stages of a multiple of "
                 f"{STAGE_TILES * layout.format.tile_bytes} bytes"
             )
+
+    @staticmethod
+    def vector_tiles(layout: MatrixLayout) -> int:
+        """K-tiles of 32 columns that a matrix is multiplied in."""
+        return layout.padded_columns // VECTOR_COLUMNS
 
     def activation_bytes(self, columns: int) -> int:
         """Of a buffer of so many columns of every token."""
@@ -160,11 +182,11 @@ class PassPlan:
         """Of a residual stream of so many M-tiles: [M-tile][group of tokens][lane][4]."""
         return m_tiles * self.groups * (ACCUMULATOR_BYTES // 4)
 
-    def shared(self, tile_bytes: int, budget_bytes: int | None = None) -> SharedMap:
-        """The arena of a block."""
+    def shared(self, format: TileFormat, budget_bytes: int | None = None) -> SharedMap:
+        """The arena of a block, for weights of that format."""
         return SharedMap(
             (
-                *ring_regions(self.stages, self.stage_bytes(tile_bytes)),
+                *ring_regions(self.stages, self.stage_bytes(format)),
                 Region("scales", 2 * 4 * self.tile_tokens),
                 Region("squares", 4 * self.consumer_warps * self.tile_tokens),
             ),

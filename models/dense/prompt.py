@@ -27,8 +27,8 @@ from cheetah.lang import Expr, prim, ty
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.program import sizes as sizes_of_step
 from cheetah.package import KernelParameter
-from cheetah.plan import Gpu, MatrixLayout, ModelShape, Plan, PlanError, step_matrices
-from cheetah.plan.formats import BF16, M_TILE_ROWS
+from cheetah.plan import Gpu, MatrixLayout, ModelShape, Plan, PlanError, SharedMap, step_matrices
+from cheetah.plan.formats import M_TILE_ROWS, TileFormat
 from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.pass_tables import SEGMENT_COLUMNS, TABLE_WORDS, PassRoom, pass_room
 from cheetah.plan.prompt import GROUP_TOKENS, PassPlan
@@ -142,10 +142,8 @@ class PassSizes:
         plan, shape = self.pass_plan, self.shape
         if plan.tokens % SEGMENT_COLUMNS:
             raise PlanError(f"a pass of {plan.tokens} tokens: give a multiple of {SEGMENT_COLUMNS}")
-        if 4 * self.key_tile * shape.head_dim > plan.stage_bytes(BF16.tile_bytes):
-            raise PlanError(
-                f"a stage of {plan.stage_bytes(BF16.tile_bytes)} bytes has no room for {self.key_tile} keys"
-            )
+        if 4 * self.key_tile * shape.head_dim > plan.stage_bytes(self.format):
+            raise PlanError(f"a stage of {plan.stage_bytes(self.format)} bytes has no room for {self.key_tile} keys")
 
     def _check_model(self) -> None:
         if self.config.head_norms and self.pass_plan.tile_m_tiles * M_TILE_ROWS % self.shape.head_dim:
@@ -153,9 +151,20 @@ class PassSizes:
                 f"a pass of {self.pass_plan.warpgroups} warpgroups has {self.pass_plan.tile_m_tiles * M_TILE_ROWS} "
                 f"rows a tile: heads of {self.shape.head_dim} with norms lie in one tile each, give more warpgroups"
             )
-        for layout in self.matrices.of_layer:
-            if layout.format != BF16:
-                raise PlanError(f"a pass multiplies bf16 weights; {layout.name} is {layout.format.name}")
+        formats = {layout.name: layout.format.name for layout in self.matrices.of_layer}
+        if len(set(formats.values())) > 1:
+            raise PlanError(f"a pass multiplies weights of one format; there are {formats}")
+
+    @property
+    def format(self) -> TileFormat:
+        """Of the weights of all layers."""
+        format: TileFormat = self.matrices.of_layer[0].format
+        return format
+
+    @property
+    def shared(self) -> SharedMap:
+        """The arena of a block."""
+        return self.pass_plan.shared(self.format, self.gpu.shared_bytes)
 
     @property
     def key_tile(self) -> int:
@@ -216,21 +225,21 @@ class PassSizes:
 
     @property
     def sections(self) -> dict[str, int]:
-        """Bytes of each section of the workspace."""
-        plan, shape = self.pass_plan, self.shape
+        """Bytes of each section of the workspace. Columns that pad a K-tile stay zero: nobody writes them."""
+        plan, shape, matrices = self.pass_plan, self.shape, self.matrices
         keys = shape.kv_heads * self.room.key_rows * shape.head_dim * 2
         # A tile of attention reads as many queries as it may have, also where a segment has fewer.
         query_columns = shape.heads * plan.tokens + plan.attention_tokens
         return {
             "counter": 8,
             "residual": 4 * plan.residual_floats(self.hidden_m_tiles),
-            "hidden": plan.activation_bytes(shape.hidden),
+            "hidden": plan.activation_bytes(matrices.qkv.padded_columns),
             "squares": 4 * plan.tokens * ceil_div(self.hidden_m_tiles, plan.tile_m_tiles),
             "queries": query_columns * shape.head_dim * 2,
             "keys": keys,
             "values": keys,
-            "attention": plan.activation_bytes(shape.query_rows),
-            "gated": plan.activation_bytes(round_up(shape.ffn, M_TILE_ROWS // 2)),
+            "attention": plan.activation_bytes(matrices.o.padded_columns),
+            "gated": plan.activation_bytes(matrices.down.padded_columns),
             "parts": 4 * plan.residual_floats(max(self._part_m_tiles())),
         }
 
@@ -280,11 +289,10 @@ def build_pass(sizes: PassSizes, traced: bool = False) -> ch.Kernel:
     """The kernel of a pass. traced: with time stamps of every phase."""
     plan, gpu = sizes.pass_plan, sizes.gpu
     types = {name: parameter.type for name, parameter in pass_parameters(sizes.config, sizes.plan, traced).items()}
-    shared = plan.shared(BF16.tile_bytes, gpu.shared_bytes)
 
     @ch.kernel(ch.Params(**types), name=KERNEL_NAME, max_threads=plan.threads)
     def prompt_pass(**arguments: Any) -> None:
-        machine = start_pass(plan, gpu, shared)
+        machine = start_pass(plan, gpu, sizes.shared)
         Pass(sizes, machine, PassLaunch(**arguments)).emit()
 
     return prompt_pass
@@ -303,7 +311,7 @@ class Pass:
         sizes, launch, machine = self.sizes, self.launch, self.machine
         token_tiles = (launch.column_count + (machine.plan.tile_tokens - 1)) // machine.plan.tile_tokens
         self.tokens = PassTokens(launch.groups, launch.segments, launch.segment_count, launch.tiles, launch.tile_count)
-        self.ring = TileRing(machine)
+        self.ring = TileRing(machine, sizes.format)
         self.product = TileProduct(machine, self.ring, token_tiles)
         few = replace(machine, plan=machine.plan.of_finish())
         of_few = (launch.column_count + (few.plan.tile_tokens - 1)) // few.plan.tile_tokens
@@ -415,7 +423,8 @@ class Pass:
                 is_stored = parts > 1 and not adds
                 onto = one.matrix in ("o", "down") and not is_stored
                 matrix = self.matrices.named(one.matrix)
-                cases.append(Case(matrix, to_be_added if is_stored else finish, onto, number, parts))
+                chosen, weights = to_be_added if is_stored else finish, self._weights(matrix, layer)
+                cases.append(Case(matrix, chosen, onto, number, parts, weights))
         return cases
 
     def _finishes(self, layer: Any, phase: Any, product: TileProduct) -> dict[str, Finish]:
@@ -451,13 +460,15 @@ class Pass:
             return None
         return PassHeadNorms(machine, self.shape, weights, self.sizes.config.rms_norm_eps)
 
+    def _weights(self, matrix: MatrixLayout, layer: Any) -> Any:
+        return self.launch.weights + (ty.u64(layer) * self.matrices.layer_stride + matrix.offset)
+
     def _given(self, matrix: MatrixLayout, layer: Any) -> Given:
         sources = {"qkv": "hidden", "o": "attention", "gate_up": "hidden", "down": "gated"}
-        weights = self.launch.weights + (ty.u64(layer) * self.matrices.layer_stride + matrix.offset)
         parts = self.sizes.parts(matrix.name)
         adds = matrix.name in ("o", "down") and parts == 1
         residual = self._section("residual", ty.f32) if adds else None
-        return Given(weights, self._section(sources[matrix.name]), residual, parts)
+        return Given(self._weights(matrix, layer), self._section(sources[matrix.name]), residual, parts)
 
     def _attention(self, layer: Any) -> PassAttention:
         into, heads, sizes = self._section("attention"), self._heads(self.machine, layer), self.sizes
@@ -481,10 +492,11 @@ class Pass:
             token_tile = tile % product.token_tiles
             m_tile = row_tile * plan.tile_m_tiles + machine.warp
             with ch.if_(m_tile < self.sizes.hidden_m_tiles):
+                weights = store.load_rows(m_tile)
                 with ch.for_(plan.tile_groups, unroll=True, name="group") as in_tile:
                     group = token_tile * plan.tile_groups + in_tile
                     values = self._embedded(m_tile * M_TILE_ROWS + machine.lane // 4, group)
-                    store.finish(Sums(m_tile, group, in_tile, values))
+                    store.finish(Sums(m_tile, group, in_tile, values, weights))
             store.end(row_tile, token_tile)
 
     @ch.inline

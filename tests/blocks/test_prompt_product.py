@@ -80,7 +80,7 @@ class Launch:
         self.out = allocate(plan.activation_bytes(self.of.out_columns), np.uint8)
         self.out_squares = allocate((plan.row_tiles(layout), plan.tokens), np.float32)
         arguments = [weights, x, self.squares, to_bf16_bits(self.norm), residual, self.out, self.out_squares]
-        shared = plan.shared(layout.format.tile_bytes).total_bytes
+        shared = plan.shared(layout.format).total_bytes
         kernel.launch(GPU.blocks, plan.threads, shared, [*arguments, self.tokens], scheduler=scheduler, seed=seed)
         self.residual = residual
 
@@ -169,6 +169,7 @@ BUGS = {
     ),
     "no wait in the loop": ("  wgmma_wait_but_one();\n", ""),
     "no wait at the end": ("  wgmma_wait_all();\n", ""),
+    "the wait at the end is for one group less": ("  wgmma_wait_all();\n", "  wgmma_wait_but_one();\n"),
     "the order of k is wrong": (", 128, 512);", ", 512, 128);"),
     "the second half of a K-tile is the first": ("descriptor + 16,", "descriptor,"),
 }

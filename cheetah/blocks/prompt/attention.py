@@ -23,7 +23,6 @@ from cheetah.lang import prim, ty
 from cheetah.plan.formats import VECTOR_COLUMNS
 from cheetah.plan.prompt import GROUP_BYTES, GROUP_TOKENS, UNIT_BYTES
 
-"""Of a warpgroup in a tile."""
 LOG2_E = math.log2(math.e)
 
 

@@ -7,7 +7,7 @@ and of pairs of neighbouring columns, which are words in token order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cheetah import lang as ch
@@ -139,7 +139,7 @@ class Store(Finish):
 
     def _scaled(self, sums: Sums) -> Sums:
         values = sums.values if self.scales is None else self.scales.scaled(sums)
-        return Sums(sums.m_tile, sums.group, sums.in_tile, values)
+        return replace(sums, values=values)
 
 
 class StoreGated(Store):
@@ -162,6 +162,15 @@ class StoreResidual(Finish):
     m_tiles: int
 
     @ch.inline
+    def load_rows(self, m_tile: ch.Expr) -> Any:
+        """The norm's weights of rows g and g + 8."""
+        row = m_tile * M_TILE_ROWS + self.machine.lane // 4
+        weights = ch.array(ty.f32, 2)
+        for number in range(2):
+            weights[number] = prim.bf16_to_f32(self.norm[row + number * HALF])
+        return weights
+
+    @ch.inline
     def finish(self, sums: Sums) -> None:
         machine, plan = self.machine, self.machine.plan
         place = (ty.u64(sums.m_tile) * plan.groups + ty.u64(sums.group)) * (ACCUMULATOR_BYTES // 16)
@@ -171,10 +180,8 @@ class StoreResidual(Finish):
         ch.reinterpret(ty.ptr_mut(ty.f32x4), self.residual)[place + ty.u64(machine.lane)] = kept
         rounded = [_rounded(value) for value in sums.values]
         lay_down_squares(machine, sums, rounded)
-        row = sums.m_tile * M_TILE_ROWS + machine.lane // 4
-        weights = [prim.bf16_to_f32(self.norm[row]), prim.bf16_to_f32(self.norm[row + HALF])]
-        values = tuple(value * weights[number // 2] for number, value in enumerate(rounded))
-        store_rows(machine, self.into, Sums(sums.m_tile, sums.group, sums.in_tile, values))
+        values = tuple(value * sums.of_rows[number // 2] for number, value in enumerate(rounded))
+        store_rows(machine, self.into, replace(sums, values=values))
 
     @ch.function
     def end(self, row_tile: ch.Expr, token_tile: ch.Expr) -> None:

@@ -165,18 +165,41 @@ class PassHeadNorms:
         machine.meet()
 
     @ch.inline
-    def apply(self, sums: Sums, rows: Any, layer: ch.Expr, head: ch.Expr, m_tile_of_head: ch.Expr) -> None:
+    def load(self, layer: ch.Expr, m_tile: ch.Expr) -> Any:
+        """The weights of rows g and g + 8 of an M-tile of a query or a key; those of a value are never used."""
+        kind = ch.select(m_tile // self._m_tiles < self.shape.heads, ty.u32(0), ty.u32(1))
+        dim = (layer * 2 + kind) * self.shape.head_dim + m_tile % self._m_tiles * HALF + self.machine.lane // 4
+        weights = ch.array(ty.f32, 2)
+        for number in range(2):
+            weights[number] = prim.bf16_to_f32(self.weights[dim + number * (self.shape.head_dim // 2)])
+        return weights
+
+    @ch.inline
+    def apply(self, sums: Sums, rows: Any, weights: Any) -> None:
         """Rows g and g + 8 of an M-tile of a query or a key, of two tokens: times 1/rms and their weights."""
         machine, lane = self.machine, self.machine.lane
         first_warp = machine.warp - machine.warp % self._m_tiles
         kept = machine.region("squares", ty.f32) + first_warp * machine.plan.tile_tokens
         scales = ch.reinterpret(ty.ptr(ty.f32x2), kept)
         scale = ch.const(ty.f32x2, scales[sums.in_tile * (GROUP_TOKENS // 2) + lane % 4], name="scale")
-        kind = ch.select(head < self.shape.heads, ty.u32(0), ty.u32(1))
-        dim = (layer * 2 + kind) * self.shape.head_dim + m_tile_of_head * HALF + lane // 4
-        weights = [prim.bf16_to_f32(self.weights[dim + half]) for half in (0, self.shape.head_dim // 2)]
         for number in range(4):
             rows[number] = rows[number] * (scale.x if number % 2 == 0 else scale.y) * weights[number // 2]
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Of rows g and g + 8 of an M-tile (f32 [2]): weights of the head's norm, and biases."""
+
+    norms: Any
+    biases: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Of 8 tokens: whose they are, and the angles (cos, sin) of this lane's two."""
+
+    place: GroupPlace
+    angles: list[Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,12 +240,11 @@ class StoreHeads(Finish):
         rows = ch.array(ty.f32, 4)
         for number, value in enumerate(self._with_biases(sums)):
             rows[number] = value
-        group = self.tokens.group(sums.group)
         is_paired = head < shape.heads + shape.kv_heads
         with ch.if_(is_paired):
             if self.norms is not None:
-                self.norms.apply(sums, rows, self.layer, head, m_tile_of_head)
-            self._rotate(group.position, rows, m_tile_of_head)
+                self.norms.apply(sums, rows, sums.of_rows.norms)
+            self._rotate(sums.of_group.angles, rows)
         if self.heads.scales is not None:
             self._quantise(rows, head)
         low, high = exchanged_rows(machine, *(rows[number] for number in range(4)))
@@ -230,26 +252,42 @@ class StoreHeads(Finish):
         first_unit = ch.select(is_paired, m_tile_of_head, m_tile_of_head * 2)
         second_unit = ch.select(is_paired, m_tile_of_head + m_tiles_per_head, m_tile_of_head * 2 + 1)
         for unit, word in ((first_unit, low), (second_unit, high)):
-            self._store(head, sums.group, group, unit, word)
+            self._store(head, sums.group, sums.of_group.place, unit, word)
+
+    @ch.inline
+    def load_rows(self, m_tile: ch.Expr) -> _Rows:
+        norms = None if self.norms is None else self.norms.load(self.layer, m_tile)
+        if self.biases is None:
+            return _Rows(norms)
+        row = self.layer * self.heads.shape.qkv_rows + m_tile * M_TILE_ROWS + self.heads.machine.lane // 4
+        biases = ch.array(ty.f32, 2)
+        for number in range(2):
+            biases[number] = prim.bf16_to_f32(self.biases[row + number * HALF])
+        return _Rows(norms, biases)
+
+    @ch.inline
+    def load_group(self, m_tile: ch.Expr, group: ch.Expr) -> _Group:
+        """The group's place, and of this lane's two tokens the cosine and sine of the M-tile's frequency."""
+        half, lane = self.heads.shape.head_dim // 2, self.heads.machine.lane
+        place = self.tokens.group(group)
+        frequency = m_tile % (self.heads.shape.head_dim // M_TILE_ROWS) * HALF + lane // 4
+        loaded = []
+        for number in range(2):
+            position = ch.minimum(place.position + lane % 4 * 2 + number, self.max_context - 1)
+            angles = ch.reinterpret(ty.ptr(ty.f32x2), self.rope)
+            loaded.append(ch.const(ty.f32x2, angles[position * half + frequency], name="angle"))
+        return _Group(place, loaded)
 
     def _with_biases(self, sums: Sums) -> tuple[Any, ...]:
         values = self.scales.scaled(sums)
         if self.biases is None:
             return values
-        row = self.layer * self.heads.shape.qkv_rows + sums.m_tile * M_TILE_ROWS + self.heads.machine.lane // 4
-        biases = [prim.bf16_to_f32(self.biases[row]), prim.bf16_to_f32(self.biases[row + HALF])]
-        return tuple(value + biases[number // 2] for number, value in enumerate(values))
+        return tuple(value + sums.of_rows.biases[number // 2] for number, value in enumerate(values))
 
     @ch.inline
-    def _rotate(self, first_position: ch.Expr, rows: Any, m_tile_of_head: ch.Expr) -> None:
-        """RoPE (rotate-half): the pair (k, k + D/2) are rows g and g + 8. first_position: of the group's first."""
-        half, lane = self.heads.shape.head_dim // 2, self.heads.machine.lane
-        angles = ch.reinterpret(ty.ptr(ty.f32x2), self.rope)
-        frequency = m_tile_of_head * HALF + lane // 4
-        for number in range(2):
-            position = first_position + lane % 4 * 2 + number
-            place = ch.minimum(position, self.max_context - 1) * half + frequency
-            angle = ch.const(ty.f32x2, angles[place], name="angle")
+    def _rotate(self, angles: Any, rows: Any) -> None:
+        """RoPE (rotate-half): the pair (k, k + D/2) are rows g and g + 8."""
+        for number, angle in enumerate(angles):
             first = ch.const(ty.f32, rows[number], name="first")
             second = ch.const(ty.f32, rows[number + 2], name="second")
             rows[number] = first * angle.x - second * angle.y

@@ -10,7 +10,7 @@ Tiles are dealt to the blocks with the tokens inside: blocks that share a row of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,26 +18,30 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.prompt.machine import PassMachine
 from cheetah.blocks.prompt.ring import TileRing
+from cheetah.blocks.prompt.weights import STEPS_PER_TILE, stage_weights
 from cheetah.lang import prim, ty
 from cheetah.plan import MatrixLayout, PlanError
-from cheetah.plan.formats import BF16
-from cheetah.plan.prompt import ACCUMULATOR_BYTES, GROUP_BYTES, STAGE_TILES, UNIT_BYTES
+from cheetah.plan.formats import M_TILE_ROWS
+from cheetah.plan.prompt import ACCUMULATOR_BYTES, GROUP_BYTES, STAGE_TILES, UNIT_BYTES, PassPlan
 
-STEPS_PER_TILE = 2
-"""Products of 16 k for a K-tile."""
 ACCUMULATORS = 4
 """Of a lane, for its M-tile and a group of 8 tokens."""
+LOADED_AT_ONCE = 4
+"""Groups of tokens for which a finish loads what it needs before it goes on."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sums:
     """What a lane has of an M-tile and a group of 8 tokens: with g = lane / 4, t = lane % 4, rows g, g, g + 8, g + 8 of
-    tokens 2t, 2t + 1, 2t, 2t + 1. group counts those of the pass, in_tile those of the tile."""
+    tokens 2t, 2t + 1, 2t, 2t + 1. group counts those of the pass, in_tile those of the tile. of_rows, of_group: what
+    `Finish.load_rows` and `load_group` gave."""
 
     m_tile: ch.Expr
     group: ch.Expr
     in_tile: ch.Expr
     values: tuple[Any, Any, Any, Any]
+    of_rows: Any = None
+    of_group: Any = None
 
 
 class Finish:
@@ -45,6 +49,13 @@ class Finish:
 
     def begin(self, token_tile: ch.Expr) -> None:
         """Called by all consumer warps when a tile begins."""
+
+    def load_rows(self, m_tile: ch.Expr) -> Any:
+        """Called for every M-tile that there is before its groups are: load what they share."""
+
+    def load_group(self, m_tile: ch.Expr, group: ch.Expr) -> Any:
+        """Called for some groups of tokens before the first of them is finished, so that what is loaded for them is
+        waited for once: no load passes a store that the compiler cannot tell from it."""
 
     def look(self, sums: Sums) -> None:
         """Called for every M-tile that there is and each group of tokens, before any is finished, if `looks`."""
@@ -80,18 +91,19 @@ class Given:
 class Case:
     """A product as the warpgroups see it. phase: in which of the phases that share their code; adds: whether its sums
     are added to something. Cases with the same `finish` share it. parts: of k; the sums of part p of M-tile m are
-    finished as those of M-tile p * m_tiles + m."""
+    finished as those of M-tile p * m_tiles + m. weights: where they lie (u8); for those with factors of rows."""
 
     matrix: MatrixLayout
     finish: Finish
     adds: bool = False
     phase: int = 0
     parts: int = 1
+    weights: ch.Expr | None = None
 
     @property
     def k_tiles(self) -> int:
-        """Of a part."""
-        return self.matrix.k_tiles // self.parts
+        """Of a part, of 32 columns."""
+        return PassPlan.vector_tiles(self.matrix) // self.parts
 
 
 class TileProduct:
@@ -99,7 +111,8 @@ class TileProduct:
 
     def __init__(self, machine: PassMachine, ring: TileRing, token_tiles: ch.Expr) -> None:
         self.machine, self.ring, self.token_tiles = machine, ring, token_tiles
-        self.residual_groups = machine.plan.residual_groups(BF16.tile_bytes)
+        self.residual_groups = machine.plan.residual_groups(ring.format)
+        self.weights = stage_weights(ring.format, machine.lane)
 
     def __call__(self, matrix: MatrixLayout, given: Given, finish: Finish) -> None:
         """All tiles of a matrix, in all roles."""
@@ -108,7 +121,7 @@ class TileProduct:
         with self.machine.activations:
             self.copy_activations(matrix, given)
         with self.machine.consumer:
-            self.multiply([Case(matrix, finish, given.residual is not None)])
+            self.multiply([Case(matrix, finish, given.residual is not None, weights=given.weights)])
 
     def tiles(self, row_tiles: ch.Value) -> Any:
         """A loop over this block's tiles of so many rows of tiles."""
@@ -119,10 +132,9 @@ class TileProduct:
 
     @ch.function
     def copy_weights(self, matrix: MatrixLayout, given: Given) -> None:
-        """In the weights role: a lane an M-tile, two K-tiles a stage, which lie side by side in its chunk."""
+        """In the weights role: a lane an M-tile, 64 columns a stage."""
         self.machine.plan.check(matrix)
         lane, plan = self.machine.lane, self.machine.plan
-        tile_bytes = matrix.format.tile_bytes
         chunks = matrix.chunks // given.parts
         with self.tiles(plan.row_tiles(matrix) * given.parts) as tile:
             row_tile, part = row_tile_and_part(tile // self.token_tiles, given.parts)
@@ -135,12 +147,7 @@ class TileProduct:
             wave_bytes = matrix.wave_address(ty.u64(wave))
             with ch.for_(part * chunks, (part + 1) * chunks, unroll=1, name="chunk") as chunk:
                 source = given.weights + (wave_bytes + ty.u64(matrix.chunk_address(chunk, position, width)))
-                with ch.for_(0, matrix.chunk_tiles(chunk), STAGE_TILES, unroll=1, name="k_tile") as k_tile:
-                    size = ch.minimum(ty.u32(0) + matrix.chunk_tiles(chunk) - k_tile, STAGE_TILES) * tile_bytes
-                    with self.ring.fill_weights(size * count) as (stage, barrier):
-                        with ch.if_(lane < count):
-                            place = stage + lane * (STAGE_TILES * tile_bytes)
-                            prim.bulk_copy(place, source + k_tile * tile_bytes, size, barrier)
+                self.weights.copy(self.ring, source, ty.u32(0) + matrix.chunk_tiles(chunk), count)
             if given.residual is not None:
                 with ch.for_(plan.tile_groups // self.residual_groups, unroll=1):
                     with self.ring.fill_weights(0):
@@ -151,7 +158,7 @@ class TileProduct:
         """In the activations role."""
         plan = self.machine.plan
         tile_bytes = plan.activation_tile_bytes
-        k_tiles = matrix.k_tiles // given.parts
+        k_tiles = plan.vector_tiles(matrix) // given.parts
         with self.tiles(plan.row_tiles(matrix) * given.parts) as tile:
             token_tile = tile % self.token_tiles
             row_tile, part = row_tile_and_part(tile // self.token_tiles, given.parts)
@@ -198,7 +205,9 @@ class TileProduct:
             for finish, its in by_finish(cases):
                 with in_phases(phase, its, cases):
                     finish.begin(token_tile)
+            factors = self._load_factors(phase, cases, m_tile)
             self._sum_tile(phase, cases, sums)
+            self._scale_rows(sums, factors)
             for finish, its in by_finish(cases):
                 with in_phases(phase, its, cases):
                     m_tiles = of_phase(phase, {case.phase: case.matrix.m_tiles for case in its})
@@ -206,6 +215,36 @@ class TileProduct:
                     place = TilePlace(m_tile, m_tiles, token_tile, before)
                     self.finish_tile(finish, its[0].adds, place, sums)
                     finish.end(row_tile, token_tile)
+
+    @ch.inline
+    def _load_factors(self, phase: ch.Expr | None, cases: Sequence[Case], m_tile: ch.Expr) -> Any:
+        """What rows g and g + 8 are multiplied by in the end (f32 [2]); None of weights without."""
+        if not self.ring.format.factor_bytes:
+            return None
+        factors = ch.array(ty.f32, 2)
+        for case in cases:
+            with in_phases(phase, [case], cases):
+                assert case.weights is not None, case.matrix.name
+                place = case.weights + self._factors_at(case.matrix, ch.minimum(m_tile, case.matrix.m_tiles - 1))
+                of_rows = ch.reinterpret(ty.ptr(ty.f32), place)
+                for number in range(2):
+                    factors[number] = of_rows[self.machine.lane // 4 + number * (M_TILE_ROWS // 2)]
+        return factors
+
+    @staticmethod
+    def _factors_at(matrix: MatrixLayout, m_tile: Any) -> Any:
+        """Byte of an M-tile's factors, behind its last K-tile (u64)."""
+        wave, position = m_tile // matrix.blocks, m_tile % matrix.blocks
+        chunk = matrix.chunk_address(matrix.chunks - 1, position, matrix.wave_width(wave))
+        return matrix.wave_address(ty.u64(wave)) + ty.u64(chunk + matrix.last_chunk_tiles * matrix.format.tile_bytes)
+
+    @ch.inline
+    def _scale_rows(self, sums: Any, factors: Any) -> None:
+        if factors is None:
+            return
+        with ch.for_(self.machine.plan.tile_groups, unroll=True, name="group") as group:
+            for number in range(ACCUMULATORS):
+                sums[group * ACCUMULATORS + number] *= factors[number // 2]
 
     @ch.inline
     def _sum_tile(self, phase: ch.Expr | None, cases: Sequence[Case], sums: Any) -> None:
@@ -219,15 +258,16 @@ class TileProduct:
         first = self._first_tiles(cases)
         left = {case.phase: case.k_tiles - first for case in cases}
         rests = {number: tiles % (2 * STAGE_TILES) for number, tiles in left.items()}
-        self._multiply_stage(sums, even, previous, first, is_first=True)
+        self._multiply_stage(sums, even, previous, first, 0, is_first=True)
         pairs = of_phase(phase, {number: tiles // (2 * STAGE_TILES) for number, tiles in left.items()})
         with ch.for_(pairs, unroll=1):
-            self._multiply_stage(sums, odd, previous, STAGE_TILES)
-            self._multiply_stage(sums, even, previous, STAGE_TILES)
+            self._multiply_stage(sums, odd, previous, STAGE_TILES, 1)
+            self._multiply_stage(sums, even, previous, STAGE_TILES, 0)
         for rest in sorted({rest for rest in rests.values() if rest}):
             with _if_one_of(phase, [number for number in rests if rests[number] == rest], list(rests)):
-                for done, fragments in zip(range(0, rest, STAGE_TILES), (odd, even), strict=False):
-                    self._multiply_stage(sums, fragments, previous, min(STAGE_TILES, rest - done))
+                for number, done in enumerate(range(0, rest, STAGE_TILES)):
+                    fragments = (odd, even)[number]
+                    self._multiply_stage(sums, fragments, previous, min(STAGE_TILES, rest - done), 1 - number)
         prim.wgmma_wait_all()
         self.ring.release(previous)
 
@@ -241,17 +281,17 @@ class TileProduct:
         return first.pop()
 
     @ch.inline
-    def _multiply_stage(self, sums: Any, fragments: Any, previous: Any, tiles: int, *, is_first: bool = False) -> None:
-        """Issue the products of a stage's K-tiles, then wait for those of the stage before and give that back."""
-        ring, plan, lane = self.ring, self.machine.plan, self.machine.lane
+    def _multiply_stage(
+        self, sums: Any, fragments: Any, previous: Any, tiles: int, turn: int, *, is_first: bool = False
+    ) -> None:
+        """Issue the products of a stage's K-tiles, then wait for those of the stage before and give that back. turn: 0
+        for the stages 0, 2, 4 ... of an M-tile, 1 for the others."""
+        ring, plan = self.ring, self.machine.plan
         steps = tiles * STEPS_PER_TILE
         stage = ch.const(ty.u32, ring.using.stage, name="stage")
         ring.wait()
         memory = ring.memory + stage * ring.stage_bytes
-        weights = memory + self.machine.warp * (STAGE_TILES * BF16.tile_bytes)
-        words = ch.reinterpret(ty.ptr(ty.u32x4), weights)
-        for step in range(steps):
-            fragments[step] = words[step * 32 + lane]
+        self.weights.load(memory, self.machine.warp, turn, steps, fragments)
         # The registers were loaded before the products read them.
         prim.wgmma_fence()
         descriptor = prim.matrix_descriptor(memory + ring.weights_bytes, UNIT_BYTES, GROUP_BYTES)
@@ -295,20 +335,34 @@ class TileProduct:
         count = self.residual_groups if adds else groups
         if finish.looks:
             with ch.if_(place.m_tile < place.m_tiles):
-                self._each_group(finish.look, place, sums, 0, groups)
+                self._look(finish, place, sums)
             finish.has_looked()
         for first in range(0, groups, count):
             if adds:
                 self._add_residual(sums, first)
             with ch.if_(place.m_tile < place.m_tiles):
-                self._each_group(finish.finish, place, sums, first, count)
+                self._finish_groups(finish, place, sums, first, count)
 
     @ch.inline
-    def _each_group(self, visit: Callable[[Sums], None], place: TilePlace, sums: Any, first: int, count: int) -> None:
-        with ch.for_(first, first + count, unroll=True, name="group") as group:
-            values = tuple(sums[group * ACCUMULATORS + number] for number in range(ACCUMULATORS))
+    def _look(self, finish: Finish, place: TilePlace, sums: Any) -> None:
+        of_rows = finish.load_rows(place.m_tile)
+        with ch.for_(self.machine.plan.tile_groups, unroll=True, name="group") as group:
+            finish.look(self._sums(place, sums, group, of_rows))
+
+    @ch.inline
+    def _finish_groups(self, finish: Finish, place: TilePlace, sums: Any, first: int, count: int) -> None:
+        of_rows = finish.load_rows(place.m_tile)
+        at_once = next(number for number in range(LOADED_AT_ONCE, 0, -1) if count % number == 0)
+        with ch.for_(first, first + count, at_once, unroll=True, name="group") as group:
             of_pass = place.token_tile * self.machine.plan.tile_groups + group
-            visit(Sums(place.m_tile + place.before, of_pass, group, values))
+            loaded = [finish.load_group(place.m_tile, of_pass + number) for number in range(at_once)]
+            for number, of_group in enumerate(loaded):
+                finish.finish(self._sums(place, sums, group + number, of_rows, of_group))
+
+    def _sums(self, place: TilePlace, sums: Any, group: Any, of_rows: Any, of_group: Any = None) -> Sums:
+        values = tuple(sums[group * ACCUMULATORS + number] for number in range(ACCUMULATORS))
+        of_pass = place.token_tile * self.machine.plan.tile_groups + group
+        return Sums(place.m_tile + place.before, of_pass, group, values, of_rows, of_group)
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,7 @@
 * full[s]: two arrivals, each of which announces what its role brings, and those bytes.
 * empty[s]: one arrival a consumer warp, when the products that read the stage are over.
 
-A stage is [weights: M-tile by M-tile, two K-tiles each][activations: K-tile by K-tile]; behind the last k of a tile the
+A stage is [weights: M-tile by M-tile, 64 columns each][activations: K-tile by K-tile]; behind the last k of a tile the
 same stages may bring what its sums are added to.
 """
 
@@ -17,19 +17,19 @@ from cheetah import lang as ch
 from cheetah.blocks.prompt.machine import PassMachine
 from cheetah.blocks.ring import Cursor
 from cheetah.lang import prim, ty
-from cheetah.plan.formats import BF16
+from cheetah.plan.formats import BF16, TileFormat
 
 ROLES_THAT_FILL = 2
 
 
 class TileRing:
-    """Stages, their barriers, and a cursor for each role."""
+    """Stages, their barriers, and a cursor for each role. format: of the weights."""
 
-    def __init__(self, machine: PassMachine) -> None:
-        self.machine = machine
+    def __init__(self, machine: PassMachine, format: TileFormat = BF16) -> None:
+        self.machine, self.format = machine, format
         self.stages = machine.plan.stages
-        self.weights_bytes = machine.plan.weights_bytes(BF16.tile_bytes)
-        self.stage_bytes = machine.plan.stage_bytes(BF16.tile_bytes)
+        self.weights_bytes = machine.plan.weights_bytes(format)
+        self.stage_bytes = machine.plan.stage_bytes(format)
         self._declare()
 
     @ch.inline

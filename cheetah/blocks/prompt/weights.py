@@ -1,0 +1,128 @@
+"""The weights of a stage: how they are brought, and how a warp makes operands A of its M-tile's, by format.
+
+Packed bf16 fragments are operands as they are. Quantised codes become bf16 numbers by the same bits as in decoding
+(`cheetah.blocks.linear.formats`). There what is too much of an integer, and scales of groups, come behind the products.
+Here the products of a tile's 256 tokens would cost too much, so a code's number is made in f32, exactly, times the
+scale of its group, and rounded to bf16: once, and not at all where the row's factor is the only scale, which multiplies
+the sums. A weight is off by 2^-9 of itself at most, as an activation is.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from types import SimpleNamespace
+from typing import Any
+
+from cheetah import lang as ch
+from cheetah.blocks.linear.formats import FRAGMENTS
+from cheetah.blocks.prompt.ring import TileRing
+from cheetah.lang import prim, ty
+from cheetah.plan.formats import VECTOR_COLUMNS, QuantizedTiles, TileFormat
+from cheetah.plan.prompt import STAGE_TILES, stage_format
+
+STEPS_PER_TILE = 2
+"""Products of 16 k for 32 columns."""
+LOAD_BYTES = 32 * 16
+"""Of a warp."""
+
+
+class StageWeights(ABC):
+    """Weights of one format. lane: of the warp."""
+
+    def __init__(self, format: Any, lane: ch.Expr) -> None:
+        self.format, self.lane = format, lane
+        self.slot: Any = stage_format(format)
+
+    @abstractmethod
+    def copy(self, ring: TileRing, source: Any, tiles: Any, count: Any) -> None:
+        """In the weights role: K-tiles that lie side by side from `source` on, in as many stages as they fill, for
+        `count` lanes."""
+
+    @abstractmethod
+    def load(self, stage: Any, warp: Any, turn: int, steps: int, fragments: Any) -> None:
+        """In the consumer role: `steps` operands A of a warp's M-tile of a full stage, the M-tile's stages taking turns
+        0 and 1."""
+
+    def place(self, stage: Any, number: Any) -> Any:
+        """Where the weights of the stage's M-tile `number` begin."""
+        return stage + number * self.slot.tile_bytes
+
+
+class Bf16Weights(StageWeights):
+    """Two K-tiles a stage, which lie side by side."""
+
+    @ch.inline
+    def copy(self, ring: TileRing, source: Any, tiles: Any, count: Any) -> None:
+        tile_bytes = self.format.tile_bytes
+        with ch.for_(0, tiles, STAGE_TILES, unroll=1, name="k_tile") as k_tile:
+            size = ch.minimum(tiles - k_tile, STAGE_TILES) * tile_bytes
+            with ring.fill_weights(size * count) as (stage, barrier):
+                with ch.if_(self.lane < count):
+                    prim.bulk_copy(self.place(stage, self.lane), source + k_tile * tile_bytes, size, barrier)
+
+    def load(self, stage: Any, warp: Any, turn: int, steps: int, fragments: Any) -> None:
+        words = ch.reinterpret(ty.ptr(ty.u32x4), self.place(stage, warp))
+        for step in range(steps):
+            fragments[step] = words[step * 32 + self.lane]
+
+
+class QuantizedWeights(StageWeights):
+    """Half a K-tile a stage: its codes, then all scales and zero points of the K-tile."""
+
+    format: QuantizedTiles
+
+    @ch.inline
+    def copy(self, ring: TileRing, source: Any, tiles: Any, count: Any) -> None:
+        codes = self.slot.scales_at
+        others = self.format.tile_bytes - self.format.scales_at
+        with ch.for_(tiles, unroll=1, name="k_tile") as k_tile:
+            tile = source + k_tile * self.format.tile_bytes
+            for half in range(self.format.scales_at // codes):
+                with ring.fill_weights((codes + others) * count) as (stage, barrier):
+                    with ch.if_(self.lane < count):
+                        place = self.place(stage, self.lane)
+                        prim.bulk_copy(place, tile + half * codes, codes, barrier)
+                        if others:
+                            prim.bulk_copy(place + codes, tile + self.format.scales_at, others, barrier)
+
+    @ch.inline
+    def load(self, stage: Any, warp: Any, turn: int, steps: int, fragments: Any) -> None:
+        slot = self.place(stage, warp)
+        # What was read need not be told: the stage is given back when the products of these registers are over.
+        of_stage: Any = SimpleNamespace(address=slot)
+        tiles: Any = FRAGMENTS[self.format.name](of_stage, self.lane, self.slot)
+        codes = ch.reinterpret(ty.ptr(ty.u32x4), slot)
+        loads = range(self.slot.scales_at // LOAD_BYTES)
+        tiles.words = [ch.const(ty.u32x4, codes[self.lane + number * 32], name="words") for number in loads]
+        groups, scales = self.format.groups, {}
+        for part in range(steps // STEPS_PER_TILE):
+            group = (turn * STAGE_TILES + part) * groups // (self.format.columns // VECTOR_COLUMNS)
+            if group not in scales:
+                scales[group] = tiles.scales(slot, group)
+            for half, terms in enumerate(tiles.fragments_of(slot, group, part)):
+                fragments[part * STEPS_PER_TILE + half] = _operand(list(terms), scales[group])
+
+
+def _operand(terms: list[Any], scales: tuple[Any, Any] | None) -> Any:
+    """The sum of operands, times the scales of rows g and g + 8."""
+    if scales is None and len(terms) == 1:
+        return terms[0]
+    words = []
+    for number, member in enumerate("xyzw"):
+        low = _sum([prim.bf16x2_low(getattr(term, member)) for term in terms])
+        high = _sum([prim.bf16x2_high(getattr(term, member)) for term in terms])
+        scale = None if scales is None else scales[number % 2]
+        words.append(prim.pack_bf16x2(*(value if scale is None else value * scale for value in (low, high))))
+    return prim.make_u32x4(*words)
+
+
+def _sum(values: list[Any]) -> Any:
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    return total
+
+
+def stage_weights(format: TileFormat, lane: ch.Expr) -> StageWeights:
+    """How weights of a format come."""
+    return (QuantizedWeights if isinstance(format, QuantizedTiles) else Bf16Weights)(format, lane)
