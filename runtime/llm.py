@@ -85,9 +85,10 @@ class LLM:
     prompt_tokens: how many tokens of a prompt a step reads, a power of two up to 64; by default 16 on a GPU, or 8, and
         what a step decodes on the emulator. If that is more than the batch, a second kernel reads prompts. Bits
         depend on it.
-    prompt_passes: read prompts in passes of up to 2048 tokens, on the tensor cores, by a further kernel over the same
-        weights; by default on a GPU, where weights are bf16 and `kv_chunk` is not given. False: prompt_tokens
-        a step. A number: tokens of a pass; by default as many as memory allows. Bits depend on it.
+    prompt_passes: read prompts in passes of up to 2048 tokens, on the tensor cores, by two further kernels over the
+        same weights, one of them for short prompts; by default on a GPU, where weights are bf16. False: prompt_tokens a
+        step. A number: tokens of a pass; by default as many as memory allows. Bits depend on it, but with `kv_chunk`
+        only on whether there are passes.
     prefix_cache: keep keys and values of prompts and completions in the pages that nobody needs, for requests that
         begin with the same tokens: these are not read again. What was computed in steps of other sizes agrees closely,
         but not to the bit, unless `kv_chunk` is given. None where the context is larger than the model's window.

@@ -71,7 +71,7 @@ class Desk:
         launch_steps: int | None = None,
         prefixes: PrefixCache | None = None,
         prompts: Launcher | None = None,
-        passes: PassLauncher | None = None,
+        passes: Sequence[PassLauncher] = (),
     ):
         self.engine = Engine(launcher, launch_steps, prefixes, prompts, passes=passes)
         self.shared = SharedEngine(self.engine)

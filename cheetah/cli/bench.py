@@ -199,7 +199,7 @@ def _print_prompts(circumstances: dict[str, Any], bench: PromptBench, measured: 
     from rich.table import Table
 
     passes = bench.assembly.passes
-    way = f"in passes of up to {passes.tokens} tokens" if passes else "in steps"
+    way = f"in passes of up to {passes[-1].tokens} tokens" if passes else "in steps"
     title = [
         f"{circumstances['model']}, weights {circumstances['weights']}, prompts read {way}",
         f"commit {circumstances['commit']}",

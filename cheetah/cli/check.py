@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -43,12 +44,15 @@ def check(
     a step) run under each scheduler with each seed, and must give the same bits, agree with float32, and access nothing
     unordered. Exit code 1 if something is found.
 
+    So must two passes over prompts, with a quarter of the schedules, where the model has them.
+
     The demo model is checked as it is; of any other, a smaller one of the same kind with random weights. Before it,
     with a quarter of the schedules, an awkward one: padded sizes, faint embeddings, equal logits, several sequences.
     """
     from rich.console import Console
 
     from cheetah.tools.check import Subject, check_model
+    from cheetah.tools.pass_check import check_passes
 
     named = named_config(config, revision)
     print_notes(named.notes)
@@ -59,7 +63,8 @@ def check(
     subject = Subject(kind, checked, tensors, options)
     is_right = True
     with _progress() as progress:
-        for part, verdict in check_model(subject, gpu, seeds, chosen, sanitizer, progress=progress):
+        how = (subject, gpu, seeds, chosen, sanitizer)
+        for part, verdict in chain(check_model(*how, progress=progress), check_passes(*how, progress=progress)):
             console.print(f"checking {named.canonical}: {part.kind}\n{verdict}")
             is_right = is_right and verdict.ok
     console.print("verdict: nothing found" if is_right else "verdict: WRONG")

@@ -205,6 +205,13 @@ class PassPlan:
         return unit * UNIT_BYTES + token * 16 + column // 8 * 4 + column % 2 * 2
 
 
+def short_pass_plan(gpu: Gpu) -> PassPlan:
+    """The choices of a pass over few tokens, whose products are cut along k so that all blocks have work."""
+    if gpu.emulated:
+        return PassPlan(64, tile_tokens=16, warpgroups=1, stages=3, splits=True, key_tile=16)
+    return PassPlan(256, tile_tokens=128, splits=True)
+
+
 def default_pass_plan(gpu: Gpu, tokens: int) -> PassPlan:
     """The choices of a pass that has room for `tokens` tokens, or a few more. Small on the emulator, which is slow."""
     if gpu.emulated:

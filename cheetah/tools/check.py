@@ -144,7 +144,7 @@ def check_kernel(
 
     def run(scheduler: str, seed: int) -> list[NDArray[Any]]:
         progress(f"{scheduler}, seed {seed}")
-        transcript = course.run(_Scheduled(program, scheduler, seed))
+        transcript = course.run(Scheduled(program, scheduler, seed))
         if not first and stop_after and not (agreement := course.agreement(transcript)).ok:
             raise KernelFault(str(agreement))
         first.append(transcript)
@@ -164,7 +164,7 @@ def find_races(text: str, manifest: Manifest, config: ModelConfig, tensors: Tens
     program = _compiled(text, manifest, sanitize=True)
     course = Course(manifest, config, tensors)
     try:
-        course.run(_Scheduled(program, "random", 0))
+        course.run(Scheduled(program, "random", 0))
     except EmulatorError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -202,7 +202,7 @@ class _Paced:
 
 
 @dataclass(frozen=True)
-class _Scheduled:
+class Scheduled:
     """A program whose launches all run under one schedule, with a limit of time."""
 
     program: Program | _Paced

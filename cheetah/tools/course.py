@@ -57,12 +57,14 @@ class Launchable(Protocol):
 
 @dataclass(frozen=True)
 class Agreement:
-    """The kernel's logits against float32. Errors are relative (L2, the worst position); `problems` are sentences."""
+    """The kernel's logits, or what else `compared` names, against float32. Errors are relative (L2, the worst of
+    `count`); `problems` are sentences."""
 
-    positions: int
+    count: int
     error: float
     tolerance: float
     problems: tuple[str, ...]
+    compared: str = "positions' logits"
 
     @property
     def ok(self) -> bool:
@@ -71,7 +73,7 @@ class Agreement:
     def __str__(self) -> str:
         if not self.ok:
             return "\n".join(self.problems)
-        return f"logits of {self.positions} positions within {self.error:.2e} of float32 (allowed {self.tolerance:.2e})"
+        return f"{self.count} {self.compared} within {self.error:.2e} of float32 (allowed {self.tolerance:.2e})"
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,6 @@ class Course:
     def __init__(self, manifest: Manifest, config: ModelConfig, tensors: Tensors) -> None:
         read = tensors.__getitem__ if isinstance(tensors, Mapping) else tensors
         self.manifest, self.config = manifest, config
-        self._rows: ReadRows | None = getattr(tensors, "rows", None)
         self.plan = Plan.from_dict(manifest.plan)
         self.reference, self.rounded = self._references(read)
         draw = np.random.default_rng(0)
@@ -138,7 +139,7 @@ class Course:
         self.late_reference, self.late_rounded = self._after_filling(self.reference), self._after_filling(self.rounded)
         keys, values = self.rounded.keys[:, :, :filled], self.rounded.values[:, :, :filled]
         self.filled_keys, self.filled_values = self._stored(keys), self._stored(values)
-        self._fixed = self._fixed_buffers(read)
+        self._fixed = fixed_buffers(manifest, config, tensors)
 
     def _references(self, read: ReadTensor) -> tuple[ReferenceModel, ReferenceModel]:
         """The meaning, and the same with activations rounded to bf16; both cache keys and values as the plan says."""
@@ -288,14 +289,6 @@ class Course:
             reference.step(token)
         return np.stack([reference.step(token) for token in self.teacher])
 
-    def _fixed_buffers(self, read: ReadTensor) -> dict[str, EmulatorBuffer]:
-        """The buffers that no launch writes, filled once for all runs."""
-        device = EmulatorDevice()
-        constant = [*family_of(self.config).model_buffers(self.config), *(["kv_scales"] if self.has_codes else [])]
-        fixed = {name: device.allocate(self.manifest.buffer(name).bytes) for name in constant}
-        upload_weights(_Weights(self.config, read, self._rows), self.manifest, fixed, lambda written: None)
-        return fixed
-
     @property
     def _stored_dtype(self) -> type[np.uint8] | type[np.uint16]:
         return np.uint8 if self.has_codes else np.uint16
@@ -318,6 +311,17 @@ class Course:
             pool[:, page, 1, :, slot] = self.filled_values[:, :, position]
         buffers["kv"].upload(pool)
         cache.length = len(self.filling)
+
+
+def fixed_buffers(manifest: Manifest, config: ModelConfig, tensors: Tensors) -> dict[str, EmulatorBuffer]:
+    """The buffers that no launch of a decode kernel writes, filled once for all runs."""
+    read = tensors.__getitem__ if isinstance(tensors, Mapping) else tensors
+    device, scales = EmulatorDevice(), [buffer.name for buffer in manifest.buffers if buffer.name == "kv_scales"]
+    names = [*family_of(config).model_buffers(config), *scales]
+    fixed = {name: device.allocate(manifest.buffer(name).bytes) for name in names}
+    weights = _Weights(config, read, getattr(tensors, "rows", None))
+    upload_weights(weights, manifest, fixed, lambda written: None)
+    return fixed
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ def prompt_record(measurement: PromptMeasurement, bench: PromptBench, circumstan
         **circumstances,
         "system": "cheetah",
         "prompt_tokens": measurement.tokens,
-        "pass_tokens": passes.tokens if passes else 0,
+        "pass_tokens": [one.tokens for one in passes],
         "first_token_ms": float(f"{measurement.ms:.6g}"),
         "first_token_ms_samples": [float(f"{one:.6g}") for one in measurement.first_token_ms],
         "launches": measurement.launches,

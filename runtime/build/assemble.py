@@ -23,7 +23,7 @@ from cheetah.models.family import Rows
 from cheetah.models.registry import family_of
 from cheetah.plan import GPUS, Gpu, Plan, PlanError, StepMatrices, gpu_named
 from cheetah.plan.kv.tables import MAX_STOP_IDS
-from cheetah.plan.prompt import PASS_TOKENS, PassPlan, default_pass_plan
+from cheetah.plan.prompt import PASS_TOKENS, PassPlan, default_pass_plan, short_pass_plan
 from cheetah.printable import shown_name
 from cheetah.records import first_difference
 from cheetah.runtime.build.memory import LABELS, MemoryEstimate, memory_of_buffers, size_text
@@ -53,8 +53,8 @@ PASS_SHARE = 8
 RATE_BYTES = 10**8
 """Of fewer bytes, the rate says nothing."""
 
-PASSES = "passes"
-"""Among the names of kernels, that of the one that is launched otherwise."""
+PASSES = ("short passes", "passes")
+"""Among the names of kernels, those of passes over prompts: over few tokens, and over as many as may be."""
 
 FILL_BYTES = {"zero": 0, "poison": 0xFF, "host": None}
 
@@ -102,13 +102,14 @@ UploadWeights = Callable[["Weights", Manifest, dict[str, "Buffer"], Progress], N
 @dataclass
 class Assembly:
     """What `assemble` made. `prompts` launches a kernel that takes more tokens a step, `solo` one that is faster for a
-    sequence by itself, `passes` one that reads many tokens of a prompt at once, if there are such."""
+    sequence by itself, if there are such; `passes` those that read many tokens of a prompt at once,
+    with room for fewest first."""
 
     manifest: Manifest
     launcher: Launcher
     prompts: Launcher | None
     solo: Launcher | None
-    passes: PassLauncher | None
+    passes: tuple[PassLauncher, ...]
     memory: MemoryEstimate
     buffers: dict[str, Buffer]
     device: Device
@@ -154,8 +155,8 @@ def assemble(
     same weights and caches does it. By default the first of PROMPT_TOKENS that fits on a GPU, and on the emulator no
     other kernel. solo: whether another kernel over the same shall decode a sequence that is by itself; by default on a
     GPU, where `kv_chunk` does not promise the same bits in any company. prompt_passes: whether a kernel over the same
-    shall read prompts in passes; by default on a GPU, where there can be one, and `kv_chunk` does not promise the same
-    bits however a prompt was cut. A number: tokens of a pass; by default as
+    shall read prompts in passes, and another one few tokens where `kv_chunk` does not promise the same bits however
+    much is cached; by default on a GPU, where there can be one. A number: tokens of a pass; by default as
     many as memory allows. pool_follows_memory: the cache of several sequences has fewer pages where the device has no
     room for all, but as many as one sequence may need. upload: brings the weights into the buffers; by default
     `upload_weights`.
@@ -211,9 +212,9 @@ def assemble(
     def launched(name: str) -> tuple[Device, Kernel, Manifest, ModelConfig, dict[str, Buffer]]:
         return opened, codes[name], codes[name].manifest, weights.config, others.get(name, buffers)
 
-    launchers = {name: Launcher(*launched(name), cache, timeout_s) for name in codes if name != PASSES}
+    launchers = {name: Launcher(*launched(name), cache, timeout_s) for name in codes if name not in PASSES}
     first, prompts, alone = launchers["decoding"], launchers.get("prompts"), launchers.get("solo")
-    passes = PassLauncher(*launched(PASSES), timeout_s) if PASSES in codes else None
+    passes = tuple(PassLauncher(*launched(name), timeout_s) for name in PASSES if name in codes)
     return Assembly(manifest, first, prompts, alone, passes, memory, buffers, opened, owns_device)
 
 
@@ -243,9 +244,8 @@ class _PassesAsked:
     wanted: bool | int | None
     free_bytes: int
 
-    def is_wanted(self, machine: Gpu, kv_chunk: int) -> bool:
-        # What the compiler makes of a pass' copies of the same lines is not the same to the last bit on a GPU.
-        return not (machine.emulated or kv_chunk) if self.wanted is None else bool(self.wanted)
+    def is_wanted(self, machine: Gpu) -> bool:
+        return not machine.emulated if self.wanted is None else bool(self.wanted)
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -277,8 +277,7 @@ class _Asked:
         made = {name: kernel for name, kernel in found.items() if kernel is not None}
         for kernel in (decoding, *made.values()):
             check_manifest(self.config, kernel.manifest)
-        if passes := generate_pass_kernel(self.config, self.machine, decoding.manifest, self.passes, self.say):
-            made[PASSES] = passes
+        made |= generate_pass_kernels(self.config, self.machine, decoding.manifest, self.passes, self.say)
         return Kernels(decoding, made)
 
 
@@ -339,42 +338,54 @@ def generate_prompt_kernel(
     return None
 
 
-def generate_pass_kernel(
+def generate_pass_kernels(
     config: ModelConfig, machine: Gpu, manifest: Manifest, asked: _PassesAsked, say: Say
-) -> Generated | None:
-    """A kernel of passes beside the manifest's, which decodes; None where none is wanted, or, unless one was asked for,
-    where there can be none, which is said."""
-    if not asked.is_wanted(machine, manifest.plan["kv_chunk"]):
-        return None
+) -> dict[str, Generated]:
+    """Kernels of passes beside the manifest's, which decodes; none where none is wanted, or, unless they were asked
+    for, where there can be none, which is said."""
+    if not asked.is_wanted(machine):
+        return {}
     from cheetah.generate import generate_pass
 
     try:
-        pass_plan = _pass_plan_that_fits(config, machine, manifest, asked)
-        generated = generate_pass(config, machine, Plan.from_dict(manifest.plan), pass_plan)
+        plans = _pass_plans_that_fit(config, machine, manifest, asked)
+        plan = Plan.from_dict(manifest.plan)
+        made: dict[str, Generated] = {name: generate_pass(config, machine, plan, one) for name, one in plans.items()}
     except PlanError as error:
         if asked.wanted:
             raise
         say(f"no passes over prompts, which are read a few tokens a step: {str(error).partition(chr(10))[0]}")
-        return None
-    _check_shared(shared_buffers(config), manifest, generated.manifest, "prompt_passes")
-    say(f"prompts are read in passes of up to {pass_plan.tokens} tokens")
-    return generated
+        return {}
+    for one in made.values():
+        _check_shared(shared_buffers(config), manifest, one.manifest, "prompt_passes")
+    say(f"prompts are read in passes of up to {plans[PASSES[-1]].tokens} tokens")
+    return made
 
 
-def _pass_plan_that_fits(config: ModelConfig, machine: Gpu, manifest: Manifest, asked: _PassesAsked) -> PassPlan:
-    """That with room for the most tokens that the context has and that memory allows. PlanError if there is none."""
+def _pass_plans_that_fit(
+    config: ModelConfig, machine: Gpu, manifest: Manifest, asked: _PassesAsked
+) -> dict[str, PassPlan]:
+    """By the kernels' names: room for the most tokens that the context has and that memory allows, and a short pass
+    beside it where it is shorter. PlanError if there is room for none."""
     from cheetah.generate import describe_pass
 
     plan, memory = Plan.from_dict(manifest.plan), memory_needed(config, manifest)
     left = asked.free_bytes - memory.total_bytes + memory.bytes_of(LABELS["kv"])
+
+    def workspace(one: PassPlan) -> int:
+        return describe_pass(config, machine, plan, one, "", "").buffer("workspace").bytes
+
     for tokens in asked.tokens:
-        pass_plan = default_pass_plan(machine, min(tokens, plan.max_context))
-        nbytes = describe_pass(config, machine, plan, pass_plan, "", "").buffer("workspace").bytes
+        long, short = default_pass_plan(machine, min(tokens, plan.max_context)), short_pass_plan(machine)
+        # Cuts along k change bits: with them, those of a token would depend on how many others are read with it.
+        has_short = short.tokens < long.tokens and not plan.kv_chunk
+        plans = dict(zip(PASSES, (short, long), strict=True)) if has_short else {PASSES[-1]: long}
+        nbytes = sum(map(workspace, plans.values()))
         if asked.wanted not in (None, True) or nbytes * PASS_SHARE <= left:
-            return pass_plan
+            return plans
     raise PlanError(
-        f"a pass of {pass_plan.tokens} tokens needs {size_text(nbytes)} beside a cache that has {size_text(left)}: it "
-        f"may take an eighth"
+        f"a pass of {long.tokens} tokens needs {size_text(nbytes)} beside a cache that has {size_text(left)}: it may "
+        "take an eighth"
     )
 
 

@@ -70,7 +70,8 @@ class Engine:
     with a plan of a fixed `kv_chunk` those of prompts.
     prompts: launches of another kernel over the same caches, that reads prompts; by default the same.
     solo: launches of another kernel over the same caches, for one sequence by itself; by default the same.
-    passes: launches of a kernel that reads many tokens of a prompt at once; without it, or of few, `prompts` does.
+    passes: launches of kernels that read many tokens of a prompt at once, with room for fewest first; without them, or
+    of a few tokens, `prompts` does.
     chunk_tokens: most tokens of a prompt in a launch while others decode, who wait for it; by default what takes about
     a tenth of a second. 0: all that a launch takes, and they wait until the prompt is read.
     logits: gives the buffer for logits of launches in which somebody wants logprobs; without it nobody may.
@@ -90,16 +91,16 @@ class Engine:
         chunk_tokens: int | None = None,
         solo: Launcher | None = None,
         logits: Callable[[], Buffer] | None = None,
-        passes: PassLauncher | None = None,
+        passes: Sequence[PassLauncher] = (),
     ):
         self.launcher, self._prompts, self._solo = launcher, prompts or launcher, solo or launcher
         self._passes = passes
         self.launch_steps = min(launch_steps or launcher.max_steps, launcher.max_steps, self._prompts.max_steps)
         self._prefixes = prefixes
         manner = SameSteps if launcher.kv_chunk else FewestSteps
-        self._manner = manner(self._prompts.tokens, launcher.cache.page_size, passes is not None)
+        self._manner = manner(self._prompts.tokens, launcher.cache.page_size, bool(passes))
         self._pace, self._reading_pace = LaunchPace(self.launch_steps), LaunchPace(self.launch_steps)
-        self._pass_pace = LaunchPace(passes.tokens // passes.tile_tokens if passes else 1)
+        self._pass_paces = [LaunchPace(one.tokens // one.tile_tokens) for one in passes]
         self._chunk_tokens, self._logits = chunk_tokens, logits
         self._numbers = count()
         self._orders: deque[Callable[[], None]] = deque()
@@ -427,10 +428,12 @@ class Engine:
     ) -> tuple[KernelLaunches, int, int, LaunchPace]:
         """How the next of `left` tokens of a prompt are read, of which `before_last` are followed by a known one: who
         launches, how many tokens, how many of them a step, and the pace that this keeps. Passes leave no logits."""
-        if (passes := self._passes) is not None and logits is None:
-            tokens = min(left, before_last, self._chunk(passes.tokens, passes.tile_tokens, self._pass_pace))
-            if self._manner.takes_pass(tokens):
-                return passes, tokens, passes.tile_tokens, self._pass_pace
+        before_last = min(left, before_last)
+        for passes, pace in zip(self._passes, self._pass_paces, strict=True):
+            tokens = min(before_last, self._chunk(passes.tokens, passes.tile_tokens, pace))
+            has_room = before_last <= passes.tokens or passes is self._passes[-1]
+            if logits is None and has_room and self._manner.takes_pass(tokens):
+                return passes, tokens, passes.tile_tokens, pace
         columns = self._prompts.tokens
         steps = max(1, self._chunk(self.launch_steps * columns, columns, self._reading_pace) // columns)
         tokens = min(left, self._fitting(logits, steps, self._prompts) * columns)
