@@ -80,14 +80,7 @@ class Completion:
         self._launches += 1
         self._is_prefill, self._passed_s = not self.made, 0.0
 
-    def take(
-        self,
-        part: Part,
-        token_ids: tuple[int, ...],
-        seconds: float,
-        has_failed: bool = False,
-        logprobs: tuple[TokenLogprobs, ...] | None = None,
-    ) -> list[Event]:
+    def take(self, part: Part, token_ids: tuple[int, ...], seconds: float, has_failed: bool = False) -> list[Event]:
         """Takes in what a launch of `part` has made since the last time, and says it. seconds: of the launch so far."""
         passed, self._passed_s = seconds - self._passed_s, seconds
         if self._is_prefill:
@@ -102,7 +95,7 @@ class Completion:
         if token_ids:
             reason = self._finish_reason(part)
             self.has_ended = reason is not None
-            events.append(Made(self.id, token_ids, self._timings(), reason, logprobs, of_prompt))
+            events.append(Made(self.id, token_ids, self._timings(), reason, prompt_logprobs=of_prompt))
         if has_failed:
             message = NOT_A_NUMBER if part.mask is None else NOTHING_ALLOWED
             events.append(self._failed(message.format(position=len(self.ids))))

@@ -17,8 +17,8 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import dataclass, replace
+from itertools import count, repeat
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from cheetah.errors import CheetahError
 from cheetah.manifest import NO_PAGE
-from cheetah.models.logprobs import TokenLogprobs
+from cheetah.models.logprobs import TokenLogprobs, token_logprobs
 from cheetah.runtime import interrupts
 from cheetah.runtime.device.interface import LaunchCancelled
 from cheetah.runtime.engine.completion import Completion
@@ -37,7 +37,7 @@ from cheetah.runtime.engine.pace import LAUNCH_SECONDS, LaunchPace
 from cheetah.runtime.engine.prefix_cache import PrefixCache
 from cheetah.runtime.engine.prompt_passes import PassLauncher
 from cheetah.runtime.engine.prompt_reading import FewestSteps, SameSteps
-from cheetah.runtime.engine.requests import Event, Failed, Load, Request
+from cheetah.runtime.engine.requests import Event, Failed, Load, Made, Request
 
 if TYPE_CHECKING:
     from cheetah.runtime.device.interface import Buffer
@@ -45,6 +45,24 @@ if TYPE_CHECKING:
 
 Course = Generator[None, None, None]
 """The steps of a launch: gives way when there are new events."""
+
+
+@dataclass(frozen=True)
+class _Unjudged:
+    """What a completion has made, but for the logprobs of its ids: `rows` of logits float32 [vocab], one of each."""
+
+    events: Sequence[Event]
+    rows: Sequence[npt.NDArray[np.float32]]
+    count: int
+
+    def judged(self) -> list[Event]:
+        """The events as they are told."""
+        return [replace(event, logprobs=self._of(event)) if isinstance(event, Made) else event for event in self.events]
+
+    def _of(self, made: Made) -> tuple[TokenLogprobs, ...]:
+        return tuple(
+            token_logprobs(row, token, self.count) for row, token in zip(self.rows, made.token_ids, strict=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -115,12 +133,14 @@ class Engine:
         self._course_events: list[Event] = []
         self._unsaid: list[Event] = []
         self._flying: _Flying | None = None
+        self._unjudged: list[_Unjudged] = []
         self._tokens_looked_up = self._tokens_found = self._preemptions = 0
 
     @property
     def is_idle(self) -> bool:
         """Whether there is nothing to do."""
-        return not (self._orders or self._waiting or self._reading or self._running or self._course or self._unsaid)
+        is_at_work = self._orders or self._waiting or self._reading or self._running or self._course
+        return not (is_at_work or self._unsaid or self._unjudged)
 
     def load(self) -> Load:
         """What is going on, as far as it can be told without waiting for a step."""
@@ -279,6 +299,8 @@ class Engine:
             yield from self._go_on(
                 self._running, self._pace.steps(min(one.most_steps() for one in self._running)), events
             )
+        else:
+            self._judge(events)
 
     def _next_group(self, events: list[Event]) -> list[Completion]:
         """As many completions of the first request in line as can begin now, out of the line; the first has a cache
@@ -478,8 +500,8 @@ class Engine:
         events: list[Event],
         logits: Buffer | None = None,
     ) -> Generator[None, None, list[LaunchResult]]:
-        """A launch, whose tokens are taken as they are made: of each part by its `takers`; at its end by who wants
-        logprobs with them."""
+        """A launch, whose tokens are taken as they are made: of each part by its `takers`. Who wants logprobs takes its
+        own at the end, and they are told while the next launch runs: there is time to work the logprobs out."""
         flight = launcher.prepare(parts, logits)
         self._flying = _Flying(launcher, flight, [[one.id for one in group] for group in takers])
         try:
@@ -487,6 +509,9 @@ class Engine:
             for group in takers:
                 for one in group:
                     one.launched()
+            if self._unjudged:
+                self._judge(events)
+                yield
             while not launcher.wait(flight):
                 seconds = flight.seconds
                 for part, group, token_ids in zip(parts, takers, launcher.fresh(flight), strict=True):
@@ -500,14 +525,24 @@ class Engine:
         for number, (part, group, result) in enumerate(zip(parts, takers, results, strict=True)):
             others = result.token_ids[flight.given_of(number) :]
             for one in group:
-                if (count := one.request.logprobs) is None or not part.samples:
+                if (most := one.request.logprobs) is None or not part.samples:
                     events += one.take(part, others, result.seconds, result.has_failed)
                 else:
-                    found = launcher.logprobs(flight, number, len(part.inputs) - 1, result.token_ids, count)
-                    events += one.take(part, result.token_ids, result.seconds, result.has_failed, found)
-            if (count := group[0].request.prompt_logprobs) is not None and group[0].reads_logprobs:
-                group[0].prompt_logprobs += launcher.logprobs(flight, number, 0, part.inputs[1:], count)
+                    told = one.take(part, result.token_ids, result.seconds, result.has_failed)
+                    last = len(part.inputs) - 1
+                    rows = launcher.logits_after(flight, number, range(last, last + len(result.token_ids)))
+                    self._unjudged.append(_Unjudged(told, [*rows], most))
+            if (most := group[0].request.prompt_logprobs) is not None and group[0].reads_logprobs:
+                following = part.inputs[1:]
+                rows = launcher.logits_after(flight, number, range(len(following)))
+                group[0].prompt_logprobs += map(token_logprobs, rows, following, repeat(most))
         return results
+
+    def _judge(self, events: list[Event]) -> None:
+        """Tells what waits for its logprobs."""
+        waiting, self._unjudged = self._unjudged, []
+        for one in waiting:
+            events += one.judged()
 
     def _let_go(self, completions: Sequence[Completion]) -> None:
         """Ends those that are complete, or cannot go on."""

@@ -18,7 +18,6 @@ import numpy.typing as npt
 from cheetah.errors import CheetahError
 from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
-from cheetah.models.logprobs import TokenLogprobs
 from cheetah.plan import Plan
 from cheetah.runtime import interrupts
 from cheetah.runtime.device.interface import LaunchCancelled
@@ -168,11 +167,9 @@ class KernelLaunches:
         them."""
         raise NotImplementedError
 
-    def logprobs(
-        self, flight: Flight, number: int, first: int, token_ids: Sequence[int], count: int
-    ) -> tuple[TokenLogprobs, ...]:
-        """How likely these ids were, with `count` others each: the first of them behind token `first` of part `number`
-        (0 is its first input), and so on. Of a launch that has ended, and had a buffer for logits."""
+    def logits_after(self, flight: Flight, number: int, tokens: range) -> Iterator[npt.NDArray[np.float32]]:
+        """Of a launch that has ended, and had a buffer for logits: float32 [vocab] after each of these tokens of part
+        `number`, of which 0 is the first input. To be taken before the next launch."""
         raise NotImplementedError
 
     def start(self, flight: Flight) -> None:

@@ -6,7 +6,7 @@ decides what is launched.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from math import lcm
 from operator import or_
@@ -18,7 +18,6 @@ import numpy.typing as npt
 from cheetah.errors import CheetahError
 from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
-from cheetah.models.logprobs import TokenLogprobs, token_logprobs
 from cheetah.plan import Plan
 from cheetah.plan.kv import KvPlanLayout, kv_plans_for_launch, launch_tiles, max_plans
 from cheetah.plan.kv.tables import (
@@ -154,15 +153,13 @@ class Launcher(KernelLaunches):
         """Most steps of a launch with this buffer."""
         return min(self.max_steps, logits.nbytes // (4 * self.tokens * self.vocab_size))
 
-    def logprobs(
-        self, flight: Flight, number: int, first: int, token_ids: Sequence[int], count: int
-    ) -> tuple[TokenLogprobs, ...]:
-        """How likely these ids were, with `count` others each: the first of them behind token `first` of part `number`
-        (0 is its first input), and so on. Of a launch that has ended, and had a buffer for logits."""
-        return tuple(
-            token_logprobs(self._logits_after(flight, number, first + place), token, count)
-            for place, token in enumerate(token_ids)
-        )
+    def logits_after(self, flight: Flight, number: int, tokens: range) -> Iterator[npt.NDArray[np.float32]]:
+        _, per_step, first_column = flight.geometry.placed()[flight.order.index(number)]
+        logits = cast("Buffer", flight.arguments["logits"])
+        for token in tokens:
+            step, column = divmod(token, per_step)
+            place = step * self.tokens + first_column + column
+            yield logits.download(np.float32, self.vocab_size, place * self.vocab_size * 4)
 
     def prepare(self, parts: Sequence[Part], logits: Buffer | None = None) -> Flight:
         """Everything that a launch needs, before it is started; see `launch_together`."""
@@ -221,14 +218,6 @@ class Launcher(KernelLaunches):
 
     def _has_fresh(self, flight: Flight) -> bool:
         return any(self._is_fresh(flight, row) for row in range(len(flight.placed)))
-
-    def _logits_after(self, flight: Flight, number: int, token: int) -> npt.NDArray[np.float32]:
-        """float32 [vocab], after token `token` of part `number`."""
-        _, per_step, first_column = flight.geometry.placed()[flight.order.index(number)]
-        step, column = divmod(token, per_step)
-        place = step * self.tokens + first_column + column
-        logits = cast("Buffer", flight.arguments["logits"])
-        return logits.download(np.float32, self.vocab_size, place * self.vocab_size * 4)
 
     def _is_fresh(self, flight: Flight, row: int) -> bool:
         """Whether the next token of a row is there, and wanted."""

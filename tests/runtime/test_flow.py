@@ -77,7 +77,14 @@ def test_who_wants_logprobs_has_its_tokens_at_the_end_of_a_launch_and_the_others
     one = engine(batch=2)
     plain, other = Request((5, 17, 250), 9, Sampling()), Request((7, 81), 9, Sampling(), logprobs=1)
     (first,), (second,) = one.add(plain), one.add(other)
-    events = [event for events in run(one) for event in events if isinstance(event, Made)]
+    events, told = [], []
+    while not one.is_idle:
+        for event in one.step():
+            assert isinstance(event, Made)
+            events.append(event)
+            told += [(one._flying is not None, event.finish_reason)] if event.id == second else []
+    assert told[0] == (True, None), "while the next launch runs"
+    assert told[-1] == (False, "length"), "or where there is none"
     assert [len(event.token_ids) for event in events if event.id == first] == [1] * 9
     mine = [event for event in events if event.id == second]
     assert [token for event in mine for token in event.token_ids] == alone(other) and len(mine) < 9
