@@ -17,8 +17,10 @@ from numpy.typing import NDArray
 from cheetah.models.config import ModelConfig
 from cheetah.models.formats.quantized import QuantizationScheme, QuantizedRows
 from cheetah.models.rounding import F32, Bits, Rounding, exact
+from cheetah.piece_ring import Lend, ordinary_memory
 from cheetah.plan import Gpu, Plan, StepMatrices
 from cheetah.plan.prompt import PassPlan
+from cheetah.stopwatch import Stopwatch
 
 Bytes = NDArray[np.uint8]
 
@@ -168,8 +170,12 @@ class ModelFamily(ABC):
         *,
         rows: ReadRows | None = None,
         threads: int | None = None,
+        lend: Lend = ordinary_memory,
+        watch: Stopwatch | None = None,
     ) -> None:
-        """Pack every tensor and hand the bytes out: `write(buffer, byte offset, uint8 [n])`, in the calling thread."""
+        """Pack every tensor and hand the bytes out: `write(buffer, byte offset, uint8 [n])`, in the calling thread.
+
+        The bytes lie in pieces of the memory that `lend` gives; `watch` takes the seconds of what is done."""
 
     @property
     @abstractmethod

@@ -29,6 +29,7 @@ from cheetah.runtime.calls import (
     prompts_of,
     refuse_others,
 )
+from cheetah.runtime.device import say_to_stderr
 from cheetah.runtime.engine.banned_sequences import BannedSequences
 from cheetah.runtime.engine.engine import Engine
 from cheetah.runtime.engine.prefix_cache import PrefixCache
@@ -37,11 +38,13 @@ from cheetah.runtime.engine.shared import SharedEngine
 from cheetah.runtime.engine.watching import NewWatcher
 from cheetah.runtime.outputs import RequestOutput, StreamPiece
 from cheetah.runtime.sampling import SamplingParams, sampling_of, sampling_of_checkpoint
+from cheetah.runtime.startup import process_seconds, stage_lines
 from cheetah.runtime.text.chat import Message
 from cheetah.runtime.text.grammars import Grammars
 from cheetah.runtime.text.pieces import collect
 from cheetah.runtime.text.prompts import Prompt, Prompts
 from cheetah.runtime.text.tokenizer import Tokenizer
+from cheetah.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from cheetah.runtime.build.assemble import GenerateKernel
@@ -104,6 +107,7 @@ class LLM:
     quiet: neither notes nor progress on standard error.
     generate_kernel: makes the kernel; by default the project's own generator.
     tuned: use the plan that `cheetah tune` stored for this shape and GPU, where `sync` and `plan` leave it the choice.
+    verbose: tell on standard error how many seconds each stage of the start took.
 
     Memory is computed, and refused if it does not fit, before anything is allocated.
     """
@@ -137,9 +141,12 @@ class LLM:
         quiet: bool = False,
         generate_kernel: GenerateKernel | None = None,
         tuned: bool = True,
+        verbose: bool = False,
         **others: Any,
     ):
         refuse_others("LLM", others)
+        watch = Stopwatch()
+        watch.add("Python and what was done before", process_seconds())
         from cheetah.runtime.build.assemble import assemble
         from cheetah.runtime.checkpoint.loading import open_checkpoint
 
@@ -147,10 +154,12 @@ class LLM:
         _check_count("max_num_batched_tokens", max_num_batched_tokens)
         if not isinstance(prompt_passes, bool):
             _check_count("prompt_passes", prompt_passes)
-        checkpoint = open_checkpoint(model, revision, local_files_only, tie_word_embeddings=tie_word_embeddings)
+        with watch("open the checkpoint"):
+            checkpoint = open_checkpoint(model, revision, local_files_only, tie_word_embeddings=tie_word_embeddings)
         self.name, self.config = checkpoint.name, checkpoint.config
         self.seed, self._quiet = seed, quiet
-        self.prompts = Prompts.of(checkpoint, tokenizer, chat_template, messages_have_special_tokens)
+        with watch("tokenizer"):
+            self.prompts = Prompts.of(checkpoint, tokenizer, chat_template, messages_have_special_tokens)
         self.tokenizer = self.prompts.tokenizer
         self._grammars = Grammars(self.tokenizer, self.config.vocab_size)
         self._defaults, notes = sampling_of_checkpoint(checkpoint.generation_config, checkpoint.eos_token_id, seed)
@@ -176,6 +185,7 @@ class LLM:
             prompt_tokens=prompt_tokens,
             prompt_passes=prompt_passes,
             pool_follows_memory=batch is None,
+            watch=watch,
         )
         self.manifest = self._assembly.manifest
         self.memory = self._assembly.memory
@@ -196,6 +206,10 @@ class LLM:
                 self._assembly.passes,
             )
         )
+        if verbose:
+            watch.add("all, since the process began", process_seconds())
+            for line in stage_lines(watch):
+                say_to_stderr(line)
 
     @overload
     def generate(
@@ -443,8 +457,6 @@ def _checked_batch(batch: int | None) -> int | None:
 
 def _print_notes(checkpoint: Checkpoint, of_sampling: Sequence[str], tokenizer: Tokenizer | None) -> None:
     """One line on standard error for each guess that was made while loading."""
-    from cheetah.runtime.device import say_to_stderr
-
     for note in (*checkpoint.notes, *of_sampling):
         say_to_stderr(note)
     vocab_size = checkpoint.config.vocab_size

@@ -15,6 +15,7 @@ from cheetah.cli.options import (
     Revision,
     Seed,
     Temperature,
+    Verbose,
     takes_sampling,
 )
 from cheetah.cli.run import kernel_generator
@@ -48,6 +49,7 @@ def chat(
     max_context: MaxContext = None,
     chat_template: ChatTemplate = None,
     revision: Revision = None,
+    verbose: Verbose = False,
     *,
     sampling: dict[str, Any],
 ) -> None:
@@ -57,7 +59,7 @@ def chat(
     _edit_lines()
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, **sampling)
     options: dict[str, Any] = {"device": device, "gpu": gpu, "max_context": max_context, "batch": 1}
-    options |= {"chat_template": chat_template, "revision": revision}
+    options |= {"chat_template": chat_template, "revision": revision, "verbose": verbose}
     with LLM(model, generate_kernel=kernel_generator(model), **options) as llm:
         conversation = Conversation(llm, params, system)
         while (line := _next_line()) is not None:

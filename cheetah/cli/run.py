@@ -19,6 +19,7 @@ from cheetah.cli.options import (
     Seed,
     Temperature,
     Tuned,
+    Verbose,
     takes_sampling,
 )
 from cheetah.errors import CheetahError
@@ -71,6 +72,7 @@ def run(
     prompt_passes: PromptPasses = None,
     tuned: Tuned = True,
     revision: Revision = None,
+    verbose: Verbose = False,
     *,
     sampling: dict[str, Any],
 ) -> None:
@@ -92,6 +94,7 @@ def run(
         _refuse_text_without_tokenizer(model)
     options: dict[str, Any] = {"device": device, "gpu": gpu, "max_context": max_context, "sync": sync, "tuned": tuned}
     options |= {"kv_dtype": kv_dtype, "prompt_tokens": prompt_tokens, "prompt_passes": prompt_passes}
+    options["verbose"] = verbose
     options["batch"] = batch or min(completions, MOST_TOGETHER)
     with LLM(model, revision=revision, generate_kernel=kernel_generator(model), **options) as llm:
         _write(llm, _one_after_another(_pieces(llm, text, token_ids, chat, params)), completions)

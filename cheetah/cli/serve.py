@@ -19,6 +19,7 @@ from cheetah.cli.options import (
     Revision,
     ServingDevice,
     Tuned,
+    Verbose,
 )
 from cheetah.cli.run import kernel_generator
 from cheetah.errors import CheetahError
@@ -84,6 +85,7 @@ def serve(
     tuned: Tuned = True,
     revision: Revision = None,
     log_level: Annotated[str, typer.Option(help="critical, error, warning, info or debug.")] = "info",
+    verbose: Verbose = False,
 ) -> None:
     """Serve a model over HTTP to clients that speak OpenAI's protocol."""
     need_extra()
@@ -106,8 +108,7 @@ def serve(
         typer.echo(f"anybody who reaches {host}:{port} may use this server: set {KEY_VARIABLE}", err=True)
     given: dict[str, Any] = {"device": device, "gpu": gpu, "batch": batch, "max_context": max_context}
     given |= {"kv_dtype": kv_dtype, "kv_chunk": kv_chunk, "prompt_tokens": prompt_tokens, "prefix_cache": prefix_cache}
-    given["prompt_passes"] = prompt_passes
-    given["max_num_batched_tokens"] = max_num_batched_tokens
+    given |= {"prompt_passes": prompt_passes, "max_num_batched_tokens": max_num_batched_tokens, "verbose": verbose}
     given["messages_have_special_tokens"] = messages_have_special_tokens
     generate = kernel_generator(model)
     with LLM(

@@ -56,11 +56,6 @@ class TileFormat:
         extra = {BF16_VECTOR: 0, DIGITS: DIGIT_UNITS - self.columns // 8, HALVES: 1}
         return (self.columns // 8 + extra[self.vector_kind(columns, tokens)]) * tokens
 
-    def matrix_bytes(self, rows: int, columns: int) -> int:
-        """Bytes of a matrix, padded to whole tiles."""
-        k_tiles = -(-columns // self.columns)
-        return -(-rows // M_TILE_ROWS) * (k_tiles * self.tile_bytes + self.factor_bytes)
-
     def chunk_bytes(self, stage_bytes: int, warps: int) -> int:
         """Bytes of the K-tiles of a full chunk: as many for each warp as a stage holds, with what ends an M-tile."""
         share = warps * self.tile_bytes

@@ -88,7 +88,7 @@ class PromptBench:
             pool_follows_memory=True,
             upload=upload_weights
             if weights
-            else lambda _, manifest, buffers, __: fill_random(config, manifest, buffers),
+            else lambda _, manifest, buffers, *__: fill_random(config, manifest, buffers),
         )
         ready = self.assembly
         self.engine = Engine(ready.launcher, prompts=ready.prompts, solo=ready.solo, passes=ready.passes)

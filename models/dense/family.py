@@ -24,7 +24,9 @@ from cheetah.models.family import (
     WriteBytes,
 )
 from cheetah.models.rounding import Rounding, exact
+from cheetah.piece_ring import Lend, ordinary_memory
 from cheetah.plan import Gpu, Plan, StepMatrices, step_matrices
+from cheetah.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,10 @@ class DenseFamily(ModelFamily):
         *,
         rows: ReadRows | None = None,
         threads: int | None = None,
+        lend: Lend = ordinary_memory,
+        watch: Stopwatch | None = None,
     ) -> None:
-        pack_all(config, matrices, tensor, write, progress, rows=rows, threads=threads)
+        pack_all(config, matrices, tensor, write, progress, rows=rows, threads=threads, lend=lend, watch=watch)
 
     @property
     def program(self) -> StepProgram:

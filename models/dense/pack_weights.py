@@ -1,10 +1,11 @@
 """All weights of a checkpoint into the kernel's buffers, as fast as memory and disk allow.
 
 Knows neither files nor devices: tensors come from one function and bytes go to another. A few threads read, gather
-and pack blocks of whole rows, all of which is copying outside Python's lock; the calling thread hands finished pieces
-out, in order, so that an upload goes on while the next pieces are made. A GPU could permute the words itself after a
-plain upload, faster still, but what then limits is the same: reading the tensors and copying them across; and the
-emulator, the tests and a machine without a compiler would need this way beside it.
+and pack blocks of whole rows; the calling thread hands finished pieces out, in order, so that an upload goes on while
+the next pieces are made, in memory that a GPU reads itself if the device lends it. What limits is neither memory nor
+arithmetic but Python's lock, which every operation of numpy lets go of and takes again: so operations are few and
+large. A GPU could permute the words itself after a plain upload; the emulator, the tests and a machine without a
+compiler would need this way beside it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.weights import (
@@ -38,16 +40,23 @@ from cheetah.models.formats import Bytes, PackingError, format_of
 from cheetah.models.formats.quantized import QuantizedRows
 from cheetah.models.rounding import Bits
 from cheetah.models.scratch import scratch
+from cheetah.piece_ring import ALIGNMENT, Lend, PieceRing, ordinary_memory
 from cheetah.plan import M_TILE_ROWS, MatrixLayout, StepMatrices
 from cheetah.plan.formats import QuantizedTiles
+from cheetah.stopwatch import Stopwatch
 
 BLOCK_BYTES = 4 * 2**20
-"""About what a thread reads and packs at a time, in bf16: a millisecond of work, and little enough for its caches."""
-PIECE_BYTES = 8 * 2**20
+"""About what a thread packs at a time: some milliseconds of work in a few dozen operations, for threads wait for each
+other's between any two."""
+PIECE_BYTES = 16 * 2**20
 """About what one call of `write` gets, or one wave of M-tiles where that is more."""
 BLOCKS_AHEAD = 3
 """For each thread, so much memory in pieces that are being made or wait for the calling thread."""
-MOST_THREADS = 16
+PIECES_AHEAD = 3
+"""Of the largest pieces: one that is made, one that is handed out, and what is lost at the end of a ring."""
+MOST_THREADS = 8
+"""More of them wait for Python's lock longer than they work (8B in bf16, a machine of 64 cores)."""
+WORD_BYTES = 4
 
 
 def pack_all(
@@ -59,58 +68,52 @@ def pack_all(
     *,
     rows: ReadRows | None = None,
     threads: int | None = None,
+    lend: Lend = ordinary_memory,
+    watch: Stopwatch | None = None,
 ) -> None:
     """Pack every weight and hand the bytes out: `write(buffer, byte offset, uint8 [n])`, in the calling thread.
 
     Every byte of `buffer_bytes` is written once. The array given to `write` is valid only until it returns: its
     memory is used again. rows: gives a matrix that is read in parts, in several threads; by default `tensor` does.
-    threads: by default one a processor, at most 16. Host memory: five blocks of about 4 MB a thread, of which three in
-    pieces, which are two at least; what `tensor` and `rows` hold of the matrices in work comes on top. `progress`
-    gets the bytes just written.
+    threads: by default one a processor, at most 16. lend: where the memory for pieces comes from. Host memory: five
+    blocks of about 4 MB a thread, of which three in pieces, but at least three of the largest pieces; what `tensor` and
+    `rows` hold of the matrices in work comes on top. `progress` gets the bytes just written. watch: takes the seconds
+    of all threads that read and that pack, and those of the calling one that waits for them and that uploads.
     """
-    memory, under_way = _Memory(), deque[tuple[_Piece, Bytes, list[Future[None]]]]()
+    watch = watch or Stopwatch()
     threads = threads or min(MOST_THREADS, os.cpu_count() or 1)
+    under_way = deque[tuple[_Piece, Bytes, list[Future[None]]]]()
     pool = ThreadPoolExecutor(threads, "pack")
 
-    def hand_out() -> None:
+    def hand_out(ring: PieceRing) -> None:
         piece, packed, jobs = under_way.popleft()
-        for job in jobs:
-            job.result()
-        write(piece.buffer, piece.offset, packed)
-        memory.give_back(packed)
+        with watch("wait for pieces"):
+            for job in jobs:
+                job.result()
+        with watch("upload"):
+            write(piece.buffer, piece.offset, packed)
+            ring.give_back()
         if progress is not None:
             progress(piece.nbytes)
 
-    try:
-        for piece in _pieces(config, matrices, tensor, rows or tensor):
-            while len(under_way) > 1 and memory.taken + piece.nbytes > threads * BLOCKS_AHEAD * BLOCK_BYTES:
-                hand_out()
-            packed = memory.take(piece.nbytes)
-            under_way.append((piece, packed, [pool.submit(job, packed) for job in piece.jobs]))
-        while under_way:
-            hand_out()
-    finally:
-        pool.shutdown(cancel_futures=True)
+    nbytes = max(threads * BLOCKS_AHEAD * BLOCK_BYTES, PIECES_AHEAD * _largest_piece(config, matrices))
+    with lend(nbytes) as ring:
+        try:
+            for piece in _pieces(config, matrices, tensor, rows or tensor, watch):
+                while (packed := ring.take(piece.nbytes)) is None:
+                    hand_out(ring)
+                under_way.append((piece, packed, [pool.submit(job, packed) for job in piece.jobs]))
+            while under_way:
+                hand_out(ring)
+        finally:
+            pool.shutdown(cancel_futures=True)  # waits for the jobs that still write to the ring
 
 
-class _Memory:
-    """Memory that is used again: new memory costs a page fault for every 4 KB. taken: bytes that are in use."""
-
-    def __init__(self) -> None:
-        self.taken = 0
-        self._spare: list[Bytes] = []
-
-    def take(self, nbytes: int) -> Bytes:
-        """The smallest that is large enough; else new memory in place of the largest that is not."""
-        self.taken += nbytes
-        self._spare.sort(key=len)
-        index = next((index for index, memory in enumerate(self._spare) if len(memory) >= nbytes), -1)
-        memory = self._spare.pop(index) if self._spare else np.empty(0, np.uint8)
-        return (memory if len(memory) >= nbytes else np.empty(nbytes, np.uint8))[:nbytes]
-
-    def give_back(self, memory: Bytes) -> None:
-        self.taken -= len(memory)
-        self._spare.append(memory if memory.base is None else memory.base)
+def _largest_piece(config: ModelConfig, matrices: StepMatrices) -> int:
+    """Bytes that no piece exceeds, with what aligns it."""
+    vectors = (math.prod(shape) * 2 for shape in vector_shapes(config).values())
+    waves = (min(one.blocks, one.m_tiles) * one.m_tile_bytes for one in (*matrices.of_layer, matrices.lm_head))
+    return max(PIECE_BYTES, config.padded_hidden * 2 * (2 * config.layers + 1), *vectors, *waves) + ALIGNMENT
 
 
 Job = Callable[[Bytes], None]
@@ -127,7 +130,9 @@ class _Piece:
     jobs: tuple[Job, ...]
 
 
-def _pieces(config: ModelConfig, matrices: StepMatrices, tensor: ReadTensor, rows: ReadRows) -> Iterator[_Piece]:
+def _pieces(
+    config: ModelConfig, matrices: StepMatrices, tensor: ReadTensor, rows: ReadRows, watch: Stopwatch
+) -> Iterator[_Piece]:
     """Everything. A tensor is opened when its first piece is wanted, and let go with its last."""
     yield from _embedding_pieces(config, cast(Rows, rows(EMBEDDING)))
     yield _norms_piece(config, tensor)
@@ -137,8 +142,8 @@ def _pieces(config: ModelConfig, matrices: StepMatrices, tensor: ReadTensor, row
         yield _head_norms_piece(config, tensor)
     for layer in range(config.layers):
         for layout in matrices.of_layer:
-            yield from _matrix_pieces(config, layout, matrices.offset(layout.name, layer), layer, rows)
-    yield from _matrix_pieces(config, matrices.lm_head, matrices.lm_head.offset, 0, rows)
+            yield from _matrix_pieces(config, layout, matrices.offset(layout.name, layer), layer, rows, watch)
+    yield from _matrix_pieces(config, matrices.lm_head, matrices.lm_head.offset, 0, rows, watch)
 
 
 def _norms_piece(config: ModelConfig, tensor: ReadTensor) -> _Piece:
@@ -194,7 +199,7 @@ def _embedding_pieces(config: ModelConfig, embedding: Rows) -> Iterator[_Piece]:
 
 
 def _matrix_pieces(
-    config: ModelConfig, layout: MatrixLayout, offset: int, layer: int, rows: ReadRows
+    config: ModelConfig, layout: MatrixLayout, offset: int, layer: int, rows: ReadRows, watch: Stopwatch
 ) -> Iterator[_Piece]:
     groups = row_groups(config, layout.name)
     if len(groups) != 2 * layout.m_tiles:
@@ -204,10 +209,11 @@ def _matrix_pieces(
     for m_tiles in _ranges(
         layout.m_tiles, layout.blocks * max(1, PIECE_BYTES // (layout.blocks * layout.m_tile_bytes))
     ):
-        blocks = _ranges(len(m_tiles), max(1, BLOCK_BYTES // (2 * M_TILE_ROWS * layout.padded_columns)))
+        blocks = _ranges(len(m_tiles), max(1, BLOCK_BYTES // layout.m_tile_bytes))
         first_wave = m_tiles.start // layout.blocks
         jobs = (
-            _Block(layout, groups, names, tensors, m_tiles[block.start : block.stop], first_wave) for block in blocks
+            _Block(layout, groups, names, tensors, m_tiles[block.start : block.stop], first_wave, watch)
+            for block in blocks
         )
         begin = offset + m_tiles.start * layout.m_tile_bytes
         yield _Piece("weights", begin, len(m_tiles) * layout.m_tile_bytes, tuple(job.pack for job in jobs))
@@ -227,12 +233,15 @@ class _Block:
     tensors: tuple[Rows | QuantizedMatrix, ...]
     m_tiles: range
     first_wave: int
+    watch: Stopwatch
 
     def pack(self, memory: Bytes) -> None:
         """To their places in the piece's memory; PackingError names the tensors whose numbers have no place there."""
-        rows = self._quantized_rows() if isinstance(self.layout.format, QuantizedTiles) else self._rows()
+        with self.watch("read (all threads)"):
+            rows = self._quantized_rows() if isinstance(self.layout.format, QuantizedTiles) else self._rows()
         try:
-            format_of(self.layout).pack_m_tiles(self.layout, self.m_tiles, rows, memory, self.first_wave)
+            with self.watch("pack (all threads)"):
+                format_of(self.layout).pack_m_tiles(self.layout, self.m_tiles, rows, memory, self.first_wave)
         except PackingError as problem:
             raise PackingError(f"{' or '.join(self.names)}, rows in the order of M-tiles: {problem}") from problem
 
@@ -240,9 +249,9 @@ class _Block:
         """The M-tiles' rows, with rows of zeros up to the last; as they are read where they are in order."""
         begin, stop = self.m_tiles.start * M_TILE_ROWS, self.m_tiles.stop * M_TILE_ROWS
         if len(self.tensors) == 1 and stop <= self.layout.rows:
-            return cast(QuantizedMatrix, self.tensors[0])[begin:stop]
-        count, columns = stop - begin, self.layout.columns
-        rows = cast(QuantizedMatrix, self.tensors[0]).scheme.empty_rows(count, columns)
+            rows = cast(QuantizedMatrix, self.tensors[0])[begin:stop]
+            return replace(rows, stored_codes=_aligned(rows.stored_codes))
+        rows = cast(QuantizedMatrix, self.tensors[0])[:0].room(stop - begin)
         self.groups.gather(self.tensors, rows, range(2 * self.m_tiles.start, 2 * self.m_tiles.stop))
         return rows
 
@@ -251,8 +260,17 @@ class _Block:
         begin, stop = self.m_tiles.start * M_TILE_ROWS, self.m_tiles.stop * M_TILE_ROWS
         is_whole = stop <= self.layout.rows and self.layout.columns == self.layout.padded_columns
         if is_whole and len(self.tensors) == 1:
-            return np.ascontiguousarray(cast(Rows, self.tensors[0])[begin:stop])
+            return _aligned(cast(Rows, self.tensors[0])[begin:stop])
         rows = scratch("rows", (stop - begin, self.layout.padded_columns), np.uint16)
         rows[:, self.layout.columns :] = 0
         self.groups.gather(self.tensors, rows, range(2 * self.m_tiles.start, 2 * self.m_tiles.stop))
         return rows
+
+
+def _aligned(rows: NDArray[Any]) -> NDArray[Any]:
+    """The rows themselves, or a copy of this thread's whose words lie where words must: numpy moves others by byte."""
+    if rows.flags.c_contiguous and rows.ctypes.data % WORD_BYTES == 0:
+        return rows
+    copy: NDArray[Any] = scratch("aligned rows", rows.shape, rows.dtype)
+    copy[:] = rows
+    return copy

@@ -205,13 +205,28 @@ class RowGroups:
 
     def gather(self, tensors: Sequence[Rows | QuantizedMatrix], rows: Bits | QuantizedRows, groups: range) -> None:
         """Copy some groups into `rows` [8 times as many, at least the tensors' columns]; padding columns stay."""
-        for run in self._runs(groups.start, groups.stop):
-            values = tensors[run.source][run.first : run.first + run.rows]
+        for source, first, stop, runs in self._reads(groups.start, groups.stop):
+            values = tensors[source][first:stop]
             for target, plane in zip(_planes(rows), _planes(values), strict=True):
                 places = target.reshape(-1, GROUP_ROWS, target.shape[1])[:, :, : plane.shape[1]]
-                run.copy(plane, places[run.index - groups.start :: run.step][: run.count])
+                for run in runs:
+                    of_run = plane[run.first - first : run.first - first + run.rows]
+                    run.copy(of_run, places[run.index - groups.start :: run.step][: run.count])
 
     @lru_cache(maxsize=4096)  # noqa: B019 - a matrix has few blocks, and the groups themselves are kept as long
+    def _reads(self, begin: int, stop: int) -> tuple[tuple[int, int, int, tuple[_Run, ...]], ...]:
+        """What groups `begin` .. `stop` - 1 need: tensor, its first row and the one behind its last, and the runs that
+        are there. Rows that no run needs are not read."""
+        reads = list[tuple[int, int, int, tuple[_Run, ...]]]()
+        for source in sorted({self.source[index] for index in range(begin, stop)}):
+            runs = tuple(run for run in self._runs(begin, stop) if run.source == source)
+            first, end = min(run.first for run in runs), max(run.first + run.rows for run in runs)
+            if end - first == sum(run.rows for run in runs):
+                reads.append((source, first, end, runs))
+            else:
+                reads += [(source, run.first, run.first + run.rows, (run,)) for run in runs]
+        return tuple(reads)
+
     def _runs(self, begin: int, stop: int) -> tuple[_Run, ...]:
         """Groups `begin` .. `stop` - 1 in as few runs as there are: a copy each, so that Python does little."""
         runs, done = list[_Run](), set[int]()

@@ -23,6 +23,8 @@ from cheetah.models.scratch import scratch
 KINDS = ("int4", "int8", "fp8")
 MIDDLE_CODE = {"int4": 8, "int8": 128}
 """The code of zero where the scheme is symmetric."""
+EVEN_FIRST = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Nibble i of a word of int4 codes is column EVEN_FIRST[i] of its eight."""
 LARGEST_CODE = {"int4": 15, "int8": 255, "fp8": 255}
 SCALE_DTYPES: dict[str, np.dtype[Any]] = {
     "f16": np.dtype(np.float16),
@@ -71,13 +73,6 @@ class QuantizationScheme:
         """Scales of a row of so many columns; the last group may be a part of one."""
         return 1 if self.group_columns is None else -(-columns // self.group_columns)
 
-    def empty_rows(self, rows: int, columns: int) -> QuantizedRows:
-        """Room for some rows; what is in it is not said, and the next call in this thread gives the same."""
-        codes = scratch("empty rows", (rows, columns), np.uint8)
-        scales = np.empty((rows, self.groups(columns)), SCALE_DTYPES[self.scales])
-        points = None if self.symmetric else np.empty(scales.shape, np.uint8)
-        return QuantizedRows(self.kind, codes, scales, points, self.group_columns or columns)
-
 
 def is_scheme_name(name: str) -> bool:
     """Whether there is a scheme of that name."""
@@ -100,20 +95,21 @@ def scheme_of_name(name: str, scales: str = "f16") -> QuantizationScheme:
 class QuantizedRows:
     """Some whole rows of one matrix.
 
-    codes: uint8 [rows, columns]; int4: 0 .. 15, int8: the value + 128, fp8: the byte of e4m3.
+    stored_codes: uint8 [rows, columns]; int4: 0 .. 15, int8: the value + 128, fp8: the byte of e4m3. Or, of int4, words
+        of eight neighbouring columns, uint32 [rows, columns / 8], in the order EVEN_FIRST.
     scales: [rows, groups], float16, bfloat16 or float32 as the checkpoint has them.
     zero_points: uint8 [rows, groups], in codes; None: all of them `MIDDLE_CODE[kind]` (fp8: none).
     group_columns: columns of a group, `columns` where a row has one scale; the last group may be shorter.
     """
 
     kind: str
-    codes: NDArray[np.uint8]
+    stored_codes: NDArray[Any]
     scales: NDArray[Any]
     zero_points: NDArray[np.uint8] | None
     group_columns: int
 
     def __post_init__(self) -> None:
-        rows, columns = self.codes.shape
+        rows, columns = self.shape
         wanted = (rows, -(-columns // self.group_columns))
         if self.scales.shape != wanted:
             raise QuantizationError(
@@ -128,18 +124,42 @@ class QuantizedRows:
     @property
     def shape(self) -> tuple[int, int]:
         """[rows, columns]."""
-        rows, columns = self.codes.shape
-        return rows, columns
+        rows, columns = self.stored_codes.shape
+        return rows, columns * (8 if self.has_words else 1)
+
+    @property
+    def has_words(self) -> bool:
+        """Whether eight codes are a word."""
+        return self.stored_codes.dtype == np.uint32
+
+    @property
+    def codes(self) -> NDArray[np.uint8]:
+        """Every code by itself, uint8 [rows, columns]."""
+        if not self.has_words:
+            return self.stored_codes
+        shifts = np.array([4 * EVEN_FIRST.index(column) for column in range(8)], np.uint32)
+        nibbles = self.stored_codes[:, :, None] >> shifts & np.uint32(15)
+        return nibbles.astype(np.uint8).reshape(self.shape)
 
     @property
     def planes(self) -> tuple[NDArray[Any], ...]:
-        """The arrays, each [rows, ...]: codes, scales, and zero points if there are some."""
-        return (self.codes, self.scales) if self.zero_points is None else (self.codes, self.scales, self.zero_points)
+        """The arrays, each [rows, ...]: codes as they are stored, scales, and zero points if there are some."""
+        points = () if self.zero_points is None else (self.zero_points,)
+        return (self.stored_codes, self.scales, *points)
 
     def with_planes(self, made: Callable[[NDArray[Any]], NDArray[Any]]) -> QuantizedRows:
         """The same of other arrays, each `made` of one of these."""
         codes, scales, *points = (made(plane) for plane in self.planes)
-        return replace(self, codes=codes, scales=scales, zero_points=points[0] if points else None)
+        return replace(self, stored_codes=codes, scales=scales, zero_points=points[0] if points else None)
+
+    def room(self, rows: int) -> QuantizedRows:
+        """As many rows of the same kind; what is in them is not said, and the next call in this thread gives the same
+        memory."""
+        planes = (
+            scratch(f"plane {number} of rows", (rows, plane.shape[1]), plane.dtype)
+            for number, plane in enumerate(self.planes)
+        )
+        return self.with_planes(lambda plane: next(planes))
 
     def dequantized(self) -> F32:
         """float32 [rows, columns]: what the checkpoint says that the weights are. Exact for scales of 16 bits."""
@@ -156,4 +176,4 @@ class QuantizedRows:
 
     def _of_columns(self, of_groups: F32) -> F32:
         """[rows, groups] spread over [rows, columns]."""
-        return np.repeat(of_groups, self.group_columns, axis=1)[:, : self.codes.shape[1]]
+        return np.repeat(of_groups, self.group_columns, axis=1)[:, : self.shape[1]]

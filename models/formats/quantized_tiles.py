@@ -18,6 +18,7 @@ where scales are bf16 or f32, which f16 holds exactly up to such a factor or not
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +26,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.models.formats.quantized import QuantizedRows
-from cheetah.models.formats.tile_words import HALF, Words, e4m3_words, int4_words, int8_words
-from cheetah.models.formats.weight_format import Bytes, PackingError, WeightFormat
+from cheetah.models.formats.tile_words import (
+    HALF,
+    Words,
+    byte_words,
+    e4m3_in_tiles,
+    int4_in_tiles,
+    int4_words,
+    int8_in_tiles,
+)
+from cheetah.models.formats.weight_format import Bytes, PackingError, TilePart, WeightFormat
 from cheetah.models.rounding import F32
 from cheetah.plan.formats import M_TILE_ROWS, QuantizedTiles
 
@@ -39,19 +48,17 @@ class QuantizedFormat(WeightFormat):
 
     tile: QuantizedTiles
 
-    def encode(self, rows: QuantizedRows) -> Bytes:
+    def encode(self, rows: QuantizedRows) -> tuple[TilePart, ...]:
         self._check(rows)
         padded = self._padded(rows)
-        tiles = np.zeros((padded.m_tiles, padded.k_tiles, self.tile.tile_bytes), np.uint8)
-        words = _WORDS[self.tile.kind](padded.codes)
-        tiles[..., : self.tile.scales_at] = words.reshape(*tiles.shape[:2], -1).view(np.uint8)
+        behind = np.zeros((padded.m_tiles, padded.k_tiles, self.tile.tile_bytes - self.tile.scales_at), np.uint8)
         if self.tile.group_columns is not None:
             scales = self._block_scales(padded) if self.tile.kind == "fp8" else self._group_scales(padded)
-            tiles[..., self.tile.scales_at : self.tile.scales_at + scales.shape[-1]] = scales
+            behind[..., : scales.shape[-1]] = scales
         if padded.zero_points is not None:
             points = self._of_lanes(padded.zero_points)
-            tiles[..., self.tile.zero_points_at :] = points.reshape(*tiles.shape[:2], -1)
-        return tiles
+            behind[..., self.tile.zero_points_at - self.tile.scales_at :] = points.reshape(*behind.shape[:2], -1)
+        return TilePart(0, _IN_TILES[self.tile.kind](padded.words)), TilePart(self.tile.scales_at, behind)
 
     def row_factors(self, rows: QuantizedRows) -> Bytes:
         if self.tile.group_columns is None:
@@ -104,20 +111,22 @@ class QuantizedFormat(WeightFormat):
         if (rows.zero_points is not None) != self.tile.is_asymmetric:
             wanted_points = "zero points" if self.tile.is_asymmetric else "no zero points"
             raise PackingError(f"weight format {self.tile.name}: give rows with {wanted_points}")
-        if len(rows.codes) % M_TILE_ROWS:
-            raise PackingError(f"weight format {self.tile.name}: {len(rows.codes)} rows are no whole M-tiles")
+        if rows.shape[0] % M_TILE_ROWS:
+            raise PackingError(f"weight format {self.tile.name}: {rows.shape[0]} rows are no whole M-tiles")
 
     def _padded(self, rows: QuantizedRows) -> _Padded:
         """Columns filled up to whole K-tiles with codes of a scale of zero."""
-        count, columns = rows.codes.shape
+        count, columns = rows.shape
         k_tiles = -(-columns // self.tile.columns)
-        codes = _widened(rows.codes, k_tiles * self.tile.columns)
+        stored = rows.stored_codes
+        codes = _widened(stored, k_tiles * self.tile.columns * stored.shape[1] // columns)
+        words = int4_words(codes) if self.tile.kind == "int4" else byte_words(codes)
         groups = k_tiles * self.tile.groups
         points = rows.zero_points
         if points is not None:
             # A row's only zero point is said in every tile.
             points = np.repeat(points, groups, 1) if self.tile.group_columns is None else _widened(points, groups)
-        return _Padded(count // M_TILE_ROWS, k_tiles, codes, _widened(rows.scales, groups), points)
+        return _Padded(count // M_TILE_ROWS, k_tiles, words, _widened(rows.scales, groups), points)
 
     def _group_scales(self, rows: _Padded) -> Bytes:
         """f16 up to the factor of the row."""
@@ -160,11 +169,11 @@ class QuantizedFormat(WeightFormat):
 
 @dataclass(frozen=True)
 class _Padded:
-    """Rows filled up to whole tiles."""
+    """Rows filled up to whole tiles. words: [rows, words] in the order of columns."""
 
     m_tiles: int
     k_tiles: int
-    codes: Bytes
+    words: Words
     scales: NDArray[Any]
     zero_points: Bytes | None
 
@@ -209,5 +218,9 @@ def _rows_of_quads(quads: Bytes) -> Bytes:
     return np.ascontiguousarray(quads.transpose(0, 6, 3, 1, 2, 4, 5, 7)).reshape(len(quads) * M_TILE_ROWS, -1)
 
 
-_WORDS = {"int4": int4_words, "int8": int8_words, "fp8": e4m3_words}
+_IN_TILES: dict[str, Callable[[Words], NDArray[Any]]] = {
+    "int4": int4_in_tiles,
+    "int8": int8_in_tiles,
+    "fp8": e4m3_in_tiles,
+}
 _CODES = {"int4": int4_codes, "int8": int8_codes, "fp8": e4m3_codes}

@@ -7,8 +7,10 @@ nearest that it can say; `meaning` is what the kernel then multiplies with.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,9 +18,14 @@ from numpy.typing import NDArray
 
 from cheetah.errors import CheetahError
 from cheetah.models.rounding import F32
+from cheetah.models.scratch import scratch
 from cheetah.plan import M_TILE_ROWS, MatrixLayout
 
 Bytes = NDArray[np.uint8]
+
+
+UNIT = np.dtype(np.complex128)
+"""16 bytes, the A fragment of one lane: numpy copies them whole, whatever they are."""
 
 
 class PackingError(CheetahError):
@@ -29,12 +36,14 @@ class WeightFormat(ABC):
     """The K-tiles of one format, and what lies behind those of an M-tile."""
 
     @abstractmethod
-    def encode(self, rows: Any) -> Bytes:
-        """uint8 [M-tiles, K-tiles, tile bytes] of rows [M-tiles * 16, columns]."""
+    def encode(self, rows: Any) -> tuple[TilePart, ...]:
+        """The K-tiles of rows [M-tiles * 16, columns], in parts that have every byte of a tile once. They may lie in
+        memory of this thread that its next call overwrites."""
 
     @abstractmethod
     def decode(self, tiles: Bytes, factors: Bytes) -> Any:
-        """The inverse, for what `encode` and `row_factors` give: rows [M-tiles * 16, padded columns]."""
+        """The inverse, for tiles [M-tiles, K-tiles, tile bytes] and `row_factors`: rows [M-tiles * 16, padded
+        columns]."""
 
     @abstractmethod
     def meaning(self, weights: F32) -> F32:
@@ -49,43 +58,83 @@ class WeightFormat(ABC):
 
         rows: [M-tiles * 16, columns], C-contiguous; of bits the padding is included. Other threads may pack other
         M-tiles."""
-        tiles, factors = self.encode(rows), self.row_factors(rows)
-        for places, begin, end, of_m_tiles in chunks_of_rounds(layout, m_tiles, out, first_wave):
-            taken = slice(of_m_tiles.start, of_m_tiles.stop)
-            codes = tiles[taken, begin:end].reshape(len(of_m_tiles), -1)
-            places[:, : codes.shape[1]] = codes
-            if end == layout.k_tiles:
-                places[:, codes.shape[1] :] = factors[taken]
+        # Few and large copies: numpy lets go of Python's lock for each, and many threads wait for it behind each.
+        parts, factors = self.encode(rows), self.row_factors(rows)
+        for places in places_of_waves(layout, m_tiles, out, first_wave):
+            for part in parts:
+                taken, split = part.tiles[places.m_tiles, places.k_tiles], places.tiles.shape[:3]
+                of_part = places.tiles[..., part.begin : part.begin + part.nbytes].view(taken.dtype)
+                of_part.reshape(*split, *taken.shape[2:])[:] = taken.reshape(*split, *taken.shape[2:])
+            if places.factors is not None:
+                places.factors[:] = factors[places.m_tiles]
 
     def unpack(self, layout: MatrixLayout, packed: Bytes) -> Any:
         """Rows [padded rows, padded columns] of a whole packed matrix."""
         tiles = np.empty((layout.m_tiles, layout.k_tiles, layout.format.tile_bytes), np.uint8)
         factors = np.empty((layout.m_tiles, layout.format.factor_bytes), np.uint8)
-        for places, begin, end, m_tiles in chunks_of_rounds(layout, range(layout.m_tiles), packed):
-            taken, size = slice(m_tiles.start, m_tiles.stop), (end - begin) * layout.format.tile_bytes
-            tiles[taken, begin:end] = places[:, :size].reshape(len(m_tiles), end - begin, -1)
-            if end == layout.k_tiles:
-                factors[taken] = places[:, size:]
+        for places in places_of_waves(layout, range(layout.m_tiles), packed):
+            found = places.tiles.reshape(len(places.tiles), -1, layout.format.tile_bytes)
+            tiles[places.m_tiles, places.k_tiles] = found
+            if places.factors is not None:
+                factors[places.m_tiles] = places.factors
         return self.decode(tiles, factors)
 
 
-def chunks_of_rounds(
-    layout: MatrixLayout, m_tiles: range, memory: Bytes, first_wave: int = 0
-) -> Iterator[tuple[Bytes, int, int, range]]:
-    """Where the chunks of some M-tiles lie in `memory`, the bytes of some waves from `first_wave` on.
+@dataclass(frozen=True)
+class TilePart:
+    """Bytes of K-tiles from byte `begin` of a tile on: [M-tiles, K-tiles, ...] of any dtype, in any order in memory."""
 
-    Of each wave and chunk: its bytes [M-tiles, bytes] (a view; in the last chunk they end in the factors of rows), its
-    first K-tile and the one behind its last, and which of the M-tiles they are, counted from the first of them.
+    begin: int
+    tiles: NDArray[Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Of a tile."""
+        return math.prod(self.tiles.shape[2:]) * self.tiles.itemsize
+
+
+def units_of_lanes(words: NDArray[np.uint32]) -> NDArray[np.complex128]:
+    """The 16 bytes that a lane reads at a time: two neighbouring words of row g, each before that of row g + 8.
+
+    words: [M-tiles * 16, words]. Gives [M-tiles, g, words / 2], in memory of this thread that its next call overwrites.
     """
+    halves = words.reshape(-1, 2, M_TILE_ROWS // 2, words.shape[1])
+    pairs = scratch("words of rows g and g + 8", (len(halves), *halves.shape[2:], 2), np.uint32)
+    for half in range(2):  # both at once would be copied two words at a time
+        pairs[..., half] = halves[:, half]
+    return pairs.reshape(*pairs.shape[:2], 2 * words.shape[1]).view(UNIT)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where some chunks of some M-tiles lie: a view, uint8 [M-tiles, chunks, K-tiles of a chunk, tile bytes].
+
+    m_tiles, k_tiles: which they are, counted from the first of those asked for. factors: uint8 [M-tiles, bytes], with
+    the last chunk.
+    """
+
+    tiles: Bytes
+    factors: Bytes | None
+    m_tiles: slice
+    k_tiles: slice
+
+
+def places_of_waves(layout: MatrixLayout, m_tiles: range, memory: Bytes, first_wave: int = 0) -> Iterator[Places]:
+    """Of some M-tiles their places in `memory`, the bytes of some waves from `first_wave` on: of each wave those of all
+    chunks but the last together, then those of the last."""
+    of_full = layout.tiles_per_chunk * (layout.chunks - 1)
     for wave in sorted({m_tile // layout.blocks for m_tile in m_tiles}):
         width, start = int(layout.wave_width(wave)), wave * layout.blocks
         begin, stop = max(start, m_tiles.start), min(start + width, m_tiles.stop)
-        position = (start - first_wave * layout.blocks) * layout.m_tile_bytes
-        for first in range(0, layout.k_tiles, layout.tiles_per_chunk):
-            last = min(first + layout.tiles_per_chunk, layout.k_tiles)
-            end = position + width * int(layout.chunk_bytes(first // layout.tiles_per_chunk))
-            if end > memory.size or position < 0:
-                raise PackingError(f"matrix {layout.name!r}: wave {wave} is not in a buffer of {memory.nbytes} bytes")
-            chunk = memory[position:end].reshape(width, -1)[begin - start : stop - start]
-            yield chunk, first, last, range(begin - m_tiles.start, stop - m_tiles.start)
-            position = end
+        first = (start - first_wave * layout.blocks) * layout.m_tile_bytes
+        of_wave = memory[max(first, 0) : first + width * layout.m_tile_bytes]
+        if first < 0 or of_wave.size != width * layout.m_tile_bytes:
+            raise PackingError(f"matrix {layout.name!r}: wave {wave} is not in a buffer of {memory.nbytes} bytes")
+        own, taken = slice(begin - start, stop - start), slice(begin - m_tiles.start, stop - m_tiles.start)
+        full, last = np.split(of_wave, [width * of_full * layout.format.tile_bytes])
+        if of_full:
+            chunks = full.reshape(layout.chunks - 1, width, layout.tiles_per_chunk, -1)[:, own]
+            yield Places(chunks.transpose(1, 0, 2, 3), None, taken, slice(0, of_full))
+        ends, size = last.reshape(width, -1)[own], layout.last_chunk_tiles * layout.format.tile_bytes
+        tiles = ends[:, :size].reshape(len(ends), 1, layout.last_chunk_tiles, -1)
+        yield Places(tiles, ends[:, size:], taken, slice(of_full, layout.k_tiles))

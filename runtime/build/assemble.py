@@ -1,7 +1,8 @@
 """A checkpoint, a device and a generated kernel put together, ready to launch.
 
-The order is: the kernel is generated (cheap, no device memory), memory is computed and refused if it does not fit, the
-kernel is compiled, buffers are allocated, weights are packed and uploaded. Knows nothing of text or requests.
+The order is: the kernels are generated (cheap, no device memory), memory is computed and refused if it does not fit,
+buffers are allocated, weights are packed and uploaded while the kernels are compiled, each in a thread of its own.
+Knows nothing of text or requests.
 """
 
 from __future__ import annotations
@@ -21,17 +22,20 @@ from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
 from cheetah.models.family import Rows
 from cheetah.models.registry import family_of
+from cheetah.piece_ring import Lend, ordinary_memory
 from cheetah.plan import GPUS, Gpu, Plan, PlanError, StepMatrices, gpu_named
 from cheetah.plan.kv.tables import MAX_STOP_IDS
 from cheetah.plan.prompt import PASS_TOKENS, PassPlan, default_pass_plan, short_pass_plan
 from cheetah.printable import shown_name
 from cheetah.records import first_difference
+from cheetah.runtime.background import started
 from cheetah.runtime.build.memory import LABELS, MemoryEstimate, memory_of_buffers, size_text
 from cheetah.runtime.build.tuned import with_tuned
 from cheetah.runtime.device import Say, open_device, say_to_stderr
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
 from cheetah.runtime.engine.launcher import Launcher
 from cheetah.runtime.engine.prompt_passes import PassLauncher
+from cheetah.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from cheetah.runtime.device.interface import Buffer, Device, DeviceInfo, Kernel
@@ -96,7 +100,7 @@ GenerateKernel = Callable[..., Generated]
 Progress = Callable[[int], None]
 """Takes the number of bytes of weights that were just written."""
 
-UploadWeights = Callable[["Weights", Manifest, dict[str, "Buffer"], Progress], None]
+UploadWeights = Callable[["Weights", Manifest, dict[str, "Buffer"], Progress, Lend, Stopwatch], None]
 
 
 @dataclass
@@ -147,6 +151,7 @@ def assemble(
     prompt_passes: bool | int | None = None,
     pool_follows_memory: bool = False,
     upload: UploadWeights | None = None,
+    watch: Stopwatch | None = None,
 ) -> Assembly:
     """Everything that is needed to launch. What was taken is given back on failure.
 
@@ -159,9 +164,11 @@ def assemble(
     much is cached; by default on a GPU, where there can be one. A number: tokens of a pass; by default as
     many as memory allows. pool_follows_memory: the cache of several sequences has fewer pages where the device has no
     room for all, but as many as one sequence may need. upload: brings the weights into the buffers; by default
-    `upload_weights`.
+    `upload_weights`. watch: takes the seconds of each stage.
     """
-    opened = _open_device(device, quiet)
+    watch = watch or Stopwatch()
+    with watch("open the device"):
+        opened = _open_device(device, quiet, weights.config)
     owns_device = opened is not device
     buffers: dict[str, Buffer] = {}
     try:
@@ -178,7 +185,8 @@ def assemble(
             _PassesAsked(prompt_passes, info.free_bytes),
             _say(quiet),
         )
-        kernels = asked.kernels(plan)
+        with watch("write the kernels"):
+            kernels = asked.kernels(plan)
         memory = kernels.memory(weights.config)
         if pool_follows_memory and (pages := _pages_that_fit(kernels.plan, memory, info.free_bytes)):
             _say(quiet)(f"the cache has {pages} pages, not {kernels.plan.kv_pages}: there is no room for more")
@@ -188,17 +196,20 @@ def assemble(
         if not quiet:
             say_to_stderr(_memory_line(memory, info))
         manifest = kernels.decoding.manifest
-        loaded = [opened.load(kernel.text, kernel.manifest) for kernel in kernels.every]
-        allocate_buffers(opened, manifest, buffers)
-        shared = {name: buffers[name] for name in shared_buffers(weights.config) if name in buffers}
-        others = {name: dict(shared) for name in kernels.others}
-        for name, kernel in kernels.others.items():
-            _allocate_others(opened, name, kernel.manifest, others[name], buffers)
+        prepared = [opened.prepare(kernel.text, kernel.manifest) for kernel in kernels.every]
+        with watch("allocate"):
+            allocate_buffers(opened, manifest, buffers)
+            shared = {name: buffers[name] for name in shared_buffers(weights.config) if name in buffers}
+            others = {name: dict(shared) for name in kernels.others}
+            for name, kernel in kernels.others.items():
+                _allocate_others(opened, name, kernel.manifest, others[name], buffers)
         started = time.monotonic()
-        with _weights_progress(manifest, quiet) as progress:
-            (upload or upload_weights)(weights, manifest, buffers, progress)
+        with watch("weights"), _weights_progress(manifest, quiet) as progress:
+            (upload or upload_weights)(weights, manifest, buffers, progress, opened.lend, watch)
         if _loaded_bytes(manifest) >= RATE_BYTES:
             _say(quiet)(_loading_line(manifest, time.monotonic() - started))
+        with watch("wait for compilers, load kernels"):
+            loaded = [load() for load in prepared]
     except BaseException:
         free_all(buffers)
         if owns_device:
@@ -421,10 +432,21 @@ def _own_generator() -> GenerateKernel:
     return generate_kernel
 
 
-def _open_device(device: str | Device | None, quiet: bool) -> Device:
+def _open_device(device: str | Device | None, quiet: bool, config: ModelConfig) -> Device:
+    """A GPU is opened while the generator's modules are imported: both take some tenths of a second."""
     if device is not None and not isinstance(device, str):
         return device
-    return open_device(device, say=_say(quiet))
+    if device is not None and device.startswith("pycuda"):  # which is for the thread that opened it
+        return open_device(device, say=_say(quiet))
+    opening = started(lambda: open_device(device, say=_say(quiet)))
+    _import_program(config)
+    return opening()
+
+
+def _import_program(config: ModelConfig) -> None:
+    """Import what `generate_kernel` writes a model's kernel with, which it would do itself."""
+    _own_generator()
+    _ = family_of(config).program
 
 
 def _say(quiet: bool) -> Say:
@@ -510,8 +532,16 @@ def free_all(buffers: dict[str, Buffer]) -> None:
         buffers.popitem()[1].free()
 
 
-def upload_weights(weights: Weights, manifest: Manifest, buffers: Mapping[str, Buffer], progress: Progress) -> None:
-    """Writes the family's tables, and packs every tensor into its buffer."""
+def upload_weights(
+    weights: Weights,
+    manifest: Manifest,
+    buffers: Mapping[str, Buffer],
+    progress: Progress,
+    lend: Lend = ordinary_memory,
+    watch: Stopwatch | None = None,
+) -> None:
+    """Writes the family's tables, and packs every tensor into its buffer. lend: the device's, where it has memory from
+    which uploads are fastest."""
 
     def write(name: str, offset: int, data: NDArray[np.uint8]) -> None:
         buffers[name].upload(data, offset)
@@ -524,7 +554,8 @@ def upload_weights(weights: Weights, manifest: Manifest, buffers: Mapping[str, B
     config, family = weights.config, family_of(weights.config)
     for name, table in family.tables(config, Plan.from_dict(manifest.plan)).items():
         buffers[name].upload(table)
-    family.pack_weights(config, _matrices(config, manifest), weights.tensor, write, progress, rows=rows)
+    matrices = _matrices(config, manifest)
+    family.pack_weights(config, matrices, weights.tensor, write, progress, rows=rows, lend=lend, watch=watch)
 
 
 def new_cache(config: ModelConfig, plan: Plan) -> CachedSequence:

@@ -1,8 +1,9 @@
 """Codes of 4 and 8 bits in words of 32, as checkpoints keep them, and back: numpy alone, and fast.
 
 Number j of a word is its bits 4j .. 4j+3, or its byte j. What words are made of differs: eight neighbouring inputs of
-one output (GPTQ, compressed-tensors), or eight outputs of one input (AWQ). Work goes in pieces that stay in a core's
-cache; numpy lets other threads run meanwhile.
+one output (GPTQ, compressed-tensors), or eight outputs of one input (AWQ). Codes of 4 bits stay in words of eight
+inputs, the even ones first, as `QuantizedRows` has them. Work goes in pieces that stay in a core's cache; numpy lets
+other threads run meanwhile.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from cheetah.models.formats.tile_words import INNER_BYTES, INNER_NIBBLES, exchange_bits
 from cheetah.models.scratch import scratch
 
 Words = NDArray[np.uint32]
@@ -17,22 +19,24 @@ Codes = NDArray[np.uint8]
 
 PIECE_WORDS = 2**14
 """64 KB of words, 128 KB of codes."""
-TRANSPOSED_ROWS = 32
+TRANSPOSED_ROWS = 128
 """Rows of words that are turned at a time: whole cache lines of each row that they become."""
-AWQ_WORDS = 32
-"""Columns of words of AWQ that are turned at a time: what eight arrays of them take stays in a core's cache."""
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Nibble i of a word of AWQ is output AWQ_ORDER[i] of its eight (AutoAWQ, awq/utils/packing_utils.py)."""
 
 
-def codes_of_words(words: Words, bits: int, *, reuse: bool = False) -> Codes:
-    """uint8 [rows, words * 32 / bits] of words [rows, words], C-contiguous.
+def even_first(words: Words) -> Words:
+    """The words, whose nibbles are inputs in their order, with the even ones first: in their own memory."""
+    exchange_bits(words, INNER_NIBBLES, INNER_BYTES)
+    return words
 
-    reuse: in memory of this thread that its next call overwrites, or in that of the words."""
+
+def codes_of_words(words: Words, bits: int) -> Codes:
+    """uint8 [rows, words * 32 / bits] of words [rows, words], C-contiguous; of 8 bits in the words' own memory, if that
+    is contiguous."""
     if bits == 8:
         return np.ascontiguousarray(words).view(np.uint8)
-    shape = (len(words), words.shape[1] * 8)
-    return _nibbles(words, scratch("codes", shape, np.uint8) if reuse else np.empty(shape, np.uint8))
+    return _nibbles(words, np.empty((len(words), words.shape[1] * 8), np.uint8))
 
 
 def words_of_codes(codes: Codes, bits: int) -> Words:
@@ -71,27 +75,26 @@ def transposed(words: Words, out: Words | None = None) -> Words:
 
 
 def words_along_inputs(words: Words) -> Words:
-    """AWQ's words [inputs, outputs / 8] as [outputs, inputs / 8], eight inputs a word; inputs are a multiple of 8. In
-    memory of this thread that its next call overwrites."""
+    """AWQ's words [inputs, outputs / 8] as [outputs, inputs / 8], eight inputs a word with the even ones first; inputs
+    are a multiple of 8. In memory of this thread that its next call overwrites."""
     inputs, count = words.shape
-    result = scratch("words along inputs", (count, 8, inputs // 8), np.uint32)
-    turned = scratch("turned words", (8, min(AWQ_WORDS, count), inputs // 8), np.uint32)
-    for first in range(0, count, AWQ_WORDS):
-        parts = turned[:, : min(AWQ_WORDS, count - first)]
-        of_inputs = [transposed(words[at::8, first : first + AWQ_WORDS], parts[at]) for at in range(8)]
-        of_nibbles = _transposed_nibbles(of_inputs)
-        for nibble, output in enumerate(AWQ_ORDER):
-            result[first : first + AWQ_WORDS, output] = of_nibbles[nibble]
+    result = scratch("words along inputs", (count, 4, 2, inputs // 8), np.uint32)
+    # Axes of inputs: odd or even, which of the four such; and of outputs then, for AWQ has the same order of them.
+    of_inputs = scratch("words of each eighth input", (2, 4, inputs // 8, count), np.uint32)
+    of_inputs[:] = words.reshape(inputs // 8, 4, 2, count).transpose(2, 1, 0, 3)
+    result[:] = (
+        _transposed_nibbles(of_inputs.reshape(8, inputs // 8 * count)).reshape(of_inputs.shape).transpose(3, 1, 0, 2)
+    )
     return result.reshape(count * 8, inputs // 8)
 
 
-def _transposed_nibbles(words: list[Words]) -> list[Words]:
-    """Eight arrays of words as 8 x 8 matrices of nibbles, transposed in place by three rounds of exchanges."""
-    spare = scratch("exchanged nibbles", words[0].shape, np.uint32)
+def _transposed_nibbles(words: Words) -> Words:
+    """Words [8, any] as 8 x 8 matrices of nibbles, transposed in place by three rounds of exchanges."""
+    spare = scratch("exchanged nibbles", (4 * words.shape[1],), np.uint32)
     for distance, mask in ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F)):
-        for number in range(8):
-            if not number & distance:
-                _exchange(words[number], words[number + distance], np.uint32(4 * distance), np.uint32(mask), spare)
+        pairs = words.reshape(4 // distance, 2, distance, words.shape[1])
+        low, high = pairs[:, 0], pairs[:, 1]
+        _exchange(low, high, np.uint32(4 * distance), np.uint32(mask), spare.reshape(low.shape))
     return words
 
 

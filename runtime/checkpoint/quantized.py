@@ -23,6 +23,7 @@ from cheetah.runtime.checkpoint.packed_words import (
     Codes,
     codes_of_awq_words,
     codes_of_words,
+    even_first,
     transposed,
     words_along_inputs,
 )
@@ -35,6 +36,7 @@ LARGEST_FINITE = {"F16": 0x7BFF, "BF16": 0x7F7F, "F32": 0x7F7FFFFF}
 """Bits of the largest number of a dtype; those of positive ones are 1 up to it."""
 NOT_A_NUMBER = 0x7F
 """e4m3 without its sign; it has no infinities."""
+PIECE_BYTES = 2**20
 
 
 class StoredQuantized(ABC):
@@ -66,8 +68,8 @@ class StoredQuantized(ABC):
     def _scale_tensor(self) -> StoredTensor: ...
 
     @abstractmethod
-    def _codes(self, first: int, stop: int) -> Codes:
-        """uint8 [rows, columns]."""
+    def _codes(self, first: int, stop: int) -> NDArray[Any]:
+        """As `QuantizedRows.stored_codes`."""
 
     @abstractmethod
     def _scales(self, first: int, stop: int) -> NDArray[Any]:
@@ -162,10 +164,10 @@ class _Transposed(_OfInteger):
 class GptqMatrix(_Transposed):
     """qweight int32 [columns / 8, rows]; zero points of rows 8c .. 8c+7 in word c (AutoGPTQ, qlinear_cuda_old.py)."""
 
-    def _codes(self, first: int, stop: int) -> Codes:
+    def _codes(self, first: int, stop: int) -> NDArray[Any]:
         words = self._words[:, first:stop]
-        turned = scratch("turned words of gptq", words.shape[::-1], np.uint32)
-        return codes_of_words(transposed(words, turned), self._bits, reuse=True)
+        turned = transposed(words, scratch("turned words of gptq", words.shape[::-1], np.uint32))
+        return even_first(turned) if self._bits == 4 else codes_of_words(turned, self._bits)
 
     def _stored_zero_points(self, first: int, stop: int) -> Codes:
         return codes_of_words(self._zeros[:, self._packed_rows(first, stop)], self._bits).T
@@ -174,9 +176,8 @@ class GptqMatrix(_Transposed):
 class AwqMatrix(_Transposed):
     """qweight int32 [columns, rows / 8] and zero points in AWQ's order of nibbles (AutoAWQ, WQLinear_GEMM)."""
 
-    def _codes(self, first: int, stop: int) -> Codes:
-        words = self._words[:, self._packed_rows(first, stop)]
-        return codes_of_words(words_along_inputs(words), self._bits, reuse=True)
+    def _codes(self, first: int, stop: int) -> NDArray[Any]:
+        return words_along_inputs(self._words[:, self._packed_rows(first, stop)])
 
     def _stored_zero_points(self, first: int, stop: int) -> Codes:
         return codes_of_awq_words(self._zeros[:, self._packed_rows(first, stop)]).T
@@ -197,8 +198,11 @@ class PackedMatrix(_OfInteger):
     def _scale_tensor(self) -> StoredTensor:
         return self._tensors["weight_scale"]
 
-    def _codes(self, first: int, stop: int) -> Codes:
-        return codes_of_words(self._words[first:stop], self._bits, reuse=True)[:, : self.shape[1]]
+    def _codes(self, first: int, stop: int) -> NDArray[Any]:
+        words = self._words[first:stop]
+        if self._bits == 4 and self.shape[1] % 8 == 0:
+            return even_first(words)
+        return codes_of_words(words, self._bits)[:, : self.shape[1]]
 
     def _scales(self, first: int, stop: int) -> NDArray[Any]:
         return self._all_scales[first:stop]
@@ -222,7 +226,7 @@ class Float8Matrix(StoredQuantized):
 
     def _codes(self, first: int, stop: int) -> Codes:
         codes: Codes = self._bytes[first:stop]
-        if codes.size and np.max(codes & np.uint8(NOT_A_NUMBER)) == NOT_A_NUMBER:
+        if not _are_numbers(codes.reshape(-1)):
             row, column = np.argwhere(codes & NOT_A_NUMBER == NOT_A_NUMBER)[0]
             raise self._error(
                 self._tensors["weight"],
@@ -238,6 +242,16 @@ class Float8Matrix(StoredQuantized):
         if stored.size == 1:
             return np.full((stop - first, 1), stored.reshape(-1)[0], stored.dtype)
         return stored.reshape(-1, 1)[first:stop]
+
+
+def _are_numbers(codes: Codes) -> bool:
+    """Whether no byte of e4m3 is NaN, in pieces that stay in a core's cache."""
+    spare = scratch("codes without signs", (min(PIECE_BYTES, codes.size),), np.uint8)
+    for first in range(0, codes.size, PIECE_BYTES):
+        piece = codes[first : first + PIECE_BYTES]
+        if np.bitwise_and(piece, np.uint8(NOT_A_NUMBER), out=spare[: piece.size]).max() == NOT_A_NUMBER:
+            return False
+    return True
 
 
 MATRICES: dict[str, type[StoredQuantized]] = {

@@ -162,6 +162,10 @@ class CudaDriver:
         self._pinned.append(address)
         return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
+    def unpin(self, memory: NDArray[np.uint8]) -> None:
+        self._pinned.remove(int(memory.ctypes.data))
+        self._call("cuMemFreeHost", int(memory.ctypes.data))
+
     def allocate(self, nbytes: int) -> int:
         return int(self._call("cuMemAlloc", nbytes))
 

@@ -54,7 +54,10 @@ class Driver(Protocol):
         """Between two timing events that have happened."""
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
-        """Host memory that copies can use without staging, kept until `close`. May wait for the GPU."""
+        """Host memory that copies can use without staging, kept until `unpin` or `close`. May wait for the GPU."""
+
+    def unpin(self, memory: NDArray[np.uint8]) -> None:
+        """Give back what `pinned` gave. May wait for the GPU."""
 
     def allocate(self, nbytes: int) -> int:
         """Device memory (never managed memory), 256-byte aligned."""

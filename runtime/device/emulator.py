@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,9 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from cheetah.manifest import NO_PAGE, Manifest
+from cheetah.piece_ring import PieceRing, ordinary_memory
 from cheetah.runtime import interrupts
+from cheetah.runtime.background import started
 from cheetah.runtime.device.arguments import CheckedArgument, check_arguments
 from cheetah.runtime.device.interface import (
     Argument,
@@ -124,13 +126,20 @@ class EmulatorDevice:
         )
 
     def load(self, text: str, manifest: Manifest) -> EmulatorKernel:
+        return self.prepare(text, manifest)()
+
+    def prepare(self, text: str, manifest: Manifest) -> Callable[[], EmulatorKernel]:
         from cheetah.emulator import compile_program
 
         self._check_usable()
         manifest.check_text(text)
         parameters = [(parameter.name, parameter.ctype) for parameter in manifest.parameters]
-        with _told_if_slow(self._say, f"compiling {manifest.kernel} for the emulator (g++)..."):
-            return EmulatorKernel(manifest, compile_program(text, manifest.kernel, parameters))
+
+        def compiled() -> EmulatorKernel:
+            with _told_if_slow(self._say, f"compiling {manifest.kernel} for the emulator (g++)..."):
+                return EmulatorKernel(manifest, compile_program(text, manifest.kernel, parameters))
+
+        return started(compiled)
 
     def allocate(self, nbytes: int, fill: int | None = None) -> EmulatorBuffer:
         self._check_usable()
@@ -139,6 +148,9 @@ class EmulatorDevice:
 
     def allocate_mapped(self, nbytes: int) -> EmulatorBuffer:
         return self.allocate(nbytes, 0)
+
+    def lend(self, nbytes: int) -> AbstractContextManager[PieceRing]:
+        return ordinary_memory(nbytes)
 
     def launch(self, kernel: Any, arguments: Mapping[str, Argument]) -> None:
         self._check_usable()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from cheetah.errors import CheetahError
 from cheetah.manifest import Manifest
+from cheetah.piece_ring import PieceRing
 
 Say = Callable[[str], None]
 """Takes one line for the user: what is being compiled, which device was chosen and why."""
@@ -139,11 +141,18 @@ class Device(Protocol):
     def load(self, text: str, manifest: Manifest) -> Kernel:
         """Compile `text` (through the cache) and load it. DeviceError if its blocks cannot all run at once."""
 
+    def prepare(self, text: str, manifest: Manifest) -> Callable[[], Kernel]:
+        """Begin to compile `text` in a thread of its own; what is given back does the rest of `load`."""
+
     def allocate(self, nbytes: int, fill: int | None = None) -> Buffer:
         """A buffer of `nbytes`, each byte set to `fill` if given. DeviceError tells what is free if too little is."""
 
     def allocate_mapped(self, nbytes: int) -> MappedBuffer:
         """A zeroed buffer in the host's memory that launches can read and write while the host does too."""
+
+    def lend(self, nbytes: int) -> AbstractContextManager[PieceRing]:
+        """A ring of host memory from whose pieces uploads of this device need no copy on the host. A piece may be given
+        back once it is uploaded, as if the upload were done."""
 
     def launch(self, kernel: Kernel, arguments: Mapping[str, Argument]) -> None:
         """Start the kernel with `arguments` by parameter name, checked against the manifest; returns at once."""

@@ -139,6 +139,10 @@ class PyCudaDriver:
         self._pinned.append(memory)
         return memory
 
+    def unpin(self, memory: NDArray[np.uint8]) -> None:
+        # PyCUDA frees what nobody holds; arrays compare by element, so they are told apart by identity.
+        self._pinned = [kept for kept in self._pinned if kept is not memory]
+
     def allocate(self, nbytes: int) -> int:
         allocation = self._call("cuMemAlloc", lambda: self._api.mem_alloc(nbytes))
         self._allocations[int(allocation)] = allocation  # PyCUDA frees what nobody holds

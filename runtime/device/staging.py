@@ -1,19 +1,23 @@
 """Copies between any host memory and the device, through two pieces of pinned memory that take turns.
 
 Pinned memory is what makes a copy truly asynchronous and fast; two pieces let the processor fill (or empty) one while
-the copy engine works on the other. Small copies pay one memcpy and no wait.
+the copy engine works on the other. Small copies pay one memcpy and no wait. Who makes many bytes at once, as a loader
+of weights does, makes them in pinned memory that is lent for it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cheetah.piece_ring import PieceRing
 from cheetah.runtime.device.driver import Driver, DriverEvent, Stream
+from cheetah.runtime.device.interface import DeviceError
 
 PIECE_BYTES = 8 << 20
 SHARED_COPY_BYTES = 2 << 20
@@ -32,10 +36,16 @@ class Staging:
         self._pieces = [_Piece(driver, piece_bytes) for _ in range(2)]
         self._piece_bytes = piece_bytes
         self._turn = 0
+        self._lent: NDArray[np.uint8] | None = None
+        self._spare_events: list[DriverEvent] = []
         self._copiers: ThreadPoolExecutor | None = None  # idle threads cost nothing; they end with this object
 
     def upload(self, address: int, source: NDArray[np.uint8]) -> None:
-        """Copy `source` to the device in the stream's order. It may be changed on return, before the copy is done."""
+        """Copy `source` to the device in the stream's order. It may be changed on return, before the copy is done; what
+        lies in lent memory only when its ring says so."""
+        if self._lent is not None and np.may_share_memory(self._lent, source):
+            self._driver.copy_to_device(address, source, self._stream)
+            return
         for start in range(0, len(source), self._piece_bytes):
             part = source[start : start + self._piece_bytes]
             piece = self._next_piece()
@@ -43,6 +53,31 @@ class Staging:
             self._copy(piece.memory[: len(part)], part)
             self._driver.copy_to_device(address + start, piece.memory[: len(part)], self._stream)
             self._mark(piece)
+
+    @contextmanager
+    def lend(self, nbytes: int) -> Iterator[PieceRing]:
+        """A ring of pinned memory whose pieces the device itself reads; DeviceError if there is one already. What ends
+        in an error leaves it to the driver's end: nobody knows then what still reads it."""
+        if self._lent is not None:
+            raise DeviceError("a ring of this device's memory is in use: end it first")
+        self._lent = self._driver.pinned(nbytes)
+        try:
+            yield PieceRing(self._lent, self._fence)
+        finally:
+            lent, self._lent = self._lent, None
+        self._fence()()
+        self._driver.unpin(lent)
+
+    def _fence(self) -> Callable[[], None]:
+        """Waits for all copies so far."""
+        event = self._spare_events.pop() if self._spare_events else self._driver.new_event(timing=False)
+        self._driver.record(event, self._stream)
+
+        def wait() -> None:
+            self._wait(event)
+            self._spare_events.append(event)
+
+        return wait
 
     def download(self, target: NDArray[np.uint8], address: int) -> None:
         """Fill `target` from the device, after all work of the stream so far."""

@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from cheetah.manifest import Manifest
+from cheetah.piece_ring import PieceRing
+from cheetah.runtime.background import started
 from cheetah.runtime.build.compile import compile_cubin
 from cheetah.runtime.build.cubin import Cubin
 from cheetah.runtime.device.arguments import check_arguments
@@ -177,16 +179,24 @@ class StreamDevice:
             return self._driver.describe()
 
     def load(self, text: str, manifest: Manifest) -> StreamKernel:
+        return self.prepare(text, manifest)()
+
+    def prepare(self, text: str, manifest: Manifest) -> Callable[[], StreamKernel]:
         manifest.check_text(text)
         info = self.describe()
         check_machine(manifest, info)
-        cubin = compile_cubin(text, manifest.kernel, compiler=self._compiler, progress=self._say)
-        with self._in_use():
-            function = self._driver.load(cubin.image, manifest.kernel, manifest.launch.shared_bytes)
-            blocks_per_sm = self._driver.blocks_per_sm(function, manifest.launch)
-        if blocks_per_sm is not None:
-            check_occupancy(manifest, info, blocks_per_sm)
-        return StreamKernel(manifest, function, cubin)
+        compiled = started(lambda: compile_cubin(text, manifest.kernel, compiler=self._compiler, progress=self._say))
+
+        def load() -> StreamKernel:
+            cubin = compiled()
+            with self._in_use():
+                function = self._driver.load(cubin.image, manifest.kernel, manifest.launch.shared_bytes)
+                blocks_per_sm = self._driver.blocks_per_sm(function, manifest.launch)
+            if blocks_per_sm is not None:
+                check_occupancy(manifest, info, blocks_per_sm)
+            return StreamKernel(manifest, function, cubin)
+
+        return load
 
     def allocate(self, nbytes: int, fill: int | None = None) -> StreamBuffer:
         check_size_and_fill(nbytes, fill)
@@ -256,6 +266,11 @@ class StreamDevice:
         if nbytes:
             with self._in_use():
                 self._driver.copy_on_device(target, source, nbytes, self._stream)
+
+    @contextlib.contextmanager
+    def lend(self, nbytes: int) -> Iterator[PieceRing]:
+        with self._in_use(), self._staging.lend(nbytes) as ring:
+            yield ring
 
     def launch(self, kernel: Any, arguments: Mapping[str, Argument]) -> None:
         if not isinstance(kernel, StreamKernel):

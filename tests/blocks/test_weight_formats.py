@@ -13,6 +13,7 @@ from cheetah.blocks.linear.formats import FRAGMENTS
 from cheetah.blocks.linear.fragments import Activations, Fragments
 from cheetah.lang import prim, ty
 from cheetah.models.formats import WEIGHT_FORMATS, WeightFormat, pack_matrix, unpack_matrix
+from cheetah.models.formats.weight_format import TilePart
 from cheetah.models.rounding import F32, Bits, widen
 from cheetah.plan import MatrixLayout, PlanError
 from cheetah.plan.formats import TILE_FORMATS, TileFormat
@@ -31,10 +32,10 @@ SCALE = 64
 class ToyFormat(WeightFormat):
     """Signed bytes, each a 64th; a tile row by row."""
 
-    def encode(self, rows: Bits) -> Any:
+    def encode(self, rows: Bits) -> tuple[TilePart, ...]:
         tiles = widen(rows).reshape(-1, 16, rows.shape[-1] // 64, 64).transpose(0, 2, 1, 3)
         codes = np.clip(np.rint(tiles * SCALE), -127, 127).astype(np.int8)
-        return codes.view(np.uint8).reshape(*tiles.shape[:2], -1)
+        return (TilePart(0, codes.view(np.uint8).reshape(*tiles.shape[:2], -1)),)
 
     def decode(self, tiles: Any, factors: Any) -> Bits:
         codes = tiles.view(np.int8).reshape(*tiles.shape[:2], 16, 64)

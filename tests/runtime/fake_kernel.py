@@ -9,7 +9,8 @@ the sequence's own pages, pages that nobody else reads where one writes, epochs 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ from cheetah.models.formats import unpack_matrix
 from cheetah.models.llama import LlamaConfig
 from cheetah.models.rounding import round_to_bf16
 from cheetah.models.sampling import Filters, Penalties, adjusted, sample
+from cheetah.piece_ring import PieceRing, ordinary_memory
 from cheetah.plan import GPUS, Plan, default_plan, gpu_named, step_matrices
 from cheetah.plan.kv import KvPlanLayout
 from cheetah.plan.kv.tables import (
@@ -138,6 +140,13 @@ class FakeDevice:
     def load(self, text: str, manifest: Manifest) -> FakeKernel:
         manifest.check_text(text)
         return FakeKernel(manifest, text)
+
+    def prepare(self, text: str, manifest: Manifest) -> Callable[[], FakeKernel]:
+        kernel = self.load(text, manifest)
+        return lambda: kernel
+
+    def lend(self, nbytes: int) -> AbstractContextManager[PieceRing]:
+        return ordinary_memory(nbytes)
 
     def allocate(self, nbytes: int, fill: int | None = None) -> FakeBuffer:
         self.buffers.append(FakeBuffer(nbytes, fill))

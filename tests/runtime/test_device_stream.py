@@ -127,6 +127,10 @@ class FakeDriver:
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
         return np.full(nbytes, 0xEE, np.uint8)
 
+    def unpin(self, memory: NDArray[np.uint8]) -> None:
+        memory[:] = 0xEE
+        self.calls.append("unpin")
+
     def allocate(self, nbytes: int) -> int:
         if self.next_address + nbytes > MEMORY_BYTES:
             raise DriverError("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY: out of memory", is_out_of_memory=True)
@@ -228,6 +232,35 @@ def test_copies_keep_dtype_shape_and_order() -> None:
     buffer = device.allocate(96)
     buffer.upload(array.T)
     assert np.array_equal(buffer.download(np.float32, (6, 4)), array.T)
+
+
+def test_uploads_from_lent_memory_are_read_by_the_device_itself() -> None:
+    """Pieces are taken again only when the device has read them, and the memory is given back at the end."""
+    device, driver = opened()
+    buffer = device.allocate(8 * 256)
+    with device.lend(2 * 256) as ring:
+        for value in range(8):
+            while (piece := ring.take(200)) is None:
+                ring.give_back()
+            piece[:] = value + 1
+            buffer.upload(piece, offset=256 * value)
+            ring.give_back()
+        with pytest.raises(DeviceError, match="is in use"), device.lend(256):
+            pass
+        assert "unpin" not in driver.calls
+    assert driver.calls.count("unpin") == 1
+    found = buffer.download(np.uint8, (8, 256))
+    assert np.array_equal(found[:, :200], np.repeat(np.arange(1, 9, dtype=np.uint8)[:, None], 200, 1))
+
+
+def test_lent_memory_is_kept_when_its_use_ends_in_an_error() -> None:
+    device, driver = opened()
+    with pytest.raises(KeyError), device.lend(256) as ring:
+        assert ring.take(1) is not None
+        raise KeyError
+    assert "unpin" not in driver.calls
+    with device.lend(256):
+        pass
 
 
 def test_a_mapped_buffer_is_the_host_s_own_memory() -> None:

@@ -64,6 +64,18 @@ def test_text_in_text_out(llm: LLM) -> None:
     assert output.timings.prompt_tokens == len(output.prompt_token_ids) and output.timings.completion_tokens == 20
 
 
+def test_verbose_tells_the_seconds_of_each_stage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    opened(folder).close()
+    assert capsys.readouterr().err == ""
+    opened(folder, verbose=True).close()
+    lines = [line.partition(" s  ") for line in capsys.readouterr().err.splitlines()]
+    seconds = {stage: float(number) for number, _, stage in lines}
+    wanted = ["open the checkpoint", "tokenizer", "open the device", "write the kernels", "upload", "weights"]
+    assert [stage for stage in seconds if stage in wanted] == wanted
+    before, whole = seconds["Python and what was done before"], seconds["all, since the process began"]
+    assert 0 < before < before + seconds["weights"] <= whole + 0.01 < 600
+
+
 def test_ids_in_are_used_as_they_are(llm: LLM) -> None:
     for ids in ([5, 6, 7], (5, 6, 7), np.array([5, 6, 7])):
         output = llm.generate(ids, SamplingParams(max_tokens=3))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cheetah.models.dense.pack_weights import pack_all
+from cheetah.models.dense.pack_weights import BLOCKS_AHEAD, pack_all
 from cheetah.models.dense.weights import MATRICES, buffer_bytes, logical_matrix, matrix_tensors, tensor_shapes
 from cheetah.models.formats import PackingError, pack_matrix, unpack_matrix
 from cheetah.models.formats.bf16 import Bf16
@@ -210,7 +210,7 @@ def test_pieces_are_handed_out_in_order_and_memory_is_used_again(small_pieces):
 
     pack_all(config, matrices_of(config), some_tensors(config).__getitem__, write, threads=2)
     assert offsets == sorted(offsets) and len(offsets) > 30
-    assert len(places) <= 12, "a few pieces at a time, and new memory for a larger one"
+    assert max(places) - min(places) < 2 * BLOCKS_AHEAD * 20_000, "a few pieces at a time, in a ring"
 
 
 @pytest.fixture

@@ -1,0 +1,145 @@
+"""The bytes of packed matrices, word by word as the formats' descriptions say, of sizes that nothing divides."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+
+from cheetah.models.formats import pack_matrix
+from cheetah.models.formats.quantized import EVEN_FIRST, QuantizedRows, scheme_of_name
+from cheetah.models.rounding import Bits
+from cheetah.plan import MatrixLayout
+from cheetah.plan.formats import QUANTIZED_FORMATS, QuantizedTiles, tile_format
+from tests.program.quantized_weights import drawn_rows
+
+SIZES = [(16, 128, 1), (37, 200, 2), (7, 40, 2)]
+LANES = list(product(range(8), range(4)))
+"""g, t of lane 4g + t."""
+
+Tile = Callable[[int, int], bytes]
+
+
+def laid_out(layout: MatrixLayout, tile: Tile, factors: Callable[[int], bytes]) -> bytes:
+    """Of each wave of M-tiles, of each chunk, of each M-tile: its K-tiles, and behind the last its factors."""
+    parts: list[bytes] = []
+    for start, first in product(
+        range(0, layout.m_tiles, layout.blocks), range(0, layout.k_tiles, layout.tiles_per_chunk)
+    ):
+        stop = min(first + layout.tiles_per_chunk, layout.k_tiles)
+        for m_tile in range(start, min(start + layout.blocks, layout.m_tiles)):
+            parts += [tile(m_tile, k_tile) for k_tile in range(first, stop)]
+            parts += [factors(m_tile)] * (stop == layout.k_tiles)
+    return b"".join(parts)
+
+
+def padded(values: np.ndarray, rows: int, columns: int) -> np.ndarray:
+    return np.pad(values, ((0, rows - values.shape[0]), (0, columns - values.shape[1])))
+
+
+def bf16_tile(bits: Bits) -> bytes:
+    """bits: [16, 32]."""
+    words = [
+        (g + 8 * half, 8 * t + 4 * h + 2 * pair)
+        for h, (g, t), pair, half in product(range(2), LANES, range(2), range(2))
+    ]
+    return b"".join(struct.pack("<HH", bits[row, column], bits[row, column + 1]) for row, column in words)
+
+
+def int4_codes(codes: np.ndarray) -> bytes:
+    """codes: [16, 128]."""
+    packed = bytearray()
+    for pair, (g, t), part, half in product(range(2), LANES, range(2), range(2)):
+        column = (2 * pair + part) * 32 + 8 * t
+        eight = codes[g + 8 * half, column : column + 8].tolist()
+        packed += struct.pack("<I", sum(eight[2 * j] << 4 * j | eight[2 * j + 1] << 4 * j + 16 for j in range(4)))
+    return bytes(packed)
+
+
+def byte_codes(codes: np.ndarray, order: tuple[int, ...]) -> bytes:
+    packed = bytearray()
+    for part, (g, t), h, half in product(range(4), LANES, range(2), range(2)):
+        column = 32 * part + 8 * t + 4 * h
+        packed += bytes(codes[g + 8 * half, column + number] for number in order)
+    return bytes(packed)
+
+
+CODES: dict[str, Callable[[np.ndarray], bytes]] = {
+    "int4": int4_codes,
+    "int8": lambda codes: byte_codes(codes, (0, 2, 1, 3)),
+    "fp8": lambda codes: byte_codes(codes, (0, 1, 2, 3)),
+}
+
+
+def quantized_tile(tiles: QuantizedTiles, codes: np.ndarray, scales: np.ndarray, points: np.ndarray | None) -> bytes:
+    """codes: [16, 128]. scales, points: [16, groups of the tile]."""
+    packed = CODES[tiles.kind](codes)
+    if tiles.kind == "fp8" and tiles.group_columns:
+        packed += struct.pack("<ff", scales[0, 0], scales[8:, 0].max()) + bytes(8)
+    elif tiles.group_columns:
+        packed += b"".join(scales[[g, g + 8], group].tobytes() for group in range(tiles.groups) for g in range(8))
+    if points is not None:
+        packed += b"".join(points[[g, g + 8], group].tobytes() for group in range(tiles.groups) for g in range(8))
+    return packed
+
+
+def quantized_by_definition(layout: MatrixLayout, rows: QuantizedRows) -> bytes:
+    tiles = layout.format
+    assert isinstance(tiles, QuantizedTiles)
+    count, groups = layout.m_tiles * 16, layout.k_tiles * tiles.groups
+    codes = padded(rows.codes, count, layout.k_tiles * 128)
+    scales = padded(rows.scales, count, groups if tiles.group_columns else 1)
+    points = rows.zero_points
+    if points is not None:
+        points = points if tiles.group_columns else np.repeat(points, groups, 1)  # said in every tile
+        points = padded(points, count, groups)
+
+    def tile(m_tile: int, k_tile: int) -> bytes:
+        own = slice(16 * m_tile, 16 * m_tile + 16)
+        of_tile = slice(k_tile * tiles.groups, (k_tile + 1) * tiles.groups)
+        of_points = None if points is None else points[own, of_tile]
+        return quantized_tile(tiles, codes[own, 128 * k_tile : 128 * k_tile + 128], scales[own, of_tile], of_points)
+
+    def factors(m_tile: int) -> bytes:
+        own = scales[16 * m_tile : 16 * m_tile + 16, 0].astype("<f4")
+        return (np.ones(16, "<f4") if tiles.group_columns else own).tobytes() + bytes(tiles.factor_bytes - 64)
+
+    return laid_out(layout, tile, factors)
+
+
+def as_words(rows: QuantizedRows) -> QuantizedRows:
+    """int4 codes as words of eight columns."""
+    eights = rows.codes.reshape(len(rows.codes), -1, 8).astype(np.uint32)
+    words = sum(eights[:, :, column] << np.uint32(4 * nibble) for nibble, column in enumerate(EVEN_FIRST))
+    return replace(rows, stored_codes=np.asarray(words, np.uint32))
+
+
+@pytest.mark.parametrize("name", QUANTIZED_FORMATS)
+def test_quantised_matrices_are_packed_as_described(name: str) -> None:
+    tiles = tile_format(name)
+    scheme = scheme_of_name(name, "f32" if tiles.kind == "fp8" else "f16")
+    for rows, columns, blocks in SIZES:
+        layout = MatrixLayout("w", rows, columns, blocks, 4 * tiles.tile_bytes, format=tiles)
+        matrix = drawn_rows(scheme, rows, columns, np.random.default_rng(rows))
+        wanted = quantized_by_definition(layout, matrix)
+        assert pack_matrix(layout, matrix).tobytes() == wanted
+        if tiles.kind == "int4":
+            words = as_words(matrix)
+            assert words.shape == matrix.shape and np.array_equal(words.codes, matrix.codes)
+            assert pack_matrix(layout, words).tobytes() == wanted
+
+
+@pytest.mark.parametrize(("rows", "columns", "blocks"), SIZES)
+def test_bf16_matrices_are_packed_as_described(rows: int, columns: int, blocks: int) -> None:
+    layout = MatrixLayout("w", rows, columns, blocks, 4 * 1024)
+    matrix = np.random.default_rng(rows).integers(0, 2**16, (rows, columns), dtype=np.uint16)
+    bits = padded(matrix, layout.m_tiles * 16, layout.k_tiles * 32)
+
+    def tile(m_tile: int, k_tile: int) -> bytes:
+        return bf16_tile(bits[16 * m_tile : 16 * m_tile + 16, 32 * k_tile : 32 * k_tile + 32])
+
+    assert pack_matrix(layout, matrix).tobytes() == laid_out(layout, tile, lambda m_tile: b"")
