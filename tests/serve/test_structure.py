@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import jsonschema
 import openai
+import pydantic
 import pytest
 
 from cheetah.runtime import SamplingParams
@@ -30,6 +31,12 @@ PERSON = {
     "required": ["name", "age"],
 }
 COMPACT = {"json": PERSON, "disable_any_whitespace": True}
+
+
+class Age(pydantic.BaseModel):
+    age: int = pydantic.Field(ge=0, le=9999)
+
+
 FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "age", "schema": AGE, "strict": True}}
 
 
@@ -86,6 +93,7 @@ def test_a_response_with_a_format(client: openai.OpenAI) -> None:
     text: Any = {"format": {"type": "json_schema", "name": "age", "schema": AGE}}
     found = client.responses.create(model="demo", input="Who is Finn?", text=text, max_output_tokens=ROOM)
     assert found.status == "completed" and checked(found.output_text, AGE)
+    assert client.responses.parse(model="demo", input="Who?", text_format=Age, max_output_tokens=ROOM).output_parsed
     assert found.text is not None and found.text.format is not None and found.text.format.type == "json_schema"
     plain: Any = {"format": {"type": "text"}}
     assert client.responses.create(model="demo", input="x", text=plain, max_output_tokens=1).status == "incomplete"
