@@ -1,6 +1,7 @@
 """What holds for every test: kernels are compiled into one cache that is not the user's, interrupts arrive, and tests
 marked `compiler` are skipped where there is no g++."""
 
+import gc
 import os
 import shutil
 import signal
@@ -37,6 +38,11 @@ def remove_old(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file() and path.stat().st_mtime < limit:
             path.unlink(missing_ok=True)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the collector of garbage need not look at it again with every kernel that is made."""
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,14 +13,17 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import typer.main
 from typer.core import TyperGroup
 
 from cheetah.cli import app
-from cheetah.generate import choose_plan, generate_kernel
+from cheetah.generate import choose_plan, describe_kernel
+from cheetah.models.config import ModelConfig
 from cheetah.models.registry import PRESETS, preset
+from cheetah.package import Generated
 from cheetah.plan import gpu_named, shared_map
 from cheetah.runtime.build.assemble import generate_prompt_kernel, memory_needed
 from cheetah.runtime.build.memory import MemoryEstimate
@@ -168,13 +171,19 @@ def test_the_python_of_the_readme_runs() -> None:
     assert "red kite" in done.stdout and "keys and values" in done.stdout
 
 
+def described(config: ModelConfig, gpu: str, **plan: Any) -> Generated:
+    """What `generate_kernel` gives, without the text, which says nothing of memory."""
+    machine = gpu_named(gpu)
+    return Generated("", describe_kernel(config, machine, choose_plan(config, machine, **plan), "", ""))
+
+
 @cache
 def memory_of(model: str) -> MemoryEstimate:
     """What `LLM` takes for a preset: with the second kernel, which reads prompts."""
     config = preset(model)
-    decoding = generate_kernel(config, "h200").manifest
+    decoding = described(config, "h200").manifest
     h200, nothing_asked = gpu_named("h200"), {}
-    prompts = generate_prompt_kernel(config, h200, generate_kernel, nothing_asked, decoding, None, lambda line: None)
+    prompts = generate_prompt_kernel(config, h200, described, nothing_asked, decoding, None, lambda line: None)
     assert prompts is not None
     return memory_needed(config, decoding, prompts.manifest)
 

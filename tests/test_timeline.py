@@ -18,6 +18,7 @@ from cheetah.runtime.device import open_device
 from cheetah.tools.bench import DecodeBench
 from cheetah.tools.timeline import Spans, kind_of, layer_of, spans_of, summarise
 from cheetah.tools.trace_events import LayerRange, write_trace
+from tests.tiers import tiered
 
 PHASES = ("layer 0 qkv", "layer 0 attention", "layer 1 qkv", "layer 1 attention", "lm_head")
 ZERO = 1_795_218_784_212_232_192  # what a GPU's clock says: nanoseconds since 1970
@@ -184,7 +185,7 @@ def test_a_range_that_is_none(text: str) -> None:
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("sync", ["flags", "barrier"])
+@pytest.mark.parametrize("sync", tiered(["flags", "barrier"], ["barrier"]))
 def test_the_demos_stamps(sync: str) -> None:
     """Every phase of every block is stamped, in order, by the kernel in the emulator."""
     with open_device("emulator", say=lambda line: None) as device:

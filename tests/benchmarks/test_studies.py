@@ -63,6 +63,7 @@ def test_stacks_agree_with_float32_and_with_each_other(scheduler: str) -> None:
     assert all(0 < record["relative_error"] < ROUNDING for record in records)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.compiler
 def test_a_vector_that_every_thread_reads_is_waited_for_where_it_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole warps wait before they poll: in a stack, for the layer before."""
@@ -97,7 +98,7 @@ def test_a_chain_with_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("kind", [Piece, OnePhase])
+@pytest.mark.parametrize("kind", tiered([Piece, OnePhase], [Piece]))
 def test_a_stack_that_skips_its_residual_is_found(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def start_with_nothing(self: Any) -> None:
         with ch.if_(self.machine.thread < M_TILE_ROWS):

@@ -21,6 +21,7 @@ from cheetah.models.rounding import widen
 from cheetah.plan.kv import ITEM_WORDS, KvPlan
 from tests.blocks.attention_kernel import Core, Inputs, attend, attend_all, exact, plan_for, random_inputs
 from tests.program.rig import as_bf16, relative_error
+from tests.tiers import tiered
 from tests.tolerances import ATTENTION_LSE, ATTENTION_OUTPUT, ATTENTION_WEIGHTS
 
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
@@ -50,8 +51,10 @@ SEVERAL = {
     "4 columns of codes, in the cache": Core(tokens=4, group=2, kv_dtype="e4m3", has_newest=False, page_size=64),
     "warps that do not divide": Core(tokens=2, group=12, consumer_warps=6, sync="barrier"),
 }
-every_core = pytest.mark.parametrize("core", CORES.values(), ids=CORES.keys())
-every_several = pytest.mark.parametrize("core", SEVERAL.values(), ids=SEVERAL.keys())
+RARE_CORES = [CORES[name] for name in ("group of 4, pages of 64", "group of 3", "pages of 256", "codes")]
+RARE_SEVERAL = [SEVERAL[name] for name in ("2 columns", "8 columns, pages of 1", "4 columns of codes, in the cache")]
+every_core = pytest.mark.parametrize("core", tiered(CORES.values(), RARE_CORES), ids=CORES.keys())
+every_several = pytest.mark.parametrize("core", tiered(SEVERAL.values(), RARE_SEVERAL), ids=SEVERAL.keys())
 
 
 def error(core: Core, inputs: Inputs, plan: KvPlan | None = None, chunk: int = 0) -> float:
@@ -149,7 +152,7 @@ def test_twice_the_values_twice_the_output(core: Core) -> None:
     np.testing.assert_array_equal(attend(core, doubled), 2 * attend(core, inputs))
 
 
-@pytest.mark.parametrize("kv_dtype", ["bf16", "e4m3"])
+@pytest.mark.parametrize("kv_dtype", tiered(["bf16", "e4m3"], ["e4m3"]))
 def test_pages_in_any_order_and_of_any_size(kv_dtype: str) -> None:
     usual = Core(kv_dtype=kv_dtype)
     inputs = random_inputs(usual, 97)
@@ -288,7 +291,7 @@ FUNCTORS = {
 
 
 @pytest.mark.parametrize("variant", FUNCTORS.values(), ids=FUNCTORS.keys())
-@pytest.mark.parametrize("kv_dtype", ["bf16", "e4m3"])
+@pytest.mark.parametrize("kv_dtype", tiered(["bf16", "e4m3"], ["e4m3"]))
 def test_functions_that_change_nothing(kv_dtype: str, variant: Variant) -> None:
     core = Core(tokens=4, group=2, kv_dtype=kv_dtype, head_dim=128, blocks=5)
     inputs = random_inputs(core, 90, columns=4)
@@ -333,7 +336,7 @@ def test_without_softmax_states_are_added() -> None:
             assert relative_error(attend(core, inputs, chunk=chunk), logits @ values[0]) < ATTENTION_OUTPUT
 
 
-@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize("tokens", tiered([1, 8], [1]))
 def test_no_race(tokens: int) -> None:
     core = Core(tokens=tokens, group=4, kv_heads=2, blocks=3, head_dim=128, sanitize=True)
     inputs = random_inputs(core, 90, columns=tokens)

@@ -34,7 +34,7 @@ from cheetah.tools.bench import (
 )
 from cheetah.tools.regenerate import generate_named
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels_made_once")]
 QUICK = ("--device", "emulator", "--steps", "3", "--repetitions", "2", "--warmup", "1")
 FIELDS = (
     "commit gpu driver clocks model weights batch context kernel system tokens_per_s ms_per_step bytes_per_step "
@@ -44,7 +44,7 @@ FIELDS = (
 
 
 @pytest.fixture(scope="module")
-def records() -> list[dict[str, Any]]:
+def records(kernels_made_once: None) -> list[dict[str, Any]]:
     result = cheetah("bench", "random:demo", "--contexts", "5,200", "--json", "-", *QUICK)
     assert result.exit_code == 0
     return [json.loads(line) for line in result.stdout.splitlines()]
@@ -77,8 +77,8 @@ def test_a_record_adds_up(records: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "contexts", "shared", "per_step", "cached", "room"),
     [
-        (("--contexts", "5", "--batch", "3"), [5, 5, 5], 0, 1, 15, (3, 4)),
-        (("--contexts", "20+9"), [20, 9], 0, 1, 29, (2, 2)),
+        pytest.param(("--contexts", "5", "--batch", "3"), [5, 5, 5], 0, 1, 15, (3, 4), marks=pytest.mark.exhaustive),
+        pytest.param(("--contexts", "20+9"), [20, 9], 0, 1, 29, (2, 2), marks=pytest.mark.exhaustive),
         (("--contexts", "40+50", "--shared", "32"), [40, 50], 32, 1, 58, (2, 2)),
         (("--contexts", "4", "--per-step", "6"), [4], 0, 6, 4, (1, 8)),
     ],

@@ -12,13 +12,13 @@ from cheetah.cli.run import MOST_TOGETHER, _one_after_another, run
 from cheetah.plan.plan import DEFAULT_CONTEXT, MAX_BATCH
 from cheetah.runtime import LLM, SamplingParams, StreamPiece
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels_made_once")]
 PROMPT = "One morning,"
 EMULATOR = ("--device", "emulator", "--max-context", "96")
 
 
 @pytest.fixture(scope="module")
-def completion() -> str:
+def completion(kernels_made_once: None) -> str:
     with LLM("demo", device="emulator", max_context=96, batch=1, quiet=True) as llm:
         text = llm.generate(PROMPT, SamplingParams(max_tokens=12, temperature=0)).text
     assert text

@@ -114,7 +114,7 @@ def test_unknown_field() -> None:
         Space(CONFIG, H200, {}, ("stages",))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.compiler
 def test_the_emulator_ranks_and_stores_nothing(cache: Path) -> None:
     result = cheetah("tune", "demo", *QUICK)

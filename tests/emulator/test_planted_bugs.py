@@ -5,6 +5,7 @@ import pytest
 
 from cheetah.emulator import SCHEDULERS, EmulatorError, Race, explore
 from tests.emulator.planted import BUGS, Bug, expected_totals, planted_program, run
+from tests.tiers import tiered
 
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 
@@ -21,7 +22,7 @@ def test_the_clean_kernel_gives_the_same_right_bits_under_every_schedule() -> No
     assert report.ok, str(report)
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("scheduler", tiered(SCHEDULERS, ["round_robin", "priority"]))
 def test_the_clean_kernel_has_no_race(scheduler: str) -> None:
     totals, _ = run(planted_program(sanitize=True), scheduler, seed=3)
     np.testing.assert_allclose(totals, expected_totals(), rtol=1e-4, atol=1e-6)
@@ -40,7 +41,10 @@ def test_schedules_show_the_bug(bug: Bug) -> None:
         assert {failure.kind for failure in report.failures} == {bug.kind}
 
 
-@pytest.mark.parametrize("bug", [bug for bug in BUGS if bug.is_race], ids=names)
+RACES = [bug for bug in BUGS if bug.is_race]
+
+
+@pytest.mark.parametrize("bug", tiered(RACES, RACES[1::2]), ids=names)
 def test_the_sanitizer_finds_the_bug_in_one_run(bug: Bug) -> None:
     # Without a wait on "empty" the producer warp may overrun its mbarrier before anything is read twice.
     errors = EmulatorError if "empty" in bug.name else Race

@@ -24,7 +24,7 @@ def test_invariants_hold():
         check_invariants(random_case(draw))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(4))
 def test_invariants_hold_for_twenty_thousand_inputs(seed):
     draw = np.random.default_rng([20_000, seed])

@@ -57,7 +57,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 }
 
 
-EXHAUSTIVE = ("group of 3", "no groups", "one under an M-tile", "head of 128, barrier", "page of 1", "page of 5")
+EXHAUSTIVE = (
+    *("group of 3", "no groups", "one under an M-tile", "head of 128, barrier", "page of 1", "page of 5"),
+    *("head of 128", "one block", "two stages", "large epsilon", "page of 64, five blocks", "one head"),
+    *("one over an M-tile", "tied", "split six ways", "rotated starts"),
+)
 
 
 @pytest.mark.parametrize("case", tiered(CASES, EXHAUSTIVE))

@@ -25,6 +25,7 @@ from tests.program.rig import (
     relative_error,
     token_ids,
 )
+from tests.tiers import tiered
 from tests.tolerances import EIGHT_BIT_LOGITS, LOGITS
 
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
@@ -59,7 +60,7 @@ def ragged(session: Session, lengths: Sequence[int], scored: int) -> list[F32]:
     return session.score_together([ids[-scored:] for ids in prompts], caches)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", tiered(SHAPES, ["two", "barrier"]))
 def test_a_ragged_batch_against_float32(name: str) -> None:
     rig = rig_of(name)
     lengths = [33, 0, 70, 5, 16, 100, 1, 47][: max(2, rig.plan.batch - (name == "three of four"))]
@@ -83,7 +84,7 @@ def test_with_a_fixed_chunk_the_company_does_not_matter() -> None:
         np.testing.assert_array_equal(bits(alone), bits(together[number]))
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("scheduler", tiered(SCHEDULERS, ["round_robin"]))
 def test_the_schedule_does_not_matter(scheduler: str) -> None:
     rig = rig_of("three of four")
     first = ragged(rig.session(), [20, 3, 50], 3)
@@ -174,7 +175,7 @@ def test_a_shared_prefix_is_read_once_and_changes_little() -> None:
         assert relative_error(apart[number], wanted) < LOGITS and relative_error(together[number], wanted) < LOGITS
 
 
-@pytest.mark.parametrize("scales", [1.0, 0.03])
+@pytest.mark.parametrize("scales", tiered([1.0, 0.03], [0.03]))
 def test_eight_bit_keys_and_values(scales: float) -> None:
     """Codes in the cache are those of the keys and values of bf16, and what comes out is near."""
     config, blocks, plan = SHAPES["three of four"]

@@ -22,6 +22,10 @@ EXHAUSTIVE = (
     *("the mean of squares over the padded size", "the fence before the store", "one lane waits for the loads of all"),
     *("values cached over their keys", "the first column's angles for all", "keys copied into the place of values"),
     *("a chunk counted that nobody requested", "a block that waits for ever"),
+    *("epochs handed out twice", "attention that does not wait for its loads", "no fence in the producer lane"),
+    *("rows of padding among the candidates", "epochs that begin again"),
+    *("the first column's norm for all", "a query that sees a key too many"),
+    *("the wrong parity of a stage ahead", "keys cached in the first sequence's pages"),
 )
 """Of each there is one of its kind that `make test` looks for."""
 

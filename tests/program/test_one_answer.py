@@ -62,7 +62,7 @@ def assembled(kernel: str, number: int) -> Assembly:
     )
 
 
-@pytest.fixture(params=tiered(KERNELS, ["one token a step"]))
+@pytest.fixture(params=tiered(KERNELS, ["batch 4, prompts by 16", "one token a step"]))
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     return Kernels(assembled(request.param, 0), assembled(request.param, 1))
 
@@ -104,7 +104,7 @@ def test_order_and_company_and_what_is_cached_change_no_bit(kernels: Kernels) ->
     assert hits > 5, "hardly anything was cached"
 
 
-@pytest.mark.parametrize("prompt", [1, 16, 31, 40])
+@pytest.mark.parametrize("prompt", tiered([1, 16, 31, 40], [16]))
 def test_a_prompt_that_continues_an_answer(kernels: Kernels, prompt: int) -> None:
     """The first answer was decoded: whoever reads it as part of a prompt has other bits, and must have them always."""
     record = Record()

@@ -19,6 +19,7 @@ from cheetah.runtime.checkpoint.loading import open_checkpoint
 from cheetah.runtime.checkpoint.safetensors_files import read_header
 from cheetah.tools.quantize import SCALES, quantization_job, write_quantized
 from tests.program.rig import relative_error
+from tests.tiers import tiered
 from tests.tolerances import LOGITS
 
 pytestmark = pytest.mark.compiler
@@ -41,7 +42,7 @@ def check_logits(model: str, ids: list[int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", ["int4-g64", "fp8"])
+@pytest.mark.parametrize("format", tiered(["int4-g64", "fp8"], ["fp8"]))
 def test_the_demo_model_quantised(tmp_path: Path, format: str) -> None:
     check_logits(str(written("demo", tmp_path / "model", format)), IDS)
 

@@ -13,6 +13,7 @@ from cheetah.models.config import ModelConfig
 from tests.program.quantized_weights import QuantizedWeights
 from tests.program.rig import Rig, bits, float32_logits, model, relative_error, token_ids
 from tests.program.test_families import qwen2, qwen3
+from tests.tiers import tiered
 from tests.tolerances import EIGHT_BIT_LOGITS, LOGITS
 
 pytestmark = pytest.mark.compiler
@@ -43,7 +44,7 @@ def rig(case: str) -> Rig:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", tiered(CASES, ["qwen2, barrier", "qwen3, keys of eight bits"]))
 def test_logits_of_every_position(case: str) -> None:
     ready = rig(case)
     ids = token_ids(12, ready.config.vocab_size)

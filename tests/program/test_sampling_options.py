@@ -13,6 +13,7 @@ from cheetah.models.sampling import Filters, Penalties
 from cheetah.runtime.engine.launcher import Part, Sampling
 from tests.meant import drawn
 from tests.program.rig import Rig, Session, model, random_weights, token_ids
+from tests.tiers import tiered
 
 pytestmark = pytest.mark.compiler
 
@@ -79,7 +80,7 @@ def test_every_token_is_numpy_s() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sync", ["flags", "barrier"])
+@pytest.mark.parametrize("sync", tiered(["flags", "barrier"], ["barrier"]))
 def test_sequences_of_a_batch_ask_for_different_things(sync: str) -> None:
     names = ("all filters, hot", "frequency", "everything", "top_k, top_p")
     asked = [Sampling(seed=number, **ASKED[name]) for number, name in enumerate(names)]

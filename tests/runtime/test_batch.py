@@ -25,6 +25,7 @@ from cheetah.runtime.engine.prefix_cache import PrefixCache
 from cheetah.runtime.engine.requests import Request
 from tests.desk import Asked, Desk
 from tests.meant import meant
+from tests.tiers import tiered
 
 PROMPTS = [(5, 17, 250, 3, 99, 7, 7, 81, 200, 12, 45), (1,), (9, 8, 7), tuple(range(40, 73)), (2, 3) * 8, (299,) * 17]
 
@@ -100,7 +101,7 @@ def uneven_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", [{}, {"batch": 8}, {"batch": 2, "tokens": 8}, {"kv_chunk": 64}], ids=str)
-@pytest.mark.parametrize("temperature", [0.0, 1.2])
+@pytest.mark.parametrize("temperature", tiered([0.0, 1.2], [0.0]))
 def test_different_prompts_and_lengths_give_what_each_gives_alone(overrides: Any, temperature: float) -> None:
     rig = Rig(**overrides)
     # So long that the first still decodes when the last one's prompt has been read: they take turns.
@@ -166,7 +167,7 @@ def test_a_launch_ends_when_all_have_stopped() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch, count", [(4, 3), (4, 4), (2, 5), (1, 3), (8, 8)])
+@pytest.mark.parametrize(("batch", "count"), tiered([(4, 3), (4, 4), (2, 5), (1, 3), (8, 8)], [(4, 4), (8, 8)]))
 @pytest.mark.parametrize("cached", [False, True])
 def test_several_completions_of_one_prompt(batch: int, count: int, cached: bool) -> None:
     rig = Rig(batch=batch, cached=cached)
@@ -437,7 +438,7 @@ def test_an_interrupted_prompt_is_taken_out_and_others_go_on() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", tiered(range(4), [0, 1]))
 def test_soak_of_joins_and_leaves(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random requests of a few common beginnings come, go on, stop, fork, are given up, in a pool that is too small."""
     draw = np.random.default_rng(seed)

@@ -17,6 +17,7 @@ from cheetah.errors import CheetahError
 from cheetah.manifest import Manifest
 from cheetah.models.registry import preset
 from cheetah.runtime.build.assemble import check_manifest
+from tests.tiers import tiered
 
 CONFIG = preset("demo")
 MANIFEST = generate_kernel(CONFIG, "emulator").manifest
@@ -93,11 +94,12 @@ PLACES = sorted(places(json.loads(MANIFEST.to_json())), key=str)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("share", tiered([4, 1], [1]))
 @pytest.mark.parametrize("first", sorted({str(path[0]) for path in PLACES}))
-def test_an_edit_is_refused_or_changes_nothing(first: str) -> None:
+def test_an_edit_is_refused_or_changes_nothing(first: str, share: int) -> None:
     """Anything that escapes but a CheetahError fails here; so does a change that nobody notices."""
     data, wanted = json.loads(MANIFEST.to_json()), asdict(MANIFEST)
-    for path in (path for path in PLACES if path[0] == first):
+    for path in [path for path in PLACES if path[0] == first][::share]:
         for changed in edits(data, path):
             found = outcome(json.dumps(changed))
             if isinstance(found, str):

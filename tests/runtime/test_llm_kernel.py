@@ -53,7 +53,7 @@ def place(request: pytest.FixtureRequest) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module", params=["flags", "barrier"])
+@pytest.fixture(scope="module", params=tiered(["flags", "barrier"], ["barrier"]))
 def llm(folder: Path, place: dict[str, Any], request: pytest.FixtureRequest) -> Iterator[LLM]:
     with opened(folder, place, sync=request.param) as llm:
         yield llm

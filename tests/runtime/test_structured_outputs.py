@@ -17,7 +17,8 @@ import pytest
 from cheetah.errors import CheetahError
 from cheetah.runtime import SamplingParams, StructuredOutputsParams
 from cheetah.runtime.checkpoint.loading import open_checkpoint
-from cheetah.runtime.sampling import SamplingDefaults, stop_ids
+from cheetah.runtime.engine.launcher import Sampling
+from cheetah.runtime.sampling import stop_ids
 from cheetah.runtime.structured_outputs import GrammarError
 from cheetah.runtime.text.grammars import Grammars, GrammarWatcher
 from cheetah.runtime.text.prompts import Prompts
@@ -153,7 +154,7 @@ def test_end_tokens_are_allowed_where_the_text_may_end_and_alone_at_its_end() ->
 
 def test_an_end_that_is_ignored_still_ends_a_structure() -> None:
     params = SamplingParams(ignore_eos=True, structured_outputs={"choice": ["a"]})
-    assert stop_ids(params, SamplingDefaults((END,))) == (END,)
+    assert stop_ids(params, Sampling(stop_ids=(END,))) == (END,)
 
 
 @pytest.mark.parametrize("seed", range(3))
