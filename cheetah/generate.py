@@ -93,8 +93,10 @@ def generate_pass(
     Errors: PlanError where the model, the plan or the machine allow none, with the reason.
     """
     machine = gpu_named(gpu) if isinstance(gpu, str) else gpu
-    kernel = family_of(config).prompt_program.build_kernel(config, machine, plan, pass_plan)
-    text = ch.render_file(kernel, header=_pass_header(config, machine, plan, pass_plan, command), line_marks=line_marks)
+    header = _pass_header(config, machine, plan, pass_plan, command)
+    with _no_collections():
+        kernel = family_of(config).prompt_program.build_kernel(config, machine, plan, pass_plan)
+        text = ch.render_file(kernel, header=header, line_marks=line_marks)
     return Generated(text, describe_pass(config, machine, plan, pass_plan, text, command))
 
 

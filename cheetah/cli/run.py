@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -107,13 +108,20 @@ def register(app: typer.Typer) -> None:
 
 def kernel_generator(model: str) -> GenerateKernel:
     """Makes the very text that `cheetah generate` writes, so that a kernel compiled for it is found in the cache."""
-    from cheetah.cli.configs import canonical_name
-    from cheetah.tools.regenerate import generate_named
+    return _NamedGenerator(model)
 
-    def generate(config: ModelConfig, gpu: str, **plan: Any) -> Generated:
-        return generate_named(config, canonical_name(model), gpu, plan)
 
-    return generate
+@dataclass(frozen=True)
+class _NamedGenerator:
+    """identity: the model, whose name is in the command that the text has in its header."""
+
+    identity: str
+
+    def __call__(self, config: ModelConfig, gpu: str, **plan: Any) -> Generated:
+        from cheetah.cli.configs import canonical_name
+        from cheetah.tools.regenerate import generate_named
+
+        return generate_named(config, canonical_name(self.identity), gpu, plan)
 
 
 def _prompt_text(prompt: str | None, ids: str | None, chat: bool) -> str:

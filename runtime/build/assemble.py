@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -29,7 +30,9 @@ from cheetah.plan.prompt import PASS_TOKENS, PassPlan, default_pass_plan, short_
 from cheetah.printable import shown_name
 from cheetah.records import first_difference
 from cheetah.runtime.background import started
+from cheetah.runtime.build.cubin import cache_folder
 from cheetah.runtime.build.memory import LABELS, MemoryEstimate, memory_of_buffers, size_text
+from cheetah.runtime.build.texts import Generated, KeptTexts
 from cheetah.runtime.build.tuned import with_tuned
 from cheetah.runtime.device import Say, open_device, say_to_stderr
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
@@ -68,16 +71,6 @@ def new_buffer(device: Device, buffer: BufferSpec) -> Buffer:
     if buffer.fill == "mapped":
         return device.allocate_mapped(buffer.bytes)
     return device.allocate(buffer.bytes, FILL_BYTES[buffer.fill])
-
-
-class Generated(Protocol):
-    """A kernel's text with its manifest."""
-
-    @property
-    def text(self) -> str: ...
-
-    @property
-    def manifest(self) -> Manifest: ...
 
 
 class Weights(Protocol):
@@ -179,10 +172,12 @@ def assemble(
         if tuned:
             plan_of_one = with_tuned(weights.config, machine, info.name, plan_of_one, _say(quiet))
             plan = plan if "batch" in plan else plan_of_one
-        generate = generate_kernel or _own_generator()
+        texts = KeptTexts(None if machine.emulated else cache_folder() / "texts")
+        generate = _keeping(texts, generate_kernel or _own_generator())
         asked = _Asked(
             *(weights.config, machine, generate, prompt_tokens, solo, plan_of_one),
             _PassesAsked(prompt_passes, info.free_bytes),
+            texts,
             _say(quiet),
         )
         with watch("write the kernels"):
@@ -275,6 +270,7 @@ class _Asked:
     solo: bool | None
     plan_of_one: Mapping[str, Any]
     passes: _PassesAsked
+    texts: KeptTexts
     say: Say
 
     def kernels(self, plan: Mapping[str, Any]) -> Kernels:
@@ -288,7 +284,7 @@ class _Asked:
         made = {name: kernel for name, kernel in found.items() if kernel is not None}
         for kernel in (decoding, *made.values()):
             check_manifest(self.config, kernel.manifest)
-        made |= generate_pass_kernels(self.config, self.machine, decoding.manifest, self.passes, self.say)
+        made |= generate_pass_kernels(self.config, self.machine, decoding.manifest, self.passes, self.texts, self.say)
         return Kernels(decoding, made)
 
 
@@ -350,7 +346,7 @@ def generate_prompt_kernel(
 
 
 def generate_pass_kernels(
-    config: ModelConfig, machine: Gpu, manifest: Manifest, asked: _PassesAsked, say: Say
+    config: ModelConfig, machine: Gpu, manifest: Manifest, asked: _PassesAsked, texts: KeptTexts, say: Say
 ) -> dict[str, Generated]:
     """Kernels of passes beside the manifest's, which decodes; none where none is wanted, or, unless they were asked
     for, where there can be none, which is said."""
@@ -361,7 +357,13 @@ def generate_pass_kernels(
     try:
         plans = _pass_plans_that_fit(config, machine, manifest, asked)
         plan = Plan.from_dict(manifest.plan)
-        made: dict[str, Generated] = {name: generate_pass(config, machine, plan, one) for name, one in plans.items()}
+        made: dict[str, Generated] = {
+            name: texts.get(
+                ["pass", config.to_dict(), machine.name, plan.to_dict(), one.to_dict()],
+                partial(generate_pass, config, machine, plan, one),
+            )
+            for name, one in plans.items()
+        }
     except PlanError as error:
         if asked.wanted:
             raise
@@ -424,6 +426,19 @@ def _allocate_others(
         if buffer.name not in buffers:
             buffers[buffer.name] = new_buffer(device, buffer)
             of_first[f"{kernel}.{buffer.name}"] = buffers[buffer.name]
+
+
+def _keeping(texts: KeptTexts, generate: GenerateKernel) -> GenerateKernel:
+    """The generator, asked only for what is not kept; itself where it has no `identity`, what its texts' commands say
+    that is told by nothing else."""
+    identity: str | None = getattr(generate, "identity", None)
+    if generate is not _own_generator() and identity is None:
+        return generate
+
+    def kept(config: ModelConfig, gpu: str, **plan: Any) -> Generated:
+        return texts.get([identity, config.to_dict(), gpu, plan], lambda: generate(config, gpu, **plan))
+
+    return kept
 
 
 def _own_generator() -> GenerateKernel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +50,32 @@ def test_other_machines_are_refused(device: DeviceInfo, wanted: str | None, mess
 
 def assembled(device: FakeDevice, generate: Any = generate_kernel) -> None:
     assemble(tiny_weights(), device=device, generate_kernel=generate, quiet=True)
+
+
+def test_a_gpu_s_kernels_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHEETAH_CACHE", str(tmp_path))
+    written: list[str] = []
+
+    class Counting:
+        identity = "tiny"
+
+        def __call__(self, *arguments: Any, **plan: Any) -> Generated:
+            written.append(self.identity)
+            return generate_kernel(*arguments, **plan)
+
+    def kernels(generate: Any) -> str:
+        device, options = FakeDevice(info=info("NVIDIA H200")), {"solo": True, "prompt_passes": False, "quiet": True}
+        return assemble(tiny_weights(), device=device, generate_kernel=generate, **options).manifest.text_sha256
+
+    first = kernels(Counting())
+    count = len(written)
+    assert count > 0
+    assert kernels(Counting()) == first and len(written) == count
+    monkeypatch.setattr(Counting, "identity", "other")
+    kernels(Counting())
+    assert len(written) == 2 * count
+    kernels(lambda *arguments, **plan: Counting()(*arguments, **plan))
+    assert len(written) == 3 * count, "a generator without a name of its own is always asked"
 
 
 def test_too_little_memory_is_refused_before_anything_is_allocated() -> None:
