@@ -30,14 +30,15 @@ def new_id(kind: str) -> str:
 
 @dataclass
 class Usage:
-    """Tokens of all the completions of a request; each prompt counts once."""
+    """Tokens of all the completions of a request; each prompt counts once. is_echo: completions do not count."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    is_echo: bool = False
 
     def take(self, piece: StreamPiece) -> None:
-        self.completion_tokens += len(piece.token_ids)
+        self.completion_tokens += 0 if self.is_echo else len(piece.token_ids)
         if piece.timings is not None and piece.index == 0:
             self.cached_tokens += piece.timings.cached_tokens
 
@@ -89,7 +90,8 @@ class Envelope:
 
 class CompletionAnswer:
     """/v1/completions. echoes: for each completion the text of its prompt, if that is to stand before it. logprobs: for
-    each completion what tells those that its pieces have, with those of an echoed prompt before them."""
+    each completion what tells those that its pieces have, with those of an echoed prompt before them. Where the usage
+    is that of an echo, nothing else is told."""
 
     def __init__(
         self,
@@ -124,6 +126,10 @@ class CompletionAnswer:
 
     def _choice(self, number: int, piece: StreamPiece) -> Record:
         echo = self._echoes.pop(number, None)
+        if self.usage.is_echo:
+            reason = "length" if piece.finish_reason else None
+            none_made = () if piece.logprobs is not None else None
+            piece = replace(piece, text="", token_ids=(), logprobs=none_made, finish_reason=reason, stop_reason=None)
         choice = {
             "index": number,
             "text": (echo or "") + (piece.text or ""),

@@ -108,13 +108,14 @@ class Service:
         prompts = _several(body.prompt)
         of_prompt, structure = body.logprobs if body.echo else None, structure_of(body)
         logprobs = {"logprobs": body.logprobs, "prompt_logprobs": of_prompt}
-        params = self._params(body, body.max_tokens, len(prompts), structure, **logprobs)
+        is_echo = body.echo and body.max_tokens == 0  # how evaluations ask for the prompt's logprobs alone
+        params = self._params(body, 1 if is_echo else body.max_tokens, len(prompts), structure, **logprobs)
         ids = [await self._encode(prompt, body.add_special_tokens) for prompt in prompts]
         if body.stream and body.prompt_logprobs is not None:
             raise refused("prompt_logprobs", "is not told in streams: leave out stream, or write echo and logprobs")
         answer = CompletionAnswer(
             self._name,
-            Usage(),
+            Usage(is_echo=is_echo),
             [self._text_of(prompt) for prompt in prompts for _ in range(params.n)] if body.echo else None,
             body.wants_usage,
             body.return_token_ids,

@@ -93,6 +93,20 @@ def test_generated_tokens_are_what_the_scores_say(llm: LLM) -> None:
     assert tuple(scores[len(PROMPT) - 1 : -1].argmax(axis=1)) == made
 
 
+def test_logprobs_are_near_the_references_and_say_which_token_was_likeliest(llm: LLM) -> None:
+    output = llm.generate(PROMPT, SamplingParams(max_tokens=12, logprobs=20, prompt_logprobs=20))
+    logits = reference().forward(PROMPT + output.token_ids).astype(np.float64)
+    wanted = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    places = [*(output.prompt_logprobs or ())[1:], *(output.outputs[0].logprobs or ())]
+    for place, row in zip(places, wanted, strict=False):
+        assert place is not None and len(place) >= 20
+        found = np.array([entry.logprob for entry in place.values()])
+        error = np.linalg.norm(found - row[[*place]]) / np.linalg.norm(row[[*place]])
+        assert error < LOGIT_TOLERANCE and min(entry.rank for entry in place.values()) == 1
+    assert len(places) == len(PROMPT) - 1 + 12
+    assert all(place[token].rank == 1 for place, token in zip(places[-12:], output.token_ids, strict=True) if place)
+
+
 def test_sampled_tokens_are_the_references_draws_from_the_scores(llm: LLM) -> None:
     seed = 2**40 + 9
     made = llm.generate(PROMPT, SamplingParams(max_tokens=25, temperature=0.8, seed=seed)).token_ids

@@ -52,6 +52,21 @@ def test_of_a_completion_with_its_echo(client: openai.OpenAI, running: Served, a
         assert choice.text[offset:].startswith(token)
 
 
+def test_of_a_prompt_alone(client: openai.OpenAI, alone: RequestOutput) -> None:
+    how = {"model": "demo", "prompt": PROMPT, "logprobs": 2, "echo": True}
+    longer = client.completions.create(max_tokens=1, **how).choices[0].logprobs
+    found = client.completions.create(max_tokens=0, **how)
+    choice, tokens = found.choices[0], len(alone.prompt_token_ids)
+    assert (choice.text, choice.finish_reason) == (PROMPT, "length") and choice.logprobs is not None
+    assert choice.logprobs.token_logprobs == (longer and longer.token_logprobs or [])[:-1]
+    assert len(choice.logprobs.tokens or ()) == tokens
+    assert found.usage is not None and (found.usage.prompt_tokens, found.usage.completion_tokens) == (tokens, 0)
+    chunks = client.completions.create(max_tokens=0, stream=True, **how)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == PROMPT
+    with pytest.raises(openai.BadRequestError, match="max_tokens=0"):
+        client.completions.create(model="demo", prompt=PROMPT, max_tokens=0)
+
+
 def test_of_a_stream_of_completions(client: openai.OpenAI) -> None:
     whole = client.completions.create(prompt=PROMPT, logprobs=1, echo=True, n=2, **HOW)
     told: list[list[object]] = [[], []]
