@@ -32,6 +32,12 @@ def generate(
         typer.Option(help="Of the files, without ending; by default model, GPU and the options given."),
     ] = None,
     gpu: MachineGpu = DEFAULT_GPU,
+    prompt_pass: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="TOKENS", help="Instead: the kernel that reads so many of a prompt.", show_default=False
+        ),
+    ] = None,
     line_marks: Annotated[
         bool, typer.Option("--line-marks", help="#line marks, so that compilers name the Python source.")
     ] = False,
@@ -47,15 +53,20 @@ def generate(
     from cheetah.plan import gpu_named
     from cheetah.runtime.build.tuned import with_tuned
     from cheetah.runtime.device import say_to_stderr
-    from cheetah.tools.regenerate import file_stem, generate_named, needed_options
+    from cheetah.tools.regenerate import file_stem, generate_named, generate_named_pass, needed_options
 
     named = named_config(config, revision)
     print_notes(named.notes)
     if tuned:
         plan = with_tuned(named.config, gpu_named(gpu), None, plan, say_to_stderr)
-    generated = generate_named(named.config, named.canonical, gpu, plan, line_marks=line_marks)
     chosen = needed_options(named.config, gpu, plan)
-    stem = name or file_stem(named.stem, gpu, chosen, line_marks=line_marks)
+    stem = file_stem(named.stem, gpu, chosen, line_marks=line_marks)
+    if prompt_pass is None:
+        generated = generate_named(named.config, named.canonical, gpu, plan, line_marks=line_marks)
+    else:
+        generated = generate_named_pass(named.config, named.canonical, gpu, plan, prompt_pass, line_marks=line_marks)
+        stem = f"{stem}-prompt-pass-{prompt_pass}"
+    stem = name or stem
     with _writing(output):
         source, manifest = generated.write(output, stem)
     console = Console(soft_wrap=True, highlight=False, markup=False)
@@ -94,7 +105,8 @@ def _print_choices(console: Console, generated: Generated) -> None:
     manifest = generated.manifest
     table = Table(title="plan", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     for field, value in manifest.plan.items():
-        table.add_row(field, str(value))
+        if field != "decoding":  # of a pass: the plan of the kernel beside it
+            table.add_row(field, str(value))
     launch = manifest.launch
     table.add_row("launch", f"{launch.blocks} blocks of {launch.threads} threads, {launch.shared_bytes} bytes shared")
     table.add_row("weights a step", f"{manifest.weight_bytes / 1e9:.3f} GB")

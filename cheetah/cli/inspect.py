@@ -11,8 +11,12 @@ from cheetah.cli.configs import named_config, print_notes
 from cheetah.cli.options import DEFAULT_GPU, Config, MachineGpu, Revision, takes_plan
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from rich.table import Table
 
+    from cheetah.models.config import ModelConfig
+    from cheetah.plan import Gpu, Plan
     from cheetah.plan.report import PhaseShare, Report
     from cheetah.plan.shared_memory import SharedMap
 
@@ -49,7 +53,8 @@ def inspect(
     depth = min(DEFAULT_CONTEXT, chosen.max_context) if context is None else context
     report = inspect_plan(named.config.shape, chosen, machine, depth)
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    for table in (_summary(named.canonical, report), _shares(report), _shared_memory(report.shared)):
+    tables = (_summary(named.canonical, report), _shares(report), _shared_memory(report.shared))
+    for table in (*tables, *_passes(named.config, chosen, machine)):
         console.print(table)
         console.print()
     if plot is not None:
@@ -60,6 +65,28 @@ def inspect(
 def register(app: typer.Typer) -> None:
     """Make this a command of `app`."""
     app.command(epilog=EPILOG)(inspect)
+
+
+def _passes(config: ModelConfig, plan: Plan, gpu: Gpu) -> Iterator[Table]:
+    """What passes over prompts take beside the plan's kernel, by the tokens that they have room for; nothing where
+    there are none."""
+    from rich.table import Table
+
+    from cheetah.generate import describe_pass
+    from cheetah.plan import PlanError
+    from cheetah.plan.prompt import PASS_TOKENS, default_pass_plan, short_pass_plan
+
+    table = Table(title="passes over prompts", title_justify="left")
+    for heading in ("tokens", "a tile", "shared memory", "workspace, MB"):
+        table.add_column(heading, justify="right")
+    try:
+        for one in (*(default_pass_plan(gpu, tokens) for tokens in PASS_TOKENS), short_pass_plan(gpu)):
+            manifest = describe_pass(config, gpu, plan, one, "", "")
+            workspace = f"{manifest.buffer('workspace').bytes / 1e6:.0f}"
+            table.add_row(str(one.tokens), str(one.tile_tokens), str(manifest.launch.shared_bytes), workspace)
+    except PlanError:
+        return
+    yield table
 
 
 def _summary(name: str, report: Report) -> Table:

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cheetah.generate import choose_plan, generate_kernel
+from cheetah.generate import choose_plan, generate_kernel, generate_pass
 from cheetah.models.config import ModelConfig
 from cheetah.models.registry import resolve_config
 from cheetah.package import Generated
 from cheetah.plan import PlanError, gpu_named
+from cheetah.plan.prompt import default_pass_plan
 
 DEFAULT_GPU = "h200"
 
@@ -29,6 +30,16 @@ def generate_named(
     chosen = needed_options(config, gpu, plan)
     command = canonical_command(name, gpu, chosen, line_marks=line_marks)
     return generate_kernel(config, gpu, command=command, line_marks=line_marks, **chosen)
+
+
+def generate_named_pass(
+    config: ModelConfig, name: str, gpu: str, plan: dict[str, Any], tokens: int, *, line_marks: bool = False
+) -> Generated:
+    """The kernel of passes over `tokens` tokens of a prompt, beside that of `generate_named`."""
+    chosen, machine = needed_options(config, gpu, plan), gpu_named(gpu)
+    command = f"{canonical_command(name, gpu, chosen, line_marks=line_marks)} --prompt-pass {tokens}"
+    decoding, pass_plan = choose_plan(config, machine, **chosen), default_pass_plan(machine, tokens)
+    return generate_pass(config, machine, decoding, pass_plan, command=command, line_marks=line_marks)
 
 
 def needed_options(config: ModelConfig, gpu: str, plan: dict[str, Any]) -> dict[str, Any]:

@@ -41,6 +41,7 @@ def test_writes_a_kernel_and_its_manifest(tmp_path: Path) -> None:
         "--gpu emulator-8 --line-marks",
         "--sync barrier --page-size 64 --consumer-warps 4 --stages 6 --in-flight 2 --stage-bytes 32768 "
         "--max-context 128 --max-steps 16 --kv-chunk-min 128",
+        "--prompt-pass 256 --batch 4",
     ],
 )
 def test_the_command_in_the_header_writes_the_same_text(tmp_path: Path, options: str) -> None:

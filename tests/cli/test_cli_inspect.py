@@ -56,6 +56,11 @@ def test_bytes_by_format() -> None:
     assert "weights a step           15.009 GB (bf16)" in cheetah("inspect", "llama-3.1-8b").stdout
 
 
+def test_tells_what_passes_over_prompts_take() -> None:
+    text = cheetah("inspect", "llama-3.1-8b", "--batch", "8").stdout
+    assert re.search(r"2048 +\S +256 +\S +\d{6} +\S +210", text), text
+
+
 def test_a_context_that_the_plan_does_not_hold_is_refused() -> None:
     assert "context is 513" in refused("inspect", "demo", "--context", "513")
 

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from cheetah.cli.configs import named_config
-from cheetah.generate import generate_kernel
+from cheetah.generate import choose_plan, generate_kernel, generate_pass
 from cheetah.manifest import Manifest
 from cheetah.models.registry import PRESETS, preset
 from cheetah.package import Generated
 from cheetah.plan import gpu_named
+from cheetah.plan.prompt import default_pass_plan, short_pass_plan
 from cheetah.runtime.build.assemble import generate_prompt_kernel
 from cheetah.runtime.build.compile import CompileError, compile_cubin, find_compiler
 from cheetah.tools.regenerate import DEFAULT_GPU, generate_named
@@ -24,6 +25,7 @@ from tests.tiers import tiered
 ROOT = Path(__file__).parents[2]
 REGISTERS = 65536  # of an SM
 MOST_STACK_BYTES = 24  # six words, of those that are read once a phase or an M-tile, of steps with several tokens
+MOST_PASS_STACK_BYTES = 32  # the same of a pass over 2048 tokens
 SPILLED_BY_FILTERS = {
     ("llama-3.1-8b", 1): 8,
     ("llama-3.1-8b@int4-g128", 1): 8,
@@ -102,6 +104,20 @@ def test_registers_are_enough_for_prompts(tmp_path: Path, model: str) -> None:
     reading = prompt_kernel(model)
     require_registers(model, reading, tmp_path)
     assert reading.manifest.plan["tokens"] == FEWER_PROMPT_TOKENS.get(model, 16)
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+@needs_nvrtc
+@pytest.mark.parametrize("tokens", tiered([256, 2048], [2048]))
+def test_registers_are_enough_for_passes(tmp_path: Path, tokens: int) -> None:
+    """In tiles of 128 tokens nothing spills; in those of 256 few words that are read once a phase."""
+    config, gpu = preset("llama-3.1-8b"), gpu_named(DEFAULT_GPU)
+    plan = default_pass_plan(gpu, tokens) if tokens > 256 else short_pass_plan(gpu)
+    generated = generate_pass(config, gpu, choose_plan(config, gpu, batch=8), plan)
+    cubin = compile_cubin(generated.text, generated.manifest.kernel, cache=tmp_path)
+    assert cubin.resources.stack_bytes <= (MOST_PASS_STACK_BYTES if tokens > 256 else 0), str(cubin.resources)
+    assert cubin.resources.registers * generated.manifest.launch.threads <= REGISTERS
 
 
 def prompt_kernel(model: str) -> Generated:
