@@ -143,17 +143,24 @@ class PassPlan:
             groups //= 2
         return groups
 
-    def row_tiles(self, layout: MatrixLayout) -> int:
-        """Tiles that cover the M-tiles of a matrix."""
-        return ceil_div(layout.m_tiles, self.tile_m_tiles)
+    def row_tiles(self, layout: MatrixLayout, height: int | None = None) -> int:
+        """Tiles that cover the M-tiles of a matrix, `height` of them each, or as many as there is room for."""
+        return ceil_div(layout.m_tiles, height or self.tile_m_tiles)
+
+    def height(self, layout: MatrixLayout, blocks: int) -> int:
+        """M-tiles of a tile of few tokens that give all blocks work to the end, where there are more tiles than blocks:
+        reading the weights is what takes time then, and a tile may have fewer than it has room for."""
+        if not self.splits or self.row_tiles(layout) <= blocks:
+            return self.tile_m_tiles
+        rounds = ceil_div(self.row_tiles(layout), blocks)
+        return ceil_div(layout.m_tiles, rounds * blocks)
 
     def parts(self, layout: MatrixLayout, blocks: int) -> int:
-        """Parts of k, of as many whole chunks each, that give a product work for more blocks, each an item at most. A
-        part is summed by itself, so they change bits."""
-        tiles = self.row_tiles(layout) * (self.tokens // self.tile_tokens)
+        """Parts of k, of as many whole chunks each, that give the product of one tile's tokens work for more blocks,
+        each an item at most. A part is summed by itself, so they change bits."""
         if not self.splits or layout.last_chunk_tiles < layout.tiles_per_chunk:
             return 1
-        counts = range(1, blocks // tiles + 1)
+        counts = range(1, blocks // self.row_tiles(layout) + 1)
         return max((count for count in counts if layout.chunks % count == 0), default=1)
 
     def of_finish(self) -> PassPlan:
@@ -206,10 +213,11 @@ class PassPlan:
 
 
 def short_pass_plan(gpu: Gpu) -> PassPlan:
-    """The choices of a pass over few tokens, whose products are cut along k so that all blocks have work."""
+    """The choices of a pass over few tokens, whose products are cut along k so that all blocks have work. Stages of 8-
+    and 4-bit weights have room for fewer keys."""
     if gpu.emulated:
         return PassPlan(64, tile_tokens=16, warpgroups=1, stages=3, splits=True, key_tile=16)
-    return PassPlan(256, tile_tokens=128, splits=True)
+    return PassPlan(256, tile_tokens=128, stages=6, splits=True, key_tile=32)
 
 
 def default_pass_plan(gpu: Gpu, tokens: int) -> PassPlan:

@@ -188,6 +188,12 @@ class PassSizes:
         """Parts of k that its product is cut into."""
         return self.pass_plan.parts(self.matrices.named(matrix), self.gpu.blocks)
 
+    def height(self, matrix: str) -> int | None:
+        """M-tiles of a tile of gate and up, of which no sum or norm goes over several, if fewer than there is room
+        for; else None."""
+        height = self.pass_plan.height(self.matrices.gate_up, self.gpu.blocks)
+        return height if matrix == "gate_up" and height < self.pass_plan.tile_m_tiles else None
+
     def _phases_of(self, matrix: str) -> list[PassPhase]:
         product = [PassPhase(matrix, matrix)]
         return product if self.parts(matrix) == 1 else [*product, PassPhase(f"{matrix} sums", matrix, adds=True)]
@@ -424,7 +430,7 @@ class Pass:
                 onto = one.matrix in ("o", "down") and not is_stored
                 matrix = self.matrices.named(one.matrix)
                 chosen, weights = to_be_added if is_stored else finish, self._weights(matrix, layer)
-                cases.append(Case(matrix, chosen, onto, number, parts, weights))
+                cases.append(Case(matrix, chosen, onto, number, parts, weights, self.sizes.height(one.matrix)))
         return cases
 
     def _finishes(self, layer: Any, phase: Any, product: TileProduct) -> dict[str, Finish]:
@@ -468,7 +474,8 @@ class Pass:
         parts = self.sizes.parts(matrix.name)
         adds = matrix.name in ("o", "down") and parts == 1
         residual = self._section("residual", ty.f32) if adds else None
-        return Given(self._weights(matrix, layer), self._section(sources[matrix.name]), residual, parts)
+        height = self.sizes.height(matrix.name)
+        return Given(self._weights(matrix, layer), self._section(sources[matrix.name]), residual, parts, height)
 
     def _attention(self, layer: Any) -> PassAttention:
         into, heads, sizes = self._section("attention"), self._heads(self.machine, layer), self.sizes

@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 
 from cheetah.emulator import SCHEDULERS, EmulatorError, Program, allocate, compile_program
-from cheetah.generate import generate_kernel, generate_pass
+from cheetah.generate import choose_plan, generate_kernel, generate_pass
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.prompt import PassSizes, pass_parameters
 from cheetah.models.dense.reference import Reference
 from cheetah.models.mistral import MistralConfig
 from cheetah.models.qwen2 import Qwen2Config
 from cheetah.models.qwen3 import Qwen3Config
+from cheetah.models.registry import in_format, preset
 from cheetah.models.rounding import round_to_e4m3, widen
 from cheetah.plan import Plan, PlanError, gpu_named
 from cheetah.plan.pass_tables import Segment
-from cheetah.plan.prompt import PassPlan
+from cheetah.plan.prompt import PassPlan, default_pass_plan, short_pass_plan
 from cheetah.runtime.build.assemble import allocate_buffers, upload_weights
 from cheetah.runtime.device.emulator import EmulatorDevice
 from tests.program.quantized_weights import QuantizedWeights
@@ -184,8 +185,9 @@ def test_products_of_few_tokens_are_cut_along_k() -> None:
     """So that all blocks have work; the bits are others, but still the same under every schedule."""
     config = model(hidden=256, ffn=512)
     few = PassPlan(tokens=64, tile_tokens=64, warpgroups=1, stages=3, splits=True)
-    rig = rig_of(config, blocks=8, pass_plan=few)
+    rig = rig_of(config, blocks=11, pass_plan=few)
     assert [rig.sizes.parts(name) for name in ("qkv", "o", "gate_up", "down")] == [2, 1, 1, 2]
+    assert rig.sizes.height("gate_up") == 3 and rig.sizes.height("down") is None
     sessions = [read(rig, (13, 7), scheduler) for scheduler in SCHEDULERS]
     assert error(sessions[0]) < TOLERANCE
     assert len({session.cached().tobytes() for session in sessions}) == 1
@@ -309,6 +311,15 @@ def test_planted_bugs_are_found(bug: str) -> None:
 
     with pytest.raises((EmulatorError, AssertionError)):
         find()
+
+
+@pytest.mark.parametrize("format", ["bf16", "int4-g128", "int8-asym", "fp8"])
+def test_there_are_passes_for_every_format(format: str) -> None:
+    gpu = gpu_named("h200")
+    config = in_format(preset("llama-3.1-8b"), None if format == "bf16" else format)
+    plan = choose_plan(config, gpu)
+    for pass_plan in (default_pass_plan(gpu, 2048), short_pass_plan(gpu)):
+        assert PassSizes(config, gpu, plan, pass_plan).shared.total_bytes <= gpu.shared_bytes
 
 
 def test_what_a_pass_cannot_do_is_said() -> None:

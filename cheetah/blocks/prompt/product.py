@@ -79,19 +79,22 @@ class Finish:
 @dataclass(frozen=True, eq=False)
 class Given:
     """Where the operands of a product lie: packed weights of the matrix (u8), its input in token order (u8), and what
-    the sums are added to, in accumulator order (f32), if anything. parts: of k, each with tiles of its own."""
+    the sums are added to, in accumulator order (f32), if anything. parts: of k, each with tiles of its own. height:
+    M-tiles of a tile, where it has fewer than there is room for."""
 
     weights: ch.Expr
     input: ch.Expr
     residual: ch.Expr | None = None
     parts: int = 1
+    height: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
     """A product as the warpgroups see it. phase: in which of the phases that share their code; adds: whether its sums
     are added to something. Cases with the same `finish` share it. parts: of k; the sums of part p of M-tile m are
-    finished as those of M-tile p * m_tiles + m. weights: where they lie (u8); for those with factors of rows."""
+    finished as those of M-tile p * m_tiles + m. weights: where they lie (u8); for those with factors of rows. height:
+    as in `Given`."""
 
     matrix: MatrixLayout
     finish: Finish
@@ -99,6 +102,7 @@ class Case:
     phase: int = 0
     parts: int = 1
     weights: ch.Expr | None = None
+    height: int | None = None
 
     @property
     def k_tiles(self) -> int:
@@ -121,7 +125,8 @@ class TileProduct:
         with self.machine.activations:
             self.copy_activations(matrix, given)
         with self.machine.consumer:
-            self.multiply([Case(matrix, finish, given.residual is not None, weights=given.weights)])
+            case = Case(matrix, finish, given.residual is not None, weights=given.weights, height=given.height)
+            self.multiply([case])
 
     def tiles(self, row_tiles: ch.Value) -> Any:
         """A loop over this block's tiles of so many rows of tiles."""
@@ -136,10 +141,11 @@ class TileProduct:
         self.machine.plan.check(matrix)
         lane, plan = self.machine.lane, self.machine.plan
         chunks = matrix.chunks // given.parts
-        with self.tiles(plan.row_tiles(matrix) * given.parts) as tile:
+        with self.tiles(plan.row_tiles(matrix, given.height) * given.parts) as tile:
             row_tile, part = row_tile_and_part(tile // self.token_tiles, given.parts)
-            first = row_tile * plan.tile_m_tiles
-            count = ch.minimum(ty.u32(matrix.m_tiles) - first, plan.tile_m_tiles)
+            height = given.height or plan.tile_m_tiles
+            first = row_tile * height
+            count = ch.minimum(ty.u32(matrix.m_tiles) - first, height)
             m_tile = ch.minimum(first + lane, matrix.m_tiles - 1)
             wave = m_tile // matrix.blocks
             position = m_tile % matrix.blocks
@@ -159,7 +165,7 @@ class TileProduct:
         plan = self.machine.plan
         tile_bytes = plan.activation_tile_bytes
         k_tiles = plan.vector_tiles(matrix) // given.parts
-        with self.tiles(plan.row_tiles(matrix) * given.parts) as tile:
+        with self.tiles(plan.row_tiles(matrix, given.height) * given.parts) as tile:
             token_tile = tile % self.token_tiles
             row_tile, part = row_tile_and_part(tile // self.token_tiles, given.parts)
             source = given.input + token_tile * tile_bytes
@@ -195,12 +201,15 @@ class TileProduct:
         """In the consumer role: the product of `phase`. All share one main loop: with one for each, a kernel took four
         times as long to compile, and ptxas found no registers for its accumulators."""
         plan = self.machine.plan
-        row_tiles = of_phase(phase, {case.phase: plan.row_tiles(case.matrix) * case.parts for case in cases})
+        row_tiles = of_phase(
+            phase, {case.phase: plan.row_tiles(case.matrix, case.height) * case.parts for case in cases}
+        )
+        height = of_phase(phase, {case.phase: case.height or plan.tile_m_tiles for case in cases})
         parts = of_phase(phase, {case.phase: case.parts for case in cases})
         with self.tiles(row_tiles) as tile:
             row_tile, part = row_tile_and_part(tile // self.token_tiles, parts)
             token_tile = tile % self.token_tiles
-            m_tile = row_tile * plan.tile_m_tiles + self.machine.warp
+            m_tile = row_tile * height + self.machine.warp
             sums = ch.array(ty.f32, plan.tile_groups * ACCUMULATORS)
             for finish, its in by_finish(cases):
                 with in_phases(phase, its, cases):
@@ -212,6 +221,8 @@ class TileProduct:
                 with in_phases(phase, its, cases):
                     m_tiles = of_phase(phase, {case.phase: case.matrix.m_tiles for case in its})
                     before = 0 if isinstance(part, int) else part * m_tiles
+                    if any(case.height for case in its):
+                        m_tiles = ch.minimum(ty.u32(0) + m_tiles, (row_tile + 1) * height)
                     place = TilePlace(m_tile, m_tiles, token_tile, before)
                     self.finish_tile(finish, its[0].adds, place, sums)
                     finish.end(row_tile, token_tile)
