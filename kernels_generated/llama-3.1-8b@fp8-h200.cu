@@ -13,8 +13,10 @@
 //     198400    26624  scratch
 //     198400    15232  vector  (over scratch)
 //     198400     2112  candidates  (over scratch)
-//     198400       64  filters  (over scratch)
-//     198464     1024  filter_sums  (over scratch)
+//     198400     8448  listed  (over scratch)
+//     206848     1152  list_rows  (over scratch)
+//     208000       64  filters  (over scratch)
+//     208128     1024  filter_sums  (over scratch)
 //     198400    16384  attention  (over scratch)
 //     214784     2048  queries  (over scratch)
 //     216832     8192  newest  (over scratch)
@@ -83,6 +85,20 @@ __device__ __forceinline__ uint32_t shuffle_xor_u32(uint32_t value, uint32_t mas
 
 __device__ __forceinline__ uint32_t shuffle_u32(uint32_t value, uint32_t lane) {
   return __shfl_sync(0xffffffffu, value, lane);
+}
+
+__device__ __forceinline__ float warp_sum_f32(float value) {
+  #pragma unroll
+  for (int mask = 16; mask > 0; mask >>= 1) value = value + __shfl_xor_sync(0xffffffffu, value, mask);
+  return value;
+}
+
+__device__ __forceinline__ uint32_t warp_maximum_u32(uint32_t value) {
+  return __reduce_max_sync(0xffffffffu, value);
+}
+
+__device__ __forceinline__ uint32_t warp_sum_u32(uint32_t value) {
+  return __reduce_add_sync(0xffffffffu, value);
 }
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
@@ -359,8 +375,10 @@ constexpr uint32_t RING_BARRIERS = 198144;
 constexpr uint32_t BLOCK_WAITS = 198336;
 constexpr uint32_t VECTOR = 198400;
 constexpr uint32_t CANDIDATES = 198400;
-constexpr uint32_t FILTERS = 198400;
-constexpr uint32_t FILTER_SUMS = 198464;
+constexpr uint32_t LISTED = 198400;
+constexpr uint32_t LIST_ROWS = 206848;
+constexpr uint32_t FILTERS = 208000;
+constexpr uint32_t FILTER_SUMS = 208128;
 constexpr uint32_t ATTENTION = 198400;
 constexpr uint32_t QUERIES = 214784;
 constexpr uint32_t NEWEST = 216832;
@@ -2592,6 +2610,223 @@ __device__ __forceinline__ void lay_down_warps(uint8_t* arena, float& best, uint
   }
 }
 
+// Whether a column's token is sampled in this step, and filtered (0 or 1); it is written down.
+__device__ __forceinline__ uint32_t begin(uint32_t column, uint32_t column_count, const int32_t* sequences,
+    uint8_t* arena, uint32_t warp, uint32_t lane) {
+  uint32_t filtered = 0;
+  if (column < column_count) {
+    uint32_t options = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 10));
+    uint32_t following = ((uint32_t*)(arena + COLUMNS))[column * 9 + 1] + 1;
+    uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 2));
+    bool wanted = following >= value && following <= ((uint32_t*)(arena + COLUMNS))[column * 9 + 2];
+    if ((options & 8) != 0 && (wanted && ((uint32_t*)(arena + COLUMNS))[column * 9 + 7] == 0)) {
+      filtered = 1;
+    }
+  }
+  if (warp == 0 && lane == 0) {
+    ((uint32_t*)(arena + FILTERS) + column * 16)[0] = filtered;
+    ((uint32_t*)(arena + FILTERS) + column * 16)[1] = 0;
+  }
+  return filtered;
+}
+
+// The highest of the lanes' numbers (f32, none NaN), on every lane.
+__device__ __forceinline__ float highest_of_warp(float number) {
+  uint32_t word = warp_maximum_u32((float_bits(number) & 2147483648u) != 0 ? float_bits(number) ^ 4294967295u : float_bits(number) | 2147483648u);
+  float highest = bits_float((word & 2147483648u) != 0 ? word ^ 2147483648u : word ^ 4294967295u);
+  return highest;
+}
+
+// The best of the lanes' candidates, the lowest id on ties, and the number beside it, on every lane.
+__device__ __forceinline__ void best_of_warp_2(uint32_t lane, float& best, uint32_t& token, float& number) {
+  uint32_t key = (float_bits(best) & 2147483648u) != 0 ? float_bits(best) ^ 4294967295u : float_bits(best) | 2147483648u;
+  uint32_t top = warp_maximum_u32(key);
+  uint32_t lowest = warp_maximum_u32(key == top ? token ^ 4294967295u : 0) ^ 4294967295u;
+  uint32_t source = warp_maximum_u32(key == top && token == lowest ? lane : 0);
+  best = bits_float((top & 2147483648u) != 0 ? top ^ 2147483648u : top ^ 4294967295u);
+  token = lowest;
+  number = bits_float(shuffle_u32(float_bits(number), source));
+}
+
+// The nearest tokens of a warp's lanes and what all of theirs weigh, in shared memory. highest: that to which
+// a lane's weight is relative.
+__device__ __forceinline__ void lay_down_3(float highest, uint32_t* words, float weight, uint32_t lane, float& best,
+    uint32_t& best_token, float& best_scaled, float& first, float& first_noisy, uint32_t& first_token, float& second,
+    float second_noisy, uint32_t& second_token, float left_out) {
+  float above = highest_of_warp(highest);
+  float part = 0.0f;
+  if (highest > -bits_float(0x7f800000)) {
+    part = weight * exp_f32(highest - above);
+  }
+  float weight_2 = warp_sum_f32(part);
+  best_of_warp_2(lane, best, best_token, best_scaled);
+  #pragma unroll 1
+  for (uint32_t place = 0; place < 8; ++place) {
+    uint32_t key = (float_bits(first) & 2147483648u) != 0 ? float_bits(first) ^ 4294967295u : float_bits(first) | 2147483648u;
+    uint32_t own_key = key;
+    uint32_t top_key = warp_maximum_u32(own_key);
+    uint32_t turn = warp_maximum_u32(own_key == top_key ? 32 - lane : 0);
+    if (turn + lane == 32) {
+      words[place * 4] = float_bits(first);
+      words[place * 4 + 1] = float_bits(first_noisy);
+      words[place * 4 + 2] = first_token;
+      first = second;
+      first_noisy = second_noisy;
+      first_token = second_token;
+      second = -bits_float(0x7f800000);
+      second_token = 4294967295u;
+    }
+  }
+  float left_out_2 = highest_of_warp(left_out < first ? first : left_out);
+  if (lane == 0) {
+    words[3] = float_bits(weight_2);
+    words[7] = float_bits(left_out_2);
+    words[11] = float_bits(best_scaled);
+    words[32] = float_bits(best);
+    words[33] = best_token;
+  }
+}
+
+// A list of this warp's rows of a column.
+__device__ __forceinline__ void list_rows(uint32_t column, float* weighed, const int32_t* sequences, uint8_t* arena,
+    uint32_t block, uint32_t warp, uint32_t lane) {
+  float first = -bits_float(0x7f800000);
+  float first_noisy = -bits_float(0x7f800000);
+  uint32_t first_token = 4294967295u;
+  float second = -bits_float(0x7f800000);
+  float second_noisy = -bits_float(0x7f800000);
+  uint32_t second_token = 4294967295u;
+  float left_out = -bits_float(0x7f800000);
+  float weight = 0.0f;
+  float best = -bits_float(0x7f800000);
+  uint32_t best_token = 4294967295u;
+  float best_scaled = -bits_float(0x7f800000);
+  const float2* pairs = (const float2*)(weighed) + load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 128256;
+  uint32_t position = (block + 8) % 132;
+  uint32_t own = warp * 32 + lane;
+  #pragma unroll 1
+  for (uint32_t first_2 = own; first_2 < 976; first_2 += 1024) {
+    float scaled[4];
+    float noisy[4];
+    uint32_t tokens[4];
+    #pragma unroll
+    for (uint32_t place = 0; place < 4; ++place) {
+      uint32_t row = first_2 + place * 256;
+      uint32_t token = (row / 16 * 132 + position) * 16 + row % 16;
+      tokens[place] = token;
+      scaled[place] = -bits_float(0x7f800000);
+      noisy[place] = -bits_float(0x7f800000);
+      if (token < 128256) {
+        scaled[place] = pairs[token].x;
+        noisy[place] = pairs[token].y;
+      }
+    }
+    #pragma unroll
+    for (uint32_t place = 0; place < 4; ++place) {
+      if (scaled[place] > -bits_float(0x7f800000)) {
+        float highest = first < scaled[place] ? scaled[place] : first;
+        weight = weight * exp_f32(first - highest) + exp_f32(scaled[place] - highest);
+        if (noisy[place] > best) {
+          best = noisy[place];
+          best_token = tokens[place];
+          best_scaled = scaled[place];
+        }
+      }
+      bool is_first = scaled[place] > first;
+      bool is_second = scaled[place] > second;
+      bool above_first = is_first;
+      bool above_second = is_second;
+      float dropped = above_second ? second : scaled[place];
+      left_out = left_out < dropped ? dropped : left_out;
+      second = above_first ? first : (above_second ? scaled[place] : second);
+      first = above_first ? scaled[place] : first;
+      second_noisy = above_first ? first_noisy : (above_second ? noisy[place] : second_noisy);
+      first_noisy = above_first ? noisy[place] : first_noisy;
+      second_token = above_first ? first_token : (above_second ? tokens[place] : second_token);
+      first_token = above_first ? tokens[place] : first_token;
+    }
+  }
+  float highest = first;
+  lay_down_3(highest, (uint32_t*)(arena + LIST_ROWS) + warp * 36, weight, lane, best, best_token, best_scaled, first,
+      first_noisy, first_token, second, second_noisy, second_token, left_out);
+}
+
+// The lists of a column's warps become one, in the place of the first.
+__device__ __forceinline__ void join_lists(uint32_t lane, uint8_t* arena) {
+  float first = -bits_float(0x7f800000);
+  float first_noisy = -bits_float(0x7f800000);
+  uint32_t first_token = 4294967295u;
+  float second = -bits_float(0x7f800000);
+  float second_noisy = -bits_float(0x7f800000);
+  uint32_t second_token = 4294967295u;
+  float left_out = -bits_float(0x7f800000);
+  float weight = 0.0f;
+  float best = -bits_float(0x7f800000);
+  uint32_t best_token = 4294967295u;
+  float best_scaled = -bits_float(0x7f800000);
+  float highest = -bits_float(0x7f800000);
+  if (lane < 8) {
+    uint32_t* words = (uint32_t*)(arena + LIST_ROWS) + lane * 36;
+    highest = bits_float(words[0]);
+    weight = bits_float(words[3]);
+    left_out = bits_float(words[7]);
+    best = bits_float(words[32]);
+    best_token = words[33];
+    best_scaled = bits_float(words[11]);
+  }
+  #pragma unroll 1
+  for (uint32_t place = lane; place < 64; place += 32) {
+    uint32_t* words = (uint32_t*)(arena + LIST_ROWS) + place / 8 * 36 + place % 8 * 4;
+    bool is_first = bits_float(words[0]) > first;
+    bool is_second = bits_float(words[0]) > second;
+    bool above_first = is_first;
+    bool above_second = is_second;
+    float dropped = above_second ? second : bits_float(words[0]);
+    left_out = left_out < dropped ? dropped : left_out;
+    second = above_first ? first : (above_second ? bits_float(words[0]) : second);
+    first = above_first ? bits_float(words[0]) : first;
+    second_noisy = above_first ? first_noisy : (above_second ? bits_float(words[1]) : second_noisy);
+    first_noisy = above_first ? bits_float(words[1]) : first_noisy;
+    second_token = above_first ? first_token : (above_second ? words[2] : second_token);
+    first_token = above_first ? words[2] : first_token;
+  }
+  warp_barrier();
+  lay_down_3(highest, (uint32_t*)(arena + LIST_ROWS), weight, lane, best, best_token, best_scaled, first, first_noisy,
+      first_token, second, second_noisy, second_token, left_out);
+}
+
+// The block's list, a word a lane.
+__device__ __forceinline__ void publish_list(uint32_t column, uint32_t epoch, uint32_t step, uint32_t lane,
+    uint32_t block, uint64_t* exchange_words, uint8_t* arena) {
+  warp_barrier();
+  if (lane < 32) {
+    uint32_t place = ((step % 2 + column) * 1056 + block * 8) * 4 + lane;
+    publish_flagged(exchange_words + (place + 156864), ((uint32_t*)(arena + LIST_ROWS))[lane], epoch);
+  }
+  warp_barrier();
+}
+
+__device__ __forceinline__ void publish_lists(uint32_t column_count, const int32_t* sequences, uint8_t* arena,
+    uint32_t warp, uint32_t lane, float* weighed, uint32_t block, uint32_t step_epoch, uint32_t step,
+    uint64_t* exchange_words) {
+  #pragma unroll 1
+  for (uint32_t column = 0; column < 1; ++column) {
+    if (begin(column, column_count, sequences, arena, warp, lane) != 0) {
+      list_rows(column, weighed, sequences, arena, block, warp, lane);
+    }
+  }
+  named_barrier(1, 256);
+  if (warp < 1) {
+    #pragma unroll 1
+    for (uint32_t column = 0; column < 1; ++column) {
+      if (((uint32_t*)(arena + FILTERS) + column * 16)[0] != 0) {
+        join_lists(lane, arena);
+        publish_list(column, step_epoch + 32, step, lane, block, exchange_words, arena);
+      }
+    }
+  }
+}
+
 // The best of a column's `count` candidates in a region, on every lane of the warp.
 __device__ __forceinline__ void best_of(uint32_t column, uint8_t* arena, uint32_t lane, float& best_out,
     uint32_t& best_token_out) {
@@ -2640,33 +2875,312 @@ __device__ __forceinline__ void best_of_2(uint32_t column, uint8_t* arena, uint3
   best_token_out = best_token;
 }
 
-// Which columns are to be filtered; of those nothing is known: their distances are minus their numbers.
-__device__ __forceinline__ void clear(uint32_t warp, uint32_t column_count, const int32_t* sequences, uint8_t* arena,
-    uint32_t lane) {
-  if (warp < 1) {
-    #pragma unroll 1
-    for (uint32_t column = 0; column < 1; ++column) {
-      uint32_t pending = 0;
-      if (column < column_count) {
-        bool is_filtered = (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 10)) & 8) != 0;
-        bool is_chosen = ((uint32_t*)(arena + CHOSEN))[column] < 4294967294u;
-        uint32_t following = ((uint32_t*)(arena + COLUMNS))[column * 9 + 1] + 1;
-        uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 2));
-        bool wanted = following >= value && following <= ((uint32_t*)(arena + COLUMNS))[column * 9 + 2];
-        if (is_filtered && is_chosen && (wanted && ((uint32_t*)(arena + COLUMNS))[column * 9 + 7] == 0)) {
-          pending = 1;
+// This warp's share of all blocks' lists of a column, into the region `listed`, and what they say besides.
+__device__ __forceinline__ void read(uint32_t column, uint32_t epoch, uint32_t step, uint8_t* arena, uint32_t lane,
+    uint32_t warp, uint64_t* exchange_words) {
+  float* listed = (float*)((float2*)(arena + LISTED));
+  float highest = -bits_float(0x7f800000);
+  float weight = 0.0f;
+  uint32_t role = lane % 8;
+  uint32_t m_tile = ((uint32_t*)(arena + CHOSEN))[column] / 16;
+  uint32_t first_unit = (step % 2 + column) * 1056;
+  uint4 data[8];
+  uint32_t places[8];
+  uint32_t own = warp * 32 + lane;
+  #pragma unroll 1
+  for (uint32_t first = own; first < own + 1280; first += 1280) {
+    #pragma unroll
+    for (uint32_t number = 0; number < 5; ++number) {
+      places[number] = (first_unit + (first + number * 256 < 1055 ? first + number * 256 : 1055)) * 4;
+    }
+    wait_flagged_places(data, exchange_words + 156864, places, 5, epoch);
+    #pragma unroll
+    for (uint32_t number = 0; number < 5; ++number) {
+      if (first + number * 256 < 1056) {
+        listed[(first + number * 256) * 2] = bits_float(data[number].x);
+        listed[(first + number * 256) * 2 + 1] = bits_float(data[number].y);
+        bool is_owner = ((first + number * 256) / 8 + 8) % 132 == m_tile % 132;
+        if (role < 2 || (role == 2 && is_owner)) {
+          float more = bits_float(data[number].w);
+          float both = highest < (role == 0 ? bits_float(data[number].x) : more) ? (role == 0 ? bits_float(data[number].x) : more) : highest;
+          if (both > -bits_float(0x7f800000)) {
+            weight = weight * exp_f32(highest - both) + more * exp_f32((role == 0 ? bits_float(data[number].x) : more) - both);
+            highest = both;
+          }
         }
       }
-      if (lane == 0) {
-        uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
-        state[0] = pending;
-        state[3] = float_bits(0.0f);
-        state[9] = float_bits(bits_float(0x7f800000));
-        state[10] = float_bits(bits_float(0x7f800000));
-        state[11] = float_bits(bits_float(0x7f800000));
-        state[12] = float_bits(bits_float(0x7f800000));
-        state[13] = float_bits(bits_float(0x7f800000));
+    }
+  }
+  #pragma unroll 1
+  for (uint32_t level = 0; level < 5; ++level) {
+    uint32_t mask = 16u >> level;
+    if (mask >= 8) {
+      float value = shuffle_xor_f32(highest, mask);
+      float other_weight = shuffle_xor_f32(weight, mask);
+      float both = highest < value ? value : highest;
+      if (both > -bits_float(0x7f800000)) {
+        weight = weight * exp_f32(highest - both) + other_weight * exp_f32(value - both);
+        highest = both;
       }
+    }
+  }
+  if (lane <= 2) {
+    uint32_t* words = (uint32_t*)(arena + LIST_ROWS) + warp * 36;
+    words[lane * 2] = float_bits(highest);
+    words[lane * 2 + 1] = float_bits(weight);
+  }
+}
+
+// What a column's warps have read: the highest number that blocks say of `what`, and the weight beside it.
+__device__ __forceinline__ void said(uint32_t lane, uint8_t* arena, float& above_out, float& weight_out) {
+  float highest = -bits_float(0x7f800000);
+  float part = 0.0f;
+  if (lane < 8) {
+    highest = bits_float(((uint32_t*)(arena + LIST_ROWS) + lane * 36)[0]);
+    part = bits_float(((uint32_t*)(arena + LIST_ROWS) + lane * 36)[1]);
+  }
+  float above = highest_of_warp(highest);
+  if (highest > -bits_float(0x7f800000)) {
+    part *= exp_f32(highest - above);
+  }
+  float weight = warp_sum_f32(part);
+  above_out = above;
+  weight_out = weight;
+}
+
+// What a column's warps have read: the highest number that blocks say of `what`, and the weight beside it.
+__device__ __forceinline__ void said_2(uint32_t lane, uint8_t* arena, float& above_out, float& weight_out) {
+  float highest = -bits_float(0x7f800000);
+  float part = 0.0f;
+  if (lane < 8) {
+    highest = bits_float(((uint32_t*)(arena + LIST_ROWS) + lane * 36)[2]);
+    part = bits_float(((uint32_t*)(arena + LIST_ROWS) + lane * 36)[3]);
+  }
+  float above = highest_of_warp(highest);
+  float weight = part;
+  above_out = above;
+  weight_out = weight;
+}
+
+// What a column's warps have read: the highest number that blocks say of `what`, and the weight beside it.
+__device__ __forceinline__ void said_3(uint32_t lane, uint8_t* arena, float& above_out, float& weight_out) {
+  float highest = -bits_float(0x7f800000);
+  float part = 0.0f;
+  if (lane < 8) {
+    highest = bits_float(((uint32_t*)(arena + LIST_ROWS) + lane * 36)[4]);
+    part = bits_float(((uint32_t*)(arena + LIST_ROWS) + lane * 36)[5]);
+  }
+  float above = highest_of_warp(highest);
+  float weight = part;
+  above_out = above;
+  weight_out = weight;
+}
+
+// Of the listed tokens whose distance is below the limit: how many, what they weigh, the place of the most
+// noisy one (`units` if there is none), and how many are as noisy as that.
+__device__ __forceinline__ void nearer(float highest, float limit, uint8_t* arena, uint32_t lane,
+    uint32_t& total_count_out, float& total_weight_out, uint32_t& found_out, uint32_t& total_ties_out) {
+  float2* listed = (float2*)(arena + LISTED);
+  uint32_t count = 0;
+  float weight = 0.0f;
+  float best = -bits_float(0x7f800000);
+  uint32_t best_place = 1056;
+  uint32_t ties = 0;
+  #pragma unroll 4
+  for (uint32_t place = lane; place < 1056; place += 32) {
+    float distance = highest - listed[place].x;
+    if (distance < limit) {
+      float noisy = listed[place].y;
+      count += 1;
+      weight += exp_f32(-distance);
+      if (noisy == best) {
+        ties += 1;
+      }
+      if (noisy > best) {
+        best = noisy;
+        best_place = place;
+        ties = 1;
+      }
+    }
+  }
+  uint32_t own_key = (float_bits(best) & 2147483648u) != 0 ? float_bits(best) ^ 4294967295u : float_bits(best) | 2147483648u;
+  bool is_best = own_key == warp_maximum_u32(own_key);
+  uint32_t total_count = warp_sum_u32(count);
+  float total_weight = warp_sum_f32(weight);
+  uint32_t found = 1056 - warp_maximum_u32(is_best ? 1056 - best_place : 0);
+  uint32_t total_ties = warp_sum_u32(is_best ? ties : 0);
+  total_count_out = total_count;
+  total_weight_out = total_weight;
+  found_out = found;
+  total_ties_out = total_ties;
+}
+
+// What the `top_k` nearest tokens weigh, with all that tie with the last of them, and 1; if fewer lie below the
+// distance `known`, what these weigh, and 0.
+__device__ __forceinline__ void weigh_top(float highest, float known, uint32_t top_k, uint8_t* arena, uint32_t lane,
+    float& least_out, uint32_t& found_out) {
+  float2* listed = (float2*)(arena + LISTED);
+  float low = 0.0f;
+  float high = known;
+  float at = known;
+  float least = 0.0f;
+  uint32_t found = 0;
+  #pragma unroll 1
+  for (uint32_t i = 0; i < 64; ++i) {
+    uint32_t count = 0;
+    float weight = 0.0f;
+    #pragma unroll 2
+    for (uint32_t place = lane; place < 1056; place += 32) {
+      float distance = highest - listed[place].x;
+      if (distance < at) {
+        count += 1;
+        weight += exp_f32(-distance);
+      }
+    }
+    uint32_t total = warp_sum_u32(count);
+    float total_weight = warp_sum_f32(weight);
+    if (total >= top_k || at == known) {
+      least = total_weight;
+    }
+    if (total < top_k) {
+      low = at;
+    } else {
+      high = at;
+      found = 1;
+    }
+    at = high < bits_float(0x7f800000) ? (low + high) * 0.5f : low * 2.0f + 1.0f;
+    if (found == 0 || total == top_k || at <= low || at >= high) {
+      break;
+    }
+  }
+  least_out = least;
+  found_out = found;
+}
+
+// The place of the token that is taken, or AS_IT_IS for the most noisy one of all, which has this `distance`,
+// or LEFT_OPEN. All tokens that are nearer than `known` are listed.
+__device__ __forceinline__ uint32_t judge(float highest, float all_weigh, float distance, float known, uint32_t top_k,
+    float reach, float top_p, uint8_t* arena, uint32_t lane) {
+  uint32_t most = top_k == 0 ? 4294967295u : top_k;
+  uint32_t judged = 4294967295u;
+  uint32_t candidate = 4294967295u;
+  float limit = reach < known ? reach : known;
+  float least = top_k == 0 ? all_weigh : -1.0f;
+  float whole = all_weigh;
+  if (top_k == 0 && top_p >= 1.0f && distance < reach) {
+    judged = 4294967293u;
+  }
+  #pragma unroll 1
+  for (uint32_t i = 0; i < 64; ++i) {
+    if (judged != 4294967295u) {
+      break;
+    }
+    uint32_t count;
+    float weight;
+    uint32_t following;
+    uint32_t ties;
+    nearer(highest, limit, arena, lane, count, weight, following, ties);
+    if (candidate == 4294967295u) {
+      bool is_out = count >= most || (top_p < 1.0f && weight >= top_p * whole);
+      if (distance >= limit && known < reach && !is_out) {
+        judged = 4294967294u;
+      }
+    } else if (count < most) {
+      if (top_p >= 1.0f || weight < top_p * (weight + exp_f32(-limit))) {
+        judged = candidate;
+      } else {
+        if (least < 0.0f) {
+          float top;
+          uint32_t found;
+          weigh_top(highest, known, top_k, arena, lane, top, found);
+          least = top;
+          if (found != 0 || known == bits_float(0x7f800000)) {
+            whole = top;
+          }
+        }
+        if (weight < top_p * least) {
+          judged = candidate;
+        } else if (weight < top_p * whole) {
+          judged = 4294967294u;
+        }
+      }
+    }
+    if (judged == 4294967295u) {
+      if (following == 1056 || ties > 1) {
+        judged = 4294967294u;
+      } else {
+        bool is_best = candidate == 4294967295u && distance < limit;
+        candidate = is_best ? 4294967293u : following;
+        limit = highest - ((float2*)(arena + LISTED))[following].x;
+      }
+    }
+  }
+  return judged;
+}
+
+// A candidate, if it lies below the limit: else there is none, and the next round looks for one below it.
+__device__ __forceinline__ void propose(uint32_t column, uint32_t token, float distance, float limit, uint8_t* arena,
+    uint32_t lane) {
+  uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
+  bool is_near = token != 4294967295u && distance < limit;
+  if (lane == 0) {
+    state[3] = is_near ? 1u : 0u;
+    state[2] = token;
+    state[10] = float_bits(is_near ? distance : limit);
+  }
+}
+
+// One warp: a column is left open. The first candidate is the token in the region `chosen`, so far from the
+// highest number of all. Where no token is found it stays without one.
+__device__ __forceinline__ void begin_2(uint32_t column, float highest, float distance, uint8_t* arena,
+    const int32_t* sequences, uint32_t lane) {
+  uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
+  uint32_t* chosen = (uint32_t*)(arena + CHOSEN);
+  uint32_t token = chosen[column];
+  float limit = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 14)));
+  warp_barrier();
+  propose(column, token, distance, limit, arena, lane);
+  if (lane == 0) {
+    state[4] = float_bits(highest);
+    state[5] = float_bits(limit);
+    state[6] = float_bits(0.0f);
+    state[7] = float_bits(bits_float(0x7f800000));
+    state[8] = float_bits(1.0f);
+    state[9] = float_bits(bits_float(0x7f800000));
+    state[15] = float_bits(bits_float(0x7f800000));
+    state[11] = float_bits(2.0f);
+    state[12] = float_bits(4.0f);
+    state[13] = float_bits(8.0f);
+    state[14] = float_bits(16.0f);
+    state[1] = 1;
+    chosen[column] = 4294967295u;
+  }
+}
+
+// One warp: judge candidates, from the most noisy one on.
+__device__ __forceinline__ void decide(uint32_t column, uint32_t epoch, uint32_t step, const int32_t* sequences,
+    uint8_t* arena, uint32_t lane, uint64_t* exchange_words) {
+  float reach = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 14)));
+  float top_p = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 13)));
+  uint32_t top_k = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 12));
+  float highest;
+  float whole;
+  said(lane, arena, highest, whole);
+  float left_out;
+  float _;
+  said_2(lane, arena, left_out, _);
+  float best_scaled;
+  float __2;
+  said_3(lane, arena, best_scaled, __2);
+  float known = left_out > -bits_float(0x7f800000) ? highest - left_out : bits_float(0x7f800000);
+  uint32_t judged = judge(highest, whole, highest - best_scaled, known, top_k, reach, top_p, arena, lane);
+  if (judged == 4294967294u) {
+    begin_2(column, highest, highest - best_scaled, arena, sequences, lane);
+  }
+  if (judged < 1056) {
+    uint4 unit = wait_flagged4(exchange_words + (((step % 2 + column) * 1056 + judged) * 4 + 156864), epoch);
+    if (lane == 0) {
+      ((uint32_t*)(arena + CHOSEN))[column] = unit.z;
     }
   }
 }
@@ -2676,73 +3190,13 @@ __device__ __forceinline__ bool is_done(uint32_t lane, uint8_t* arena) {
   uint32_t pending = 0;
   #pragma unroll 1
   for (uint32_t column = lane; column < 1; column += 32) {
-    pending |= ((uint32_t*)(arena + FILTERS) + column * 16)[0];
+    pending |= ((uint32_t*)(arena + FILTERS) + column * 16)[1];
   }
   #pragma unroll 1
   for (uint32_t level = 0; level < 5; ++level) {
     pending |= shuffle_xor_u32(pending, 16u >> level);
   }
   return pending == 0;
-}
-
-// The better of this lane's candidate and that of lane ^ mask; the lower id on ties.
-__device__ __forceinline__ void take_lane(float& best, uint32_t& token, float& distance) {
-  float other = shuffle_xor_f32(best, 16);
-  uint32_t other_token = shuffle_xor_u32(token, 16);
-  float other_distance = shuffle_xor_f32(distance, 16);
-  if (other > best || (other == best && other_token < token)) {
-    best = other;
-    token = other_token;
-    distance = other_distance;
-  }
-}
-
-// The better of this lane's candidate and that of lane ^ mask; the lower id on ties.
-__device__ __forceinline__ void take_lane_2(float& best, uint32_t& token, float& distance) {
-  float other = shuffle_xor_f32(best, 8);
-  uint32_t other_token = shuffle_xor_u32(token, 8);
-  float other_distance = shuffle_xor_f32(distance, 8);
-  if (other > best || (other == best && other_token < token)) {
-    best = other;
-    token = other_token;
-    distance = other_distance;
-  }
-}
-
-// The better of this lane's candidate and that of lane ^ mask; the lower id on ties.
-__device__ __forceinline__ void take_lane_3(float& best, uint32_t& token, float& distance) {
-  float other = shuffle_xor_f32(best, 4);
-  uint32_t other_token = shuffle_xor_u32(token, 4);
-  float other_distance = shuffle_xor_f32(distance, 4);
-  if (other > best || (other == best && other_token < token)) {
-    best = other;
-    token = other_token;
-    distance = other_distance;
-  }
-}
-
-// The better of this lane's candidate and that of lane ^ mask; the lower id on ties.
-__device__ __forceinline__ void take_lane_4(float& best, uint32_t& token, float& distance) {
-  float other = shuffle_xor_f32(best, 2);
-  uint32_t other_token = shuffle_xor_u32(token, 2);
-  float other_distance = shuffle_xor_f32(distance, 2);
-  if (other > best || (other == best && other_token < token)) {
-    best = other;
-    token = other_token;
-    distance = other_distance;
-  }
-}
-
-// The better of this lane's candidate and that of lane ^ mask; the lower id on ties.
-__device__ __forceinline__ void take_lane_5(float& best, uint32_t& token, float& distance) {
-  float other = shuffle_xor_f32(best, 1);
-  uint32_t other_token = shuffle_xor_u32(token, 1);
-  float other_distance = shuffle_xor_f32(distance, 1);
-  if (other > best || (other == best && other_token < token)) {
-    best = other;
-    token = other_token;
-    distance = other_distance;
-  }
 }
 
 // Number l // 2 of the sums over all lanes, on lane l: lanes that meet share out what they add.
@@ -2824,39 +3278,24 @@ __device__ __forceinline__ float sum_of_lanes(float (&sums)[12], uint32_t lane) 
 }
 
 __device__ __forceinline__ void lay_down_best(uint32_t* words, float best, uint32_t token, float distance,
-    float nearest, uint32_t lane) {
+    uint32_t lane) {
   if (lane == 0) {
     words[0] = float_bits(best);
     words[1] = token;
     words[2] = float_bits(distance);
-    words[3] = float_bits(nearest);
   }
 }
 
 // The warp's sums and its best, a word each, in shared memory: [column, group, word].
-__device__ __forceinline__ void lay_down_3(uint32_t column, float (&sums)[12], float& best, uint32_t& best_token,
-    float& best_distance, float& nearest, uint8_t* arena, uint32_t warp, uint32_t lane) {
-  take_lane(best, best_token, best_distance);
-  float other = shuffle_xor_f32(nearest, 16);
-  nearest = other < nearest ? other : nearest;
-  take_lane_2(best, best_token, best_distance);
-  float other_2 = shuffle_xor_f32(nearest, 8);
-  nearest = other_2 < nearest ? other_2 : nearest;
-  take_lane_3(best, best_token, best_distance);
-  float other_3 = shuffle_xor_f32(nearest, 4);
-  nearest = other_3 < nearest ? other_3 : nearest;
-  take_lane_4(best, best_token, best_distance);
-  float other_4 = shuffle_xor_f32(nearest, 2);
-  nearest = other_4 < nearest ? other_4 : nearest;
-  take_lane_5(best, best_token, best_distance);
-  float other_5 = shuffle_xor_f32(nearest, 1);
-  nearest = other_5 < nearest ? other_5 : nearest;
+__device__ __forceinline__ void lay_down_4(uint32_t column, float (&sums)[12], float& best, uint32_t& best_token,
+    float& best_distance, uint32_t lane, uint8_t* arena, uint32_t warp) {
+  best_of_warp_2(lane, best, best_token, best_distance);
   uint32_t* words = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + warp) * 32;
   float total = sum_of_lanes(sums, lane);
   if (lane % 2 == 0 && lane < 24) {
     words[4 + lane / 2] = float_bits(total);
   }
-  lay_down_best(words, best, best_token, best_distance, nearest, lane);
+  lay_down_best(words, best, best_token, best_distance, lane);
 }
 
 // This warp's rows of a column: what is nearer than each tested distance, into the region `filter_sums`.
@@ -2866,13 +3305,12 @@ __device__ __forceinline__ void weigh_2(uint32_t column, uint8_t* arena, float* 
   float best = -bits_float(0x7f800000);
   uint32_t best_token = 4294967295u;
   float best_distance = bits_float(0x7f800000);
-  float nearest = bits_float(0x7f800000);
-  float highest = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[3]);
-  float tested = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[9]);
-  float tested_2 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[10]);
-  float tested_3 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[11]);
-  float tested_4 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[12]);
-  float tested_5 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[13]);
+  float highest = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[4]);
+  float tested = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[10]);
+  float tested_2 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[11]);
+  float tested_3 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[12]);
+  float tested_4 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[13]);
+  float tested_5 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[14]);
   const float2* pairs = (const float2*)(weighed) + load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 128256;
   uint32_t first = warp * 32 + lane;
   uint32_t position = (block + 8) % 132;
@@ -2883,7 +3321,6 @@ __device__ __forceinline__ void weigh_2(uint32_t column, uint8_t* arena, float* 
       float2 pair = pairs[token];
       float distance = highest - pair.x;
       float weight = exp_f32(-distance);
-      nearest = distance < nearest ? distance : nearest;
       if (distance < tested) {
         sums[0] = sums[0] + 1.0f;
         sums[1] = sums[1] + weight;
@@ -2915,81 +3352,28 @@ __device__ __forceinline__ void weigh_2(uint32_t column, uint8_t* arena, float* 
       }
     }
   }
-  lay_down_3(column, sums, best, best_token, best_distance, nearest, arena, warp, lane);
+  lay_down_4(column, sums, best, best_token, best_distance, lane, arena, warp);
 }
 
 // Word number `lane` of what a column's groups have laid down, together, in order.
 __device__ __forceinline__ uint32_t add_groups(uint32_t column, uint32_t lane, uint8_t* arena) {
   uint32_t lane_2 = lane % 16;
   uint32_t chosen = 0;
-  uint32_t* words = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 1) * 32;
-  uint32_t* so_far = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + chosen) * 32;
-  float other = bits_float(words[0]);
-  float best = bits_float(so_far[0]);
-  if (other > best || (other == best && words[1] < so_far[1])) {
-    chosen = 1;
+  float total = 0.0f;
+  #pragma unroll 1
+  for (uint32_t group = 0; group < 8; ++group) {
+    uint32_t* words = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + group) * 32;
+    uint32_t* so_far = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + chosen) * 32;
+    float other = bits_float(words[0]);
+    float best = bits_float(so_far[0]);
+    if (other > best || (other == best && words[1] < so_far[1])) {
+      chosen = group;
+    }
+    if (lane_2 >= 4) {
+      total += bits_float(words[lane_2]);
+    }
   }
-  uint32_t* words_2 = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 2) * 32;
-  uint32_t* so_far_2 = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + chosen) * 32;
-  float other_2 = bits_float(words_2[0]);
-  float best_2 = bits_float(so_far_2[0]);
-  if (other_2 > best_2 || (other_2 == best_2 && words_2[1] < so_far_2[1])) {
-    chosen = 2;
-  }
-  uint32_t* words_3 = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 3) * 32;
-  uint32_t* so_far_3 = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + chosen) * 32;
-  float other_3 = bits_float(words_3[0]);
-  float best_3 = bits_float(so_far_3[0]);
-  if (other_3 > best_3 || (other_3 == best_3 && words_3[1] < so_far_3[1])) {
-    chosen = 3;
-  }
-  uint32_t* words_4 = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 4) * 32;
-  uint32_t* so_far_4 = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + chosen) * 32;
-  float other_4 = bits_float(words_4[0]);
-  float best_4 = bits_float(so_far_4[0]);
-  if (other_4 > best_4 || (other_4 == best_4 && words_4[1] < so_far_4[1])) {
-    chosen = 4;
-  }
-  uint32_t* words_5 = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 5) * 32;
-  uint32_t* so_far_5 = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + chosen) * 32;
-  float other_5 = bits_float(words_5[0]);
-  float best_5 = bits_float(so_far_5[0]);
-  if (other_5 > best_5 || (other_5 == best_5 && words_5[1] < so_far_5[1])) {
-    chosen = 5;
-  }
-  uint32_t* words_6 = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 6) * 32;
-  uint32_t* so_far_6 = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + chosen) * 32;
-  float other_6 = bits_float(words_6[0]);
-  float best_6 = bits_float(so_far_6[0]);
-  if (other_6 > best_6 || (other_6 == best_6 && words_6[1] < so_far_6[1])) {
-    chosen = 6;
-  }
-  uint32_t* words_7 = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 7) * 32;
-  uint32_t* so_far_7 = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + chosen) * 32;
-  float other_7 = bits_float(words_7[0]);
-  float best_7 = bits_float(so_far_7[0]);
-  if (other_7 > best_7 || (other_7 == best_7 && words_7[1] < so_far_7[1])) {
-    chosen = 7;
-  }
-  uint32_t word = ((uint32_t*)(arena + FILTER_SUMS) + (column * 8 + chosen) * 32)[lane_2];
-  if (lane_2 >= 3) {
-    float total = bits_float(((uint32_t*)(arena + FILTER_SUMS) + column * 256)[lane_2]);
-    float other_8 = bits_float(((uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 1) * 32)[lane_2]);
-    total = lane_2 == 3 ? (total < other_8 ? total : other_8) : total + other_8;
-    float other_9 = bits_float(((uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 2) * 32)[lane_2]);
-    total = lane_2 == 3 ? (total < other_9 ? total : other_9) : total + other_9;
-    float other_10 = bits_float(((uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 3) * 32)[lane_2]);
-    total = lane_2 == 3 ? (total < other_10 ? total : other_10) : total + other_10;
-    float other_11 = bits_float(((uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 4) * 32)[lane_2]);
-    total = lane_2 == 3 ? (total < other_11 ? total : other_11) : total + other_11;
-    float other_12 = bits_float(((uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 5) * 32)[lane_2]);
-    total = lane_2 == 3 ? (total < other_12 ? total : other_12) : total + other_12;
-    float other_13 = bits_float(((uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 6) * 32)[lane_2]);
-    total = lane_2 == 3 ? (total < other_13 ? total : other_13) : total + other_13;
-    float other_14 = bits_float(((uint32_t*)(arena + FILTER_SUMS) + (column * 8 + 7) * 32)[lane_2]);
-    total = lane_2 == 3 ? (total < other_14 ? total : other_14) : total + other_14;
-    word = float_bits(total);
-  }
+  uint32_t word = lane_2 >= 4 ? float_bits(total) : ((uint32_t*)(arena + FILTER_SUMS) + (column * 8 + chosen) * 32)[lane_2];
   return word;
 }
 
@@ -2998,7 +3382,7 @@ __device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t number, uint8
     const int32_t* sequences, uint32_t warp, uint32_t lane, uint32_t block, uint64_t* exchange_words) {
   #pragma unroll 1
   for (uint32_t column = 0; column < 1; ++column) {
-    if (((uint32_t*)(arena + FILTERS) + column * 16)[0] != 0) {
+    if (((uint32_t*)(arena + FILTERS) + column * 16)[1] != 0) {
       weigh_2(column, arena, weighed, sequences, warp, lane, block);
     }
   }
@@ -3006,11 +3390,11 @@ __device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t number, uint8
   if (warp < 1) {
     #pragma unroll 1
     for (uint32_t column = 0; column < 1; ++column) {
-      if (((uint32_t*)(arena + FILTERS) + column * 16)[0] != 0) {
+      if (((uint32_t*)(arena + FILTERS) + column * 16)[1] != 0) {
         uint32_t word = add_groups(column, lane, arena);
         if (lane < 16) {
           uint32_t place = ((number % 2 + column) * 132 + block) * 16 + lane;
-          publish_flagged(exchange_words + (place + 156864), word, epoch);
+          publish_flagged(exchange_words + (place + 165312), word, epoch);
         }
       }
     }
@@ -3018,8 +3402,7 @@ __device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t number, uint8
 }
 
 // One unit of one block: a first one for the best, another for the sums; the rest of it nobody looks at.
-__device__ __forceinline__ void take_unit(uint4 unit, float (&sums)[4], float& best, uint32_t& token, float& distance,
-    float& nearest) {
+__device__ __forceinline__ void take_unit(uint4 unit, float (&sums)[4], float& best, uint32_t& token, float& distance) {
   sums[0] = sums[0] + bits_float(unit.x);
   sums[1] = sums[1] + bits_float(unit.y);
   sums[2] = sums[2] + bits_float(unit.z);
@@ -3030,52 +3413,45 @@ __device__ __forceinline__ void take_unit(uint4 unit, float (&sums)[4], float& b
     token = unit.y;
     distance = bits_float(unit.z);
   }
-  nearest = bits_float(unit.w) < nearest ? bits_float(unit.w) : nearest;
 }
 
 // This warp's share of all blocks' words of a column, together, into the region `filter_sums`.
-__device__ __forceinline__ void read(uint32_t column, uint32_t epoch, uint32_t number, uint32_t warp, uint32_t lane,
+__device__ __forceinline__ void read_2(uint32_t column, uint32_t epoch, uint32_t number, uint32_t warp, uint32_t lane,
     uint64_t* exchange_words, uint8_t* arena) {
   float sums[4] = {};
   float best = -bits_float(0x7f800000);
   uint32_t token = 4294967295u;
   float distance = bits_float(0x7f800000);
-  float nearest = bits_float(0x7f800000);
+  uint32_t first_unit = (number % 2 + column) * 528;
   uint4 data[8];
+  uint32_t places[8];
   uint32_t own = warp * 32 + lane;
   #pragma unroll 1
-  for (uint32_t first = own; first < 528; first += 2048) {
-    uint32_t count = (528 - first + 255) / 256 < 8 ? (528 - first + 255) / 256 : 8;
-    uint32_t unit = (number % 2 + column) * 528 + first;
-    wait_flagged_units(data, exchange_words + (unit * 4 + 156864), 1024, count, epoch);
+  for (uint32_t first = own; first < own + 768; first += 768) {
     #pragma unroll
-    for (uint32_t place = 0; place < 8; ++place) {
-      if (place < count) {
-        take_unit(data[place], sums, best, token, distance, nearest);
+    for (uint32_t number_2 = 0; number_2 < 3; ++number_2) {
+      places[number_2] = (first_unit + (first + number_2 * 256 < 527 ? first + number_2 * 256 : 527)) * 4;
+    }
+    wait_flagged_places(data, exchange_words + 165312, places, 3, epoch);
+    #pragma unroll
+    for (uint32_t number_2 = 0; number_2 < 3; ++number_2) {
+      if (first + number_2 * 256 < 528) {
+        take_unit(data[number_2], sums, best, token, distance);
       }
     }
   }
-  take_lane(best, token, distance);
-  float other = shuffle_xor_f32(nearest, 16);
-  nearest = other < nearest ? other : nearest;
-  sums[0] = sums[0] + shuffle_xor_f32(sums[0], 16);
-  sums[1] = sums[1] + shuffle_xor_f32(sums[1], 16);
-  sums[2] = sums[2] + shuffle_xor_f32(sums[2], 16);
-  sums[3] = sums[3] + shuffle_xor_f32(sums[3], 16);
-  take_lane_2(best, token, distance);
-  float other_2 = shuffle_xor_f32(nearest, 8);
-  nearest = other_2 < nearest ? other_2 : nearest;
-  sums[0] = sums[0] + shuffle_xor_f32(sums[0], 8);
-  sums[1] = sums[1] + shuffle_xor_f32(sums[1], 8);
-  sums[2] = sums[2] + shuffle_xor_f32(sums[2], 8);
-  sums[3] = sums[3] + shuffle_xor_f32(sums[3], 8);
-  take_lane_3(best, token, distance);
-  float other_3 = shuffle_xor_f32(nearest, 4);
-  nearest = other_3 < nearest ? other_3 : nearest;
-  sums[0] = sums[0] + shuffle_xor_f32(sums[0], 4);
-  sums[1] = sums[1] + shuffle_xor_f32(sums[1], 4);
-  sums[2] = sums[2] + shuffle_xor_f32(sums[2], 4);
-  sums[3] = sums[3] + shuffle_xor_f32(sums[3], 4);
+  if (lane % 4 != 0) {
+    best = -bits_float(0x7f800000);
+    token = 4294967295u;
+  }
+  best_of_warp_2(lane, best, token, distance);
+  #pragma unroll 1
+  for (uint32_t level = 0; level < 3; ++level) {
+    sums[0] = sums[0] + shuffle_xor_f32(sums[0], 16u >> level);
+    sums[1] = sums[1] + shuffle_xor_f32(sums[1], 16u >> level);
+    sums[2] = sums[2] + shuffle_xor_f32(sums[2], 16u >> level);
+    sums[3] = sums[3] + shuffle_xor_f32(sums[3], 16u >> level);
+  }
   uint32_t* words = (uint32_t*)(arena + FILTER_SUMS) + ((column * 8 + warp) * 2 + 1) * 16;
   if (lane > 0 && lane < 4) {
     words[lane * 4] = float_bits(sums[0]);
@@ -3083,271 +3459,105 @@ __device__ __forceinline__ void read(uint32_t column, uint32_t epoch, uint32_t n
     words[lane * 4 + 2] = float_bits(sums[2]);
     words[lane * 4 + 3] = float_bits(sums[3]);
   }
-  lay_down_best(words, best, token, distance, nearest, lane);
+  lay_down_best(words, best, token, distance, lane);
 }
 
 // Word number `lane` of what a column's groups have laid down, together, in order.
 __device__ __forceinline__ uint32_t add_groups_2(uint32_t column, uint32_t lane, uint8_t* arena) {
   uint32_t lane_2 = lane % 16;
   uint32_t chosen = 0;
-  uint32_t* words = (uint32_t*)(arena + FILTER_SUMS) + ((column * 8 + 1) * 2 + 1) * 16;
-  uint32_t* so_far = (uint32_t*)(arena + FILTER_SUMS) + ((column * 8 + chosen) * 2 + 1) * 16;
-  float other = bits_float(words[0]);
-  float best = bits_float(so_far[0]);
-  if (other > best || (other == best && words[1] < so_far[1])) {
-    chosen = 1;
+  float total = 0.0f;
+  #pragma unroll 1
+  for (uint32_t group = 0; group < 8; ++group) {
+    uint32_t* words = (uint32_t*)(arena + FILTER_SUMS) + ((column * 8 + group) * 2 + 1) * 16;
+    uint32_t* so_far = (uint32_t*)(arena + FILTER_SUMS) + ((column * 8 + chosen) * 2 + 1) * 16;
+    float other = bits_float(words[0]);
+    float best = bits_float(so_far[0]);
+    if (other > best || (other == best && words[1] < so_far[1])) {
+      chosen = group;
+    }
+    if (lane_2 >= 4) {
+      total += bits_float(words[lane_2]);
+    }
   }
-  uint32_t* words_2 = (uint32_t*)(arena + FILTER_SUMS) + ((column * 8 + 2) * 2 + 1) * 16;
-  uint32_t* so_far_2 = (uint32_t*)(arena + FILTER_SUMS) + ((column * 8 + chosen) * 2 + 1) * 16;
-  float other_2 = bits_float(words_2[0]);
-  float best_2 = bits_float(so_far_2[0]);
-  if (other_2 > best_2 || (other_2 == best_2 && words_2[1] < so_far_2[1])) {
-    chosen = 2;
-  }
-  uint32_t* words_3 = (uint32_t*)(arena + FILTER_SUMS) + ((column * 8 + 3) * 2 + 1) * 16;
-  uint32_t* so_far_3 = (uint32_t*)(arena + FILTER_SUMS) + ((column * 8 + chosen) * 2 + 1) * 16;
-  float other_3 = bits_float(words_3[0]);
-  float best_3 = bits_float(so_far_3[0]);
-  if (other_3 > best_3 || (other_3 == best_3 && words_3[1] < so_far_3[1])) {
-    chosen = 3;
-  }
-  uint32_t* words_4 = (uint32_t*)(arena + FILTER_SUMS) + ((column * 8 + 4) * 2 + 1) * 16;
-  uint32_t* so_far_4 = (uint32_t*)(arena + FILTER_SUMS) + ((column * 8 + chosen) * 2 + 1) * 16;
-  float other_4 = bits_float(words_4[0]);
-  float best_4 = bits_float(so_far_4[0]);
-  if (other_4 > best_4 || (other_4 == best_4 && words_4[1] < so_far_4[1])) {
-    chosen = 4;
-  }
-  uint32_t* words_5 = (uint32_t*)(arena + FILTER_SUMS) + ((column * 8 + 5) * 2 + 1) * 16;
-  uint32_t* so_far_5 = (uint32_t*)(arena + FILTER_SUMS) + ((column * 8 + chosen) * 2 + 1) * 16;
-  float other_5 = bits_float(words_5[0]);
-  float best_5 = bits_float(so_far_5[0]);
-  if (other_5 > best_5 || (other_5 == best_5 && words_5[1] < so_far_5[1])) {
-    chosen = 5;
-  }
-  uint32_t* words_6 = (uint32_t*)(arena + FILTER_SUMS) + ((column * 8 + 6) * 2 + 1) * 16;
-  uint32_t* so_far_6 = (uint32_t*)(arena + FILTER_SUMS) + ((column * 8 + chosen) * 2 + 1) * 16;
-  float other_6 = bits_float(words_6[0]);
-  float best_6 = bits_float(so_far_6[0]);
-  if (other_6 > best_6 || (other_6 == best_6 && words_6[1] < so_far_6[1])) {
-    chosen = 6;
-  }
-  uint32_t* words_7 = (uint32_t*)(arena + FILTER_SUMS) + ((column * 8 + 7) * 2 + 1) * 16;
-  uint32_t* so_far_7 = (uint32_t*)(arena + FILTER_SUMS) + ((column * 8 + chosen) * 2 + 1) * 16;
-  float other_7 = bits_float(words_7[0]);
-  float best_7 = bits_float(so_far_7[0]);
-  if (other_7 > best_7 || (other_7 == best_7 && words_7[1] < so_far_7[1])) {
-    chosen = 7;
-  }
-  uint32_t word = ((uint32_t*)(arena + FILTER_SUMS) + ((column * 8 + chosen) * 2 + 1) * 16)[lane_2];
-  if (lane_2 >= 3) {
-    float total = bits_float(((uint32_t*)(arena + FILTER_SUMS) + (column * 16 + 1) * 16)[lane_2]);
-    float other_8 = bits_float(((uint32_t*)(arena + FILTER_SUMS) + ((column * 8 + 1) * 2 + 1) * 16)[lane_2]);
-    total = lane_2 == 3 ? (total < other_8 ? total : other_8) : total + other_8;
-    float other_9 = bits_float(((uint32_t*)(arena + FILTER_SUMS) + ((column * 8 + 2) * 2 + 1) * 16)[lane_2]);
-    total = lane_2 == 3 ? (total < other_9 ? total : other_9) : total + other_9;
-    float other_10 = bits_float(((uint32_t*)(arena + FILTER_SUMS) + ((column * 8 + 3) * 2 + 1) * 16)[lane_2]);
-    total = lane_2 == 3 ? (total < other_10 ? total : other_10) : total + other_10;
-    float other_11 = bits_float(((uint32_t*)(arena + FILTER_SUMS) + ((column * 8 + 4) * 2 + 1) * 16)[lane_2]);
-    total = lane_2 == 3 ? (total < other_11 ? total : other_11) : total + other_11;
-    float other_12 = bits_float(((uint32_t*)(arena + FILTER_SUMS) + ((column * 8 + 5) * 2 + 1) * 16)[lane_2]);
-    total = lane_2 == 3 ? (total < other_12 ? total : other_12) : total + other_12;
-    float other_13 = bits_float(((uint32_t*)(arena + FILTER_SUMS) + ((column * 8 + 6) * 2 + 1) * 16)[lane_2]);
-    total = lane_2 == 3 ? (total < other_13 ? total : other_13) : total + other_13;
-    float other_14 = bits_float(((uint32_t*)(arena + FILTER_SUMS) + ((column * 8 + 7) * 2 + 1) * 16)[lane_2]);
-    total = lane_2 == 3 ? (total < other_14 ? total : other_14) : total + other_14;
-    word = float_bits(total);
-  }
+  uint32_t word = lane_2 >= 4 ? float_bits(total) : ((uint32_t*)(arena + FILTER_SUMS) + ((column * 8 + chosen) * 2 + 1) * 16)[lane_2];
   return word;
 }
 
-// A candidate, if it lies below the limit: else there is none, and the next round looks for one below it.
-__device__ __forceinline__ void propose(uint32_t column, uint32_t token, float distance, float limit, uint8_t* arena) {
-  uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
-  bool is_near = token != 4294967295u && distance < limit;
-  state[2] = is_near ? 1u : 0u;
-  state[1] = token;
-  state[9] = float_bits(is_near ? distance : limit);
-}
-
-// The highest number, the first candidate and the first pivots. Distances were minus the numbers so far.
-__device__ __forceinline__ void begin(uint32_t column, uint32_t token, float distance, float nearest, uint8_t* arena,
-    const int32_t* sequences) {
-  uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
-  float limit = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 14)));
-  float top_p = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 13)));
-  bool keeps_all_near = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 12)) == 0 && top_p >= 1.0f;
-  state[3] = float_bits(-nearest);
-  state[4] = float_bits(limit);
-  state[5] = float_bits(0.0f);
-  state[6] = float_bits(bits_float(0x7f800000));
-  state[7] = float_bits(1.0f);
-  state[8] = float_bits(bits_float(0x7f800000));
-  state[10] = float_bits(2.0f);
-  state[11] = float_bits(4.0f);
-  state[12] = float_bits(8.0f);
-  state[13] = float_bits(16.0f);
-  propose(column, token, distance - nearest, limit, arena);
-  if (token == 4294967295u || (keeps_all_near && state[2] != 0)) {
-    state[0] = 0;
-  } else {
-    ((uint32_t*)(arena + CHOSEN))[column] = 4294967295u;
-  }
-}
-
-// Narrow down where the top-k end, and what they weigh.
-__device__ __forceinline__ void bracket(uint32_t column, float top_k, float counts_0, float counts_1, float counts_2,
-    float counts_3, float counts_4, float counts_5, float weights_0, float weights_1, float weights_2, float weights_3,
-    float weights_4, float weights_5, uint8_t* arena) {
-  uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
-  float below = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[5]);
-  float above = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[6]);
-  float least = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[7]);
-  float most = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[8]);
-  float at = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[9]);
-  if (counts_0 >= top_k && at <= above) {
-    above = at;
-    most = weights_0;
-  }
-  if (counts_0 <= top_k && at >= below) {
-    below = at;
-    least = weights_0;
-  }
-  float at_2 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[10]);
-  if (counts_1 >= top_k && at_2 <= above) {
-    above = at_2;
-    most = weights_1;
-  }
-  if (counts_1 <= top_k && at_2 >= below) {
-    below = at_2;
-    least = weights_1;
-  }
-  float at_3 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[11]);
-  if (counts_2 >= top_k && at_3 <= above) {
-    above = at_3;
-    most = weights_2;
-  }
-  if (counts_2 <= top_k && at_3 >= below) {
-    below = at_3;
-    least = weights_2;
-  }
-  float at_4 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[12]);
-  if (counts_3 >= top_k && at_4 <= above) {
-    above = at_4;
-    most = weights_3;
-  }
-  if (counts_3 <= top_k && at_4 >= below) {
-    below = at_4;
-    least = weights_3;
-  }
-  float at_5 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[13]);
-  if (counts_4 >= top_k && at_5 <= above) {
-    above = at_5;
-    most = weights_4;
-  }
-  if (counts_4 <= top_k && at_5 >= below) {
-    below = at_5;
-    least = weights_4;
-  }
-  if (counts_5 >= top_k && bits_float(0x7f800000) <= above) {
-    above = bits_float(0x7f800000);
-    most = weights_5;
-  }
-  if (counts_5 <= top_k && bits_float(0x7f800000) >= below) {
-    below = bits_float(0x7f800000);
-    least = weights_5;
-  }
+// Narrow down where the top-k end, and what they weigh; then from where on nothing is kept, because too many
+// are nearer, or weigh too much. The further, the more, so the bounds of a warp are those of its lanes.
+__device__ __forceinline__ void narrow(float top_k, float top_p, float count, float& above, float at, float& most,
+    float weight, float& below, float& least, float& limit) {
+  bool holds_all = count >= top_k;
+  bool holds_no_more = count <= top_k;
+  above = -highest_of_warp(-(holds_all ? (above < at ? above : at) : above));
+  most = -highest_of_warp(-(holds_all ? (most < weight ? most : weight) : most));
+  below = highest_of_warp(holds_no_more ? (below < at ? at : below) : below);
+  least = highest_of_warp(holds_no_more ? (least < weight ? weight : least) : least);
   float middle = (below + above) * 0.5f;
   if (above < bits_float(0x7f800000) && (middle <= below || middle >= above)) {
     least = most;
   }
-  state[5] = float_bits(below);
-  state[6] = float_bits(above);
-  state[7] = float_bits(least);
-  state[8] = float_bits(most);
+  bool is_out = holds_all || (top_p < 1.0f && weight >= top_p * most);
+  limit = -highest_of_warp(-(is_out ? (limit < at ? limit : at) : limit));
 }
 
-// From a distance on nothing is kept if too many are nearer, or if they weigh too much.
-__device__ __forceinline__ float lower_limit(uint32_t column, float top_k, float top_p, float counts_0, float counts_1,
-    float counts_2, float counts_3, float counts_4, float counts_5, float weights_0, float weights_1, float weights_2,
-    float weights_3, float weights_4, float weights_5, uint8_t* arena) {
-  float limit = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[4]);
-  float most = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[8]);
-  float at = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[9]);
-  bool is_out = counts_0 >= top_k || (top_p < 1.0f && weights_0 >= top_p * most);
-  if (is_out && at < limit) {
-    limit = at;
-  }
-  float at_2 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[10]);
-  bool is_out_2 = counts_1 >= top_k || (top_p < 1.0f && weights_1 >= top_p * most);
-  if (is_out_2 && at_2 < limit) {
-    limit = at_2;
-  }
-  float at_3 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[11]);
-  bool is_out_3 = counts_2 >= top_k || (top_p < 1.0f && weights_2 >= top_p * most);
-  if (is_out_3 && at_3 < limit) {
-    limit = at_3;
-  }
-  float at_4 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[12]);
-  bool is_out_4 = counts_3 >= top_k || (top_p < 1.0f && weights_3 >= top_p * most);
-  if (is_out_4 && at_4 < limit) {
-    limit = at_4;
-  }
-  float at_5 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[13]);
-  bool is_out_5 = counts_4 >= top_k || (top_p < 1.0f && weights_4 >= top_p * most);
-  if (is_out_5 && at_5 < limit) {
-    limit = at_5;
-  }
-  ((uint32_t*)(arena + FILTERS) + column * 16)[4] = float_bits(limit);
-  return limit;
-}
-
-// Evenly where the answer lies: in the bracket while it is open, then below the limit. Without an upper end,
-// each twice as far as the one before.
-__device__ __forceinline__ void place_pivots(uint32_t column, float limit, uint8_t* arena) {
+// Write down what is known, and the next pivots: evenly where the answer lies, in the bracket while it is open,
+// then below the limit. Without an upper end, each twice as far as the one before.
+__device__ __forceinline__ void keep_3(uint32_t column, uint8_t* arena, float least, float most, float below,
+    float above, float limit, uint32_t lane) {
   uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
-  bool is_open = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[7]) < bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[8]);
-  float low = is_open ? bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[5]) : 0.0f;
-  float high = is_open ? bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[6]) : limit;
-  float evenly = low + (high - low) * 0.2f;
-  float doubling = (low + 1.0f) * 2.0f;
-  float at = high < bits_float(0x7f800000) ? evenly : doubling;
-  state[10] = float_bits(at);
-  float evenly_2 = low + (high - low) * 0.4f;
-  float doubling_2 = (low + 1.0f) * 4.0f;
-  float at_2 = high < bits_float(0x7f800000) ? evenly_2 : doubling_2;
-  state[11] = float_bits(at_2);
-  float evenly_3 = low + (high - low) * 0.6f;
-  float doubling_3 = (low + 1.0f) * 8.0f;
-  float at_3 = high < bits_float(0x7f800000) ? evenly_3 : doubling_3;
-  state[12] = float_bits(at_3);
-  float evenly_4 = low + (high - low) * 0.8f;
-  float doubling_4 = (low + 1.0f) * 16.0f;
-  float at_4 = high < bits_float(0x7f800000) ? evenly_4 : doubling_4;
-  state[13] = float_bits(at_4);
+  bool is_open = least < most;
+  float low = is_open ? below : 0.0f;
+  float high = is_open ? above : limit;
+  float evenly = low + (high - low) * ((float)(lane) * 0.2f);
+  float doubling = (low + 1.0f) * (float)(1u << lane);
+  if (lane > 0 && lane <= 4) {
+    state[10 + lane] = float_bits(high < bits_float(0x7f800000) ? evenly : doubling);
+  }
+  if (lane == 0) {
+    state[5] = float_bits(limit);
+    state[6] = float_bits(below);
+    state[7] = float_bits(above);
+    state[8] = float_bits(least);
+    state[9] = float_bits(most);
+  }
 }
 
-// What a round's sums say: of the bracket, the limit, the candidate; then what the next round weighs.
-__device__ __forceinline__ void judge(uint32_t column, uint32_t token, float distance, float counts_0, float counts_1,
-    float counts_2, float counts_3, float counts_4, float counts_5, float weights_0, float weights_1, float weights_2,
-    float weights_3, float weights_4, float weights_5, uint8_t* arena, const int32_t* sequences) {
+// One warp: what a round's sums say of the bracket, the limit, the candidate; then what the next round weighs.
+// Lane i < 6 has tested distance i. word: number `lane` of the sums.
+__device__ __forceinline__ void judge_2(uint32_t column, uint32_t word, uint8_t* arena, const int32_t* sequences,
+    uint32_t lane) {
   uint32_t* state = (uint32_t*)(arena + FILTERS) + column * 16;
   float top_k = (float)(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 12)));
-  if (top_k == 0.0f || top_k > counts_5) {
-    top_k = counts_5;
-  }
   float top_p = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 13)));
-  bracket(column, top_k, counts_0, counts_1, counts_2, counts_3, counts_4, counts_5, weights_0, weights_1, weights_2,
-      weights_3, weights_4, weights_5, arena);
-  float limit = lower_limit(column, top_k, top_p, counts_0, counts_1, counts_2, counts_3, counts_4, counts_5, weights_0,
-      weights_1, weights_2, weights_3, weights_4, weights_5, arena);
-  if (state[2] == 0 || bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[9]) >= limit) {
-    propose(column, token, distance, limit, arena);
-  } else if (top_p >= 1.0f || weights_0 < top_p * bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[7])) {
-    state[0] = 0;
-    ((uint32_t*)(arena + CHOSEN))[column] = state[1];
+  uint32_t value = shuffle_u32(word, 1);
+  float distance = bits_float(shuffle_u32(word, 2));
+  uint32_t number = lane < 5 ? lane : 5;
+  float count = bits_float(shuffle_u32(word, number * 2 + 4));
+  float weight = bits_float(shuffle_u32(word, number * 2 + 5));
+  float of_candidate = bits_float(shuffle_u32(word, 5));
+  float of_all = bits_float(shuffle_u32(word, 14));
+  float at = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[10 + number]);
+  if (top_k == 0.0f || top_k > of_all) {
+    top_k = of_all;
   }
-  place_pivots(column, limit, arena);
+  float limit = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[5]);
+  float below = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[6]);
+  float above = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[7]);
+  float least = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[8]);
+  float most = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[9]);
+  float candidate = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[10]);
+  bool has_candidate = state[3] != 0;
+  warp_barrier();
+  narrow(top_k, top_p, count, above, at, most, weight, below, least, limit);
+  if (!has_candidate || candidate >= limit) {
+    propose(column, value, distance, limit, arena, lane);
+  } else if (lane == 0 && (top_p >= 1.0f || of_candidate < top_p * least)) {
+    state[1] = 0;
+    ((uint32_t*)(arena + CHOSEN))[column] = state[2];
+  }
+  keep_3(column, arena, least, most, below, above, limit, lane);
 }
 
 // The end of a round: a column's warps read what all blocks published, and the first of them decides.
@@ -3355,58 +3565,47 @@ __device__ __forceinline__ void judge_all(uint32_t epoch, uint32_t number, uint8
     uint64_t* exchange_words, const int32_t* sequences) {
   #pragma unroll 1
   for (uint32_t column = 0; column < 1; ++column) {
-    if (((uint32_t*)(arena + FILTERS) + column * 16)[0] != 0) {
-      read(column, epoch, number, warp, lane, exchange_words, arena);
+    if (((uint32_t*)(arena + FILTERS) + column * 16)[1] != 0) {
+      read_2(column, epoch, number, warp, lane, exchange_words, arena);
     }
   }
   named_barrier(1, 256);
   if (warp < 1) {
     #pragma unroll 1
     for (uint32_t column = 0; column < 1; ++column) {
-      if (((uint32_t*)(arena + FILTERS) + column * 16)[0] != 0) {
+      if (((uint32_t*)(arena + FILTERS) + column * 16)[1] != 0) {
         uint32_t word = add_groups_2(column, lane, arena);
-        uint32_t token = shuffle_u32(word, 1);
-        uint32_t value = shuffle_u32(word, 2);
-        uint32_t value_2 = shuffle_u32(word, 3);
-        uint32_t value_3 = shuffle_u32(word, 4);
-        uint32_t value_4 = shuffle_u32(word, 5);
-        uint32_t value_5 = shuffle_u32(word, 6);
-        uint32_t value_6 = shuffle_u32(word, 7);
-        uint32_t value_7 = shuffle_u32(word, 8);
-        uint32_t value_8 = shuffle_u32(word, 9);
-        uint32_t value_9 = shuffle_u32(word, 10);
-        uint32_t value_10 = shuffle_u32(word, 11);
-        uint32_t value_11 = shuffle_u32(word, 12);
-        uint32_t value_12 = shuffle_u32(word, 13);
-        uint32_t value_13 = shuffle_u32(word, 14);
-        uint32_t value_14 = shuffle_u32(word, 15);
-        warp_barrier();
-        if (lane == 0) {
-          if (number == 0) {
-            begin(column, token, bits_float(value), bits_float(value_2), arena, sequences);
-          } else {
-            judge(column, token, bits_float(value), bits_float(value_3), bits_float(value_5), bits_float(value_7),
-                bits_float(value_9), bits_float(value_11), bits_float(value_13), bits_float(value_4),
-                bits_float(value_6), bits_float(value_8), bits_float(value_10), bits_float(value_12),
-                bits_float(value_14), arena, sequences);
-          }
-        }
+        judge_2(column, word, arena, sequences, lane);
       }
     }
   }
 }
 
-__device__ __forceinline__ void filter(uint32_t warp, uint32_t column_count, const int32_t* sequences, uint8_t* arena,
-    uint32_t lane, uint32_t step_epoch, float* weighed, uint32_t block, uint64_t* exchange_words) {
-  clear(warp, column_count, sequences, arena, lane);
+__device__ __forceinline__ void filter(uint8_t* arena, uint32_t step_epoch, uint32_t step, uint32_t lane, uint32_t warp,
+    uint64_t* exchange_words, const int32_t* sequences, float* weighed, uint32_t block) {
+  #pragma unroll 1
+  for (uint32_t column = 0; column < 1; ++column) {
+    if (((uint32_t*)(arena + FILTERS) + column * 16)[0] != 0 && ((uint32_t*)(arena + CHOSEN))[column] < 4294967294u) {
+      read(column, step_epoch + 32, step, arena, lane, warp, exchange_words);
+    }
+  }
+  named_barrier(1, 256);
+  if (warp < 1) {
+    #pragma unroll 1
+    for (uint32_t column = 0; column < 1; ++column) {
+      if (((uint32_t*)(arena + FILTERS) + column * 16)[0] != 0 && ((uint32_t*)(arena + CHOSEN))[column] < 4294967294u) {
+        decide(column, step_epoch + 32, step, sequences, arena, lane, exchange_words);
+      }
+    }
+  }
   named_barrier(1, 256);
   #pragma unroll 1
-  for (uint32_t round = 0; round < 64; ++round) {
+  for (uint32_t round = 0; round < 63; ++round) {
     if (is_done(lane, arena)) {
       break;
     }
-    weigh_all(step_epoch + 32 + round, round, arena, weighed, sequences, warp, lane, block, exchange_words);
-    judge_all(step_epoch + 32 + round, round, arena, warp, lane, exchange_words, sequences);
+    weigh_all(step_epoch + 33 + round, round, arena, weighed, sequences, warp, lane, block, exchange_words);
+    judge_all(step_epoch + 33 + round, round, arena, warp, lane, exchange_words, sequences);
     named_barrier(1, 256);
   }
 }
@@ -3440,15 +3639,18 @@ __device__ __forceinline__ void count_chosen(uint32_t lane, uint32_t column_coun
 // Waits for: the candidates of all blocks.
 // Makes: candidates, and every column's token in `chosen`.
 __device__ __forceinline__ void sampling(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
-    uint8_t* arena, float& best, uint32_t& best_token, uint32_t lane, uint32_t warp, uint64_t* exchange_words,
-    uint32_t step_epoch, uint32_t column_count, const uint32_t* cancelled, uint32_t epoch, uint32_t options,
-    const int32_t* sequences, float* weighed, uint32_t* token_counts) {
+    uint8_t* arena, float& best, uint32_t& best_token, uint32_t lane, uint32_t warp, uint32_t options,
+    uint32_t column_count, const int32_t* sequences, float* weighed, uint32_t step_epoch, uint64_t* exchange_words,
+    const uint32_t* cancelled, uint32_t epoch, uint32_t* token_counts) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 162 + 161);
   }
   uint32_t first_word = step % 2 * 528;
   lay_down_warps(arena, best, best_token, lane, warp);
   named_barrier(1, 256);
+  if ((options & 8) != 0) {
+    publish_lists(column_count, sequences, arena, warp, lane, weighed, block, step_epoch, step, exchange_words);
+  }
   if (warp < 1) {
     float best_2;
     uint32_t best_token_2;
@@ -3484,7 +3686,7 @@ __device__ __forceinline__ void sampling(uint32_t thread, uint32_t* progress, ui
   }
   named_barrier(1, 256);
   if ((options & 8) != 0) {
-    filter(warp, column_count, sequences, arena, lane, step_epoch, weighed, block, exchange_words);
+    filter(arena, step_epoch, step, lane, warp, exchange_words, sequences, weighed, block);
   }
   if ((options & 4) != 0 && warp == 0) {
     count_chosen(lane, column_count, arena, block, sequences, token_counts);
@@ -3690,8 +3892,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       lm_head(thread, progress, block, step, head_from, logits, block_waits, arena, norms, lane, exchange_words,
           step_epoch, warp, column_count, full, use_stage, use_parity, ring, empty, turn, finisher, options, sequences,
           masks, logit_bias, token_counts, weighed, best, best_token);
-      sampling(thread, progress, block, step, arena, best, best_token, lane, warp, exchange_words, step_epoch,
-          column_count, cancelled, epoch, options, sequences, weighed, token_counts);
+      sampling(thread, progress, block, step, arena, best, best_token, lane, warp, options, column_count, sequences,
+          weighed, step_epoch, exchange_words, cancelled, epoch, token_counts);
       take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, emitted, stop_ids, next_token,
           thread, status, step_done);
       if (next_token[1] != 0) {

@@ -17,7 +17,7 @@ from cheetah import lang as ch
 from cheetah.blocks.adjustments import Adjustments
 from cheetah.blocks.columns import POSITION, SEED_HIGH, SEED_LOW, TEMPERATURE
 from cheetah.blocks.exchange import Exchange
-from cheetah.blocks.filters import Filters
+from cheetah.blocks.filters.filters import Filters
 from cheetah.blocks.host_words import HostWords
 from cheetah.blocks.linear.interface import Rows
 from cheetah.blocks.linear.matvec import Matvec
@@ -138,6 +138,8 @@ class Sampler:
         first_word = (step % 2 * machine.gpu.blocks) * (2 * self.places)
         self._lay_down_warps()
         machine.meet()  # the head's input is used no more: the blocks' candidates may lie over it
+        if self.filters is not None:
+            self.filters.publish(epoch, step)
         for column in self._columns_of_warp():
             best, best_token = self._best_of("warp_candidates", column, self.columns.limit, self._groups)
             with ch.if_(machine.lane < 2 * self.places // self.columns.limit):
@@ -159,14 +161,9 @@ class Sampler:
             with ch.if_(machine.lane == 0):
                 chosen[column] = best_token
         machine.meet()
-        self._filter(epoch)
-        self._count_chosen()
-
-    def _filter(self, epoch: ch.Expr) -> None:
-        """The filtered columns' tokens, in place of those that all tokens together would give."""
         if self.filters is not None:
-            with ch.if_(self.filters.is_asked), ch.outline("filter"):
-                self.filters.choose(epoch)
+            self.filters.choose(epoch, step)
+        self._count_chosen()
 
     def _count_chosen(self) -> None:
         """One warp: a column a lane."""

@@ -36,6 +36,8 @@ KEPT_SOURCES, KEPT_MERGE_BYTES = 20, 128
 """Of a merge, the sources that stay there, and the bytes of its record with its tile and those."""
 FILTER_WORDS = 16
 """Words that a block publishes of a filtered column in a round, and that it keeps of it."""
+LIST_ROW_WORDS = 36
+"""Room of a short list: of 8 tokens 4 words each, and two more."""
 MERGE_WARPS, MOST_TEAMS = 4, 14
 """Warps that merge a row together, and how many teams of them have a barrier."""
 KINDS: Mapping[object, str] = {int: "a whole number", str: "a word", bool: "True or False"}
@@ -310,30 +312,26 @@ Reserve = Callable[[ModelShape, Plan, Gpu], Sequence[Region]]
 def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...]:
     """What a block keeps in shared memory beside the ring.
 
-    scratch: the input of a product (bf16), or what attention needs, or all blocks' candidates, or what filters know of
-    every column, and its warps' sums. reductions: two buffers
-    of the warps' row sums. residual: the block's rows (f32). partial_sums: of squares; scales: 1/rms of every token.
-    rope: cos and sin of every token's position. warp_candidates: of every warp and column. columns: what the step's
-    tokens are. chosen: what was sampled. step_done: two mbarriers. next_token: of every column, then whether the launch
-    ends.
+    scratch: the input of a product (bf16), or what attention needs, or all blocks' candidates, or what filters need.
+    reductions: two buffers of the warps' row sums. residual: the block's rows (f32). partial_sums: of squares; scales:
+    1/rms of every token. rope: cos and sin of every token's position. warp_candidates: of every warp and column.
+    columns: what the step's tokens are. chosen: what was sampled. step_done: two mbarriers. next_token: of every
+    column, then whether the launch ends.
     """
     vector_bytes = longest_vector_bytes(shape, plan)
     attention = attention_regions(shape, plan, vector_bytes)
     candidates = gpu.blocks * max(plan.tokens, 2) * 8
-    filters, filter_sums = (
-        count * FILTER_WORDS * 4 for count in (plan.tokens, 2 * max(plan.tokens, plan.consumer_warps))
-    )
+    filtering = filter_regions(plan, gpu, candidates)
     residual_rows = ceil_div(ceil_div(shape.hidden, M_TILE_ROWS), gpu.blocks) * M_TILE_ROWS
     return (
         Region(
             "scratch",
-            max(vector_bytes, sum(region.nbytes for region in attention), candidates, filters + filter_sums),
+            max(vector_bytes, sum(region.nbytes for region in attention), filtering[-1].skip + filtering[-1].nbytes),
             BULK_ALIGNMENT,
         ),
         Region("vector", vector_bytes, BULK_ALIGNMENT, over="scratch"),
         Region("candidates", candidates, BULK_ALIGNMENT, over="scratch"),
-        Region("filters", filters, over="scratch"),
-        Region("filter_sums", filter_sums, over="scratch", skip=filters),
+        *filtering,
         *attention,
         Region("reductions", 2 * plan.consumer_warps * M_TILE_ROWS * plan.tokens * 4, BULK_ALIGNMENT),
         Region("residual", residual_rows * plan.tokens * 4),
@@ -347,6 +345,31 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
         Region("step_done", 16),
         Region("next_token", (plan.tokens + 1) * 4),
     )
+
+
+def listed_tokens(tokens: int) -> int:
+    """Tokens of a block's short list, where a step has so many. With 8 in each of 132 lists the 300 highest of all are
+    mostly listed, with 4 the 60 highest."""
+    return 8 if tokens == 1 else 4
+
+
+def filter_regions(plan: Plan, gpu: Gpu, candidates: int) -> tuple[Region, ...]:
+    """What filters need, over the region `scratch`.
+
+    listed: of all blocks' listed tokens two numbers (f32), of a column that a warp works on; over the candidates, that
+    are used no more then. list_rows: a list of every warp. filters: what is known of every column; filter_sums: its
+    warps' sums, of this block and of all."""
+    sizes = {
+        "listed": min(plan.tokens, plan.consumer_warps) * gpu.blocks * listed_tokens(plan.tokens) * 8,
+        "list_rows": plan.consumer_warps * LIST_ROW_WORDS * 4,
+        "filters": plan.tokens * FILTER_WORDS * 4,
+        "filter_sums": 2 * max(plan.tokens, plan.consumer_warps) * FILTER_WORDS * 4,
+    }
+    regions, skip = [], 0
+    for name, nbytes in sizes.items():
+        regions.append(Region(name, nbytes, BULK_ALIGNMENT, over="scratch", skip=skip))
+        skip += round_up(max(nbytes, candidates) if name == "listed" else nbytes, BULK_ALIGNMENT)
+    return tuple(regions)
 
 
 def attention_regions(

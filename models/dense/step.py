@@ -18,7 +18,7 @@ from cheetah.blocks.attention.step_port import NormalisedHeads, Projection, Step
 from cheetah.blocks.attention.variants import CAUSAL
 from cheetah.blocks.columns import POSITION, Columns, vector_words
 from cheetah.blocks.exchange import BarrierExchange, Exchange, FlaggedExchange, Published, make_exchange
-from cheetah.blocks.filters import Filters
+from cheetah.blocks.filters.filters import Filters
 from cheetah.blocks.host_words import HostWords
 from cheetah.blocks.linear.epilogue import HALF, scaled
 from cheetah.blocks.linear.interface import Epilogue, Prologue, Rows
@@ -37,7 +37,7 @@ from cheetah.plan import M_TILE_ROWS, Gpu, ModelShape, Plan, step_matrices
 from cheetah.plan.index import round_up
 from cheetah.plan.kv import KvPlanLayout, max_plans
 from cheetah.plan.kv.tables import epochs_of_step
-from cheetah.plan.plan import FILTER_WORDS
+from cheetah.plan.plan import FILTER_WORDS, listed_tokens
 
 LAYER_PHASES = ("qkv", "attention", "o", "gate_up", "down")
 LAST_PHASES = ("lm_head", "sampling")
@@ -59,6 +59,7 @@ def exchange_sizes(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:
         "middle": vector_words(shape.hidden, plan.tokens),
         "gated": vector_words(shape.ffn, plan.tokens),
         "candidates": 2 * 2 * max(plan.tokens, 2) * gpu.blocks,
+        "short_lists": 2 * 4 * listed_tokens(plan.tokens) * plan.tokens * gpu.blocks,
         "filters": 2 * FILTER_WORDS * plan.tokens * gpu.blocks,
     }
 
@@ -139,7 +140,7 @@ class StepParts:
         self.projection = Projection(self.port, self.cache, launch.biases)
         adjustments = Adjustments(self.columns, launch, self.matrices.lm_head)
         host = HostWords(self.columns, launch)
-        filters = Filters(self.linear, self.exchange, adjustments, launch.weighed)
+        filters = Filters(self.exchange, adjustments, launch.weighed)
         self.sampler = Sampler(self.linear, self.exchange, self.shape.vocab, self.timeline, adjustments, filters, host)
         self.tokens = Tokens(self.columns, launch)
         self.phase = Phases(machine, self.exchange, self.timeline, names, launch.progress)

@@ -67,6 +67,20 @@ def test_shuffles(scheduler: str, draw: np.random.Generator) -> None:
     np.testing.assert_array_equal(out[2], x[first + (thread * 7 + 3) % 32])
 
 
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_a_warp_s_sum_and_maximum_are_on_every_lane(scheduler: str, draw: np.random.Generator) -> None:
+    body = """
+      sums[threadIdx.x] = warp_sum_u32(x[threadIdx.x]);
+      highest[threadIdx.x] = warp_maximum_u32(x[threadIdx.x]);
+    """
+    x = draw.integers(0, 1 << 32, 64, dtype=np.uint32)
+    sums, highest = np.zeros(64, np.uint32), np.zeros(64, np.uint32)
+    arrays = "const uint32_t* x, uint32_t* sums, uint32_t* highest"
+    program(body, arrays).launch(1, 64, 0, [x, sums, highest], scheduler=scheduler, seed=1)
+    np.testing.assert_array_equal(sums, np.repeat(x.reshape(2, 32).sum(1, dtype=np.uint32), 32))
+    np.testing.assert_array_equal(highest, np.repeat(x.reshape(2, 32).max(1), 32))
+
+
 def test_warp_sum_has_the_bits_of_five_shuffles(draw: np.random.Generator) -> None:
     body = """
       float v = x[threadIdx.x];

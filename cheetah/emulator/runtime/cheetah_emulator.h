@@ -134,6 +134,21 @@ CHEETAH_PRIMITIVE uint32_t shuffle_u32(uint32_t value, uint32_t lane, CHEETAH_PL
 
 CHEETAH_PRIMITIVE float warp_sum_f32(float value, CHEETAH_PLACE) { return cheetah_emulator::warp_sum(value, place); }
 
+CHEETAH_PRIMITIVE uint32_t warp_maximum_u32(uint32_t value, CHEETAH_PLACE) {
+  for (uint32_t mask = 16; mask > 0; mask /= 2) {
+    const uint32_t other = cheetah_emulator::shuffle_xor(value, mask, place, "warp_maximum_u32");
+    value = other > value ? other : value;
+  }
+  return value;
+}
+
+CHEETAH_PRIMITIVE uint32_t warp_sum_u32(uint32_t value, CHEETAH_PLACE) {
+  for (uint32_t mask = 16; mask > 0; mask /= 2) {
+    value += cheetah_emulator::shuffle_xor(value, mask, place, "warp_sum_u32");
+  }
+  return value;
+}
+
 
 // D = A (16x16, row major fragments a.x..a.w) * B (16x8, b0 b1) + C (16x8), as mma.m16n8k16 bf16 with float sums.
 CHEETAH_PRIMITIVE void mma_bf16(float (&c)[4], uint4 a, uint32_t b0, uint32_t b1, CHEETAH_PLACE) {

@@ -18,7 +18,9 @@ from cheetah.lang.primitives.block import (
     thread_index,
     wait_for_u32,
     warp_barrier,
+    warp_maximum_u32,
     warp_sum_f32,
+    warp_sum_u32,
 )
 from cheetah.lang.primitives.copies import (
     bulk_copy,
@@ -166,7 +168,9 @@ __all__ = [
     "wait_flagged_units",
     "wait_for_u32",
     "warp_barrier",
+    "warp_maximum_u32",
     "warp_sum_f32",
+    "warp_sum_u32",
     "wgmma_bf16",
     "wgmma_bf16_n128",
     "wgmma_bf16_n128_transposed",

@@ -97,3 +97,17 @@ warp_sum_f32 = declare(
     "sum over the warp on every lane (butterfly 16, 8, 4, 2, 1)",
     value=ty.f32,
 )
+warp_maximum_u32 = declare(
+    "warp_maximum_u32",
+    ty.u32,
+    "return __reduce_max_sync(0xffffffffu, value);",
+    "the largest of the warp's values, on every lane",
+    value=ty.u32,
+)
+warp_sum_u32 = declare(
+    "warp_sum_u32",
+    ty.u32,
+    "return __reduce_add_sync(0xffffffffu, value);",
+    "sum over the warp on every lane",
+    value=ty.u32,
+)

@@ -1,0 +1,145 @@
+"""Which consumer warps work on which column while its token is filtered, and how a warp finds the highest number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from cheetah import lang as ch
+from cheetah.blocks.adjustments import Adjustments
+from cheetah.blocks.columns import Columns
+from cheetah.blocks.exchange import Exchange
+from cheetah.blocks.machine import Machine
+from cheetah.lang import prim, ty
+from cheetah.lang.primitives.exchange import UNITS
+from cheetah.plan.index import ceil_div
+from cheetah.plan.kv.tables import CANCELLED_TOKEN, FILTERED, NO_TOKEN
+from cheetah.plan.plan import FILTER_WORDS
+
+SIGN = 1 << 31
+FILTERED_HERE, OPEN = range(2)
+"""Words of what a block knows of a column: whether it is filtered in this step; whether the lists leave it open."""
+
+
+def ordered(number: ch.Expr) -> Any:
+    """A u32 for an f32 that is not NaN: the larger the number, the larger the word."""
+    bits = prim.float_bits(number)
+    return ch.select((bits & SIGN) != 0, bits ^ 0xFFFFFFFF, bits | SIGN)
+
+
+def number_of(word: ch.Expr) -> Any:
+    """The f32 that `ordered` made `word` of."""
+    return prim.bits_float(ch.select((word & SIGN) != 0, word ^ SIGN, word ^ 0xFFFFFFFF))
+
+
+@ch.function
+def highest_of_warp(number: ch.Expr) -> Any:
+    """The highest of the lanes' numbers (f32, none NaN), on every lane."""
+    highest = number_of(ch.const(ty.u32, prim.warp_maximum_u32(ordered(number)), name="word"))
+    return highest
+
+
+@ch.function
+def best_of_warp(lane: ch.Expr, best: Any, token: Any, number: Any) -> None:
+    """The best of the lanes' candidates, the lowest id on ties, and the number beside it, on every lane."""
+    key = ch.const(ty.u32, ordered(best), name="key")
+    top = prim.warp_maximum_u32(key)
+    lowest = prim.warp_maximum_u32(ch.select(key == top, token ^ NO_TOKEN, ty.u32(0))) ^ NO_TOKEN
+    source = prim.warp_maximum_u32(ch.select((key == top) & (token == lowest), lane, ty.u32(0)))
+    best.set(number_of(top))
+    token.set(lowest)
+    number.set(prim.bits_float(prim.shuffle_u32(prim.float_bits(number), source)))
+
+
+@dataclass(frozen=True, eq=False)
+class WarpColumns:
+    """The columns of a warp are those that it finishes in every product, so what it wrote of them is its own or its
+    group's: where a step has fewer columns than a block has consumer warps, `groups` warps share one."""
+
+    columns: Columns
+    adjustments: Adjustments
+
+    @property
+    def machine(self) -> Machine:
+        return self.columns.machine
+
+    @property
+    def groups(self) -> int:
+        """Warps that share a column."""
+        return max(1, self.machine.plan.consumer_warps // self.columns.limit)
+
+    @property
+    def finishers(self) -> int:
+        """Warps that have columns of their own; with several groups each has one at most."""
+        return self.machine.plan.consumer_warps // self.groups
+
+    @property
+    def group(self) -> Any:
+        return self.machine.warp // self.finishers
+
+    @property
+    def slot(self) -> Any:
+        """The place of what a warp and those that share its column keep of the column that they work on."""
+        return self.machine.warp % self.finishers
+
+    @contextmanager
+    def of_warp(self) -> Iterator[Any]:
+        """The columns of this warp, shared or not."""
+        with ch.for_(self.slot, self.columns.limit, self.finishers, unroll=1, name="column") as column:
+            yield column
+
+    @contextmanager
+    def of_first_group(self) -> Iterator[Any]:
+        """The columns that this warp decides about."""
+        with ch.if_(self.machine.warp < self.finishers), self.of_warp() as column:
+            yield column
+
+    def state(self, column: ch.Expr) -> Any:
+        """Words of what a block knows of a column (u32)."""
+        return self.machine.region("filters", ty.u32) + column * FILTER_WORDS
+
+    @ch.function
+    def begin(self, column: ch.Expr) -> Any:
+        """Whether a column's token is sampled in this step, and filtered (0 or 1); it is written down."""
+        filtered = ch.var(ty.u32, 0)
+        with ch.if_(column < self.columns.count):
+            options = ch.const(ty.u32, self.adjustments.of(column, "options"), name="options")
+            with ch.if_(((options & FILTERED) != 0) & self.adjustments.is_sampled(column)):
+                filtered.set(1)
+        with ch.if_((self.group == 0) & (self.machine.lane == 0)):
+            self.state(column)[FILTERED_HERE] = filtered
+            self.state(column)[OPEN] = 0
+        return filtered
+
+    def is_filtered(self, column: ch.Expr) -> Any:
+        """What `begin` said of it."""
+        return self.state(column)[FILTERED_HERE] != 0
+
+    def is_chosen(self, column: ch.Expr) -> Any:
+        """Whether a filtered column's most noisy token has been chosen, to be judged."""
+        return self.is_filtered(column) & (self.machine.region("chosen", ty.u32)[column] < CANCELLED_TOKEN)
+
+    @contextmanager
+    @ch.inline
+    def reading(
+        self, exchange: Exchange, vector: str, first_unit: ch.Expr, units: int, epoch: ch.Expr
+    ) -> Iterator[tuple[Any, Any]]:
+        """What is inside is done for each of this warp's share of `units` units of a vector: (number, u32x4).
+
+        Lane l of the first group has units l, l + 32 * groups, ...; where there is no more, it reads the last one
+        again. If it read nothing then, what it has read before would be kept for it, in registers, through all phases:
+        8B with 4 tokens would spill 80 bytes."""
+        stride = 32 * self.groups
+        rounds = ceil_div(ceil_div(units, stride), UNITS)
+        count = ceil_div(units, stride * rounds)
+        data = ch.array(ty.u32x4, UNITS)
+        places = ch.array(ty.u32, UNITS)
+        own = self.group * 32 + self.machine.lane
+        with ch.for_(own, own + rounds * count * stride, count * stride, unroll=1, name="first") as first:
+            with ch.for_(count, unroll=True) as number:
+                places[number] = (first_unit + ch.minimum(first + number * stride, ty.u32(units - 1))) * 4
+            exchange.read_places(vector, data, places, count, epoch)
+            with ch.for_(count, unroll=True) as number, ch.if_(first + number * stride < units):
+                yield first + number * stride, data[number]

@@ -1,0 +1,432 @@
+"""Short lists: the tokens nearest to a block's highest, which mostly are enough to filter by.
+
+Beside its candidates each block publishes, of a filtered column, the few of its tokens with the highest logits over the
+temperature, with and without noise; the highest number that it left out; what all its tokens weigh; and how its most
+noisy token stood without noise. Every block reads them all. Whatever is nearer to the highest of all than the highest
+that anybody left out is then known completely, and in most steps what is to be decided lies there: a draw from what is
+kept is the most noisy token among it, so a candidate is judged by how many tokens are nearer, and what they weigh; if
+it is out, so is all that is further away, and the most noisy of the nearer ones is the next candidate. What the lists
+leave open is found in `rounds`.
+
+All blocks add the same numbers in the same order, so all decide alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from cheetah import lang as ch
+from cheetah.blocks.exchange import Exchange
+from cheetah.blocks.filters.columns import WarpColumns, best_of_warp, highest_of_warp, ordered
+from cheetah.lang import prim, ty
+from cheetah.plan import M_TILE_ROWS
+from cheetah.plan.kv.tables import NO_TOKEN
+from cheetah.plan.plan import LIST_ROW_WORDS, listed_tokens
+
+UNIT_WORDS = 4
+SCALED, NOISY, TOKEN, MORE = range(UNIT_WORDS)
+"""Words of a listed token; what else a block says stands in the last word of its first three."""
+WEIGHT, LEFT_OUT, BEST_SCALED = range(3)
+"""Of all the block's tokens together, relative to its highest; the highest number that is not listed; that of the most
+noisy token of all."""
+ROWS_AT_ONCE = 4
+SEARCH_STEPS = 64
+UNDECIDED, LEFT_OPEN, AS_IT_IS = 0xFFFFFFFF, 0xFFFFFFFE, 0xFFFFFFFD
+"""Instead of the place of a listed token."""
+Leave = Callable[[Any, Any, Any], None]
+"""What a warp does with a column that the lists leave open; given the column, the highest number of all, and how far
+below it that of the most noisy token lies."""
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """A sequence's filters; see `SequenceRecord`."""
+
+    top_k: ch.Expr
+    top_p: ch.Expr
+    reach: ch.Expr
+
+
+class NearestOfLane:
+    """The two nearest tokens that a lane has seen, the highest number that it left out, and its most noisy token."""
+
+    @ch.inline
+    def __init__(self) -> None:
+        first = ch.var(ty.f32, -math.inf)
+        first_noisy = ch.var(ty.f32, -math.inf)
+        first_token = ch.var(ty.u32, NO_TOKEN)
+        second = ch.var(ty.f32, -math.inf)
+        second_noisy = ch.var(ty.f32, -math.inf)
+        second_token = ch.var(ty.u32, NO_TOKEN)
+        left_out = ch.var(ty.f32, -math.inf)
+        weight = ch.var(ty.f32, 0.0)
+        best = ch.var(ty.f32, -math.inf)
+        best_token = ch.var(ty.u32, NO_TOKEN)
+        best_scaled = ch.var(ty.f32, -math.inf)
+        self.first, self.second = (first, first_noisy, first_token), (second, second_noisy, second_token)
+        self.left_out, self.weight, self.best = left_out, weight, (best, best_token, best_scaled)
+
+    @ch.inline
+    def take(self, scaled: ch.Expr, noisy: ch.Expr, token: ch.Expr) -> None:
+        """One more token; NaN is as if it were not there."""
+        is_first, is_second = scaled > self.first[0], scaled > self.second[0]
+        above_first = ch.const(ty.boolean, is_first, name="above_first")
+        above_second = ch.const(ty.boolean, is_second, name="above_second")
+        dropped = ch.select(above_second, self.second[0], scaled)
+        self.left_out.set(ch.maximum(self.left_out, dropped))
+        for first, second, new in zip(self.first, self.second, (scaled, noisy, token), strict=True):
+            second.set(ch.select(above_first, first, ch.select(above_second, new, second)))
+            first.set(ch.select(above_first, new, first))
+
+    @ch.inline
+    def weigh(self, scaled: ch.Expr, noisy: ch.Expr, token: ch.Expr) -> None:
+        """Before `take`: the token's weight, all relative to the lane's highest, and whether it is the most noisy."""
+        with ch.if_(scaled > -math.inf):
+            highest = ch.maximum(self.first[0], scaled)
+            self.weight.set(self.weight * prim.exp_f32(self.first[0] - highest) + prim.exp_f32(scaled - highest))
+            with ch.if_(noisy > self.best[0]):
+                for variable, value in zip(self.best, (noisy, token, scaled), strict=True):
+                    variable.set(value)
+
+    @ch.inline
+    def pop(self) -> None:
+        """The second becomes the first."""
+        for first, second in zip(self.first, self.second, strict=True):
+            first.set(second)
+        self.second[0].set(-math.inf)
+        self.second[2].set(NO_TOKEN)
+
+
+class ShortLists:
+    """The short lists of a launch's filtered columns. `weighed`: f32 [batch, vocab, 2], see `Filters`."""
+
+    def __init__(self, warps: WarpColumns, exchange: Exchange, weighed: ch.Expr) -> None:
+        self.warps, self.exchange, self.weighed = warps, exchange, weighed
+        self.machine, self.adjustments = warps.machine, warps.adjustments
+
+    @property
+    def length(self) -> int:
+        """Tokens of a block's list."""
+        return listed_tokens(self.machine.plan.tokens)
+
+    @property
+    def units(self) -> int:
+        """Listed tokens of all blocks."""
+        return self.machine.gpu.blocks * self.length
+
+    # What a block publishes -------------------------------------------------------------------------------------------
+
+    @ch.inline
+    def publish(self, epoch: ch.Expr, step: ch.Expr) -> None:
+        """Every block's list of every filtered column. A barrier of the consumer warps must lie between the head and
+        this. Steps take turns with two vectors, as with the candidates."""
+        warps = self.warps
+        with warps.of_warp() as column, ch.if_(warps.begin(column) != 0):
+            self._list_rows(column)
+            if warps.groups == 1:
+                self._publish_list(column, epoch, step)
+        if warps.groups > 1:
+            self.machine.meet()
+            with warps.of_first_group() as column, ch.if_(warps.is_filtered(column)):
+                self._join_lists()
+                self._publish_list(column, epoch, step)
+
+    @ch.function
+    def _list_rows(self, column: ch.Expr) -> None:
+        """A list of this warp's rows of a column."""
+        machine, head = self.machine, self.adjustments.head
+        nearest = NearestOfLane()
+        pairs = ch.reinterpret(ty.ptr(ty.f32x2), self.weighed) + self.adjustments.row(column)
+        position = head.position(machine.block)
+        stride = self.warps.groups * 32
+        own = self.warps.group * 32 + machine.lane
+        with ch.for_(own, head.waves * M_TILE_ROWS, stride * ROWS_AT_ONCE, unroll=1) as first:
+            scaled, noisy = (ch.array(ty.f32, ROWS_AT_ONCE, name=name) for name in ("scaled", "noisy"))
+            tokens = ch.array(ty.u32, ROWS_AT_ONCE)
+            with ch.for_(ROWS_AT_ONCE, unroll=True) as place:
+                row = first + place * stride
+                token = head.m_tile(row // M_TILE_ROWS, position) * M_TILE_ROWS + row % M_TILE_ROWS
+                tokens[place] = token
+                scaled[place] = -math.inf
+                noisy[place] = -math.inf
+                with ch.if_(token < head.rows):
+                    scaled[place] = pairs[token].x
+                    noisy[place] = pairs[token].y
+            with ch.for_(ROWS_AT_ONCE, unroll=True) as place:
+                nearest.weigh(scaled[place], noisy[place], tokens[place])
+                nearest.take(scaled[place], noisy[place], tokens[place])
+        highest = ch.var(ty.f32, nearest.first[0])
+        self._lay_down(nearest, highest, self._row(self.warps.group))
+
+    @ch.function
+    def _join_lists(self) -> None:
+        """The lists of a column's warps become one, in the place of the first."""
+        lane = self.machine.lane
+        nearest = NearestOfLane()
+        highest = ch.var(ty.f32, -math.inf)
+        with ch.if_(lane < self.warps.groups):
+            words = self._row(lane)
+            highest.set(prim.bits_float(words[SCALED]))
+            nearest.weight.set(prim.bits_float(words[WEIGHT * UNIT_WORDS + MORE]))
+            nearest.left_out.set(prim.bits_float(words[LEFT_OUT * UNIT_WORDS + MORE]))
+            nearest.best[0].set(prim.bits_float(words[self.length * UNIT_WORDS]))
+            nearest.best[1].set(words[self.length * UNIT_WORDS + 1])
+            nearest.best[2].set(prim.bits_float(words[BEST_SCALED * UNIT_WORDS + MORE]))
+        with ch.for_(lane, self.warps.groups * self.length, 32, unroll=1) as place:
+            words = self._row(place // self.length) + place % self.length * UNIT_WORDS
+            nearest.take(prim.bits_float(words[SCALED]), prim.bits_float(words[NOISY]), words[TOKEN])
+        prim.warp_barrier()  # every lane has read its part before the first list is written over
+        self._lay_down(nearest, highest, self._row(0))
+
+    @ch.function
+    def _lay_down(self, nearest: NearestOfLane, highest: ch.Expr, words: ch.Expr) -> None:
+        """The nearest tokens of a warp's lanes and what all of theirs weigh, in shared memory. highest: that to which
+        a lane's weight is relative."""
+        lane = self.machine.lane
+        above = highest_of_warp(highest)
+        part = ch.var(ty.f32, 0.0)
+        with ch.if_(highest > -math.inf):
+            part.set(nearest.weight * prim.exp_f32(highest - above))
+        weight = prim.warp_sum_f32(part)
+        best_of_warp(lane, *nearest.best)
+        with ch.for_(self.length, unroll=1, name="place") as place:
+            key = ordered(nearest.first[0])
+            own_key = ch.const(ty.u32, key, name="own_key")
+            top_key = prim.warp_maximum_u32(own_key)
+            turn = prim.warp_maximum_u32(ch.select(own_key == top_key, 32 - lane, ty.u32(0)))
+            with ch.if_(turn + lane == 32):
+                words[place * UNIT_WORDS + SCALED] = prim.float_bits(nearest.first[0])
+                words[place * UNIT_WORDS + NOISY] = prim.float_bits(nearest.first[1])
+                words[place * UNIT_WORDS + TOKEN] = nearest.first[2]
+                nearest.pop()
+        left_out = highest_of_warp(ch.maximum(nearest.left_out, nearest.first[0]))
+        with ch.if_(lane == 0):
+            words[WEIGHT * UNIT_WORDS + MORE] = prim.float_bits(weight)
+            words[LEFT_OUT * UNIT_WORDS + MORE] = prim.float_bits(left_out)
+            words[BEST_SCALED * UNIT_WORDS + MORE] = prim.float_bits(nearest.best[2])
+            words[self.length * UNIT_WORDS] = prim.float_bits(nearest.best[0])
+            words[self.length * UNIT_WORDS + 1] = nearest.best[1]
+
+    @ch.function
+    def _publish_list(self, column: ch.Expr, epoch: ch.Expr, step: ch.Expr) -> None:
+        """The block's list, a word a lane."""
+        machine = self.machine
+        prim.warp_barrier()  # the list is written
+        with ch.if_(machine.lane < self.length * UNIT_WORDS):
+            place = (self._vector(column, step) + machine.block * self.length) * UNIT_WORDS + machine.lane
+            self.exchange.publish("short_lists", place, self._row(0)[machine.lane], epoch)
+        prim.warp_barrier()  # it is read: the warp's next column may lie over it
+
+    # What all blocks decide -------------------------------------------------------------------------------------------
+
+    @ch.inline
+    def choose(self, epoch: ch.Expr, step: ch.Expr, leave: Leave) -> None:
+        """The tokens of the filtered columns into the region `chosen`, where the most noisy token of all stands.
+        A barrier of the consumer warps must follow."""
+        warps = self.warps
+        with warps.of_warp() as column, ch.if_(warps.is_chosen(column)):
+            self._read(column, epoch, step)
+            if warps.groups == 1:
+                self._decide(column, epoch, step, leave)
+        if warps.groups > 1:
+            self.machine.meet()
+            with warps.of_first_group() as column, ch.if_(warps.is_chosen(column)):
+                self._decide(column, epoch, step, leave)
+
+    @ch.function
+    def _read(self, column: ch.Expr, epoch: ch.Expr, step: ch.Expr) -> None:
+        """This warp's share of all blocks' lists of a column, into the region `listed`, and what they say besides.
+
+        The lists' lengths divide a warp, so each lane reads the same place of every list that it reads."""
+        machine, head = self.machine, self.adjustments.head
+        listed = ch.reinterpret(ty.ptr_mut(ty.f32), self._listed)
+        highest = ch.var(ty.f32, -math.inf)
+        weight = ch.var(ty.f32, 0.0)
+        role = machine.lane % self.length
+        m_tile = ch.const(ty.u32, machine.region("chosen", ty.u32)[column] // M_TILE_ROWS, name="m_tile")
+        first_unit = self._vector(column, step)
+        with self.warps.reading(self.exchange, "short_lists", first_unit, self.units, epoch) as (place, words):
+            listed[place * 2] = prim.bits_float(words.x)
+            listed[place * 2 + 1] = prim.bits_float(words.y)
+            is_owner = head.position(place // self.length) == m_tile % head.blocks
+            with ch.if_((role < BEST_SCALED) | ((role == BEST_SCALED) & is_owner)):
+                more = prim.bits_float(words.w)
+                self._add(highest, weight, ch.select(role == WEIGHT, prim.bits_float(words.x), more), more)
+        with ch.for_(5, unroll=1) as level:
+            mask = ty.u32(16) >> level
+            with ch.if_(mask >= self.length):
+                other, other_weight = prim.shuffle_xor_f32(highest, mask), prim.shuffle_xor_f32(weight, mask)
+                self._add(highest, weight, other, other_weight)
+        with ch.if_(machine.lane <= BEST_SCALED):
+            words = self._row(self.warps.group)
+            words[machine.lane * 2] = prim.float_bits(highest)
+            words[machine.lane * 2 + 1] = prim.float_bits(weight)
+        if self.warps.groups == 1:
+            prim.warp_barrier()  # what the lanes laid down is read by all
+
+    @ch.inline
+    def _add(self, highest: Any, weight: Any, other: ch.Expr, other_weight: ch.Expr) -> None:
+        """Two sums of weights, each relative to the highest of what it sums, become one."""
+        both = ch.const(ty.f32, ch.maximum(highest, other), name="both")
+        with ch.if_(both > -math.inf):
+            weight.set(weight * prim.exp_f32(highest - both) + other_weight * prim.exp_f32(other - both))
+            highest.set(both)
+
+    @ch.function
+    def _said(self, what: int) -> tuple[Any, Any]:
+        """What a column's warps have read: the highest number that blocks say of `what`, and the weight beside it."""
+        lane = self.machine.lane
+        highest = ch.var(ty.f32, -math.inf)
+        part = ch.var(ty.f32, 0.0)
+        with ch.if_(lane < self.warps.groups):
+            highest.set(prim.bits_float(self._row(lane)[what * 2]))
+            part.set(prim.bits_float(self._row(lane)[what * 2 + 1]))
+        above = highest_of_warp(highest)
+        if what == WEIGHT:
+            with ch.if_(highest > -math.inf):
+                part *= prim.exp_f32(highest - above)
+        weight = prim.warp_sum_f32(part) if what == WEIGHT else part
+        return above, weight
+
+    @ch.function
+    def _nearer(self, highest: ch.Expr, limit: ch.Expr) -> tuple[Any, Any, Any, Any]:
+        """Of the listed tokens whose distance is below the limit: how many, what they weigh, the place of the most
+        noisy one (`units` if there is none), and how many are as noisy as that."""
+        listed, lane = self._listed, self.machine.lane
+        count = ch.var(ty.u32, 0)
+        weight = ch.var(ty.f32, 0.0)
+        best = ch.var(ty.f32, -math.inf)
+        best_place = ch.var(ty.u32, self.units)
+        ties = ch.var(ty.u32, 0)
+        with ch.for_(lane, self.units, 32, unroll=4, name="place") as place:
+            distance = highest - listed[place].x
+            with ch.if_(distance < limit):
+                noisy = listed[place].y
+                count += 1
+                weight += prim.exp_f32(-distance)
+                with ch.if_(noisy == best):
+                    ties += 1
+                with ch.if_(noisy > best):
+                    best.set(noisy)
+                    best_place.set(place)
+                    ties.set(1)
+        own_key = ch.const(ty.u32, ordered(best), name="own_key")
+        is_best = own_key == prim.warp_maximum_u32(own_key)
+        total_count = prim.warp_sum_u32(count)
+        total_weight = prim.warp_sum_f32(weight)
+        found = self.units - prim.warp_maximum_u32(ch.select(is_best, self.units - best_place, ty.u32(0)))
+        total_ties = prim.warp_sum_u32(ch.select(is_best, ties, ty.u32(0)))
+        return total_count, total_weight, found, total_ties
+
+    @ch.function
+    def _weigh_top(self, highest: ch.Expr, known: ch.Expr, top_k: ch.Expr) -> tuple[Any, Any]:
+        """What the `top_k` nearest tokens weigh, with all that tie with the last of them, and 1; if fewer lie below the
+        distance `known`, what these weigh, and 0."""
+        listed, lane = self._listed, self.machine.lane
+        low = ch.var(ty.f32, 0.0)
+        high = ch.var(ty.f32, known)
+        at = ch.var(ty.f32, known)
+        least = ch.var(ty.f32, 0.0)
+        found = ch.var(ty.u32, 0)
+        with ch.for_(SEARCH_STEPS, unroll=1):
+            count = ch.var(ty.u32, 0)
+            weight = ch.var(ty.f32, 0.0)
+            with ch.for_(lane, self.units, 32, unroll=2, name="place") as place:
+                distance = highest - listed[place].x
+                with ch.if_(distance < at):
+                    count += 1
+                    weight += prim.exp_f32(-distance)
+            total = prim.warp_sum_u32(count)
+            total_weight = prim.warp_sum_f32(weight)
+            with ch.if_((total >= top_k) | (at == known)):
+                least.set(total_weight)
+            with ch.if_(total < top_k):
+                low.set(at)
+            with ch.else_():
+                high.set(at)
+                found.set(1)
+            at.set(ch.select(high < math.inf, (low + high) * 0.5, low * 2.0 + 1.0))
+            with ch.if_((found == 0) | (total == top_k) | (at <= low) | (at >= high)):
+                ch.break_()
+        return least, found
+
+    @ch.function
+    def _decide(self, column: ch.Expr, epoch: ch.Expr, step: ch.Expr, leave: Leave) -> None:
+        """One warp: judge candidates, from the most noisy one on."""
+        of = self.adjustments.of
+        reach, top_p = (ch.const(ty.f32, prim.bits_float(of(column, name)), name=name) for name in ("reach", "top_p"))
+        top_k = ch.const(ty.u32, of(column, "top_k"), name="top_k")
+        highest, whole = self._said(WEIGHT)
+        left_out, _ = self._said(LEFT_OUT)
+        best_scaled, _ = self._said(BEST_SCALED)
+        known = ch.const(ty.f32, ch.select(left_out > -math.inf, highest - left_out, math.inf), name="known")
+        judged = self._judge(highest, whole, highest - best_scaled, known, Asked(top_k, top_p, reach))
+        with ch.if_(judged == LEFT_OPEN):
+            leave(column, highest, highest - best_scaled)
+        with ch.if_(judged < self.units):
+            unit = self.exchange.read4("short_lists", self._vector(column, step) + judged, epoch)
+            with ch.if_(self.machine.lane == 0):
+                self.machine.region("chosen", ty.u32)[column] = unit.z
+
+    @ch.function
+    def _judge(self, highest: ch.Expr, all_weigh: ch.Expr, distance: ch.Expr, known: ch.Expr, asked: Asked) -> Any:
+        """The place of the token that is taken, or AS_IT_IS for the most noisy one of all, which has this `distance`,
+        or LEFT_OPEN. All tokens that are nearer than `known` are listed.
+
+        The limit is where the lists end at first: the most noisy token below it is the first candidate, if all from
+        there on are out, or if it is the most noisy one of all. Then the limit is the candidate's distance."""
+        most = ch.const(ty.u32, ch.select(asked.top_k == 0, ty.u32(NO_TOKEN), asked.top_k), name="most")
+        judged = ch.var(ty.u32, UNDECIDED)
+        candidate = ch.var(ty.u32, UNDECIDED)
+        limit = ch.var(ty.f32, ch.minimum(asked.reach, known))
+        least = ch.var(ty.f32, ch.select(asked.top_k == 0, all_weigh, ty.f32(-1.0)))
+        whole = ch.var(ty.f32, all_weigh)
+        with ch.if_((asked.top_k == 0) & (asked.top_p >= 1.0) & (distance < asked.reach)):
+            judged.set(AS_IT_IS)
+        with ch.for_(SEARCH_STEPS, unroll=1):
+            with ch.if_(judged != UNDECIDED):
+                ch.break_()
+            count, weight, following, ties = self._nearer(highest, limit)
+            with ch.if_(candidate == UNDECIDED):
+                is_out = (count >= most) | ((asked.top_p < 1.0) & (weight >= asked.top_p * whole))
+                with ch.if_((distance >= limit) & (known < asked.reach) & ~is_out):
+                    judged.set(LEFT_OPEN)
+            with ch.else_(), ch.if_(count < most):
+                with ch.if_((asked.top_p >= 1.0) | (weight < asked.top_p * (weight + prim.exp_f32(-limit)))):
+                    judged.set(candidate)  # it is of the whole itself
+                with ch.else_():
+                    with ch.if_(least < 0.0):
+                        top, found = self._weigh_top(highest, known, asked.top_k)
+                        least.set(top)
+                        with ch.if_((found != 0) | (known == math.inf)):
+                            whole.set(top)
+                    with ch.if_(weight < asked.top_p * least):
+                        judged.set(candidate)
+                    with ch.else_(), ch.if_(weight < asked.top_p * whole):
+                        judged.set(LEFT_OPEN)
+            with ch.if_(judged == UNDECIDED):
+                with ch.if_((following == self.units) | (ties > 1)):
+                    judged.set(LEFT_OPEN)
+                with ch.else_():
+                    is_best = (candidate == UNDECIDED) & (distance < limit)
+                    candidate.set(ch.select(is_best, ty.u32(AS_IT_IS), following))
+                    limit.set(highest - self._listed[following].x)
+        return judged
+
+    # Where things lie -------------------------------------------------------------------------------------------------
+
+    def _row(self, group: ch.Value) -> Any:
+        """Words of the column that this warp works on: a group's list, then what it has read of all lists."""
+        place = self.warps.slot * self.warps.groups + group
+        return self.machine.region("list_rows", ty.u32) + place * LIST_ROW_WORDS
+
+    @property
+    def _listed(self) -> Any:
+        """All listed tokens of the column that this warp works on: their numbers without and with noise."""
+        return self.machine.region("listed", ty.f32x2) + self.warps.slot * self.units
+
+    def _vector(self, column: ch.Expr, step: ch.Expr) -> Any:
+        """The first of all blocks' units of a column."""
+        return (step % 2 * self.warps.columns.limit + column) * self.units

@@ -1,0 +1,36 @@
+"""Every bug that is planted in sampling and in the host's words is found, and nothing is found without."""
+
+from __future__ import annotations
+
+import pytest
+
+from cheetah.errors import CheetahError
+from tests.program.planted_sampling import BUGS, DETECTORS, VARIABLE, SamplingBug, planted_rig
+
+pytestmark = [pytest.mark.compiler, pytest.mark.slow]
+
+
+def finding(detector: str) -> str | None:
+    """The first thing that a detector finds."""
+    session = planted_rig().session("random", 1)
+    try:
+        return next(DETECTORS[detector](session), None)
+    except CheetahError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("detector", DETECTORS)
+def test_nothing_is_found_in_the_kernel_as_it_is(detector: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert finding(detector) is None
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name.replace(" ", "-"))
+def test_a_planted_bug_is_found(bug: SamplingBug, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(BUGS.index(bug) + 1))
+    assert finding(bug.found_by)
+
+
+def test_a_bug_whose_place_is_gone_is_refused() -> None:
+    with pytest.raises(AssertionError, match="old text: nothing matches 'no such text'"):
+        SamplingBug("old text", "no such text").planted("some text", 1)
