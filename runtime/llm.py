@@ -202,7 +202,7 @@ class LLM:
                 self._assembly.prompts,
                 chunk_tokens,
                 self._assembly.solo,
-                self._assembly.logits_buffer,
+                self._assembly.hosts_logits_buffer,
                 self._assembly.passes,
             )
         )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +41,7 @@ from cheetah.runtime.engine.prompt_passes import PassLauncher
 from cheetah.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
-    from cheetah.runtime.device.interface import Buffer, Device, DeviceInfo, Kernel
+    from cheetah.runtime.device.interface import Buffer, Device, DeviceInfo, Kernel, MappedBuffer
 
 GPU_TIMEOUT_S = 60.0
 """A launch makes at most max_steps tokens, each within milliseconds: one that takes this long hangs. The emulator is
@@ -116,11 +116,21 @@ class Assembly:
         """Room for the logits of about max_steps tokens, f32 [steps, tokens, vocab], with each of the launchers;
         allocated when first asked for."""
         if "logits" not in self.buffers:
-            launchers = (self.launcher, self.prompts, self.solo)
-            rows = max(_logits_rows(one.max_steps, one.tokens) for one in launchers if one is not None)
-            nbytes = rows * self.launcher.vocab_size * 4
-            self.buffers["logits"] = self.device.allocate(nbytes, 0xFF)
+            self.buffers["logits"] = self.device.allocate(self._logits_bytes, 0xFF)
         return self.buffers["logits"]
+
+    def hosts_logits_buffer(self, number: int) -> MappedBuffer:
+        """The same in the host's memory: one of several, so that one is read while a launch writes another."""
+        name = f"logits of the host {number}"
+        if name not in self.buffers:
+            self.buffers[name] = self.device.allocate_mapped(self._logits_bytes)
+        return cast("MappedBuffer", self.buffers[name])
+
+    @property
+    def _logits_bytes(self) -> int:
+        launchers = (self.launcher, self.prompts, self.solo)
+        rows = max(_logits_rows(one.max_steps, one.tokens) for one in launchers if one is not None)
+        return rows * self.launcher.vocab_size * 4
 
     def close(self) -> None:
         """Frees the buffers, and closes the device if it was opened here. A second call does nothing."""
@@ -496,7 +506,7 @@ def _gpu_of(info: DeviceInfo) -> str:
 
 def memory_needed(config: ModelConfig, manifest: Manifest, *others: Manifest) -> MemoryEstimate:
     """Device memory of the manifest's buffers, of what other kernels have of their own, and of the logits that
-    `LLM.score` and logprobs need."""
+    `LLM.score` needs."""
     plan = Plan.from_dict(manifest.plan)
     plans = [plan, *(Plan.from_dict(one.plan) for one in others if _has_logits(one))]
     shape = (max(_logits_rows(one.max_steps, one.tokens) for one in plans), config.vocab_size)

@@ -49,7 +49,8 @@ Course = Generator[None, None, None]
 
 @dataclass(frozen=True)
 class _Unjudged:
-    """What a completion has made, but for the logprobs of its ids: `rows` of logits float32 [vocab], one of each."""
+    """What a completion has made, but for the logprobs of its ids: `rows` of logits float32 [vocab], one of each, where
+    the launch wrote them. They are read before another launch writes there."""
 
     events: Sequence[Event]
     rows: Sequence[npt.NDArray[np.float32]]
@@ -92,7 +93,8 @@ class Engine:
     of a few tokens, `prompts` does.
     chunk_tokens: most tokens of a prompt in a launch while others decode, who wait for it; by default what takes about
     a tenth of a second. 0: all that a launch takes, and they wait until the prompt is read.
-    logits: gives the buffer for logits of launches in which somebody wants logprobs; without it nobody may.
+    logits: gives buffer 0 or 1 for the logits of launches in which somebody wants logprobs, in the host's memory;
+    without it nobody may.
 
     Requests wait in line for a place and for pages: a completion is begun when there are pages for what is known of it
     and for its next launch. `add` and `abort` may be called by any thread at any time, also while another one is in
@@ -108,7 +110,7 @@ class Engine:
         prompts: Launcher | None = None,
         chunk_tokens: int | None = None,
         solo: Launcher | None = None,
-        logits: Callable[[], Buffer] | None = None,
+        logits: Callable[[int], Buffer] | None = None,
         passes: Sequence[PassLauncher] = (),
     ):
         self.launcher, self._prompts, self._solo = launcher, prompts or launcher, solo or launcher
@@ -134,6 +136,7 @@ class Engine:
         self._unsaid: list[Event] = []
         self._flying: _Flying | None = None
         self._unjudged: list[_Unjudged] = []
+        self._turn = 0  # the buffer for logits that nobody reads
         self._tokens_looked_up = self._tokens_found = self._preemptions = 0
 
     @property
@@ -470,7 +473,7 @@ class Engine:
         return min(most, self._chunk_tokens)
 
     def _logits_for(self, are_wanted: bool) -> Buffer | None:
-        return self._logits() if are_wanted and self._logits is not None else None
+        return self._logits(self._turn) if are_wanted and self._logits is not None else None
 
     def _fitting(self, logits: Buffer | None, steps: int, *launchers: Launcher) -> int:
         """As many of `steps` as a launch takes whose logits are wanted."""
@@ -536,6 +539,7 @@ class Engine:
                 following = part.inputs[1:]
                 rows = launcher.logits_after(flight, number, range(len(following)))
                 group[0].prompt_logprobs += map(token_logprobs, rows, following, repeat(most))
+        self._turn = self._turn if logits is None else 1 - self._turn
         return results
 
     def _judge(self, events: list[Event]) -> None:

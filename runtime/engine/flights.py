@@ -168,8 +168,8 @@ class KernelLaunches:
         raise NotImplementedError
 
     def logits_after(self, flight: Flight, number: int, tokens: range) -> Iterator[npt.NDArray[np.float32]]:
-        """Of a launch that has ended, and had a buffer for logits: float32 [vocab] after each of these tokens of part
-        `number`, of which 0 is the first input. To be taken before the next launch."""
+        """Of a launch that has ended, and had a buffer for logits in the host's memory: float32 [vocab] after each of
+        these tokens of part `number`, of which 0 is the first input. They lie in that buffer."""
         raise NotImplementedError
 
     def start(self, flight: Flight) -> None:

@@ -155,11 +155,10 @@ class Launcher(KernelLaunches):
 
     def logits_after(self, flight: Flight, number: int, tokens: range) -> Iterator[npt.NDArray[np.float32]]:
         _, per_step, first_column = flight.geometry.placed()[flight.order.index(number)]
-        logits = cast("Buffer", flight.arguments["logits"])
+        logits = cast("MappedBuffer", flight.arguments["logits"]).array.view(np.float32).reshape(-1, self.vocab_size)
         for token in tokens:
             step, column = divmod(token, per_step)
-            place = step * self.tokens + first_column + column
-            yield logits.download(np.float32, self.vocab_size, place * self.vocab_size * 4)
+            yield logits[step * self.tokens + first_column + column]
 
     def prepare(self, parts: Sequence[Part], logits: Buffer | None = None) -> Flight:
         """Everything that a launch needs, before it is started; see `launch_together`."""

@@ -45,7 +45,7 @@ class Rig:
             launcher.cache = CachedSequence(PagePool(pages), launcher.cache.page_size, launcher.cache.context)
         self.pool = launcher.cache.pool
         prefixes = PrefixCache(self.pool, launcher.cache.page_size) if caches else None
-        logits = assembly.logits_buffer
+        logits = assembly.hosts_logits_buffer
         self.engine = Engine(launcher, launch_steps, prefixes, None, chunk_tokens, assembly.solo, logits)
 
     def run(self) -> list[Event]:

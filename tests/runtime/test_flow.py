@@ -49,7 +49,7 @@ def engine(**overrides: Any) -> Engine:
     assembly = assemble(
         tiny_weights(), device=SlowDevice(), overrides=overrides, generate_kernel=generate_kernel, quiet=True
     )
-    return Engine(assembly.launcher, logits=assembly.logits_buffer)
+    return Engine(assembly.launcher, logits=assembly.hosts_logits_buffer)
 
 
 def alone(request: Request) -> list[int]:
