@@ -77,6 +77,7 @@ def test_the_unfused_step_makes_the_fused_kernel_s_logits() -> None:
     assert [record["relative_error"] for record in tiny(model.run)] == [0.0] * 4
 
 
+@pytest.mark.exhaustive
 @pytest.mark.compiler
 def test_every_ring_that_fits_is_measured() -> None:
     assert [record["system"] for record in tiny(ring.run)] == [

@@ -51,8 +51,10 @@ SEVERAL = {
     "4 columns of codes, in the cache": Core(tokens=4, group=2, kv_dtype="e4m3", has_newest=False, page_size=64),
     "warps that do not divide": Core(tokens=2, group=12, consumer_warps=6, sync="barrier"),
 }
-RARE_CORES = [CORES[name] for name in ("group of 4, pages of 64", "group of 3", "pages of 256", "codes")]
-RARE_SEVERAL = [SEVERAL[name] for name in ("2 columns", "8 columns, pages of 1", "4 columns of codes, in the cache")]
+RARE_CORES = [CORES[name] for name in ("group of 4, pages of 64", "group of 3", "pages of 256", "codes", "head of 128")]
+RARE_SEVERAL = [
+    SEVERAL[name] for name in ("2 columns", "8 columns, pages of 1", "4 columns of codes, in the cache", "8 columns")
+]
 every_core = pytest.mark.parametrize("core", tiered(CORES.values(), RARE_CORES), ids=CORES.keys())
 every_several = pytest.mark.parametrize("core", tiered(SEVERAL.values(), RARE_SEVERAL), ids=SEVERAL.keys())
 

@@ -48,6 +48,7 @@ def test_without_a_file_and_of_a_plan(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.compiler
+@pytest.mark.exhaustive
 def test_a_batch_has_that_many_sequences(tmp_path: Path) -> None:
     target = tmp_path / "trace.json"
     result = cheetah("trace", "random:demo", "--batch", "2", "-o", target, *QUICK)

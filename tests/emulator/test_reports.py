@@ -9,6 +9,7 @@ import pytest
 from cheetah.emulator import Deadlock, Misuse, Program, SwitchLimit, TimeLimit, allocate, compile_program
 from cheetah.errors import CheetahError
 from tests.emulator.kernels import OPENING, program
+from tests.tiers import tiered
 
 pytestmark = pytest.mark.compiler
 
@@ -172,7 +173,7 @@ def test_switch_limit_ends_a_livelock_with_a_report() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("body", [FOREVER, "for (;;) store_relaxed_u32(words, 1);"])
+@pytest.mark.parametrize("body", tiered([FOREVER, "for (;;) store_relaxed_u32(words, 1);"], [FOREVER]))
 def test_time_limit_ends_a_livelock(body: str) -> None:
     signature = "uint32_t* words" if "words" in body else ""
     arguments = [np.zeros(1, np.uint32)] if signature else []

@@ -84,7 +84,7 @@ def test_with_a_fixed_chunk_the_company_does_not_matter() -> None:
         np.testing.assert_array_equal(bits(alone), bits(together[number]))
 
 
-@pytest.mark.parametrize("scheduler", tiered(SCHEDULERS, ["round_robin"]))
+@pytest.mark.parametrize("scheduler", tiered(SCHEDULERS, ["round_robin", "priority"]))
 def test_the_schedule_does_not_matter(scheduler: str) -> None:
     rig = rig_of("three of four")
     first = ragged(rig.session(), [20, 3, 50], 3)

@@ -132,7 +132,9 @@ def test_a_repeated_prompt_of_every_length(kernels: Kernels) -> None:
     assert sum(tokens > 0 for tokens in service.cached_tokens) > len(requests) // 3
 
 
-@pytest.mark.parametrize("kernels", KERNELS, indirect=True)
+@pytest.mark.parametrize(
+    "kernels", tiered(KERNELS, [name for name in KERNELS if name.startswith("batch 2")]), indirect=True
+)
 def test_up_to_the_last_token_of_the_context(kernels: Kernels) -> None:
     """Steps whose columns, or whose items, end behind the context."""
     record, context = Record(), kernels.alone.launcher.cache.context
