@@ -369,7 +369,7 @@ def generate_pass_kernels(
         plan = Plan.from_dict(manifest.plan)
         made: dict[str, Generated] = {
             name: texts.get(
-                ["pass", config.to_dict(), machine.name, plan.to_dict(), one.to_dict()],
+                ["pass", *_told(config), machine.name, plan.to_dict(), one.to_dict()],
                 partial(generate_pass, config, machine, plan, one),
             )
             for name, one in plans.items()
@@ -446,9 +446,14 @@ def _keeping(texts: KeptTexts, generate: GenerateKernel) -> GenerateKernel:
         return generate
 
     def kept(config: ModelConfig, gpu: str, **plan: Any) -> Generated:
-        return texts.get([identity, config.to_dict(), gpu, plan], lambda: generate(config, gpu, **plan))
+        return texts.get([identity, *_told(config), gpu, plan], lambda: generate(config, gpu, **plan))
 
     return kept
+
+
+def _told(config: ModelConfig) -> tuple[str, dict[str, Any]]:
+    """All that a configuration says; `to_dict` is what config.json would hold, without the formats of weights."""
+    return type(config).__qualname__, asdict(config)
 
 
 def _own_generator() -> GenerateKernel:

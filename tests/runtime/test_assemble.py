@@ -13,7 +13,8 @@ from tiny_models import tiny_config, tiny_weights
 from cheetah.errors import CheetahError
 from cheetah.manifest import Manifest
 from cheetah.models.llama import LlamaConfig
-from cheetah.runtime.build.assemble import assemble, choose_gpu, shared_buffers
+from cheetah.runtime.build.assemble import _keeping, assemble, choose_gpu, shared_buffers
+from cheetah.runtime.build.texts import KeptText, KeptTexts
 from cheetah.runtime.device.interface import DeviceError, DeviceInfo
 
 
@@ -76,6 +77,21 @@ def test_a_gpu_s_kernels_are_written_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(written) == 2 * count
     kernels(lambda *arguments, **plan: Counting()(*arguments, **plan))
     assert len(written) == 3 * count, "a generator without a name of its own is always asked"
+
+
+@pytest.mark.parametrize("changed", [{"weight_formats": (("o", "int8"),)}, {"rms_norm_eps": 1e-3}, {"layers": 3}])
+def test_a_kept_text_is_of_its_configuration_alone(tmp_path: Path, changed: dict[str, Any]) -> None:
+    class Named:
+        identity = "tiny"
+
+        def __call__(self, *arguments: Any, **plan: Any) -> Generated:
+            return generate_kernel(*arguments, **plan)
+
+    kept, config = _keeping(KeptTexts(tmp_path), Named()), tiny_config()
+    first = kept(config, "emulator")
+    assert kept(config, "emulator") == KeptText(first.text, first.manifest)
+    assert isinstance(kept(dataclasses.replace(config, **changed), "emulator"), type(first)), "written anew"
+    assert len(list(tmp_path.glob("*.cu"))) == 2
 
 
 def test_too_little_memory_is_refused_before_anything_is_allocated() -> None:
