@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -164,10 +164,10 @@ def assemble(
     other kernel. solo: whether another kernel over the same shall decode a sequence that is by itself; by default on a
     GPU, where `kv_chunk` does not promise the same bits in any company. prompt_passes: whether a kernel over the same
     shall read prompts in passes, and another one few tokens where `kv_chunk` does not promise the same bits however
-    much is cached; by default on a GPU, where there can be one. A number: tokens of a pass; by default as
-    many as memory allows. pool_follows_memory: the cache of several sequences has fewer pages where the device has no
-    room for all, but as many as one sequence may need. upload: brings the weights into the buffers; by default
-    `upload_weights`. watch: takes the seconds of each stage.
+    much is cached; by default on a GPU, where weights are bf16 and there can be one. A number: tokens of a pass; by
+    default as many as memory allows. pool_follows_memory: the cache of several sequences has fewer pages where the
+    device has no room for all, but as many as one sequence may need. upload: brings the weights into the
+    buffers; by default `upload_weights`. watch: takes the seconds of each stage.
     """
     watch = watch or Stopwatch()
     with watch("open the device"):
@@ -260,8 +260,10 @@ class _PassesAsked:
     wanted: bool | int | None
     free_bytes: int
 
-    def is_wanted(self, machine: Gpu) -> bool:
-        return not machine.emulated if self.wanted is None else bool(self.wanted)
+    def is_wanted(self, config: ModelConfig, machine: Gpu) -> bool:
+        # Of quantised weights they have run in the emulator alone.
+        by_default = not (machine.emulated or config.weight_formats)
+        return by_default if self.wanted is None else bool(self.wanted)
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -360,7 +362,7 @@ def generate_pass_kernels(
 ) -> dict[str, Generated]:
     """Kernels of passes beside the manifest's, which decodes; none where none is wanted, or, unless they were asked
     for, where there can be none, which is said."""
-    if not asked.is_wanted(machine):
+    if not asked.is_wanted(config, machine):
         return {}
     from cheetah.generate import generate_pass
 
@@ -400,10 +402,12 @@ def _pass_plans_that_fit(
 
     for tokens in asked.tokens:
         long, short = default_pass_plan(machine, min(tokens, plan.max_context)), short_pass_plan(machine)
+        plans, nbytes = {PASSES[-1]: long}, workspace(long)
         # Cuts along k change bits: with them, those of a token would depend on how many others are read with it.
-        has_short = short.tokens < long.tokens and not plan.kv_chunk
-        plans = dict(zip(PASSES, (short, long), strict=True)) if has_short else {PASSES[-1]: long}
-        nbytes = sum(map(workspace, plans.values()))
+        if short.tokens < long.tokens and not plan.kv_chunk:
+            with suppress(PlanError):  # a stage of quantised weights and few tokens may have no room for a tile of keys
+                nbytes += workspace(short)
+                plans = dict(zip(PASSES, (short, long), strict=True))
         if asked.wanted not in (None, True) or nbytes * PASS_SHARE <= left:
             return plans
     raise PlanError(
