@@ -186,6 +186,7 @@ def test_a_range_that_is_none(text: str) -> None:
 
 @pytest.mark.compiler
 @pytest.mark.parametrize("sync", tiered(["flags", "barrier"], ["barrier"]))
+@pytest.mark.slow
 def test_the_demos_stamps(sync: str) -> None:
     """Every phase of every block is stamped, in order, by the kernel in the emulator."""
     with open_device("emulator", say=lambda line: None) as device:

@@ -124,6 +124,7 @@ TOLERANCE = 1e-2
 
 
 @pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.slow
 def test_products_are_numpys(kind: str) -> None:
     of = product(kind, normalised=kind != "residual")
     bits = set()

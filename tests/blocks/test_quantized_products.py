@@ -134,6 +134,7 @@ HALF_CASES = [("fp8", 1), ("fp8-block128", 1), ("fp8-block128", 2)]
 
 @pytest.mark.compiler
 @pytest.mark.parametrize(("name", "tokens"), HALF_CASES)
+@pytest.mark.slow
 def test_product_by_f16_against_float64(name: str, tokens: int) -> None:
     case: tuple[int, int, int, dict[str, Any]] = (33, 1280, 3, {"tokens": tokens, "down_slices": 2})
     kernel, layout = compiled((*case[:3], tuple(case[3].items())), name)

@@ -72,6 +72,7 @@ def test_an_answer_that_is_stopped_stays_and_one_that_fails_was_not_asked_for(
 
 
 @pytest.mark.compiler
+@pytest.mark.slow
 def test_a_talk_with_the_demo_model() -> None:
     question = "Mia has a red kite. What does Mia have?"
     options = ("--device", "emulator", "--max-context", "96", "--temperature", "0")

@@ -55,6 +55,7 @@ def test_the_command_in_the_header_writes_the_same_text(tmp_path: Path, options:
     assert again[".json"].read_bytes() == first[".json"].read_bytes()
 
 
+@pytest.mark.slow
 def test_options_that_say_what_the_rule_says_change_nothing(tmp_path: Path) -> None:
     plain = generate(tmp_path / "plain", "demo")
     chosen = generate(tmp_path / "chosen", "demo", "--sync", "flags", "--page-size", "16", "--gpu", "h200")

@@ -71,6 +71,7 @@ def test_what_cannot_be_traced_is_refused(arguments: tuple[str, ...], words: str
     assert words in refused("trace", "demo", *QUICK, *arguments)
 
 
+@pytest.mark.slow
 def test_the_kernel_without_stamps_has_nothing_of_them() -> None:
     plain, traced = (generate_kernel(preset("demo"), "h200", trace=trace) for trace in (False, True))
     for word in ("global_timer", "timeline", "noted"):

@@ -7,7 +7,7 @@ from cheetah.emulator import SCHEDULERS, Deadlock, Misuse, Race, allocate
 from cheetah.errors import CheetahError
 from tests.emulator.kernels import program
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 
 HAND_OVER = """
   uint32_t* data = (uint32_t*)shared_arena();

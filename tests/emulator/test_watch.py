@@ -94,6 +94,7 @@ def run(scheduler: str, seed: int, broken: int = 0) -> tuple[LaunchStats, np.nda
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.slow
 def test_nothing_is_found_where_the_rules_are_kept(scheduler: str) -> None:
     for seed in range(5):
         stats, stored = run(scheduler, seed)

@@ -19,6 +19,7 @@ def run(kernel: ch.Kernel, *arguments: np.ndarray | int) -> None:
 
 
 @pytest.mark.compiler
+@pytest.mark.slow
 def test_loops_branches_and_jumps() -> None:
     @ch.kernel(ch.Params(x=ty.ptr_mut(ty.u32)), max_threads=COUNT)
     def kernel(x):

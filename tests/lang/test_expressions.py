@@ -59,6 +59,7 @@ def value_of(variable: Valued) -> int | float | bool:
 @pytest.mark.compiler
 @settings(max_examples=4, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32))
+@pytest.mark.slow
 def test_printed_expressions_evaluate_as_python_does(seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     source = Expressions(seed)
     drawn = [source.draw(source.random.choice(TYPES), depth=5) for _ in range(BATCH)]

@@ -36,6 +36,7 @@ def run(launcher: Launcher, flight: Flight) -> list[LaunchResult]:
 
 
 @pytest.mark.parametrize("sync", ["flags", "barrier"])
+@pytest.mark.slow
 def test_the_host_has_every_token_and_ends_a_sequence_alone(sync: str) -> None:
     session = rig(sync).session("random", 1)
     plain = run(session.launcher, session.launcher.prepare(parts(session)))

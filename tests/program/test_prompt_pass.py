@@ -177,6 +177,7 @@ def test_a_pass_leaves_the_references_keys_and_values() -> None:
 
 
 @pytest.mark.parametrize("parts", [(1,), (16, 1), (64, 64, 33), (7, 40)], ids=str)
+@pytest.mark.slow
 def test_passes_go_on_where_the_cache_ends(parts: tuple[int, ...]) -> None:
     assert error(read(rig_of(SMALL), parts)) < TOLERANCE
 

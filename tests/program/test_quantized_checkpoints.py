@@ -47,6 +47,7 @@ def test_the_demo_model_quantised(tmp_path: Path, format: str) -> None:
     check_logits(str(written("demo", tmp_path / "model", format)), IDS)
 
 
+@pytest.mark.slow
 def test_scales_of_keys_and_values_are_used(tmp_path: Path) -> None:
     """Codes have a sign, an exponent and few bits, so that only scales far off matter: here some numbers are too large
     for the codes and some too small. With 1, exchanged, or another layer's scales the error is 0.28 or more."""

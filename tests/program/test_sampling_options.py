@@ -90,6 +90,7 @@ def test_sequences_of_a_batch_ask_for_different_things(sync: str) -> None:
     assert together == others
 
 
+@pytest.mark.slow
 def test_counts_go_on_from_launch_to_launch() -> None:
     asked = {"penalties": Penalties(1.2, 0.5, 0.5), "temperature": 0.7}
     whole = rig(1).session().generate([5, 6], 16, **asked)

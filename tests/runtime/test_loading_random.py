@@ -32,6 +32,7 @@ def test_random_weights_are_scaled_by_their_inputs():
         assert abs(part.mean() - mean) < 0.1 * spread and part.std() == pytest.approx(spread, rel=0.05)
 
 
+@pytest.mark.slow
 def test_no_two_rows_of_random_weights_are_the_same():
     rows = open_checkpoint("random:llama-3.2-1b").tensor(EMBEDDING)[:, :8]
     assert len(np.unique(rows, axis=0)) == len(rows)

@@ -132,6 +132,7 @@ def test_closing_ends_the_wait_of_every_thread(folder: Path) -> None:
         assert {end.result(timeout=60) for end in ends} == {"this LLM is closed: open a new one"}
 
 
+@pytest.mark.slow
 def test_an_interrupt_of_the_main_thread_leaves_the_requests_of_others(folder: Path) -> None:
     """Real signals, while this thread drives and while it waits for another that does."""
     with opened(folder, launch_steps=1, batch=4) as llm:

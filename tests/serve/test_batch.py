@@ -64,6 +64,7 @@ def read(path: Path) -> dict[str, Any]:
     return {answer["custom_id"]: answer for answer in found}
 
 
+@pytest.mark.slow
 def test_what_was_ended_anywhere_goes_on_and_loses_and_repeats_nothing(llm: LLM, tmp_path: Path) -> None:
     draw = random.Random(1)
     file = BatchFile.checked(written(tmp_path / "in.jsonl", *map(request, range(12))))

@@ -13,7 +13,7 @@ import pytest
 from cheetah.runtime import LLM, RequestOutput, SamplingParams
 from tests.serve.serving import Served, served
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 
 PROMPT = "One morning,"
 CHAT = [{"role": "user", "content": "Mia has a red kite. What does Mia have?"}]

@@ -110,6 +110,7 @@ def test_a_field_that_changes_nothing_is_taken(http: httpx.Client) -> None:
     assert http.post(path, json=body).status_code == 200
 
 
+@pytest.mark.slow
 def test_any_body_is_answered_without_a_server_error(http: httpx.Client) -> None:
     draw = random.Random(FUZZED)
     statuses: dict[int, int] = {}

@@ -87,6 +87,7 @@ TOOLS: list[Any] = [{"type": "function", "function": {"name": "weather", "parame
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}{# <tool_call> #}"
 
 
+@pytest.mark.slow
 def test_tools_with_the_client() -> None:
     with quick_llm(chat_template=TEMPLATE) as llm:
         llm.prompts = Scripted(**vars(llm.prompts), script=f"Well.\n{CALL}\n{CALL}.END")

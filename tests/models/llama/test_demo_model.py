@@ -73,6 +73,7 @@ def test_greedy_stories_are_grammatical() -> None:
     assert len(accepted) >= 0.95 * len(sentences), "\n".join(stories)
 
 
+@pytest.mark.slow
 def test_questions_are_answered() -> None:
     rng = random.Random(11)
     talks = [demo_grammar.questions_about_facts(rng) for _ in range(20)]
