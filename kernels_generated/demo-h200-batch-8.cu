@@ -20,20 +20,21 @@
 //     180480    16384  attention  (over scratch)
 //     196864     2048  queries  (over scratch)
 //     198912     4096  newest  (over scratch)
-//     216960     8192  reductions
-//     225152      512  residual
-//     225664      256  partial_sums
-//     225920       32  scales
-//     225952     2048  rope
-//     228000      512  statistics
-//     228512      592  records
-//     229104       64  warp_candidates
-//     229168      288  columns
-//     229456       32  chosen
-//     229488       16  step_done
-//     229504       36  next_token
-//              229540  total
-//              232448  a block has, 2908 free
+//     185600    10496  reductions  (over scratch)
+//     216960       16  reduction_barriers
+//     216976      512  residual
+//     217488      256  partial_sums
+//     217744       32  scales
+//     217776     2048  rope
+//     219824      512  statistics
+//     220336      592  records
+//     220928       64  warp_candidates
+//     220992      288  columns
+//     221280       32  chosen
+//     221312       16  step_done
+//     221328       36  next_token
+//              221364  total
+//              232448  a block has, 11084 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -303,18 +304,19 @@ constexpr uint32_t FILTER_SUMS = 215936;
 constexpr uint32_t ATTENTION = 180480;
 constexpr uint32_t QUERIES = 196864;
 constexpr uint32_t NEWEST = 198912;
-constexpr uint32_t REDUCTIONS = 216960;
-constexpr uint32_t RESIDUAL = 225152;
-constexpr uint32_t PARTIAL_SUMS = 225664;
-constexpr uint32_t SCALES = 225920;
-constexpr uint32_t ROPE = 225952;
-constexpr uint32_t STATISTICS = 228000;
-constexpr uint32_t RECORDS = 228512;
-constexpr uint32_t WARP_CANDIDATES = 229104;
-constexpr uint32_t COLUMNS = 229168;
-constexpr uint32_t CHOSEN = 229456;
-constexpr uint32_t STEP_DONE = 229488;
-constexpr uint32_t NEXT_TOKEN = 229504;
+constexpr uint32_t REDUCTIONS = 185600;
+constexpr uint32_t REDUCTION_BARRIERS = 216960;
+constexpr uint32_t RESIDUAL = 216976;
+constexpr uint32_t PARTIAL_SUMS = 217488;
+constexpr uint32_t SCALES = 217744;
+constexpr uint32_t ROPE = 217776;
+constexpr uint32_t STATISTICS = 219824;
+constexpr uint32_t RECORDS = 220336;
+constexpr uint32_t WARP_CANDIDATES = 220928;
+constexpr uint32_t COLUMNS = 220992;
+constexpr uint32_t CHOSEN = 221280;
+constexpr uint32_t STEP_DONE = 221312;
+constexpr uint32_t NEXT_TOKEN = 221328;
 
 // An input of a sequence, or 0 where it has none left.
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t number, const int32_t* sequences,
@@ -735,16 +737,16 @@ __device__ __forceinline__ void multiply_chunk(uint32_t chunk, uint32_t place, f
   }
 }
 
-// This warp's sums: [warp][row][column]. Lane 4g + t holds rows g and g + 8 of columns 2t and 2t + 1.
+// This warp's sums: [warp][column][row]. Lane 4g + t holds rows g and g + 8 of columns 2t and 2t + 1.
 __device__ __forceinline__ void lay_down(float* reductions, float (&sums)[1][4], uint32_t warp, uint32_t lane) {
-  uint32_t row = warp * 16 + lane / 4;
+  uint32_t row = warp * 164 + lane / 4;
   uint32_t first = lane % 4 * 2;
-  uint32_t place = row * 8 + first;
+  uint32_t place = row + first * 20;
   reductions[place] = sums[0][0];
-  reductions[place + 64] = sums[0][2];
-  uint32_t place_2 = row * 8 + first + 1;
+  reductions[place + 8] = sums[0][2];
+  uint32_t place_2 = row + (first + 1) * 20;
   reductions[place_2] = sums[0][1];
-  reductions[place_2 + 64] = sums[0][3];
+  reductions[place_2 + 8] = sums[0][3];
 }
 
 // RoPE (rotate-half): the pair (k, k + D/2) lies 8 lanes apart. Returns the rotated value and its dim in the head.
@@ -769,8 +771,8 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place * 8 + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 164 + column * 20 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   uint32_t head = m_tile / 4;
@@ -803,20 +805,33 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   }
 }
 
+// The next stage of the ring; behind the last comes the first, in the next pass.
+__device__ __forceinline__ void advance_2(uint32_t& stage, uint32_t& parity) {
+  stage += 1;
+  if (stage == 2) {
+    stage = 0;
+    parity ^= 1;
+  }
+}
+
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint32_t column_count, uint32_t* exchange_words,
-    const int32_t* page_table, uint32_t layer, bf16* kv) {
-  float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count,
+    uint32_t* exchange_words, const int32_t* page_table, uint32_t layer, bf16* kv) {
+  float* reductions = (float*)(arena + REDUCTIONS) + turn * 1312;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp / 8 == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = warp % 8;
     if (column < column_count) {
       finish_rows(m_tile, reductions, column, lane, arena, exchange_words, page_table, layer, kv);
     }
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 1) {
     finisher = 0;
@@ -830,8 +845,8 @@ __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uin
 __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t column_count, const bf16* embedding,
     uint32_t* next_token, uint32_t* exchange_words, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
-    uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher, const int32_t* page_table, bf16* kv,
-    uint64_t& arrivals_due, uint64_t* counter) {
+    uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity,
+    const int32_t* page_table, bf16* kv, uint64_t& arrivals_due, uint64_t* counter) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -916,8 +931,10 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
         }
         advance(use_stage, use_parity);
       }
-      reduce(m_tile, sums, arena, turn, warp, lane, finisher, column_count, exchange_words, page_table, layer, kv);
+      reduce(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, exchange_words,
+          page_table, layer, kv);
     }
+    named_barrier(1, 256);
   }
   // grid barrier
   named_barrier(1, 256);
@@ -1986,8 +2003,8 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place * 8 + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 164 + column * 20 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float* residual = (float*)(arena + RESIDUAL);
@@ -2002,17 +2019,22 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint32_t column_count, uint32_t* exchange_words) {
-  float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count,
+    uint32_t* exchange_words) {
+  float* reductions = (float*)(arena + REDUCTIONS) + turn * 1312;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp / 8 == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = warp % 8;
     if (column < column_count) {
       finish_rows_2(m_tile, reductions, column, lane, arena, exchange_words);
     }
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 1) {
     finisher = 0;
@@ -2025,8 +2047,8 @@ __device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], u
 // Makes: middle.
 __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     uint32_t* block_waits, uint8_t* arena, uint32_t column_count, uint32_t* exchange_words, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher,
-    uint64_t& arrivals_due, uint64_t* counter) {
+    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
+    uint32_t& finisher, uint32_t& turn_parity, uint64_t& arrivals_due, uint64_t* counter) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2056,8 +2078,9 @@ __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t s
         }
         advance(use_stage, use_parity);
       }
-      reduce_2(m_tile, sums, arena, turn, warp, lane, finisher, column_count, exchange_words);
+      reduce_2(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, exchange_words);
     }
+    named_barrier(1, 256);
   }
   // grid barrier
   named_barrier(1, 256);
@@ -2087,8 +2110,8 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place * 8 + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 164 + column * 20 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float value = row_sum * ((float*)(arena + SCALES))[column];
@@ -2099,17 +2122,22 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint32_t column_count, uint32_t* exchange_words) {
-  float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count,
+    uint32_t* exchange_words) {
+  float* reductions = (float*)(arena + REDUCTIONS) + turn * 1312;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp / 8 == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = warp % 8;
     if (column < column_count) {
       finish_rows_3(m_tile, reductions, column, lane, arena, exchange_words);
     }
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 1) {
     finisher = 0;
@@ -2123,7 +2151,7 @@ __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t column_count, uint32_t* exchange_words,
     uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn,
-    uint32_t& finisher, uint64_t& arrivals_due, uint64_t* counter) {
+    uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint64_t& arrivals_due, uint64_t* counter) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2178,8 +2206,9 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
         }
         advance(use_stage, use_parity);
       }
-      reduce_3(m_tile, sums, arena, turn, warp, lane, finisher, column_count, exchange_words);
+      reduce_3(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, exchange_words);
     }
+    named_barrier(1, 256);
   }
   // grid barrier
   named_barrier(1, 256);
@@ -2264,8 +2293,8 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place * 8 + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 164 + column * 20 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float* residual = (float*)(arena + RESIDUAL);
@@ -2280,17 +2309,22 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint32_t column_count, uint32_t* exchange_words) {
-  float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count,
+    uint32_t* exchange_words) {
+  float* reductions = (float*)(arena + REDUCTIONS) + turn * 1312;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp / 8 == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = warp % 8;
     if (column < column_count) {
       finish_rows_4(m_tile, reductions, column, lane, arena, exchange_words);
     }
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 1) {
     finisher = 0;
@@ -2303,8 +2337,8 @@ __device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], u
 // Makes: hidden.
 __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     uint32_t* block_waits, uint8_t* arena, uint32_t column_count, uint32_t* exchange_words, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher,
-    uint64_t& arrivals_due, uint64_t* counter) {
+    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
+    uint32_t& finisher, uint32_t& turn_parity, uint64_t& arrivals_due, uint64_t* counter) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2332,7 +2366,8 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
       }
       advance(use_stage, use_parity);
     }
-    reduce_4(position, sums, arena, turn, warp, lane, finisher, column_count, exchange_words);
+    reduce_4(position, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, exchange_words);
+    named_barrier(1, 256);
   }
   // grid barrier
   named_barrier(1, 256);
@@ -2456,8 +2491,8 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place * 8 + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 164 + column * 20 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float logit = row_sum * ((float*)(arena + SCALES))[column];
@@ -2472,20 +2507,24 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint32_t column_count, float* logits, uint32_t step,
-    uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts,
-    float* weighed, float& best, uint32_t& best_token) {
-  float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count,
+    float* logits, uint32_t step, uint32_t options, const int32_t* sequences, const uint32_t* masks,
+    const float* logit_bias, uint32_t* token_counts, float* weighed, float& best, uint32_t& best_token) {
+  float* reductions = (float*)(arena + REDUCTIONS) + turn * 1312;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp / 8 == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = warp % 8;
     if (column < column_count) {
       finish_rows_5(m_tile, reductions, column, lane, arena, logits, step, options, sequences, masks, logit_bias,
           token_counts, weighed, best, best_token);
     }
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 1) {
     finisher = 0;
@@ -2499,8 +2538,9 @@ __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint32_t step, uint32_t head_from,
     float* logits, uint32_t* block_waits, uint8_t* arena, const bf16* norms, uint32_t column_count,
     uint32_t* exchange_words, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
-    uint32_t& turn, uint32_t& finisher, uint32_t options, const int32_t* sequences, const uint32_t* masks,
-    const float* logit_bias, uint32_t* token_counts, float* weighed, float& best, uint32_t& best_token) {
+    uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t options,
+    const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts, float* weighed,
+    float& best, uint32_t& best_token) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2555,9 +2595,10 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
           }
           advance(use_stage, use_parity);
         }
-        reduce_5(m_tile, sums, arena, turn, warp, lane, finisher, column_count, logits, step, options, sequences, masks,
-            logit_bias, token_counts, weighed, best, best_token);
+        reduce_5(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, logits, step,
+            options, sequences, masks, logit_bias, token_counts, weighed, best, best_token);
       }
+      named_barrier(1, 256);
     }
   }
 }
@@ -3747,6 +3788,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
   uint64_t* empty = full + 11;
   uint8_t* ring = arena + RING;
   uint32_t* block_waits = (uint32_t*)(arena + BLOCK_WAITS);
+  uint64_t* summed = (uint64_t*)(arena + REDUCTION_BARRIERS);
   uint64_t* step_done = (uint64_t*)(arena + STEP_DONE);
   uint32_t* next_token = (uint32_t*)(arena + NEXT_TOKEN);
   // barriers, and every column's first token
@@ -3756,6 +3798,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       mbarrier_init(empty + stage, 8);
     }
     store_shared_u32(block_waits, 0);
+    for (uint32_t reduction = 0; reduction < 2; ++reduction) {
+      mbarrier_init(summed + reduction, 8);
+    }
     mbarrier_init(step_done, 1);
     mbarrier_init(step_done + 1, 1);
     mbarrier_fence_init();
@@ -3809,6 +3854,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
     take_registers();
     // the consumer warps
     uint32_t turn = 0;
+    uint32_t turn_parity = 0;
     uint32_t finisher = 0;
     uint32_t plan_index = 0;
     uint32_t use_stage = 0;
@@ -3835,22 +3881,22 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       for (uint32_t layer = 0; layer < 3; ++layer) {
         uint32_t layer_epoch = step_epoch + layer;
         qkv(progress, block, step, layer, norms, block_waits, arena, column_count, embedding, next_token,
-            exchange_words, full, use_stage, use_parity, ring, empty, turn, finisher, page_table, kv, arrivals_due,
-            counter);
+            exchange_words, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity, page_table,
+            kv, arrivals_due, counter);
         attention(progress, block, step, layer, arena, kv_plans, plan_index, tiles, layer_epoch, exchange_words,
             use_stage, full, use_parity, ring, empty, arrivals_due, counter);
         o(progress, block, step, layer, block_waits, arena, column_count, exchange_words, full, use_stage, use_parity,
-            ring, empty, turn, finisher, arrivals_due, counter);
+            ring, empty, turn, summed, finisher, turn_parity, arrivals_due, counter);
         gate_up(progress, block, step, layer, norms, block_waits, arena, column_count, exchange_words, full, use_stage,
-            use_parity, ring, empty, turn, finisher, arrivals_due, counter);
+            use_parity, ring, empty, turn, summed, finisher, turn_parity, arrivals_due, counter);
         down(progress, block, step, layer, block_waits, arena, column_count, exchange_words, full, use_stage,
-            use_parity, ring, empty, turn, finisher, arrivals_due, counter);
+            use_parity, ring, empty, turn, summed, finisher, turn_parity, arrivals_due, counter);
       }
       float best = -bits_float(0x7f800000);
       uint32_t best_token = 4294967295u;
       lm_head(progress, block, step, head_from, logits, block_waits, arena, norms, column_count, exchange_words, full,
-          use_stage, use_parity, ring, empty, turn, finisher, options, sequences, masks, logit_bias, token_counts,
-          weighed, best, best_token);
+          use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity, options, sequences, masks,
+          logit_bias, token_counts, weighed, best, best_token);
       sampling(progress, block, step, arena, best, best_token, options, column_count, sequences, weighed, step_epoch,
           exchange_words, cancelled, arrivals_due, counter, epoch, token_counts);
       take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, emitted, stop_ids, next_token,

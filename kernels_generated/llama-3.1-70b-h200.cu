@@ -3,37 +3,38 @@
 //
 // model: hidden 8192, ffn 28672, vocab 128256, heads 64, kv_heads 8, head_dim 128, layers 80
 // machine: h200, 132 blocks of 384 threads: 8 consumer warps
-// plan: consumer_warps 8, stage_bytes 16384, stages 12, in_flight 4, in_flight_waiting 3, producer_warps 4, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 2, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 16, start_residual 0, start_gate_up 16, start_head 16, trace False
+// plan: consumer_warps 8, stage_bytes 16384, stages 11, in_flight 4, in_flight_waiting 3, producer_warps 4, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 2, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 16, start_residual 0, start_gate_up 16, start_head 16, trace False
 // weights read a step: 139003428864 bytes, in 1711276032 a layer
 // shared memory:
 //     offset    bytes  region
-//          0   196608  ring
-//     196608      192  ring_barriers
-//     196800        4  block_waits
-//     196864    28672  scratch
-//     196864    28672  vector  (over scratch)
-//     196864     2112  candidates  (over scratch)
-//     196864     8448  listed  (over scratch)
-//     205312     1152  list_rows  (over scratch)
-//     206464       64  filters  (over scratch)
-//     206592     1024  filter_sums  (over scratch)
-//     196864    16384  attention  (over scratch)
-//     213248     2048  queries  (over scratch)
-//     215296     8192  newest  (over scratch)
-//     225536     1024  reductions
-//     226560      256  residual
-//     226816      256  partial_sums
-//     227072        4  scales
-//     227088      512  rope
-//     227600      512  statistics
-//     228112      592  records
-//     228704       64  warp_candidates
-//     228768       36  columns
-//     228816        4  chosen
-//     228832       16  step_done
-//     228848        8  next_token
-//              228856  total
-//              232448  a block has, 3592 free
+//          0   180224  ring
+//     180224      176  ring_barriers
+//     180400        4  block_waits
+//     180480    28672  scratch
+//     180480    28672  vector  (over scratch)
+//     180480     2112  candidates  (over scratch)
+//     180480     8448  listed  (over scratch)
+//     188928     1152  list_rows  (over scratch)
+//     190080       64  filters  (over scratch)
+//     190208     1024  filter_sums  (over scratch)
+//     180480    16384  attention  (over scratch)
+//     196864     2048  queries  (over scratch)
+//     198912     8192  newest  (over scratch)
+//     209152     4608  reductions
+//     213760       72  reduction_barriers
+//     213840      256  residual
+//     214096      256  partial_sums
+//     214352        4  scales
+//     214368      512  rope
+//     214880      512  statistics
+//     215392      592  records
+//     215984       64  warp_candidates
+//     216048       36  columns
+//     216096        4  chosen
+//     216112       16  step_done
+//     216128        8  next_token
+//              216136  total
+//              232448  a block has, 16312 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -351,29 +352,30 @@ __device__ __forceinline__ void store_relaxed_u32_sys(uint32_t* place, uint32_t 
 #endif
 
 constexpr uint32_t RING = 0;
-constexpr uint32_t RING_BARRIERS = 196608;
-constexpr uint32_t BLOCK_WAITS = 196800;
-constexpr uint32_t VECTOR = 196864;
-constexpr uint32_t CANDIDATES = 196864;
-constexpr uint32_t LISTED = 196864;
-constexpr uint32_t LIST_ROWS = 205312;
-constexpr uint32_t FILTERS = 206464;
-constexpr uint32_t FILTER_SUMS = 206592;
-constexpr uint32_t ATTENTION = 196864;
-constexpr uint32_t QUERIES = 213248;
-constexpr uint32_t NEWEST = 215296;
-constexpr uint32_t REDUCTIONS = 225536;
-constexpr uint32_t RESIDUAL = 226560;
-constexpr uint32_t PARTIAL_SUMS = 226816;
-constexpr uint32_t SCALES = 227072;
-constexpr uint32_t ROPE = 227088;
-constexpr uint32_t STATISTICS = 227600;
-constexpr uint32_t RECORDS = 228112;
-constexpr uint32_t WARP_CANDIDATES = 228704;
-constexpr uint32_t COLUMNS = 228768;
-constexpr uint32_t CHOSEN = 228816;
-constexpr uint32_t STEP_DONE = 228832;
-constexpr uint32_t NEXT_TOKEN = 228848;
+constexpr uint32_t RING_BARRIERS = 180224;
+constexpr uint32_t BLOCK_WAITS = 180400;
+constexpr uint32_t VECTOR = 180480;
+constexpr uint32_t CANDIDATES = 180480;
+constexpr uint32_t LISTED = 180480;
+constexpr uint32_t LIST_ROWS = 188928;
+constexpr uint32_t FILTERS = 190080;
+constexpr uint32_t FILTER_SUMS = 190208;
+constexpr uint32_t ATTENTION = 180480;
+constexpr uint32_t QUERIES = 196864;
+constexpr uint32_t NEWEST = 198912;
+constexpr uint32_t REDUCTIONS = 209152;
+constexpr uint32_t REDUCTION_BARRIERS = 213760;
+constexpr uint32_t RESIDUAL = 213840;
+constexpr uint32_t PARTIAL_SUMS = 214096;
+constexpr uint32_t SCALES = 214352;
+constexpr uint32_t ROPE = 214368;
+constexpr uint32_t STATISTICS = 214880;
+constexpr uint32_t RECORDS = 215392;
+constexpr uint32_t WARP_CANDIDATES = 215984;
+constexpr uint32_t COLUMNS = 216048;
+constexpr uint32_t CHOSEN = 216096;
+constexpr uint32_t STEP_DONE = 216112;
+constexpr uint32_t NEXT_TOKEN = 216128;
 
 // An input of a sequence, or 0 where it has none left.
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t number, const int32_t* sequences,
@@ -417,7 +419,7 @@ __device__ __forceinline__ bool follow_plan(uint32_t& plan_index, uint32_t step,
 // The next stage of the ring; behind the last comes the first, in the next pass.
 __device__ __forceinline__ void advance(uint32_t& stage, uint32_t& parity) {
   stage += 1;
-  if (stage == 12) {
+  if (stage == 11) {
     stage = 0;
     parity ^= 1;
   }
@@ -800,12 +802,12 @@ __device__ __forceinline__ void multiply_chunk(uint32_t chunk, uint32_t place, f
   }
 }
 
-// This warp's sums: [warp][row][column]. Lane 4g + t holds rows g and g + 8 of columns 2t and 2t + 1.
+// This warp's sums: [warp][column][row]. Lane 4g + t holds rows g and g + 8 of columns 2t and 2t + 1.
 __device__ __forceinline__ void lay_down(float* reductions, float (&sums)[1][4], uint32_t warp, uint32_t lane) {
   uint32_t row = warp * 16 + lane / 4;
   uint32_t first = lane % 4 * 2;
   if (first < 1) {
-    uint32_t place = row + first;
+    uint32_t place = row + first * 16;
     reductions[place] = sums[0][0];
     reductions[place + 8] = sums[0][2];
   }
@@ -834,8 +836,8 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   uint32_t head = m_tile / 8;
@@ -868,18 +870,31 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   }
 }
 
+// The next stage of the ring; behind the last comes the first, in the next pass.
+__device__ __forceinline__ void advance_2(uint32_t& stage, uint32_t& parity) {
+  stage += 1;
+  if (stage == 9) {
+    stage = 0;
+    parity ^= 1;
+  }
+}
+
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint64_t* exchange_words, uint32_t layer_epoch,
-    const int32_t* page_table, uint32_t layer, bf16* kv) {
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint64_t* exchange_words,
+    uint32_t layer_epoch, const int32_t* page_table, uint32_t layer, bf16* kv) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = 0;
     finish_rows(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch, page_table, layer, kv);
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 8) {
     finisher = 0;
@@ -893,8 +908,8 @@ __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uin
 __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     const bf16* norms, uint32_t* block_waits, uint8_t* arena, const bf16* embedding, uint32_t* next_token,
     uint32_t lane, uint32_t warp, uint32_t column_count, uint64_t* exchange_words, uint32_t layer_epoch, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher,
-    const int32_t* page_table, bf16* kv) {
+    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
+    uint32_t& finisher, uint32_t& turn_parity, const int32_t* page_table, bf16* kv) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 402 + layer * 5);
   }
@@ -966,8 +981,10 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
       }
       advance(use_stage, use_parity);
     }
-    reduce(m_tile, sums, arena, turn, warp, lane, finisher, exchange_words, layer_epoch, page_table, layer, kv);
+    reduce(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch,
+        page_table, layer, kv);
   }
+  named_barrier(1, 256);
 }
 
 // Unit `number` of the newest keys, then of the newest values: as rows of a stage have them, bf16 or codes.
@@ -1286,9 +1303,9 @@ __device__ __forceinline__ void attend_keys(uint32_t begin, uint32_t end, uint32
     bool is_cached = tile < tiles;
     uint32_t arrivals_2 = arrivals(first_tile, last_tile, warp);
     uint32_t place = use_stage + stage;
-    uint32_t stage_2 = place % 12;
+    uint32_t stage_2 = place % 11;
     if (is_cached) {
-      mbarrier_wait(full + stage_2, (use_parity + place / 12) % 2);
+      mbarrier_wait(full + stage_2, (use_parity + place / 11) % 2);
     }
     uint8_t* chunk = ring + stage_2 * 16384;
     uint8_t* keys = chunk;
@@ -1315,8 +1332,8 @@ __device__ __forceinline__ void attend_keys(uint32_t begin, uint32_t end, uint32
     }
   }
   uint32_t place = use_stage + (cached + 31) / 32;
-  use_parity = (use_parity + place / 12) % 2;
-  use_stage = place % 12;
+  use_parity = (use_parity + place / 11) % 2;
+  use_stage = place % 11;
 }
 
 // Highest logit and weight sum of this warp, per column: statistics[warp][column].
@@ -1760,8 +1777,8 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float* residual = (float*)(arena + RESIDUAL);
@@ -1776,15 +1793,20 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint64_t* exchange_words, uint32_t layer_epoch) {
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint64_t* exchange_words,
+    uint32_t layer_epoch) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = 0;
     finish_rows_2(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 8) {
     finisher = 0;
@@ -1798,7 +1820,7 @@ __device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     uint32_t* block_waits, uint8_t* arena, uint32_t lane, uint64_t* exchange_words, uint32_t layer_epoch,
     uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint64_t* empty,
-    uint32_t& turn, uint32_t& finisher) {
+    uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 402 + layer * 5 + 2);
   }
@@ -1829,8 +1851,9 @@ __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t 
       }
       advance(use_stage, use_parity);
     }
-    reduce_2(m_tile, sums, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
+    reduce_2(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch);
   }
+  named_barrier(1, 256);
 }
 
 // Publish `count` values, one a lane from lane 0 on, as pairs of bf16 beginning at element `first` (even).
@@ -1851,8 +1874,8 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float value = row_sum * ((float*)(arena + SCALES))[column];
@@ -1863,15 +1886,20 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint64_t* exchange_words, uint32_t layer_epoch) {
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint64_t* exchange_words,
+    uint32_t layer_epoch) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = 0;
     finish_rows_3(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 8) {
     finisher = 0;
@@ -1885,7 +1913,8 @@ __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint32_t layer, const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t lane, uint64_t* exchange_words,
     uint32_t layer_epoch, uint32_t warp, uint32_t column_count, uint64_t* full, uint32_t& use_stage,
-    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher) {
+    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher,
+    uint32_t& turn_parity) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 402 + layer * 5 + 3);
   }
@@ -1935,8 +1964,9 @@ __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uin
       }
       advance(use_stage, use_parity);
     }
-    reduce_3(m_tile, sums, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
+    reduce_3(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch);
   }
+  named_barrier(1, 256);
 }
 
 // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
@@ -1993,8 +2023,8 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float* residual = (float*)(arena + RESIDUAL);
@@ -2009,15 +2039,20 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint64_t* exchange_words, uint32_t layer_epoch) {
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint64_t* exchange_words,
+    uint32_t layer_epoch) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = 0;
     finish_rows_4(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 8) {
     finisher = 0;
@@ -2031,7 +2066,7 @@ __device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     uint32_t* block_waits, uint8_t* arena, uint32_t lane, uint64_t* exchange_words, uint32_t layer_epoch,
     uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint64_t* empty,
-    uint32_t& turn, uint32_t& finisher) {
+    uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 402 + layer * 5 + 4);
   }
@@ -2150,12 +2185,14 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
       advance(use_stage, use_parity);
     }
   }
-  reduce_4(position, sums, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
-  reduce_4(position + 132, sums_2, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
-  reduce_4(position + 264, sums_3, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
+  reduce_4(position, sums, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch);
+  reduce_4(position + 132, sums_2, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch);
+  reduce_4(position + 264, sums_3, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch);
   if (position + 396 < 512) {
-    reduce_4(position + 396, sums_4, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
+    reduce_4(position + 396, sums_4, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words,
+        layer_epoch);
   }
+  named_barrier(1, 256);
 }
 
 __device__ __forceinline__ void penalise(uint32_t column, uint32_t token, float& adjusted, const int32_t* sequences,
@@ -2270,8 +2307,8 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float logit = row_sum * ((float*)(arena + SCALES))[column];
@@ -2286,18 +2323,22 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, float* logits, uint32_t step, uint32_t options,
-    const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts, float* weighed,
-    float& best, uint32_t& best_token) {
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, float* logits,
+    uint32_t step, uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias,
+    uint32_t* token_counts, float* weighed, float& best, uint32_t& best_token) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = 0;
     finish_rows_5(m_tile, reductions, column, lane, arena, logits, step, options, sequences, masks, logit_bias,
         token_counts, weighed, best, best_token);
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 8) {
     finisher = 0;
@@ -2311,9 +2352,9 @@ __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint32_t head_from, float* logits, uint32_t* block_waits, uint8_t* arena, const bf16* norms, uint32_t lane,
     uint64_t* exchange_words, uint32_t step_epoch, uint32_t warp, uint32_t column_count, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher,
-    uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts,
-    float* weighed, float& best, uint32_t& best_token) {
+    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
+    uint32_t& finisher, uint32_t& turn_parity, uint32_t options, const int32_t* sequences, const uint32_t* masks,
+    const float* logit_bias, uint32_t* token_counts, float* weighed, float& best, uint32_t& best_token) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 402 + 400);
   }
@@ -2363,9 +2404,10 @@ __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uin
         }
         advance(use_stage, use_parity);
       }
-      reduce_5(m_tile, sums, arena, turn, warp, lane, finisher, logits, step, options, sequences, masks, logit_bias,
-          token_counts, weighed, best, best_token);
+      reduce_5(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, logits, step, options, sequences,
+          masks, logit_bias, token_counts, weighed, best, best_token);
     }
+    named_barrier(1, 256);
   }
 }
 
@@ -3578,18 +3620,22 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
   uint32_t lane = thread % 32;
   uint64_t* exchange_words = (uint64_t*)(exchange);
   uint64_t* full = (uint64_t*)(arena + RING_BARRIERS);
-  uint64_t* empty = full + 12;
+  uint64_t* empty = full + 11;
   uint8_t* ring = arena + RING;
   uint32_t* block_waits = (uint32_t*)(arena + BLOCK_WAITS);
+  uint64_t* summed = (uint64_t*)(arena + REDUCTION_BARRIERS);
   uint64_t* step_done = (uint64_t*)(arena + STEP_DONE);
   uint32_t* next_token = (uint32_t*)(arena + NEXT_TOKEN);
   // barriers, and every column's first token
   if (thread == 0) {
-    for (uint32_t stage = 0; stage < 12; ++stage) {
+    for (uint32_t stage = 0; stage < 11; ++stage) {
       mbarrier_init(full + stage, 1);
       mbarrier_init(empty + stage, 8);
     }
     store_shared_u32(block_waits, 0);
+    for (uint32_t reduction = 0; reduction < 9; ++reduction) {
+      mbarrier_init(summed + reduction, 8);
+    }
     mbarrier_init(step_done, 1);
     mbarrier_init(step_done + 1, 1);
     mbarrier_fence_init();
@@ -3643,6 +3689,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
     take_registers();
     // the consumer warps
     uint32_t turn = 0;
+    uint32_t turn_parity = 0;
     uint32_t finisher = 0;
     uint32_t plan_index = 0;
     uint32_t use_stage = 0;
@@ -3661,22 +3708,22 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       for (uint32_t layer = 0; layer < 80; ++layer) {
         uint32_t layer_epoch = step_epoch + layer;
         qkv(thread, progress, block, step, layer, norms, block_waits, arena, embedding, next_token, lane, warp,
-            column_count, exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, turn, finisher,
-            page_table, kv);
+            column_count, exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, turn, summed, finisher,
+            turn_parity, page_table, kv);
         attention(thread, progress, block, step, layer, arena, kv_plans, plan_index, tiles, layer_epoch, exchange_words,
             lane, warp, use_stage, full, use_parity, ring, empty);
         o(thread, progress, block, step, layer, block_waits, arena, lane, exchange_words, layer_epoch, full, use_stage,
-            use_parity, ring, warp, empty, turn, finisher);
+            use_parity, ring, warp, empty, turn, summed, finisher, turn_parity);
         gate_up(thread, progress, block, step, layer, norms, block_waits, arena, lane, exchange_words, layer_epoch,
-            warp, column_count, full, use_stage, use_parity, ring, empty, turn, finisher);
+            warp, column_count, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity);
         down(thread, progress, block, step, layer, block_waits, arena, lane, exchange_words, layer_epoch, full,
-            use_stage, use_parity, ring, warp, empty, turn, finisher);
+            use_stage, use_parity, ring, warp, empty, turn, summed, finisher, turn_parity);
       }
       float best = -bits_float(0x7f800000);
       uint32_t best_token = 4294967295u;
       lm_head(thread, progress, block, step, head_from, logits, block_waits, arena, norms, lane, exchange_words,
-          step_epoch, warp, column_count, full, use_stage, use_parity, ring, empty, turn, finisher, options, sequences,
-          masks, logit_bias, token_counts, weighed, best, best_token);
+          step_epoch, warp, column_count, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity,
+          options, sequences, masks, logit_bias, token_counts, weighed, best, best_token);
       sampling(thread, progress, block, step, arena, best, best_token, lane, warp, options, column_count, sequences,
           weighed, step_epoch, exchange_words, cancelled, epoch, token_counts);
       take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, emitted, stop_ids, next_token,

@@ -20,20 +20,21 @@
 //     170496    32768  attention  (over scratch)
 //     203264     2048  queries  (over scratch)
 //     205312     8192  newest  (over scratch)
-//     215296     1024  reductions
-//     216320      256  residual
-//     216576      256  partial_sums
-//     216832        4  scales
-//     216848      512  rope
-//     217360      512  statistics
-//     217872      592  records
-//     218464       64  warp_candidates
-//     218528       36  columns
-//     218576        4  chosen
-//     218592       16  step_done
-//     218608        8  next_token
-//              218616  total
-//              232448  a block has, 13832 free
+//     215296     4608  reductions
+//     219904       72  reduction_barriers
+//     219984      256  residual
+//     220240      256  partial_sums
+//     220496        4  scales
+//     220512      512  rope
+//     221024      512  statistics
+//     221536      592  records
+//     222128       64  warp_candidates
+//     222192       36  columns
+//     222240        4  chosen
+//     222256       16  step_done
+//     222272        8  next_token
+//              222280  total
+//              232448  a block has, 10168 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -381,17 +382,18 @@ constexpr uint32_t ATTENTION = 170496;
 constexpr uint32_t QUERIES = 203264;
 constexpr uint32_t NEWEST = 205312;
 constexpr uint32_t REDUCTIONS = 215296;
-constexpr uint32_t RESIDUAL = 216320;
-constexpr uint32_t PARTIAL_SUMS = 216576;
-constexpr uint32_t SCALES = 216832;
-constexpr uint32_t ROPE = 216848;
-constexpr uint32_t STATISTICS = 217360;
-constexpr uint32_t RECORDS = 217872;
-constexpr uint32_t WARP_CANDIDATES = 218464;
-constexpr uint32_t COLUMNS = 218528;
-constexpr uint32_t CHOSEN = 218576;
-constexpr uint32_t STEP_DONE = 218592;
-constexpr uint32_t NEXT_TOKEN = 218608;
+constexpr uint32_t REDUCTION_BARRIERS = 219904;
+constexpr uint32_t RESIDUAL = 219984;
+constexpr uint32_t PARTIAL_SUMS = 220240;
+constexpr uint32_t SCALES = 220496;
+constexpr uint32_t ROPE = 220512;
+constexpr uint32_t STATISTICS = 221024;
+constexpr uint32_t RECORDS = 221536;
+constexpr uint32_t WARP_CANDIDATES = 222128;
+constexpr uint32_t COLUMNS = 222192;
+constexpr uint32_t CHOSEN = 222240;
+constexpr uint32_t STEP_DONE = 222256;
+constexpr uint32_t NEXT_TOKEN = 222272;
 
 // An input of a sequence, or 0 where it has none left.
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t number, const int32_t* sequences,
@@ -756,46 +758,46 @@ __device__ __forceinline__ void prefetch(const bf16* source, uint32_t thread, ui
   }
 }
 
-// Unit `unit` of a vector (8 bf16 elements) as digits. All lanes of a warp call it, with neighbouring units.
+// Unit `unit` of the vectors of so many tokens (8 bf16 elements) as digits. All lanes of a warp call it, with
+// neighbouring units; elements of one token that they have share a power of two.
 __device__ __forceinline__ void store_digits(uint4* vector, uint32_t unit, uint4 words) {
-  uint32_t largest = ((((((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112))) < ((words.z << 16) & 2147418112) ? (words.z << 16) & 2147418112 : (((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)))) < (words.z & 2147418112) ? words.z & 2147418112 : ((((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112))) < ((words.z << 16) & 2147418112) ? (words.z << 16) & 2147418112 : (((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112))))) < ((words.w << 16) & 2147418112) ? (words.w << 16) & 2147418112 : (((((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112))) < ((words.z << 16) & 2147418112) ? (words.z << 16) & 2147418112 : (((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)))) < (words.z & 2147418112) ? words.z & 2147418112 : ((((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112))) < ((words.z << 16) & 2147418112) ? (words.z << 16) & 2147418112 : (((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)))))) < (words.w & 2147418112) ? words.w & 2147418112 : ((((((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112))) < ((words.z << 16) & 2147418112) ? (words.z << 16) & 2147418112 : (((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)))) < (words.z & 2147418112) ? words.z & 2147418112 : ((((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112))) < ((words.z << 16) & 2147418112) ? (words.z << 16) & 2147418112 : (((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112))))) < ((words.w << 16) & 2147418112) ? (words.w << 16) & 2147418112 : (((((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112))) < ((words.z << 16) & 2147418112) ? (words.z << 16) & 2147418112 : (((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)))) < (words.z & 2147418112) ? words.z & 2147418112 : ((((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112))) < ((words.z << 16) & 2147418112) ? (words.z << 16) & 2147418112 : (((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112))))));
-  uint32_t value = shuffle_xor_u32(largest, 1);
-  largest = largest < value ? value : largest;
-  uint32_t value_2 = shuffle_xor_u32(largest, 2);
-  largest = largest < value_2 ? value_2 : largest;
-  uint32_t value_3 = shuffle_xor_u32(largest, 4);
-  largest = largest < value_3 ? value_3 : largest;
-  uint32_t value_4 = shuffle_xor_u32(largest, 8);
-  largest = largest < value_4 ? value_4 : largest;
-  uint32_t exponent = largest >> 23 < 32 ? 32 : largest >> 23;
+  uint32_t within = unit % 16;
+  uint32_t token = 0;
+  uint32_t value = warp_maximum_u32(((((((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17))) < words.z << 17 ? words.z << 17 : (((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)))) < words.z << 1 ? words.z << 1 : ((((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17))) < words.z << 17 ? words.z << 17 : (((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17))))) < words.w << 17 ? words.w << 17 : (((((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17))) < words.z << 17 ? words.z << 17 : (((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)))) < words.z << 1 ? words.z << 1 : ((((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17))) < words.z << 17 ? words.z << 17 : (((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)))))) < words.w << 1 ? words.w << 1 : ((((((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17))) < words.z << 17 ? words.z << 17 : (((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)))) < words.z << 1 ? words.z << 1 : ((((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17))) < words.z << 17 ? words.z << 17 : (((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17))))) < words.w << 17 ? words.w << 17 : (((((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17))) < words.z << 17 ? words.z << 17 : (((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)))) < words.z << 1 ? words.z << 1 : ((((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17))) < words.z << 17 ? words.z << 17 : (((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)))))));
+  uint32_t exponent = value >> 24 < 32 ? 32 : value >> 24;
   float scale = bits_float((271 - exponent) << 23);
-  uint32_t element = float_bits(bf16x2_low(words.x) * scale + 12582912.0f) - 1262485504;
-  uint32_t element_2 = float_bits(bf16x2_high(words.x) * scale + 12582912.0f) - 1262485504;
-  uint32_t element_3 = float_bits(bf16x2_low(words.y) * scale + 12582912.0f) - 1262485504;
-  uint32_t element_4 = float_bits(bf16x2_high(words.y) * scale + 12582912.0f) - 1262485504;
-  uint32_t element_5 = float_bits(bf16x2_low(words.z) * scale + 12582912.0f) - 1262485504;
-  uint32_t element_6 = float_bits(bf16x2_high(words.z) * scale + 12582912.0f) - 1262485504;
-  uint32_t element_7 = float_bits(bf16x2_low(words.w) * scale + 12582912.0f) - 1262485504;
-  uint32_t element_8 = float_bits(bf16x2_high(words.w) * scale + 12582912.0f) - 1262485504;
+  uint32_t element = float_bits(bf16x2_low(words.y) * scale + 12615808.0f);
+  uint32_t element_2 = float_bits(bf16x2_low(words.w) * scale + 12615808.0f);
+  uint32_t element_3 = float_bits(bf16x2_high(words.y) * scale + 12615808.0f);
+  uint32_t element_4 = float_bits(bf16x2_high(words.w) * scale + 12615808.0f);
+  uint32_t element_5 = float_bits(bf16x2_low(words.x) * scale + 12324880.0f);
+  uint32_t element_6 = float_bits(bf16x2_low(words.z) * scale + 12324880.0f);
+  uint32_t element_7 = float_bits(bf16x2_high(words.x) * scale + 12324880.0f);
+  uint32_t element_8 = float_bits(bf16x2_high(words.z) * scale + 12324880.0f);
+  uint32_t both = element_5 * 16 - element;
+  uint32_t both_2 = element_6 * 16 - element_2;
+  uint32_t both_3 = element_7 * 16 - element_3;
+  uint32_t both_4 = element_8 * 16 - element_4;
   uint32_t* tile = (uint32_t*)(vector + unit / 16 * 25);
-  uint32_t part = unit % 16 / 4;
-  uint32_t place = part / 2 * 48 + unit % 4 * 4 + part % 2;
-  uint32_t balanced = (element_3 + 8421504) ^ 8421504;
-  uint32_t balanced_2 = (element_7 + 8421504) ^ 8421504;
-  uint32_t balanced_3 = (element_4 + 8421504) ^ 8421504;
-  uint32_t balanced_4 = (element_8 + 8421504) ^ 8421504;
-  tile[place] = byte_permute(byte_permute(balanced, balanced_2, 64), byte_permute(balanced_3, balanced_4, 64), 21520);
-  tile[place + 16] = byte_permute(byte_permute(balanced, balanced_2, 81), byte_permute(balanced_3, balanced_4, 81), 21520);
-  tile[place + 32] = byte_permute(byte_permute(balanced, balanced_2, 98), byte_permute(balanced_3, balanced_4, 98), 21520);
-  uint32_t balanced_5 = (element * 16 - element_3 + 8421504) ^ 8421504;
-  uint32_t balanced_6 = (element_5 * 16 - element_7 + 8421504) ^ 8421504;
-  uint32_t balanced_7 = (element_2 * 16 - element_4 + 8421504) ^ 8421504;
-  uint32_t balanced_8 = (element_6 * 16 - element_8 + 8421504) ^ 8421504;
-  tile[place + 2] = byte_permute(byte_permute(balanced_5, balanced_6, 64), byte_permute(balanced_7, balanced_8, 64), 21520);
-  tile[place + 18] = byte_permute(byte_permute(balanced_5, balanced_6, 81), byte_permute(balanced_7, balanced_8, 81), 21520);
-  tile[place + 34] = byte_permute(byte_permute(balanced_5, balanced_6, 98), byte_permute(balanced_7, balanced_8, 98), 21520);
-  if (unit % 16 == 0) {
-    tile[96] = exponent == 255 ? 2143289344 : (exponent - 21) << 23;
+  uint32_t part = within / 4;
+  uint32_t half = part / 2 * 48;
+  uint32_t place = half + token * 16 + unit % 4 * 4 + part % 2;
+  uint32_t low = byte_permute(element, element_2, 20800);
+  uint32_t low_2 = byte_permute(element_3, element_4, 20800);
+  uint32_t top = byte_permute(element, element_2, 25186);
+  uint32_t top_2 = byte_permute(element_3, element_4, 25186);
+  tile[place] = byte_permute(low, low_2, 21520) ^ 2155905152u;
+  tile[place + 16] = byte_permute(low, low_2, 30258) ^ 2155905152u;
+  tile[place + 32] = (byte_permute(top, top_2, 21520) + 1077952576) ^ 2155905152u;
+  uint32_t low_3 = byte_permute(both, both_2, 20800);
+  uint32_t low_4 = byte_permute(both_3, both_4, 20800);
+  uint32_t top_3 = byte_permute(both, both_2, 25186);
+  uint32_t top_4 = byte_permute(both_3, both_4, 25186);
+  tile[place + 2] = byte_permute(low_3, low_4, 21520) ^ 2155905152u;
+  tile[place + 18] = byte_permute(low_3, low_4, 30258) ^ 2155905152u;
+  tile[place + 34] = byte_permute(top_3, top_4, 21520) ^ 2155905152u;
+  if (within == token * 4) {
+    tile[96 + token] = exponent == 255 ? 2143289344 : (exponent - 21) << 23;
   }
 }
 
@@ -859,7 +861,7 @@ __device__ __forceinline__ void multiply_chunk(uint32_t chunk, uint32_t place, f
     uint8_t* first = chunk_2 + pair * 1056;
     const uint4* codes = (const uint4*)(first);
     uint4* digits = vector + (place * 16 + pair) * 25;
-    float power = ((const float*)(digits))[96];
+    float power = ((const float*)(digits) + 96)[0];
     uint4 words = codes[lane];
     have_read ^= words.x;
     uint4 values = digits[(lane / 8 < 2 ? lane / 8 : 2) * 4 + lane % 4];
@@ -902,12 +904,12 @@ __device__ __forceinline__ void multiply_chunk(uint32_t chunk, uint32_t place, f
   wait_for_u32(have_read);
 }
 
-// This warp's sums: [warp][row][column]. Lane 4g + t holds rows g and g + 8 of columns 2t and 2t + 1.
+// This warp's sums: [warp][column][row]. Lane 4g + t holds rows g and g + 8 of columns 2t and 2t + 1.
 __device__ __forceinline__ void lay_down(float* reductions, float (&sums)[1][4], uint32_t warp, uint32_t lane) {
   uint32_t row = warp * 16 + lane / 4;
   uint32_t first = lane % 4 * 2;
   if (first < 1) {
-    uint32_t place = row + first;
+    uint32_t place = row + first * 16;
     reductions[place] = sums[0][0];
     reductions[place + 8] = sums[0][2];
   }
@@ -936,8 +938,8 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   uint32_t head = m_tile / 8;
@@ -970,18 +972,31 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   }
 }
 
+// The next stage of the ring; behind the last comes the first, in the next pass.
+__device__ __forceinline__ void advance_2(uint32_t& stage, uint32_t& parity) {
+  stage += 1;
+  if (stage == 9) {
+    stage = 0;
+    parity ^= 1;
+  }
+}
+
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint64_t* exchange_words, uint32_t layer_epoch,
-    const int32_t* page_table, uint32_t layer, bf16* kv) {
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint64_t* exchange_words,
+    uint32_t layer_epoch, const int32_t* page_table, uint32_t layer, bf16* kv) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = 0;
     finish_rows(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch, page_table, layer, kv);
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 8) {
     finisher = 0;
@@ -995,8 +1010,8 @@ __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uin
 __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     const bf16* norms, uint32_t* block_waits, uint8_t* arena, const bf16* embedding, uint32_t* next_token,
     uint32_t lane, uint32_t warp, uint32_t column_count, uint64_t* exchange_words, uint32_t layer_epoch, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher,
-    const int32_t* page_table, bf16* kv) {
+    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
+    uint32_t& finisher, uint32_t& turn_parity, const int32_t* page_table, bf16* kv) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 402 + layer * 5);
   }
@@ -1068,8 +1083,10 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
       }
       advance(use_stage, use_parity);
     }
-    reduce(m_tile, sums, arena, turn, warp, lane, finisher, exchange_words, layer_epoch, page_table, layer, kv);
+    reduce(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch,
+        page_table, layer, kv);
   }
+  named_barrier(1, 256);
 }
 
 // Unit `number` of the newest keys, then of the newest values: as rows of a stage have them, bf16 or codes.
@@ -1825,8 +1842,8 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float* residual = (float*)(arena + RESIDUAL);
@@ -1841,15 +1858,20 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint64_t* exchange_words, uint32_t layer_epoch) {
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint64_t* exchange_words,
+    uint32_t layer_epoch) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = 0;
     finish_rows_2(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 8) {
     finisher = 0;
@@ -1863,7 +1885,7 @@ __device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     uint32_t* block_waits, uint8_t* arena, uint32_t lane, uint64_t* exchange_words, uint32_t layer_epoch,
     uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint64_t* empty,
-    uint32_t& turn, uint32_t& finisher) {
+    uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 402 + layer * 5 + 2);
   }
@@ -1894,8 +1916,9 @@ __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t 
       }
       advance(use_stage, use_parity);
     }
-    reduce_2(m_tile, sums, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
+    reduce_2(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch);
   }
+  named_barrier(1, 256);
 }
 
 // Publish `count` values, one a lane from lane 0 on, as pairs of bf16 beginning at element `first` (even).
@@ -1916,8 +1939,8 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float value = row_sum * ((float*)(arena + SCALES))[column];
@@ -1928,15 +1951,20 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint64_t* exchange_words, uint32_t layer_epoch) {
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint64_t* exchange_words,
+    uint32_t layer_epoch) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = 0;
     finish_rows_3(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 8) {
     finisher = 0;
@@ -1950,7 +1978,8 @@ __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint32_t layer, const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t lane, uint64_t* exchange_words,
     uint32_t layer_epoch, uint32_t warp, uint32_t column_count, uint64_t* full, uint32_t& use_stage,
-    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher) {
+    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher,
+    uint32_t& turn_parity) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 402 + layer * 5 + 3);
   }
@@ -2000,8 +2029,9 @@ __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uin
       }
       advance(use_stage, use_parity);
     }
-    reduce_3(m_tile, sums, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
+    reduce_3(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch);
   }
+  named_barrier(1, 256);
 }
 
 // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
@@ -2033,7 +2063,7 @@ __device__ __forceinline__ void multiply_chunk_2(uint32_t chunk, uint32_t place,
     uint8_t* first = chunk_2 + pair * 1056;
     const uint4* codes = (const uint4*)(first);
     uint4* digits = vector + (place * 16 + pair) * 25;
-    float power = ((const float*)(digits))[96];
+    float power = ((const float*)(digits) + 96)[0];
     uint4 words = codes[lane];
     have_read ^= words.x;
     uint4 values = digits[(lane / 8 < 2 ? lane / 8 : 2) * 4 + lane % 4];
@@ -2112,8 +2142,8 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float* residual = (float*)(arena + RESIDUAL);
@@ -2128,15 +2158,20 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint64_t* exchange_words, uint32_t layer_epoch) {
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint64_t* exchange_words,
+    uint32_t layer_epoch) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = 0;
     finish_rows_4(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 8) {
     finisher = 0;
@@ -2150,7 +2185,7 @@ __device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     uint32_t* block_waits, uint8_t* arena, uint32_t lane, uint64_t* exchange_words, uint32_t layer_epoch,
     uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint64_t* empty,
-    uint32_t& turn, uint32_t& finisher) {
+    uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 402 + layer * 5 + 4);
   }
@@ -2269,12 +2304,14 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
       advance(use_stage, use_parity);
     }
   }
-  reduce_4(position, sums, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
-  reduce_4(position + 132, sums_2, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
-  reduce_4(position + 264, sums_3, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
+  reduce_4(position, sums, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch);
+  reduce_4(position + 132, sums_2, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch);
+  reduce_4(position + 264, sums_3, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch);
   if (position + 396 < 512) {
-    reduce_4(position + 396, sums_4, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
+    reduce_4(position + 396, sums_4, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words,
+        layer_epoch);
   }
+  named_barrier(1, 256);
 }
 
 // A unit times the norm's weights into the vector, and its squares to the thread's sum.
@@ -2429,8 +2466,8 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float logit = row_sum * ((float*)(arena + SCALES))[column];
@@ -2445,18 +2482,22 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, float* logits, uint32_t step, uint32_t options,
-    const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts, float* weighed,
-    float& best, uint32_t& best_token) {
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, float* logits,
+    uint32_t step, uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias,
+    uint32_t* token_counts, float* weighed, float& best, uint32_t& best_token) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = 0;
     finish_rows_5(m_tile, reductions, column, lane, arena, logits, step, options, sequences, masks, logit_bias,
         token_counts, weighed, best, best_token);
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 8) {
     finisher = 0;
@@ -2470,9 +2511,9 @@ __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint32_t head_from, float* logits, uint32_t* block_waits, uint8_t* arena, const bf16* norms, uint32_t lane,
     uint64_t* exchange_words, uint32_t step_epoch, uint32_t warp, uint32_t column_count, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher,
-    uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts,
-    float* weighed, float& best, uint32_t& best_token) {
+    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
+    uint32_t& finisher, uint32_t& turn_parity, uint32_t options, const int32_t* sequences, const uint32_t* masks,
+    const float* logit_bias, uint32_t* token_counts, float* weighed, float& best, uint32_t& best_token) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 402 + 400);
   }
@@ -2522,9 +2563,10 @@ __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uin
         }
         advance(use_stage, use_parity);
       }
-      reduce_5(m_tile, sums, arena, turn, warp, lane, finisher, logits, step, options, sequences, masks, logit_bias,
-          token_counts, weighed, best, best_token);
+      reduce_5(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, logits, step, options, sequences,
+          masks, logit_bias, token_counts, weighed, best, best_token);
     }
+    named_barrier(1, 256);
   }
 }
 
@@ -3740,6 +3782,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
   uint64_t* empty = full + 10;
   uint8_t* ring = arena + RING;
   uint32_t* block_waits = (uint32_t*)(arena + BLOCK_WAITS);
+  uint64_t* summed = (uint64_t*)(arena + REDUCTION_BARRIERS);
   uint64_t* step_done = (uint64_t*)(arena + STEP_DONE);
   uint32_t* next_token = (uint32_t*)(arena + NEXT_TOKEN);
   // barriers, and every column's first token
@@ -3749,6 +3792,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       mbarrier_init(empty + stage, 8);
     }
     store_shared_u32(block_waits, 0);
+    for (uint32_t reduction = 0; reduction < 9; ++reduction) {
+      mbarrier_init(summed + reduction, 8);
+    }
     mbarrier_init(step_done, 1);
     mbarrier_init(step_done + 1, 1);
     mbarrier_fence_init();
@@ -3802,6 +3848,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
     take_registers();
     // the consumer warps
     uint32_t turn = 0;
+    uint32_t turn_parity = 0;
     uint32_t finisher = 0;
     uint32_t plan_index = 0;
     uint32_t use_stage = 0;
@@ -3820,22 +3867,22 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       for (uint32_t layer = 0; layer < 80; ++layer) {
         uint32_t layer_epoch = step_epoch + layer;
         qkv(thread, progress, block, step, layer, norms, block_waits, arena, embedding, next_token, lane, warp,
-            column_count, exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, turn, finisher,
-            page_table, kv);
+            column_count, exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, turn, summed, finisher,
+            turn_parity, page_table, kv);
         attention(thread, progress, block, step, layer, arena, kv_plans, plan_index, tiles, layer_epoch, exchange_words,
             lane, warp, use_stage, full, use_parity, ring, empty);
         o(thread, progress, block, step, layer, block_waits, arena, lane, exchange_words, layer_epoch, full, use_stage,
-            use_parity, ring, warp, empty, turn, finisher);
+            use_parity, ring, warp, empty, turn, summed, finisher, turn_parity);
         gate_up(thread, progress, block, step, layer, norms, block_waits, arena, lane, exchange_words, layer_epoch,
-            warp, column_count, full, use_stage, use_parity, ring, empty, turn, finisher);
+            warp, column_count, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity);
         down(thread, progress, block, step, layer, block_waits, arena, lane, exchange_words, layer_epoch, full,
-            use_stage, use_parity, ring, warp, empty, turn, finisher);
+            use_stage, use_parity, ring, warp, empty, turn, summed, finisher, turn_parity);
       }
       float best = -bits_float(0x7f800000);
       uint32_t best_token = 4294967295u;
       lm_head(thread, progress, block, step, head_from, logits, block_waits, arena, norms, lane, exchange_words,
-          step_epoch, warp, column_count, full, use_stage, use_parity, ring, empty, turn, finisher, options, sequences,
-          masks, logit_bias, token_counts, weighed, best, best_token);
+          step_epoch, warp, column_count, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity,
+          options, sequences, masks, logit_bias, token_counts, weighed, best, best_token);
       sampling(thread, progress, block, step, arena, best, best_token, lane, warp, options, column_count, sequences,
           weighed, step_epoch, exchange_words, cancelled, epoch, token_counts);
       take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, emitted, stop_ids, next_token,

@@ -20,20 +20,21 @@
 //     196864    16384  attention  (over scratch)
 //     213248     2048  queries  (over scratch)
 //     215296     8192  newest  (over scratch)
-//     223488     2048  reductions
-//     225536      256  residual
-//     225792      256  partial_sums
-//     226048        8  scales
-//     226064     1024  rope
-//     227088      512  statistics
-//     227600      592  records
-//     228192       64  warp_candidates
-//     228256       72  columns
-//     228336        8  chosen
-//     228352       16  step_done
-//     228368       12  next_token
-//              228380  total
-//              232448  a block has, 4068 free
+//     213248     5120  reductions  (over scratch)
+//     223488       40  reduction_barriers
+//     223536      256  residual
+//     223792      256  partial_sums
+//     224048        8  scales
+//     224064     1024  rope
+//     225088      512  statistics
+//     225600      592  records
+//     226192       64  warp_candidates
+//     226256       72  columns
+//     226336        8  chosen
+//     226352       16  step_done
+//     226368       12  next_token
+//              226380  total
+//              232448  a block has, 6068 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -368,18 +369,19 @@ constexpr uint32_t FILTER_SUMS = 206592;
 constexpr uint32_t ATTENTION = 196864;
 constexpr uint32_t QUERIES = 213248;
 constexpr uint32_t NEWEST = 215296;
-constexpr uint32_t REDUCTIONS = 223488;
-constexpr uint32_t RESIDUAL = 225536;
-constexpr uint32_t PARTIAL_SUMS = 225792;
-constexpr uint32_t SCALES = 226048;
-constexpr uint32_t ROPE = 226064;
-constexpr uint32_t STATISTICS = 227088;
-constexpr uint32_t RECORDS = 227600;
-constexpr uint32_t WARP_CANDIDATES = 228192;
-constexpr uint32_t COLUMNS = 228256;
-constexpr uint32_t CHOSEN = 228336;
-constexpr uint32_t STEP_DONE = 228352;
-constexpr uint32_t NEXT_TOKEN = 228368;
+constexpr uint32_t REDUCTIONS = 213248;
+constexpr uint32_t REDUCTION_BARRIERS = 223488;
+constexpr uint32_t RESIDUAL = 223536;
+constexpr uint32_t PARTIAL_SUMS = 223792;
+constexpr uint32_t SCALES = 224048;
+constexpr uint32_t ROPE = 224064;
+constexpr uint32_t STATISTICS = 225088;
+constexpr uint32_t RECORDS = 225600;
+constexpr uint32_t WARP_CANDIDATES = 226192;
+constexpr uint32_t COLUMNS = 226256;
+constexpr uint32_t CHOSEN = 226336;
+constexpr uint32_t STEP_DONE = 226352;
+constexpr uint32_t NEXT_TOKEN = 226368;
 
 // An input of a sequence, or 0 where it has none left.
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t number, const int32_t* sequences,
@@ -806,17 +808,17 @@ __device__ __forceinline__ void multiply_chunk(uint32_t chunk, uint32_t place, f
   }
 }
 
-// This warp's sums: [warp][row][column]. Lane 4g + t holds rows g and g + 8 of columns 2t and 2t + 1.
+// This warp's sums: [warp][column][row]. Lane 4g + t holds rows g and g + 8 of columns 2t and 2t + 1.
 __device__ __forceinline__ void lay_down(float* reductions, float (&sums)[1][4], uint32_t warp, uint32_t lane) {
-  uint32_t row = warp * 16 + lane / 4;
+  uint32_t row = warp * 32 + lane / 4;
   uint32_t first = lane % 4 * 2;
   if (first < 2) {
-    uint32_t place = row * 2 + first;
+    uint32_t place = row + first * 16;
     reductions[place] = sums[0][0];
-    reductions[place + 16] = sums[0][2];
-    uint32_t place_2 = row * 2 + first + 1;
+    reductions[place + 8] = sums[0][2];
+    uint32_t place_2 = row + (first + 1) * 16;
     reductions[place_2] = sums[0][1];
-    reductions[place_2 + 16] = sums[0][3];
+    reductions[place_2 + 8] = sums[0][3];
   }
 }
 
@@ -843,8 +845,8 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place * 2 + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 32 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   uint32_t head = m_tile / 8;
@@ -877,20 +879,33 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   }
 }
 
+// The next stage of the ring; behind the last comes the first, in the next pass.
+__device__ __forceinline__ void advance_2(uint32_t& stage, uint32_t& parity) {
+  stage += 1;
+  if (stage == 5) {
+    stage = 0;
+    parity ^= 1;
+  }
+}
+
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint32_t column_count, uint64_t* exchange_words,
-    uint32_t layer_epoch, const int32_t* page_table, uint32_t layer, bf16* kv) {
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count,
+    uint64_t* exchange_words, uint32_t layer_epoch, const int32_t* page_table, uint32_t layer, bf16* kv) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 256;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp / 2 == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = warp % 2;
     if (column < column_count) {
       finish_rows(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch, page_table, layer, kv);
     }
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 4) {
     finisher = 0;
@@ -904,8 +919,8 @@ __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uin
 __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t column_count, const bf16* embedding,
     uint32_t* next_token, uint64_t* exchange_words, uint32_t layer_epoch, uint64_t* full, uint32_t& use_stage,
-    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher, const int32_t* page_table,
-    bf16* kv) {
+    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher,
+    uint32_t& turn_parity, const int32_t* page_table, bf16* kv) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -990,9 +1005,10 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
       }
       advance(use_stage, use_parity);
     }
-    reduce(m_tile, sums, arena, turn, warp, lane, finisher, column_count, exchange_words, layer_epoch, page_table,
-        layer, kv);
+    reduce(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, exchange_words,
+        layer_epoch, page_table, layer, kv);
   }
+  named_barrier(1, 256);
 }
 
 // Unit `number` of the newest keys, then of the newest values: as rows of a stage have them, bf16 or codes.
@@ -1790,8 +1806,8 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place * 2 + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 32 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float* residual = (float*)(arena + RESIDUAL);
@@ -1806,18 +1822,22 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint32_t column_count, uint64_t* exchange_words,
-    uint32_t layer_epoch) {
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count,
+    uint64_t* exchange_words, uint32_t layer_epoch) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 256;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp / 2 == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = warp % 2;
     if (column < column_count) {
       finish_rows_2(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
     }
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 4) {
     finisher = 0;
@@ -1831,7 +1851,7 @@ __device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     uint32_t* block_waits, uint8_t* arena, uint64_t* exchange_words, uint32_t layer_epoch, uint32_t column_count,
     uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn,
-    uint32_t& finisher) {
+    uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -1865,8 +1885,10 @@ __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t s
       }
       advance(use_stage, use_parity);
     }
-    reduce_2(m_tile, sums, arena, turn, warp, lane, finisher, column_count, exchange_words, layer_epoch);
+    reduce_2(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, exchange_words,
+        layer_epoch);
   }
+  named_barrier(1, 256);
 }
 
 // Publish `count` values, one a lane from lane 0 on, as pairs of bf16 beginning at element `first` (even).
@@ -1887,8 +1909,8 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place * 2 + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 32 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float value = row_sum * ((float*)(arena + SCALES))[column];
@@ -1899,18 +1921,22 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint32_t column_count, uint64_t* exchange_words,
-    uint32_t layer_epoch) {
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count,
+    uint64_t* exchange_words, uint32_t layer_epoch) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 256;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp / 2 == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = warp % 2;
     if (column < column_count) {
       finish_rows_3(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
     }
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 4) {
     finisher = 0;
@@ -1924,7 +1950,7 @@ __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint64_t* exchange_words, uint32_t layer_epoch,
     uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
-    uint32_t& turn, uint32_t& finisher) {
+    uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -1981,8 +2007,10 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
       }
       advance(use_stage, use_parity);
     }
-    reduce_3(m_tile, sums, arena, turn, warp, lane, finisher, column_count, exchange_words, layer_epoch);
+    reduce_3(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, exchange_words,
+        layer_epoch);
   }
+  named_barrier(1, 256);
 }
 
 // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
@@ -2127,8 +2155,8 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place * 2 + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 32 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float* residual = (float*)(arena + RESIDUAL);
@@ -2143,18 +2171,22 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint32_t column_count, uint64_t* exchange_words,
-    uint32_t layer_epoch) {
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count,
+    uint64_t* exchange_words, uint32_t layer_epoch) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 256;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp / 2 == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = warp % 2;
     if (column < column_count) {
       finish_rows_4(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
     }
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 4) {
     finisher = 0;
@@ -2168,7 +2200,7 @@ __device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     uint32_t* block_waits, uint8_t* arena, uint64_t* exchange_words, uint32_t layer_epoch, uint32_t column_count,
     uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn,
-    uint32_t& finisher) {
+    uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2308,10 +2340,13 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
       advance(use_stage, use_parity);
     }
   }
-  reduce_4(position, sums, arena, turn, warp, lane, finisher, column_count, exchange_words, layer_epoch);
+  reduce_4(position, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, exchange_words,
+      layer_epoch);
   if (position + 132 < 256) {
-    reduce_4(position + 132, sums_2, arena, turn, warp, lane, finisher, column_count, exchange_words, layer_epoch);
+    reduce_4(position + 132, sums_2, arena, turn, warp, lane, summed, finisher, turn_parity, column_count,
+        exchange_words, layer_epoch);
   }
+  named_barrier(1, 256);
 }
 
 __device__ __forceinline__ void penalise(uint32_t column, uint32_t token, float& adjusted, const int32_t* sequences,
@@ -2426,8 +2461,8 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place * 2 + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 32 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float logit = row_sum * ((float*)(arena + SCALES))[column];
@@ -2442,20 +2477,24 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint32_t column_count, float* logits, uint32_t step,
-    uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts,
-    float* weighed, float& best, uint32_t& best_token) {
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count,
+    float* logits, uint32_t step, uint32_t options, const int32_t* sequences, const uint32_t* masks,
+    const float* logit_bias, uint32_t* token_counts, float* weighed, float& best, uint32_t& best_token) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 256;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp / 2 == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = warp % 2;
     if (column < column_count) {
       finish_rows_5(m_tile, reductions, column, lane, arena, logits, step, options, sequences, masks, logit_bias,
           token_counts, weighed, best, best_token);
     }
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 4) {
     finisher = 0;
@@ -2469,9 +2508,9 @@ __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint32_t step, uint32_t head_from,
     float* logits, uint32_t* block_waits, uint8_t* arena, const bf16* norms, uint64_t* exchange_words,
     uint32_t step_epoch, uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
-    uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher, uint32_t options, const int32_t* sequences,
-    const uint32_t* masks, const float* logit_bias, uint32_t* token_counts, float* weighed, float& best,
-    uint32_t& best_token) {
+    uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity,
+    uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts,
+    float* weighed, float& best, uint32_t& best_token) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2528,9 +2567,10 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
         }
         advance(use_stage, use_parity);
       }
-      reduce_5(m_tile, sums, arena, turn, warp, lane, finisher, column_count, logits, step, options, sequences, masks,
-          logit_bias, token_counts, weighed, best, best_token);
+      reduce_5(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, logits, step,
+          options, sequences, masks, logit_bias, token_counts, weighed, best, best_token);
     }
+    named_barrier(1, 256);
   }
 }
 
@@ -3751,6 +3791,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
   uint64_t* empty = full + 12;
   uint8_t* ring = arena + RING;
   uint32_t* block_waits = (uint32_t*)(arena + BLOCK_WAITS);
+  uint64_t* summed = (uint64_t*)(arena + REDUCTION_BARRIERS);
   uint64_t* step_done = (uint64_t*)(arena + STEP_DONE);
   uint32_t* next_token = (uint32_t*)(arena + NEXT_TOKEN);
   // barriers, and every column's first token
@@ -3760,6 +3801,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       mbarrier_init(empty + stage, 8);
     }
     store_shared_u32(block_waits, 0);
+    for (uint32_t reduction = 0; reduction < 5; ++reduction) {
+      mbarrier_init(summed + reduction, 8);
+    }
     mbarrier_init(step_done, 1);
     mbarrier_init(step_done + 1, 1);
     mbarrier_fence_init();
@@ -3813,6 +3857,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
     take_registers();
     // the consumer warps
     uint32_t turn = 0;
+    uint32_t turn_parity = 0;
     uint32_t finisher = 0;
     uint32_t plan_index = 0;
     uint32_t use_stage = 0;
@@ -3831,21 +3876,22 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       for (uint32_t layer = 0; layer < 32; ++layer) {
         uint32_t layer_epoch = step_epoch + layer;
         qkv(progress, block, step, layer, norms, block_waits, arena, column_count, embedding, next_token,
-            exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, turn, finisher, page_table, kv);
+            exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity,
+            page_table, kv);
         attention(progress, block, step, layer, arena, kv_plans, plan_index, tiles, layer_epoch, exchange_words,
             use_stage, full, use_parity, ring, empty);
         o(progress, block, step, layer, block_waits, arena, exchange_words, layer_epoch, column_count, full, use_stage,
-            use_parity, ring, empty, turn, finisher);
+            use_parity, ring, empty, turn, summed, finisher, turn_parity);
         gate_up(progress, block, step, layer, norms, block_waits, arena, exchange_words, layer_epoch, column_count,
-            full, use_stage, use_parity, ring, empty, turn, finisher);
+            full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity);
         down(progress, block, step, layer, block_waits, arena, exchange_words, layer_epoch, column_count, full,
-            use_stage, use_parity, ring, empty, turn, finisher);
+            use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity);
       }
       float best = -bits_float(0x7f800000);
       uint32_t best_token = 4294967295u;
       lm_head(progress, block, step, head_from, logits, block_waits, arena, norms, exchange_words, step_epoch,
-          column_count, full, use_stage, use_parity, ring, empty, turn, finisher, options, sequences, masks, logit_bias,
-          token_counts, weighed, best, best_token);
+          column_count, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity, options,
+          sequences, masks, logit_bias, token_counts, weighed, best, best_token);
       sampling(progress, block, step, arena, best, best_token, options, column_count, sequences, weighed, step_epoch,
           exchange_words, cancelled, epoch, token_counts);
       take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, emitted, stop_ids, next_token,

@@ -20,20 +20,21 @@
 //     180480    16384  attention  (over scratch)
 //     196864     4096  queries  (over scratch)
 //     200960     8192  newest  (over scratch)
-//     213248     4096  reductions
-//     217344      512  residual
-//     217856      256  partial_sums
-//     218112       16  scales
-//     218128     2048  rope
-//     220176      512  statistics
-//     220688      592  records
-//     221280       64  warp_candidates
-//     221344      144  columns
-//     221488       16  chosen
-//     221504       16  step_done
-//     221520       20  next_token
-//              221540  total
-//              232448  a block has, 10908 free
+//     213248     8064  reductions
+//     221312       24  reduction_barriers
+//     221344      512  residual
+//     221856      256  partial_sums
+//     222112       16  scales
+//     222128     2048  rope
+//     224176      512  statistics
+//     224688      592  records
+//     225280       64  warp_candidates
+//     225344      144  columns
+//     225488       16  chosen
+//     225504       16  step_done
+//     225520       20  next_token
+//              225540  total
+//              232448  a block has, 6908 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -369,17 +370,18 @@ constexpr uint32_t ATTENTION = 180480;
 constexpr uint32_t QUERIES = 196864;
 constexpr uint32_t NEWEST = 200960;
 constexpr uint32_t REDUCTIONS = 213248;
-constexpr uint32_t RESIDUAL = 217344;
-constexpr uint32_t PARTIAL_SUMS = 217856;
-constexpr uint32_t SCALES = 218112;
-constexpr uint32_t ROPE = 218128;
-constexpr uint32_t STATISTICS = 220176;
-constexpr uint32_t RECORDS = 220688;
-constexpr uint32_t WARP_CANDIDATES = 221280;
-constexpr uint32_t COLUMNS = 221344;
-constexpr uint32_t CHOSEN = 221488;
-constexpr uint32_t STEP_DONE = 221504;
-constexpr uint32_t NEXT_TOKEN = 221520;
+constexpr uint32_t REDUCTION_BARRIERS = 221312;
+constexpr uint32_t RESIDUAL = 221344;
+constexpr uint32_t PARTIAL_SUMS = 221856;
+constexpr uint32_t SCALES = 222112;
+constexpr uint32_t ROPE = 222128;
+constexpr uint32_t STATISTICS = 224176;
+constexpr uint32_t RECORDS = 224688;
+constexpr uint32_t WARP_CANDIDATES = 225280;
+constexpr uint32_t COLUMNS = 225344;
+constexpr uint32_t CHOSEN = 225488;
+constexpr uint32_t STEP_DONE = 225504;
+constexpr uint32_t NEXT_TOKEN = 225520;
 
 // An input of a sequence, or 0 where it has none left.
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t number, const int32_t* sequences,
@@ -805,17 +807,17 @@ __device__ __forceinline__ void multiply_chunk(uint32_t chunk, uint32_t place, f
   }
 }
 
-// This warp's sums: [warp][row][column]. Lane 4g + t holds rows g and g + 8 of columns 2t and 2t + 1.
+// This warp's sums: [warp][column][row]. Lane 4g + t holds rows g and g + 8 of columns 2t and 2t + 1.
 __device__ __forceinline__ void lay_down(float* reductions, float (&sums)[1][4], uint32_t warp, uint32_t lane) {
-  uint32_t row = warp * 16 + lane / 4;
+  uint32_t row = warp * 84 + lane / 4;
   uint32_t first = lane % 4 * 2;
   if (first < 4) {
-    uint32_t place = row * 4 + first;
+    uint32_t place = row + first * 20;
     reductions[place] = sums[0][0];
-    reductions[place + 32] = sums[0][2];
-    uint32_t place_2 = row * 4 + first + 1;
+    reductions[place + 8] = sums[0][2];
+    uint32_t place_2 = row + (first + 1) * 20;
     reductions[place_2] = sums[0][1];
-    reductions[place_2 + 32] = sums[0][3];
+    reductions[place_2 + 8] = sums[0][3];
   }
 }
 
@@ -842,8 +844,8 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place * 4 + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 84 + column * 20 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   uint32_t head = m_tile / 8;
@@ -876,20 +878,33 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   }
 }
 
+// The next stage of the ring; behind the last comes the first, in the next pass.
+__device__ __forceinline__ void advance_2(uint32_t& stage, uint32_t& parity) {
+  stage += 1;
+  if (stage == 3) {
+    stage = 0;
+    parity ^= 1;
+  }
+}
+
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint32_t column_count, uint64_t* exchange_words,
-    uint32_t layer_epoch, const int32_t* page_table, uint32_t layer, bf16* kv) {
-  float* reductions = (float*)(arena + REDUCTIONS) + turn * 512;
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count,
+    uint64_t* exchange_words, uint32_t layer_epoch, const int32_t* page_table, uint32_t layer, bf16* kv) {
+  float* reductions = (float*)(arena + REDUCTIONS) + turn * 672;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp / 4 == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = warp % 4;
     if (column < column_count) {
       finish_rows(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch, page_table, layer, kv);
     }
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 2) {
     finisher = 0;
@@ -903,8 +918,8 @@ __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uin
 __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t column_count, const bf16* embedding,
     uint32_t* next_token, uint64_t* exchange_words, uint32_t layer_epoch, uint64_t* full, uint32_t& use_stage,
-    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher, const int32_t* page_table,
-    bf16* kv) {
+    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher,
+    uint32_t& turn_parity, const int32_t* page_table, bf16* kv) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -1023,9 +1038,10 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
       }
       advance(use_stage, use_parity);
     }
-    reduce(m_tile, sums, arena, turn, warp, lane, finisher, column_count, exchange_words, layer_epoch, page_table,
-        layer, kv);
+    reduce(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, exchange_words,
+        layer_epoch, page_table, layer, kv);
   }
+  named_barrier(1, 256);
 }
 
 // Unit `number` of the newest keys, then of the newest values: as rows of a stage have them, bf16 or codes.
@@ -2255,8 +2271,8 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place * 4 + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 84 + column * 20 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float* residual = (float*)(arena + RESIDUAL);
@@ -2271,18 +2287,22 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint32_t column_count, uint64_t* exchange_words,
-    uint32_t layer_epoch) {
-  float* reductions = (float*)(arena + REDUCTIONS) + turn * 512;
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count,
+    uint64_t* exchange_words, uint32_t layer_epoch) {
+  float* reductions = (float*)(arena + REDUCTIONS) + turn * 672;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp / 4 == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = warp % 4;
     if (column < column_count) {
       finish_rows_2(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
     }
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 2) {
     finisher = 0;
@@ -2296,7 +2316,7 @@ __device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     uint32_t* block_waits, uint8_t* arena, uint64_t* exchange_words, uint32_t layer_epoch, uint32_t column_count,
     uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn,
-    uint32_t& finisher) {
+    uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2330,8 +2350,10 @@ __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t s
       }
       advance(use_stage, use_parity);
     }
-    reduce_2(m_tile, sums, arena, turn, warp, lane, finisher, column_count, exchange_words, layer_epoch);
+    reduce_2(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, exchange_words,
+        layer_epoch);
   }
+  named_barrier(1, 256);
 }
 
 // Publish `count` values, one a lane from lane 0 on, as pairs of bf16 beginning at element `first` (even).
@@ -2352,8 +2374,8 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place * 4 + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 84 + column * 20 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float value = row_sum * ((float*)(arena + SCALES))[column];
@@ -2364,18 +2386,22 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint32_t column_count, uint64_t* exchange_words,
-    uint32_t layer_epoch) {
-  float* reductions = (float*)(arena + REDUCTIONS) + turn * 512;
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count,
+    uint64_t* exchange_words, uint32_t layer_epoch) {
+  float* reductions = (float*)(arena + REDUCTIONS) + turn * 672;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp / 4 == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = warp % 4;
     if (column < column_count) {
       finish_rows_3(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
     }
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 2) {
     finisher = 0;
@@ -2389,7 +2415,7 @@ __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint64_t* exchange_words, uint32_t layer_epoch,
     uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
-    uint32_t& turn, uint32_t& finisher) {
+    uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2460,8 +2486,10 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
       }
       advance(use_stage, use_parity);
     }
-    reduce_3(m_tile, sums, arena, turn, warp, lane, finisher, column_count, exchange_words, layer_epoch);
+    reduce_3(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, exchange_words,
+        layer_epoch);
   }
+  named_barrier(1, 256);
 }
 
 // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
@@ -2562,8 +2590,8 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place * 4 + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 84 + column * 20 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float* residual = (float*)(arena + RESIDUAL);
@@ -2578,18 +2606,22 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint32_t column_count, uint64_t* exchange_words,
-    uint32_t layer_epoch) {
-  float* reductions = (float*)(arena + REDUCTIONS) + turn * 512;
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count,
+    uint64_t* exchange_words, uint32_t layer_epoch) {
+  float* reductions = (float*)(arena + REDUCTIONS) + turn * 672;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp / 4 == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = warp % 4;
     if (column < column_count) {
       finish_rows_4(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
     }
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 2) {
     finisher = 0;
@@ -2603,7 +2635,7 @@ __device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     uint32_t* block_waits, uint8_t* arena, uint64_t* exchange_words, uint32_t layer_epoch, uint32_t column_count,
     uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn,
-    uint32_t& finisher) {
+    uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2743,10 +2775,13 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
       advance(use_stage, use_parity);
     }
   }
-  reduce_4(position, sums, arena, turn, warp, lane, finisher, column_count, exchange_words, layer_epoch);
+  reduce_4(position, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, exchange_words,
+      layer_epoch);
   if (position + 132 < 256) {
-    reduce_4(position + 132, sums_2, arena, turn, warp, lane, finisher, column_count, exchange_words, layer_epoch);
+    reduce_4(position + 132, sums_2, arena, turn, warp, lane, summed, finisher, turn_parity, column_count,
+        exchange_words, layer_epoch);
   }
+  named_barrier(1, 256);
 }
 
 __device__ __forceinline__ void penalise(uint32_t column, uint32_t token, float& adjusted, const int32_t* sequences,
@@ -2861,8 +2896,8 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place * 4 + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 84 + column * 20 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float logit = row_sum * ((float*)(arena + SCALES))[column];
@@ -2877,20 +2912,24 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint32_t column_count, float* logits, uint32_t step,
-    uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts,
-    float* weighed, float& best, uint32_t& best_token) {
-  float* reductions = (float*)(arena + REDUCTIONS) + turn * 512;
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count,
+    float* logits, uint32_t step, uint32_t options, const int32_t* sequences, const uint32_t* masks,
+    const float* logit_bias, uint32_t* token_counts, float* weighed, float& best, uint32_t& best_token) {
+  float* reductions = (float*)(arena + REDUCTIONS) + turn * 672;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp / 4 == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = warp % 4;
     if (column < column_count) {
       finish_rows_5(m_tile, reductions, column, lane, arena, logits, step, options, sequences, masks, logit_bias,
           token_counts, weighed, best, best_token);
     }
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 2) {
     finisher = 0;
@@ -2904,9 +2943,9 @@ __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint32_t step, uint32_t head_from,
     float* logits, uint32_t* block_waits, uint8_t* arena, const bf16* norms, uint64_t* exchange_words,
     uint32_t step_epoch, uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
-    uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher, uint32_t options, const int32_t* sequences,
-    const uint32_t* masks, const float* logit_bias, uint32_t* token_counts, float* weighed, float& best,
-    uint32_t& best_token) {
+    uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity,
+    uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts,
+    float* weighed, float& best, uint32_t& best_token) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2977,9 +3016,10 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
         }
         advance(use_stage, use_parity);
       }
-      reduce_5(m_tile, sums, arena, turn, warp, lane, finisher, column_count, logits, step, options, sequences, masks,
-          logit_bias, token_counts, weighed, best, best_token);
+      reduce_5(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, logits, step,
+          options, sequences, masks, logit_bias, token_counts, weighed, best, best_token);
     }
+    named_barrier(1, 256);
   }
 }
 
@@ -4200,6 +4240,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
   uint64_t* empty = full + 11;
   uint8_t* ring = arena + RING;
   uint32_t* block_waits = (uint32_t*)(arena + BLOCK_WAITS);
+  uint64_t* summed = (uint64_t*)(arena + REDUCTION_BARRIERS);
   uint64_t* step_done = (uint64_t*)(arena + STEP_DONE);
   uint32_t* next_token = (uint32_t*)(arena + NEXT_TOKEN);
   // barriers, and every column's first token
@@ -4209,6 +4250,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       mbarrier_init(empty + stage, 8);
     }
     store_shared_u32(block_waits, 0);
+    for (uint32_t reduction = 0; reduction < 3; ++reduction) {
+      mbarrier_init(summed + reduction, 8);
+    }
     mbarrier_init(step_done, 1);
     mbarrier_init(step_done + 1, 1);
     mbarrier_fence_init();
@@ -4262,6 +4306,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
     take_registers();
     // the consumer warps
     uint32_t turn = 0;
+    uint32_t turn_parity = 0;
     uint32_t finisher = 0;
     uint32_t plan_index = 0;
     uint32_t use_stage = 0;
@@ -4280,21 +4325,22 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       for (uint32_t layer = 0; layer < 32; ++layer) {
         uint32_t layer_epoch = step_epoch + layer;
         qkv(progress, block, step, layer, norms, block_waits, arena, column_count, embedding, next_token,
-            exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, turn, finisher, page_table, kv);
+            exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity,
+            page_table, kv);
         attention(progress, block, step, layer, arena, kv_plans, plan_index, tiles, layer_epoch, exchange_words,
             use_stage, full, use_parity, ring, empty);
         o(progress, block, step, layer, block_waits, arena, exchange_words, layer_epoch, column_count, full, use_stage,
-            use_parity, ring, empty, turn, finisher);
+            use_parity, ring, empty, turn, summed, finisher, turn_parity);
         gate_up(progress, block, step, layer, norms, block_waits, arena, exchange_words, layer_epoch, column_count,
-            full, use_stage, use_parity, ring, empty, turn, finisher);
+            full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity);
         down(progress, block, step, layer, block_waits, arena, exchange_words, layer_epoch, column_count, full,
-            use_stage, use_parity, ring, empty, turn, finisher);
+            use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity);
       }
       float best = -bits_float(0x7f800000);
       uint32_t best_token = 4294967295u;
       lm_head(progress, block, step, head_from, logits, block_waits, arena, norms, exchange_words, step_epoch,
-          column_count, full, use_stage, use_parity, ring, empty, turn, finisher, options, sequences, masks, logit_bias,
-          token_counts, weighed, best, best_token);
+          column_count, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity, options,
+          sequences, masks, logit_bias, token_counts, weighed, best, best_token);
       sampling(progress, block, step, arena, best, best_token, options, column_count, sequences, weighed, step_epoch,
           exchange_words, cancelled, epoch, token_counts);
       take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, emitted, stop_ids, next_token,

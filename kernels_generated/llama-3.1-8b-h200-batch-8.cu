@@ -20,20 +20,21 @@
 //     147712    32768  attention  (over scratch)
 //     180480     8192  queries  (over scratch)
 //     188672     8192  newest  (over scratch)
-//     213248     8192  reductions
-//     221440     1024  residual
-//     222464      256  partial_sums
-//     222720       32  scales
-//     222752     4096  rope
-//     226848      512  statistics
-//     227360      592  records
-//     227952       64  warp_candidates
-//     228016      288  columns
-//     228304       32  chosen
-//     228336       16  step_done
-//     228352       36  next_token
-//              228388  total
-//              232448  a block has, 4060 free
+//     213248    10496  reductions
+//     223744       16  reduction_barriers
+//     223760     1024  residual
+//     224784      256  partial_sums
+//     225040       32  scales
+//     225072     4096  rope
+//     229168      512  statistics
+//     229680      592  records
+//     230272       64  warp_candidates
+//     230336      288  columns
+//     230624       32  chosen
+//     230656       16  step_done
+//     230672       36  next_token
+//              230708  total
+//              232448  a block has, 1740 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -304,17 +305,18 @@ constexpr uint32_t ATTENTION = 147712;
 constexpr uint32_t QUERIES = 180480;
 constexpr uint32_t NEWEST = 188672;
 constexpr uint32_t REDUCTIONS = 213248;
-constexpr uint32_t RESIDUAL = 221440;
-constexpr uint32_t PARTIAL_SUMS = 222464;
-constexpr uint32_t SCALES = 222720;
-constexpr uint32_t ROPE = 222752;
-constexpr uint32_t STATISTICS = 226848;
-constexpr uint32_t RECORDS = 227360;
-constexpr uint32_t WARP_CANDIDATES = 227952;
-constexpr uint32_t COLUMNS = 228016;
-constexpr uint32_t CHOSEN = 228304;
-constexpr uint32_t STEP_DONE = 228336;
-constexpr uint32_t NEXT_TOKEN = 228352;
+constexpr uint32_t REDUCTION_BARRIERS = 223744;
+constexpr uint32_t RESIDUAL = 223760;
+constexpr uint32_t PARTIAL_SUMS = 224784;
+constexpr uint32_t SCALES = 225040;
+constexpr uint32_t ROPE = 225072;
+constexpr uint32_t STATISTICS = 229168;
+constexpr uint32_t RECORDS = 229680;
+constexpr uint32_t WARP_CANDIDATES = 230272;
+constexpr uint32_t COLUMNS = 230336;
+constexpr uint32_t CHOSEN = 230624;
+constexpr uint32_t STEP_DONE = 230656;
+constexpr uint32_t NEXT_TOKEN = 230672;
 
 // An input of a sequence, or 0 where it has none left.
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t number, const int32_t* sequences,
@@ -739,16 +741,16 @@ __device__ __forceinline__ void multiply_chunk(uint32_t chunk, uint32_t place, f
   }
 }
 
-// This warp's sums: [warp][row][column]. Lane 4g + t holds rows g and g + 8 of columns 2t and 2t + 1.
+// This warp's sums: [warp][column][row]. Lane 4g + t holds rows g and g + 8 of columns 2t and 2t + 1.
 __device__ __forceinline__ void lay_down(float* reductions, float (&sums)[1][4], uint32_t warp, uint32_t lane) {
-  uint32_t row = warp * 16 + lane / 4;
+  uint32_t row = warp * 164 + lane / 4;
   uint32_t first = lane % 4 * 2;
-  uint32_t place = row * 8 + first;
+  uint32_t place = row + first * 20;
   reductions[place] = sums[0][0];
-  reductions[place + 64] = sums[0][2];
-  uint32_t place_2 = row * 8 + first + 1;
+  reductions[place + 8] = sums[0][2];
+  uint32_t place_2 = row + (first + 1) * 20;
   reductions[place_2] = sums[0][1];
-  reductions[place_2 + 64] = sums[0][3];
+  reductions[place_2 + 8] = sums[0][3];
 }
 
 // RoPE (rotate-half): the pair (k, k + D/2) lies 8 lanes apart. Returns the rotated value and its dim in the head.
@@ -773,8 +775,8 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place * 8 + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 164 + column * 20 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   uint32_t head = m_tile / 8;
@@ -807,20 +809,33 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   }
 }
 
+// The next stage of the ring; behind the last comes the first, in the next pass.
+__device__ __forceinline__ void advance_2(uint32_t& stage, uint32_t& parity) {
+  stage += 1;
+  if (stage == 2) {
+    stage = 0;
+    parity ^= 1;
+  }
+}
+
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint32_t column_count, uint32_t* exchange_words,
-    const int32_t* page_table, uint32_t layer, bf16* kv) {
-  float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count,
+    uint32_t* exchange_words, const int32_t* page_table, uint32_t layer, bf16* kv) {
+  float* reductions = (float*)(arena + REDUCTIONS) + turn * 1312;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp / 8 == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = warp % 8;
     if (column < column_count) {
       finish_rows(m_tile, reductions, column, lane, arena, exchange_words, page_table, layer, kv);
     }
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 1) {
     finisher = 0;
@@ -834,8 +849,8 @@ __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uin
 __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t column_count, const bf16* embedding,
     uint32_t* next_token, uint32_t* exchange_words, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
-    uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher, const int32_t* page_table, bf16* kv,
-    uint64_t& arrivals_due, uint64_t* counter) {
+    uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity,
+    const int32_t* page_table, bf16* kv, uint64_t& arrivals_due, uint64_t* counter) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -996,8 +1011,10 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
       }
       advance(use_stage, use_parity);
     }
-    reduce(m_tile, sums, arena, turn, warp, lane, finisher, column_count, exchange_words, page_table, layer, kv);
+    reduce(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, exchange_words,
+        page_table, layer, kv);
   }
+  named_barrier(1, 256);
   // grid barrier
   named_barrier(1, 256);
   if (thread == 0) {
@@ -2181,8 +2198,8 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place * 8 + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 164 + column * 20 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float* residual = (float*)(arena + RESIDUAL);
@@ -2197,17 +2214,22 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint32_t column_count, uint32_t* exchange_words) {
-  float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count,
+    uint32_t* exchange_words) {
+  float* reductions = (float*)(arena + REDUCTIONS) + turn * 1312;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp / 8 == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = warp % 8;
     if (column < column_count) {
       finish_rows_2(m_tile, reductions, column, lane, arena, exchange_words);
     }
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 1) {
     finisher = 0;
@@ -2220,8 +2242,8 @@ __device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], u
 // Makes: middle.
 __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     uint32_t* block_waits, uint8_t* arena, uint32_t column_count, uint32_t* exchange_words, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher,
-    uint64_t& arrivals_due, uint64_t* counter) {
+    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
+    uint32_t& finisher, uint32_t& turn_parity, uint64_t& arrivals_due, uint64_t* counter) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2255,8 +2277,9 @@ __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t s
       }
       advance(use_stage, use_parity);
     }
-    reduce_2(m_tile, sums, arena, turn, warp, lane, finisher, column_count, exchange_words);
+    reduce_2(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, exchange_words);
   }
+  named_barrier(1, 256);
   // grid barrier
   named_barrier(1, 256);
   if (thread == 0) {
@@ -2285,8 +2308,8 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place * 8 + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 164 + column * 20 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float value = row_sum * ((float*)(arena + SCALES))[column];
@@ -2297,17 +2320,22 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint32_t column_count, uint32_t* exchange_words) {
-  float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count,
+    uint32_t* exchange_words) {
+  float* reductions = (float*)(arena + REDUCTIONS) + turn * 1312;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp / 8 == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = warp % 8;
     if (column < column_count) {
       finish_rows_3(m_tile, reductions, column, lane, arena, exchange_words);
     }
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 1) {
     finisher = 0;
@@ -2321,7 +2349,7 @@ __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t column_count, uint32_t* exchange_words,
     uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn,
-    uint32_t& finisher, uint64_t& arrivals_due, uint64_t* counter) {
+    uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint64_t& arrivals_due, uint64_t* counter) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2414,8 +2442,9 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
       }
       advance(use_stage, use_parity);
     }
-    reduce_3(m_tile, sums, arena, turn, warp, lane, finisher, column_count, exchange_words);
+    reduce_3(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, exchange_words);
   }
+  named_barrier(1, 256);
   // grid barrier
   named_barrier(1, 256);
   if (thread == 0) {
@@ -2576,8 +2605,8 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place * 8 + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 164 + column * 20 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float* residual = (float*)(arena + RESIDUAL);
@@ -2592,17 +2621,22 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint32_t column_count, uint32_t* exchange_words) {
-  float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count,
+    uint32_t* exchange_words) {
+  float* reductions = (float*)(arena + REDUCTIONS) + turn * 1312;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp / 8 == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = warp % 8;
     if (column < column_count) {
       finish_rows_4(m_tile, reductions, column, lane, arena, exchange_words);
     }
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 1) {
     finisher = 0;
@@ -2615,8 +2649,8 @@ __device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], u
 // Makes: hidden.
 __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     uint32_t* block_waits, uint8_t* arena, uint32_t column_count, uint32_t* exchange_words, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher,
-    uint64_t& arrivals_due, uint64_t* counter) {
+    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
+    uint32_t& finisher, uint32_t& turn_parity, uint64_t& arrivals_due, uint64_t* counter) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2756,10 +2790,12 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
       advance(use_stage, use_parity);
     }
   }
-  reduce_4(position, sums, arena, turn, warp, lane, finisher, column_count, exchange_words);
+  reduce_4(position, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, exchange_words);
   if (position + 132 < 256) {
-    reduce_4(position + 132, sums_2, arena, turn, warp, lane, finisher, column_count, exchange_words);
+    reduce_4(position + 132, sums_2, arena, turn, warp, lane, summed, finisher, turn_parity, column_count,
+        exchange_words);
   }
+  named_barrier(1, 256);
   // grid barrier
   named_barrier(1, 256);
   if (thread == 0) {
@@ -2882,8 +2918,8 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place * 8 + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 164 + column * 20 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float logit = row_sum * ((float*)(arena + SCALES))[column];
@@ -2898,20 +2934,24 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint32_t column_count, float* logits, uint32_t step,
-    uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts,
-    float* weighed, float& best, uint32_t& best_token) {
-  float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count,
+    float* logits, uint32_t step, uint32_t options, const int32_t* sequences, const uint32_t* masks,
+    const float* logit_bias, uint32_t* token_counts, float* weighed, float& best, uint32_t& best_token) {
+  float* reductions = (float*)(arena + REDUCTIONS) + turn * 1312;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp / 8 == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = warp % 8;
     if (column < column_count) {
       finish_rows_5(m_tile, reductions, column, lane, arena, logits, step, options, sequences, masks, logit_bias,
           token_counts, weighed, best, best_token);
     }
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 1) {
     finisher = 0;
@@ -2925,8 +2965,9 @@ __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint32_t step, uint32_t head_from,
     float* logits, uint32_t* block_waits, uint8_t* arena, const bf16* norms, uint32_t column_count,
     uint32_t* exchange_words, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
-    uint32_t& turn, uint32_t& finisher, uint32_t options, const int32_t* sequences, const uint32_t* masks,
-    const float* logit_bias, uint32_t* token_counts, float* weighed, float& best, uint32_t& best_token) {
+    uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t options,
+    const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts, float* weighed,
+    float& best, uint32_t& best_token) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -3019,9 +3060,10 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
         }
         advance(use_stage, use_parity);
       }
-      reduce_5(m_tile, sums, arena, turn, warp, lane, finisher, column_count, logits, step, options, sequences, masks,
-          logit_bias, token_counts, weighed, best, best_token);
+      reduce_5(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, logits, step,
+          options, sequences, masks, logit_bias, token_counts, weighed, best, best_token);
     }
+    named_barrier(1, 256);
   }
 }
 
@@ -4210,6 +4252,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
   uint64_t* empty = full + 9;
   uint8_t* ring = arena + RING;
   uint32_t* block_waits = (uint32_t*)(arena + BLOCK_WAITS);
+  uint64_t* summed = (uint64_t*)(arena + REDUCTION_BARRIERS);
   uint64_t* step_done = (uint64_t*)(arena + STEP_DONE);
   uint32_t* next_token = (uint32_t*)(arena + NEXT_TOKEN);
   // barriers, and every column's first token
@@ -4219,6 +4262,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       mbarrier_init(empty + stage, 8);
     }
     store_shared_u32(block_waits, 0);
+    for (uint32_t reduction = 0; reduction < 2; ++reduction) {
+      mbarrier_init(summed + reduction, 8);
+    }
     mbarrier_init(step_done, 1);
     mbarrier_init(step_done + 1, 1);
     mbarrier_fence_init();
@@ -4272,6 +4318,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
     take_registers();
     // the consumer warps
     uint32_t turn = 0;
+    uint32_t turn_parity = 0;
     uint32_t finisher = 0;
     uint32_t plan_index = 0;
     uint32_t use_stage = 0;
@@ -4298,22 +4345,22 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       for (uint32_t layer = 0; layer < 32; ++layer) {
         uint32_t layer_epoch = step_epoch + layer;
         qkv(progress, block, step, layer, norms, block_waits, arena, column_count, embedding, next_token,
-            exchange_words, full, use_stage, use_parity, ring, empty, turn, finisher, page_table, kv, arrivals_due,
-            counter);
+            exchange_words, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity, page_table,
+            kv, arrivals_due, counter);
         attention(progress, block, step, layer, arena, kv_plans, plan_index, tiles, layer_epoch, exchange_words,
             use_stage, full, use_parity, ring, empty, arrivals_due, counter);
         o(progress, block, step, layer, block_waits, arena, column_count, exchange_words, full, use_stage, use_parity,
-            ring, empty, turn, finisher, arrivals_due, counter);
+            ring, empty, turn, summed, finisher, turn_parity, arrivals_due, counter);
         gate_up(progress, block, step, layer, norms, block_waits, arena, column_count, exchange_words, full, use_stage,
-            use_parity, ring, empty, turn, finisher, arrivals_due, counter);
+            use_parity, ring, empty, turn, summed, finisher, turn_parity, arrivals_due, counter);
         down(progress, block, step, layer, block_waits, arena, column_count, exchange_words, full, use_stage,
-            use_parity, ring, empty, turn, finisher, arrivals_due, counter);
+            use_parity, ring, empty, turn, summed, finisher, turn_parity, arrivals_due, counter);
       }
       float best = -bits_float(0x7f800000);
       uint32_t best_token = 4294967295u;
       lm_head(progress, block, step, head_from, logits, block_waits, arena, norms, column_count, exchange_words, full,
-          use_stage, use_parity, ring, empty, turn, finisher, options, sequences, masks, logit_bias, token_counts,
-          weighed, best, best_token);
+          use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity, options, sequences, masks,
+          logit_bias, token_counts, weighed, best, best_token);
       sampling(progress, block, step, arena, best, best_token, options, column_count, sequences, weighed, step_epoch,
           exchange_words, cancelled, arrivals_due, counter, epoch, token_counts);
       take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, emitted, stop_ids, next_token,

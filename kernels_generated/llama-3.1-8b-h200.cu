@@ -20,20 +20,21 @@
 //     196864    16384  attention  (over scratch)
 //     213248     2048  queries  (over scratch)
 //     215296     8192  newest  (over scratch)
-//     223488     1024  reductions
-//     224512      128  residual
-//     224640      256  partial_sums
-//     224896        4  scales
-//     224912      512  rope
-//     225424      512  statistics
-//     225936      592  records
-//     226528       64  warp_candidates
-//     226592       36  columns
-//     226640        4  chosen
-//     226656       16  step_done
-//     226672        8  next_token
-//              226680  total
-//              232448  a block has, 5768 free
+//     211200     4608  reductions  (over scratch)
+//     223488       72  reduction_barriers
+//     223568      128  residual
+//     223696      256  partial_sums
+//     223952        4  scales
+//     223968      512  rope
+//     224480      512  statistics
+//     224992      592  records
+//     225584       64  warp_candidates
+//     225648       36  columns
+//     225696        4  chosen
+//     225712       16  step_done
+//     225728        8  next_token
+//              225736  total
+//              232448  a block has, 6712 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -362,18 +363,19 @@ constexpr uint32_t FILTER_SUMS = 206592;
 constexpr uint32_t ATTENTION = 196864;
 constexpr uint32_t QUERIES = 213248;
 constexpr uint32_t NEWEST = 215296;
-constexpr uint32_t REDUCTIONS = 223488;
-constexpr uint32_t RESIDUAL = 224512;
-constexpr uint32_t PARTIAL_SUMS = 224640;
-constexpr uint32_t SCALES = 224896;
-constexpr uint32_t ROPE = 224912;
-constexpr uint32_t STATISTICS = 225424;
-constexpr uint32_t RECORDS = 225936;
-constexpr uint32_t WARP_CANDIDATES = 226528;
-constexpr uint32_t COLUMNS = 226592;
-constexpr uint32_t CHOSEN = 226640;
-constexpr uint32_t STEP_DONE = 226656;
-constexpr uint32_t NEXT_TOKEN = 226672;
+constexpr uint32_t REDUCTIONS = 211200;
+constexpr uint32_t REDUCTION_BARRIERS = 223488;
+constexpr uint32_t RESIDUAL = 223568;
+constexpr uint32_t PARTIAL_SUMS = 223696;
+constexpr uint32_t SCALES = 223952;
+constexpr uint32_t ROPE = 223968;
+constexpr uint32_t STATISTICS = 224480;
+constexpr uint32_t RECORDS = 224992;
+constexpr uint32_t WARP_CANDIDATES = 225584;
+constexpr uint32_t COLUMNS = 225648;
+constexpr uint32_t CHOSEN = 225696;
+constexpr uint32_t STEP_DONE = 225712;
+constexpr uint32_t NEXT_TOKEN = 225728;
 
 // An input of a sequence, or 0 where it has none left.
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t number, const int32_t* sequences,
@@ -800,12 +802,12 @@ __device__ __forceinline__ void multiply_chunk(uint32_t chunk, uint32_t place, f
   }
 }
 
-// This warp's sums: [warp][row][column]. Lane 4g + t holds rows g and g + 8 of columns 2t and 2t + 1.
+// This warp's sums: [warp][column][row]. Lane 4g + t holds rows g and g + 8 of columns 2t and 2t + 1.
 __device__ __forceinline__ void lay_down(float* reductions, float (&sums)[1][4], uint32_t warp, uint32_t lane) {
   uint32_t row = warp * 16 + lane / 4;
   uint32_t first = lane % 4 * 2;
   if (first < 1) {
-    uint32_t place = row + first;
+    uint32_t place = row + first * 16;
     reductions[place] = sums[0][0];
     reductions[place + 8] = sums[0][2];
   }
@@ -834,8 +836,8 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   uint32_t head = m_tile / 8;
@@ -868,18 +870,31 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   }
 }
 
+// The next stage of the ring; behind the last comes the first, in the next pass.
+__device__ __forceinline__ void advance_2(uint32_t& stage, uint32_t& parity) {
+  stage += 1;
+  if (stage == 9) {
+    stage = 0;
+    parity ^= 1;
+  }
+}
+
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint64_t* exchange_words, uint32_t layer_epoch,
-    const int32_t* page_table, uint32_t layer, bf16* kv) {
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint64_t* exchange_words,
+    uint32_t layer_epoch, const int32_t* page_table, uint32_t layer, bf16* kv) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = 0;
     finish_rows(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch, page_table, layer, kv);
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 8) {
     finisher = 0;
@@ -893,8 +908,8 @@ __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uin
 __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     const bf16* norms, uint32_t* block_waits, uint8_t* arena, const bf16* embedding, uint32_t* next_token,
     uint32_t lane, uint32_t warp, uint32_t column_count, uint64_t* exchange_words, uint32_t layer_epoch, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher,
-    const int32_t* page_table, bf16* kv) {
+    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
+    uint32_t& finisher, uint32_t& turn_parity, const int32_t* page_table, bf16* kv) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 162 + layer * 5);
   }
@@ -966,8 +981,10 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
       }
       advance(use_stage, use_parity);
     }
-    reduce(m_tile, sums, arena, turn, warp, lane, finisher, exchange_words, layer_epoch, page_table, layer, kv);
+    reduce(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch,
+        page_table, layer, kv);
   }
+  named_barrier(1, 256);
 }
 
 // Unit `number` of the newest keys, then of the newest values: as rows of a stage have them, bf16 or codes.
@@ -1725,8 +1742,8 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float* residual = (float*)(arena + RESIDUAL);
@@ -1741,15 +1758,20 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint64_t* exchange_words, uint32_t layer_epoch) {
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint64_t* exchange_words,
+    uint32_t layer_epoch) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = 0;
     finish_rows_2(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 8) {
     finisher = 0;
@@ -1763,7 +1785,7 @@ __device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     uint32_t* block_waits, uint8_t* arena, uint32_t lane, uint64_t* exchange_words, uint32_t layer_epoch,
     uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint64_t* empty,
-    uint32_t& turn, uint32_t& finisher) {
+    uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 162 + layer * 5 + 2);
   }
@@ -1794,8 +1816,9 @@ __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t 
       }
       advance(use_stage, use_parity);
     }
-    reduce_2(m_tile, sums, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
+    reduce_2(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch);
   }
+  named_barrier(1, 256);
 }
 
 // Publish `count` values, one a lane from lane 0 on, as pairs of bf16 beginning at element `first` (even).
@@ -1816,8 +1839,8 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float value = row_sum * ((float*)(arena + SCALES))[column];
@@ -1828,15 +1851,20 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint64_t* exchange_words, uint32_t layer_epoch) {
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint64_t* exchange_words,
+    uint32_t layer_epoch) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = 0;
     finish_rows_3(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 8) {
     finisher = 0;
@@ -1850,7 +1878,8 @@ __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint32_t layer, const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t lane, uint64_t* exchange_words,
     uint32_t layer_epoch, uint32_t warp, uint32_t column_count, uint64_t* full, uint32_t& use_stage,
-    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher) {
+    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher,
+    uint32_t& turn_parity) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 162 + layer * 5 + 3);
   }
@@ -1900,8 +1929,9 @@ __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uin
       }
       advance(use_stage, use_parity);
     }
-    reduce_3(m_tile, sums, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
+    reduce_3(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch);
   }
+  named_barrier(1, 256);
 }
 
 // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
@@ -1976,8 +2006,8 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float* residual = (float*)(arena + RESIDUAL);
@@ -1992,15 +2022,20 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint64_t* exchange_words, uint32_t layer_epoch) {
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint64_t* exchange_words,
+    uint32_t layer_epoch) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = 0;
     finish_rows_4(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 8) {
     finisher = 0;
@@ -2014,7 +2049,7 @@ __device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     uint32_t* block_waits, uint8_t* arena, uint32_t lane, uint64_t* exchange_words, uint32_t layer_epoch,
     uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint64_t* empty,
-    uint32_t& turn, uint32_t& finisher) {
+    uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 162 + layer * 5 + 4);
   }
@@ -2087,10 +2122,12 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
       advance(use_stage, use_parity);
     }
   }
-  reduce_4(position, sums, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
+  reduce_4(position, sums, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch);
   if (position + 132 < 256) {
-    reduce_4(position + 132, sums_2, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
+    reduce_4(position + 132, sums_2, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words,
+        layer_epoch);
   }
+  named_barrier(1, 256);
 }
 
 __device__ __forceinline__ void penalise(uint32_t column, uint32_t token, float& adjusted, const int32_t* sequences,
@@ -2205,8 +2242,8 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float logit = row_sum * ((float*)(arena + SCALES))[column];
@@ -2221,18 +2258,22 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, float* logits, uint32_t step, uint32_t options,
-    const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts, float* weighed,
-    float& best, uint32_t& best_token) {
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, float* logits,
+    uint32_t step, uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias,
+    uint32_t* token_counts, float* weighed, float& best, uint32_t& best_token) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = 0;
     finish_rows_5(m_tile, reductions, column, lane, arena, logits, step, options, sequences, masks, logit_bias,
         token_counts, weighed, best, best_token);
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 8) {
     finisher = 0;
@@ -2246,9 +2287,9 @@ __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint32_t head_from, float* logits, uint32_t* block_waits, uint8_t* arena, const bf16* norms, uint32_t lane,
     uint64_t* exchange_words, uint32_t step_epoch, uint32_t warp, uint32_t column_count, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher,
-    uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts,
-    float* weighed, float& best, uint32_t& best_token) {
+    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
+    uint32_t& finisher, uint32_t& turn_parity, uint32_t options, const int32_t* sequences, const uint32_t* masks,
+    const float* logit_bias, uint32_t* token_counts, float* weighed, float& best, uint32_t& best_token) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 162 + 160);
   }
@@ -2298,9 +2339,10 @@ __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uin
         }
         advance(use_stage, use_parity);
       }
-      reduce_5(m_tile, sums, arena, turn, warp, lane, finisher, logits, step, options, sequences, masks, logit_bias,
-          token_counts, weighed, best, best_token);
+      reduce_5(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, logits, step, options, sequences,
+          masks, logit_bias, token_counts, weighed, best, best_token);
     }
+    named_barrier(1, 256);
   }
 }
 
@@ -3516,6 +3558,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
   uint64_t* empty = full + 12;
   uint8_t* ring = arena + RING;
   uint32_t* block_waits = (uint32_t*)(arena + BLOCK_WAITS);
+  uint64_t* summed = (uint64_t*)(arena + REDUCTION_BARRIERS);
   uint64_t* step_done = (uint64_t*)(arena + STEP_DONE);
   uint32_t* next_token = (uint32_t*)(arena + NEXT_TOKEN);
   // barriers, and every column's first token
@@ -3525,6 +3568,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       mbarrier_init(empty + stage, 8);
     }
     store_shared_u32(block_waits, 0);
+    for (uint32_t reduction = 0; reduction < 9; ++reduction) {
+      mbarrier_init(summed + reduction, 8);
+    }
     mbarrier_init(step_done, 1);
     mbarrier_init(step_done + 1, 1);
     mbarrier_fence_init();
@@ -3578,6 +3624,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
     take_registers();
     // the consumer warps
     uint32_t turn = 0;
+    uint32_t turn_parity = 0;
     uint32_t finisher = 0;
     uint32_t plan_index = 0;
     uint32_t use_stage = 0;
@@ -3596,22 +3643,22 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       for (uint32_t layer = 0; layer < 32; ++layer) {
         uint32_t layer_epoch = step_epoch + layer;
         qkv(thread, progress, block, step, layer, norms, block_waits, arena, embedding, next_token, lane, warp,
-            column_count, exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, turn, finisher,
-            page_table, kv);
+            column_count, exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, turn, summed, finisher,
+            turn_parity, page_table, kv);
         attention(thread, progress, block, step, layer, arena, kv_plans, plan_index, tiles, layer_epoch, exchange_words,
             lane, warp, use_stage, full, use_parity, ring, empty);
         o(thread, progress, block, step, layer, block_waits, arena, lane, exchange_words, layer_epoch, full, use_stage,
-            use_parity, ring, warp, empty, turn, finisher);
+            use_parity, ring, warp, empty, turn, summed, finisher, turn_parity);
         gate_up(thread, progress, block, step, layer, norms, block_waits, arena, lane, exchange_words, layer_epoch,
-            warp, column_count, full, use_stage, use_parity, ring, empty, turn, finisher);
+            warp, column_count, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity);
         down(thread, progress, block, step, layer, block_waits, arena, lane, exchange_words, layer_epoch, full,
-            use_stage, use_parity, ring, warp, empty, turn, finisher);
+            use_stage, use_parity, ring, warp, empty, turn, summed, finisher, turn_parity);
       }
       float best = -bits_float(0x7f800000);
       uint32_t best_token = 4294967295u;
       lm_head(thread, progress, block, step, head_from, logits, block_waits, arena, norms, lane, exchange_words,
-          step_epoch, warp, column_count, full, use_stage, use_parity, ring, empty, turn, finisher, options, sequences,
-          masks, logit_bias, token_counts, weighed, best, best_token);
+          step_epoch, warp, column_count, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity,
+          options, sequences, masks, logit_bias, token_counts, weighed, best, best_token);
       sampling(thread, progress, block, step, arena, best, best_token, lane, warp, options, column_count, sequences,
           weighed, step_epoch, exchange_words, cancelled, epoch, token_counts);
       take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, emitted, stop_ids, next_token,

@@ -3,7 +3,7 @@
 //
 // model: hidden 4096, ffn 14336, vocab 128256, heads 32, kv_heads 8, head_dim 128, layers 32, qkv in fp8, o in fp8, gate_up in fp8, down in fp8
 // machine: h200, 132 blocks of 384 threads: 8 consumer warps
-// plan: consumer_warps 8, stage_bytes 16512, stages 12, in_flight 4, in_flight_waiting 3, producer_warps 4, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 2, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 8, start_residual 0, start_gate_up 8, start_head 8, trace False
+// plan: consumer_warps 8, stage_bytes 16512, stages 12, in_flight 4, in_flight_waiting 2, producer_warps 4, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 2, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 8, start_residual 0, start_gate_up 8, start_head 8, trace False
 // weights read a step: 8041005056 bytes, in 218447872 a layer
 // shared memory:
 //     offset    bytes  region
@@ -20,20 +20,21 @@
 //     198400    16384  attention  (over scratch)
 //     214784     2048  queries  (over scratch)
 //     216832     8192  newest  (over scratch)
-//     225024     1024  reductions
-//     226048      128  residual
-//     226176      256  partial_sums
-//     226432        4  scales
-//     226448      512  rope
-//     226960      512  statistics
-//     227472      592  records
-//     228064       64  warp_candidates
-//     228128       36  columns
-//     228176        4  chosen
-//     228192       16  step_done
-//     228208        8  next_token
-//              228216  total
-//              232448  a block has, 4232 free
+//     213632     4608  reductions  (over scratch)
+//     225024       72  reduction_barriers
+//     225104      128  residual
+//     225232      256  partial_sums
+//     225488        4  scales
+//     225504      512  rope
+//     226016      512  statistics
+//     226528      592  records
+//     227120       64  warp_candidates
+//     227184       36  columns
+//     227232        4  chosen
+//     227248       16  step_done
+//     227264        8  next_token
+//              227272  total
+//              232448  a block has, 5176 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -382,18 +383,19 @@ constexpr uint32_t FILTER_SUMS = 208128;
 constexpr uint32_t ATTENTION = 198400;
 constexpr uint32_t QUERIES = 214784;
 constexpr uint32_t NEWEST = 216832;
-constexpr uint32_t REDUCTIONS = 225024;
-constexpr uint32_t RESIDUAL = 226048;
-constexpr uint32_t PARTIAL_SUMS = 226176;
-constexpr uint32_t SCALES = 226432;
-constexpr uint32_t ROPE = 226448;
-constexpr uint32_t STATISTICS = 226960;
-constexpr uint32_t RECORDS = 227472;
-constexpr uint32_t WARP_CANDIDATES = 228064;
-constexpr uint32_t COLUMNS = 228128;
-constexpr uint32_t CHOSEN = 228176;
-constexpr uint32_t STEP_DONE = 228192;
-constexpr uint32_t NEXT_TOKEN = 228208;
+constexpr uint32_t REDUCTIONS = 213632;
+constexpr uint32_t REDUCTION_BARRIERS = 225024;
+constexpr uint32_t RESIDUAL = 225104;
+constexpr uint32_t PARTIAL_SUMS = 225232;
+constexpr uint32_t SCALES = 225488;
+constexpr uint32_t ROPE = 225504;
+constexpr uint32_t STATISTICS = 226016;
+constexpr uint32_t RECORDS = 226528;
+constexpr uint32_t WARP_CANDIDATES = 227120;
+constexpr uint32_t COLUMNS = 227184;
+constexpr uint32_t CHOSEN = 227232;
+constexpr uint32_t STEP_DONE = 227248;
+constexpr uint32_t NEXT_TOKEN = 227264;
 
 // An input of a sequence, or 0 where it has none left.
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t number, const int32_t* sequences,
@@ -447,7 +449,7 @@ __device__ __forceinline__ void advance(uint32_t& stage, uint32_t& parity) {
 __device__ __forceinline__ void bound_requests(uint32_t* block_waits, uint32_t& under_way, uint64_t* full,
     uint32_t& landed_stage, uint32_t& landed_parity) {
   uint32_t waits = load_shared_u32(block_waits);
-  uint32_t most = waits != 0 ? 3u : 4u;
+  uint32_t most = waits != 0 ? 2u : 4u;
   #pragma unroll 1
   for (uint32_t i = most; i < under_way + 1; ++i) {
     mbarrier_wait(full + landed_stage, landed_parity);
@@ -933,12 +935,12 @@ __device__ __forceinline__ void multiply_chunk(uint32_t chunk, uint32_t place, f
   wait_for_u32(have_read);
 }
 
-// This warp's sums: [warp][row][column]. Lane 4g + t holds rows g and g + 8 of columns 2t and 2t + 1.
+// This warp's sums: [warp][column][row]. Lane 4g + t holds rows g and g + 8 of columns 2t and 2t + 1.
 __device__ __forceinline__ void lay_down(float* reductions, float (&sums)[1][4], uint32_t warp, uint32_t lane) {
   uint32_t row = warp * 16 + lane / 4;
   uint32_t first = lane % 4 * 2;
   if (first < 1) {
-    uint32_t place = row + first;
+    uint32_t place = row + first * 16;
     reductions[place] = sums[0][0];
     reductions[place + 8] = sums[0][2];
   }
@@ -967,8 +969,8 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   uint32_t head = m_tile / 8;
@@ -1001,18 +1003,31 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   }
 }
 
+// The next stage of the ring; behind the last comes the first, in the next pass.
+__device__ __forceinline__ void advance_2(uint32_t& stage, uint32_t& parity) {
+  stage += 1;
+  if (stage == 9) {
+    stage = 0;
+    parity ^= 1;
+  }
+}
+
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint64_t* exchange_words, uint32_t layer_epoch,
-    const int32_t* page_table, uint32_t layer, bf16* kv) {
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint64_t* exchange_words,
+    uint32_t layer_epoch, const int32_t* page_table, uint32_t layer, bf16* kv) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = 0;
     finish_rows(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch, page_table, layer, kv);
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 8) {
     finisher = 0;
@@ -1026,8 +1041,8 @@ __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uin
 __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     const bf16* norms, uint32_t* block_waits, uint8_t* arena, const bf16* embedding, uint32_t* next_token,
     uint32_t lane, uint32_t warp, uint32_t column_count, uint64_t* exchange_words, uint32_t layer_epoch, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher,
-    const int32_t* page_table, bf16* kv) {
+    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
+    uint32_t& finisher, uint32_t& turn_parity, const int32_t* page_table, bf16* kv) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 162 + layer * 5);
   }
@@ -1099,8 +1114,10 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
       }
       advance(use_stage, use_parity);
     }
-    reduce(m_tile, sums, arena, turn, warp, lane, finisher, exchange_words, layer_epoch, page_table, layer, kv);
+    reduce(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch,
+        page_table, layer, kv);
   }
+  named_barrier(1, 256);
 }
 
 // Unit `number` of the newest keys, then of the newest values: as rows of a stage have them, bf16 or codes.
@@ -1858,8 +1875,8 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float* residual = (float*)(arena + RESIDUAL);
@@ -1874,15 +1891,20 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint64_t* exchange_words, uint32_t layer_epoch) {
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint64_t* exchange_words,
+    uint32_t layer_epoch) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = 0;
     finish_rows_2(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 8) {
     finisher = 0;
@@ -1896,7 +1918,7 @@ __device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     uint32_t* block_waits, uint8_t* arena, uint32_t lane, uint64_t* exchange_words, uint32_t layer_epoch,
     uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint64_t* empty,
-    uint32_t& turn, uint32_t& finisher) {
+    uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 162 + layer * 5 + 2);
   }
@@ -1927,8 +1949,9 @@ __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t 
       }
       advance(use_stage, use_parity);
     }
-    reduce_2(m_tile, sums, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
+    reduce_2(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch);
   }
+  named_barrier(1, 256);
 }
 
 // Publish `count` values, one a lane from lane 0 on, as pairs of bf16 beginning at element `first` (even).
@@ -1949,8 +1972,8 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float value = row_sum * ((float*)(arena + SCALES))[column];
@@ -1961,15 +1984,20 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint64_t* exchange_words, uint32_t layer_epoch) {
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint64_t* exchange_words,
+    uint32_t layer_epoch) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = 0;
     finish_rows_3(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 8) {
     finisher = 0;
@@ -1983,7 +2011,8 @@ __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint32_t layer, const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t lane, uint64_t* exchange_words,
     uint32_t layer_epoch, uint32_t warp, uint32_t column_count, uint64_t* full, uint32_t& use_stage,
-    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher) {
+    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher,
+    uint32_t& turn_parity) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 162 + layer * 5 + 3);
   }
@@ -2033,8 +2062,9 @@ __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uin
       }
       advance(use_stage, use_parity);
     }
-    reduce_3(m_tile, sums, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
+    reduce_3(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch);
   }
+  named_barrier(1, 256);
 }
 
 // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
@@ -2216,8 +2246,8 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float* residual = (float*)(arena + RESIDUAL);
@@ -2232,15 +2262,20 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint64_t* exchange_words, uint32_t layer_epoch) {
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint64_t* exchange_words,
+    uint32_t layer_epoch) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = 0;
     finish_rows_4(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 8) {
     finisher = 0;
@@ -2254,7 +2289,7 @@ __device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     uint32_t* block_waits, uint8_t* arena, uint32_t lane, uint64_t* exchange_words, uint32_t layer_epoch,
     uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint64_t* empty,
-    uint32_t& turn, uint32_t& finisher) {
+    uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 162 + layer * 5 + 4);
   }
@@ -2327,10 +2362,12 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
       advance(use_stage, use_parity);
     }
   }
-  reduce_4(position, sums, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
+  reduce_4(position, sums, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch);
   if (position + 132 < 256) {
-    reduce_4(position + 132, sums_2, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
+    reduce_4(position + 132, sums_2, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words,
+        layer_epoch);
   }
+  named_barrier(1, 256);
 }
 
 // A unit times the norm's weights into the vector, and its squares to the thread's sum.
@@ -2485,8 +2522,8 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float logit = row_sum * ((float*)(arena + SCALES))[column];
@@ -2501,18 +2538,22 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, float* logits, uint32_t step, uint32_t options,
-    const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts, float* weighed,
-    float& best, uint32_t& best_token) {
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, float* logits,
+    uint32_t step, uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias,
+    uint32_t* token_counts, float* weighed, float& best, uint32_t& best_token) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = 0;
     finish_rows_5(m_tile, reductions, column, lane, arena, logits, step, options, sequences, masks, logit_bias,
         token_counts, weighed, best, best_token);
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 8) {
     finisher = 0;
@@ -2526,9 +2567,9 @@ __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint32_t head_from, float* logits, uint32_t* block_waits, uint8_t* arena, const bf16* norms, uint32_t lane,
     uint64_t* exchange_words, uint32_t step_epoch, uint32_t warp, uint32_t column_count, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher,
-    uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts,
-    float* weighed, float& best, uint32_t& best_token) {
+    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
+    uint32_t& finisher, uint32_t& turn_parity, uint32_t options, const int32_t* sequences, const uint32_t* masks,
+    const float* logit_bias, uint32_t* token_counts, float* weighed, float& best, uint32_t& best_token) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 162 + 160);
   }
@@ -2578,9 +2619,10 @@ __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uin
         }
         advance(use_stage, use_parity);
       }
-      reduce_5(m_tile, sums, arena, turn, warp, lane, finisher, logits, step, options, sequences, masks, logit_bias,
-          token_counts, weighed, best, best_token);
+      reduce_5(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, logits, step, options, sequences,
+          masks, logit_bias, token_counts, weighed, best, best_token);
     }
+    named_barrier(1, 256);
   }
 }
 
@@ -3796,6 +3838,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
   uint64_t* empty = full + 12;
   uint8_t* ring = arena + RING;
   uint32_t* block_waits = (uint32_t*)(arena + BLOCK_WAITS);
+  uint64_t* summed = (uint64_t*)(arena + REDUCTION_BARRIERS);
   uint64_t* step_done = (uint64_t*)(arena + STEP_DONE);
   uint32_t* next_token = (uint32_t*)(arena + NEXT_TOKEN);
   // barriers, and every column's first token
@@ -3805,6 +3848,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       mbarrier_init(empty + stage, 8);
     }
     store_shared_u32(block_waits, 0);
+    for (uint32_t reduction = 0; reduction < 9; ++reduction) {
+      mbarrier_init(summed + reduction, 8);
+    }
     mbarrier_init(step_done, 1);
     mbarrier_init(step_done + 1, 1);
     mbarrier_fence_init();
@@ -3858,6 +3904,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
     take_registers();
     // the consumer warps
     uint32_t turn = 0;
+    uint32_t turn_parity = 0;
     uint32_t finisher = 0;
     uint32_t plan_index = 0;
     uint32_t use_stage = 0;
@@ -3876,22 +3923,22 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       for (uint32_t layer = 0; layer < 32; ++layer) {
         uint32_t layer_epoch = step_epoch + layer;
         qkv(thread, progress, block, step, layer, norms, block_waits, arena, embedding, next_token, lane, warp,
-            column_count, exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, turn, finisher,
-            page_table, kv);
+            column_count, exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, turn, summed, finisher,
+            turn_parity, page_table, kv);
         attention(thread, progress, block, step, layer, arena, kv_plans, plan_index, tiles, layer_epoch, exchange_words,
             lane, warp, use_stage, full, use_parity, ring, empty);
         o(thread, progress, block, step, layer, block_waits, arena, lane, exchange_words, layer_epoch, full, use_stage,
-            use_parity, ring, warp, empty, turn, finisher);
+            use_parity, ring, warp, empty, turn, summed, finisher, turn_parity);
         gate_up(thread, progress, block, step, layer, norms, block_waits, arena, lane, exchange_words, layer_epoch,
-            warp, column_count, full, use_stage, use_parity, ring, empty, turn, finisher);
+            warp, column_count, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity);
         down(thread, progress, block, step, layer, block_waits, arena, lane, exchange_words, layer_epoch, full,
-            use_stage, use_parity, ring, warp, empty, turn, finisher);
+            use_stage, use_parity, ring, warp, empty, turn, summed, finisher, turn_parity);
       }
       float best = -bits_float(0x7f800000);
       uint32_t best_token = 4294967295u;
       lm_head(thread, progress, block, step, head_from, logits, block_waits, arena, norms, lane, exchange_words,
-          step_epoch, warp, column_count, full, use_stage, use_parity, ring, empty, turn, finisher, options, sequences,
-          masks, logit_bias, token_counts, weighed, best, best_token);
+          step_epoch, warp, column_count, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity,
+          options, sequences, masks, logit_bias, token_counts, weighed, best, best_token);
       sampling(thread, progress, block, step, arena, best, best_token, lane, warp, options, column_count, sequences,
           weighed, step_epoch, exchange_words, cancelled, epoch, token_counts);
       take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, emitted, stop_ids, next_token,

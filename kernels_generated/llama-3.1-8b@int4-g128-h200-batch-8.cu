@@ -3,37 +3,38 @@
 //
 // model: hidden 4096, ffn 14336, vocab 128256, heads 32, kv_heads 8, head_dim 128, layers 32, qkv in int4-g128, o in int4-g128, gate_up in int4-g128, down in int4-g128
 // machine: h200, 132 blocks of 384 threads: 8 consumer warps
-// plan: consumer_warps 8, stage_bytes 17024, stages 8, in_flight 3, in_flight_waiting 2, producer_warps 4, sync barrier, page_size 16, max_context 8192, batch 8, tokens 8, down_slices 4, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 8, start_residual 0, start_gate_up 8, start_head 8, trace False
+// plan: consumer_warps 8, stage_bytes 17024, stages 6, in_flight 3, in_flight_waiting 2, producer_warps 4, sync barrier, page_size 16, max_context 8192, batch 8, tokens 8, down_slices 3, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 8, start_residual 0, start_gate_up 8, start_head 8, trace False
 // weights read a step: 4660396032 bytes, in 112803840 a layer
 // shared memory:
 //     offset    bytes  region
-//          0   136192  ring
-//     136192      128  ring_barriers
-//     136320        4  block_waits
-//     136448    65536  scratch
-//     136448    65536  vector  (over scratch)
-//     136448     8448  candidates  (over scratch)
-//     136448    33792  listed  (over scratch)
-//     170240     1152  list_rows  (over scratch)
-//     171392      512  filters  (over scratch)
-//     171904     1024  filter_sums  (over scratch)
-//     136448    32768  attention  (over scratch)
-//     169216     8192  queries  (over scratch)
-//     177408     8192  newest  (over scratch)
-//     201984     8192  reductions
-//     210176     1024  residual
-//     211200      256  partial_sums
-//     211456       32  scales
-//     211488     4096  rope
-//     215584      512  statistics
-//     216096      592  records
-//     216688       64  warp_candidates
-//     216752      288  columns
-//     217040       32  chosen
-//     217072       16  step_done
-//     217088       36  next_token
-//              217124  total
-//              232448  a block has, 15324 free
+//          0   102144  ring
+//     102144       96  ring_barriers
+//     102240        4  block_waits
+//     102272    98304  scratch
+//     102272    98304  vector  (over scratch)
+//     102272     8448  candidates  (over scratch)
+//     102272    33792  listed  (over scratch)
+//     136064     1152  list_rows  (over scratch)
+//     137216      512  filters  (over scratch)
+//     137728     1024  filter_sums  (over scratch)
+//     102272    32768  attention  (over scratch)
+//     135040     8192  queries  (over scratch)
+//     143232     8192  newest  (over scratch)
+//     200576    10496  reductions
+//     211072       16  reduction_barriers
+//     211088     1024  residual
+//     212112      256  partial_sums
+//     212368       32  scales
+//     212400     4096  rope
+//     216496      512  statistics
+//     217008      592  records
+//     217600       64  warp_candidates
+//     217664      288  columns
+//     217952       32  chosen
+//     217984       16  step_done
+//     218000       36  next_token
+//              218036  total
+//              232448  a block has, 14412 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -242,14 +243,14 @@ __device__ __forceinline__ float f16x2_high(uint32_t pair) {
   return result;
 }
 
-__device__ __forceinline__ uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) {
-  return __byte_perm(a, b, selector);
+__device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t result;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
 }
 
-__device__ __forceinline__ uint32_t and_or_u32(uint32_t word, uint32_t mask, uint32_t others) {
-  uint32_t result;  // written with constants, the two operations would be two instructions
-  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(word), "r"(mask), "r"(others));
-  return result;
+__device__ __forceinline__ uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) {
+  return __byte_perm(a, b, selector);
 }
 
 __device__ __forceinline__ uint32_t multiply_high_u32(uint32_t a, uint32_t b) {
@@ -310,29 +311,30 @@ __device__ __forceinline__ void store_relaxed_u32_sys(uint32_t* place, uint32_t 
 #endif
 
 constexpr uint32_t RING = 0;
-constexpr uint32_t RING_BARRIERS = 136192;
-constexpr uint32_t BLOCK_WAITS = 136320;
-constexpr uint32_t VECTOR = 136448;
-constexpr uint32_t CANDIDATES = 136448;
-constexpr uint32_t LISTED = 136448;
-constexpr uint32_t LIST_ROWS = 170240;
-constexpr uint32_t FILTERS = 171392;
-constexpr uint32_t FILTER_SUMS = 171904;
-constexpr uint32_t ATTENTION = 136448;
-constexpr uint32_t QUERIES = 169216;
-constexpr uint32_t NEWEST = 177408;
-constexpr uint32_t REDUCTIONS = 201984;
-constexpr uint32_t RESIDUAL = 210176;
-constexpr uint32_t PARTIAL_SUMS = 211200;
-constexpr uint32_t SCALES = 211456;
-constexpr uint32_t ROPE = 211488;
-constexpr uint32_t STATISTICS = 215584;
-constexpr uint32_t RECORDS = 216096;
-constexpr uint32_t WARP_CANDIDATES = 216688;
-constexpr uint32_t COLUMNS = 216752;
-constexpr uint32_t CHOSEN = 217040;
-constexpr uint32_t STEP_DONE = 217072;
-constexpr uint32_t NEXT_TOKEN = 217088;
+constexpr uint32_t RING_BARRIERS = 102144;
+constexpr uint32_t BLOCK_WAITS = 102240;
+constexpr uint32_t VECTOR = 102272;
+constexpr uint32_t CANDIDATES = 102272;
+constexpr uint32_t LISTED = 102272;
+constexpr uint32_t LIST_ROWS = 136064;
+constexpr uint32_t FILTERS = 137216;
+constexpr uint32_t FILTER_SUMS = 137728;
+constexpr uint32_t ATTENTION = 102272;
+constexpr uint32_t QUERIES = 135040;
+constexpr uint32_t NEWEST = 143232;
+constexpr uint32_t REDUCTIONS = 200576;
+constexpr uint32_t REDUCTION_BARRIERS = 211072;
+constexpr uint32_t RESIDUAL = 211088;
+constexpr uint32_t PARTIAL_SUMS = 212112;
+constexpr uint32_t SCALES = 212368;
+constexpr uint32_t ROPE = 212400;
+constexpr uint32_t STATISTICS = 216496;
+constexpr uint32_t RECORDS = 217008;
+constexpr uint32_t WARP_CANDIDATES = 217600;
+constexpr uint32_t COLUMNS = 217664;
+constexpr uint32_t CHOSEN = 217952;
+constexpr uint32_t STEP_DONE = 217984;
+constexpr uint32_t NEXT_TOKEN = 218000;
 
 // An input of a sequence, or 0 where it has none left.
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t number, const int32_t* sequences,
@@ -376,7 +378,7 @@ __device__ __forceinline__ bool follow_plan(uint32_t& plan_index, uint32_t step,
 // The next stage of the ring; behind the last comes the first, in the next pass.
 __device__ __forceinline__ void advance(uint32_t& stage, uint32_t& parity) {
   stage += 1;
-  if (stage == 8) {
+  if (stage == 6) {
     stage = 0;
     parity ^= 1;
   }
@@ -535,9 +537,9 @@ __device__ __forceinline__ void fetch_down(uint32_t block, const uint8_t* weight
   uint32_t position = block % 132;
   const uint8_t* matrix = weights + (layer_offset + 82493440);
   #pragma unroll 1
-  for (uint32_t slice = 0; slice < 4; ++slice) {
-    uint32_t first = slice * 2;
-    uint32_t end = first + 2 < 7 ? first + 2 : 7;
+  for (uint32_t slice = 0; slice < 3; ++slice) {
+    uint32_t first = slice * 3;
+    uint32_t end = first + 3 < 7 ? first + 3 : 7;
     #pragma unroll 1
     for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
       uint32_t wave = m_tile / 132;
@@ -717,7 +719,7 @@ __device__ __forceinline__ void normalise_unit(uint4* vector, uint32_t unit, uin
   float high_4 = bf16x2_high(words.w);
   squares += low_4 * low_4 + high_4 * high_4;
   uint32_t weights_4 = weight.w;
-  vector[unit] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4)));
+  vector[unit] = make_u32x4(multiply_bf16x2(make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4))).x, 1602248576), multiply_bf16x2(make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4))).y, 1568693632), multiply_bf16x2(make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4))).z, 1602248576), multiply_bf16x2(make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4))).w, 1568693632));
 }
 
 // 1/rms of every token from the threads' sums of squares: within warps, then over the warps in order.
@@ -757,33 +759,33 @@ __device__ __forceinline__ void multiply_chunk(uint32_t chunk, uint32_t place, f
     uint4 words_2 = ((const uint4*)(first))[lane + 32];
     have_read ^= words.x;
     have_read ^= words_2.x;
-    uint4 excess = make_u32x4(3272131336u, 3272131336u, 3272131336u, 3272131336u);
+    uint4 excess = make_u32x4(2148040712u, 2148040712u, 2155905152u, 2155905152u);
     uint32_t scale_pair = ((const uint32_t*)(first + 1024))[lane / 4];
     have_read ^= scale_pair;
     float products[4] = {};
     float products_2[4] = {};
     float products_3[4] = {};
     float products_4[4] = {};
-    uint4 fragment = make_u32x4(and_or_u32(words.x, 983055, 1124090624), and_or_u32(words.y, 983055, 1124090624), and_or_u32(words.x >> 4, 983055, 1124090624), and_or_u32(words.y >> 4, 983055, 1124090624));
-    uint4 fragment_2 = make_u32x4(and_or_u32(words.x >> 8, 983055, 1124090624), and_or_u32(words.y >> 8, 983055, 1124090624), and_or_u32(words.x >> 12, 983055, 1124090624), and_or_u32(words.y >> 12, 983055, 1124090624));
+    uint4 fragment = make_u32x4(words.x & 983055, words.y & 983055, words.x & 15728880, words.y & 15728880);
+    uint4 fragment_2 = make_u32x4((words.x >> 8) & 983055, (words.y >> 8) & 983055, (words.x >> 8) & 15728880, (words.y >> 8) & 15728880);
     mma_bf16(products, fragment, units[lane % 32].x, units[lane % 32].y);
     mma_bf16(products, excess, units[lane % 32].x, units[lane % 32].y);
     mma_bf16(products, fragment_2, units[lane % 32].z, units[lane % 32].w);
     mma_bf16(products, excess, units[lane % 32].z, units[lane % 32].w);
-    uint4 fragment_3 = make_u32x4(and_or_u32(words.z, 983055, 1124090624), and_or_u32(words.w, 983055, 1124090624), and_or_u32(words.z >> 4, 983055, 1124090624), and_or_u32(words.w >> 4, 983055, 1124090624));
-    uint4 fragment_4 = make_u32x4(and_or_u32(words.z >> 8, 983055, 1124090624), and_or_u32(words.w >> 8, 983055, 1124090624), and_or_u32(words.z >> 12, 983055, 1124090624), and_or_u32(words.w >> 12, 983055, 1124090624));
+    uint4 fragment_3 = make_u32x4(words.z & 983055, words.w & 983055, words.z & 15728880, words.w & 15728880);
+    uint4 fragment_4 = make_u32x4((words.z >> 8) & 983055, (words.w >> 8) & 983055, (words.z >> 8) & 15728880, (words.w >> 8) & 15728880);
     mma_bf16(products_2, fragment_3, units[lane % 32 + 32].x, units[lane % 32 + 32].y);
     mma_bf16(products_2, excess, units[lane % 32 + 32].x, units[lane % 32 + 32].y);
     mma_bf16(products_2, fragment_4, units[lane % 32 + 32].z, units[lane % 32 + 32].w);
     mma_bf16(products_2, excess, units[lane % 32 + 32].z, units[lane % 32 + 32].w);
-    uint4 fragment_5 = make_u32x4(and_or_u32(words_2.x, 983055, 1124090624), and_or_u32(words_2.y, 983055, 1124090624), and_or_u32(words_2.x >> 4, 983055, 1124090624), and_or_u32(words_2.y >> 4, 983055, 1124090624));
-    uint4 fragment_6 = make_u32x4(and_or_u32(words_2.x >> 8, 983055, 1124090624), and_or_u32(words_2.y >> 8, 983055, 1124090624), and_or_u32(words_2.x >> 12, 983055, 1124090624), and_or_u32(words_2.y >> 12, 983055, 1124090624));
+    uint4 fragment_5 = make_u32x4(words_2.x & 983055, words_2.y & 983055, words_2.x & 15728880, words_2.y & 15728880);
+    uint4 fragment_6 = make_u32x4((words_2.x >> 8) & 983055, (words_2.y >> 8) & 983055, (words_2.x >> 8) & 15728880, (words_2.y >> 8) & 15728880);
     mma_bf16(products_3, fragment_5, units[lane % 32 + 64].x, units[lane % 32 + 64].y);
     mma_bf16(products_3, excess, units[lane % 32 + 64].x, units[lane % 32 + 64].y);
     mma_bf16(products_3, fragment_6, units[lane % 32 + 64].z, units[lane % 32 + 64].w);
     mma_bf16(products_3, excess, units[lane % 32 + 64].z, units[lane % 32 + 64].w);
-    uint4 fragment_7 = make_u32x4(and_or_u32(words_2.z, 983055, 1124090624), and_or_u32(words_2.w, 983055, 1124090624), and_or_u32(words_2.z >> 4, 983055, 1124090624), and_or_u32(words_2.w >> 4, 983055, 1124090624));
-    uint4 fragment_8 = make_u32x4(and_or_u32(words_2.z >> 8, 983055, 1124090624), and_or_u32(words_2.w >> 8, 983055, 1124090624), and_or_u32(words_2.z >> 12, 983055, 1124090624), and_or_u32(words_2.w >> 12, 983055, 1124090624));
+    uint4 fragment_7 = make_u32x4(words_2.z & 983055, words_2.w & 983055, words_2.z & 15728880, words_2.w & 15728880);
+    uint4 fragment_8 = make_u32x4((words_2.z >> 8) & 983055, (words_2.w >> 8) & 983055, (words_2.z >> 8) & 15728880, (words_2.w >> 8) & 15728880);
     mma_bf16(products_4, fragment_7, units[lane % 32 + 96].x, units[lane % 32 + 96].y);
     mma_bf16(products_4, excess, units[lane % 32 + 96].x, units[lane % 32 + 96].y);
     mma_bf16(products_4, fragment_8, units[lane % 32 + 96].z, units[lane % 32 + 96].w);
@@ -800,24 +802,26 @@ __device__ __forceinline__ void multiply_chunk(uint32_t chunk, uint32_t place, f
     float high = factors[row + 8];
     have_read ^= float_bits(low);
     have_read ^= float_bits(high);
-    sums[0][0] = sums[0][0] * low;
-    sums[0][1] = sums[0][1] * low;
-    sums[0][2] = sums[0][2] * high;
-    sums[0][3] = sums[0][3] * high;
+    float low_2 = low * 5.902958e+20f;
+    float high_2 = high * 5.902958e+20f;
+    sums[0][0] = sums[0][0] * low_2;
+    sums[0][1] = sums[0][1] * low_2;
+    sums[0][2] = sums[0][2] * high_2;
+    sums[0][3] = sums[0][3] * high_2;
   }
   wait_for_u32(have_read);
 }
 
-// This warp's sums: [warp][row][column]. Lane 4g + t holds rows g and g + 8 of columns 2t and 2t + 1.
+// This warp's sums: [warp][column][row]. Lane 4g + t holds rows g and g + 8 of columns 2t and 2t + 1.
 __device__ __forceinline__ void lay_down(float* reductions, float (&sums)[1][4], uint32_t warp, uint32_t lane) {
-  uint32_t row = warp * 16 + lane / 4;
+  uint32_t row = warp * 164 + lane / 4;
   uint32_t first = lane % 4 * 2;
-  uint32_t place = row * 8 + first;
+  uint32_t place = row + first * 20;
   reductions[place] = sums[0][0];
-  reductions[place + 64] = sums[0][2];
-  uint32_t place_2 = row * 8 + first + 1;
+  reductions[place + 8] = sums[0][2];
+  uint32_t place_2 = row + (first + 1) * 20;
   reductions[place_2] = sums[0][1];
-  reductions[place_2 + 64] = sums[0][3];
+  reductions[place_2 + 8] = sums[0][3];
 }
 
 // RoPE (rotate-half): the pair (k, k + D/2) lies 8 lanes apart. Returns the rotated value and its dim in the head.
@@ -842,8 +846,8 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place * 8 + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 164 + column * 20 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   uint32_t head = m_tile / 8;
@@ -876,20 +880,33 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   }
 }
 
+// The next stage of the ring; behind the last comes the first, in the next pass.
+__device__ __forceinline__ void advance_2(uint32_t& stage, uint32_t& parity) {
+  stage += 1;
+  if (stage == 2) {
+    stage = 0;
+    parity ^= 1;
+  }
+}
+
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint32_t column_count, uint32_t* exchange_words,
-    const int32_t* page_table, uint32_t layer, bf16* kv) {
-  float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count,
+    uint32_t* exchange_words, const int32_t* page_table, uint32_t layer, bf16* kv) {
+  float* reductions = (float*)(arena + REDUCTIONS) + turn * 1312;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp / 8 == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = warp % 8;
     if (column < column_count) {
       finish_rows(m_tile, reductions, column, lane, arena, exchange_words, page_table, layer, kv);
     }
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 1) {
     finisher = 0;
@@ -903,8 +920,8 @@ __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uin
 __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t column_count, const bf16* embedding,
     uint32_t* next_token, uint32_t* exchange_words, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
-    uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher, const int32_t* page_table, bf16* kv,
-    uint64_t& arrivals_due, uint64_t* counter) {
+    uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity,
+    const int32_t* page_table, bf16* kv, uint64_t& arrivals_due, uint64_t* counter) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -1065,8 +1082,10 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
       }
       advance(use_stage, use_parity);
     }
-    reduce(m_tile, sums, arena, turn, warp, lane, finisher, column_count, exchange_words, page_table, layer, kv);
+    reduce(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, exchange_words,
+        page_table, layer, kv);
   }
+  named_barrier(1, 256);
   // grid barrier
   named_barrier(1, 256);
   if (thread == 0) {
@@ -1115,10 +1134,10 @@ __device__ __forceinline__ void load_item(uint32_t newest_begin, uint32_t newest
 }
 
 // For how many warps this one gives back a stage with these tiles: those with a tile in it share out all.
-__device__ __forceinline__ uint32_t arrivals(uint32_t first_tile, uint32_t last_tile, uint32_t warp) {
+__device__ __forceinline__ uint32_t arrivals(uint32_t first_tile, uint32_t last_tile, uint32_t key_group) {
   uint32_t tiles = (last_tile < first_tile + 1 ? first_tile + 1 : last_tile) - first_tile;
-  uint32_t groups = tiles < 8 ? tiles : 8;
-  uint32_t number = (warp + 8 - first_tile % 8) % 8;
+  uint32_t groups = tiles < 6 ? tiles : 6;
+  uint32_t number = (key_group + 6 - first_tile % 6) % 6;
   return 8 / groups + (number < 8 % groups ? 1u : 0u);
 }
 
@@ -1378,13 +1397,13 @@ __device__ __forceinline__ void attend(uint32_t first_row, uint32_t valid, uint3
 // This warp's tiles of 16 keys: of the cached ones [begin, end), then of the newest, as if they were in one
 // more stage: so the code of a tile stands in the kernel once.
 __device__ __forceinline__ void attend_keys(uint32_t begin, uint32_t end, uint32_t newest_begin, uint32_t newest,
-    uint32_t warp, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena,
+    uint32_t key_group, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena,
     uint32_t lane, uint4* query, uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2],
     float (&output)[8][4], uint64_t* empty) {
   uint32_t cached = begin < end ? end - begin : 0;
   uint32_t tiles = (cached + 15) / 16;
   uint32_t all_tiles = tiles + (newest + 15) / 16;
-  uint32_t tile = warp;
+  uint32_t tile = key_group;
   while (tile < all_tiles) {
     uint32_t stage = tile / 2;
     uint32_t first_tile = stage * 2;
@@ -1392,11 +1411,11 @@ __device__ __forceinline__ void attend_keys(uint32_t begin, uint32_t end, uint32
     uint32_t first_key = begin + stage * 32;
     uint32_t count = end - first_key < 32 ? end - first_key : 32;
     bool is_cached = tile < tiles;
-    uint32_t arrivals_2 = arrivals(first_tile, last_tile, warp);
+    uint32_t arrivals_2 = arrivals(first_tile, last_tile, key_group);
     uint32_t place = use_stage + stage;
-    uint32_t stage_2 = place % 8;
+    uint32_t stage_2 = place % 6;
     if (is_cached) {
-      mbarrier_wait(full + stage_2, (use_parity + place / 8) % 2);
+      mbarrier_wait(full + stage_2, (use_parity + place / 6) % 2);
     }
     uint8_t* chunk = ring + stage_2 * 17024;
     uint8_t* keys = chunk;
@@ -1414,7 +1433,7 @@ __device__ __forceinline__ void attend_keys(uint32_t begin, uint32_t end, uint32
     while (tile < last_tile) {
       uint32_t row = (tile - first_tile) * 16;
       attend(row, count - row, first_key + row, lane, keys, query, limits, highest, weight_sum, output, values);
-      tile += 8;
+      tile += 6;
     }
     wait_for_u32(float_bits(output[0][0]));
     warp_barrier();
@@ -1423,8 +1442,8 @@ __device__ __forceinline__ void attend_keys(uint32_t begin, uint32_t end, uint32
     }
   }
   uint32_t place = use_stage + (cached + 31) / 32;
-  use_parity = (use_parity + place / 8) % 2;
-  use_stage = place % 8;
+  use_parity = (use_parity + place / 6) % 2;
+  use_stage = place % 6;
 }
 
 // Highest logit and weight sum of this warp, per column: statistics[warp][column].
@@ -1540,8 +1559,9 @@ __device__ __forceinline__ void fold(uint32_t epoch, uint8_t* arena, float (&wei
 // An item whose queries are there, with `width` column tiles a warp. Two of them share what is read and wait
 // together; an item of few rows would waste the second.
 __device__ __forceinline__ void attend_item(uint32_t cached_end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
-    uint8_t* arena, uint32_t lane, uint4* record, uint32_t step, uint4 what, uint32_t warp, uint32_t& use_stage,
+    uint32_t warp, uint8_t* arena, uint32_t lane, uint4* record, uint32_t step, uint4 what, uint32_t& use_stage,
     uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t thread, uint32_t* exchange_words) {
+  uint32_t key_group = warp < 6 ? warp : 134217728;
   uint4* shared = (uint4*)(arena + QUERIES);
   uint32_t row = lane / 4 < 31 ? lane / 4 : 31;
   uint4* query = shared + row * 16;
@@ -1565,8 +1585,8 @@ __device__ __forceinline__ void attend_item(uint32_t cached_end, uint32_t newest
   float output[8][4] = {};
   highest[0] = -bits_float(0x7f800000);
   highest[1] = -bits_float(0x7f800000);
-  attend_keys(what.w, cached_end, newest_begin, newest, warp, use_stage, full, use_parity, ring, arena, lane, query,
-      limits, highest, weight_sum, output, empty);
+  attend_keys(what.w, cached_end, newest_begin, newest, key_group, use_stage, full, use_parity, ring, arena, lane,
+      query, limits, highest, weight_sum, output, empty);
   fold(epoch, arena, weight_sum, lane, warp, highest, output, record, thread, exchange_words, what);
 }
 
@@ -1735,9 +1755,9 @@ __device__ __forceinline__ void attend_keys_2(uint32_t begin, uint32_t end, uint
     bool is_cached = tile < tiles;
     uint32_t arrivals = arrivals_2(first_tile, last_tile, key_groups, column_groups, key_group, column_group);
     uint32_t place = use_stage + stage;
-    uint32_t stage_2 = place % 8;
+    uint32_t stage_2 = place % 6;
     if (is_cached) {
-      mbarrier_wait(full + stage_2, (use_parity + place / 8) % 2);
+      mbarrier_wait(full + stage_2, (use_parity + place / 6) % 2);
     }
     uint8_t* chunk = ring + stage_2 * 17024;
     uint8_t* keys = chunk;
@@ -1766,8 +1786,8 @@ __device__ __forceinline__ void attend_keys_2(uint32_t begin, uint32_t end, uint
     }
   }
   uint32_t place = use_stage + (cached + 31) / 32;
-  use_parity = (use_parity + place / 8) % 2;
-  use_stage = place % 8;
+  use_parity = (use_parity + place / 6) % 2;
+  use_stage = place % 6;
 }
 
 // Fold the states of rows `first`, `first + stride`, ... of the laid down ones: (low, high, lse).
@@ -1881,7 +1901,7 @@ __device__ __forceinline__ void attend_item_2(uint32_t cached_end, uint32_t newe
   if (record[1].z > 16) {
     column_groups = 2;
   }
-  uint32_t key_groups = 8 / column_groups < 10 ? 8 / column_groups : 10;
+  uint32_t key_groups = 8 / column_groups < 6 ? 8 / column_groups : 6;
   uint32_t warp_group = warp / column_groups;
   uint32_t column_group = warp % column_groups;
   uint32_t key_group = warp_group < key_groups ? warp_group : 134217728;
@@ -2081,7 +2101,7 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
     uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
     load_item(newest_begin, newest, layer_epoch, arena, record, thread, exchange_words, what, step);
     if (record[1].z <= 8) {
-      attend_item(cached_end, newest_begin, newest, layer_epoch, arena, lane, record, step, what, warp, use_stage, full,
+      attend_item(cached_end, newest_begin, newest, layer_epoch, warp, arena, lane, record, step, what, use_stage, full,
           use_parity, ring, empty, thread, exchange_words);
     } else {
       attend_item_2(cached_end, newest_begin, newest, layer_epoch, record, warp, arena, lane, step, what, use_stage,
@@ -2213,7 +2233,7 @@ __device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uin
     }
     #pragma unroll
     for (uint32_t number = 0; number < 8; ++number) {
-      vector[first_unit + number * 256] = units[number];
+      vector[first_unit + number * 256] = make_u32x4(multiply_bf16x2(units[number].x, 1602248576), multiply_bf16x2(units[number].y, 1568693632), multiply_bf16x2(units[number].z, 1602248576), multiply_bf16x2(units[number].w, 1568693632));
     }
   }
   uint32_t first_unit_2 = thread + 2048;
@@ -2226,7 +2246,7 @@ __device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uin
     }
     #pragma unroll
     for (uint32_t number = 0; number < 8; ++number) {
-      vector[first_unit_2 + number * 256] = units[number];
+      vector[first_unit_2 + number * 256] = make_u32x4(multiply_bf16x2(units[number].x, 1602248576), multiply_bf16x2(units[number].y, 1568693632), multiply_bf16x2(units[number].z, 1602248576), multiply_bf16x2(units[number].w, 1568693632));
     }
   }
   named_barrier(1, 256);
@@ -2250,8 +2270,8 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place * 8 + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 164 + column * 20 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float* residual = (float*)(arena + RESIDUAL);
@@ -2266,17 +2286,22 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint32_t column_count, uint32_t* exchange_words) {
-  float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count,
+    uint32_t* exchange_words) {
+  float* reductions = (float*)(arena + REDUCTIONS) + turn * 1312;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp / 8 == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = warp % 8;
     if (column < column_count) {
       finish_rows_2(m_tile, reductions, column, lane, arena, exchange_words);
     }
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 1) {
     finisher = 0;
@@ -2289,8 +2314,8 @@ __device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], u
 // Makes: middle.
 __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     uint32_t* block_waits, uint8_t* arena, uint32_t column_count, uint32_t* exchange_words, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher,
-    uint64_t& arrivals_due, uint64_t* counter) {
+    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
+    uint32_t& finisher, uint32_t& turn_parity, uint64_t& arrivals_due, uint64_t* counter) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2324,8 +2349,9 @@ __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t s
       }
       advance(use_stage, use_parity);
     }
-    reduce_2(m_tile, sums, arena, turn, warp, lane, finisher, column_count, exchange_words);
+    reduce_2(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, exchange_words);
   }
+  named_barrier(1, 256);
   // grid barrier
   named_barrier(1, 256);
   if (thread == 0) {
@@ -2354,8 +2380,8 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place * 8 + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 164 + column * 20 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float value = row_sum * ((float*)(arena + SCALES))[column];
@@ -2366,17 +2392,22 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint32_t column_count, uint32_t* exchange_words) {
-  float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count,
+    uint32_t* exchange_words) {
+  float* reductions = (float*)(arena + REDUCTIONS) + turn * 1312;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp / 8 == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = warp % 8;
     if (column < column_count) {
       finish_rows_3(m_tile, reductions, column, lane, arena, exchange_words);
     }
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 1) {
     finisher = 0;
@@ -2390,7 +2421,7 @@ __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t column_count, uint32_t* exchange_words,
     uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn,
-    uint32_t& finisher, uint64_t& arrivals_due, uint64_t* counter) {
+    uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint64_t& arrivals_due, uint64_t* counter) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2483,8 +2514,9 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
       }
       advance(use_stage, use_parity);
     }
-    reduce_3(m_tile, sums, arena, turn, warp, lane, finisher, column_count, exchange_words);
+    reduce_3(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, exchange_words);
   }
+  named_barrier(1, 256);
   // grid barrier
   named_barrier(1, 256);
   if (thread == 0) {
@@ -2509,7 +2541,7 @@ __device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, u
     }
     #pragma unroll
     for (uint32_t number = 0; number < 8; ++number) {
-      vector[first_unit + number * 256] = units[number];
+      vector[first_unit + number * 256] = make_u32x4(multiply_bf16x2(units[number].x, 1602248576), multiply_bf16x2(units[number].y, 1568693632), multiply_bf16x2(units[number].z, 1602248576), multiply_bf16x2(units[number].w, 1568693632));
     }
   }
   uint32_t first_unit_2 = thread + 2048;
@@ -2522,7 +2554,20 @@ __device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, u
     }
     #pragma unroll
     for (uint32_t number = 0; number < 8; ++number) {
-      vector[first_unit_2 + number * 256] = units[number];
+      vector[first_unit_2 + number * 256] = make_u32x4(multiply_bf16x2(units[number].x, 1602248576), multiply_bf16x2(units[number].y, 1568693632), multiply_bf16x2(units[number].z, 1602248576), multiply_bf16x2(units[number].w, 1568693632));
+    }
+  }
+  uint32_t first_unit_3 = thread + 4096;
+  if (thread / 4 % 8 < column_count) {
+    uint4 units[8];
+    #pragma unroll
+    for (uint32_t number = 0; number < 8; ++number) {
+      uint4 words = ((const uint4*)(exchange_words + ((first_unit_3 + number * 256) * 4 + 1256512)))[0];
+      units[number] = words;
+    }
+    #pragma unroll
+    for (uint32_t number = 0; number < 8; ++number) {
+      vector[first_unit_3 + number * 256] = make_u32x4(multiply_bf16x2(units[number].x, 1602248576), multiply_bf16x2(units[number].y, 1568693632), multiply_bf16x2(units[number].z, 1602248576), multiply_bf16x2(units[number].w, 1568693632));
     }
   }
   named_barrier(1, 256);
@@ -2542,33 +2587,33 @@ __device__ __forceinline__ void multiply_chunk_2(uint32_t chunk, uint32_t place,
     uint4 words_2 = ((const uint4*)(first))[lane + 32];
     have_read ^= words.x;
     have_read ^= words_2.x;
-    uint4 excess = make_u32x4(3272131336u, 3272131336u, 3272131336u, 3272131336u);
+    uint4 excess = make_u32x4(2148040712u, 2148040712u, 2155905152u, 2155905152u);
     uint32_t scale_pair = ((const uint32_t*)(first + 1024))[lane / 4];
     have_read ^= scale_pair;
     float products[4] = {};
     float products_2[4] = {};
     float products_3[4] = {};
     float products_4[4] = {};
-    uint4 fragment = make_u32x4(and_or_u32(words.x, 983055, 1124090624), and_or_u32(words.y, 983055, 1124090624), and_or_u32(words.x >> 4, 983055, 1124090624), and_or_u32(words.y >> 4, 983055, 1124090624));
-    uint4 fragment_2 = make_u32x4(and_or_u32(words.x >> 8, 983055, 1124090624), and_or_u32(words.y >> 8, 983055, 1124090624), and_or_u32(words.x >> 12, 983055, 1124090624), and_or_u32(words.y >> 12, 983055, 1124090624));
+    uint4 fragment = make_u32x4(words.x & 983055, words.y & 983055, words.x & 15728880, words.y & 15728880);
+    uint4 fragment_2 = make_u32x4((words.x >> 8) & 983055, (words.y >> 8) & 983055, (words.x >> 8) & 15728880, (words.y >> 8) & 15728880);
     mma_bf16(products, fragment, units[lane % 32].x, units[lane % 32].y);
     mma_bf16(products, excess, units[lane % 32].x, units[lane % 32].y);
     mma_bf16(products, fragment_2, units[lane % 32].z, units[lane % 32].w);
     mma_bf16(products, excess, units[lane % 32].z, units[lane % 32].w);
-    uint4 fragment_3 = make_u32x4(and_or_u32(words.z, 983055, 1124090624), and_or_u32(words.w, 983055, 1124090624), and_or_u32(words.z >> 4, 983055, 1124090624), and_or_u32(words.w >> 4, 983055, 1124090624));
-    uint4 fragment_4 = make_u32x4(and_or_u32(words.z >> 8, 983055, 1124090624), and_or_u32(words.w >> 8, 983055, 1124090624), and_or_u32(words.z >> 12, 983055, 1124090624), and_or_u32(words.w >> 12, 983055, 1124090624));
+    uint4 fragment_3 = make_u32x4(words.z & 983055, words.w & 983055, words.z & 15728880, words.w & 15728880);
+    uint4 fragment_4 = make_u32x4((words.z >> 8) & 983055, (words.w >> 8) & 983055, (words.z >> 8) & 15728880, (words.w >> 8) & 15728880);
     mma_bf16(products_2, fragment_3, units[lane % 32 + 32].x, units[lane % 32 + 32].y);
     mma_bf16(products_2, excess, units[lane % 32 + 32].x, units[lane % 32 + 32].y);
     mma_bf16(products_2, fragment_4, units[lane % 32 + 32].z, units[lane % 32 + 32].w);
     mma_bf16(products_2, excess, units[lane % 32 + 32].z, units[lane % 32 + 32].w);
-    uint4 fragment_5 = make_u32x4(and_or_u32(words_2.x, 983055, 1124090624), and_or_u32(words_2.y, 983055, 1124090624), and_or_u32(words_2.x >> 4, 983055, 1124090624), and_or_u32(words_2.y >> 4, 983055, 1124090624));
-    uint4 fragment_6 = make_u32x4(and_or_u32(words_2.x >> 8, 983055, 1124090624), and_or_u32(words_2.y >> 8, 983055, 1124090624), and_or_u32(words_2.x >> 12, 983055, 1124090624), and_or_u32(words_2.y >> 12, 983055, 1124090624));
+    uint4 fragment_5 = make_u32x4(words_2.x & 983055, words_2.y & 983055, words_2.x & 15728880, words_2.y & 15728880);
+    uint4 fragment_6 = make_u32x4((words_2.x >> 8) & 983055, (words_2.y >> 8) & 983055, (words_2.x >> 8) & 15728880, (words_2.y >> 8) & 15728880);
     mma_bf16(products_3, fragment_5, units[lane % 32 + 64].x, units[lane % 32 + 64].y);
     mma_bf16(products_3, excess, units[lane % 32 + 64].x, units[lane % 32 + 64].y);
     mma_bf16(products_3, fragment_6, units[lane % 32 + 64].z, units[lane % 32 + 64].w);
     mma_bf16(products_3, excess, units[lane % 32 + 64].z, units[lane % 32 + 64].w);
-    uint4 fragment_7 = make_u32x4(and_or_u32(words_2.z, 983055, 1124090624), and_or_u32(words_2.w, 983055, 1124090624), and_or_u32(words_2.z >> 4, 983055, 1124090624), and_or_u32(words_2.w >> 4, 983055, 1124090624));
-    uint4 fragment_8 = make_u32x4(and_or_u32(words_2.z >> 8, 983055, 1124090624), and_or_u32(words_2.w >> 8, 983055, 1124090624), and_or_u32(words_2.z >> 12, 983055, 1124090624), and_or_u32(words_2.w >> 12, 983055, 1124090624));
+    uint4 fragment_7 = make_u32x4(words_2.z & 983055, words_2.w & 983055, words_2.z & 15728880, words_2.w & 15728880);
+    uint4 fragment_8 = make_u32x4((words_2.z >> 8) & 983055, (words_2.w >> 8) & 983055, (words_2.z >> 8) & 15728880, (words_2.w >> 8) & 15728880);
     mma_bf16(products_4, fragment_7, units[lane % 32 + 96].x, units[lane % 32 + 96].y);
     mma_bf16(products_4, excess, units[lane % 32 + 96].x, units[lane % 32 + 96].y);
     mma_bf16(products_4, fragment_8, units[lane % 32 + 96].z, units[lane % 32 + 96].w);
@@ -2585,10 +2630,12 @@ __device__ __forceinline__ void multiply_chunk_2(uint32_t chunk, uint32_t place,
     float high = factors[row + 8];
     have_read ^= float_bits(low);
     have_read ^= float_bits(high);
-    sums[0][0] = sums[0][0] * low;
-    sums[0][1] = sums[0][1] * low;
-    sums[0][2] = sums[0][2] * high;
-    sums[0][3] = sums[0][3] * high;
+    float low_2 = low * 5.902958e+20f;
+    float high_2 = high * 5.902958e+20f;
+    sums[0][0] = sums[0][0] * low_2;
+    sums[0][1] = sums[0][1] * low_2;
+    sums[0][2] = sums[0][2] * high_2;
+    sums[0][3] = sums[0][3] * high_2;
   }
   wait_for_u32(have_read);
 }
@@ -2602,12 +2649,12 @@ __device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, u
     uint4 units[8];
     #pragma unroll
     for (uint32_t number = 0; number < 8; ++number) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit + 4096 + number * 256) * 4 + 1256512)))[0];
+      uint4 words = ((const uint4*)(exchange_words + ((first_unit + 6144 + number * 256) * 4 + 1256512)))[0];
       units[number] = words;
     }
     #pragma unroll
     for (uint32_t number = 0; number < 8; ++number) {
-      vector[first_unit + number * 256] = units[number];
+      vector[first_unit + number * 256] = make_u32x4(multiply_bf16x2(units[number].x, 1602248576), multiply_bf16x2(units[number].y, 1568693632), multiply_bf16x2(units[number].z, 1602248576), multiply_bf16x2(units[number].w, 1568693632));
     }
   }
   uint32_t first_unit_2 = thread + 2048;
@@ -2615,12 +2662,25 @@ __device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, u
     uint4 units[8];
     #pragma unroll
     for (uint32_t number = 0; number < 8; ++number) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit_2 + 4096 + number * 256) * 4 + 1256512)))[0];
+      uint4 words = ((const uint4*)(exchange_words + ((first_unit_2 + 6144 + number * 256) * 4 + 1256512)))[0];
       units[number] = words;
     }
     #pragma unroll
     for (uint32_t number = 0; number < 8; ++number) {
-      vector[first_unit_2 + number * 256] = units[number];
+      vector[first_unit_2 + number * 256] = make_u32x4(multiply_bf16x2(units[number].x, 1602248576), multiply_bf16x2(units[number].y, 1568693632), multiply_bf16x2(units[number].z, 1602248576), multiply_bf16x2(units[number].w, 1568693632));
+    }
+  }
+  uint32_t first_unit_3 = thread + 4096;
+  if (thread / 4 % 8 < column_count) {
+    uint4 units[8];
+    #pragma unroll
+    for (uint32_t number = 0; number < 8; ++number) {
+      uint4 words = ((const uint4*)(exchange_words + ((first_unit_3 + 6144 + number * 256) * 4 + 1256512)))[0];
+      units[number] = words;
+    }
+    #pragma unroll
+    for (uint32_t number = 0; number < 8; ++number) {
+      vector[first_unit_3 + number * 256] = make_u32x4(multiply_bf16x2(units[number].x, 1602248576), multiply_bf16x2(units[number].y, 1568693632), multiply_bf16x2(units[number].z, 1602248576), multiply_bf16x2(units[number].w, 1568693632));
     }
   }
   named_barrier(1, 256);
@@ -2635,45 +2695,12 @@ __device__ __forceinline__ void load_vector_4(uint8_t* arena, uint32_t thread, u
     uint4 units[8];
     #pragma unroll
     for (uint32_t number = 0; number < 8; ++number) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit + 8192 + number * 256) * 4 + 1256512)))[0];
-      units[number] = words;
-    }
-    #pragma unroll
-    for (uint32_t number = 0; number < 8; ++number) {
-      vector[first_unit + number * 256] = units[number];
-    }
-  }
-  uint32_t first_unit_2 = thread + 2048;
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    #pragma unroll
-    for (uint32_t number = 0; number < 8; ++number) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit_2 + 8192 + number * 256) * 4 + 1256512)))[0];
-      units[number] = words;
-    }
-    #pragma unroll
-    for (uint32_t number = 0; number < 8; ++number) {
-      vector[first_unit_2 + number * 256] = units[number];
-    }
-  }
-  named_barrier(1, 256);
-}
-
-// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_5(uint8_t* arena, uint32_t thread, uint32_t column_count,
-    uint32_t* exchange_words) {
-  uint4* vector = (uint4*)(arena + VECTOR);
-  uint32_t first_unit = thread;
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    #pragma unroll
-    for (uint32_t number = 0; number < 8; ++number) {
       uint4 words = ((const uint4*)(exchange_words + ((first_unit + 12288 + number * 256) * 4 + 1256512)))[0];
       units[number] = words;
     }
     #pragma unroll
     for (uint32_t number = 0; number < 8; ++number) {
-      vector[first_unit + number * 256] = units[number];
+      vector[first_unit + number * 256] = make_u32x4(multiply_bf16x2(units[number].x, 1602248576), multiply_bf16x2(units[number].y, 1568693632), multiply_bf16x2(units[number].z, 1602248576), multiply_bf16x2(units[number].w, 1568693632));
     }
   }
   named_barrier(1, 256);
@@ -2697,8 +2724,8 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place * 8 + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 164 + column * 20 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float* residual = (float*)(arena + RESIDUAL);
@@ -2713,17 +2740,22 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint32_t column_count, uint32_t* exchange_words) {
-  float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count,
+    uint32_t* exchange_words) {
+  float* reductions = (float*)(arena + REDUCTIONS) + turn * 1312;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp / 8 == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = warp % 8;
     if (column < column_count) {
       finish_rows_4(m_tile, reductions, column, lane, arena, exchange_words);
     }
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 1) {
     finisher = 0;
@@ -2736,8 +2768,8 @@ __device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], u
 // Makes: hidden.
 __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     uint32_t* block_waits, uint8_t* arena, uint32_t column_count, uint32_t* exchange_words, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher,
-    uint64_t& arrivals_due, uint64_t* counter) {
+    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
+    uint32_t& finisher, uint32_t& turn_parity, uint64_t& arrivals_due, uint64_t* counter) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2755,7 +2787,7 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
     store_shared_u32(block_waits, 0);
   }
   #pragma unroll 2
-  for (uint32_t chunk = 0; chunk < 2; ++chunk) {
+  for (uint32_t chunk = 0; chunk < 3; ++chunk) {
     mbarrier_wait(full + use_stage, use_parity);
     uint8_t* chunk_2 = ring + use_stage * 17024;
     multiply_chunk_2(chunk, chunk, sums, arena, warp, chunk_2, lane);
@@ -2767,7 +2799,7 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
   }
   if (position + 132 < 256) {
     #pragma unroll 2
-    for (uint32_t chunk = 0; chunk < 2; ++chunk) {
+    for (uint32_t chunk = 0; chunk < 3; ++chunk) {
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 17024;
       multiply_chunk_2(chunk, chunk, sums_2, arena, warp, chunk_2, lane);
@@ -2787,10 +2819,10 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
     store_shared_u32(block_waits, 0);
   }
   #pragma unroll 2
-  for (uint32_t chunk = 2; chunk < 4; ++chunk) {
+  for (uint32_t chunk = 3; chunk < 6; ++chunk) {
     mbarrier_wait(full + use_stage, use_parity);
     uint8_t* chunk_2 = ring + use_stage * 17024;
-    multiply_chunk_2(chunk, chunk - 2, sums, arena, warp, chunk_2, lane);
+    multiply_chunk_2(chunk, chunk - 3, sums, arena, warp, chunk_2, lane);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(empty + use_stage);
@@ -2799,10 +2831,10 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
   }
   if (position + 132 < 256) {
     #pragma unroll 2
-    for (uint32_t chunk = 2; chunk < 4; ++chunk) {
+    for (uint32_t chunk = 3; chunk < 6; ++chunk) {
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 17024;
-      multiply_chunk_2(chunk, chunk - 2, sums_2, arena, warp, chunk_2, lane);
+      multiply_chunk_2(chunk, chunk - 3, sums_2, arena, warp, chunk_2, lane);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
@@ -2815,38 +2847,6 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
     store_shared_u32(block_waits, 1);
   }
   load_vector_4(arena, thread, column_count, exchange_words);
-  if (thread == 0) {
-    store_shared_u32(block_waits, 0);
-  }
-  #pragma unroll 2
-  for (uint32_t chunk = 4; chunk < 6; ++chunk) {
-    mbarrier_wait(full + use_stage, use_parity);
-    uint8_t* chunk_2 = ring + use_stage * 17024;
-    multiply_chunk_2(chunk, chunk - 4, sums, arena, warp, chunk_2, lane);
-    warp_barrier();
-    if (lane == 0) {
-      mbarrier_arrive(empty + use_stage);
-    }
-    advance(use_stage, use_parity);
-  }
-  if (position + 132 < 256) {
-    #pragma unroll 2
-    for (uint32_t chunk = 4; chunk < 6; ++chunk) {
-      mbarrier_wait(full + use_stage, use_parity);
-      uint8_t* chunk_2 = ring + use_stage * 17024;
-      multiply_chunk_2(chunk, chunk - 4, sums_2, arena, warp, chunk_2, lane);
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(empty + use_stage);
-      }
-      advance(use_stage, use_parity);
-    }
-  }
-  named_barrier(1, 256);
-  if (thread == 0) {
-    store_shared_u32(block_waits, 1);
-  }
-  load_vector_5(arena, thread, column_count, exchange_words);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -2877,10 +2877,12 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
       advance(use_stage, use_parity);
     }
   }
-  reduce_4(position, sums, arena, turn, warp, lane, finisher, column_count, exchange_words);
+  reduce_4(position, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, exchange_words);
   if (position + 132 < 256) {
-    reduce_4(position + 132, sums_2, arena, turn, warp, lane, finisher, column_count, exchange_words);
+    reduce_4(position + 132, sums_2, arena, turn, warp, lane, summed, finisher, turn_parity, column_count,
+        exchange_words);
   }
+  named_barrier(1, 256);
   // grid barrier
   named_barrier(1, 256);
   if (thread == 0) {
@@ -2889,6 +2891,28 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
     wait_at_least_u64(counter, arrivals_due);
   }
   named_barrier(1, 256);
+}
+
+// A unit times the norm's weights into the vector, and its squares to the thread's sum.
+__device__ __forceinline__ void normalise_unit_2(uint4* vector, uint32_t unit, uint4 words, uint4 weight,
+    float& squares) {
+  float low = bf16x2_low(words.x);
+  float high = bf16x2_high(words.x);
+  squares += low * low + high * high;
+  uint32_t weights = weight.x;
+  float low_2 = bf16x2_low(words.y);
+  float high_2 = bf16x2_high(words.y);
+  squares += low_2 * low_2 + high_2 * high_2;
+  uint32_t weights_2 = weight.y;
+  float low_3 = bf16x2_low(words.z);
+  float high_3 = bf16x2_high(words.z);
+  squares += low_3 * low_3 + high_3 * high_3;
+  uint32_t weights_3 = weight.z;
+  float low_4 = bf16x2_low(words.w);
+  float high_4 = bf16x2_high(words.w);
+  squares += low_4 * low_4 + high_4 * high_4;
+  uint32_t weights_4 = weight.w;
+  vector[unit] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4)));
 }
 
 // Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
@@ -3021,8 +3045,8 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place * 8 + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 164 + column * 20 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float logit = row_sum * ((float*)(arena + SCALES))[column];
@@ -3037,20 +3061,24 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint32_t column_count, float* logits, uint32_t step,
-    uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts,
-    float* weighed, float& best, uint32_t& best_token) {
-  float* reductions = (float*)(arena + REDUCTIONS) + turn * 1024;
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count,
+    float* logits, uint32_t step, uint32_t options, const int32_t* sequences, const uint32_t* masks,
+    const float* logit_bias, uint32_t* token_counts, float* weighed, float& best, uint32_t& best_token) {
+  float* reductions = (float*)(arena + REDUCTIONS) + turn * 1312;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp / 8 == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = warp % 8;
     if (column < column_count) {
       finish_rows_5(m_tile, reductions, column, lane, arena, logits, step, options, sequences, masks, logit_bias,
           token_counts, weighed, best, best_token);
     }
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 1) {
     finisher = 0;
@@ -3064,8 +3092,9 @@ __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint32_t step, uint32_t head_from,
     float* logits, uint32_t* block_waits, uint8_t* arena, const bf16* norms, uint32_t column_count,
     uint32_t* exchange_words, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
-    uint32_t& turn, uint32_t& finisher, uint32_t options, const int32_t* sequences, const uint32_t* masks,
-    const float* logit_bias, uint32_t* token_counts, float* weighed, float& best, uint32_t& best_token) {
+    uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t options,
+    const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts, float* weighed,
+    float& best, uint32_t& best_token) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -3096,7 +3125,7 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
       }
       #pragma unroll
       for (uint32_t number = 0; number < 6; ++number) {
-        normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
+        normalise_unit_2(vector, first_unit + number * 256, units[number], weights[number], squares);
       }
     }
     uint32_t first_unit_2 = thread + 1536;
@@ -3114,7 +3143,7 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
       }
       #pragma unroll
       for (uint32_t number = 0; number < 6; ++number) {
-        normalise_unit(vector, first_unit_2 + number * 256, units[number], weights_2[number], squares);
+        normalise_unit_2(vector, first_unit_2 + number * 256, units[number], weights_2[number], squares);
       }
     }
     uint32_t first_unit_3 = thread + 3072;
@@ -3132,7 +3161,7 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
       }
       #pragma unroll
       for (uint32_t number = 0; number < 4; ++number) {
-        normalise_unit(vector, first_unit_3 + number * 256, units[number], weights_3[number], squares);
+        normalise_unit_2(vector, first_unit_3 + number * 256, units[number], weights_3[number], squares);
       }
     }
     write_scales(squares, arena, lane, warp, thread, column_count);
@@ -3158,9 +3187,10 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
         }
         advance(use_stage, use_parity);
       }
-      reduce_5(m_tile, sums, arena, turn, warp, lane, finisher, column_count, logits, step, options, sequences, masks,
-          logit_bias, token_counts, weighed, best, best_token);
+      reduce_5(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, logits, step,
+          options, sequences, masks, logit_bias, token_counts, weighed, best, best_token);
     }
+    named_barrier(1, 256);
   }
 }
 
@@ -4346,18 +4376,22 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
   uint32_t lane = thread % 32;
   uint32_t* exchange_words = (uint32_t*)(exchange);
   uint64_t* full = (uint64_t*)(arena + RING_BARRIERS);
-  uint64_t* empty = full + 8;
+  uint64_t* empty = full + 6;
   uint8_t* ring = arena + RING;
   uint32_t* block_waits = (uint32_t*)(arena + BLOCK_WAITS);
+  uint64_t* summed = (uint64_t*)(arena + REDUCTION_BARRIERS);
   uint64_t* step_done = (uint64_t*)(arena + STEP_DONE);
   uint32_t* next_token = (uint32_t*)(arena + NEXT_TOKEN);
   // barriers, and every column's first token
   if (thread == 0) {
-    for (uint32_t stage = 0; stage < 8; ++stage) {
+    for (uint32_t stage = 0; stage < 6; ++stage) {
       mbarrier_init(full + stage, 1);
       mbarrier_init(empty + stage, 8);
     }
     store_shared_u32(block_waits, 0);
+    for (uint32_t reduction = 0; reduction < 2; ++reduction) {
+      mbarrier_init(summed + reduction, 8);
+    }
     mbarrier_init(step_done, 1);
     mbarrier_init(step_done + 1, 1);
     mbarrier_fence_init();
@@ -4411,6 +4445,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
     take_registers();
     // the consumer warps
     uint32_t turn = 0;
+    uint32_t turn_parity = 0;
     uint32_t finisher = 0;
     uint32_t plan_index = 0;
     uint32_t use_stage = 0;
@@ -4437,22 +4472,22 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       for (uint32_t layer = 0; layer < 32; ++layer) {
         uint32_t layer_epoch = step_epoch + layer;
         qkv(progress, block, step, layer, norms, block_waits, arena, column_count, embedding, next_token,
-            exchange_words, full, use_stage, use_parity, ring, empty, turn, finisher, page_table, kv, arrivals_due,
-            counter);
+            exchange_words, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity, page_table,
+            kv, arrivals_due, counter);
         attention(progress, block, step, layer, arena, kv_plans, plan_index, tiles, layer_epoch, exchange_words,
             use_stage, full, use_parity, ring, empty, arrivals_due, counter);
         o(progress, block, step, layer, block_waits, arena, column_count, exchange_words, full, use_stage, use_parity,
-            ring, empty, turn, finisher, arrivals_due, counter);
+            ring, empty, turn, summed, finisher, turn_parity, arrivals_due, counter);
         gate_up(progress, block, step, layer, norms, block_waits, arena, column_count, exchange_words, full, use_stage,
-            use_parity, ring, empty, turn, finisher, arrivals_due, counter);
+            use_parity, ring, empty, turn, summed, finisher, turn_parity, arrivals_due, counter);
         down(progress, block, step, layer, block_waits, arena, column_count, exchange_words, full, use_stage,
-            use_parity, ring, empty, turn, finisher, arrivals_due, counter);
+            use_parity, ring, empty, turn, summed, finisher, turn_parity, arrivals_due, counter);
       }
       float best = -bits_float(0x7f800000);
       uint32_t best_token = 4294967295u;
       lm_head(progress, block, step, head_from, logits, block_waits, arena, norms, column_count, exchange_words, full,
-          use_stage, use_parity, ring, empty, turn, finisher, options, sequences, masks, logit_bias, token_counts,
-          weighed, best, best_token);
+          use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity, options, sequences, masks,
+          logit_bias, token_counts, weighed, best, best_token);
       sampling(progress, block, step, arena, best, best_token, options, column_count, sequences, weighed, step_epoch,
           exchange_words, cancelled, arrivals_due, counter, epoch, token_counts);
       take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, emitted, stop_ids, next_token,

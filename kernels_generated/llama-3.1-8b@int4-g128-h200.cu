@@ -3,37 +3,38 @@
 //
 // model: hidden 4096, ffn 14336, vocab 128256, heads 32, kv_heads 8, head_dim 128, layers 32, qkv in int4-g128, o in int4-g128, gate_up in int4-g128, down in int4-g128
 // machine: h200, 132 blocks of 384 threads: 8 consumer warps
-// plan: consumer_warps 8, stage_bytes 17024, stages 11, in_flight 4, in_flight_waiting 3, producer_warps 4, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 2, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 8, start_residual 0, start_gate_up 8, start_head 8, trace False
+// plan: consumer_warps 8, stage_bytes 17024, stages 10, in_flight 4, in_flight_waiting 2, producer_warps 4, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 1, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 8, start_residual 0, start_gate_up 8, start_head 8, trace False
 // weights read a step: 4660396032 bytes, in 112803840 a layer
 // shared memory:
 //     offset    bytes  region
-//          0   187264  ring
-//     187264      176  ring_barriers
-//     187440        4  block_waits
-//     187520    26624  scratch
-//     187520    25600  vector  (over scratch)
-//     187520     2112  candidates  (over scratch)
-//     187520     8448  listed  (over scratch)
-//     195968     1152  list_rows  (over scratch)
-//     197120       64  filters  (over scratch)
-//     197248     1024  filter_sums  (over scratch)
-//     187520    16384  attention  (over scratch)
-//     203904     2048  queries  (over scratch)
-//     205952     8192  newest  (over scratch)
-//     214144     1024  reductions
-//     215168      128  residual
-//     215296      256  partial_sums
-//     215552        4  scales
-//     215568      512  rope
-//     216080      512  statistics
-//     216592      592  records
-//     217184       64  warp_candidates
-//     217248       36  columns
-//     217296        4  chosen
-//     217312       16  step_done
-//     217328        8  next_token
-//              217336  total
-//              232448  a block has, 15112 free
+//          0   170240  ring
+//     170240      160  ring_barriers
+//     170400        4  block_waits
+//     170496    44800  scratch
+//     170496    44800  vector  (over scratch)
+//     170496     2112  candidates  (over scratch)
+//     170496     8448  listed  (over scratch)
+//     178944     1152  list_rows  (over scratch)
+//     180096       64  filters  (over scratch)
+//     180224     1024  filter_sums  (over scratch)
+//     170496    16384  attention  (over scratch)
+//     186880     2048  queries  (over scratch)
+//     188928     8192  newest  (over scratch)
+//     215296     4608  reductions
+//     219904       72  reduction_barriers
+//     219984      128  residual
+//     220112      256  partial_sums
+//     220368        4  scales
+//     220384      512  rope
+//     220896      512  statistics
+//     221408      592  records
+//     222000       64  warp_candidates
+//     222064       36  columns
+//     222112        4  chosen
+//     222128       16  step_done
+//     222144        8  next_token
+//              222152  total
+//              232448  a block has, 10296 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -369,29 +370,30 @@ __device__ __forceinline__ void store_relaxed_u32_sys(uint32_t* place, uint32_t 
 #endif
 
 constexpr uint32_t RING = 0;
-constexpr uint32_t RING_BARRIERS = 187264;
-constexpr uint32_t BLOCK_WAITS = 187440;
-constexpr uint32_t VECTOR = 187520;
-constexpr uint32_t CANDIDATES = 187520;
-constexpr uint32_t LISTED = 187520;
-constexpr uint32_t LIST_ROWS = 195968;
-constexpr uint32_t FILTERS = 197120;
-constexpr uint32_t FILTER_SUMS = 197248;
-constexpr uint32_t ATTENTION = 187520;
-constexpr uint32_t QUERIES = 203904;
-constexpr uint32_t NEWEST = 205952;
-constexpr uint32_t REDUCTIONS = 214144;
-constexpr uint32_t RESIDUAL = 215168;
-constexpr uint32_t PARTIAL_SUMS = 215296;
-constexpr uint32_t SCALES = 215552;
-constexpr uint32_t ROPE = 215568;
-constexpr uint32_t STATISTICS = 216080;
-constexpr uint32_t RECORDS = 216592;
-constexpr uint32_t WARP_CANDIDATES = 217184;
-constexpr uint32_t COLUMNS = 217248;
-constexpr uint32_t CHOSEN = 217296;
-constexpr uint32_t STEP_DONE = 217312;
-constexpr uint32_t NEXT_TOKEN = 217328;
+constexpr uint32_t RING_BARRIERS = 170240;
+constexpr uint32_t BLOCK_WAITS = 170400;
+constexpr uint32_t VECTOR = 170496;
+constexpr uint32_t CANDIDATES = 170496;
+constexpr uint32_t LISTED = 170496;
+constexpr uint32_t LIST_ROWS = 178944;
+constexpr uint32_t FILTERS = 180096;
+constexpr uint32_t FILTER_SUMS = 180224;
+constexpr uint32_t ATTENTION = 170496;
+constexpr uint32_t QUERIES = 186880;
+constexpr uint32_t NEWEST = 188928;
+constexpr uint32_t REDUCTIONS = 215296;
+constexpr uint32_t REDUCTION_BARRIERS = 219904;
+constexpr uint32_t RESIDUAL = 219984;
+constexpr uint32_t PARTIAL_SUMS = 220112;
+constexpr uint32_t SCALES = 220368;
+constexpr uint32_t ROPE = 220384;
+constexpr uint32_t STATISTICS = 220896;
+constexpr uint32_t RECORDS = 221408;
+constexpr uint32_t WARP_CANDIDATES = 222000;
+constexpr uint32_t COLUMNS = 222064;
+constexpr uint32_t CHOSEN = 222112;
+constexpr uint32_t STEP_DONE = 222128;
+constexpr uint32_t NEXT_TOKEN = 222144;
 
 // An input of a sequence, or 0 where it has none left.
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t number, const int32_t* sequences,
@@ -435,7 +437,7 @@ __device__ __forceinline__ bool follow_plan(uint32_t& plan_index, uint32_t step,
 // The next stage of the ring; behind the last comes the first, in the next pass.
 __device__ __forceinline__ void advance(uint32_t& stage, uint32_t& parity) {
   stage += 1;
-  if (stage == 11) {
+  if (stage == 10) {
     stage = 0;
     parity ^= 1;
   }
@@ -445,7 +447,7 @@ __device__ __forceinline__ void advance(uint32_t& stage, uint32_t& parity) {
 __device__ __forceinline__ void bound_requests(uint32_t* block_waits, uint32_t& under_way, uint64_t* full,
     uint32_t& landed_stage, uint32_t& landed_parity) {
   uint32_t waits = load_shared_u32(block_waits);
-  uint32_t most = waits != 0 ? 3u : 4u;
+  uint32_t most = waits != 0 ? 2u : 4u;
   #pragma unroll 1
   for (uint32_t i = most; i < under_way + 1; ++i) {
     mbarrier_wait(full + landed_stage, landed_parity);
@@ -594,26 +596,21 @@ __device__ __forceinline__ void fetch_down(uint32_t block, const uint8_t* weight
   uint32_t position = block % 132;
   const uint8_t* matrix = weights + (layer_offset + 82493440);
   #pragma unroll 1
-  for (uint32_t slice = 0; slice < 2; ++slice) {
-    uint32_t first = slice * 4;
-    uint32_t end = first + 4 < 7 ? first + 4 : 7;
+  for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
+    uint32_t wave = m_tile / 132;
+    uint64_t wave_bytes = (uint64_t)(wave) * 15628800;
+    uint32_t width = 132 - wave * 8;
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
-      uint32_t wave = m_tile / 132;
-      uint64_t wave_bytes = (uint64_t)(wave) * 15628800;
-      uint32_t width = 132 - wave * 8;
-      #pragma unroll 1
-      for (uint32_t chunk = first; chunk < end; ++chunk) {
-        uint32_t chunk_bytes = 16896 + chunk / 6 * 128;
-        const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * 16896 + position * (16896 + chunk / 6 * 128)));
-        mbarrier_wait(empty + fill_stage, fill_parity);
-        bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
-        uint64_t* barrier = full + fill_stage;
-        uint8_t* destination = ring + fill_stage * 17024;
-        mbarrier_arrive_expect_tx(barrier, chunk_bytes);
-        bulk_copy(destination, source, chunk_bytes, barrier);
-        advance(fill_stage, fill_parity);
-      }
+    for (uint32_t chunk = 0; chunk < 7; ++chunk) {
+      uint32_t chunk_bytes = 16896 + chunk / 6 * 128;
+      const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * 16896 + position * (16896 + chunk / 6 * 128)));
+      mbarrier_wait(empty + fill_stage, fill_parity);
+      bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
+      uint64_t* barrier = full + fill_stage;
+      uint8_t* destination = ring + fill_stage * 17024;
+      mbarrier_arrive_expect_tx(barrier, chunk_bytes);
+      bulk_copy(destination, source, chunk_bytes, barrier);
+      advance(fill_stage, fill_parity);
     }
   }
 }
@@ -756,46 +753,46 @@ __device__ __forceinline__ void prefetch(const bf16* source, uint32_t thread, ui
   }
 }
 
-// Unit `unit` of a vector (8 bf16 elements) as digits. All lanes of a warp call it, with neighbouring units.
+// Unit `unit` of the vectors of so many tokens (8 bf16 elements) as digits. All lanes of a warp call it, with
+// neighbouring units; elements of one token that they have share a power of two.
 __device__ __forceinline__ void store_digits(uint4* vector, uint32_t unit, uint4 words) {
-  uint32_t largest = ((((((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112))) < ((words.z << 16) & 2147418112) ? (words.z << 16) & 2147418112 : (((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)))) < (words.z & 2147418112) ? words.z & 2147418112 : ((((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112))) < ((words.z << 16) & 2147418112) ? (words.z << 16) & 2147418112 : (((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112))))) < ((words.w << 16) & 2147418112) ? (words.w << 16) & 2147418112 : (((((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112))) < ((words.z << 16) & 2147418112) ? (words.z << 16) & 2147418112 : (((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)))) < (words.z & 2147418112) ? words.z & 2147418112 : ((((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112))) < ((words.z << 16) & 2147418112) ? (words.z << 16) & 2147418112 : (((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)))))) < (words.w & 2147418112) ? words.w & 2147418112 : ((((((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112))) < ((words.z << 16) & 2147418112) ? (words.z << 16) & 2147418112 : (((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)))) < (words.z & 2147418112) ? words.z & 2147418112 : ((((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112))) < ((words.z << 16) & 2147418112) ? (words.z << 16) & 2147418112 : (((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112))))) < ((words.w << 16) & 2147418112) ? (words.w << 16) & 2147418112 : (((((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112))) < ((words.z << 16) & 2147418112) ? (words.z << 16) & 2147418112 : (((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)))) < (words.z & 2147418112) ? words.z & 2147418112 : ((((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112))) < ((words.z << 16) & 2147418112) ? (words.z << 16) & 2147418112 : (((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112)) < (words.y & 2147418112) ? words.y & 2147418112 : ((((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112) < ((words.y << 16) & 2147418112) ? (words.y << 16) & 2147418112 : (((words.x << 16) & 2147418112) < (words.x & 2147418112) ? words.x & 2147418112 : (words.x << 16) & 2147418112))))));
-  uint32_t value = shuffle_xor_u32(largest, 1);
-  largest = largest < value ? value : largest;
-  uint32_t value_2 = shuffle_xor_u32(largest, 2);
-  largest = largest < value_2 ? value_2 : largest;
-  uint32_t value_3 = shuffle_xor_u32(largest, 4);
-  largest = largest < value_3 ? value_3 : largest;
-  uint32_t value_4 = shuffle_xor_u32(largest, 8);
-  largest = largest < value_4 ? value_4 : largest;
-  uint32_t exponent = largest >> 23 < 32 ? 32 : largest >> 23;
+  uint32_t within = unit % 16;
+  uint32_t token = 0;
+  uint32_t value = warp_maximum_u32(((((((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17))) < words.z << 17 ? words.z << 17 : (((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)))) < words.z << 1 ? words.z << 1 : ((((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17))) < words.z << 17 ? words.z << 17 : (((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17))))) < words.w << 17 ? words.w << 17 : (((((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17))) < words.z << 17 ? words.z << 17 : (((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)))) < words.z << 1 ? words.z << 1 : ((((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17))) < words.z << 17 ? words.z << 17 : (((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)))))) < words.w << 1 ? words.w << 1 : ((((((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17))) < words.z << 17 ? words.z << 17 : (((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)))) < words.z << 1 ? words.z << 1 : ((((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17))) < words.z << 17 ? words.z << 17 : (((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17))))) < words.w << 17 ? words.w << 17 : (((((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17))) < words.z << 17 ? words.z << 17 : (((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)))) < words.z << 1 ? words.z << 1 : ((((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17))) < words.z << 17 ? words.z << 17 : (((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)) < words.y << 1 ? words.y << 1 : ((words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17) < words.y << 17 ? words.y << 17 : (words.x << 17 < words.x << 1 ? words.x << 1 : words.x << 17)))))));
+  uint32_t exponent = value >> 24 < 32 ? 32 : value >> 24;
   float scale = bits_float((271 - exponent) << 23);
-  uint32_t element = float_bits(bf16x2_low(words.x) * scale + 12582912.0f) - 1262485504;
-  uint32_t element_2 = float_bits(bf16x2_high(words.x) * scale + 12582912.0f) - 1262485504;
-  uint32_t element_3 = float_bits(bf16x2_low(words.y) * scale + 12582912.0f) - 1262485504;
-  uint32_t element_4 = float_bits(bf16x2_high(words.y) * scale + 12582912.0f) - 1262485504;
-  uint32_t element_5 = float_bits(bf16x2_low(words.z) * scale + 12582912.0f) - 1262485504;
-  uint32_t element_6 = float_bits(bf16x2_high(words.z) * scale + 12582912.0f) - 1262485504;
-  uint32_t element_7 = float_bits(bf16x2_low(words.w) * scale + 12582912.0f) - 1262485504;
-  uint32_t element_8 = float_bits(bf16x2_high(words.w) * scale + 12582912.0f) - 1262485504;
+  uint32_t element = float_bits(bf16x2_low(words.y) * scale + 12615808.0f);
+  uint32_t element_2 = float_bits(bf16x2_low(words.w) * scale + 12615808.0f);
+  uint32_t element_3 = float_bits(bf16x2_high(words.y) * scale + 12615808.0f);
+  uint32_t element_4 = float_bits(bf16x2_high(words.w) * scale + 12615808.0f);
+  uint32_t element_5 = float_bits(bf16x2_low(words.x) * scale + 12324880.0f);
+  uint32_t element_6 = float_bits(bf16x2_low(words.z) * scale + 12324880.0f);
+  uint32_t element_7 = float_bits(bf16x2_high(words.x) * scale + 12324880.0f);
+  uint32_t element_8 = float_bits(bf16x2_high(words.z) * scale + 12324880.0f);
+  uint32_t both = element_5 * 16 - element;
+  uint32_t both_2 = element_6 * 16 - element_2;
+  uint32_t both_3 = element_7 * 16 - element_3;
+  uint32_t both_4 = element_8 * 16 - element_4;
   uint32_t* tile = (uint32_t*)(vector + unit / 16 * 25);
-  uint32_t part = unit % 16 / 4;
-  uint32_t place = part / 2 * 48 + unit % 4 * 4 + part % 2;
-  uint32_t balanced = (element_3 + 8421504) ^ 8421504;
-  uint32_t balanced_2 = (element_7 + 8421504) ^ 8421504;
-  uint32_t balanced_3 = (element_4 + 8421504) ^ 8421504;
-  uint32_t balanced_4 = (element_8 + 8421504) ^ 8421504;
-  tile[place] = byte_permute(byte_permute(balanced, balanced_2, 64), byte_permute(balanced_3, balanced_4, 64), 21520);
-  tile[place + 16] = byte_permute(byte_permute(balanced, balanced_2, 81), byte_permute(balanced_3, balanced_4, 81), 21520);
-  tile[place + 32] = byte_permute(byte_permute(balanced, balanced_2, 98), byte_permute(balanced_3, balanced_4, 98), 21520);
-  uint32_t balanced_5 = (element * 16 - element_3 + 8421504) ^ 8421504;
-  uint32_t balanced_6 = (element_5 * 16 - element_7 + 8421504) ^ 8421504;
-  uint32_t balanced_7 = (element_2 * 16 - element_4 + 8421504) ^ 8421504;
-  uint32_t balanced_8 = (element_6 * 16 - element_8 + 8421504) ^ 8421504;
-  tile[place + 2] = byte_permute(byte_permute(balanced_5, balanced_6, 64), byte_permute(balanced_7, balanced_8, 64), 21520);
-  tile[place + 18] = byte_permute(byte_permute(balanced_5, balanced_6, 81), byte_permute(balanced_7, balanced_8, 81), 21520);
-  tile[place + 34] = byte_permute(byte_permute(balanced_5, balanced_6, 98), byte_permute(balanced_7, balanced_8, 98), 21520);
-  if (unit % 16 == 0) {
-    tile[96] = exponent == 255 ? 2143289344 : (exponent - 21) << 23;
+  uint32_t part = within / 4;
+  uint32_t half = part / 2 * 48;
+  uint32_t place = half + token * 16 + unit % 4 * 4 + part % 2;
+  uint32_t low = byte_permute(element, element_2, 20800);
+  uint32_t low_2 = byte_permute(element_3, element_4, 20800);
+  uint32_t top = byte_permute(element, element_2, 25186);
+  uint32_t top_2 = byte_permute(element_3, element_4, 25186);
+  tile[place] = byte_permute(low, low_2, 21520) ^ 2155905152u;
+  tile[place + 16] = byte_permute(low, low_2, 30258) ^ 2155905152u;
+  tile[place + 32] = (byte_permute(top, top_2, 21520) + 1077952576) ^ 2155905152u;
+  uint32_t low_3 = byte_permute(both, both_2, 20800);
+  uint32_t low_4 = byte_permute(both_3, both_4, 20800);
+  uint32_t top_3 = byte_permute(both, both_2, 25186);
+  uint32_t top_4 = byte_permute(both_3, both_4, 25186);
+  tile[place + 2] = byte_permute(low_3, low_4, 21520) ^ 2155905152u;
+  tile[place + 18] = byte_permute(low_3, low_4, 30258) ^ 2155905152u;
+  tile[place + 34] = byte_permute(top_3, top_4, 21520) ^ 2155905152u;
+  if (within == token * 4) {
+    tile[96 + token] = exponent == 255 ? 2143289344 : (exponent - 21) << 23;
   }
 }
 
@@ -859,7 +856,7 @@ __device__ __forceinline__ void multiply_chunk(uint32_t chunk, uint32_t place, f
     uint8_t* first = chunk_2 + pair * 1056;
     const uint4* codes = (const uint4*)(first);
     uint4* digits = vector + (place * 16 + pair) * 25;
-    float power = ((const float*)(digits))[96];
+    float power = ((const float*)(digits) + 96)[0];
     uint4 words = codes[lane];
     have_read ^= words.x;
     uint4 values = digits[(lane / 8 < 2 ? lane / 8 : 2) * 4 + lane % 4];
@@ -902,12 +899,12 @@ __device__ __forceinline__ void multiply_chunk(uint32_t chunk, uint32_t place, f
   wait_for_u32(have_read);
 }
 
-// This warp's sums: [warp][row][column]. Lane 4g + t holds rows g and g + 8 of columns 2t and 2t + 1.
+// This warp's sums: [warp][column][row]. Lane 4g + t holds rows g and g + 8 of columns 2t and 2t + 1.
 __device__ __forceinline__ void lay_down(float* reductions, float (&sums)[1][4], uint32_t warp, uint32_t lane) {
   uint32_t row = warp * 16 + lane / 4;
   uint32_t first = lane % 4 * 2;
   if (first < 1) {
-    uint32_t place = row + first;
+    uint32_t place = row + first * 16;
     reductions[place] = sums[0][0];
     reductions[place + 8] = sums[0][2];
   }
@@ -936,8 +933,8 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   uint32_t head = m_tile / 8;
@@ -970,18 +967,31 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   }
 }
 
+// The next stage of the ring; behind the last comes the first, in the next pass.
+__device__ __forceinline__ void advance_2(uint32_t& stage, uint32_t& parity) {
+  stage += 1;
+  if (stage == 9) {
+    stage = 0;
+    parity ^= 1;
+  }
+}
+
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint64_t* exchange_words, uint32_t layer_epoch,
-    const int32_t* page_table, uint32_t layer, bf16* kv) {
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint64_t* exchange_words,
+    uint32_t layer_epoch, const int32_t* page_table, uint32_t layer, bf16* kv) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = 0;
     finish_rows(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch, page_table, layer, kv);
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 8) {
     finisher = 0;
@@ -995,8 +1005,8 @@ __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uin
 __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     const bf16* norms, uint32_t* block_waits, uint8_t* arena, const bf16* embedding, uint32_t* next_token,
     uint32_t lane, uint32_t warp, uint32_t column_count, uint64_t* exchange_words, uint32_t layer_epoch, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher,
-    const int32_t* page_table, bf16* kv) {
+    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
+    uint32_t& finisher, uint32_t& turn_parity, const int32_t* page_table, bf16* kv) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 162 + layer * 5);
   }
@@ -1068,8 +1078,10 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
       }
       advance(use_stage, use_parity);
     }
-    reduce(m_tile, sums, arena, turn, warp, lane, finisher, exchange_words, layer_epoch, page_table, layer, kv);
+    reduce(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch,
+        page_table, layer, kv);
   }
+  named_barrier(1, 256);
 }
 
 // Unit `number` of the newest keys, then of the newest values: as rows of a stage have them, bf16 or codes.
@@ -1388,9 +1400,9 @@ __device__ __forceinline__ void attend_keys(uint32_t begin, uint32_t end, uint32
     bool is_cached = tile < tiles;
     uint32_t arrivals_2 = arrivals(first_tile, last_tile, warp);
     uint32_t place = use_stage + stage;
-    uint32_t stage_2 = place % 11;
+    uint32_t stage_2 = place % 10;
     if (is_cached) {
-      mbarrier_wait(full + stage_2, (use_parity + place / 11) % 2);
+      mbarrier_wait(full + stage_2, (use_parity + place / 10) % 2);
     }
     uint8_t* chunk = ring + stage_2 * 17024;
     uint8_t* keys = chunk;
@@ -1417,8 +1429,8 @@ __device__ __forceinline__ void attend_keys(uint32_t begin, uint32_t end, uint32
     }
   }
   uint32_t place = use_stage + (cached + 31) / 32;
-  use_parity = (use_parity + place / 11) % 2;
-  use_stage = place % 11;
+  use_parity = (use_parity + place / 10) % 2;
+  use_stage = place % 10;
 }
 
 // Highest logit and weight sum of this warp, per column: statistics[warp][column].
@@ -1827,8 +1839,8 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float* residual = (float*)(arena + RESIDUAL);
@@ -1843,15 +1855,20 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint64_t* exchange_words, uint32_t layer_epoch) {
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint64_t* exchange_words,
+    uint32_t layer_epoch) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = 0;
     finish_rows_2(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 8) {
     finisher = 0;
@@ -1865,7 +1882,7 @@ __device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     uint32_t* block_waits, uint8_t* arena, uint32_t lane, uint64_t* exchange_words, uint32_t layer_epoch,
     uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint64_t* empty,
-    uint32_t& turn, uint32_t& finisher) {
+    uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 162 + layer * 5 + 2);
   }
@@ -1896,8 +1913,9 @@ __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t 
       }
       advance(use_stage, use_parity);
     }
-    reduce_2(m_tile, sums, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
+    reduce_2(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch);
   }
+  named_barrier(1, 256);
 }
 
 // Publish `count` values, one a lane from lane 0 on, as pairs of bf16 beginning at element `first` (even).
@@ -1918,8 +1936,8 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float value = row_sum * ((float*)(arena + SCALES))[column];
@@ -1930,15 +1948,20 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint64_t* exchange_words, uint32_t layer_epoch) {
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint64_t* exchange_words,
+    uint32_t layer_epoch) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = 0;
     finish_rows_3(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 8) {
     finisher = 0;
@@ -1952,7 +1975,8 @@ __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint32_t layer, const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t lane, uint64_t* exchange_words,
     uint32_t layer_epoch, uint32_t warp, uint32_t column_count, uint64_t* full, uint32_t& use_stage,
-    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher) {
+    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher,
+    uint32_t& turn_parity) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 162 + layer * 5 + 3);
   }
@@ -2002,8 +2026,9 @@ __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uin
       }
       advance(use_stage, use_parity);
     }
-    reduce_3(m_tile, sums, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
+    reduce_3(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch);
   }
+  named_barrier(1, 256);
 }
 
 // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
@@ -2016,9 +2041,9 @@ __device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, u
   }
   warp_barrier();
   uint4 units[8];
-  wait_flagged_units(units, exchange_words + (first_unit * 4 + 148640), 1024, 4, layer_epoch);
+  wait_flagged_units(units, exchange_words + (first_unit * 4 + 148640), 1024, 7, layer_epoch);
   #pragma unroll
-  for (uint32_t number = 0; number < 4; ++number) {
+  for (uint32_t number = 0; number < 7; ++number) {
     store_digits(vector, first_unit + number * 256, units[number]);
   }
   named_barrier(1, 256);
@@ -2035,7 +2060,7 @@ __device__ __forceinline__ void multiply_chunk_2(uint32_t chunk, uint32_t place,
     uint8_t* first = chunk_2 + pair * 1056;
     const uint4* codes = (const uint4*)(first);
     uint4* digits = vector + (place * 16 + pair) * 25;
-    float power = ((const float*)(digits))[96];
+    float power = ((const float*)(digits) + 96)[0];
     uint4 words = codes[lane];
     have_read ^= words.x;
     uint4 values = digits[(lane / 8 < 2 ? lane / 8 : 2) * 4 + lane % 4];
@@ -2078,24 +2103,6 @@ __device__ __forceinline__ void multiply_chunk_2(uint32_t chunk, uint32_t place,
   wait_for_u32(have_read);
 }
 
-// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, uint32_t lane, uint64_t* exchange_words,
-    uint32_t layer_epoch) {
-  uint4* vector = (uint4*)(arena + VECTOR);
-  uint32_t first_unit = thread;
-  if (lane == 0) {
-    wait_flagged4(exchange_words + ((first_unit + 1024) * 4 + 148640), layer_epoch);
-  }
-  warp_barrier();
-  uint4 units[8];
-  wait_flagged_units(units, exchange_words + ((first_unit + 1024) * 4 + 148640), 1024, 3, layer_epoch);
-  #pragma unroll
-  for (uint32_t number = 0; number < 3; ++number) {
-    store_digits(vector, first_unit + number * 256, units[number]);
-  }
-  named_barrier(1, 256);
-}
-
 // Publish `count` values, one a lane from lane 0 on, as pairs of bf16 beginning at element `first` (even).
 __device__ __forceinline__ void publish_rows_3(float value, uint32_t first, uint32_t lane, uint64_t* exchange_words,
     uint32_t column, uint32_t layer_epoch) {
@@ -2114,8 +2121,8 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float* residual = (float*)(arena + RESIDUAL);
@@ -2130,15 +2137,20 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, uint64_t* exchange_words, uint32_t layer_epoch) {
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint64_t* exchange_words,
+    uint32_t layer_epoch) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = 0;
     finish_rows_4(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 8) {
     finisher = 0;
@@ -2152,13 +2164,11 @@ __device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     uint32_t* block_waits, uint8_t* arena, uint32_t lane, uint64_t* exchange_words, uint32_t layer_epoch,
     uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint64_t* empty,
-    uint32_t& turn, uint32_t& finisher) {
+    uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 162 + layer * 5 + 4);
   }
   uint32_t position = block % 132;
-  float sums[1][4] = {};
-  float sums_2[1][4] = {};
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
@@ -2166,69 +2176,28 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
-  #pragma unroll 2
-  for (uint32_t chunk = 0; chunk < 4; ++chunk) {
-    mbarrier_wait(full + use_stage, use_parity);
-    uint8_t* chunk_2 = ring + use_stage * 17024;
-    multiply_chunk_2(chunk, chunk, sums, arena, warp, chunk_2, lane);
-    warp_barrier();
-    if (lane == 0) {
-      mbarrier_arrive(empty + use_stage);
+  #pragma unroll 1
+  for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
+    float sums[1][4] = {};
+    if (m_tile + 132 >= 256) {
+      if (thread == 0) {
+        store_shared_u32(block_waits, 1);
+      }
     }
-    advance(use_stage, use_parity);
-  }
-  if (position + 132 < 256) {
     #pragma unroll 2
-    for (uint32_t chunk = 0; chunk < 4; ++chunk) {
+    for (uint32_t chunk = 0; chunk < 7; ++chunk) {
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 17024;
-      multiply_chunk_2(chunk, chunk, sums_2, arena, warp, chunk_2, lane);
+      multiply_chunk_2(chunk, chunk, sums, arena, warp, chunk_2, lane);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
       }
       advance(use_stage, use_parity);
     }
+    reduce_4(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch);
   }
   named_barrier(1, 256);
-  if (thread == 0) {
-    store_shared_u32(block_waits, 1);
-  }
-  load_vector_3(arena, thread, lane, exchange_words, layer_epoch);
-  if (thread == 0) {
-    store_shared_u32(block_waits, 0);
-  }
-  #pragma unroll 2
-  for (uint32_t chunk = 4; chunk < 7; ++chunk) {
-    mbarrier_wait(full + use_stage, use_parity);
-    uint8_t* chunk_2 = ring + use_stage * 17024;
-    multiply_chunk_2(chunk, chunk - 4, sums, arena, warp, chunk_2, lane);
-    warp_barrier();
-    if (lane == 0) {
-      mbarrier_arrive(empty + use_stage);
-    }
-    advance(use_stage, use_parity);
-  }
-  if (position + 132 < 256) {
-    if (thread == 0) {
-      store_shared_u32(block_waits, 1);
-    }
-    #pragma unroll 2
-    for (uint32_t chunk = 4; chunk < 7; ++chunk) {
-      mbarrier_wait(full + use_stage, use_parity);
-      uint8_t* chunk_2 = ring + use_stage * 17024;
-      multiply_chunk_2(chunk, chunk - 4, sums_2, arena, warp, chunk_2, lane);
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(empty + use_stage);
-      }
-      advance(use_stage, use_parity);
-    }
-  }
-  reduce_4(position, sums, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
-  if (position + 132 < 256) {
-    reduce_4(position + 132, sums_2, arena, turn, warp, lane, finisher, exchange_words, layer_epoch);
-  }
 }
 
 // A unit times the norm's weights into the vector, and its squares to the thread's sum.
@@ -2383,8 +2352,8 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
   float half_sum = 0.0f;
   #pragma unroll
   for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t place = (half * 4 + other) * 16 + row;
-    half_sum += reductions[place + column];
+    uint32_t warp = half * 4 + other;
+    half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   float logit = row_sum * ((float*)(arena + SCALES))[column];
@@ -2399,18 +2368,22 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
 __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint32_t& finisher, float* logits, uint32_t step, uint32_t options,
-    const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts, float* weighed,
-    float& best, uint32_t& best_token) {
+    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, float* logits,
+    uint32_t step, uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias,
+    uint32_t* token_counts, float* weighed, float& best, uint32_t& best_token) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
   lay_down(reductions, sums, warp, lane);
-  named_barrier(1, 256);
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(summed + turn);
+  }
   if (warp == finisher) {
+    mbarrier_wait(summed + turn, turn_parity);
     uint32_t column = 0;
     finish_rows_5(m_tile, reductions, column, lane, arena, logits, step, options, sequences, masks, logit_bias,
         token_counts, weighed, best, best_token);
   }
-  turn ^= 1;
+  advance_2(turn, turn_parity);
   finisher += 1;
   if (finisher == 8) {
     finisher = 0;
@@ -2424,9 +2397,9 @@ __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint32_t head_from, float* logits, uint32_t* block_waits, uint8_t* arena, const bf16* norms, uint32_t lane,
     uint64_t* exchange_words, uint32_t step_epoch, uint32_t warp, uint32_t column_count, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint32_t& finisher,
-    uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts,
-    float* weighed, float& best, uint32_t& best_token) {
+    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
+    uint32_t& finisher, uint32_t& turn_parity, uint32_t options, const int32_t* sequences, const uint32_t* masks,
+    const float* logit_bias, uint32_t* token_counts, float* weighed, float& best, uint32_t& best_token) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 162 + 160);
   }
@@ -2476,9 +2449,10 @@ __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uin
         }
         advance(use_stage, use_parity);
       }
-      reduce_5(m_tile, sums, arena, turn, warp, lane, finisher, logits, step, options, sequences, masks, logit_bias,
-          token_counts, weighed, best, best_token);
+      reduce_5(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, logits, step, options, sequences,
+          masks, logit_bias, token_counts, weighed, best, best_token);
     }
+    named_barrier(1, 256);
   }
 }
 
@@ -3691,18 +3665,22 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
   uint32_t lane = thread % 32;
   uint64_t* exchange_words = (uint64_t*)(exchange);
   uint64_t* full = (uint64_t*)(arena + RING_BARRIERS);
-  uint64_t* empty = full + 11;
+  uint64_t* empty = full + 10;
   uint8_t* ring = arena + RING;
   uint32_t* block_waits = (uint32_t*)(arena + BLOCK_WAITS);
+  uint64_t* summed = (uint64_t*)(arena + REDUCTION_BARRIERS);
   uint64_t* step_done = (uint64_t*)(arena + STEP_DONE);
   uint32_t* next_token = (uint32_t*)(arena + NEXT_TOKEN);
   // barriers, and every column's first token
   if (thread == 0) {
-    for (uint32_t stage = 0; stage < 11; ++stage) {
+    for (uint32_t stage = 0; stage < 10; ++stage) {
       mbarrier_init(full + stage, 1);
       mbarrier_init(empty + stage, 8);
     }
     store_shared_u32(block_waits, 0);
+    for (uint32_t reduction = 0; reduction < 9; ++reduction) {
+      mbarrier_init(summed + reduction, 8);
+    }
     mbarrier_init(step_done, 1);
     mbarrier_init(step_done + 1, 1);
     mbarrier_fence_init();
@@ -3756,6 +3734,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
     take_registers();
     // the consumer warps
     uint32_t turn = 0;
+    uint32_t turn_parity = 0;
     uint32_t finisher = 0;
     uint32_t plan_index = 0;
     uint32_t use_stage = 0;
@@ -3774,22 +3753,22 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       for (uint32_t layer = 0; layer < 32; ++layer) {
         uint32_t layer_epoch = step_epoch + layer;
         qkv(thread, progress, block, step, layer, norms, block_waits, arena, embedding, next_token, lane, warp,
-            column_count, exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, turn, finisher,
-            page_table, kv);
+            column_count, exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, turn, summed, finisher,
+            turn_parity, page_table, kv);
         attention(thread, progress, block, step, layer, arena, kv_plans, plan_index, tiles, layer_epoch, exchange_words,
             lane, warp, use_stage, full, use_parity, ring, empty);
         o(thread, progress, block, step, layer, block_waits, arena, lane, exchange_words, layer_epoch, full, use_stage,
-            use_parity, ring, warp, empty, turn, finisher);
+            use_parity, ring, warp, empty, turn, summed, finisher, turn_parity);
         gate_up(thread, progress, block, step, layer, norms, block_waits, arena, lane, exchange_words, layer_epoch,
-            warp, column_count, full, use_stage, use_parity, ring, empty, turn, finisher);
+            warp, column_count, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity);
         down(thread, progress, block, step, layer, block_waits, arena, lane, exchange_words, layer_epoch, full,
-            use_stage, use_parity, ring, warp, empty, turn, finisher);
+            use_stage, use_parity, ring, warp, empty, turn, summed, finisher, turn_parity);
       }
       float best = -bits_float(0x7f800000);
       uint32_t best_token = 4294967295u;
       lm_head(thread, progress, block, step, head_from, logits, block_waits, arena, norms, lane, exchange_words,
-          step_epoch, warp, column_count, full, use_stage, use_parity, ring, empty, turn, finisher, options, sequences,
-          masks, logit_bias, token_counts, weighed, best, best_token);
+          step_epoch, warp, column_count, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity,
+          options, sequences, masks, logit_bias, token_counts, weighed, best, best_token);
       sampling(thread, progress, block, step, arena, best, best_token, lane, warp, options, column_count, sequences,
           weighed, step_epoch, exchange_words, cancelled, epoch, token_counts);
       take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, emitted, stop_ids, next_token,

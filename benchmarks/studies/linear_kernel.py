@@ -148,6 +148,7 @@ class DeepLinear:
         self.input_there = input_there
         with ch.if_(self.machine.thread == 0):
             self.ring.initialise()
+            self.matvec.initialise()
             prim.mbarrier_init(input_there, 1)
             prim.mbarrier_fence_init()
         prim.block_barrier()  # orders the barriers' initialisation before their first use by either role

@@ -17,9 +17,13 @@ VECTOR_COLUMNS = 32
 """Columns that a vector is padded to, and that a K-tile has some of whole."""
 TILE_ALIGNMENT = 16
 """Bytes that a K-tile is a multiple of: what a bulk copy moves."""
-BF16_VECTOR, DIGITS, HALVES = "bf16", "digits", "halves"
+BF16_VECTOR, DIGITS, HALVES, RAISED, STAGGERED = "bf16", "digits", "halves", "raised", "staggered"
 """What a vector is multiplied as: bf16 numbers; integers of 18 bits, as digits, with a power of two for each K-tile;
-f16 numbers with a power of two for each 32 columns."""
+f16 numbers with a power of two for each 32 columns; bf16 numbers times 2^RAISED_BY, STAGGERED every second pair of
+them times 2^(RAISED_BY - 4)."""
+RAISED_BY = 64
+"""Codes of weights stand in a bf16's lowest bits as they are, which makes them very small numbers: so vectors are
+raised. Elements from 2^63 on are infinite then; those below 2^-43 lose bits."""
 ROW_FACTOR_BYTES = 128
 """Behind the K-tiles of a quantised M-tile: 16 factors (f32), one a row, and zeros. A copy whose address or size is no
 multiple of 128 bytes takes a quarter longer (H200)."""
@@ -47,14 +51,14 @@ class TileFormat:
             )
 
     def vector_kind(self, columns: int, tokens: int) -> str:
-        """As what a product with a matrix of so many columns takes the vectors of `tokens` tokens: BF16_VECTOR, DIGITS
-        or HALVES."""
+        """As what a product with a matrix of so many columns takes the vectors of `tokens` tokens: BF16_VECTOR, DIGITS,
+        HALVES, RAISED or STAGGERED."""
         return BF16_VECTOR
 
     def vector_units(self, columns: int, tokens: int) -> int:
         """16-byte units of shared memory that the vectors of a K-tile of such a matrix take."""
-        extra = {BF16_VECTOR: 0, DIGITS: DIGIT_UNITS - self.columns // 8, HALVES: 1}
-        return (self.columns // 8 + extra[self.vector_kind(columns, tokens)]) * tokens
+        extra = {DIGITS: DIGIT_UNITS - self.columns // 8, HALVES: 1}
+        return (self.columns // 8 + extra.get(self.vector_kind(columns, tokens), 0)) * tokens
 
     def chunk_bytes(self, stage_bytes: int, warps: int) -> int:
         """Bytes of the K-tiles of a full chunk: as many for each warp as a stage holds, with what ends an M-tile."""
@@ -89,11 +93,10 @@ class QuantizedTiles(TileFormat):
 
     def vector_kind(self, columns: int, tokens: int) -> str:
         """Elements are converted by whole warps, of units of 8, and tiles."""
-        if columns % QUANTIZED_COLUMNS or columns * tokens % (8 * 32):
-            return BF16_VECTOR
-        if self.kind == "int4" and tokens <= DIGIT_TOKENS:
-            return DIGITS
-        return HALVES if self.kind == "fp8" and tokens <= HALF_TOKENS else BF16_VECTOR
+        is_whole = columns % QUANTIZED_COLUMNS == 0 and columns * tokens % (8 * 32) == 0
+        if self.kind == "int4":
+            return DIGITS if is_whole and tokens <= DIGIT_TOKENS else STAGGERED
+        return HALVES if self.kind == "fp8" and is_whole and tokens <= HALF_TOKENS else RAISED
 
     @property
     def groups(self) -> int:
@@ -111,8 +114,9 @@ ZERO_POINT_BYTES = M_TILE_ROWS
 """The zero points of a group, u8 in the same order."""
 BLOCK_SCALE_BYTES = 16
 """Of an e4m3 tile in a block format: the scales (f32) of its first 8 rows and of the others, and 8 bytes of zeros."""
-DIGIT_TOKENS = 1
-"""Tokens of a step up to which 4-bit weights are multiplied by digits: for several, a nibble costs less as bf16."""
+DIGIT_TOKENS = 2
+"""Tokens of a step up to which 4-bit weights are multiplied by digits: those of two fill 6 of the 8 columns of an
+`mma`. For more, a nibble costs less as bf16."""
 HALF_TOKENS = 2
 """The same for e4m3 and f16: where there are more vectors to convert, that takes longer than it saves (8B, 8 tokens,
 H200: 3.11 ms a step)."""

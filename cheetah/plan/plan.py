@@ -6,7 +6,7 @@ from math import lcm
 from typing import Any
 
 from cheetah.plan.errors import PlanError, require_positive
-from cheetah.plan.formats import BF16, M_TILE_ROWS
+from cheetah.plan.formats import BF16, M_TILE_ROWS, QuantizedTiles
 from cheetah.plan.gpu import Gpu
 from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.layout import slice_columns
@@ -52,6 +52,8 @@ TRANSACTION_LIMIT_BYTES = 2**20
 """An mbarrier counts fewer pending bytes than this (PTX ISA, mbarrier tx-count)."""
 SMALL_LAYER_BYTES = 1_200_000
 """Weights of a layer that each block reads: below this, waiting weighs more than reading."""
+SHORT_LAYER_BYTES = 2_500_000
+"""The same of quantised weights: below this, few requests while a block waits."""
 DEFAULT_CONTEXT, DEFAULT_STEPS = 8192, 64
 """Tokens of a sequence, and steps of a launch, unless told otherwise."""
 EMULATOR_STAGES = 8
@@ -204,6 +206,27 @@ class Plan:
         return min(MERGE_WARPS, self.consumer_warps & -self.consumer_warps)
 
     @property
+    def finishers(self) -> int:
+        """Warps that finish an M-tile together: one a column, if there are so many."""
+        return min(self.tokens, self.consumer_warps)
+
+    @property
+    def reductions(self) -> int:
+        """Buffers of the warps' sums of an M-tile: one more than there are groups of finishing warps, see `Matvec`."""
+        return self.consumer_warps // self.finishers + 1
+
+    @property
+    def column_sums(self) -> int:
+        """Floats from a warp's sums of one column of an M-tile to those of the next. Of several columns, lanes would
+        meet in few banks if it were a power of two."""
+        return M_TILE_ROWS if self.tokens <= 2 else M_TILE_ROWS + 4
+
+    @property
+    def warp_sums(self) -> int:
+        """Floats from a warp's sums of an M-tile to those of the next warp."""
+        return self.tokens * self.column_sums + (0 if self.tokens <= 2 else 4)
+
+    @property
     def moves_registers(self) -> bool:
         """Whether the producer warps give registers to the consumer warps: two warpgroups of 232 and one of 40 a
         thread. Equal shares would be 168."""
@@ -313,27 +336,33 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
     """What a block keeps in shared memory beside the ring.
 
     scratch: the input of a product (bf16), or what attention needs, or all blocks' candidates, or what filters need.
-    reductions: two buffers of the warps' row sums. residual: the block's rows (f32). partial_sums: of squares; scales:
-    1/rms of every token. rope: cos and sin of every token's position. warp_candidates: of every warp and column.
-    columns: what the step's tokens are. chosen: what was sampled. step_done: two mbarriers. next_token: of every
-    column, then whether the launch ends.
+    reductions: buffers of the warps' row sums, with an mbarrier each; only products use them, as the input, behind
+    which they lie if there is room. residual: the block's rows (f32). partial_sums: of squares; scales: 1/rms of every
+    token. rope: cos and sin of every token's position. warp_candidates: of every warp and column. columns: what the
+    step's tokens are. chosen: what was sampled. step_done: two mbarriers. next_token: of every column, then whether the
+    launch ends.
     """
     vector_bytes = longest_vector_bytes(shape, plan)
     attention = attention_regions(shape, plan, vector_bytes)
     candidates = gpu.blocks * max(plan.tokens, 2) * 8
     filtering = filter_regions(plan, gpu, candidates)
     residual_rows = ceil_div(ceil_div(shape.hidden, M_TILE_ROWS), gpu.blocks) * M_TILE_ROWS
+    filters = filtering[-1].skip + filtering[-1].nbytes
+    scratch = max(vector_bytes, sum(region.nbytes for region in attention), filters)
+    reductions = plan.reductions * plan.consumer_warps * plan.warp_sums * 4
+    is_room_behind_vector = vector_bytes + reductions <= scratch
     return (
-        Region(
-            "scratch",
-            max(vector_bytes, sum(region.nbytes for region in attention), filtering[-1].skip + filtering[-1].nbytes),
-            BULK_ALIGNMENT,
-        ),
+        Region("scratch", scratch, BULK_ALIGNMENT),
         Region("vector", vector_bytes, BULK_ALIGNMENT, over="scratch"),
         Region("candidates", candidates, BULK_ALIGNMENT, over="scratch"),
         *filtering,
         *attention,
-        Region("reductions", 2 * plan.consumer_warps * M_TILE_ROWS * plan.tokens * 4, BULK_ALIGNMENT),
+        Region(
+            *("reductions", reductions),
+            over="scratch" if is_room_behind_vector else None,
+            skip=vector_bytes if is_room_behind_vector else 0,
+        ),
+        Region("reduction_barriers", plan.reductions * 8),
         Region("residual", residual_rows * plan.tokens * 4),
         Region("partial_sums", plan.consumer_warps * COLUMNS * 4),
         Region("scales", plan.tokens * 4),
@@ -419,17 +448,29 @@ def _vector_bytes(shape: ModelShape, plan: Plan, matrix: str, columns: int, part
 
 
 def default_down_slices(shape: ModelShape, tokens: int, gpu: Gpu) -> int:
-    """Two for a single token, so that the first half is multiplied before the second one exists (8B 0.4 %, 1B 0.8 %);
-    for several as many as let the vector fit where the others do."""
-    if tokens == 1:
-        return 1 if gpu.emulated else 2
-    return ceil_div(shape.padded_ffn, max(shape.padded_hidden, shape.padded_query_rows))
+    """Each part costs quantised weights more than it hides, but so does a ring that is too short. Beside 4 bits the
+    vectors come in parts of two fifths of the memory, a single one of a quarter (8B: 1 part 1.337, 2 1.354 ms a step;
+    two tokens 1 1.538, 4 1.689; 8 tokens 2 2.188, 3 2.139, 4 2.230; 70B, a token: 1 9.79, 2 9.23); beside 8 bits in two
+    parts of half of it at most (fp8, 8 tokens: 2 2.647, 4 2.890). bf16, a single token: two, so that the first half is
+    multiplied before the second one exists (8B 0.4 %, 1B 0.8 %); several: as many as let the vectors fit where the
+    others do."""
+    down = shape.format_of("down")
+    if isinstance(down, QuantizedTiles):
+        vectors = ceil_div(shape.ffn, down.columns) * down.vector_units(shape.ffn, tokens) * 16
+        if down.bits == 4:
+            return ceil_div(vectors, gpu.shared_bytes // 4 if tokens == 1 else gpu.shared_bytes * 2 // 5)
+        return max(1 if gpu.emulated else 2, ceil_div(vectors, gpu.shared_bytes // 2))
+    if tokens > 1:
+        return ceil_div(shape.padded_ffn, max(shape.padded_hidden, shape.padded_query_rows))
+    return 1 if gpu.emulated else 2
 
 
-def default_sync(tokens: int, gpu: Gpu) -> str:
+def default_sync(shape: ModelShape, tokens: int, gpu: Gpu) -> str:
     """Flagged words double what every block reads: with 8 tokens that costs more than the grid barrier's longer trips
-    (8B, batch 8: 4.09 against 3.89 ms a step)."""
-    return "barrier" if tokens >= BARRIER_TOKENS and not gpu.emulated else "flags"
+    (8B, batch 8: 4.09 against 3.89 ms a step), beside quantised weights with 4 (int4 2.271 against 1.950, fp8 2.803
+    against 2.589)."""
+    from_tokens = BARRIER_TOKENS // 2 if shape.formats else BARRIER_TOKENS
+    return "barrier" if tokens >= from_tokens and not gpu.emulated else "flags"
 
 
 def shared_map(shape: ModelShape, plan: Plan, gpu: Gpu, reserve: Reserve = kernel_regions) -> SharedMap:
@@ -454,13 +495,13 @@ def default_plan(gpu: Gpu, shape: ModelShape, *, reserve: Reserve = kernel_regio
     require_positive("Plan", **{name: chosen[name] for name in used_here if name in chosen})
     chosen.setdefault("tokens", next((size for size in STEP_TOKENS if size >= chosen.get("batch", 1)), MAX_BATCH))
     chosen.setdefault("down_slices", default_down_slices(shape, chosen["tokens"], gpu))
-    chosen.setdefault("sync", default_sync(chosen["tokens"], gpu))
+    chosen.setdefault("sync", default_sync(shape, chosen["tokens"], gpu))
     chosen.setdefault("stage_bytes", _default_stage_bytes(shape, gpu, chosen["consumer_warps"]))
     draft = Plan.from_dict({**chosen, "stages": 2, "in_flight": 1, "in_flight_waiting": 0})
     draft.check(shape, gpu)
     stages = chosen["stages"] if "stages" in chosen else _default_stages(shape, draft, gpu, reserve)
     in_flight = chosen.get("in_flight", max(1, min(_default_in_flight(shape, gpu, draft), stages - 1)))
-    waiting = chosen.get("in_flight_waiting", _default_waiting(in_flight))
+    waiting = chosen.get("in_flight_waiting", _default_waiting(shape, gpu, in_flight))
     plan = replace(draft, stages=stages, in_flight=in_flight, in_flight_waiting=waiting)
     shared_map(shape, plan, gpu, reserve)
     return plan
@@ -506,10 +547,17 @@ def _default_in_flight(shape: ModelShape, gpu: Gpu, draft: Plan) -> int:
     return max(2, round(kilobytes * 1024 / draft.stage_bytes))
 
 
-def _default_waiting(in_flight: int) -> int:
+def _default_waiting(shape: ModelShape, gpu: Gpu, in_flight: int) -> int:
     """One chunk fewer while the block waits, if that leaves two: worth 0.7 % on 8B, 1 % on 3B, 2 % on 1B, and 0.5 %
-    with 4 and 8 tokens."""
-    return min(in_flight, max(2, in_flight - 1))
+    with 4 and 8 tokens. Two where quantised layers are read faster than vectors come (8B, int4: 1.337 to 1.311 ms a
+    step, fp8 1.929 to 1.883); on 70B that costs 1 %."""
+    layer_bytes = (
+        _layer_bytes(shape, gpu)
+        * shape.format_of("gate_up").tile_bytes
+        // (M_TILE_ROWS * 2 * shape.format_of("gate_up").columns)
+    )
+    is_short = bool(shape.formats) and layer_bytes < SHORT_LAYER_BYTES
+    return min(in_flight, 2 if is_short else max(2, in_flight - 1))
 
 
 def _layer_bytes(shape: ModelShape, gpu: Gpu) -> int:

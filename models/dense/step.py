@@ -159,6 +159,7 @@ class StepParts:
         ch.comment("barriers, and every column's first token")
         with ch.if_(machine.thread == 0):
             self.ring.initialise()
+            self.linear.initialise()
             self.tokens.initialise()
             prim.mbarrier_fence_init()
         self.tokens.take_first()

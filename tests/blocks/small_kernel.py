@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from cheetah import lang as ch
+from cheetah.blocks.linear.matvec import Matvec
 from cheetah.blocks.machine import Machine, emit_roles, start_machine
 from cheetah.blocks.ring import Ring
 from cheetah.emulator import allocate, compile_program
@@ -59,12 +60,18 @@ class SmallKernel:
 @ch.inline
 def start_ring(machine: Machine) -> Ring:
     ring = Ring(machine)
-    with ch.if_(machine.thread == 0):
-        ring.initialise()
-        prim.mbarrier_fence_init()
-    prim.block_barrier()
+    initialise(machine, ring)
     ring.start()
     return ring
+
+
+@ch.inline
+def initialise(machine: Machine, part: Ring | Matvec) -> None:
+    """Its mbarriers are ready."""
+    with ch.if_(machine.thread == 0):
+        part.initialise()
+        prim.mbarrier_fence_init()
+    prim.block_barrier()
 
 
 def filled(array: Any) -> np.ndarray:

@@ -18,7 +18,7 @@ from cheetah.models.formats import pack_matrix
 from cheetah.models.rounding import widen
 from cheetah.plan import VECTOR_COLUMNS, MatrixLayout, ModelShape, PlanError
 from cheetah.plan.index import round_up
-from tests.blocks.small_kernel import SmallKernel, filled, plan_of
+from tests.blocks.small_kernel import SmallKernel, filled, initialise, plan_of
 from tests.program.rig import as_bf16, emulated_gpu, model, relative_error
 from tests.tolerances import MATVEC
 
@@ -67,6 +67,7 @@ def product(
     def body(machine: Any, ring: Any, given: dict[str, Any]) -> None:
         columns = Columns(machine, given["column_count"], given["x"], given["x"])
         matvec = Matvec(columns, ring, given["weights"])
+        initialise(machine, matvec)
 
         def read(data: Any, unit: Any, count: int) -> None:
             for number in range(count):

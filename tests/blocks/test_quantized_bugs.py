@@ -21,8 +21,8 @@ from tests.program.rig import as_bf16, relative_error
 from tests.tolerances import MATVEC
 
 Patch = pytest.MonkeyPatch
-ONE, TWO = {"tokens": 1}, {"tokens": 2}
-"""Steps of one token multiply 4-bit weights by digits, others as bf16."""
+ONE, TWO, FOUR = {"tokens": 1}, {"tokens": 2}, {"tokens": 4}
+"""Steps of one and two tokens multiply 4-bit weights by digits, others as bf16."""
 
 
 def changed(owner: Any, name: str, change: Callable[..., Any]) -> Callable[[Patch], None]:
@@ -38,7 +38,7 @@ def of_the_neighbour(right: Any, tiles: Any, first: Any, number: int) -> Any:
 
 BUGS: dict[str, tuple[str, dict[str, Any], Callable[[Patch], None]]] = {
     "": ("int4-g64-asym", ONE, lambda patch: None),
-    "the scale of the neighbouring group": ("int4-g64", TWO, changed(integers, "group_scales", of_the_neighbour)),
+    "the scale of the neighbouring group": ("int4-g64", FOUR, changed(integers, "group_scales", of_the_neighbour)),
     "the same with digits": ("int4-g64", ONE, changed(digits, "group_scales", of_the_neighbour)),
     "the zero point of the neighbouring group": (
         *("int4-g32-asym", ONE),
@@ -50,25 +50,41 @@ BUGS: dict[str, tuple[str, dict[str, Any], Callable[[Patch], None]]] = {
     ),
     "a zero point that is one too small": (
         "int4-g128",
-        TWO,
-        changed(integers, "MIDDLE_NIBBLE", lambda right: right - 1),
+        FOUR,
+        changed(integers.Int4Fragments, "middle", lambda right: right - 1),
     ),
     "the same with digits, of rows": (
         *("int4-asym", ONE),
         changed(digits, "group_zero_points", lambda right, *given: right(*given) + 1),
     ),
+    "an upper nibble as large as a lower one": (
+        *("int4-g64", FOUR),
+        changed(integers.Int4Fragments, "second_factor", lambda right: 1),
+    ),
     "two digits change places": (
         *("int4-g128", ONE),
-        changed(digits, "_digits", lambda right, numbers: [right(numbers)[place] for place in (1, 0, 2)]),
+        changed(digits, "_digits", lambda right, *given: [right(*given)[place] for place in (1, 0, 2)]),
     ),
     "digits that are not balanced": ("int4-g128", ONE, changed(digits, "BALANCE", lambda right: 0)),
-    "the largest element of half a tile": (
+    "a power of two that each unit has for itself": (
         *("int4-g128", ONE),
-        changed(prim, "shuffle_xor_u32", lambda right, value, mask: value if mask == 8 else right(value, mask)),
+        changed(prim, "warp_maximum_u32", lambda right, value: value),
     ),
-    "an upper nibble taken for a lower one": (
+    "the power of the first token for both": (
+        *("int4-g128", TWO),
+        changed(digits, "exponent_of_warp", lambda right, pairs, token, tokens: right(pairs, token * 0, tokens)),
+    ),
+    "the powers of two tokens change places": (
+        *("int4-g128", TWO),
+        changed(digits.DigitFragments, "_powers", lambda right, *given: right(*given)[::-1]),
+    ),
+    "what balances the upper nibble's third digit": (
+        *("int4-g128", ONE),
+        changed(digits, "TOP_OF_HIGH", lambda right: right + 0x01010101),
+    ),
+    "a code without its upper nibble": (
         *("int8", TWO),
-        changed(integers, "nibbles", lambda right, word, number, magic: right(word, number & 2, magic)),
+        changed(integers, "LOW_BYTES", lambda right: right & 0x000F000F),
     ),
     "the power of the neighbouring part": (
         *("fp8", ONE),
@@ -95,9 +111,10 @@ def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     plant(monkeypatch)
     kernel, layout = product(32, 512, 2, fields, format)
     matrix = rows_of(format, layout.rows, layout.columns)
-    # Sizes that differ from part to part, so that each has a power of two of its own.
+    # Sizes that differ from part to part and from token to token, so that each has a power of two of its own.
     values = np.random.default_rng(1).standard_normal((kernel.plan.tokens, layout.columns))
     values *= np.exp2(np.arange(layout.columns) // 64 % 5)
+    values *= np.exp2(6.0 * np.arange(kernel.plan.tokens))[:, None]
     x = as_bf16(values)
     found = launched(kernel, layout, filled(pack_matrix(layout, matrix)), x)
     wanted = widen(x).astype(np.float64) @ matrix.dequantized().astype(np.float64).T

@@ -13,7 +13,7 @@ from cheetah.models.formats import PackingError, pack_matrix, unpack_matrix
 from cheetah.models.formats.quantized import QuantizedRows, scheme_of_name
 from cheetah.models.rounding import widen
 from cheetah.plan import GPUS, VECTOR_COLUMNS, MatrixLayout, Plan, PlanError
-from cheetah.plan.formats import BF16_VECTOR, DIGITS, HALVES, QUANTIZED_FORMATS, tile_format
+from cheetah.plan.formats import DIGITS, HALVES, QUANTIZED_FORMATS, STAGGERED, tile_format
 from cheetah.plan.index import round_up
 from tests.blocks.small_kernel import SmallKernel, filled
 from tests.blocks.test_matvec import in_fragment_order, product
@@ -24,6 +24,7 @@ from tests.tolerances import MATVEC, MATVEC_WITH_OUTLIERS
 # rows, columns, blocks, then fields of the plan: the odd sizes are those that no K-tile and no group divides
 SMALL: tuple[int, int, int, dict[str, Any]] = (50, 1000, 3, {"tokens": 2, "down_slices": 2})
 BY_DIGITS: tuple[int, int, int, dict[str, Any]] = (50, 1280, 3, {"down_slices": 2})
+BY_DIGITS_OF_TWO: tuple[int, int, int, dict[str, Any]] = (50, 1280, 3, {"tokens": 2, "down_slices": 2})
 OTHERS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "one element": (1, 1, 1, {}),
     "part of a group, an M-tile and a row": (17, 33, 2, {}),
@@ -100,9 +101,23 @@ def test_product_against_float64(name: str) -> None:
 @pytest.mark.parametrize("name", ["int4", "int4-g128-asym", "int4-g64", "int4-g32-asym"])
 def test_product_by_digits_against_float64(name: str) -> None:
     _, layout = compiled((*BY_DIGITS[:3], tuple(BY_DIGITS[3].items())), name)
-    assert (layout.vector_kind(1), layout.vector_kind(8)) == (DIGITS, BF16_VECTOR)
-    assert error_of_product(BY_DIGITS, name) < MATVEC
-    assert error_of_product(BY_DIGITS, name, outlier=1000.0) < MATVEC_WITH_OUTLIERS
+    assert [layout.vector_kind(tokens) for tokens in (1, 2, 4, 8)] == [DIGITS, DIGITS, STAGGERED, STAGGERED]
+    for case in (BY_DIGITS, BY_DIGITS_OF_TWO):
+        assert error_of_product(case, name) < MATVEC
+        assert error_of_product(case, name, outlier=1000.0) < MATVEC_WITH_OUTLIERS
+
+
+@pytest.mark.compiler
+def test_digits_of_two_tokens_know_nothing_of_each_other() -> None:
+    """Not of how large the other is, nor whether it is in use."""
+    kernel, layout = compiled((*BY_DIGITS_OF_TWO[:3], tuple(BY_DIGITS_OF_TWO[3].items())), "int4-g128-asym")
+    packed = filled(pack_matrix(layout, rows_of("int4-g128-asym", layout.rows, layout.columns)))
+    values = np.random.default_rng(1).standard_normal((2, layout.columns))
+    both = launched(kernel, layout, packed, as_bf16(values))
+    larger = launched(kernel, layout, packed, as_bf16(values * [[1.0], [2.0**40]]))
+    np.testing.assert_array_equal(larger[0], both[0])
+    np.testing.assert_array_equal(larger[1], both[1] * np.float32(2.0**40))
+    np.testing.assert_array_equal(launched(kernel, layout, packed, as_bf16(values), used=1)[0], both[0])
 
 
 @pytest.mark.compiler

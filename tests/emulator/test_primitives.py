@@ -56,15 +56,17 @@ def test_shuffles(scheduler: str, draw: np.random.Generator) -> None:
       out[i] = shuffle_xor_u32(x[i], 5);
       out[64 + i] = float_bits(shuffle_xor_f32(bits_float(x[i]), 16));
       out[128 + i] = shuffle_u32(x[i], (i * 7 + 3) % 32);
+      out[192 + i] = warp_maximum_u32(x[i]);
     """
     x = draw.integers(0, 1 << 30, 64, dtype=np.uint32)
-    out = np.zeros((3, 64), np.uint32)
+    out = np.zeros((4, 64), np.uint32)
     program(body, "const uint32_t* x, uint32_t* out").launch(1, 64, 0, [x, out], scheduler=scheduler, seed=1)
     thread, lanes = np.arange(64), np.arange(64) % 32
     first = thread - lanes
     np.testing.assert_array_equal(out[0], x[first + (lanes ^ 5)])
     np.testing.assert_array_equal(out[1], x[first + (lanes ^ 16)])
     np.testing.assert_array_equal(out[2], x[first + (thread * 7 + 3) % 32])
+    np.testing.assert_array_equal(out[3], x.reshape(2, 32).max(axis=1).repeat(32))
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)

@@ -1,5 +1,7 @@
 """The plan by rule, its refusals, and the matrices that follow from it."""
 
+from dataclasses import replace
+
 import pytest
 
 from cheetah.errors import CheetahError
@@ -155,6 +157,17 @@ def test_a_vector_of_one_token_is_brought_in_halves_and_of_several_in_parts_no_l
     assert plan_for(LLAMA_8B, tokens=4, down_slices=2).down_slices == 2
     slices = [layout.slices for layout in step_matrices(LLAMA_8B, plan_for(LLAMA_8B, tokens=8), GPUS["h200"])]
     assert slices == [1, 1, 1, 4, 1]
+
+
+def test_vectors_beside_4_bit_weights_come_in_few_parts_by_the_grid_barrier_from_four_on():
+    shape = replace(LLAMA_8B, formats=tuple((name, "int4-g128") for name in ("qkv", "o", "gate_up", "down")))
+    plans = [plan_for(shape, tokens=tokens) for tokens in (1, 2, 4, 8)]
+    assert [(plan.down_slices, plan.sync) for plan in plans] == [
+        *((1, "flags"), (1, "flags")),
+        *((2, "barrier"), (3, "barrier")),
+    ]
+    assert [plan.in_flight_waiting for plan in plans] == [2, 2, 2, 2]
+    assert plan_for(LLAMA_8B).in_flight_waiting == 3
 
 
 def test_what_attention_keeps_while_it_works_lies_one_after_the_other_over_the_vector():

@@ -407,7 +407,8 @@ BUGS = (
     Bug("no barrier between loading and multiplying", BOTH, change=load_without_meeting),
     Bug("no barrier after the sums of squares", BOTH, without(MEET, before=r"\] = sum_of_token;\s*\}\s*")),
     Bug("one reduction buffer", BOTH, ((r"(float\* reductions = [^;]*) \+ turn \* 32;", r"\1;"),)),
-    Bug("no barrier before the rows are finished", BOTH, without(MEET, after=r"\s*if \(warp == finisher\)")),
+    Bug("rows finished before all warps have summed", BOTH, without(r"mbarrier_wait\(summed \+ turn, turn_parity\);")),
+    Bug("one warp's sums are enough", BOTH, ((r"(mbarrier_init\(summed \+ reduction), 2\)", r"\1, 1)"),)),
     Bug("token read before it is chosen", BOTH, without(MEET, before=r"mbarrier_arrive\(step_done\);[\s}]*")),
     # -- exchanges
     Bug("no wait for gated", BOTH, change=read_without_waiting("gated")),

@@ -49,7 +49,7 @@ class Fragments(ABC):
     def finish_chunk(self) -> None:  # noqa: B027 - most tell it tile by tile
         """Behind the last tile of a chunk: tell the stage what has been read, if nobody has."""
 
-    def finish_rows(self, tiles: int, groups: int, sums: Any) -> None:
-        """sums [groups, 4] *= the factors of their rows, which lie behind the last `tiles` K-tiles of an M-tile; tells
-        the stage what it has read. Only for formats with `factor_bytes`."""
+    def finish_rows(self, tiles: int, columns: Columns, sums: Any) -> None:
+        """sums [groups of columns, 4] *= the factors of their rows, which lie behind the last `tiles` K-tiles of an
+        M-tile; tells the stage what it has read. Only for formats with `factor_bytes`."""
         raise NotImplementedError(f"weight format {self.format.name} says nothing of rows")

@@ -2,7 +2,8 @@
 
 The producer lane brings the block's M-tiles chunk by chunk; in each chunk every consumer warp multiplies its K-tiles
 and keeps partial sums of the M-tile's 16 rows; at the end of an M-tile the warps' sums are added in fixed order, for
-each token by one warp, which finishes the rows. Which warps finish rotates, so the others go on with the next M-tile.
+each token by one warp, which finishes the rows. Which warps finish rotates, and only they wait for the sums of all: the
+others go on with the next M-tile.
 
 Where the vectors of several tokens do not fit into shared memory whole, the matrix is multiplied slice by slice: all
 the block's M-tiles by the first part of the vectors, then by the next, with the sums of all its M-tiles in registers.
@@ -21,7 +22,7 @@ from cheetah.blocks.columns import Columns
 from cheetah.blocks.linear.formats import fragments_of
 from cheetah.blocks.linear.fragments import Activations
 from cheetah.blocks.linear.interface import Epilogue, Linear, Prologue, Rows
-from cheetah.blocks.ring import Ring, Stage
+from cheetah.blocks.ring import Cursor, Ring, Stage
 from cheetah.blocks.timeline import NO_TIMELINE, Timeline
 from cheetah.lang import prim, ty
 from cheetah.plan import M_TILE_ROWS, MatrixLayout
@@ -60,27 +61,32 @@ class Matvec(Linear):
                 self.timeline.stamp_here("done")
 
     @property
-    def _finishers(self) -> int:
-        """Warps that finish an M-tile together: one a column, if there are so many."""
-        return min(self.columns.limit, self.machine.plan.consumer_warps)
-
-    @property
     def slots(self) -> int:
         """Columns that a finishing warp has."""
-        return self.columns.limit // self._finishers
+        return self.columns.limit // self.machine.plan.finishers
 
     def column_of_warp(self, slot: int) -> Any:
         """The column that this warp finishes."""
-        return self.machine.warp % self._finishers + slot * self._finishers
+        return self.machine.warp % self.machine.plan.finishers + slot * self.machine.plan.finishers
 
     @ch.inline
     def _start(self) -> None:
+        """Reductions and groups of finishing warps take turns, and there is one reduction more than groups. So when a
+        warp comes to an M-tile's reduction again, it has itself finished an M-tile since, for which it waited for all
+        warps: they had gone on from the first one, and read its sums before, if it was theirs to finish."""
+        summed = self.machine.region("reduction_barriers", ty.u64)
+        self.summed = summed
         with self.machine.consumer:
-            # Two reduction buffers in turn: the finishing warps read one while the others fill the other; the barrier
-            # of the next M-tile lies between their reading and the next writing of the same buffer.
             turn = ch.var(ty.u32, 0)
+            turn_parity = ch.var(ty.u32, 0)
             finisher = ch.var(ty.u32, 0)
-            self.turn, self.finisher = turn, finisher
+            self.finisher, self.turn = finisher, Cursor(turn, turn_parity, self.machine.plan.reductions)
+
+    @ch.inline
+    def initialise(self) -> None:
+        """Set the barriers up, as `Ring.initialise`."""
+        with ch.for_(self.machine.plan.reductions, name="reduction") as reduction:
+            prim.mbarrier_init(self.summed + reduction, self.machine.plan.consumer_warps)
 
     @ch.inline
     def copy(self, layout: MatrixLayout) -> None:
@@ -134,6 +140,7 @@ class Matvec(Linear):
                 self._multiply_whole(layout, position, prologue, epilogue)
             else:
                 self._multiply_sliced(layout, position, prologue, epilogue)
+            machine.meet()  # everybody has read the vectors, and what the finishing warps write is seen
 
     @ch.inline
     def _multiply_whole(self, layout: MatrixLayout, position: ch.Expr, prologue: Prologue, epilogue: Epilogue) -> None:
@@ -208,50 +215,54 @@ class Matvec(Linear):
                     multiply_tile()
         if layout.format.factor_bytes:
             with ch.if_(chunk == layout.chunks - 1):
-                fragments.finish_rows(layout.last_chunk_tiles, self.columns.tiles, sums)
+                fragments.finish_rows(layout.last_chunk_tiles, self.columns, sums)
         fragments.finish_chunk()
 
     @ch.function
     def _reduce(self, layout: MatrixLayout, m_tile: ch.Expr, sums: Any, epilogue: Epilogue) -> None:
         """The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows."""
         machine, warps = self.machine, self.machine.plan.consumer_warps
-        reductions = machine.region("reductions", ty.f32) + self.turn * (warps * M_TILE_ROWS * self.columns.limit)
+        turn, finishers = self.turn, machine.plan.finishers
+        reductions = machine.region("reductions", ty.f32) + turn.stage * (warps * machine.plan.warp_sums)
         self._lay_down(reductions, sums)
-        machine.meet()
-        with ch.if_(machine.warp // self._finishers == self.finisher):
+        prim.warp_barrier()  # orders the lanes' sums before the arrival
+        with ch.if_(machine.lane == 0):
+            prim.mbarrier_arrive(self.summed + turn.stage)
+        with ch.if_(machine.warp // finishers == self.finisher):
+            prim.mbarrier_wait(self.summed + turn.stage, turn.parity)
             for slot in range(self.slots):
                 column = ch.const(ty.u32, self.column_of_warp(slot), name="column")
                 with self.columns.if_active(column):
                     self._finish_rows(layout, m_tile, reductions, column, slot, epilogue)
-        self.turn ^= 1
+        turn.advance()
         self.finisher += 1
-        with ch.if_(self.finisher == warps // self._finishers):
+        with ch.if_(self.finisher == warps // finishers):
             self.finisher.set(0)
 
     @ch.function
     def _lay_down(self, reductions: ch.Expr, sums: Any) -> None:
-        """This warp's sums: [warp][row][column]. Lane 4g + t holds rows g and g + 8 of columns 2t and 2t + 1."""
+        """This warp's sums: [warp][column][row]. Lane 4g + t holds rows g and g + 8 of columns 2t and 2t + 1."""
         machine, tokens = self.machine, self.columns.limit
-        row = machine.warp * M_TILE_ROWS + machine.lane // 4
+        row = machine.warp * machine.plan.warp_sums + machine.lane // 4
         for tile in range(self.columns.tiles):
             first = machine.lane % 4 * 2 + tile * COLUMNS
             with nullcontext() if tokens >= COLUMNS else ch.if_(first < tokens):
                 for number in range(min(tokens, 2)):
-                    place = row * tokens + first + number
+                    place = row + (first + number) * machine.plan.column_sums
                     reductions[place] = sums[tile][number]
-                    reductions[place + 8 * tokens] = sums[tile][number + 2]
+                    reductions[place + 8] = sums[tile][number + 2]
 
     @ch.function
     def _finish_rows(
         self, layout: MatrixLayout, m_tile: ch.Expr, reductions: ch.Expr, column: ch.Expr, slot: int, epilogue: Epilogue
     ) -> None:
         """Add the warps' sums of a column, in order: half of the warps on each half of the lanes."""
-        machine, warps, tokens = self.machine, self.machine.plan.consumer_warps, self.columns.limit
+        machine, plan = self.machine, self.machine.plan
         row = machine.lane % M_TILE_ROWS
         half = machine.lane // M_TILE_ROWS
         half_sum = ch.var(ty.f32, 0.0)
-        with ch.for_(warps // 2, unroll=True) as other:
-            place = (half * (warps // 2) + other) * M_TILE_ROWS + row
-            half_sum += reductions[place * tokens + column]
+        with ch.for_(plan.consumer_warps // 2, unroll=True) as other:
+            warp = half * (plan.consumer_warps // 2) + other
+            half_sum += reductions[warp * plan.warp_sums + column * plan.column_sums + row]
         row_sum = half_sum + prim.shuffle_xor_f32(half_sum, M_TILE_ROWS)
         epilogue(Rows(m_tile, m_tile // layout.blocks, row, machine.lane, column, slot, row_sum))

@@ -15,12 +15,13 @@ from cheetah import lang as ch
 from cheetah.blocks.columns import UNIT, UNITS_PER_TILE, Columns
 from cheetah.blocks.linear.formats.digits import store_digits
 from cheetah.blocks.linear.formats.e4m3 import store_halves
+from cheetah.blocks.linear.formats.sizes import raised
 from cheetah.blocks.linear.interface import Prologue
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
 from cheetah.lang.primitives.exchange import UNITS
 from cheetah.plan import VECTOR_COLUMNS, MatrixLayout
-from cheetah.plan.formats import BF16_VECTOR, DIGITS, HALVES
+from cheetah.plan.formats import BF16_VECTOR, DIGITS, HALVES, RAISED, RAISED_BY, STAGGERED
 from cheetah.plan.plan import COLUMNS
 
 LINE_BYTES = 128
@@ -154,7 +155,7 @@ class Part:
 def _read_units(columns: Columns, part: Part, batch: _Batch, read: Read) -> Iterator[Any]:
     """The batch's units, of threads whose column is in use. Where whole warps convert them together, also of others,
     which have zeros."""
-    if part.kind == BF16_VECTOR:
+    if part.kind not in (DIGITS, HALVES):
         with columns.if_active(columns.of_thread()):
             data = ch.array(ty.u32x4, UNITS, name="units")
             read(data, batch.first + part.first_unit, batch.count)
@@ -227,9 +228,11 @@ def prefetch(machine: Machine, source: ch.Expr, size_bytes: int) -> None:
 def store_unit(columns: Columns, vector: ch.Expr, unit: ch.Expr, words: Any, kind: str) -> None:
     """A unit to its place in shared memory, as the weights' format wants it."""
     if kind == DIGITS:
-        store_digits(vector, unit, words)
+        store_digits(vector, unit, words, columns.limit)
     elif kind == HALVES:
         store_halves(vector, unit, words, columns.limit)
+    elif kind in (RAISED, STAGGERED):
+        vector[unit] = raised(words, RAISED_BY, RAISED_BY - 4 if kind == STAGGERED else RAISED_BY)
     else:
         vector[unit] = words
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.linear.formats import FRAGMENTS
+from cheetah.blocks.linear.formats.sizes import raised
 from cheetah.blocks.prompt.ring import TileRing
 from cheetah.lang import prim, ty
 from cheetah.plan.formats import VECTOR_COLUMNS, QuantizedTiles, TileFormat
@@ -100,19 +101,23 @@ class QuantizedWeights(StageWeights):
             if group not in scales:
                 scales[group] = tiles.scales(slot, group)
             for half, terms in enumerate(tiles.fragments_of(slot, group, part)):
-                fragments[part * STEPS_PER_TILE + half] = _operand(list(terms), scales[group])
+                fragments[part * STEPS_PER_TILE + half] = _operand(tiles, list(terms), scales[group])
 
 
-def _operand(terms: list[Any], scales: tuple[Any, Any] | None) -> Any:
-    """The sum of operands, times the scales of rows g and g + 8."""
+def _operand(tiles: Any, terms: list[Any], scales: tuple[Any, Any] | None) -> Any:
+    """The sum of operands as the numbers that their codes stand for, times the scales of rows g and g + 8."""
+    power = tiles.codes_smaller_by
     if scales is None and len(terms) == 1:
-        return terms[0]
+        return raised(terms[0], power, power)
     words = []
     for number, member in enumerate("xyzw"):
-        low = _sum([prim.bf16x2_low(getattr(term, member)) for term in terms])
-        high = _sum([prim.bf16x2_high(getattr(term, member)) for term in terms])
-        scale = None if scales is None else scales[number % 2]
-        words.append(prim.pack_bf16x2(*(value if scale is None else value * scale for value in (low, high))))
+        # The whole power is no float: so half of it before the sum, which the excess of a group takes once.
+        first = 2.0 ** (power // 2)
+        rest = 2.0 ** (power - power // 2) / (tiles.second_factor if number >= 2 else 1)
+        factor = rest if scales is None else scales[number % 2] * rest
+        low = _sum([prim.bf16x2_low(getattr(term, member)) * first for term in terms])
+        high = _sum([prim.bf16x2_high(getattr(term, member)) * first for term in terms])
+        words.append(prim.pack_bf16x2(low * factor, high * factor))
     return prim.make_u32x4(*words)
 
 

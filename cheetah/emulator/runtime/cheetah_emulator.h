@@ -429,6 +429,10 @@ CHEETAH_PRIMITIVE float bf16x2_low(uint32_t value) { return bits_float(value << 
 
 CHEETAH_PRIMITIVE float bf16x2_high(uint32_t value) { return bits_float(value & 0xFFFF0000u); }
 
+CHEETAH_PRIMITIVE uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
+  return pack_bf16x2(bf16x2_low(a) * bf16x2_low(b), bf16x2_high(a) * bf16x2_high(b));
+}
+
 namespace cheetah_emulator {
 
 // Sign, four bits of exponent (bias 7), three of mantissa; the code with all bits set, NaN, gives 480 as on the GPU.

@@ -119,6 +119,19 @@ e4m3x4_to_bf16 = declare(
     pure=True,
     codes=ty.u32,
 )
+multiply_bf16x2 = declare(
+    "multiply_bf16x2",
+    ty.u32,
+    """
+    uint32_t result;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    return result;
+    """,
+    "the products of two pairs of bf16, rounded to nearest even",
+    pure=True,
+    a=ty.u32,
+    b=ty.u32,
+)
 e4m3x2_from_f32 = declare(
     "e4m3x2_from_f32",
     ty.u32,

@@ -10,7 +10,7 @@ from cheetah.blocks.linear.formats.integers import Int4Fragments, Int8Fragments
 from cheetah.blocks.linear.fragments import Fragments
 from cheetah.blocks.ring import Stage
 from cheetah.plan import MatrixLayout
-from cheetah.plan.formats import BF16_VECTOR, DIGITS, HALVES, QUANTIZED_FORMATS
+from cheetah.plan.formats import DIGITS, HALVES, QUANTIZED_FORMATS
 
 _OF_KIND: dict[str, type[Fragments]] = {"int4": Int4Fragments, "int8": Int8Fragments, "fp8": E4m3Fragments}
 FRAGMENTS: dict[str, type[Fragments]] = {
@@ -21,9 +21,6 @@ FRAGMENTS: dict[str, type[Fragments]] = {
 
 def fragments_of(layout: MatrixLayout, tokens: int, stage: Stage, lane: ch.Expr) -> Fragments:
     """The tiles of a matrix in a stage, for the vectors of so many tokens."""
-    of_kind: dict[str, type[Fragments]] = {
-        BF16_VECTOR: FRAGMENTS[layout.format.name],
-        DIGITS: DigitFragments,
-        HALVES: HalfFragments,
-    }
-    return of_kind[layout.vector_kind(tokens)](stage, lane, layout.format)
+    of_kind: dict[str, type[Fragments]] = {DIGITS: DigitFragments, HALVES: HalfFragments}
+    fragments = of_kind.get(layout.vector_kind(tokens), FRAGMENTS[layout.format.name])
+    return fragments(stage, lane, layout.format)

@@ -6,9 +6,10 @@ byte of weights holds two columns, 16 qh + ql, and the products of both are
     16 (qh Xh + ql Xl) = byte * Xh + ql * (16 Xl - Xh)
 
 so the loaded words are one A operand as they are, and their lower nibbles the other: one instruction for 8 weights.
-Xh and 16 Xl - Xh are each three balanced digits of base 256, signed bytes that ride in columns 0, 2 and 4 of the eight
-columns of an `mma`. The sums are exact; they become floats where a group is scaled, and the digits' sums are put
-together at the end of an M-tile. What the zero point takes away are the same products with all weights 1.
+Xh and 16 Xl - Xh are each three balanced digits of base 256, signed bytes: digit d of token n rides in column 2d + n of
+the eight columns of an `mma`, so a second token costs the product nothing. The sums are exact; they become floats where
+a group is scaled, and the digits' sums are put together at the end of an M-tile. What the zero point takes away are the
+same products with all weights 1.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from __future__ import annotations
 from typing import Any
 
 from cheetah import lang as ch
-from cheetah.blocks.columns import UNIT
+from cheetah.blocks.columns import UNIT, Columns
 from cheetah.blocks.linear.formats.integers import MIDDLE_NIBBLE, group_scales, group_zero_points
 from cheetah.blocks.linear.formats.quantized import QuantizedFragments
-from cheetah.blocks.linear.formats.sizes import BIAS, EXPONENT_AT, biased_exponent, power_of_two, stored_power
+from cheetah.blocks.linear.formats.sizes import BIAS, EXPONENT_AT, exponent_of_warp, power_of_two, stored_power
 from cheetah.blocks.linear.fragments import Activations
 from cheetah.lang import prim, ty
 from cheetah.plan.formats import DIGIT_COUNT, DIGIT_UNITS, QUANTIZED_COLUMNS
@@ -32,28 +33,32 @@ HIGH_COLUMNS, LOW_COLUMNS = (2, 6, 3, 7), (0, 4, 1, 5)
 HALVES = 2
 """Of a tile: an `mma` has 32 bytes of a row, 64 columns."""
 HALF_COLUMNS = QUANTIZED_COLUMNS // HALVES
-POWER_WORD = 4 * (DIGIT_UNITS - 1)
-"""The word of a tile's digits at which the power of two lies (f32)."""
+HALF_UNITS = DIGIT_COUNT * 4
+"""16-byte units of the digits of half a tile and one token: for each digit and lane of four one."""
 TILE_LANES = QUANTIZED_COLUMNS // UNIT
-"""Neighbouring lanes that convert the elements of a tile together, 8 each."""
+"""Neighbouring lanes that convert the elements of a tile and token, 8 each."""
+WARP = 32
 ELEMENT_BITS = 18
-ROUND_TO_INTEGER = 12582912.0
-"""1.5 * 2^23: a float to which it is added ends in the nearest integer, from these bits on."""
-INTEGER_ZERO = 0x4B400000
-BALANCE = 0x00808080
-"""Added, then flipped: makes three unsigned digits balanced ones."""
+BALANCE = 0x80808080
+"""What flips bytes that are 128 too large into two's complement."""
+ROUND_HIGH, ROUND_LOW = float(2**23 + 0x408080), float(2**23 + 0x3C1010)
+"""A float to which 2^23 and more is added ends in the nearest integer, here with what balances digits already added:
+the lower two bytes of Xh + 0x408080 are digits 0 and 1, 128 too large each, the third is 64 more than digit 2. 16 times
+0x3C1010 less 0x408080 is 0x3808080: so the bytes of 16 Xl - Xh are all 128 too large."""
+TOP_OF_HIGH = 0x40404040
+"""What digit 2 of Xh still lacks of 128."""
 
 
 class DigitFragments(QuantizedFragments):
-    """int4 tiles of every group, for one token."""
+    """int4 tiles of every group, for one or two tokens."""
 
     @ch.inline
     def multiply(self, tile: ch.Expr, activations: Activations, sums: Any) -> None:
         first = self.tiles + tile * self.format.tile_bytes
         codes = ch.reinterpret(ty.ptr(ty.u32x4), first)
-        digits = activations.units
-        power = ch.reinterpret(ty.ptr(ty.f32), digits)[POWER_WORD]
-        loads = self._load(codes, digits)
+        digits, tokens = activations.units, activations.columns.limit
+        powers = self._powers(digits, tokens)
+        loads = self._load(codes, digits, tokens)
         for group in range(self.format.groups):
             products = ch.array(ty.i32, 4, zero=True, name="products")
             ones = ch.array(ty.i32, 4, zero=True, name="ones")
@@ -62,16 +67,22 @@ class DigitFragments(QuantizedFragments):
                 prim.mma_u8_s8(ones, _all(BYTES_OF_ONES), values[0], values[1])
                 prim.mma_u8_s8(products, lower, values[2], values[3])
                 prim.mma_u8_s8(ones, _all(LOWER_ONES), values[2], values[3])
-            self._add(first, group, power, products, ones, sums[0])
+            self._add(first, group, powers, products, ones, sums[0])
 
-    def _load(self, codes: Any, digits: Any) -> list[tuple[Any, Any, Any]]:
+    def _powers(self, digits: Any, tokens: int) -> list[Any]:
+        """Of every token, the power of two behind its digits."""
+        behind = ch.reinterpret(ty.ptr(ty.f32), digits) + HALVES * HALF_UNITS * tokens * 4
+        return [ch.const(ty.f32, behind[token], name="power") for token in range(tokens)]
+
+    def _load(self, codes: Any, digits: Any, tokens: int) -> list[tuple[Any, Any, Any]]:
         """Of each half of the tile: the codes, their lower nibbles, and the digits of this lane's column."""
         loads = []
         for half in range(HALVES):
             words = ch.const(ty.u32x4, codes[self.lane + half * 32], name="words")
             self.read(words.x)
-            # Columns 6 and 7 have digits too, which nobody asks for.
-            unit = (half * DIGIT_COUNT * 4 + ch.minimum(self.lane // 8, DIGIT_COUNT - 1) * 4) + self.lane % 4
+            # Columns 6 and 7 have digits too, which nobody asks for; of a single token so have the odd ones.
+            column = ch.minimum(self.lane // (8 // tokens), DIGIT_COUNT * tokens - 1)
+            unit = (half * HALF_UNITS * tokens + column * 4) + self.lane % 4
             values = ch.const(ty.u32x4, digits[unit], name="values")
             nibbles = (getattr(words, member) & LOWER_NIBBLES for member in "xyzw")
             lower = ch.const(ty.u32x4, prim.make_u32x4(*nibbles), name="lower")
@@ -89,62 +100,74 @@ class DigitFragments(QuantizedFragments):
         zero = ty.u32(0)
         return [(words, lower, (x, zero, z, zero) if group % 2 == 0 else (zero, y, zero, w))]
 
-    def _add(self, first: Any, group: int, power: Any, products: Any, ones: Any, sums: Any) -> None:
-        """Rows g and g + 8, of the digit that this lane's even column is of."""
+    def _add(self, first: Any, group: int, powers: list[Any], products: Any, ones: Any, sums: Any) -> None:
+        """Rows g and g + 8 of every token, of the digit that this lane's columns are of."""
         points: tuple[Any, Any] = (ty.i32(MIDDLE_NIBBLE), ty.i32(MIDDLE_NIBBLE))
         if self.format.is_asymmetric:
             pair = group_zero_points(self, first, group)
             points = ch.cast(ty.i32, pair & 0xFF), ch.cast(ty.i32, pair >> 8)
         scales = group_scales(self, first, group) if self.format.group_columns is not None else None
-        for number, point in ((0, points[0]), (2, points[1])):
-            value = ty.f32(products[number] - point * ones[number])
-            factor = power if scales is None else power * scales[number // 2]
-            sums[number] = sums[number] + factor * value
+        for row, point in enumerate(points):
+            for token, power in enumerate(powers):
+                number = 2 * row + token
+                value = ty.f32(products[number] - point * ones[number])
+                factor = power if scales is None else power * scales[row]
+                sums[number] = sums[number] + factor * value
 
     @ch.inline
-    def finish_rows(self, tiles: int, groups: int, sums: Any) -> None:
-        """The digits' sums become a number, which lane 4g has then, and the other three too."""
-        low, high = self.row_factors(tiles)
+    def finish_rows(self, tiles: int, columns: Columns, sums: Any) -> None:
+        """The digits' sums become a number, which all four lanes of a row have then."""
+        factors = self.row_factors(tiles)
         digit = self.lane % 4
         weight = ch.select(digit < DIGIT_COUNT, prim.bits_float((ty.u32(BIAS) + digit * 8) << EXPONENT_AT), 0.0)
-        for number, factor in ((0, low), (2, high)):
-            of_digit = ch.const(ty.f32, sums[0][number] * weight, name="of_digit")
-            of_pair = ch.const(ty.f32, of_digit + prim.shuffle_xor_f32(of_digit, 1), name="of_pair")
-            sums[0][number] = (of_pair + prim.shuffle_xor_f32(of_pair, 2)) * factor
+        for row, factor in enumerate(factors):
+            for number in range(2 * row, 2 * row + columns.limit):
+                of_digit = ch.const(ty.f32, sums[0][number] * weight, name="of_digit")
+                of_pair = ch.const(ty.f32, of_digit + prim.shuffle_xor_f32(of_digit, 1), name="of_pair")
+                sums[0][number] = (of_pair + prim.shuffle_xor_f32(of_pair, 2)) * factor
 
 
 @ch.function
-def store_digits(vector: ch.Expr, unit: ch.Expr, words: ch.Expr) -> None:
-    """Unit `unit` of a vector (8 bf16 elements) as digits. All lanes of a warp call it, with neighbouring units."""
+def store_digits(vector: ch.Expr, unit: ch.Expr, words: ch.Expr, tokens: int) -> None:
+    """Unit `unit` of the vectors of so many tokens (8 bf16 elements) as digits. All lanes of a warp call it, with
+    neighbouring units; elements of one token that they have share a power of two."""
     pairs = [getattr(words, member) for member in "xyzw"]
-    exponent = biased_exponent(pairs, (1, 2, 4, 8))
+    within = unit % (TILE_LANES * tokens)
+    token = ch.const(ty.u32, within // 4 % tokens, name="token")
+    exponent = exponent_of_warp(pairs, token, tokens)
     scale = ch.const(ty.f32, power_of_two(ELEMENT_BITS - 1, exponent), name="scale")
-    elements = [
-        ch.const(ty.u32, prim.float_bits(element * scale + ROUND_TO_INTEGER) - INTEGER_ZERO, name="element")
-        for pair in pairs
-        for element in (prim.bf16x2_low(pair), prim.bf16x2_high(pair))
-    ]
-    of_bytes = [elements[column] for column in HIGH_COLUMNS]
-    of_nibbles = [elements[low] * 16 - elements[high] for low, high in zip(LOW_COLUMNS, HIGH_COLUMNS, strict=True)]
-    tile = ch.reinterpret(ty.ptr_mut(ty.u32), vector + unit // TILE_LANES * DIGIT_UNITS)
-    part = unit % TILE_LANES // 4
-    place = ch.const(ty.u32, part // HALVES * (DIGIT_COUNT * 16) + unit % 4 * 4 + part % HALVES, name="place")
-    for which, numbers in enumerate((of_bytes, of_nibbles)):
-        for digit, word in enumerate(_digits(numbers)):
-            tile[place + (digit * 16 + which * 2)] = word
-    with ch.if_(unit % TILE_LANES == 0):
+    elements = [element for pair in pairs for element in (prim.bf16x2_low(pair), prim.bf16x2_high(pair))]
+    high = [_integer(elements[column], scale, ROUND_HIGH) for column in HIGH_COLUMNS]
+    low = [_integer(elements[column], scale, ROUND_LOW) for column in LOW_COLUMNS]
+    of_nibbles = [ch.const(ty.u32, left * 16 - right, name="both") for left, right in zip(low, high, strict=True)]
+    tile_units = DIGIT_UNITS * tokens
+    tile = ch.reinterpret(ty.ptr_mut(ty.u32), vector + unit // (TILE_LANES * tokens) * tile_units)
+    part = within // (4 * tokens)
+    half = part // HALVES * (HALF_UNITS * tokens * 4)
+    place = ch.const(ty.u32, half + token * 16 + unit % 4 * 4 + part % HALVES, name="place")
+    for which, numbers in enumerate((high, of_nibbles)):
+        for digit, word in enumerate(_digits(numbers, TOP_OF_HIGH if which == 0 else 0)):
+            tile[place + (digit * tokens * 16 + which * 2)] = word
+    with ch.if_(within == token * 4):
         # and a 16th, of the formula
-        tile[POWER_WORD] = stored_power(exponent, ELEMENT_BITS - 1 + 4)
+        tile[HALVES * HALF_UNITS * tokens * 4 + token] = stored_power(exponent, ELEMENT_BITS - 1 + 4)
 
 
-def _digits(numbers: list[Any]) -> list[Any]:
-    """The words of digits 0, 1 and 2 of four numbers (two's complement of up to 23 bits), a byte each."""
-    balanced = [ch.const(ty.u32, (number + BALANCE) ^ BALANCE, name="balanced") for number in numbers]
-    words = []
-    for digit in range(DIGIT_COUNT):
-        pairs = [prim.byte_permute(*balanced[first : first + 2], digit | (4 + digit) << 4) for first in (0, 2)]
-        words.append(prim.byte_permute(*pairs, 0x5410))
-    return words
+def _integer(element: Any, scale: Any, base: float) -> Any:
+    """The nearest integer and `base`, in the lower 24 bits."""
+    return ch.const(ty.u32, prim.float_bits(element * scale + base), name="element")
+
+
+def _digits(numbers: list[Any], lacks: int) -> list[Any]:
+    """The words of digits 0, 1 and 2 of four numbers, a byte each. Their bytes are 128 too large, or, the upper ones,
+    `lacks` less."""
+    pairs = [numbers[:2], numbers[2:]]
+    low = [ch.const(ty.u32, prim.byte_permute(*pair, 0x5140), name="low") for pair in pairs]
+    top = [ch.const(ty.u32, prim.byte_permute(*pair, 0x6262), name="top") for pair in pairs]
+    words = [prim.byte_permute(*low, 0x5410), prim.byte_permute(*low, 0x7632), prim.byte_permute(*top, 0x5410)]
+    if lacks:
+        words[2] = words[2] + lacks
+    return [word ^ BALANCE for word in words]
 
 
 def _members(values: Any) -> tuple[Any, ...]:

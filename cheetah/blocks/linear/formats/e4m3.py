@@ -2,7 +2,9 @@
 
 The vector is f16 then, too: its elements are multiplied by a power of two so that none overflows, one for each part of
 32 columns and token, which the sums of that part are multiplied by in turn. Numbers 2^28 below the largest of a part
-lose bits. Vectors of more than two tokens, or of no multiple of 256 elements, stay bf16, and the codes become bf16.
+lose bits. Vectors of more than two tokens, or of no multiple of 256 elements, are raised bf16, and the codes small bf16
+numbers: exponent and mantissa of a code, at the low end of a bf16's, stand for its value times 2^-120, also where it is
+subnormal.
 """
 
 from __future__ import annotations
@@ -15,15 +17,21 @@ from cheetah.blocks.linear.formats.quantized import PARTS, ChainedFragments
 from cheetah.blocks.linear.formats.sizes import biased_exponent, power_of_two, stored_power
 from cheetah.blocks.linear.fragments import Activations
 from cheetah.lang import prim, ty
+from cheetah.plan.formats import RAISED_BY
 
 PART_LOADS = 32
 """16-byte words of a part: one a lane, 4 codes for each of its rows and halves of its 8 columns."""
+SIGNS, MAGNITUDES, CODES_SMALLER_BY = 0x80008000, 0x07F007F0, 120
+"""Of small bf16 numbers."""
 LARGEST_POWER = 14
 """An element is below 2^15: f16 ends at 65504."""
 
 
 class E4m3Fragments(ChainedFragments):
-    """With scales in the tile (a block's) or without (a row's factor says all). The vector is bf16."""
+    """With scales in the tile (a block's) or without (a row's factor says all). The vector is bf16, raised."""
+
+    codes_smaller_by = CODES_SMALLER_BY
+    smaller_by = CODES_SMALLER_BY - RAISED_BY
 
     def load(self, first: Any) -> None:
         codes = ch.reinterpret(ty.ptr(ty.u32x4), first)
@@ -43,18 +51,33 @@ class E4m3Fragments(ChainedFragments):
         self.read(prim.float_bits(pair.x))
         return pair.x, pair.y
 
-    converted = staticmethod(prim.e4m3x4_to_bf16)
+    @staticmethod
+    def converted(codes: Any) -> tuple[Any, Any]:
+        """The pairs of four codes."""
+        return small_bf16x2(codes, 0x1404), small_bf16x2(codes, 0x3424)
 
     def _fragment(self, row: Any, next_row: Any) -> Any:
         """The A operand of four columns: their pairs, of row g and of row g + 8."""
-        low, high = (ch.const(ty.u32x2, self.converted(word), name="pairs") for word in (row, next_row))
-        return ch.const(ty.u32x4, prim.make_u32x4(low.x, high.x, low.y, high.y), name="fragment")
+        (low, low_behind), (high, high_behind) = self.converted(row), self.converted(next_row)
+        return ch.const(ty.u32x4, prim.make_u32x4(low, high, low_behind, high_behind), name="fragment")
+
+
+def small_bf16x2(codes: Any, which: int) -> Any:
+    """Two of four codes, chosen by `which` (byte_permute) into upper bytes, as bf16 numbers times 2^-120."""
+    bytes_above = ch.const(ty.u32, prim.byte_permute(codes, 0, which), name="codes")
+    return prim.and_or_u32(bytes_above >> 4, MAGNITUDES, bytes_above & SIGNS)
 
 
 class HalfFragments(E4m3Fragments):
     """The same where the vector is f16."""
 
-    converted = staticmethod(prim.e4m3x4_to_f16)
+    codes_smaller_by = smaller_by = 0
+
+    @staticmethod
+    def converted(codes: Any) -> tuple[Any, Any]:
+        """The pairs of four codes."""
+        pairs = ch.const(ty.u32x2, prim.e4m3x4_to_f16(codes), name="pairs")
+        return pairs.x, pairs.y
 
     @ch.inline
     def multiply(self, tile: ch.Expr, activations: Activations, sums: Any) -> None:

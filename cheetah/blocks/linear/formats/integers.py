@@ -1,29 +1,28 @@
-"""Weights of 4 and 8 bits: the low bits of a bf16 near 128 (or 2048) are a nibble, so one LOP3 makes two numbers.
+"""Weights of 4 and 8 bits as bf16 numbers: a code in the lowest bits of one is the code times 2^-133, up to 255.
 
-bf16 holds 128 .. 143 exactly: the nibble q of a word whose upper bits are those of 128 is the number 128 + q. What is
-too much (128 + zero point) goes through the same tensor cores with the opposite sign: another `mma` whose weights are
-all -(128 + z). It costs less than sums of the vector would, and the rounding of the large numbers cancels.
+So an AND makes two numbers of a word. Nibbles that lie 4 bits higher are 16 times too large, which the vector takes
+back (STAGGERED). What is too much, the zero point, goes through the same tensor cores with the opposite sign: another
+`mma` whose weights are all -z. It costs less than sums of the vector would.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.linear.formats.quantized import PARTS, ChainedFragments, QuantizedFragments
 from cheetah.lang import prim, ty
-from cheetah.plan.formats import INTEGER_SCALE_BYTES, ZERO_POINT_BYTES
+from cheetah.plan.formats import INTEGER_SCALE_BYTES, RAISED_BY, ZERO_POINT_BYTES
 
-NIBBLES = 0x000F000F
-"""The lowest nibble of each half of a word."""
-UNITS = 0x43004300
-"""128 in each half: with a nibble 128 + q."""
-SIXTEENS = 0x45004500
-"""2048 in each half: with a nibble 2048 + 16 q."""
+LOW_NIBBLES, HIGH_NIBBLES, LOW_BYTES = 0x000F000F, 0x00F000F0, 0x00FF00FF
+"""Of each half of a word."""
 NEGATIVE = 0x80008000
 BOTH_HALVES = 0x00010001
-MIDDLE_NIBBLE = 8
+MIDDLE_NIBBLE, MIDDLE_BYTE = 8, 128
+CODES_SMALLER_BY = 133
+"""The last bit of a bf16 stands for 2^-133."""
 
 
 class IntegerFragments(ChainedFragments):
@@ -31,6 +30,10 @@ class IntegerFragments(ChainedFragments):
 
     parts_of_load: int
     """Parts whose codes come with one load of 16 bytes a lane."""
+    middle: int
+    """The zero point where there is none for each group."""
+    codes_smaller_by = CODES_SMALLER_BY
+    smaller_by = CODES_SMALLER_BY - RAISED_BY
 
     def load(self, first: Any) -> None:
         codes = ch.reinterpret(ty.ptr(ty.u32x4), first)
@@ -47,74 +50,47 @@ class IntegerFragments(ChainedFragments):
 
     def fragments_of(self, first: Any, number: int, part: int) -> tuple[list[Any], list[Any]]:
         left, right = self.codes_of(part)
-        return [*left, *self.excess], [*right, *self.excess]
+        return [left, self.excess], [right, self.excess]
 
     @abstractmethod
-    def codes_of(self, part: int) -> tuple[list[Any], list[Any]]:
-        """A operands whose sum are the codes of a part and what is too much: of this lane's first four columns, and of
-        its others."""
+    def codes_of(self, part: int) -> tuple[Any, Any]:
+        """A operands of the codes of a part: of this lane's first four columns, and of its others."""
 
-    @abstractmethod
-    def excess_of(self, zero_point: Any) -> list[Any]:
-        """The words whose sum takes away what is too much, for the zero point of a row (u32)."""
-
-    @abstractmethod
-    def middle_excess(self) -> list[int]:
-        """The same where every zero point is the middle code."""
-
-    def _excess(self, first: Any, number: int) -> list[Any]:
-        """A operands of a group that take away what is too much."""
-        if not self.format.is_asymmetric:
-            return [make_fragment(*(word,) * 4, name="excess") for word in self.middle_excess()]
-        pair = group_zero_points(self, first, number)
-        of_rows = zip(self.excess_of(pair & 0xFF), self.excess_of(pair >> 8), strict=True)
-        return [make_fragment(low, high, low, high, name="excess") for low, high in of_rows]
+    def _excess(self, first: Any, number: int) -> Any:
+        """The A operand that takes away the zero points of a group."""
+        points: tuple[Any, Any] = (self.middle, self.middle)
+        if self.format.is_asymmetric:
+            pair = group_zero_points(self, first, number)
+            points = pair & 0xFF, pair >> 8
+        words = [point * (BOTH_HALVES * factor) | NEGATIVE for factor in (1, self.second_factor) for point in points]
+        return make_fragment(words, name="excess")
 
 
 class Int4Fragments(IntegerFragments):
     """A word is 8 columns of a row: nibble j column 2j, nibble j + 4 column 2j + 1."""
 
     parts_of_load = 2
+    middle = MIDDLE_NIBBLE
+    second_factor = 16
 
-    def codes_of(self, part: int) -> tuple[list[Any], list[Any]]:
+    def codes_of(self, part: int) -> tuple[Any, Any]:
         words = self.words[part // 2]
         rows = (words.x, words.y) if part % 2 == 0 else (words.z, words.w)
-
-        def fragment(number: int) -> Any:
-            return make_fragment(*(nibbles(row, number + more, UNITS) for more in range(2) for row in rows))
-
-        return [fragment(0)], [fragment(2)]
-
-    def excess_of(self, zero_point: Any) -> list[Any]:
-        return [zero_point * BOTH_HALVES | (UNITS | NEGATIVE)]
-
-    def middle_excess(self) -> list[int]:
-        return [UNITS | NEGATIVE | MIDDLE_NIBBLE * BOTH_HALVES]
+        return tuple(make_fragment(nibbles(*(row >> shift if shift else row for row in rows))) for shift in (0, 8))
 
 
 class Int8Fragments(IntegerFragments):
-    """A word is 4 columns of a row: bytes 0 and 2 the first two, bytes 1 and 3 the others; the nibbles of each go
-    through the tensor cores by themselves."""
+    """A word is 4 columns of a row: bytes 0 and 2 the first two, bytes 1 and 3 the others."""
 
     parts_of_load = 1
+    middle = MIDDLE_BYTE
 
-    def codes_of(self, part: int) -> tuple[list[Any], list[Any]]:
+    def codes_of(self, part: int) -> tuple[Any, Any]:
         words = self.words[part]
-        return self._fragments(words.x, words.y), self._fragments(words.z, words.w)
+        return self._fragment(words.x, words.y), self._fragment(words.z, words.w)
 
-    def _fragments(self, *rows: Any) -> list[Any]:
-        def fragment(nibble: int, magic: int) -> Any:
-            return make_fragment(*(nibbles(row, nibble + more, magic) for more in (0, 2) for row in rows))
-
-        return [fragment(0, UNITS), fragment(1, SIXTEENS)]
-
-    def excess_of(self, zero_point: Any) -> list[Any]:
-        low, high = zero_point & 0xF, zero_point >> 4
-        return [low * BOTH_HALVES | (UNITS | NEGATIVE), high * BOTH_HALVES | (SIXTEENS | NEGATIVE)]
-
-    def middle_excess(self) -> list[int]:
-        # 128 + 2048 + 128, which is one bf16
-        return [SIXTEENS | NEGATIVE | 2 * MIDDLE_NIBBLE * BOTH_HALVES]
+    def _fragment(self, *rows: Any) -> Any:
+        return make_fragment([(row >> shift if shift else row) & LOW_BYTES for shift in (0, 8) for row in rows])
 
 
 def group_scales(tiles: QuantizedFragments, first: Any, number: int) -> tuple[Any, Any]:
@@ -133,11 +109,11 @@ def group_zero_points(tiles: QuantizedFragments, first: Any, number: int) -> Any
     return pair
 
 
-def nibbles(word: Any, number: int, magic: int) -> Any:
-    """Nibble `number` of each half of a word, as bf16 numbers that are `magic` with it at the end."""
-    return prim.and_or_u32(word >> 4 * number if number else word, NIBBLES, magic)
+def nibbles(*rows: Any) -> list[Any]:
+    """The lower two nibbles of each half of the rows' words, as bf16 numbers: the lowest of all, then the others."""
+    return [row & mask for mask in (LOW_NIBBLES, HIGH_NIBBLES) for row in rows]
 
 
-def make_fragment(row: Any, next_row: Any, row_behind: Any, next_row_behind: Any, name: str = "fragment") -> Any:
+def make_fragment(words: Sequence[Any], name: str = "fragment") -> Any:
     """An A operand: two columns of row g and of row g + 8, then the two columns behind them."""
-    return ch.const(ty.u32x4, prim.make_u32x4(row, next_row, row_behind, next_row_behind), name=name)
+    return ch.const(ty.u32x4, prim.make_u32x4(*words), name=name)

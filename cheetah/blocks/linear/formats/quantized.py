@@ -2,7 +2,9 @@
 
 Codes become bf16 numbers exactly, by bits, and are multiplied by the bf16 vector on tensor cores; scales come after the
 products, in float32. So nothing but the order of the sums is rounded. (Codes that are scaled first and rounded to bf16
-would be a thousand times less exact.)
+would be a thousand times less exact.) The bits of a code in the lowest places of a bf16 are a number, mostly a
+subnormal one, that is the code times a power of two: `smaller_by`. Tensor cores take it as it is; that the product does
+not become too small, the vector is raised (`RAISED_BY`), and the row's factor takes both back.
 
 An `mma` waits for the one before it if both add to the same sums: so the four parts of a tile have sums of their own,
 unless there are several groups of columns to work on in turn. The stage is told once a chunk what has been read, so
@@ -16,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cheetah import lang as ch
+from cheetah.blocks.columns import Columns
 from cheetah.blocks.linear.fragments import Activations, Fragments
 from cheetah.lang import prim, ty
 from cheetah.plan.formats import M_TILE_ROWS, QUANTIZED_COLUMNS, VECTOR_COLUMNS, QuantizedTiles
@@ -32,6 +35,12 @@ class QuantizedFragments(Fragments):
     """Tiles packed by `cheetah.models.formats.quantized_tiles`. Lane 4g + t works on rows g and g + 8."""
 
     format: QuantizedTiles
+    codes_smaller_by = 0
+    """The power of two that codes lack as the numbers that are multiplied."""
+    second_factor = 1
+    """How many times too large the codes of every second pair are beside the others."""
+    smaller_by = 0
+    """The power of two that sums lack, by what codes and vector are."""
 
     @ch.inline
     def declare(self) -> None:
@@ -43,9 +52,9 @@ class QuantizedFragments(Fragments):
         self.stage.has_read(self.have_read)
 
     @ch.inline
-    def finish_rows(self, tiles: int, groups: int, sums: Any) -> None:
+    def finish_rows(self, tiles: int, columns: Columns, sums: Any) -> None:
         low, high = self.row_factors(tiles)
-        for group in range(groups):
+        for group in range(columns.tiles):
             for number in range(4):
                 sums[group][number] = sums[group][number] * (low if number < 2 else high)
 
@@ -58,7 +67,7 @@ class QuantizedFragments(Fragments):
         high = factors[row + M_TILE_ROWS // 2]
         self.read(prim.float_bits(low))
         self.read(prim.float_bits(high))
-        return low, high
+        return (low * 2.0**self.smaller_by, high * 2.0**self.smaller_by) if self.smaller_by else (low, high)
 
     def read(self, word: Any) -> None:
         """A load from the stage gave this word (u32)."""

@@ -26,9 +26,36 @@ def biased_exponent(pairs: list[Any], masks: tuple[int, ...]) -> Any:
     return ch.const(ty.u32, ch.maximum(most >> EXPONENT_AT, LEAST_EXPONENT), name="exponent")
 
 
+def exponent_of_warp(pairs: list[Any], token: Any, tokens: int) -> Any:
+    """The biased exponent of the largest bf16 element that the warp's lanes have in the words `pairs`, of a lane's
+    token, or LEAST_EXPONENT."""
+    # Without their signs. Behind an upper half lies the lower one, which changes no exponent.
+    sizes = [size for pair in pairs for size in (pair << 17, pair << 1)]
+    largest = sizes[0]
+    for size in sizes[1:]:
+        largest = ch.maximum(largest, size)
+    if tokens == 1:
+        most = prim.warp_maximum_u32(largest)
+    else:
+        of_lane = ch.const(ty.u32, largest, name="largest")
+        first, second = (
+            ch.const(ty.u32, prim.warp_maximum_u32(ch.select(token == number, of_lane, ty.u32(0))), name="most")
+            for number in range(2)
+        )
+        most = ch.select(token == 0, first, second)
+    return ch.const(ty.u32, ch.maximum(most >> 24, LEAST_EXPONENT), name="exponent")
+
+
 def power_of_two(largest: int, exponent: Any) -> Any:
     """What elements are multiplied by so that the one of that biased exponent has the exponent `largest` (f32)."""
     return prim.bits_float((ty.u32(2 * BIAS + largest) - exponent) << EXPONENT_AT)
+
+
+def raised(words: Any, power: int, of_second: int) -> Any:
+    """The bf16 pairs of a unit (u32x4) times 2^power, every second one times 2^of_second instead."""
+    factors = [(BIAS + exponent << 7) * 0x00010001 for exponent in (power, of_second)]
+    pairs = zip("xyzw", factors * 2, strict=True)
+    return prim.make_u32x4(*(prim.multiply_bf16x2(getattr(words, member), factor) for member, factor in pairs))
 
 
 def stored_power(exponent: Any, largest: int) -> Any:
