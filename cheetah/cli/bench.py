@@ -52,7 +52,7 @@ def bench(
     revision: Revision = None,
     plan: dict[str, Any],
 ) -> None:
-    """Measure decode speed: greedy sampling on the GPU, prompt processing not included (or it alone: --per-step).
+    """Measure decode speed: greedy sampling on the GPU, prompts not included (those alone: --prompts, --per-step).
 
     Beside it, in the same run, how fast the GPU reads memory: the ceiling, of which the share is told.
     """

@@ -2,7 +2,8 @@
 
 The host made the plans of the launch from the sequence lengths (see `cheetah.plan.kv`); a step uses the last plan whose
 first step is not after it. Both roles follow the same plan, so the producer lane fetches just what the consumer warps
-expect."""
+expect. The records of a block's first items, and of each team's first merge with its sources, stay in shared memory
+from one plan to the next: every layer would otherwise wait for three loads, one after the other."""
 
 from __future__ import annotations
 
