@@ -1516,20 +1516,20 @@ __device__ __forceinline__ void attend_item(uint32_t cached_end, uint32_t newest
   uint32_t row = lane / 4 < 7 ? lane / 4 : 7;
   uint4* query = shared + row * 16;
   uint32_t limits[2];
-  uint32_t fused = lane % 4 * 2;
-  uint32_t present = fused < record[1].z - 1 ? fused : record[1].z - 1;
+  uint32_t packed = lane % 4 * 2;
+  uint32_t present = packed < record[1].z - 1 ? packed : record[1].z - 1;
   uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
   uint32_t position = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 4) * 9];
   uint32_t following = position + 1;
   uint32_t visible = following > record[2].w ? following - record[2].w : 0;
-  limits[0] = fused < record[1].z ? (end < visible ? end : visible) : 0;
-  uint32_t fused_2 = lane % 4 * 2 + 1;
-  uint32_t present_2 = fused_2 < record[1].z - 1 ? fused_2 : record[1].z - 1;
+  limits[0] = packed < record[1].z ? (end < visible ? end : visible) : 0;
+  uint32_t packed_2 = lane % 4 * 2 + 1;
+  uint32_t present_2 = packed_2 < record[1].z - 1 ? packed_2 : record[1].z - 1;
   uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
   uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 4) * 9];
   uint32_t following_2 = position_2 + 1;
   uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
-  limits[1] = fused_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
+  limits[1] = packed_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
   float highest[2];
   float weight_sum[2] = {};
   float output[8][4] = {};
@@ -1551,7 +1551,7 @@ __device__ __forceinline__ void replace_merge(uint32_t job, uint32_t merge_rows,
 }
 
 // `count` sources of a merge, numbers `first`, `first + every`, ... Lane n: the n-th of them, or the last: the
-// partial row of the tile's first fused row.
+// partial row of the tile's first packed row.
 __device__ __forceinline__ uint32_t sources(uint32_t first, uint32_t count, uint32_t lane, uint8_t* arena,
     uint32_t warp, const int32_t* kv_plans, uint32_t plan_index, uint4* record) {
   uint32_t number = first + (lane < count - 1 ? lane : count - 1);
@@ -1580,7 +1580,7 @@ __device__ __forceinline__ void add(float values_0, float values_1, float values
 }
 
 // `count` sources of a merge, numbers `first`, `first + every`, ... Lane n: the n-th of them, or the last: the
-// partial row of the tile's first fused row.
+// partial row of the tile's first packed row.
 __device__ __forceinline__ uint32_t sources_2(uint32_t first, uint32_t count, uint32_t lane, uint8_t* arena,
     uint32_t warp, const int32_t* kv_plans, uint32_t plan_index, uint4* record) {
   uint32_t number = first + (lane < count - 1 ? lane : count - 1) * 4;

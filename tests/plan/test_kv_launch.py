@@ -78,7 +78,7 @@ def test_there_are_never_more_plans_than_promised():
 
 
 def decoding(*lengths):
-    """Sequences that decode one token a step, one tile of 4 fused rows each, after so many tokens."""
+    """Sequences that decode one token a step, one tile of 4 packed rows each, after so many tokens."""
     return [LaunchTile(0, 4, 4 * number, length, 1, 1) for number, length in enumerate(lengths)]
 
 

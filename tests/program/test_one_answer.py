@@ -25,7 +25,7 @@ from tests.tiers import tiered
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 
 CONFIG = model(heads=4, kv_heads=1, vocab=60)
-"""Four heads a KV head: of 8 columns' 32 fused rows, two warps share out the keys; of one column's, all four."""
+"""Four heads a KV head: of 8 columns' 32 packed rows, two warps share out the keys; of one column's, all four."""
 KERNELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "batch 2, one kernel of 8, pages of 5": ({"batch": 2, "tokens": 8, "page_size": 5}, {}),
     "batch 4, prompts by 16": ({"batch": 4}, {"prompt_tokens": 16}),

@@ -4,7 +4,7 @@ An attention state over a set of keys is (O, LSE): the softmax-weighted mean of 
 of exponentials (FlashInfer, 2.2). Logits are kept in base 2 inside the kernel (times log2 e) and stored as natural
 LSE. Without softmax the state is O, the sum of weighted values, and states are added.
 
-An item is a range of keys of one KV head for a tile of fused query rows: row i * group + (h mod group) is query i of
+An item is a range of keys of one KV head for a tile of packed query rows: row i * group + (h mod group) is query i of
 the tile and head h. 8 rows ride in the n = 8 dimension of the products, so the consumer warps share out the tile's
 groups of 8 rows (*column tiles*), and those with the same rows (a *key group* each) take tiles of 16 keys in turn, each
 with a state of its own. The newest keys, which come from the exchange and not from the cache, are further such tiles.
@@ -31,7 +31,7 @@ from cheetah.blocks.attention.tile import (
     Rows,
     TileProduct,
     WarpState,
-    fused_rows,
+    packed_rows,
 )
 from cheetah.blocks.attention.variants import CAUSAL, Variant
 from cheetah.blocks.exchange import Exchange
@@ -298,7 +298,7 @@ class Attention:
         """
         machine, sizes = self.machine, self.sizes
         shared = machine.region("queries", ty.u32x4)
-        row = ch.minimum(column_tile * COLUMNS + machine.lane // 4, fused_rows(sizes) - 1)
+        row = ch.minimum(column_tile * COLUMNS + machine.lane // 4, packed_rows(sizes) - 1)
         query = shared + row * sizes.head_units
 
         def unit(part: int) -> Any:
@@ -307,16 +307,16 @@ class Attention:
         limits = ch.array(ty.u32, 2)
         contexts = []
         for number in range(2):
-            fused = column_tile * COLUMNS + machine.lane % 4 * 2 + number
-            present = ch.minimum(fused, item.rows - 1)
-            limits[number] = ch.select(fused < item.rows, self._limit(item, present), ty.u32(0))
+            packed = column_tile * COLUMNS + machine.lane % 4 * 2 + number
+            present = ch.minimum(packed, item.rows - 1)
+            limits[number] = ch.select(packed < item.rows, self._limit(item, present), ty.u32(0))
             contexts.append(self._row_context(item.tile, item.head, present, self.variant.needs_query_context))
         scale = self._codes_scale(item.head, value=False)
         return Queries(unit, limits, scale, tuple(contexts), self._token_context(item), item.tile.offset)
 
     @ch.inline
     def _limit(self, item: Item, row: ch.Expr) -> Any:
-        """The first key of the tile that a fused row does not see."""
+        """The first key of the tile that a packed row does not see."""
         end = ch.minimum(item.end, item.tile.cached + item.tile.new)
         if not self.variant.causal:
             return end
@@ -336,7 +336,7 @@ class Attention:
     def _row_context(
         self, tile: Tile, kv_head: ch.Expr, row: ch.Expr, wanted: bool = True
     ) -> Mapping[str, Callable[[], Any]]:
-        """What a variant's function can ask about a fused row. Looked up here once, if at all."""
+        """What a variant's function can ask about a packed row. Looked up here once, if at all."""
         if not wanted:
             return {}
         column = tile.first_column + row // self.sizes.group
@@ -430,7 +430,7 @@ class Attention:
         lse: Any,
         epoch: ch.Expr,
     ) -> None:
-        """The final output of two dims of a fused row."""
+        """The final output of two dims of a packed row."""
         group = self.sizes.group
         scale = self._codes_scale(kv_head, value=True)
         outputs = [value if scale is None else value * scale for value in (low, high)]

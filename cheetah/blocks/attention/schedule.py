@@ -45,7 +45,7 @@ class Tile:
 
 @dataclass(frozen=True, eq=False)
 class Item:
-    """Keys [begin, end) of one KV head for the `rows` fused query rows of a tile; the range is rounded outward.
+    """Keys [begin, end) of one KV head for the `rows` packed query rows of a tile; the range is rounded outward.
 
     partial: the first of its rows of partial states, or WRITE_THROUGH.
     """
@@ -60,7 +60,7 @@ class Item:
 
 @dataclass(frozen=True, eq=False)
 class Merge:
-    """Fused row `row` of a tile and KV head: the states of `sources[begin:end]`, to be folded in this order."""
+    """Packed row `row` of a tile and KV head: the states of `sources[begin:end]`, to be folded in this order."""
 
     tile: Tile
     head: Any
@@ -285,7 +285,7 @@ class Schedule:
     @ch.function
     def sources(self, merge: Merge, first: ch.Expr, every: ch.Expr, count: ch.Expr) -> Any:
         """`count` sources of a merge, numbers `first`, `first + every`, ... Lane n: the n-th of them, or the last: the
-        partial row of the tile's first fused row."""
+        partial row of the tile's first packed row."""
         number = first + ch.minimum(self.machine.lane, count - 1) * every
         source = ch.var(ty.u32)
         with ch.if_(number < KEPT_SOURCES):

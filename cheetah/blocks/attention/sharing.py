@@ -1,4 +1,4 @@
-"""How the consumer warps share out an item: column tiles of 8 fused rows, and tiles of 16 keys in turn."""
+"""How the consumer warps share out an item: column tiles of 8 packed rows, and tiles of 16 keys in turn."""
 
 from __future__ import annotations
 

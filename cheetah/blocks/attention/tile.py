@@ -459,6 +459,6 @@ class TileProduct:
         return prim.make_u32x4(*new_near), prim.make_u32x4(*new_far)
 
 
-def fused_rows(sizes: AttentionShape) -> int:
+def packed_rows(sizes: AttentionShape) -> int:
     """Rows of the queries' region: whole column tiles."""
     return -(-sizes.max_rows // COLUMNS) * COLUMNS

@@ -52,9 +52,9 @@ class KvPlanLayout:
     items [max_items, 8], merge_indptr [max_merges+1], merges [max_merges, 2], merge_src [max_sources]. Offsets count
     32-bit words.
 
-    tiles: the most tiles of a plan, over all levels. tile_rows: the most fused rows of a tile. levels: the most levels.
+    tiles: the most tiles of a plan, over all levels. tile_rows: the most packed rows of a tile. levels: most levels.
     chunk: F, or 0 for chunks by rule. max_keys: the most keys of a tile, which only a fixed chunk length needs (of the
-    rounded range, if ranges do not begin at 0). level_rows: the most fused rows of all tiles of one level together; 0
+    rounded range, if ranges do not begin at 0). level_rows: the most packed rows of all tiles of one level together; 0
     if nothing less than all tiles with all their rows is known.
     """
 

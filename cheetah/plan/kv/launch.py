@@ -20,7 +20,7 @@ from cheetah.plan.kv.tables import TileRecord
 
 @dataclass(frozen=True)
 class LaunchTile:
-    """What a tile of `rows` fused rows from `first_row` on sees in the steps of a launch; its number is its place.
+    """What a tile of `rows` packed rows from `first_row` on sees in the steps of a launch; its number is its place.
 
     At step s: keys [max(lowest, begin + s * begin_stride), length + s * stride + new) of the tile, none if that is
     empty. `length` keys are there before the launch, `stride` more with every step, and `new` are the step's own.

@@ -35,9 +35,9 @@ MOST_KEYS = 2**31 - 2**16
 
 @dataclass(frozen=True)
 class Tile:
-    """Query rows that read one range of keys: `rows` fused rows per KV head see keys [begin, end) of the tile.
+    """Query rows that read one range of keys: `rows` packed rows per KV head see keys [begin, end) of the tile.
 
-    The rows of a step are numbered through (fused: column * group + head in the group), and the tile's are `first_row`
+    The rows of a step are numbered through (packed: column * group + head in the group), and the tile's are `first_row`
     and the next ones. No two tiles of a level share a row. A tile of an earlier level covers the tiles of the last
     level whose rows lie within its own; every one of its rows belongs to one of those.
     """
