@@ -89,9 +89,9 @@ class LLM:
         what a step decodes on the emulator. If that is more than the batch, a second kernel reads prompts. Bits
         depend on it.
     prompt_passes: read prompts in passes of up to 2048 tokens, on the tensor cores, by two further kernels over the
-        same weights, one of them for short prompts; by default on a GPU where weights are bf16. False: prompt_tokens a
-        step. A number: tokens of a pass; by default as many as memory allows. Bits depend on it, but with `kv_chunk`
-        only on whether there are passes.
+        same weights, one of them for short prompts; by default on a GPU. False: prompt_tokens a step. A number: tokens
+        of a pass; by default as many as memory allows. Bits depend on it, but with `kv_chunk` only on whether there are
+        passes. Prompts whose logprobs are wanted are read in steps; with `kv_chunk` nothing of them is kept or reused.
     prefix_cache: keep keys and values of prompts and completions in the pages that nobody needs, for requests that
         begin with the same tokens: these are not read again. What was computed in steps of other sizes agrees closely,
         but not to the bit, unless `kv_chunk` is given. None where the context is larger than the model's window.

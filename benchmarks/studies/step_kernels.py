@@ -200,6 +200,7 @@ class OnePhase(Piece):
     def _set_up(self) -> None:
         with ch.if_(self.machine.thread == 0):
             self.ring.initialise()
+            self.linear.initialise()
             prim.mbarrier_fence_init()
         prim.block_barrier()  # orders the barriers' initialisation before their first use by either role
         self.ring.start()

@@ -28,7 +28,7 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.dense.program import sizes as sizes_of_step
 from cheetah.package import KernelParameter
 from cheetah.plan import Gpu, MatrixLayout, ModelShape, Plan, PlanError, SharedMap, step_matrices
-from cheetah.plan.formats import M_TILE_ROWS, TileFormat
+from cheetah.plan.formats import BF16, M_TILE_ROWS, QuantizedTiles, TileFormat
 from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.pass_tables import SEGMENT_COLUMNS, TABLE_WORDS, PassRoom, pass_room
 from cheetah.plan.prompt import GROUP_TOKENS, PassPlan
@@ -154,6 +154,8 @@ class PassSizes:
         formats = {layout.name: layout.format.name for layout in self.matrices.of_layer}
         if len(set(formats.values())) > 1:
             raise PlanError(f"a pass multiplies weights of one format; there are {formats}")
+        if not (self.format == BF16 or isinstance(self.format, QuantizedTiles)):
+            raise PlanError(f"a pass multiplies weights in bf16 or quantised ones, and not those in {self.format.name}")
 
     @property
     def format(self) -> TileFormat:

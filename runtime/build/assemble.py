@@ -260,10 +260,8 @@ class _PassesAsked:
     wanted: bool | int | None
     free_bytes: int
 
-    def is_wanted(self, config: ModelConfig, machine: Gpu) -> bool:
-        # Of quantised weights they have run in the emulator alone.
-        by_default = not (machine.emulated or config.weight_formats)
-        return by_default if self.wanted is None else bool(self.wanted)
+    def is_wanted(self, machine: Gpu) -> bool:
+        return not machine.emulated if self.wanted is None else bool(self.wanted)
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -362,7 +360,7 @@ def generate_pass_kernels(
 ) -> dict[str, Generated]:
     """Kernels of passes beside the manifest's, which decodes; none where none is wanted, or, unless they were asked
     for, where there can be none, which is said."""
-    if not asked.is_wanted(config, machine):
+    if not asked.is_wanted(machine):
         return {}
     from cheetah.generate import generate_pass
 

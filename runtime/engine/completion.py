@@ -51,6 +51,11 @@ class Completion:
         known = 1 + len(self.prompt_logprobs)
         return self.request.prompt_logprobs is not None and known < len(self.request.prompt_ids)
 
+    @property
+    def is_read_in_steps(self) -> bool:
+        """Whether its prompt is never read in passes, which leave no logits; also when it is read once more."""
+        return self.request.prompt_logprobs is not None
+
     def uncached_ids(self, most: int) -> list[int]:
         """Its first `most` ids that are not in the cache: the last one, or more if it had to give its pages back."""
         assert self.cache is not None

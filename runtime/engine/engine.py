@@ -336,7 +336,8 @@ class Engine:
         """A new sequence with the pages that are known to hold the beginning of its ids, unless all must be read."""
         sequence = self.launcher.cache.fork()
         sequence.clear()
-        if self._prefixes is not None and not completion.reads_logprobs:
+        shares = self._manner.shares(completion.is_read_in_steps) and not completion.reads_logprobs
+        if self._prefixes is not None and shares:
             pages, tokens = self._prefixes.lookup(completion.ids)
             reused = self._manner.reused(tokens)
             sequence.adopt(pages[: reused // sequence.page_size], reused)
@@ -397,8 +398,8 @@ class Engine:
             completion.cache = None
 
     def _remember(self, completion: Completion) -> None:
-        cache = completion.cache
-        if self._prefixes is not None and cache is not None and not completion.has_failed:
+        cache, shares = completion.cache, self._manner.shares(completion.is_read_in_steps)
+        if self._prefixes is not None and cache is not None and shares and not completion.has_failed:
             kept = self._manner.kept(len(completion.request.prompt_ids), cache.length)
             self._prefixes.insert(completion.ids[:kept], cache.pages)
 
@@ -438,7 +439,7 @@ class Engine:
         length = first.cache.length
         logits = self._logits_for(first.reads_logprobs)
         del first.prompt_logprobs[length:]  # those behind were known before it gave its pages back
-        launcher, tokens, columns, pace = self._way_to_read(end - length, len(first.ids) - 1 - length, logits)
+        launcher, tokens, columns, pace = self._way_to_read(first, end - length, logits)
         if not self._make_room(first, tokens, events):
             return
         # One input more than tokens, where there is one: nothing is sampled, and the head need not run.
@@ -449,15 +450,16 @@ class Engine:
         self._others_waited_s += result.seconds
 
     def _way_to_read(
-        self, left: int, before_last: int, logits: Buffer | None
+        self, first: Completion, left: int, logits: Buffer | None
     ) -> tuple[KernelLaunches, int, int, LaunchPace]:
-        """How the next of `left` tokens of a prompt are read, of which `before_last` are followed by a known one: who
-        launches, how many tokens, how many of them a step, and the pace that this keeps. Passes leave no logits."""
-        before_last = min(left, before_last)
+        """How the next of `left` tokens of a prompt are read: who launches, how many tokens, how many of them a step,
+        and the pace that this keeps."""
+        assert first.cache is not None
+        before_last = min(left, len(first.ids) - 1 - first.cache.length)
         for passes, pace in zip(self._passes, self._pass_paces, strict=True):
             tokens = min(before_last, self._chunk(passes.tokens, passes.tile_tokens, pace))
             has_room = before_last <= passes.tokens or passes is self._passes[-1]
-            if logits is None and has_room and self._manner.takes_pass(tokens):
+            if has_room and not first.is_read_in_steps and self._manner.takes_pass(tokens):
                 return passes, tokens, passes.tile_tokens, pace
         columns = self._prompts.tokens
         steps = max(1, self._chunk(self.launch_steps * columns, columns, self._reading_pace) // columns)

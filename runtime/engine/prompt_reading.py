@@ -31,6 +31,11 @@ class FewestSteps:
         read at a time; else steps do."""
         return self.has_passes and tokens >= STEPS_OF_A_PASS * self.columns
 
+    def shares(self, in_steps: bool) -> bool:
+        """Whether a prompt may begin with the known tokens of others, and others with its own. in_steps: it is not read
+        in passes."""
+        return True
+
     def reused(self, cached: int) -> int:
         """Of `cached` known tokens, whole pages, how many a prompt begins with."""
         return cached
@@ -62,11 +67,15 @@ class SameSteps(FewestSteps):
     A step begins at a multiple of `columns` and has all of them, also where the prompt has fewer tokens left: the other
     columns are computed for nobody, and no token sees them. The last token samples, so it is decoded like those after
     it, with one column, however many completions begin there. What was decoded is no beginning of another prompt.
-    Where there are passes, they read all tokens but the last, however few.
+    Where there are passes, they read all tokens but the last, however few; a prompt that steps must read is then kept
+    apart from those, whose tokens have other bits.
     """
 
     def takes_pass(self, tokens: int) -> bool:
         return self.has_passes
+
+    def shares(self, in_steps: bool) -> bool:
+        return not (in_steps and self.has_passes)
 
     def reused(self, cached: int) -> int:
         unit = self.page_size if self.has_passes else lcm(self.columns, self.page_size)

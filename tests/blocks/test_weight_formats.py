@@ -11,12 +11,14 @@ import pytest
 from cheetah import lang as ch
 from cheetah.blocks.linear.formats import FRAGMENTS
 from cheetah.blocks.linear.fragments import Activations, Fragments
+from cheetah.generate import choose_plan, generate_pass
 from cheetah.lang import prim, ty
 from cheetah.models.formats import WEIGHT_FORMATS, WeightFormat, pack_matrix, unpack_matrix
 from cheetah.models.formats.weight_format import TilePart
 from cheetah.models.rounding import F32, Bits, widen
-from cheetah.plan import MatrixLayout, PlanError
+from cheetah.plan import MatrixLayout, PlanError, gpu_named
 from cheetah.plan.formats import TILE_FORMATS, TileFormat
+from cheetah.plan.prompt import PassPlan
 from tests.program.rig import RandomWeights, Rig, as_bf16, float32_logits, model, relative_error, token_ids
 from tests.tolerances import LOGITS
 
@@ -112,6 +114,14 @@ def test_every_format_has_its_three_homes() -> None:
 def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(PlanError, match="no weight format 'int3': there are bf16"):
         replace(model().shape, formats=(("o", "int3"),))
+
+
+def test_passes_refuse_a_format_that_they_do_not_know(toy: None) -> None:
+    matrices = ("qkv", "o", "gate_up", "down")
+    config = replace(model(), weight_formats=tuple((matrix, "toy") for matrix in matrices))
+    plan = choose_plan(config, gpu_named("emulator-2"), consumer_warps=2, max_context=128)
+    with pytest.raises(PlanError, match="bf16 or quantised ones, and not those in toy"):
+        generate_pass(config, "emulator-2", plan, PassPlan(tokens=64, tile_tokens=16, warpgroups=1, key_tile=16))
 
 
 @pytest.mark.slow

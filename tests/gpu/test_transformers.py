@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ def hf_config(config: ModelConfig) -> Any:
 
 def hf_model(checkpoint: Checkpoint, dtype: Any) -> Any:
     """transformers' model with the checkpoint's weights, on the GPU."""
-    config = hf_config(checkpoint.config)
+    config = hf_config(replace(checkpoint.config, weight_formats=()))  # quantised weights are given as what they mean
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     model = model.to_empty(device="cuda").to(dtype)
@@ -44,8 +45,10 @@ def hf_model(checkpoint: Checkpoint, dtype: Any) -> Any:
     state = model.state_dict()
     for name, target in state.items():
         source = "model.embed_tokens.weight" if name == "lm_head.weight" and checkpoint.config.tied_embeddings else name
-        bits = torch.from_numpy(np.array(checkpoint.tensor(source)).view(np.int16)).cuda()
-        target.copy_(bits.view(torch.bfloat16).to(dtype).view(target.shape))
+        values = np.array(checkpoint.tensor(source))
+        bf16 = values.dtype == np.uint16
+        given = torch.from_numpy(values.view(np.int16) if bf16 else values).cuda()
+        target.copy_((given.view(torch.bfloat16) if bf16 else given).to(dtype).view(target.shape))
     return model.eval()
 
 

@@ -66,7 +66,7 @@ def test_a_launch_holds_the_plan_of_each_of_its_steps():
 def test_there_are_never_more_plans_than_promised():
     draw = np.random.default_rng(2)
     reached = 0
-    for _ in range(600):
+    for _ in range(200):
         tiles, steps = random_launch_tiles(draw), int(draw.integers(1, 65))
         stride = max(1, *(max(tile.stride, tile.begin_stride) for tile in tiles))
         windows = any(tile.begin_stride for tile in tiles)
@@ -74,7 +74,7 @@ def test_there_are_never_more_plans_than_promised():
         most = max_plans(steps, 16, len(tiles), stride, windows)
         assert count <= most
         reached += count == most
-    assert reached > 50, "the promise is no wild guess"
+    assert reached > 16, "the promise is no wild guess"
 
 
 def decoding(*lengths):

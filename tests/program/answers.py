@@ -93,13 +93,17 @@ class Service:
         prepare, finish = launcher.prepare, launcher.finish
         parts: list[Part] = []
         lengths: list[int] = []
+        flights: list[Flight] = []
 
         def prepare_with_logits(of_launch: Sequence[Part], _: Any = None) -> Flight:
             parts[:], lengths[:] = of_launch, [part.cache.length for part in of_launch]
-            return prepare(of_launch, logits)
+            flights[:] = [prepare(of_launch, logits)]
+            return flights[0]
 
         def finish_and_record(flight: Flight) -> list[LaunchResult]:
             results = finish(flight)
+            if flight not in flights:  # of a launch that went on when all tokens of the answers before were there
+                return results
             found = logits.download(np.float32, (results[0].steps, launcher.tokens, launcher.vocab_size))
             for part, result in zip(parts, results, strict=True):
                 self._ids[part.sampling.seed][1].extend(result.token_ids)

@@ -27,6 +27,7 @@ from cheetah.runtime.build.assemble import allocate_buffers, upload_weights
 from cheetah.runtime.device.emulator import EmulatorDevice
 from tests.program.quantized_weights import QuantizedWeights
 from tests.program.rig import emulated_gpu, model, random_weights, relative_error, token_ids
+from tests.tiers import tiered
 
 pytestmark = pytest.mark.compiler
 
@@ -235,7 +236,8 @@ def test_neither_cuts_nor_company_change_a_bit(config: ModelConfig) -> None:
 FORMATS = ("int4-g128", "int4", "int4-g32-asym", "int8-asym", "int8-g64", "fp8", "fp8-block128")
 
 
-@pytest.mark.parametrize("format", [FORMATS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in FORMATS[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("format", tiered(FORMATS, [name for name in FORMATS if name not in ("int4-g128", "fp8")]))
 def test_quantised_weights(format: str) -> None:
     """As many columns as leave half a K-tile, and most of one, over."""
     formats = tuple((name, format) for name in ("qkv", "o", "gate_up", "down"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -18,6 +19,7 @@ from cheetah.runtime.engine.engine import Engine
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
 from cheetah.runtime.engine.launcher import Sampling
 from cheetah.runtime.engine.prefix_cache import PrefixCache
+from cheetah.runtime.engine.prompt_reading import SameSteps
 from cheetah.runtime.engine.requests import Made, Request
 from tests.program.rig import emulated_gpu, token_ids
 
@@ -47,7 +49,10 @@ class Rig:
         old = ready.launcher.cache
         ready.launcher.cache = CachedSequence(PagePool(old.pool.pages), old.page_size, old.context)
         prefixes = PrefixCache(ready.launcher.cache.pool, old.page_size)
-        self.engine = Engine(ready.launcher, None, prefixes, chunk_tokens=chunk_tokens, passes=ready.passes)
+        logits = ready.hosts_logits_buffer
+        self.engine = Engine(
+            ready.launcher, None, prefixes, chunk_tokens=chunk_tokens, passes=ready.passes, logits=logits
+        )
 
     def run(self, until: int | None = None) -> dict[int, tuple[int, ...]]:
         """The ids of every completion; until there are so many of them all, if that is said."""
@@ -111,6 +116,20 @@ def test_others_make_tokens_between_passes_of_the_size_that_was_asked_for(noted:
     found = rig.run()
     assert [tokens for _, tokens in noted] == [48, 48, 48, 5] or [tokens for _, tokens in noted] == [48, 48, 48]
     assert sum(map(len, first.values())) + sum(map(len, found.values())) == 95
+
+
+@pytest.mark.parametrize("same_steps", [False, True])
+def test_prompts_whose_logprobs_are_wanted_share_with_passes_only_where_bits_may_differ(
+    noted: list[tuple[int, int]], same_steps: bool
+) -> None:
+    """They are read in steps, whose keys have other bits than those of passes."""
+    rig = Rig()
+    if same_steps:
+        rig.engine._manner = SameSteps(*vars(rig.engine._manner).values())
+    for wanted in (1, None, 1):
+        rig.engine.add(replace(request(150), prompt_logprobs=wanted))
+        rig.run()
+    assert noted == ([(256, 149)] if same_steps else [(64, 5)])
 
 
 def test_an_interrupted_pass_is_as_if_not_made() -> None:
