@@ -1,6 +1,5 @@
 """The KV schedule: both goldens word for word, every invariant on random inputs, launches, caching and speed."""
 
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 
 from cheetah.plan import PlanError, kv_plan
 from cheetah.plan.kv import Scheduling, Tile, schedule
-from cheetah.plan.kv.scheduler import cached_schedule
 
 from .schedules import ARRAYS, Case, check_invariants, plain_schedule, random_case
 
@@ -168,16 +166,6 @@ def test_plans_are_cached_by_rounded_length_and_cannot_be_changed():
     assert kv_plan([1009], 8, 132, 4) is not plan
     with pytest.raises(ValueError, match="read-only"):
         plan.items[0, 0] = 1
-
-
-def test_a_plan_takes_well_under_a_millisecond():
-    times = []
-    for length in range(8000, 8480, 16):
-        cached_schedule.cache_clear()
-        start = time.perf_counter()
-        kv_plan([length - 700 * b for b in range(8)], 8, 132, 4)
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.7e-3, "about 0.15 ms is usual"
 
 
 @pytest.mark.parametrize(

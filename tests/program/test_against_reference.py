@@ -61,6 +61,7 @@ EXHAUSTIVE = (
     *("group of 3", "no groups", "one under an M-tile", "head of 128, barrier", "page of 1", "page of 5"),
     *("head of 128", "one block", "two stages", "large epsilon", "page of 64, five blocks", "one head"),
     *("one over an M-tile", "tied", "split six ways", "rotated starts"),
+    *("groups of 5", "more KV heads than blocks", "eight warps", "wide"),
 )
 
 
@@ -98,6 +99,7 @@ def test_demo_model_teacher_forced_and_greedy(sync: str, text: str) -> None:
     follow(open_checkpoint(DEMO_FOLDER), prompt, 64, {"blocks": 4, "sync": sync, "consumer_warps": 4})
 
 
+@pytest.mark.exhaustive
 def test_demo_model_on_as_many_blocks_as_an_h200_has() -> None:
     """Most of them have nothing to do in most phases."""
     demo = open_checkpoint(DEMO_FOLDER)
