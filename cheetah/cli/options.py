@@ -56,7 +56,7 @@ RequestSeed = Annotated[
 ]
 
 PLAN_OPTIONS: Mapping[str, tuple[type, str]] = {
-    "sync": (str, "How blocks exchange vectors: flags (the default) or barrier (simpler, slower)."),
+    "sync": (str, "How blocks exchange vectors: flags or barrier; by default the faster for so many tokens."),
     "max_context": (int, "Most tokens of prompt and completion together."),
     "page_size": (int, "Tokens of a page of the KV cache."),
     "stage_bytes": (int, "Bytes of a stage of the ring, the unit of every copy of weights."),
