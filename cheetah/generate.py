@@ -17,7 +17,7 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.registry import family_of
 from cheetah.package import Generated
 from cheetah.plan import Gpu, Plan, default_plan, gpu_named, shared_map, step_matrices
-from cheetah.plan.plan import default_context
+from cheetah.plan.defaults import default_context
 from cheetah.plan.prompt import PassPlan
 from cheetah.version import __version__
 

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cheetah.errors import CheetahError
-from cheetah.plan.plan import MAX_BATCH, default_context
+from cheetah.plan.defaults import default_context
+from cheetah.plan.plan import MAX_BATCH
 from cheetah.runtime.asked import Ask, Asked
 from cheetah.runtime.calls import (
     conversations_of,
@@ -47,7 +48,7 @@ from cheetah.runtime.text.tokenizer import Tokenizer
 from cheetah.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
-    from cheetah.runtime.build.assemble import GenerateKernel
+    from cheetah.runtime.build.kernels import GenerateKernel
     from cheetah.runtime.checkpoint.loading import Checkpoint
     from cheetah.runtime.device.interface import Device
 

@@ -25,7 +25,7 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.registry import PRESETS, preset
 from cheetah.package import Generated
 from cheetah.plan import gpu_named, shared_map
-from cheetah.runtime.build.assemble import generate_prompt_kernel, memory_needed
+from cheetah.runtime.build.kernels import generate_prompt_kernel, memory_needed
 from cheetah.runtime.build.memory import MemoryEstimate
 
 ROOT = Path(__file__).parents[1]

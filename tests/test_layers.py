@@ -47,9 +47,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     f"{MODELS}.demo": {*MODEL, f"{MODELS}.llama"},
     "cheetah.generate": {*DATA, "cheetah.blocks", "cheetah.lang", "cheetah.package"},
     "cheetah.tools.ceiling": {"cheetah.lang", "cheetah.manifest", "cheetah.plan"},
-    "cheetah.runtime": {*DATA, "cheetah.runtime.build.assemble", "cheetah.runtime.device"},
+    "cheetah.runtime": {*DATA, "cheetah.runtime.build.kernels", "cheetah.runtime.device"},
     # The one place where the runtime asks the generator, and only for a text and its manifest.
-    "cheetah.runtime.build.assemble": {*DATA, "cheetah.generate", "cheetah.runtime", "cheetah.runtime.device"},
+    "cheetah.runtime.build.kernels": {*DATA, "cheetah.generate", "cheetah.runtime", "cheetah.runtime.device"},
     "cheetah.runtime.device": {"cheetah.manifest", "cheetah.emulator", "cheetah.runtime"},
     "cheetah.serve": {"cheetah.runtime"},
 }

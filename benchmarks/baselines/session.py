@@ -14,7 +14,7 @@ import torch
 from benchmarks.baselines.chain import Chain, Run, System, run
 from benchmarks.baselines.weights import random_weights, step_bytes
 from cheetah.models.llama import LlamaConfig
-from cheetah.runtime.build.assemble import choose_gpu
+from cheetah.runtime.build.kernels import choose_gpu
 from cheetah.runtime.device import open_device
 from cheetah.tools.bench import Measurement, ReadCeiling, Work
 from cheetah.tools.circumstances import clocks, commit

@@ -27,7 +27,8 @@ from cheetah.plan import Gpu, ModelShape, Plan, PlanError, Region, default_plan,
 from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.kv import KvPlanLayout, most_tiles
 from cheetah.plan.kv.tables import TILE_WORDS
-from cheetah.plan.plan import STEP_TOKENS, attention_records, attention_regions
+from cheetah.plan.plan import STEP_TOKENS
+from cheetah.plan.regions import attention_records, attention_regions
 from cheetah.plan.shared_memory import BULK_ALIGNMENT, SharedMap
 from cheetah.version import __version__
 

@@ -55,7 +55,7 @@ def tune(
     fields of their own. Weights are random numbers: speed does not depend on them.
     """
     from cheetah.cli.configs import named_config, print_notes
-    from cheetah.runtime.build.assemble import choose_gpu
+    from cheetah.runtime.build.kernels import choose_gpu
     from cheetah.runtime.build.tuned import SEARCHED
     from cheetah.runtime.device import open_device
     from cheetah.tools.bench import check_depths

@@ -3,6 +3,7 @@
 Knows nothing of the language, the model's code or the runtime.
 """
 
+from cheetah.plan.defaults import default_plan
 from cheetah.plan.errors import PlanError
 from cheetah.plan.formats import M_TILE_ROWS, VECTOR_COLUMNS
 from cheetah.plan.gpu import GPUS, Gpu, gpu_named
@@ -11,7 +12,8 @@ from cheetah.plan.kv.launch import LaunchTile, kv_plans_for_launch, launch_tiles
 from cheetah.plan.kv.scheduler import KvPlan, Scheduling, Tile
 from cheetah.plan.layout import MatrixLayout
 from cheetah.plan.matrices import StepMatrices, step_matrices
-from cheetah.plan.plan import Plan, default_plan, kernel_regions, shared_map
+from cheetah.plan.plan import Plan
+from cheetah.plan.regions import kernel_regions, shared_map
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.shared_memory import Region, SharedMap, ring_regions, stages_that_fit
 from cheetah.plan.split import Split

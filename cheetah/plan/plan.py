@@ -1,17 +1,15 @@
-"""Our choices: one frozen `Plan`, derived by rule from the machine and the model, every field overridable."""
+"""Our choices: one frozen `Plan`, and what no plan may be. `defaults.py` derives one by rule."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from math import lcm
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from cheetah.plan.errors import PlanError, require_positive
-from cheetah.plan.formats import BF16, M_TILE_ROWS, QuantizedTiles
+from cheetah.plan.formats import BF16, M_TILE_ROWS
 from cheetah.plan.gpu import Gpu
-from cheetah.plan.index import ceil_div, round_up
-from cheetah.plan.layout import slice_columns
+from cheetah.plan.index import ceil_div
 from cheetah.plan.shape import ModelShape
-from cheetah.plan.shared_memory import BULK_ALIGNMENT, Region, SharedMap, ring_regions, stages_that_fit
+from cheetah.plan.shared_memory import BULK_ALIGNMENT
 from cheetah.printable import shown
 
 SYNCS = ("flags", "barrier")
@@ -26,18 +24,6 @@ STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64)
 """How many tokens a step may take together."""
 KV_DTYPES = {"bf16": 2, "e4m3": 1}
 """How keys and values are cached: the name and the bytes of an element."""
-BARRIER_TOKENS = 8
-"""From so many tokens on, blocks exchange vectors by the grid barrier unless told otherwise."""
-ATTENTION_SLICE_DIMS = 64
-"""Dims of a head's output that the consumer warps fold at a time, or twice as many."""
-KEPT_ITEMS, KEPT_ITEM_BYTES = 4, 64
-"""Items of a block whose records stay in shared memory, and the bytes of one with its tile."""
-KEPT_SOURCES, KEPT_MERGE_BYTES = 20, 128
-"""Of a merge, the sources that stay there, and the bytes of its record with its tile and those."""
-FILTER_WORDS = 16
-"""Words that a block publishes of a filtered column in a round, and that it keeps of it."""
-LIST_ROW_WORDS = 36
-"""Room of a short list: of 8 tokens 4 words each, and two more."""
 MERGE_WARPS, MOST_TEAMS = 4, 14
 """Warps that merge a row together, and how many teams of them have a barrier."""
 KINDS: Mapping[object, str] = {int: "a whole number", str: "a word", bool: "True or False"}
@@ -50,14 +36,8 @@ WARPGROUP = 4
 """Warps that change their share of the registers together."""
 TRANSACTION_LIMIT_BYTES = 2**20
 """An mbarrier counts fewer pending bytes than this (PTX ISA, mbarrier tx-count)."""
-SMALL_LAYER_BYTES = 1_200_000
-"""Weights of a layer that each block reads: below this, waiting weighs more than reading."""
-SHORT_LAYER_BYTES = 2_500_000
-"""The same of quantised weights: below this, few requests while a block waits."""
 DEFAULT_CONTEXT, DEFAULT_STEPS = 8192, 64
 """Tokens of a sequence, and steps of a launch, unless told otherwise."""
-EMULATOR_STAGES = 8
-"""Most ring stages on the emulator, so that the ring wraps round even for small models."""
 
 
 @dataclass(frozen=True)
@@ -326,240 +306,3 @@ class Plan:
         if missing := sorted({"consumer_warps", "stage_bytes", "stages"} - set(values)):
             raise PlanError(f"Plan: missing field {', '.join(missing)}")
         return cls(**values)
-
-
-Reserve = Callable[[ModelShape, Plan, Gpu], Sequence[Region]]
-"""Gives the regions of shared memory that a kernel needs beside the ring."""
-
-
-def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...]:
-    """What a block keeps in shared memory beside the ring.
-
-    scratch: the input of a product (bf16), or what attention needs, or all blocks' candidates, or what filters need.
-    reductions: buffers of the warps' row sums, with an mbarrier each; only products use them, as the input, behind
-    which they lie if there is room. residual: the block's rows (f32). partial_sums: of squares; scales: 1/rms of every
-    token. rope: cos and sin of every token's position. warp_candidates: of every warp and column. columns: what the
-    step's tokens are. chosen: what was sampled. step_done: two mbarriers. next_token: of every column, then whether the
-    launch ends.
-    """
-    vector_bytes = longest_vector_bytes(shape, plan)
-    attention = attention_regions(shape, plan, vector_bytes)
-    candidates = gpu.blocks * max(plan.tokens, 2) * 8
-    filtering = filter_regions(plan, gpu, candidates)
-    residual_rows = ceil_div(ceil_div(shape.hidden, M_TILE_ROWS), gpu.blocks) * M_TILE_ROWS
-    filters = filtering[-1].skip + filtering[-1].nbytes
-    scratch = max(vector_bytes, sum(region.nbytes for region in attention), filters)
-    reductions = plan.reductions * plan.consumer_warps * plan.warp_sums * 4
-    is_room_behind_vector = vector_bytes + reductions <= scratch
-    return (
-        Region("scratch", scratch, BULK_ALIGNMENT),
-        Region("vector", vector_bytes, BULK_ALIGNMENT, over="scratch"),
-        Region("candidates", candidates, BULK_ALIGNMENT, over="scratch"),
-        *filtering,
-        *attention,
-        Region(
-            *("reductions", reductions),
-            over="scratch" if is_room_behind_vector else None,
-            skip=vector_bytes if is_room_behind_vector else 0,
-        ),
-        Region("reduction_barriers", plan.reductions * 8),
-        Region("residual", residual_rows * plan.tokens * 4),
-        Region("partial_sums", plan.consumer_warps * COLUMNS * 4),
-        Region("scales", plan.tokens * 4),
-        Region("rope", plan.tokens * shape.head_dim * 4),
-        *attention_records(plan),
-        Region("warp_candidates", max(plan.consumer_warps, plan.tokens) * 8),
-        Region("columns", plan.tokens * 9 * 4),
-        Region("chosen", plan.tokens * 4),
-        Region("step_done", 16),
-        Region("next_token", (plan.tokens + 1) * 4),
-    )
-
-
-def listed_tokens(tokens: int) -> int:
-    """Tokens of a block's short list, where a step has so many. With 8 in each of 132 lists the 300 highest of all are
-    mostly listed, with 4 the 60 highest."""
-    return 8 if tokens == 1 else 4
-
-
-def filter_regions(plan: Plan, gpu: Gpu, candidates: int) -> tuple[Region, ...]:
-    """What filters need, over the region `scratch`.
-
-    listed: of all blocks' listed tokens two numbers (f32), of a column that a warp works on; over the candidates, that
-    are used no more then. list_rows: a list of every warp. filters: what is known of every column; filter_sums: its
-    warps' sums, of this block and of all."""
-    sizes = {
-        "listed": min(plan.tokens, plan.consumer_warps) * gpu.blocks * listed_tokens(plan.tokens) * 8,
-        "list_rows": plan.consumer_warps * LIST_ROW_WORDS * 4,
-        "filters": plan.tokens * FILTER_WORDS * 4,
-        "filter_sums": 2 * max(plan.tokens, plan.consumer_warps) * FILTER_WORDS * 4,
-    }
-    regions, skip = [], 0
-    for name, nbytes in sizes.items():
-        regions.append(Region(name, nbytes, BULK_ALIGNMENT, over="scratch", skip=skip))
-        skip += round_up(max(nbytes, candidates) if name == "listed" else nbytes, BULK_ALIGNMENT)
-    return tuple(regions)
-
-
-def attention_regions(
-    shape: ModelShape, plan: Plan, room: int, tile_columns: int | None = None, newest: bool = True
-) -> tuple[Region, ...]:
-    """What attention needs while it works on an item, one after the other, over the region `scratch`.
-
-    attention: of every consumer warp as many dims of its output (f32) as fit in `room` bytes beside the others, 64 at
-    least [warps, columns, dims]. queries: of a tile (bf16), rows rounded up to 8. newest: the newest keys of a KV head,
-    rounded up to 16, then as many values (bf16). tile_columns: tokens of a tile, if fewer than the plan's."""
-    rows = (tile_columns or plan.tile_columns(shape.group)) * shape.group
-    slice_bytes = plan.consumer_warps * min(rows, COLUMNS) * ATTENTION_SLICE_DIMS * 4
-    queries = round_up(rows, COLUMNS) * shape.head_dim * 2
-    newest_bytes = 2 * round_up(plan.tokens, KV_TILE_TOKENS) * shape.head_dim * 2 if newest else 0
-    room = max(room - queries - newest_bytes, plan.consumer_warps * COLUMNS * ATTENTION_SLICE_DIMS * 4)
-    slices = min(shape.head_dim // ATTENTION_SLICE_DIMS, room // slice_bytes)
-    sizes = {"attention": slices * slice_bytes, "queries": queries, "newest": newest_bytes}
-    regions, skip = [], 0
-    for name, nbytes in sizes.items():
-        if nbytes:
-            regions.append(Region(name, nbytes, BULK_ALIGNMENT, over="scratch", skip=skip))
-        skip += nbytes
-    return tuple(regions)
-
-
-def attention_records(plan: Plan) -> tuple[Region, ...]:
-    """What attention keeps beside that. statistics: (highest, weight sum) of each warp's state and query column.
-    records: four numbers, the block's first items with their tiles, one more item, every team's first merge."""
-    kept = 16 + (KEPT_ITEMS + 1) * KEPT_ITEM_BYTES + plan.consumer_warps // plan.merge_warps * KEPT_MERGE_BYTES
-    return Region("statistics", plan.consumer_warps * COLUMNS * 8), Region("records", kept)
-
-
-def longest_vector_bytes(shape: ModelShape, plan: Plan) -> int:
-    """The longest part of the vectors that is in shared memory at once, as the format of its matrix has it."""
-    down = shape.format_of("down")
-    chunk_bytes = down.chunk_bytes(plan.stage_bytes, plan.consumer_warps)
-    parts = {name: shape.hidden for name in ("qkv", "gate_up", "lm_head")} | {"o": shape.query_rows}
-    longest = [_vector_bytes(shape, plan, name, columns, columns) for name, columns in parts.items()]
-    part = slice_columns(round_up(shape.ffn, down.columns), chunk_bytes, plan.down_slices, down)
-    return max(*longest, _vector_bytes(shape, plan, "down", shape.ffn, part))
-
-
-def _vector_bytes(shape: ModelShape, plan: Plan, matrix: str, columns: int, part: int) -> int:
-    """Of `part` of the columns of a matrix."""
-    format = shape.format_of(matrix)
-    return ceil_div(part, format.columns) * format.vector_units(columns, plan.tokens) * 16
-
-
-def default_down_slices(shape: ModelShape, tokens: int, gpu: Gpu) -> int:
-    """Each part costs quantised weights more than it hides, but so does a ring that is too short. Beside 4 bits the
-    vectors come in parts of two fifths of the memory, a single one of a quarter (8B: 1 part 1.337, 2 1.354 ms a step;
-    two tokens 1 1.538, 4 1.689; 8 tokens 2 2.188, 3 2.139, 4 2.230; 70B, a token: 1 9.79, 2 9.23); beside 8 bits in two
-    parts of half of it at most (fp8, 8 tokens: 2 2.647, 4 2.890). bf16, a single token: two, so that the first half is
-    multiplied before the second one exists (8B 0.4 %, 1B 0.8 %); several: as many as let the vectors fit where the
-    others do."""
-    down = shape.format_of("down")
-    if isinstance(down, QuantizedTiles):
-        vectors = ceil_div(shape.ffn, down.columns) * down.vector_units(shape.ffn, tokens) * 16
-        if down.bits == 4:
-            return ceil_div(vectors, gpu.shared_bytes // 4 if tokens == 1 else gpu.shared_bytes * 2 // 5)
-        return max(1 if gpu.emulated else 2, ceil_div(vectors, gpu.shared_bytes // 2))
-    if tokens > 1:
-        return ceil_div(shape.padded_ffn, max(shape.padded_hidden, shape.padded_query_rows))
-    return 1 if gpu.emulated else 2
-
-
-def default_sync(shape: ModelShape, tokens: int, gpu: Gpu) -> str:
-    """Flagged words double what every block reads: with 8 tokens that costs more than the grid barrier's longer trips
-    (8B, batch 8: 4.09 against 3.89 ms a step), beside quantised weights with 4 (int4 2.271 against 1.950, fp8 2.803
-    against 2.589)."""
-    from_tokens = BARRIER_TOKENS // 2 if shape.formats else BARRIER_TOKENS
-    return "barrier" if tokens >= from_tokens and not gpu.emulated else "flags"
-
-
-def shared_map(shape: ModelShape, plan: Plan, gpu: Gpu, reserve: Reserve = kernel_regions) -> SharedMap:
-    """The whole arena: ring, its barriers, and what `reserve` asks for. PlanError with the table if it does not fit."""
-    regions = (*ring_regions(plan.stages, plan.stage_bytes), *reserve(shape, plan, gpu))
-    return SharedMap(regions, gpu.shared_bytes)
-
-
-def default_context(positions: int) -> int:
-    """`max_context` by rule for a model with so many positions."""
-    return min(positions, DEFAULT_CONTEXT)
-
-
-def default_plan(gpu: Gpu, shape: ModelShape, *, reserve: Reserve = kernel_regions, **overrides: Any) -> Plan:
-    """The plan by rule for a model on `gpu`; `overrides` are fields of `Plan`, None means by rule.
-
-    `reserve` gives the shared memory beside the ring; the stages are what then fits. PlanError where it fails.
-    """
-    given = {name: value for name, value in overrides.items() if value is not None}
-    chosen: dict[str, Any] = {**_machine_defaults(gpu), **default_starts(shape, gpu), **given}
-    used_here = ("consumer_warps", "batch", "tokens", "stages")
-    require_positive("Plan", **{name: chosen[name] for name in used_here if name in chosen})
-    chosen.setdefault("tokens", next((size for size in STEP_TOKENS if size >= chosen.get("batch", 1)), MAX_BATCH))
-    chosen.setdefault("down_slices", default_down_slices(shape, chosen["tokens"], gpu))
-    chosen.setdefault("sync", default_sync(shape, chosen["tokens"], gpu))
-    chosen.setdefault("stage_bytes", _default_stage_bytes(shape, gpu, chosen["consumer_warps"]))
-    draft = Plan.from_dict({**chosen, "stages": 2, "in_flight": 1, "in_flight_waiting": 0})
-    draft.check(shape, gpu)
-    stages = chosen["stages"] if "stages" in chosen else _default_stages(shape, draft, gpu, reserve)
-    in_flight = chosen.get("in_flight", max(1, min(_default_in_flight(shape, gpu, draft), stages - 1)))
-    waiting = chosen.get("in_flight_waiting", _default_waiting(shape, gpu, in_flight))
-    plan = replace(draft, stages=stages, in_flight=in_flight, in_flight_waiting=waiting)
-    shared_map(shape, plan, gpu, reserve)
-    return plan
-
-
-def _machine_defaults(gpu: Gpu) -> dict[str, Any]:
-    """Eight consumer warps: 16 have too few registers and spill. 256 keys an item: so a context of up to 256 keys needs
-    no merge of states, which is worth 1 to 2 % there; at 512 keys it costs as much, beyond that little either way
-    (H200, benchmarks/LOG.md). The emulator is small, so that little work is split too."""
-    if gpu.emulated:
-        return {"consumer_warps": 4, "kv_chunk_min": 64}
-    return {"consumer_warps": 8, "producer_warps": WARPGROUP, "kv_chunk_min": 256, "kv_item_cost": 128}
-
-
-def default_starts(shape: ModelShape, gpu: Gpu) -> dict[str, int]:
-    """Starts that give the first M-tiles of the others to the blocks which the last round of o and down leaves out."""
-    left_out = ceil_div(shape.hidden, M_TILE_ROWS) % gpu.blocks
-    start = -left_out % gpu.blocks
-    return {"start_qkv": start, "start_residual": 0, "start_gate_up": start, "start_head": start}
-
-
-def _default_stage_bytes(shape: ModelShape, gpu: Gpu, consumer_warps: int) -> int:
-    """About 16 KB, or 4 on the emulator: whole K-tiles for each warp, whole tiles of keys; where formats differ, room
-    for the largest."""
-    least = 4096 if gpu.emulated else 16384
-    whole = round_up(least, lcm(consumer_warps * BF16.tile_bytes, KV_TILE_TOKENS * 2 * 2 * shape.head_dim))
-    others = (one.stage_bytes(least, consumer_warps) for one in shape.tile_formats if one is not BF16)
-    return round_up(max(whole, *others, 0), BULK_ALIGNMENT)
-
-
-def _default_stages(shape: ModelShape, draft: Plan, gpu: Gpu, reserve: Reserve) -> int:
-    fit = stages_that_fit(gpu.shared_bytes, draft.stage_bytes, reserve(shape, draft, gpu))
-    return min(fit, EMULATOR_STAGES) if gpu.emulated else fit
-
-
-def _default_in_flight(shape: ModelShape, gpu: Gpu, draft: Plan) -> int:
-    """64 KB: 4 chunks of 16 KB or 2 of 32 KB measured best on an H200. A small model waits more than it reads, and its
-    exchanges are faster beside 48 KB (Llama 3.2 1B: 0.629 against 0.636 ms a step); so are those of several tokens (8B,
-    batch 4: 3.66 against 3.70 ms). On the emulator, 3 small chunks."""
-    if gpu.emulated:
-        return 3
-    kilobytes = 48 if draft.tokens > 1 or _layer_bytes(shape, gpu) < SMALL_LAYER_BYTES else 64
-    return max(2, round(kilobytes * 1024 / draft.stage_bytes))
-
-
-def _default_waiting(shape: ModelShape, gpu: Gpu, in_flight: int) -> int:
-    """One chunk fewer while the block waits, if that leaves two: worth 0.7 % on 8B, 1 % on 3B, 2 % on 1B, and 0.5 %
-    with 4 and 8 tokens. Two where quantised layers are read faster than vectors come (8B, int4: 1.337 to 1.311 ms a
-    step, fp8 1.929 to 1.883); on 70B that costs 1 %."""
-    layer_bytes = (
-        _layer_bytes(shape, gpu)
-        * shape.format_of("gate_up").tile_bytes
-        // (M_TILE_ROWS * 2 * shape.format_of("gate_up").columns)
-    )
-    is_short = bool(shape.formats) and layer_bytes < SHORT_LAYER_BYTES
-    return min(in_flight, 2 if is_short else max(2, in_flight - 1))
-
-
-def _layer_bytes(shape: ModelShape, gpu: Gpu) -> int:
-    """Weights of a layer that each block reads, if they are bf16."""
-    return 2 * shape.hidden * (shape.qkv_rows + shape.query_rows + 3 * shape.ffn) // gpu.blocks

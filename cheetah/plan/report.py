@@ -15,7 +15,8 @@ from cheetah.plan.gpu import Gpu
 from cheetah.plan.kv import kv_plan
 from cheetah.plan.layout import MatrixLayout
 from cheetah.plan.matrices import StepMatrices, step_matrices
-from cheetah.plan.plan import Plan, Reserve, kernel_regions, shared_map
+from cheetah.plan.plan import Plan
+from cheetah.plan.regions import Reserve, kernel_regions, shared_map
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.shared_memory import SharedMap
 

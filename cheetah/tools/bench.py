@@ -25,17 +25,12 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.formats import format_of
 from cheetah.models.registry import family_of
 from cheetah.plan import M_TILE_ROWS, Gpu, MatrixLayout, Plan, StepMatrices, gpu_named
+from cheetah.plan.defaults import default_context
 from cheetah.plan.formats import QuantizedTiles
-from cheetah.plan.plan import DEFAULT_STEPS, STEP_TOKENS, default_context
-from cheetah.runtime.build.assemble import (
-    GPU_TIMEOUT_S,
-    Weights,
-    allocate_buffers,
-    choose_gpu,
-    free_all,
-    new_cache,
-    upload_weights,
-)
+from cheetah.plan.plan import DEFAULT_STEPS, STEP_TOKENS
+from cheetah.runtime.build.assemble import GPU_TIMEOUT_S, new_cache
+from cheetah.runtime.build.buffers import Weights, allocate_buffers, free_all, upload_weights
+from cheetah.runtime.build.kernels import choose_gpu
 from cheetah.runtime.build.memory import memory_of_buffers
 from cheetah.runtime.checkpoint.random_weights import RandomTensors, random_scheme, random_tensors
 from cheetah.runtime.engine.kv_cache import CachedSequence

@@ -20,7 +20,7 @@ from cheetah.models.registry import family_of
 from cheetah.models.rounding import F32, Rounding, exact, round_to_bf16, round_to_e4m3
 from cheetah.plan import PlanError, gpu_named
 from cheetah.plan.prompt import default_pass_plan
-from cheetah.runtime.build.assemble import allocate_buffers
+from cheetah.runtime.build.buffers import allocate_buffers
 from cheetah.runtime.device.emulator import EmulatorDevice, EmulatorKernel
 from cheetah.runtime.engine.flights import Part
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool

@@ -16,8 +16,9 @@ import numpy as np
 
 from cheetah.errors import CheetahError
 from cheetah.models.config import ModelConfig
-from cheetah.plan.plan import default_context
-from cheetah.runtime.build.assemble import Assembly, Weights, assemble, upload_weights
+from cheetah.plan.defaults import default_context
+from cheetah.runtime.build.assemble import Assembly, assemble
+from cheetah.runtime.build.buffers import Weights, upload_weights
 from cheetah.runtime.device import Device
 from cheetah.runtime.engine.engine import Engine
 from cheetah.runtime.engine.launcher import Sampling

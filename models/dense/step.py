@@ -37,7 +37,7 @@ from cheetah.plan import M_TILE_ROWS, Gpu, ModelShape, Plan, step_matrices
 from cheetah.plan.index import round_up
 from cheetah.plan.kv import KvPlanLayout, max_plans
 from cheetah.plan.kv.tables import epochs_of_step
-from cheetah.plan.plan import FILTER_WORDS, listed_tokens
+from cheetah.plan.regions import FILTER_WORDS, listed_tokens
 
 LAYER_PHASES = ("qkv", "attention", "o", "gate_up", "down")
 LAST_PHASES = ("lm_head", "sampling")

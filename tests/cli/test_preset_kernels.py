@@ -17,8 +17,8 @@ from cheetah.models.registry import PRESETS, preset
 from cheetah.package import Generated
 from cheetah.plan import gpu_named
 from cheetah.plan.prompt import default_pass_plan, short_pass_plan
-from cheetah.runtime.build.assemble import generate_prompt_kernel
 from cheetah.runtime.build.compile import CompileError, compile_cubin, find_compiler
+from cheetah.runtime.build.kernels import generate_prompt_kernel
 from cheetah.tools.regenerate import DEFAULT_GPU, generate_named
 from tests.tiers import tiered
 

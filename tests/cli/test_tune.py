@@ -20,7 +20,7 @@ from cheetah.errors import CheetahError
 from cheetah.generate import choose_plan
 from cheetah.models.registry import preset
 from cheetah.plan import Plan, gpu_named
-from cheetah.runtime.build.assemble import shared_buffers
+from cheetah.runtime.build.kernels import shared_buffers
 from cheetah.runtime.build.sources import sources_of
 from cheetah.runtime.build.tuned import GENERATOR, SEARCHED, TunedPlan, generator_hash, stored_plan, with_tuned
 from cheetah.runtime.device import open_device

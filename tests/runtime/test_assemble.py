@@ -13,7 +13,8 @@ from tiny_models import tiny_config, tiny_weights
 from cheetah.errors import CheetahError
 from cheetah.manifest import Manifest
 from cheetah.models.llama import LlamaConfig
-from cheetah.runtime.build.assemble import _keeping, assemble, choose_gpu, shared_buffers
+from cheetah.runtime.build.assemble import assemble
+from cheetah.runtime.build.kernels import choose_gpu, keeping, shared_buffers
 from cheetah.runtime.build.texts import KeptText, KeptTexts
 from cheetah.runtime.device.interface import DeviceError, DeviceInfo
 
@@ -87,7 +88,7 @@ def test_a_kept_text_is_of_its_configuration_alone(tmp_path: Path, changed: dict
         def __call__(self, *arguments: Any, **plan: Any) -> Generated:
             return generate_kernel(*arguments, **plan)
 
-    kept, config = _keeping(KeptTexts(tmp_path), Named()), tiny_config()
+    kept, config = keeping(KeptTexts(tmp_path), Named()), tiny_config()
     first = kept(config, "emulator")
     assert kept(config, "emulator") == KeptText(first.text, first.manifest)
     assert isinstance(kept(dataclasses.replace(config, **changed), "emulator"), type(first)), "written anew"

@@ -18,8 +18,8 @@ from cheetah.blocks.attention.tile import LN_2, SLICE_TILES, AttentionShape, War
 from cheetah.blocks.exchange import Exchange
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
-from cheetah.plan.plan import ATTENTION_SLICE_DIMS as SLICE_DIMS
 from cheetah.plan.plan import COLUMNS
+from cheetah.plan.regions import ATTENTION_SLICE_DIMS as SLICE_DIMS
 
 
 class Folder:

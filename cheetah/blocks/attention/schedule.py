@@ -17,7 +17,7 @@ from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
 from cheetah.plan.kv import ITEM_WORDS, KvPlanLayout
 from cheetah.plan.kv.tables import TILE_WORDS
-from cheetah.plan.plan import KEPT_ITEM_BYTES, KEPT_ITEMS, KEPT_MERGE_BYTES, KEPT_SOURCES
+from cheetah.plan.regions import KEPT_ITEM_BYTES, KEPT_ITEMS, KEPT_MERGE_BYTES, KEPT_SOURCES
 
 WRITE_THROUGH = 0xFFFFFFFF
 """The first partial row of an item that gives the final output itself."""

@@ -17,8 +17,8 @@ from cheetah import lang as ch
 from cheetah.blocks.attention.variants import At, Pair, Variant
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
-from cheetah.plan.plan import ATTENTION_SLICE_DIMS as SLICE_DIMS
 from cheetah.plan.plan import COLUMNS
+from cheetah.plan.regions import ATTENTION_SLICE_DIMS as SLICE_DIMS
 
 SLICE_TILES = SLICE_DIMS // 16
 LOG2_E = math.log2(math.e)

@@ -16,7 +16,7 @@ from cheetah.lang import prim, ty
 from cheetah.lang.primitives.exchange import UNITS
 from cheetah.plan.index import ceil_div
 from cheetah.plan.kv.tables import CANCELLED_TOKEN, FILTERED, NO_TOKEN
-from cheetah.plan.plan import FILTER_WORDS
+from cheetah.plan.regions import FILTER_WORDS
 
 SIGN = 1 << 31
 FILTERED_HERE, OPEN = range(2)

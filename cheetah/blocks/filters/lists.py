@@ -23,7 +23,7 @@ from cheetah.blocks.filters.columns import WarpColumns, best_of_warp, highest_of
 from cheetah.lang import prim, ty
 from cheetah.plan import M_TILE_ROWS
 from cheetah.plan.kv.tables import NO_TOKEN
-from cheetah.plan.plan import LIST_ROW_WORDS, listed_tokens
+from cheetah.plan.regions import LIST_ROW_WORDS, listed_tokens
 
 UNIT_WORDS = 4
 SCALED, NOISY, TOKEN, MORE = range(UNIT_WORDS)

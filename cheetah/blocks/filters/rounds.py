@@ -20,7 +20,7 @@ from cheetah.blocks.filters.columns import OPEN, WarpColumns, best_of_warp, high
 from cheetah.lang import prim, ty
 from cheetah.plan import M_TILE_ROWS
 from cheetah.plan.kv.tables import FILTER_ROUNDS, NO_TOKEN
-from cheetah.plan.plan import FILTER_WORDS
+from cheetah.plan.regions import FILTER_WORDS
 
 PIVOTS = 4
 TESTED = PIVOTS + 2

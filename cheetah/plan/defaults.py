@@ -1,0 +1,135 @@
+"""The plan by rule: what a field is for a model and a machine where nobody says otherwise, and what measured so."""
+
+from dataclasses import replace
+from math import lcm
+from typing import Any
+
+from cheetah.plan.errors import require_positive
+from cheetah.plan.formats import BF16, M_TILE_ROWS, QuantizedTiles
+from cheetah.plan.gpu import Gpu
+from cheetah.plan.index import ceil_div, round_up
+from cheetah.plan.plan import DEFAULT_CONTEXT, KV_TILE_TOKENS, MAX_BATCH, STEP_TOKENS, WARPGROUP, Plan
+from cheetah.plan.regions import Reserve, kernel_regions, shared_map
+from cheetah.plan.shape import ModelShape
+from cheetah.plan.shared_memory import BULK_ALIGNMENT, stages_that_fit
+
+BARRIER_TOKENS = 8
+"""From so many tokens on, blocks exchange vectors by the grid barrier unless told otherwise."""
+SMALL_LAYER_BYTES = 1_200_000
+"""Weights of a layer that each block reads: below this, waiting weighs more than reading."""
+SHORT_LAYER_BYTES = 2_500_000
+"""The same of quantised weights: below this, few requests while a block waits."""
+EMULATOR_STAGES = 8
+"""Most ring stages on the emulator, so that the ring wraps round even for small models."""
+
+
+def default_context(positions: int) -> int:
+    """`max_context` by rule for a model with so many positions."""
+    return min(positions, DEFAULT_CONTEXT)
+
+
+def default_plan(gpu: Gpu, shape: ModelShape, *, reserve: Reserve = kernel_regions, **overrides: Any) -> Plan:
+    """The plan by rule for a model on `gpu`; `overrides` are fields of `Plan`, None means by rule.
+
+    `reserve` gives the shared memory beside the ring; the stages are what then fits. PlanError where it fails.
+    """
+    given = {name: value for name, value in overrides.items() if value is not None}
+    chosen: dict[str, Any] = {**_machine_defaults(gpu), **default_starts(shape, gpu), **given}
+    used_here = ("consumer_warps", "batch", "tokens", "stages")
+    require_positive("Plan", **{name: chosen[name] for name in used_here if name in chosen})
+    chosen.setdefault("tokens", next((size for size in STEP_TOKENS if size >= chosen.get("batch", 1)), MAX_BATCH))
+    chosen.setdefault("down_slices", default_down_slices(shape, chosen["tokens"], gpu))
+    chosen.setdefault("sync", default_sync(shape, chosen["tokens"], gpu))
+    chosen.setdefault("stage_bytes", _default_stage_bytes(shape, gpu, chosen["consumer_warps"]))
+    draft = Plan.from_dict({**chosen, "stages": 2, "in_flight": 1, "in_flight_waiting": 0})
+    draft.check(shape, gpu)
+    stages = chosen["stages"] if "stages" in chosen else _default_stages(shape, draft, gpu, reserve)
+    in_flight = chosen.get("in_flight", max(1, min(_default_in_flight(shape, gpu, draft), stages - 1)))
+    waiting = chosen.get("in_flight_waiting", _default_waiting(shape, gpu, in_flight))
+    plan = replace(draft, stages=stages, in_flight=in_flight, in_flight_waiting=waiting)
+    shared_map(shape, plan, gpu, reserve)
+    return plan
+
+
+def _machine_defaults(gpu: Gpu) -> dict[str, Any]:
+    """Eight consumer warps: 16 have too few registers and spill. 256 keys an item: so a context of up to 256 keys needs
+    no merge of states, which is worth 1 to 2 % there; at 512 keys it costs as much, beyond that little either way
+    (H200, benchmarks/LOG.md). The emulator is small, so that little work is split too."""
+    if gpu.emulated:
+        return {"consumer_warps": 4, "kv_chunk_min": 64}
+    return {"consumer_warps": 8, "producer_warps": WARPGROUP, "kv_chunk_min": 256, "kv_item_cost": 128}
+
+
+def default_starts(shape: ModelShape, gpu: Gpu) -> dict[str, int]:
+    """Starts that give the first M-tiles of the others to the blocks which the last round of o and down leaves out."""
+    left_out = ceil_div(shape.hidden, M_TILE_ROWS) % gpu.blocks
+    start = -left_out % gpu.blocks
+    return {"start_qkv": start, "start_residual": 0, "start_gate_up": start, "start_head": start}
+
+
+def _default_stage_bytes(shape: ModelShape, gpu: Gpu, consumer_warps: int) -> int:
+    """About 16 KB, or 4 on the emulator: whole K-tiles for each warp, whole tiles of keys; where formats differ, room
+    for the largest."""
+    least = 4096 if gpu.emulated else 16384
+    whole = round_up(least, lcm(consumer_warps * BF16.tile_bytes, KV_TILE_TOKENS * 2 * 2 * shape.head_dim))
+    others = (one.stage_bytes(least, consumer_warps) for one in shape.tile_formats if one is not BF16)
+    return round_up(max(whole, *others, 0), BULK_ALIGNMENT)
+
+
+def _default_stages(shape: ModelShape, draft: Plan, gpu: Gpu, reserve: Reserve) -> int:
+    fit = stages_that_fit(gpu.shared_bytes, draft.stage_bytes, reserve(shape, draft, gpu))
+    return min(fit, EMULATOR_STAGES) if gpu.emulated else fit
+
+
+def _default_in_flight(shape: ModelShape, gpu: Gpu, draft: Plan) -> int:
+    """64 KB: 4 chunks of 16 KB or 2 of 32 KB measured best on an H200. A small model waits more than it reads, and its
+    exchanges are faster beside 48 KB (Llama 3.2 1B: 0.629 against 0.636 ms a step); so are those of several tokens (8B,
+    batch 4: 3.66 against 3.70 ms). On the emulator, 3 small chunks."""
+    if gpu.emulated:
+        return 3
+    kilobytes = 48 if draft.tokens > 1 or _layer_bytes(shape, gpu) < SMALL_LAYER_BYTES else 64
+    return max(2, round(kilobytes * 1024 / draft.stage_bytes))
+
+
+def _default_waiting(shape: ModelShape, gpu: Gpu, in_flight: int) -> int:
+    """One chunk fewer while the block waits, if that leaves two: worth 0.7 % on 8B, 1 % on 3B, 2 % on 1B, and 0.5 %
+    with 4 and 8 tokens. Two where quantised layers are read faster than vectors come (8B, int4: 1.337 to 1.311 ms a
+    step, fp8 1.929 to 1.883); on 70B that costs 1 %."""
+    layer_bytes = (
+        _layer_bytes(shape, gpu)
+        * shape.format_of("gate_up").tile_bytes
+        // (M_TILE_ROWS * 2 * shape.format_of("gate_up").columns)
+    )
+    is_short = bool(shape.formats) and layer_bytes < SHORT_LAYER_BYTES
+    return min(in_flight, 2 if is_short else max(2, in_flight - 1))
+
+
+def _layer_bytes(shape: ModelShape, gpu: Gpu) -> int:
+    """Weights of a layer that each block reads, if they are bf16."""
+    return 2 * shape.hidden * (shape.qkv_rows + shape.query_rows + 3 * shape.ffn) // gpu.blocks
+
+
+def default_down_slices(shape: ModelShape, tokens: int, gpu: Gpu) -> int:
+    """Each part costs quantised weights more than it hides, but so does a ring that is too short. Beside 4 bits the
+    vectors come in parts of two fifths of the memory, a single one of a quarter (8B: 1 part 1.337, 2 1.354 ms a step;
+    two tokens 1 1.538, 4 1.689; 8 tokens 2 2.188, 3 2.139, 4 2.230; 70B, a token: 1 9.79, 2 9.23); beside 8 bits in two
+    parts of half of it at most (fp8, 8 tokens: 2 2.647, 4 2.890). bf16, a single token: two, so that the first half is
+    multiplied before the second one exists (8B 0.4 %, 1B 0.8 %); several: as many as let the vectors fit where the
+    others do."""
+    down = shape.format_of("down")
+    if isinstance(down, QuantizedTiles):
+        vectors = ceil_div(shape.ffn, down.columns) * down.vector_units(shape.ffn, tokens) * 16
+        if down.bits == 4:
+            return ceil_div(vectors, gpu.shared_bytes // 4 if tokens == 1 else gpu.shared_bytes * 2 // 5)
+        return max(1 if gpu.emulated else 2, ceil_div(vectors, gpu.shared_bytes // 2))
+    if tokens > 1:
+        return ceil_div(shape.padded_ffn, max(shape.padded_hidden, shape.padded_query_rows))
+    return 1 if gpu.emulated else 2
+
+
+def default_sync(shape: ModelShape, tokens: int, gpu: Gpu) -> str:
+    """Flagged words double what every block reads: with 8 tokens that costs more than the grid barrier's longer trips
+    (8B, batch 8: 4.09 against 3.89 ms a step), beside quantised weights with 4 (int4 2.271 against 1.950, fp8 2.803
+    against 2.589)."""
+    from_tokens = BARRIER_TOKENS // 2 if shape.formats else BARRIER_TOKENS
+    return "barrier" if tokens >= from_tokens and not gpu.emulated else "flags"

@@ -1,0 +1,146 @@
+"""What a block keeps in shared memory beside the ring: every region with its bytes, and which lie over which."""
+
+from collections.abc import Callable, Sequence
+
+from cheetah.plan.formats import M_TILE_ROWS
+from cheetah.plan.gpu import Gpu
+from cheetah.plan.index import ceil_div, round_up
+from cheetah.plan.layout import slice_columns
+from cheetah.plan.plan import COLUMNS, KV_TILE_TOKENS, Plan
+from cheetah.plan.shape import ModelShape
+from cheetah.plan.shared_memory import BULK_ALIGNMENT, Region, SharedMap, ring_regions
+
+ATTENTION_SLICE_DIMS = 64
+"""Dims of a head's output that the consumer warps fold at a time, or twice as many."""
+KEPT_ITEMS, KEPT_ITEM_BYTES = 4, 64
+"""Items of a block whose records stay in shared memory, and the bytes of one with its tile."""
+KEPT_SOURCES, KEPT_MERGE_BYTES = 20, 128
+"""Of a merge, the sources that stay there, and the bytes of its record with its tile and those."""
+FILTER_WORDS = 16
+"""Words that a block publishes of a filtered column in a round, and that it keeps of it."""
+LIST_ROW_WORDS = 36
+"""Room of a short list: of 8 tokens 4 words each, and two more."""
+
+Reserve = Callable[[ModelShape, Plan, Gpu], Sequence[Region]]
+"""Gives the regions of shared memory that a kernel needs beside the ring."""
+
+
+def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...]:
+    """What a block keeps in shared memory beside the ring.
+
+    scratch: the input of a product (bf16), or what attention needs, or all blocks' candidates, or what filters need.
+    reductions: buffers of the warps' row sums, with an mbarrier each; only products use them, as the input, behind
+    which they lie if there is room. residual: the block's rows (f32). partial_sums: of squares; scales: 1/rms of every
+    token. rope: cos and sin of every token's position. warp_candidates: of every warp and column. columns: what the
+    step's tokens are. chosen: what was sampled. step_done: two mbarriers. next_token: of every column, then whether the
+    launch ends.
+    """
+    vector_bytes = longest_vector_bytes(shape, plan)
+    attention = attention_regions(shape, plan, vector_bytes)
+    candidates = gpu.blocks * max(plan.tokens, 2) * 8
+    filtering = filter_regions(plan, gpu, candidates)
+    residual_rows = ceil_div(ceil_div(shape.hidden, M_TILE_ROWS), gpu.blocks) * M_TILE_ROWS
+    filters = filtering[-1].skip + filtering[-1].nbytes
+    scratch = max(vector_bytes, sum(region.nbytes for region in attention), filters)
+    reductions = plan.reductions * plan.consumer_warps * plan.warp_sums * 4
+    is_room_behind_vector = vector_bytes + reductions <= scratch
+    return (
+        Region("scratch", scratch, BULK_ALIGNMENT),
+        Region("vector", vector_bytes, BULK_ALIGNMENT, over="scratch"),
+        Region("candidates", candidates, BULK_ALIGNMENT, over="scratch"),
+        *filtering,
+        *attention,
+        Region(
+            *("reductions", reductions),
+            over="scratch" if is_room_behind_vector else None,
+            skip=vector_bytes if is_room_behind_vector else 0,
+        ),
+        Region("reduction_barriers", plan.reductions * 8),
+        Region("residual", residual_rows * plan.tokens * 4),
+        Region("partial_sums", plan.consumer_warps * COLUMNS * 4),
+        Region("scales", plan.tokens * 4),
+        Region("rope", plan.tokens * shape.head_dim * 4),
+        *attention_records(plan),
+        Region("warp_candidates", max(plan.consumer_warps, plan.tokens) * 8),
+        Region("columns", plan.tokens * 9 * 4),
+        Region("chosen", plan.tokens * 4),
+        Region("step_done", 16),
+        Region("next_token", (plan.tokens + 1) * 4),
+    )
+
+
+def listed_tokens(tokens: int) -> int:
+    """Tokens of a block's short list, where a step has so many. With 8 in each of 132 lists the 300 highest of all are
+    mostly listed, with 4 the 60 highest."""
+    return 8 if tokens == 1 else 4
+
+
+def filter_regions(plan: Plan, gpu: Gpu, candidates: int) -> tuple[Region, ...]:
+    """What filters need, over the region `scratch`.
+
+    listed: of all blocks' listed tokens two numbers (f32), of a column that a warp works on; over the candidates, that
+    are used no more then. list_rows: a list of every warp. filters: what is known of every column; filter_sums: its
+    warps' sums, of this block and of all."""
+    sizes = {
+        "listed": min(plan.tokens, plan.consumer_warps) * gpu.blocks * listed_tokens(plan.tokens) * 8,
+        "list_rows": plan.consumer_warps * LIST_ROW_WORDS * 4,
+        "filters": plan.tokens * FILTER_WORDS * 4,
+        "filter_sums": 2 * max(plan.tokens, plan.consumer_warps) * FILTER_WORDS * 4,
+    }
+    regions, skip = [], 0
+    for name, nbytes in sizes.items():
+        regions.append(Region(name, nbytes, BULK_ALIGNMENT, over="scratch", skip=skip))
+        skip += round_up(max(nbytes, candidates) if name == "listed" else nbytes, BULK_ALIGNMENT)
+    return tuple(regions)
+
+
+def attention_regions(
+    shape: ModelShape, plan: Plan, room: int, tile_columns: int | None = None, newest: bool = True
+) -> tuple[Region, ...]:
+    """What attention needs while it works on an item, one after the other, over the region `scratch`.
+
+    attention: of every consumer warp as many dims of its output (f32) as fit in `room` bytes beside the others, 64 at
+    least [warps, columns, dims]. queries: of a tile (bf16), rows rounded up to 8. newest: the newest keys of a KV head,
+    rounded up to 16, then as many values (bf16). tile_columns: tokens of a tile, if fewer than the plan's."""
+    rows = (tile_columns or plan.tile_columns(shape.group)) * shape.group
+    slice_bytes = plan.consumer_warps * min(rows, COLUMNS) * ATTENTION_SLICE_DIMS * 4
+    queries = round_up(rows, COLUMNS) * shape.head_dim * 2
+    newest_bytes = 2 * round_up(plan.tokens, KV_TILE_TOKENS) * shape.head_dim * 2 if newest else 0
+    room = max(room - queries - newest_bytes, plan.consumer_warps * COLUMNS * ATTENTION_SLICE_DIMS * 4)
+    slices = min(shape.head_dim // ATTENTION_SLICE_DIMS, room // slice_bytes)
+    sizes = {"attention": slices * slice_bytes, "queries": queries, "newest": newest_bytes}
+    regions, skip = [], 0
+    for name, nbytes in sizes.items():
+        if nbytes:
+            regions.append(Region(name, nbytes, BULK_ALIGNMENT, over="scratch", skip=skip))
+        skip += nbytes
+    return tuple(regions)
+
+
+def attention_records(plan: Plan) -> tuple[Region, ...]:
+    """What attention keeps beside that. statistics: (highest, weight sum) of each warp's state and query column.
+    records: four numbers, the block's first items with their tiles, one more item, every team's first merge."""
+    kept = 16 + (KEPT_ITEMS + 1) * KEPT_ITEM_BYTES + plan.consumer_warps // plan.merge_warps * KEPT_MERGE_BYTES
+    return Region("statistics", plan.consumer_warps * COLUMNS * 8), Region("records", kept)
+
+
+def longest_vector_bytes(shape: ModelShape, plan: Plan) -> int:
+    """The longest part of the vectors that is in shared memory at once, as the format of its matrix has it."""
+    down = shape.format_of("down")
+    chunk_bytes = down.chunk_bytes(plan.stage_bytes, plan.consumer_warps)
+    parts = {name: shape.hidden for name in ("qkv", "gate_up", "lm_head")} | {"o": shape.query_rows}
+    longest = [_vector_bytes(shape, plan, name, columns, columns) for name, columns in parts.items()]
+    part = slice_columns(round_up(shape.ffn, down.columns), chunk_bytes, plan.down_slices, down)
+    return max(*longest, _vector_bytes(shape, plan, "down", shape.ffn, part))
+
+
+def _vector_bytes(shape: ModelShape, plan: Plan, matrix: str, columns: int, part: int) -> int:
+    """Of `part` of the columns of a matrix."""
+    format = shape.format_of(matrix)
+    return ceil_div(part, format.columns) * format.vector_units(columns, plan.tokens) * 16
+
+
+def shared_map(shape: ModelShape, plan: Plan, gpu: Gpu, reserve: Reserve = kernel_regions) -> SharedMap:
+    """The whole arena: ring, its barriers, and what `reserve` asks for. PlanError with the table if it does not fit."""
+    regions = (*ring_regions(plan.stages, plan.stage_bytes), *reserve(shape, plan, gpu))
+    return SharedMap(regions, gpu.shared_bytes)

@@ -1,0 +1,90 @@
+"""Buffers as a manifest lists them: allocated, filled, and the model's weights brought into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cheetah.manifest import Buffer as BufferSpec
+from cheetah.manifest import Manifest
+from cheetah.models.config import ModelConfig
+from cheetah.models.family import Rows
+from cheetah.models.registry import family_of
+from cheetah.piece_ring import Lend, ordinary_memory
+from cheetah.plan import Plan, gpu_named
+from cheetah.stopwatch import Stopwatch
+
+if TYPE_CHECKING:
+    from cheetah.runtime.device.interface import Buffer, Device
+
+FILL_BYTES = {"zero": 0, "poison": 0xFF, "host": None}
+
+
+class Weights(Protocol):
+    """What is needed of a checkpoint: the model's numbers, and its tensors as bf16 bits (uint16) by name.
+
+    One that has `rows` as well, a function from a matrix's name to `Rows`, has its matrices read in parts by it; where
+    matrices are quantised it must, and gives a `QuantizedMatrix`. `kv_scales` may be those of a cache in 8 bits, f32
+    [layers, 2, kv_heads]; without them, or where they are None, its codes are the numbers themselves.
+    """
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    def tensor(self, name: str) -> NDArray[np.uint16]: ...
+
+
+Progress = Callable[[int], None]
+"""Takes the number of bytes of weights that were just written."""
+
+UploadWeights = Callable[["Weights", Manifest, dict[str, "Buffer"], Progress, Lend, Stopwatch], None]
+
+
+def new_buffer(device: Device, buffer: BufferSpec) -> Buffer:
+    """A buffer of a manifest, filled as it says."""
+    if buffer.fill == "mapped":
+        return device.allocate_mapped(buffer.bytes)
+    return device.allocate(buffer.bytes, FILL_BYTES[buffer.fill])
+
+
+def allocate_buffers(device: Device, manifest: Manifest, buffers: dict[str, Buffer]) -> None:
+    """Puts every buffer of the manifest into `buffers`, filled as it says, but for those that are there already."""
+    for buffer in manifest.buffers:
+        if buffer.name not in buffers:
+            buffers[buffer.name] = new_buffer(device, buffer)
+
+
+def free_all(buffers: dict[str, Buffer]) -> None:
+    """Frees and forgets all buffers."""
+    while buffers:
+        buffers.popitem()[1].free()
+
+
+def upload_weights(
+    weights: Weights,
+    manifest: Manifest,
+    buffers: Mapping[str, Buffer],
+    progress: Progress,
+    lend: Lend = ordinary_memory,
+    watch: Stopwatch | None = None,
+) -> None:
+    """Writes the family's tables, and packs every tensor into its buffer. lend: the device's, where it has memory from
+    which uploads are fastest."""
+
+    def write(name: str, offset: int, data: NDArray[np.uint8]) -> None:
+        buffers[name].upload(data, offset)
+
+    rows: Callable[[str], Rows] | None = getattr(weights, "rows", None)
+    if "kv_scales" in buffers:
+        scales: NDArray[np.float32] | None = getattr(weights, "kv_scales", None)
+        ones = np.ones(manifest.buffer("kv_scales").shape, np.float32)
+        buffers["kv_scales"].upload(ones if scales is None else scales)
+    config, family = weights.config, family_of(weights.config)
+    for name, table in family.tables(config, Plan.from_dict(manifest.plan)).items():
+        buffers[name].upload(table)
+    plan, gpu = Plan.from_dict(manifest.plan), gpu_named(manifest.gpu["name"])
+    matrices = family.matrices(config, plan, gpu)
+    family.pack_weights(config, matrices, weights.tensor, write, progress, rows=rows, lend=lend, watch=watch)
