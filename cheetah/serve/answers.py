@@ -14,14 +14,18 @@ from typing import Any, Protocol
 
 from cheetah.runtime.outputs import StreamPiece
 from cheetah.serve.logprobs import ChatLogprobs, CompletionLogprobs, of_prompt
+from cheetah.serve.records import StreamOptions
 from cheetah.serve.tools import Part, ToolCall, ToolParser
 
 Record = dict[str, Any]
 
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # made once: streams are told token by token
+
+
 def as_json(record: Any) -> bytes:
     """JSON in UTF-8; a lone surrogate, which UTF-8 has not, becomes a question mark."""
-    return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    return _ENCODER.encode(record).encode("utf-8", "replace")
 
 
 def new_id(kind: str) -> str:
@@ -74,17 +78,20 @@ class Envelope:
     kind: str
     model: str
     usage: Usage
-    wants_usage: bool
+    told: StreamOptions
     created: int = field(default_factory=lambda: int(time.time()))
 
     def record(self, kind: str, choices: list[Record], **more: Any) -> Record:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
 
     def chunk(self, choice: Record) -> Record:
-        return self.record(self.kind, [choice], **({"usage": None} if self.wants_usage else {}))
+        if not self.told.include_usage:
+            return self.record(self.kind, [choice])
+        usage = self.usage.record() if self.told.continuous_usage_stats else None
+        return self.record(self.kind, [choice], usage=usage)
 
     def ending(self) -> Iterator[Record]:
-        if self.wants_usage:
+        if self.told.include_usage:
             yield self.record(self.kind, [], usage=self.usage.record())
 
 
@@ -98,21 +105,21 @@ class CompletionAnswer:
         model: str,
         usage: Usage,
         echoes: Sequence[str] | None,
-        wants_usage: bool,
+        told: StreamOptions,
         with_ids: bool,
         logprobs: Sequence[CompletionLogprobs],
     ):
         self.usage, self._logprobs = usage, logprobs
-        self._envelope = Envelope(new_id("cmpl"), "text_completion", model, usage, wants_usage)
+        self._envelope = Envelope(new_id("cmpl"), "text_completion", model, usage, told)
         self._echoes, self._with_ids = dict(enumerate(echoes or ())), with_ids
 
     def chunks(self, number: int, piece: StreamPiece) -> Iterator[Record]:
-        going_on = self._choice(number, replace(piece, finish_reason=None, stop_reason=None))
-        if going_on["text"] or going_on["logprobs"] or self._with_ids:
-            yield self._envelope.chunk(going_on)
+        choice = self._choice(number, piece)
+        if choice["text"] or choice["logprobs"] or self._with_ids:
+            yield self._envelope.chunk({**choice, "finish_reason": None, "stop_reason": None})
         if piece.finished:
-            ended = StreamPiece("", (), finish_reason=piece.finish_reason, stop_reason=piece.stop_reason)
-            yield self._envelope.chunk(self._choice(number, ended))
+            told: Record = {"text": "", "logprobs": None, **({"token_ids": []} if self._with_ids else {})}
+            yield self._envelope.chunk({**choice, **told})
 
     def ending(self) -> Iterator[Record]:
         return self._envelope.ending()
@@ -156,11 +163,11 @@ class ChatAnswer:
         usage: Usage,
         new_parser: Callable[[], ToolParser],
         one_call: bool,
-        wants_usage: bool,
+        told: StreamOptions,
         logprobs: ChatLogprobs,
     ):
         self.usage, self._logprobs = usage, logprobs
-        self._envelope = Envelope(new_id("chatcmpl"), "chat.completion.chunk", model, usage, wants_usage)
+        self._envelope = Envelope(new_id("chatcmpl"), "chat.completion.chunk", model, usage, told)
         self._new_parser, self._one_call = new_parser, one_call
         self._choices: dict[int, _ChatChoice] = {}
 

@@ -118,17 +118,19 @@ class Driver:
                 self._something_to_do.wait()
             return not self._is_stopping
 
-    def _hand_over(self, event: Event) -> None:
-        """Called by the thread that made the event."""
-        self._in_loop(self._deliver, event)
+    def _hand_over(self, events: Sequence[Event]) -> None:
+        """Called by the thread that made the events. The loop is woken once for all of them: each time it is woken, it
+        competes with that thread for Python's lock."""
+        self._in_loop(self._deliver, events)
 
     def _in_loop(self, call: Callable[..., None], argument: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended, and with it everybody who waits
             self._loop.call_soon_threadsafe(call, argument)
 
-    def _deliver(self, event: Event) -> None:
-        if (answers := self._live.get(event.id)) is not None:
-            answers.events.put_nowait(event)
+    def _deliver(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if (answers := self._live.get(event.id)) is not None:
+                answers.events.put_nowait(event)
 
     def _fail(self, fault: str) -> None:
         self._fault = fault

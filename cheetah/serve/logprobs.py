@@ -34,13 +34,17 @@ class TokenTexts:
 
 
 class ChatLogprobs:
-    """Of the tokens of a chat's answer, with the `top` likeliest of each."""
+    """Of the tokens of a chat's answer, or of a response, with the `top` likeliest of each."""
 
     def __init__(self, texts: TokenTexts, top: int) -> None:
         self._texts, self._top = texts, top
 
     def record(self, places: Sequence[Logprobs]) -> dict[str, Any]:
-        return {"content": [self._of_place(place) for place in places], "refusal": None}
+        return {"content": self.entries(places), "refusal": None}
+
+    def entries(self, places: Sequence[Logprobs]) -> list[dict[str, Any]]:
+        """One for each token: /v1/responses tells these by themselves."""
+        return [self._of_place(place) for place in places]
 
     def _of_place(self, place: Logprobs) -> dict[str, Any]:
         likeliest = sorted(place.items(), key=lambda item: -item[1].logprob)[: self._top]

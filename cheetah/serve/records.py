@@ -99,7 +99,7 @@ class Sampled(Forgotten):
 
 class StreamOptions(Body):
     include_usage: bool = False
-    continuous_usage_stats: bool = False
+    continuous_usage_stats: bool = False  # in every chunk, so far; where include_usage is given too
     include_obfuscation: bool = False  # OpenAI's padding against eavesdroppers: never added
 
 
@@ -108,8 +108,9 @@ class Streamed(Sampled):
     stream_options: StreamOptions | None = None
 
     @property
-    def wants_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+    def told(self) -> StreamOptions:
+        """What is told in streams beside their text."""
+        return self.stream_options or StreamOptions()
 
 
 class CompletionBody(Streamed):

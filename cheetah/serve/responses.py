@@ -8,6 +8,7 @@ from typing import Any
 
 from cheetah.runtime.outputs import StreamPiece
 from cheetah.serve.answers import Record, Usage, new_id
+from cheetah.serve.logprobs import ChatLogprobs
 from cheetah.serve.records import Messages, ResponseBody
 
 
@@ -23,13 +24,13 @@ def messages_of(body: ResponseBody) -> Messages:
 
 
 class ResponseAnswer:
-    """One response with one message of one text."""
+    """One response with one message of one text. logprobs: tells those that pieces have."""
 
-    def __init__(self, model: str, usage: Usage, body: ResponseBody):
-        self.usage = usage
+    def __init__(self, model: str, usage: Usage, body: ResponseBody, logprobs: ChatLogprobs):
+        self.usage, self._logprobs = usage, logprobs
         self._model, self._body = model, body
         self._id, self._item_id, self._created = new_id("resp"), new_id("msg"), int(time.time())
-        self._text = ""
+        self._text, self._entries = "", list[Record]()
         self._events = 0
 
     def chunks(self, number: int, piece: StreamPiece) -> Iterator[Record]:
@@ -37,10 +38,12 @@ class ResponseAnswer:
             yield self._event("response.created", response=self._response("in_progress", []))
             yield self._event("response.in_progress", response=self._response("in_progress", []))
             yield self._event("response.output_item.added", item=self._item("in_progress", []), output_index=0)
-            yield self._event("response.content_part.added", part=self._part(""), **self._place)
-        if piece.text:
-            self._text += piece.text
-            yield self._event("response.output_text.delta", delta=piece.text, logprobs=[], **self._place)
+            yield self._event("response.content_part.added", part=self._part("", []), **self._place)
+        text, entries = piece.text or "", self._logprobs.entries(piece.logprobs or ())
+        if text or entries:
+            self._text += text
+            self._entries += entries
+            yield self._event("response.output_text.delta", delta=text, logprobs=entries, **self._place)
         if piece.finished:
             yield from self._finish(piece.finish_reason)
 
@@ -48,16 +51,18 @@ class ResponseAnswer:
         return iter(())
 
     def whole(self, pieces: Sequence[StreamPiece]) -> Record:
-        return self._finished(pieces[0].text or "", pieces[0].finish_reason)
+        entries = self._logprobs.entries(pieces[0].logprobs or ())
+        return self._finished(self._part(pieces[0].text or "", entries), pieces[0].finish_reason)
 
     @property
     def _place(self) -> Record:
         return {"item_id": self._item_id, "output_index": 0, "content_index": 0}
 
     def _finish(self, reason: str | None) -> Iterator[Record]:
-        response = self._finished(self._text, reason)
-        yield self._event("response.output_text.done", text=self._text, logprobs=[], **self._place)
-        yield self._event("response.content_part.done", part=self._part(self._text), **self._place)
+        part = self._part(self._text, self._entries)
+        response = self._finished(part, reason)
+        yield self._event("response.output_text.done", text=self._text, logprobs=self._entries, **self._place)
+        yield self._event("response.content_part.done", part=part, **self._place)
         yield self._event("response.output_item.done", item=response["output"][0], output_index=0)
         yield self._event(f"response.{response['status']}", response=response)
 
@@ -65,12 +70,12 @@ class ResponseAnswer:
         self._events += 1
         return {"type": kind, "sequence_number": self._events - 1, **more}
 
-    def _finished(self, text: str, reason: str | None) -> Record:
+    def _finished(self, part: Record, reason: str | None) -> Record:
         status = "completed" if reason == "stop" else "incomplete"
-        return self._response(status, [self._item(status, [self._part(text)])])
+        return self._response(status, [self._item(status, [part])])
 
-    def _part(self, text: str) -> Record:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    def _part(self, text: str, logprobs: list[Record]) -> Record:
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     def _item(self, status: str, content: list[Record]) -> Record:
         return {"id": self._item_id, "type": "message", "role": "assistant", "status": status, "content": content}
@@ -92,6 +97,7 @@ class ResponseAnswer:
             "previous_response_id": None,
             "temperature": body.temperature,
             "top_p": body.top_p,
+            "top_logprobs": body.top_logprobs,
             "tool_choice": "none",
             "tools": [],
             "text": body.text or {"format": {"type": "text"}},

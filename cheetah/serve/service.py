@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from cheetah.errors import CheetahError
+from cheetah.printable import shown
 from cheetah.runtime import LLM, SamplingParams
 from cheetah.runtime.asked import Ask
 from cheetah.runtime.outputs import StreamPiece
@@ -36,6 +37,9 @@ from cheetah.serve.records import (
 from cheetah.serve.responses import ResponseAnswer, messages_of
 from cheetah.serve.structure import Structure, of_grammar, structure_of, structure_of_calls, structure_of_text
 from cheetah.serve.tools import PARSERS, NoTools, ToolParser, parser_of_template
+
+LOGPROBS_OF_TEXT = "message.output_text.logprobs"
+"""What /v1/responses may be asked to include."""
 
 Ids = tuple[int, ...]
 Result = TypeVar("Result")
@@ -117,7 +121,7 @@ class Service:
             self._name,
             Usage(is_echo=is_echo),
             [self._text_of(prompt) for prompt in prompts for _ in range(params.n)] if body.echo else None,
-            body.wants_usage,
+            body.told,
             body.return_token_ids,
             [self._logprobs_behind(own, params) for own in ids for _ in range(params.n)],
         )
@@ -138,7 +142,7 @@ class Service:
         if body.stream and body.prompt_logprobs is not None:
             raise refused("prompt_logprobs", "is not told in streams: leave out stream")
         logprobs = ChatLogprobs(TokenTexts(self._prompts.tokenizer), params.logprobs or 0)
-        answer = ChatAnswer(self._name, Usage(), new_parser, not body.parallel_tool_calls, body.wants_usage, logprobs)
+        answer = ChatAnswer(self._name, Usage(), new_parser, not body.parallel_tool_calls, body.told, logprobs)
         return await self._submit([ids], params, answer, body.stream, "messages", structure)
 
     async def response(self, body: ResponseBody) -> Work:
@@ -147,8 +151,9 @@ class Service:
         ids = await self._render(messages_of(body), TemplateOptions(), {}, "input")
         structure = structure_of_text(body.text)
         sampled = Sampled(temperature=body.temperature, top_p=body.top_p)
-        params = self._params(sampled, body.max_output_tokens, structure=structure)
-        answer = ResponseAnswer(self._name, Usage(), body)
+        params = self._params(sampled, body.max_output_tokens, structure=structure, logprobs=_top_of_response(body))
+        logprobs = ChatLogprobs(TokenTexts(self._prompts.tokenizer), params.logprobs or 0)
+        answer = ResponseAnswer(self._name, Usage(), body, logprobs)
         return await self._submit([ids], params, answer, body.stream, "input", structure)
 
     async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
@@ -338,12 +343,22 @@ def _several(prompt: str | list[int] | list[str] | list[list[int]]) -> list[Prom
 
 def _top_of(body: ChatBody) -> int | None:
     """How many logprobs are wanted beside that of each token; None for none at all."""
-    top = body.top_logprobs or 0
-    if top and not body.logprobs:
-        raise refused("top_logprobs", "is given without logprobs: true")
-    if not 0 <= top <= MOST_LOGPROBS:
+    return _checked_top(body.top_logprobs, body.logprobs, "logprobs: true")
+
+
+def _top_of_response(body: ResponseBody) -> int | None:
+    """As `_top_of`, where what is beside a text is asked for by a list of names."""
+    if others := [name for name in body.include if name != LOGPROBS_OF_TEXT]:
+        raise refused("include", f"{shown(others[0])} is not supported: only {LOGPROBS_OF_TEXT} is")
+    return _checked_top(body.top_logprobs, bool(body.include), f'include: ["{LOGPROBS_OF_TEXT}"]')
+
+
+def _checked_top(top: int | None, are_wanted: bool, by: str) -> int | None:
+    if top and not are_wanted:
+        raise refused("top_logprobs", f"is given without {by}")
+    if not 0 <= (top or 0) <= MOST_LOGPROBS:
         raise refused("top_logprobs", f"is {top}: expected an integer from 0 to {MOST_LOGPROBS}")
-    return top if body.logprobs else None
+    return top or 0 if are_wanted else None
 
 
 def _refuse_what_text_has_not(body: ResponseBody) -> None:
@@ -352,8 +367,6 @@ def _refuse_what_text_has_not(body: ResponseBody) -> None:
         "previous_response_id": (None,),
         "conversation": (None,),
         "background": (False,),
-        "include": ([],),
-        "top_logprobs": (None, 0),
         "truncation": ("disabled",),
     }
     for name, neutral in allowed.items():

@@ -2,7 +2,7 @@
 
 No thread of its own: who waits for events takes a step of the engine if nobody else is in one, and delivers what it
 made to all. So a program of one thread runs as if this were not here. A server has a thread that does nothing else
-(`drive`), and is called for each event of its requests.
+(`drive`), and is called once a step with the events of its requests.
 """
 
 from __future__ import annotations
@@ -26,21 +26,18 @@ OVERTAKEN = (
 )
 
 
-Deliver = Callable[[Event], None]
-"""Takes an event, in whatever thread made it: it must neither wait nor raise."""
+Deliver = Callable[[Sequence[Event]], None]
+"""Takes what a step made of its completions, in whatever thread made it: it must neither wait nor raise."""
 
 
 @dataclass
 class _Mailbox:
     """What a completion made and nobody has taken yet; `owner` is the thread that asked for it. With `deliver` it is
-    always empty: each event is passed on."""
+    always empty: events are passed on."""
 
     deliver: Deliver | None = None
     owner: int = field(default_factory=threading.get_ident)
     events: deque[Event] = field(default_factory=deque)
-
-    def put(self, event: Event) -> None:
-        (self.deliver or self.events.append)(event)
 
     @property
     def is_abandoned(self) -> bool:
@@ -83,7 +80,7 @@ class SharedEngine:
     def submit(self, requests: Sequence[Request], deliver: Deliver | None = None) -> list[int]:
         """Puts requests in line; gives the ids of all their completions, to be released when they are done with.
 
-        deliver: is called with each of their events, which are then not waited for; some thread must `drive`.
+        deliver: is called once a step with their events, which are then not waited for; some thread must `drive`.
         """
         for request in requests:
             self.engine.check(request)
@@ -152,9 +149,12 @@ class SharedEngine:
         return True
 
     def _deliver(self, events: Sequence[Event]) -> None:
+        handed: dict[Deliver, list[Event]] = {}
         for event in events:
             if (box := self._mail.get(event.id)) is not None:
-                box.put(event)
+                (box.events if box.deliver is None else handed.setdefault(box.deliver, [])).append(event)
+        for deliver, own in handed.items():
+            deliver(own)
 
     def _overtake(self) -> None:
         """With a batch of 1, ends what this thread has left unfinished."""

@@ -33,6 +33,8 @@ class StopStrings:
 
     def feed(self, text: str) -> str:
         """The text that is now safe to show."""
+        if not self._stops:
+            return text
         self._held += text
         start, end = self._first_match()
         if end:
@@ -60,7 +62,7 @@ class StopStrings:
 
     def _length_held(self) -> int:
         """Length of the longest suffix that is a proper prefix of a stop string."""
-        longest = min(len(self._held), max((len(stop) for stop in self._stops), default=1) - 1)
+        longest = min(len(self._held), max(len(stop) for stop in self._stops) - 1)
         for length in range(longest, 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._stops):
                 return length

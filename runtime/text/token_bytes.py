@@ -113,10 +113,10 @@ def _check_length(token: str) -> None:
 
 def _from_byte_level(token: str) -> bytes:
     """The bytes that a ByteLevel token stands for; a token outside the alphabet (an added one) stands for itself."""
-    alphabet = byte_level_alphabet()
-    if all(character in alphabet for character in token):
-        return bytes(alphabet[character] for character in token)
-    return token.encode("utf-8", "replace")
+    try:
+        return bytes(map(byte_level_alphabet().__getitem__, token))
+    except KeyError:
+        return token.encode("utf-8", "replace")
 
 
 def _from_byte_token(token: str) -> str | bytes:

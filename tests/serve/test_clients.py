@@ -71,7 +71,7 @@ def test_prompts_of_ids_lists_echo_and_n(client: openai.OpenAI, alone: RequestOu
 
 
 def test_a_stream_of_several_completions(client: openai.OpenAI, alone: RequestOutput) -> None:
-    options = {"include_usage": True}
+    options = {"include_usage": True, "continuous_usage_stats": True}
     how = {"model": "demo", "max_tokens": TOKENS, "temperature": 0, "n": 2, "echo": True}
     *chunks, last = client.completions.create(prompt=PROMPT, stream=True, stream_options=options, **how)
     texts, reasons = ["", ""], [None, None]
@@ -81,6 +81,8 @@ def test_a_stream_of_several_completions(client: openai.OpenAI, alone: RequestOu
         texts[choice.index] += choice.text
         reasons[choice.index] = choice.finish_reason
     assert texts == [PROMPT + (alone.text or "")] * 2 and reasons == ["length"] * 2
+    so_far = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]
+    assert so_far == sorted(so_far) and len(set(so_far)) > 2 and len(so_far) == len(chunks)
     assert last.choices == [] and last.usage is not None and last.usage.completion_tokens == 2 * TOKENS
 
 
@@ -146,6 +148,7 @@ def test_a_stream_of_a_chat(client: openai.OpenAI, answer: RequestOutput) -> Non
     assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
     assert "".join(chunk.choices[0].delta.content or "" for chunk in deltas) == answer.text
     assert all(chunk.choices[0].finish_reason is None and chunk.choices[0].delta.content for chunk in deltas)
+    assert all(chunk.usage is None for chunk in deltas), "it is told in the end"
     assert end.choices[0].finish_reason == "stop" and not end.choices[0].delta.model_dump(exclude_none=True)
     assert usage.choices == [] and usage.usage is not None
     assert usage.usage.total_tokens == len(answer.prompt_token_ids) + len(answer.token_ids)

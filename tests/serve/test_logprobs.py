@@ -97,6 +97,24 @@ def test_of_a_chat_whole_and_streamed(client: openai.OpenAI, running: Served) ->
     assert plain.logprobs is None and plain.message.content == choice.message.content
 
 
+def test_of_a_response_whole_and_streamed(client: openai.OpenAI) -> None:
+    how = {"model": "demo", "temperature": 0, "max_output_tokens": 5, "input": CHAT[0]["content"], "top_logprobs": 3}
+    asked = {**how, "include": ["message.output_text.logprobs"]}
+    content = client.responses.create(**asked).output[0].content[0]
+    of_chat = client.chat.completions.create(messages=CHAT, logprobs=True, top_logprobs=3, **HOW).choices[0].logprobs
+    assert of_chat is not None and content.logprobs
+    assert [one.model_dump() for one in content.logprobs] == [one.model_dump() for one in of_chat.content or ()]
+    *events, last = client.responses.create(stream=True, **asked)
+    kinds = {"response.output_text.delta", "response.output_text.done"}
+    *told, done = [[one.model_dump() for one in event.logprobs] for event in events if event.type in kinds]
+    assert [entry for entries in told for entry in entries] == done == [one.model_dump() for one in content.logprobs]
+    assert last.response.output[0].content[0].logprobs == content.logprobs
+    with pytest.raises(openai.BadRequestError, match="top_logprobs: is given without include"):
+        client.responses.create(**how)
+    with pytest.raises(openai.BadRequestError, match="include: 'file_search_call.results' is not supported"):
+        client.responses.create(**{**how, "include": ["file_search_call.results"]})
+
+
 def test_of_prompts_by_vllms_name(client: openai.OpenAI, alone: RequestOutput) -> None:
     extra = {"prompt_logprobs": 2}
     for found in (
