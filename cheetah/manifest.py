@@ -31,7 +31,9 @@ FORMAT = 1
 NO_PAGE = -1
 """What the buffer `page_table` holds where a sequence has no page: nobody looks there; the emulator says who does."""
 
-DTYPE_BYTES: Mapping[str, int] = types.MappingProxyType({"u8": 1, "u32": 4, "u64": 8, "i32": 4, "f32": 4, "bf16": 2})
+DTYPE_BYTES: Mapping[str, int] = types.MappingProxyType(
+    {"u8": 1, "u16": 2, "u32": 4, "u64": 8, "i32": 4, "f32": 4, "bf16": 2}
+)
 """Bytes of one element of each dtype that a parameter or a buffer can have."""
 
 FILLS = ("zero", "poison", "host", "mapped")

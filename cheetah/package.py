@@ -10,7 +10,7 @@ from pathlib import Path
 from cheetah.lang import ty
 from cheetah.manifest import Buffer, Manifest, Parameter, write_atomically
 
-DTYPES = {ty.u8: "u8", ty.u32: "u32", ty.u64: "u64", ty.i32: "i32", ty.f32: "f32", ty.bf16: "bf16"}
+DTYPES = {ty.u8: "u8", ty.u16: "u16", ty.u32: "u32", ty.u64: "u64", ty.i32: "i32", ty.f32: "f32", ty.bf16: "bf16"}
 
 
 @dataclass(frozen=True)

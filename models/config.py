@@ -55,6 +55,8 @@ class ModelConfig:
     sliding_window: int | None = None
     weight_formats: tuple[tuple[str, str], ...] = ()
     """(matrix, format) of the matrices that are not bf16."""
+    act_order: bool = False
+    """Whether the columns of quantised matrices lie in the order of their groups, which is not the vectors' order."""
 
     def __post_init__(self) -> None:
         for name, json_name in JSON_NAMES.items():
@@ -95,7 +97,13 @@ class ModelConfig:
         """The weight formats of a layer's matrices: "bf16", "int4-g128", "fp8 and bf16"."""
         formats = dict(self.weight_formats)
         layer = (matrix for matrix in MATRICES if matrix != "lm_head")
-        return " and ".join(dict.fromkeys(formats.get(matrix, BF16.name) for matrix in layer))
+        return " and ".join(dict.fromkeys(formats.get(matrix, BF16.name) for matrix in layer)) + (
+            ", act-order" if self.act_order else ""
+        )
+
+    def is_ordered(self, matrix: str) -> bool:
+        """Whether the columns of a matrix lie in an order of their own."""
+        return self.act_order and matrix in dict(self.weight_formats)
 
     @property
     def group(self) -> int:
@@ -121,6 +129,11 @@ class ModelConfig:
     def padded_hidden(self) -> int:
         """hidden_size rounded up to whole tile pairs (32 columns)."""
         return round_up(self.hidden_size, COLUMN_ALIGN)
+
+    @property
+    def padded_queries(self) -> int:
+        """query_rows rounded up to whole tile pairs (32 columns)."""
+        return round_up(self.query_rows, COLUMN_ALIGN)
 
     @property
     def padded_intermediate(self) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.models.config import ModelConfig
-from cheetah.models.formats.quantized import QuantizationScheme, QuantizedRows
+from cheetah.models.formats.quantized import Order, QuantizationScheme, QuantizedRows
 from cheetah.models.rounding import F32, Bits, Rounding, exact
 from cheetah.piece_ring import Lend, ordinary_memory
 from cheetah.plan import Gpu, Plan, StepMatrices
@@ -38,13 +38,17 @@ class Rows(Protocol):
 
 
 class QuantizedMatrix(Protocol):
-    """As `Rows`, a matrix whose rows are quantised."""
+    """As `Rows`, a matrix whose rows are quantised. order: of its columns, where groups that lie side by side are of
+    columns that do not; None: it is that of the module."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     @property
     def scheme(self) -> QuantizationScheme: ...
+
+    @property
+    def order(self) -> Order | None: ...
 
     def __getitem__(self, part: slice) -> QuantizedRows: ...
 

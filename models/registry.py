@@ -25,6 +25,8 @@ PRESETS: dict[str, ModelConfig] = {name: one for family in FAMILIES.values() for
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parent / "demo" / "files"
 PRESET_NAMES = (*PRESETS, DEMO)
+ORDER = "-order"
+"""Behind a weight format: act-order."""
 
 
 def family_of(config: ModelConfig) -> ModelFamily:
@@ -47,7 +49,8 @@ def read_config(source: str | Path | Mapping[str, Any], notes: list[str] | None 
     quantization = stated_quantization(source, values)
     if quantization is None:
         return config
-    return replace(config, weight_formats=quantization.matrix_formats(family.matrix_modules(config), config.layers))
+    formats = quantization.matrix_formats(family.matrix_modules(config), config.layers)
+    return replace(config, weight_formats=formats, act_order=quantization.act_order)
 
 
 def stated_quantization(source: str | Path | Mapping[str, Any], values: Mapping[str, Any]) -> Quantization | None:
@@ -59,9 +62,10 @@ def stated_quantization(source: str | Path | Mapping[str, Any], values: Mapping[
 
 
 def split_format(name: str) -> tuple[str, str | None]:
-    """A model's name without the weight format behind its last "@", and that format: "demo@int4-g64"."""
+    """A model's name without the weight format behind its last "@", and that format: "demo@int4-g64"; with "-order"
+    behind it the columns are in an order of their own."""
     source, _, format = name.rpartition("@")
-    return (source, format) if source and is_scheme_name(format) else (name, None)
+    return (source, format) if source and is_scheme_name(format.removesuffix(ORDER)) else (name, None)
 
 
 def in_format(config: ModelConfig, format: str | None) -> ModelConfig:
@@ -69,7 +73,8 @@ def in_format(config: ModelConfig, format: str | None) -> ModelConfig:
     if format is None:
         return config
     matrices = (matrix for matrix in family_of(config).matrix_modules(config) if matrix != "lm_head")
-    return replace(config, weight_formats=tuple((matrix, format) for matrix in matrices))
+    formats = tuple((matrix, format.removesuffix(ORDER)) for matrix in matrices)
+    return replace(config, weight_formats=formats, act_order=format.endswith(ORDER))
 
 
 def is_preset(name: str) -> bool:

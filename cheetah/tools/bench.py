@@ -383,10 +383,20 @@ def fill_random(config: ModelConfig, manifest: Manifest, buffers: dict[str, Buff
     for name, values in {"norms": ones, "head_norms": ones, "biases": tile}.items():
         if name in buffers:
             fill_with(buffers[name], values)
+    if "places" in buffers:
+        row = manifest.buffer("places").shape[-1]
+        fill_with(buffers["places"], _random_places(min(config.hidden_size, config.query_rows), row))
     _fill_quantized(config, family_of(config).matrices(config, plan, gpu_named(manifest.gpu["name"])), buffers)
     buffers["rope"].upload(config.rope_table(plan.max_context))
     if "kv_scales" in buffers:
         buffers["kv_scales"].upload(np.ones(buffers["kv_scales"].nbytes // 4, np.float32))
+
+
+def _random_places(elements: int, row: int) -> NDArray[np.uint16]:
+    """Some order of the first elements of every input, the same for all."""
+    places = np.arange(row, dtype=np.uint16)
+    np.random.default_rng(0).shuffle(places[:elements])
+    return places
 
 
 def _fill_quantized(config: ModelConfig, matrices: StepMatrices, buffers: dict[str, Buffer]) -> None:

@@ -102,6 +102,12 @@ class Launch:
     head_norms: Expr | None = _only(
         _buffer(ty.ptr(ty.bf16), "weights of the norms of each layer's queries, then keys", "layers", 2, "head_dim")
     )
+    places: Expr | None = _only(
+        _buffer(
+            *(ty.ptr(ty.u16), "where columns of ordered matrices lie: see cheetah.models.act_order"),
+            *("ordered_inputs", "longest_input"),
+        )
+    )
     timeline: Expr | None = _only(
         _buffer(
             ty.ptr_mut(ty.u64),
@@ -122,6 +128,7 @@ def kernel_parameters(config: ModelConfig, plan: Plan) -> dict[str, KernelParame
         "kv_scales": is_codes,
         "biases": config.qkv_biases,
         "head_norms": config.head_norms,
+        "places": config.act_order,
         "timeline": plan.trace,
     }
     return {name: one for name, one in parameters.items() if wanted.get(name, True)}

@@ -21,6 +21,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from cheetah.models.act_order import ORDERED_INPUTS, RowsInOrder, ordered_input, places_of_columns
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.weights import (
     EMBEDDING,
@@ -37,7 +38,7 @@ from cheetah.models.dense.weights import (
 )
 from cheetah.models.family import Progress, QuantizedMatrix, ReadRows, ReadTensor, Rows, WriteBytes
 from cheetah.models.formats import Bytes, PackingError, format_of
-from cheetah.models.formats.quantized import QuantizedRows
+from cheetah.models.formats.quantized import Order, QuantizedRows
 from cheetah.models.rounding import Bits
 from cheetah.models.scratch import scratch
 from cheetah.piece_ring import ALIGNMENT, Lend, PieceRing, ordinary_memory
@@ -140,6 +141,8 @@ def _pieces(
         yield _biases_piece(config, tensor)
     if config.head_norms:
         yield _head_norms_piece(config, tensor)
+    if config.act_order:
+        yield _places_piece(config, rows)
     for layer in range(config.layers):
         for layout in matrices.of_layer:
             yield from _matrix_pieces(config, layout, matrices.offset(layout.name, layer), layer, rows, watch)
@@ -181,6 +184,28 @@ def _head_norms_piece(config: ModelConfig, tensor: ReadTensor) -> _Piece:
     return _Piece("head_norms", 0, math.prod(shape) * 2, (make,))
 
 
+def _places_piece(config: ModelConfig, rows: ReadRows) -> _Piece:
+    """Where each ordered matrix has the elements of its input."""
+    shape = vector_shapes(config)["places"]
+
+    def make(memory: Bytes) -> None:
+        places = memory.view(np.uint16).reshape(shape)
+        for layer in range(config.layers):
+            for matrix in ORDERED_INPUTS:
+                order = _order_of(config, matrix, layer, rows)
+                places[ordered_input(matrix, layer)] = places_of_columns(order, shape[1])
+        places[-1] = places_of_columns(_order_of(config, "lm_head", 0, rows), shape[1])
+
+    return _Piece("places", 0, math.prod(shape) * 2, (make,))
+
+
+def _order_of(config: ModelConfig, matrix: str, layer: int, rows: ReadRows) -> Order | None:
+    """Of the columns of a matrix; its modules have the same."""
+    if not config.is_ordered(matrix):
+        return None
+    return cast(QuantizedMatrix, rows(matrix_tensors(config, matrix, layer)[0])).order
+
+
 def _embedding_pieces(config: ModelConfig, embedding: Rows) -> Iterator[_Piece]:
     row_bytes = config.padded_hidden * 2
     count = max(1, PIECE_BYTES // row_bytes)
@@ -206,6 +231,8 @@ def _matrix_pieces(
         raise PackingError(f"matrix {layout.name!r}: {len(groups)} groups of rows for {layout.m_tiles} M-tiles")
     names = matrix_tensors(config, layout.name, layer)
     tensors = tuple(rows(name) for name in names)
+    if layout.name == "gate_up" and (order := _order_of(config, "down", layer, rows)) is not None:
+        tensors = tuple(RowsInOrder(one, order) for one in tensors)
     for m_tiles in _ranges(
         layout.m_tiles, layout.blocks * max(1, PIECE_BYTES // (layout.blocks * layout.m_tile_bytes))
     ):

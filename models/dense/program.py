@@ -74,9 +74,10 @@ class Step(StepParts):
         ):
             self.attend(step, layer)
         with phase("o", "Projection onto the residual.", waits="attention", makes="middle"):
-            linear(matrices.o, self.heads(), add_residual(machine, self.vector("middle")))
+            linear(matrices.o, self.heads(layer), add_residual(machine, self.vector("middle")))
         with phase("gate_up", "Norm; gate and up; SwiGLU.", waits="middle", makes="gated"):
-            norm = self.rms_norm(self.vector("middle"), ffn_norm, following=next_norm)
+            places = self.places("gate_up", layer)
+            norm = self.rms_norm(self.vector("middle"), ffn_norm, following=next_norm, places=places)
             linear(matrices.gate_up, norm, swiglu(machine, self.vector("gated")))
         with phase("down", "Projection onto the residual.", waits="gated", makes="hidden"):
             linear(matrices.down, self.gated(), add_residual(machine, self.vector("hidden")))
@@ -92,7 +93,7 @@ class Step(StepParts):
             makes="logits, where they are wanted, and candidates in registers",
             meets=False,
         ):
-            norm = self.rms_norm(hidden, final_norm)
+            norm = self.rms_norm(hidden, final_norm, places=self.places("lm_head", self.shape.layers))
             self.linear(self.matrices.lm_head, norm, self.take_logits(step), when=self.needs_head(step))
         with self.phase(
             "sampling",

@@ -24,6 +24,7 @@ from cheetah.blocks.prompt.product import ACCUMULATORS, Case, Finish, Given, Sum
 from cheetah.blocks.prompt.ring import TileRing
 from cheetah.blocks.timeline import EVENTS, Timeline
 from cheetah.lang import Expr, prim, ty
+from cheetah.models.act_order import ORDERED_INPUTS, ordered_input, places_shape
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.program import sizes as sizes_of_step
 from cheetah.package import KernelParameter
@@ -102,6 +103,15 @@ class PassLaunch:
             )
         },
     )
+    places: Expr | None = field(
+        default=None,
+        metadata={
+            "parameter": KernelParameter(
+                *(ty.ptr(ty.u16), "where columns of ordered matrices lie: see cheetah.models.act_order"),
+                ("ordered_inputs", "longest_input"),
+            )
+        },
+    )
     timeline: Expr | None = field(
         default=None,
         metadata={
@@ -123,6 +133,7 @@ def pass_parameters(config: ModelConfig, plan: Plan, traced: bool = False) -> di
         "kv_scales": is_codes,
         "biases": config.qkv_biases,
         "head_norms": config.head_norms,
+        "places": config.act_order,
         "timeline": traced,
     }
     return {name: one for name, one in parameters.items() if wanted.get(name, True)}
@@ -481,7 +492,8 @@ class Pass:
 
     def _attention(self, layer: Any) -> PassAttention:
         into, heads, sizes = self._section("attention"), self._heads(self.machine, layer), self.sizes
-        return PassAttention(self.machine, self.ring, heads, self.tokens, into, sizes.key_tile, sizes.window)
+        places = self._places(ordered_input("o", layer))
+        return PassAttention(self.machine, self.ring, heads, self.tokens, into, sizes.key_tile, sizes.window, places)
 
     def _onto_residual(self, machine: PassMachine, norm: Any) -> StoreResidual:
         """norm: number of the one that follows."""
@@ -489,7 +501,14 @@ class Pass:
         return StoreResidual(
             *(machine, self._section("residual", ty.f32), self._section("hidden")),
             *(self._section("squares", ty.f32), weight, self.sizes.hidden_m_tiles),
+            places=self._places(ordered_input("qkv", norm // 2) + norm % 2 * ORDERED_INPUTS.index("gate_up")),
         )
+
+    def _places(self, row: Any) -> Any:
+        """Row of `places`; None where columns are in order."""
+        if self.launch.places is None:
+            return None
+        return self.launch.places + row * places_shape(self.sizes.config)[1]
 
     @ch.function
     def _embed(self) -> None:

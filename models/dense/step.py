@@ -31,6 +31,7 @@ from cheetah.blocks.sampling import Sampler
 from cheetah.blocks.timeline import Timeline
 from cheetah.blocks.tokens import Embeddings, Tokens
 from cheetah.lang import prim, ty
+from cheetah.models.act_order import ORDERED_INPUTS, ordered_input, places_shape
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.launch import Launch
 from cheetah.plan import M_TILE_ROWS, Gpu, ModelShape, Plan, step_matrices
@@ -98,6 +99,7 @@ def sizes(config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
         "token_room": plan.launch_tokens + 1,
         "blocks": gpu.blocks,
         "phases": len(phase_names(config)),
+        **dict(zip(("ordered_inputs", "longest_input"), places_shape(config), strict=True)),
     }
 
 
@@ -267,29 +269,49 @@ class StepParts:
         """A vector of the present layer."""
         return self.exchange.at(name, self.layer_epoch)
 
-    def rms_norm(self, source: Source, norm: ch.Expr, following: ch.Expr | None = None) -> Prologue:
-        """RMSNorm of a hidden vector. norm: number of the norm; following: of the one after it."""
+    def rms_norm(
+        self, source: Source, norm: ch.Expr, following: ch.Expr | None = None, places: ch.Expr | None = None
+    ) -> Prologue:
+        """RMSNorm of a hidden vector. norm: number of the norm; following: of the one after it. places: of `places`."""
         shape, epsilon = self.shape, self.config.rms_norm_eps
         weight = self._norm(norm)
         next_weight = None if following is None else self._norm(following)
         available = round_up(shape.hidden, M_TILE_ROWS)
-        return RmsNorm(self.columns, source, shape.hidden, available, epsilon, weight, next_weight)
+        return RmsNorm(self.columns, source, shape.hidden, available, epsilon, weight, next_weight, places)
 
     def input_of(self, layer: Any) -> Prologue:
         """The norm before attention: in the first layer of the embeddings, then of what the layer before made."""
-        embedded = self.rms_norm(Embeddings(self.tokens), ty.u32(0))
+        places = self.places("qkv", layer)
+        embedded = self.rms_norm(Embeddings(self.tokens), ty.u32(0), places=places)
         before = self.exchange.at("hidden", self.layer_epoch - 1)
-        either = Either(layer == 0, embedded, self.rms_norm(before, layer * 2, layer * 2 + 1))
+        either = Either(layer == 0, embedded, self.rms_norm(before, layer * 2, layer * 2 + 1, places))
         return Prefetching(either, self.machine, self._vectors_of(layer))
 
     def _vectors_of(self, layer: Any) -> list[tuple[ch.Expr, int]]:
         """(address, bytes) of what the layer's projection and attention need beside its matrices."""
         vectors = {self.launch.biases: self.shape.qkv_rows, self.launch.head_norms: 2 * self.shape.head_dim}
-        return [(vector + layer * size, size * 2) for vector, size in vectors.items() if vector is not None]
+        found = [(vector + layer * size, size * 2) for vector, size in vectors.items() if vector is not None]
+        if self.launch.places is not None:  # of o and gate_up, and of the next layer's qkv or lm_head
+            first = self.launch.places + ordered_input("o", layer) * self._places_row
+            found.append((first, len(ORDERED_INPUTS) * self._places_row * 2))
+        return found
 
-    def heads(self) -> Prologue:
+    def places(self, matrix: str, layer: Any) -> Any:
+        """Where a matrix has the elements of its input; None where they are in order. layer: the number of layers for
+        lm_head."""
+        if not self.config.is_ordered(matrix):
+            return None
+        row = layer * len(ORDERED_INPUTS) if matrix == "lm_head" else ordered_input(matrix, layer)
+        return self.launch.places + row * self._places_row
+
+    @property
+    def _places_row(self) -> int:
+        return places_shape(self.config)[1]
+
+    def heads(self, layer: Any) -> Prologue:
         """Attention's output, slice by slice."""
-        return Slices(self.columns, self.vector("attention"), self.shape.query_rows)
+        places = self.places("o", layer)
+        return Slices(self.columns, self.vector("attention"), self.shape.query_rows, places)
 
     def gated(self) -> Prologue:
         """The output of SwiGLU, slice by slice."""

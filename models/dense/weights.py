@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cheetah.models.act_order import places_shape
 from cheetah.models.config import ModelConfig
 from cheetah.models.family import QuantizedMatrix, Rows
 from cheetah.models.formats.quantized import QuantizedRows
@@ -146,13 +147,16 @@ def buffer_bytes(config: ModelConfig, matrices: StepMatrices) -> dict[str, int]:
 
 
 def vector_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The buffers of vectors that only some families have, bf16: biases in the order of the matrix' rows, and the
-    weights of the norms of queries, then keys."""
+    """The buffers of vectors that only some models have, of 16 bits an element: biases (bf16) in the order of the
+    matrix' rows; the weights of the norms of queries, then keys (bf16); where the columns of ordered matrices lie
+    (u16), of every layer's qkv, o and gate_up, then of lm_head."""
     shapes: dict[str, tuple[int, ...]] = {}
     if config.qkv_biases:
         shapes["biases"] = (config.layers, config.qkv_rows)
     if config.head_norms:
         shapes["head_norms"] = (config.layers, 2, config.head_dim)
+    if config.act_order:
+        shapes["places"] = places_shape(config)
     return shapes
 
 

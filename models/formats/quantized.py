@@ -32,6 +32,9 @@ SCALE_DTYPES: dict[str, np.dtype[Any]] = {
     "f32": np.dtype(np.float32),
 }
 
+Order = NDArray[np.int64]
+"""Column i of a matrix is column `order[i]` of the module that it is made of."""
+
 _NAME = re.compile(r"(int4|int8)(?:-g([1-9][0-9]{0,4}))?(-asym)?|(fp8)(?:-block([1-9][0-9]{0,4}))?")
 
 
@@ -89,6 +92,15 @@ def scheme_of_name(name: str, scales: str = "f16") -> QuantizationScheme:
     integer, group, asymmetric, _, block = found.groups()
     columns = group or block
     return QuantizationScheme(integer or "fp8", int(columns) if columns else None, asymmetric is None, scales)
+
+
+def in_natural_order(values: F32, order: Order | None) -> F32:
+    """Columns of a matrix [rows, columns] as its module has them."""
+    if order is None:
+        return values
+    natural = np.empty_like(values)
+    natural[:, order] = values
+    return natural
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from cheetah.models.quantization.statement import EXPRESSION, LINEAR, Patterns, 
 from cheetah.printable import shown
 
 PACKED, FLOAT = "pack-quantized", "float-quantized"
+ACT_ORDERS = {"group": True, "dynamic": True, "weight": False, "static": False}
+"""Whether an `actorder` leaves groups of columns that are no neighbours (compressed_tensors, quant_args.py)."""
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 PRESETS: dict[str, dict[str, Any]] = {
@@ -82,10 +84,6 @@ def _check_inputs(group: Fields, notes: list[str]) -> None:
 def _storage(weights: Fields, form: str) -> Storage:
     if weights.flag("dynamic", False):
         raise weights.error("dynamic is true: the scales of weights must be stored")
-    if weights.text("actorder", "static") not in ("static", "weight"):
-        raise weights.error(
-            f"actorder = {shown(weights.values['actorder'])} is not supported: supported: 'static', or none"
-        )
     return _float_storage(weights) if form == FLOAT else _integer_storage(weights)
 
 
@@ -94,7 +92,19 @@ def _integer_storage(weights: Fields) -> Storage:
     kind = f"int{weights.choice('num_bits', (4, 8))}"
     strategy = weights.choice("strategy", ("group", "channel"), "group" if "group_size" in weights.values else None)
     group = weights.group_size("group_size") if strategy == "group" else None
-    return Storage("packed", QuantizationScheme(kind, group, weights.flag("symmetric", True)))
+    scheme = QuantizationScheme(kind, group, weights.flag("symmetric", True))
+    return Storage("packed", scheme, act_order=_is_ordered(weights) and group is not None)
+
+
+def _is_ordered(weights: Fields) -> bool:
+    """Of its names "weight" is the older one of "static": groups are chosen in the columns' own order then."""
+    stated = weights.values.get("actorder")
+    if type(stated) is bool:  # older files say whether
+        return stated
+    name = weights.text("actorder", "static").lower()
+    if name not in ACT_ORDERS:
+        raise weights.error(f"actorder = {shown(stated)} is not supported: supported: {', '.join(ACT_ORDERS)}, or none")
+    return ACT_ORDERS[name]
 
 
 def _float_storage(weights: Fields) -> Storage:

@@ -69,7 +69,8 @@ def _gptq(fields: Fields) -> Quantization:
     group = fields.group_size("group_size")
     symmetric = fields.flag("sym", True)
     scheme = QuantizationScheme(f"int{bits}", group, symmetric)
-    storage = Storage("gptq", scheme, zero_offset=1 if form == "gptq" else 0)
+    act_order = fields.flag("desc_act", False) and not fields.flag("static_groups", False) and group is not None
+    storage = Storage("gptq", scheme, zero_offset=1 if form == "gptq" else 0, act_order=act_order)
     targets = _gptq_targets(fields)
     ignored = [] if fields.flag("lm_head", False) else [HEAD]
     return _statement(fields, f"{form}, {bits} bits", storage, ignored, targets=targets)

@@ -31,13 +31,15 @@ class Storage:
     layout: "gptq" (words along the inputs, matrix transposed), "awq" (words along the outputs, transposed), "packed"
     (compressed-tensors' words along the inputs) or "float8" (bytes of e4m3). scheme: kind, groups and symmetry; the
     scales' dtype is the tensor's, whatever stands here. zero_offset: what is added to a stored zero point (1 in files
-    of the first GPTQ format). block_rows: rows that share their scales, where blocks do.
+    of the first GPTQ format). block_rows: rows that share their scales, where blocks do. act_order: groups are said to
+    be of columns that do not lie side by side; the indices of groups beside the weights have the last word.
     """
 
     layout: str
     scheme: QuantizationScheme
     zero_offset: int = 0
     block_rows: int | None = None
+    act_order: bool = False
 
 
 class Patterns:
@@ -93,6 +95,11 @@ class Quantization:
         if self.ignored.match(module):
             return None
         return next((storage for targets, storage in self.groups if targets.match(module)), None)
+
+    @property
+    def act_order(self) -> bool:
+        """Whether any group of modules is said to be in act-order."""
+        return any(storage.act_order for _, storage in self.groups)
 
     def matrix_formats(self, matrices: Mapping[str, Sequence[str]], layers: int) -> tuple[tuple[str, str], ...]:
         """(matrix, format) of the quantised matrices, which are made of modules whose names have `{layer}` for the

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from cheetah.models.config import ModelConfig
 from cheetah.models.config_json import ConfigError, load_source
 from cheetah.models.family import QuantizedMatrix, ReadRows, ReadTensor, Rows
+from cheetah.models.formats.quantized import in_natural_order
 from cheetah.models.registry import (
     DEMO,
     DEMO_FOLDER,
@@ -128,6 +129,7 @@ def _open_folder(name: str, folder: Path, tied: bool | None) -> Checkpoint:
     notes += quantization.notes if quantization else ()
     tensors = checked_tensors(config, stored.tensors, str(folder), notes, quantization)
     _note_dtype(folder, tensors.plain, notes)
+    config = replace(config, act_order=any(matrix.order is not None for matrix in tensors.quantized.values()))
     scales = kv_scales(config, stored.tensors, str(folder)) if quantization else None
     return replace(_checkpoint(name, config, folder, _readers(tensors), notes), kv_scales=scales)
 
@@ -135,7 +137,8 @@ def _open_folder(name: str, folder: Path, tied: bool | None) -> Checkpoint:
 def _readers(tensors: CheckedTensors) -> Readers:
     def tensor(name: str) -> NDArray[Any]:
         if name in tensors.quantized:
-            return tensors.quantized[name][:].dequantized()
+            matrix = tensors.quantized[name]
+            return in_natural_order(matrix[:].dequantized(), matrix.order)
         return tensors.plain[name].bf16_bits()
 
     def rows(name: str) -> Rows | QuantizedMatrix:

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cheetah.models.formats.quantized import MIDDLE_CODE, QuantizationScheme, QuantizedRows
+from cheetah.models.formats.quantized import MIDDLE_CODE, Order, QuantizationScheme, QuantizedRows
 from cheetah.models.quantization import Storage
 from cheetah.models.scratch import scratch
 from cheetah.runtime.checkpoint.packed_words import (
@@ -48,6 +48,7 @@ class StoredQuantized(ABC):
         self.module, self.shape, self._storage, self._tensors = module, shape, storage, tensors
         self.scheme: QuantizationScheme = replace(storage.scheme, scales=SCALE_DTYPES[self._scale_tensor.dtype])
         self.group_columns = storage.scheme.group_columns or shape[1]
+        self.order = self._read_order()
 
     def __getitem__(self, part: slice) -> QuantizedRows:
         """Some rows; their codes may lie in memory of this thread that is overwritten when it reads again."""
@@ -62,6 +63,10 @@ class StoredQuantized(ABC):
             None if zero_points is None else zero_points[wanted],
             self.group_columns,
         )
+
+    def _read_order(self) -> Order | None:
+        """The columns that its own are of the module, where groups are of columns that do not lie side by side."""
+        return None
 
     @property
     @abstractmethod
@@ -104,6 +109,16 @@ class _OfInteger(StoredQuantized):
     """What matrices of whole numbers have in common: a tensor of zero points that a symmetric one need not have."""
 
     zero_suffix: str
+    index_suffix = ""
+
+    def _read_order(self) -> Order | None:
+        if self.index_suffix not in self._tensors:
+            return None
+        return order_of_groups(self._tensors[self.index_suffix], self._storage, self.shape[1])
+
+    def _in_order(self, codes: Codes) -> Codes:
+        """Codes [rows, columns] of the module as the matrix has them."""
+        return codes if self.order is None else np.take(codes, self.order, axis=1)
 
     def _zero_points(self, first: int, stop: int) -> Codes | None:
         if self.zero_suffix not in self._tensors:
@@ -164,10 +179,14 @@ class _Transposed(_OfInteger):
 class GptqMatrix(_Transposed):
     """qweight int32 [columns / 8, rows]; zero points of rows 8c .. 8c+7 in word c (AutoGPTQ, qlinear_cuda_old.py)."""
 
+    index_suffix = "g_idx"
+
     def _codes(self, first: int, stop: int) -> NDArray[Any]:
         words = self._words[:, first:stop]
         turned = transposed(words, scratch("turned words of gptq", words.shape[::-1], np.uint32))
-        return even_first(turned) if self._bits == 4 else codes_of_words(turned, self._bits)
+        if self._bits == 4 and self.order is None:
+            return even_first(turned)
+        return self._in_order(codes_of_words(turned, self._bits))
 
     def _stored_zero_points(self, first: int, stop: int) -> Codes:
         return codes_of_words(self._zeros[:, self._packed_rows(first, stop)], self._bits).T
@@ -188,6 +207,7 @@ class PackedMatrix(_OfInteger):
     (compressed_tensors/compressors/pack_quantized)."""
 
     zero_suffix = "weight_zero_point"
+    index_suffix = "weight_g_idx"
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -200,9 +220,9 @@ class PackedMatrix(_OfInteger):
 
     def _codes(self, first: int, stop: int) -> NDArray[Any]:
         words = self._words[first:stop]
-        if self._bits == 4 and self.shape[1] % 8 == 0:
+        if self._bits == 4 and self.shape[1] % 8 == 0 and self.order is None:
             return even_first(words)
-        return codes_of_words(words, self._bits)[:, : self.shape[1]]
+        return self._in_order(codes_of_words(words, self._bits)[:, : self.shape[1]])
 
     def _scales(self, first: int, stop: int) -> NDArray[Any]:
         return self._all_scales[first:stop]
@@ -242,6 +262,25 @@ class Float8Matrix(StoredQuantized):
         if stored.size == 1:
             return np.full((stop - first, 1), stored.reshape(-1)[0], stored.dtype)
         return stored.reshape(-1, 1)[first:stop]
+
+
+def order_of_groups(indices: StoredTensor, storage: Storage, columns: int) -> Order | None:
+    """The columns of a module group by group, by the group that each is in; None where they lie so already, or where
+    all indices are -1, which says that there are none (compressed-tensors)."""
+    of_columns = groups_of_columns(indices)
+    if np.all(of_columns == -1) or np.array_equal(of_columns, neighbouring_groups(storage, columns)):
+        return None
+    return np.argsort(of_columns, kind="stable")
+
+
+def groups_of_columns(indices: StoredTensor) -> Order:
+    """The group of every column, as a file says it."""
+    return indices.mapped().view(np.int32).astype(np.int64)
+
+
+def neighbouring_groups(storage: Storage, columns: int) -> Order:
+    """The group of every column where groups are of neighbours."""
+    return np.arange(columns) // (storage.scheme.group_columns or columns)
 
 
 def _are_numbers(codes: Codes) -> bool:

@@ -12,10 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from cheetah.models.config import ModelConfig
-from cheetah.models.formats.quantized import MIDDLE_CODE
+from cheetah.models.formats.quantized import MIDDLE_CODE, Order
 from cheetah.models.quantization import Quantization, Storage
 from cheetah.models.registry import family_of
-from cheetah.runtime.checkpoint.quantized import MATRICES, SCALE_DTYPES, StoredQuantized
+from cheetah.runtime.checkpoint.quantized import (
+    MATRICES,
+    SCALE_DTYPES,
+    StoredQuantized,
+    groups_of_columns,
+    neighbouring_groups,
+)
 from cheetah.runtime.checkpoint.safetensors_files import LoadingError, StoredTensor
 
 WEIGHT_SUFFIX = ".weight"
@@ -175,8 +181,8 @@ def _wrong_contents(
 
 
 def _wrong_order(storage: Storage, columns: int, tensor: StoredTensor) -> str | None:
-    """Groups must be neighbouring columns, in order; -1 everywhere says that there is no order (compressed-tensors)."""
-    of_columns = tensor.mapped().view(np.int32).astype(np.int64)
+    """Every group has its columns, wherever they lie; -1 everywhere says that there are none (compressed-tensors)."""
+    of_columns = groups_of_columns(tensor)
     groups = storage.scheme.groups(columns)
     if np.all(of_columns == -1):
         return None
@@ -184,12 +190,11 @@ def _wrong_order(storage: Storage, columns: int, tensor: StoredTensor) -> str | 
     if np.any(outside):
         column = int(np.argmax(outside))
         return f"places column {column} in group {of_columns[column]}: there are groups 0 to {groups - 1}"
-    if np.array_equal(of_columns, np.arange(columns) // (storage.scheme.group_columns or columns)):
+    found, wanted = (np.bincount(of, minlength=groups) for of in (of_columns, neighbouring_groups(storage, columns)))
+    if np.array_equal(found, wanted):
         return None
-    return (
-        "orders the columns by their activations (act-order, desc_act): this is not supported; quantise with desc_act "
-        "false, or actorder static"
-    )
+    group = int(np.argmax(found != wanted))
+    return f"places {found[group]} columns in group {group}, which has {wanted[group]}: the file is damaged"
 
 
 def problems_of_dtypes(config: ModelConfig, matrices: Mapping[str, StoredQuantized]) -> list[str]:
@@ -203,6 +208,27 @@ def problems_of_dtypes(config: ModelConfig, matrices: Mapping[str, StoredQuantiz
                 stated = ", ".join(f"those of {name} {dtype}" for dtype, name in parts.items())
                 lines.append(f"scales of one matrix are of different dtypes: {stated}: store them alike")
     return lines
+
+
+def problems_of_orders(config: ModelConfig, matrices: Mapping[str, StoredQuantized]) -> list[str]:
+    """Modules of one matrix, which have one input, whose columns are ordered differently: it comes in one order."""
+    lines = []
+    for names in family_of(config).matrix_modules(config).values():
+        for layer in range(config.layers if len(names) > 1 else 0):
+            modules = (f"{name.format(layer=layer)}{WEIGHT_SUFFIX}" for name in names)
+            orders = {name: matrices[name].order for name in modules if name in matrices}
+            first = next(iter(orders), "")
+            lines += [
+                f"the columns of {name} are grouped otherwise than those of {first} (act-order): they have one input, "
+                "which the kernel brings in one order: quantise them together"
+                for name, order in orders.items()
+                if not _same_order(order, orders[first])
+            ]
+    return lines
+
+
+def _same_order(one: Order | None, other: Order | None) -> bool:
+    return one is other if one is None or other is None else np.array_equal(one, other)
 
 
 def refuse_stated_otherwise(

@@ -23,8 +23,10 @@ from cheetah.models.formats.quantized import (
     LARGEST_CODE,
     MIDDLE_CODE,
     SCALE_DTYPES,
+    Order,
     QuantizationScheme,
     QuantizedRows,
+    in_natural_order,
     scheme_of_name,
 )
 from cheetah.models.registry import family_of
@@ -65,6 +67,7 @@ class RandomTensors:
         self._scaled: dict[int, Bits] = {}
         self._codes: dict[str, Codes] = {}
         self._schemes = _schemes(config)
+        self._inputs = _inputs(config) if config.act_order else {}
 
     @cached_property
     def _normal(self) -> npt.NDArray[np.float32]:
@@ -72,7 +75,8 @@ class RandomTensors:
 
     def __call__(self, name: str) -> npt.NDArray[Any]:
         if name in self._schemes:
-            return self.quantized(name)[:].dequantized()
+            matrix = self.quantized(name)
+            return in_natural_order(matrix[:].dequantized(), matrix.order)
         shape, begin = self._shapes[name], self._begin(name)
         if len(shape) == 1:
             normal = _window(self._normal, begin, shape[0])
@@ -90,12 +94,19 @@ class RandomTensors:
     def quantized(self, name: str) -> QuantizedMatrix:
         """The quantised matrix `name`."""
         rows, columns = self._shapes[name]
-        return self.matrix_of(name, self._schemes[name], (rows, columns))
+        order = self._order(name, columns) if self._inputs else None
+        return self.matrix_of(name, self._schemes[name], (rows, columns), order)
 
-    def matrix_of(self, name: str, scheme: QuantizationScheme, shape: tuple[int, int]) -> QuantizedMatrix:
+    def matrix_of(
+        self, name: str, scheme: QuantizationScheme, shape: tuple[int, int], order: Order | None = None
+    ) -> QuantizedMatrix:
         """A quantised matrix of any shape and scheme, the same for the same name."""
         codes = _RepeatedRows(self._code_block(scheme.kind), self._begin(name), shape)
-        return _RandomQuantized(codes, scheme, self._begin(f"{name}.scales"))
+        return _RandomQuantized(codes, scheme, self._begin(f"{name}.scales"), order)
+
+    def _order(self, name: str, columns: int) -> Order:
+        """Of the columns of a module: the same for all that have the same input."""
+        return np.random.default_rng(self._begin(self._inputs[name])).permutation(columns)
 
     def _code_block(self, kind: str) -> Codes:
         if kind not in self._codes:
@@ -138,6 +149,7 @@ class _RandomQuantized:
     codes: _RepeatedRows
     scheme: QuantizationScheme
     seed: int
+    order: Order | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -178,6 +190,16 @@ def _schemes(config: ModelConfig) -> dict[str, QuantizationScheme]:
             names = (module.format(layer=layer) for module in modules for layer in range(config.layers))
             found |= {f"{name}{WEIGHT_SUFFIX}": scheme for name in names}
     return found
+
+
+def _inputs(config: ModelConfig) -> dict[str, str]:
+    """A name for what each weight is multiplied with, which modules of one matrix share."""
+    return {
+        f"{module.format(layer=layer)}{WEIGHT_SUFFIX}": f"input of {matrix} {layer}"
+        for matrix, modules in family_of(config).matrix_modules(config).items()
+        for module in modules
+        for layer in range(config.layers)
+    }
 
 
 def _rounded(normal: npt.NDArray[np.float32], kind: str) -> Codes:

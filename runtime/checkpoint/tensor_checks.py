@@ -22,6 +22,7 @@ from cheetah.runtime.checkpoint.quantized_checks import (
     open_matrix,
     problems_of_dtypes,
     problems_of_module,
+    problems_of_orders,
     quantized_modules,
     refuse_stated_otherwise,
     suffixes,
@@ -70,6 +71,7 @@ def checked_tensors(
     matrices, problems = _quantized(modules, shapes, stored)
     problems += [
         *problems_of_dtypes(config, matrices),
+        *problems_of_orders(config, matrices),
         *_missing(expected, others),
         *_misshapen(family, expected, others),
         *_mistyped(expected, others),

@@ -33,8 +33,16 @@ class SmallKernel:
     """`body(machine, ring, parameters)` emits the producer role and the consumer role; the ring is ready in both."""
 
     def __init__(
-        self, shape: ModelShape, blocks: int, plan: Plan, parameters: ch.Params, body: Body, sanitize: bool = False
+        self,
+        shape: ModelShape,
+        blocks: int,
+        plan: Plan,
+        parameters: ch.Params,
+        body: Body,
+        sanitize: bool = False,
+        bug: tuple[str, str] | None = None,
     ) -> None:
+        """bug: a piece of the text, and what stands there instead."""
         self.shape, self.blocks, self.plan, self.parameters = shape, blocks, plan, parameters
         gpu = gpu_of(blocks)
         shared = shared_map(shape, plan, gpu)
@@ -48,6 +56,9 @@ class SmallKernel:
 
         kernel = ch.kernel(parameters, name="small", max_threads=plan.threads)(small)
         self.text = ch.render_file(kernel)
+        if bug is not None:
+            assert bug[0] in self.text, bug[0]
+            self.text = self.text.replace(*bug)
         types = [(name, str(type_)) for name, type_ in parameters.items()]
         self.program = compile_program(self.text, "small", types, sanitize=sanitize)
 

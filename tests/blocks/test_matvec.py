@@ -53,10 +53,21 @@ CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
 }
 
 
+ORDERED = ch.Params(**dict(PARAMETERS.items()), places=ty.ptr(ty.u16))
+
+
 def product(
-    rows: int, elements: int, blocks: int, fields: dict[str, Any], format: str = "bf16"
+    rows: int,
+    elements: int,
+    blocks: int,
+    fields: dict[str, Any],
+    format: str = "bf16",
+    *,
+    parameters: ch.Params = PARAMETERS,
+    **how: Any,
 ) -> tuple[SmallKernel, MatrixLayout]:
-    """y = W x for W [rows, elements] and several x: each row of y is stored by the block that owns it."""
+    """y = W x for W [rows, elements] and several x: each row of y is stored by the block that owns it. parameters:
+    ORDERED for a matrix whose columns lie where `places` says. how: options of `SmallKernel`."""
     formats = () if format == "bf16" else (("down", format),)
     shape = ModelShape(max(rows, 16), elements, 16, 1, 1, 64, 1, formats)
     plan = plan_of(shape, blocks, **{"down_slices": 1, **fields})
@@ -78,9 +89,10 @@ def product(
             with ch.if_((done.lane < 16) & (row < rows)):
                 given["y"][done.column * rows + row] = done.sum
 
-        matvec(layout, Slices(columns, Units(read), round_up(elements, VECTOR_COLUMNS)), store)
+        available = round_up(elements, VECTOR_COLUMNS)
+        matvec(layout, Slices(columns, Units(read), available, given.get("places")), store)
 
-    return SmallKernel(shape, blocks, plan, PARAMETERS, body), layout
+    return SmallKernel(shape, blocks, plan, parameters, body, **how), layout
 
 
 def in_fragment_order(x: np.ndarray) -> np.ndarray:

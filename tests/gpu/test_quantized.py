@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from cheetah.models.dense.reference import Reference
+from cheetah.models.registry import in_format
 from cheetah.models.rounding import round_to_bf16
 from cheetah.plan.formats import QUANTIZED_FORMATS
 from cheetah.runtime.build.assemble import assemble
 from cheetah.runtime.device import open_device
 from tests.gpu.test_batches import scored, sequence
-from tests.program.quantized_weights import LINEAR, QuantizedWeights
+from tests.program.quantized_weights import QuantizedWeights
 from tests.program.rig import float32_logits, model, relative_error, token_ids
 from tests.tolerances import LOGITS
 
@@ -26,9 +26,9 @@ CONFIG = model(512, 1536, 2, 4, 1, 128, 500, max_position_embeddings=1024)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 8])
-@pytest.mark.parametrize("name", QUANTIZED_FORMATS)
+@pytest.mark.parametrize("name", [*QUANTIZED_FORMATS, "int4-g128-order", "int8-g64-order"])
 def test_a_step_against_float32(name: str, batch: int) -> None:
-    weights = QuantizedWeights(replace(CONFIG, weight_formats=tuple((matrix, name) for matrix in LINEAR)))
+    weights = QuantizedWeights(in_format(CONFIG, name))
     # A launch has room for the logits of 64 columns.
     prompts = [token_ids(min(20, 64 // batch), CONFIG.vocab_size, seed) for seed in range(batch)]
     with open_device("cuda") as device:

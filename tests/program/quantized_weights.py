@@ -9,7 +9,14 @@ import numpy as np
 
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.weights import matrix_tensors
-from cheetah.models.formats.quantized import SCALE_DTYPES, QuantizationScheme, QuantizedRows, scheme_of_name
+from cheetah.models.formats.quantized import (
+    SCALE_DTYPES,
+    Order,
+    QuantizationScheme,
+    QuantizedRows,
+    in_natural_order,
+    scheme_of_name,
+)
 from cheetah.plan.formats import QUANTIZED_FORMATS
 from tests.program.rig import RandomWeights
 
@@ -48,6 +55,7 @@ class Matrix:
 
     values: QuantizedRows
     scheme: QuantizationScheme
+    order: Order | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -58,7 +66,7 @@ class Matrix:
 
 
 class QuantizedWeights(RandomWeights):
-    """`RandomWeights` whose matrices are in the formats that the configuration says."""
+    """`RandomWeights` whose matrices are in the formats, and their columns in orders, if the configuration says so."""
 
     def __init__(self, config: ModelConfig, seed: int = 0, scales: str = "f16") -> None:
         super().__init__(config, seed)
@@ -68,13 +76,15 @@ class QuantizedWeights(RandomWeights):
             if format not in QUANTIZED_FORMATS:
                 continue
             for layer in range(config.layers):
-                for name in matrix_tensors(config, matrix, layer):
-                    self._quantize(name, scheme_of_name(format, scales), draw)
+                names = matrix_tensors(config, matrix, layer)
+                order = draw.permutation(self.tensors[names[0]].shape[1]) if config.act_order else None
+                for name in names:
+                    self._quantize(name, scheme_of_name(format, scales), draw, order)
 
-    def _quantize(self, name: str, scheme: QuantizationScheme, draw: np.random.Generator) -> None:
+    def _quantize(self, name: str, scheme: QuantizationScheme, draw: np.random.Generator, order: Order | None) -> None:
         rows, columns = self.tensors[name].shape
-        self.quantized[name] = Matrix(drawn_rows(scheme, rows, columns, draw, 2.0 * columns**-0.5), scheme)
-        self.tensors[name] = self.quantized[name].values.dequantized()
+        self.quantized[name] = Matrix(drawn_rows(scheme, rows, columns, draw, 2.0 * columns**-0.5), scheme, order)
+        self.tensors[name] = in_natural_order(self.quantized[name].values.dequantized(), order)
 
     def rows(self, name: str) -> Any:
         """What is packed: quantised rows, or bf16 bits."""

@@ -107,7 +107,7 @@ class PassSession:
         rig, sizes = self.rig, self.rig.sizes
         segments = [Segment(sequence, self.lengths[sequence], len(ids)) for sequence, ids in parts.items()]
         tables = sizes.room.tables(segments, list(parts.values()))
-        constant = ("weights", "norms", "embedding", "rope", "biases", "head_norms")
+        constant = ("weights", "norms", "embedding", "rope", "biases", "head_norms", "places")
         arrays = {name: rig.buffers[name].array for name in constant if name in rig.buffers}
         given = {
             **arrays,
@@ -244,6 +244,13 @@ def test_quantised_weights(format: str) -> None:
     rig = rig_of(model(hidden=144, ffn=200, weight_formats=formats), stage_bytes=8192)
     has_groups = rig.sizes.format.group_columns is not None
     assert error(read(rig, (30, 11), "random", 1)) < (GROUPS_TOLERANCE if has_groups else TOLERANCE)
+
+
+@pytest.mark.slow
+def test_columns_in_an_order_of_their_own() -> None:
+    formats = tuple((name, "int4-g32-asym") for name in ("qkv", "o", "gate_up", "down"))
+    rig = rig_of(model(hidden=144, ffn=200, weight_formats=formats, act_order=True), stage_bytes=8192)
+    assert error(read(rig, (30, 11), "random", 1)) < GROUPS_TOLERANCE
 
 
 def test_keys_of_eight_bits() -> None:

@@ -24,6 +24,10 @@ OTHERS: Formats = (
     *(("qkv", "int4-g64"), ("o", "fp8-block128"), ("gate_up", "int4-g128")),
     *(("down", "fp8"), ("lm_head", "int8-asym")),
 )
+ORDERED: Formats = (
+    *(("qkv", "int4-g128"), ("o", "fp8-block128"), ("gate_up", "int4-g64-asym")),
+    *(("down", "int4-g32"), ("lm_head", "int8-g128")),
+)
 CASES: dict[str, tuple[ModelConfig, Formats, dict[str, Any]]] = {
     "llama, three sequences, slices": (model(144, 280), MIXED, {"batch": 3, "tokens": 4, "down_slices": 2}),
     "llama, one token, everything": (model(), OTHERS, {}),
@@ -33,6 +37,15 @@ CASES: dict[str, tuple[ModelConfig, Formats, dict[str, Any]]] = {
     ),
     "qwen3, keys of eight bits": (qwen3(), OTHERS[:4], {"kv_dtype": "e4m3"}),
     "qwen2, barrier": (qwen2(4, 2), MIXED, {"sync": "barrier", "tokens": 2}),
+    "act-order, a token, digits, f16": (model(256, 512, heads=4, act_order=True), ORDERED, {"down_slices": 2}),
+    "act-order, three sequences, sizes that do not divide": (
+        *(model(144, 280, act_order=True), (*MIXED[1:3], ("down", "int4-g32"))),
+        {"batch": 3, "tokens": 4, "down_slices": 2},
+    ),
+    "act-order, two tokens, biases": (
+        *(replace(qwen2(4, 2), hidden_size=256, act_order=True), (("qkv", "int4-g64"), ("o", "int8-g32"))),
+        {"tokens": 2},
+    ),
 }
 
 

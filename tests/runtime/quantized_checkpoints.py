@@ -7,6 +7,7 @@ and fbgemm_fp8 and the exporter of ModelOpt.
 """
 
 import json
+import zlib
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -31,8 +32,10 @@ class Matrix:
     scales: np.ndarray
     zeros: np.ndarray
 
-    def values(self) -> np.ndarray:
-        groups = np.arange(self.codes.shape[1]) // GROUP if self.scales.shape[1] > 1 else 0 * self.codes[0]
+    def values(self, groups: np.ndarray | None = None) -> np.ndarray:
+        """groups: that columns are in, by default those of neighbours."""
+        if groups is None:
+            groups = np.arange(self.codes.shape[1]) // GROUP if self.scales.shape[1] > 1 else 0 * self.codes[0]
         return (self.codes.astype(np.float32) - self.zeros[:, groups]) * self.scales[:, groups].astype(np.float32)
 
 
@@ -58,9 +61,22 @@ def packed(values, bits, axis, order=None):
     return np.ascontiguousarray(np.moveaxis(words.view(np.int32), -1, axis))
 
 
-def gptq(matrix, bits=4, stored_less=1, g_idx=True):
-    columns = matrix.codes.shape[1]
-    order = {"g_idx": (np.arange(columns) // GROUP).astype(np.int32)} if g_idx and matrix.scales.shape[1] > 1 else {}
+def drawn_groups(columns, seed, group=GROUP):
+    """Act-order: the group of every column, as the tools number them."""
+    return np.random.default_rng(seed).permutation(np.arange(columns) // group).astype(np.int32)
+
+
+def input_of(name):
+    """The first module with the same input as a module or its weight."""
+    for ending, first in (("k_proj", "q_proj"), ("v_proj", "q_proj"), ("up_proj", "gate_proj")):
+        name = name.replace(ending, first)
+    return name
+
+
+def gptq(matrix, bits=4, stored_less=1, g_idx=True, groups=None):
+    if groups is None:
+        groups = (np.arange(matrix.codes.shape[1]) // GROUP).astype(np.int32)
+    order = {"g_idx": groups} if g_idx and matrix.scales.shape[1] > 1 else {}
     return {
         "qweight": packed(matrix.codes.T, bits, 0),
         "qzeros": packed((matrix.zeros.T - stored_less) % 2**bits, bits, 1),
@@ -77,17 +93,31 @@ def awq(matrix):
     }
 
 
-def compressed(matrix, bits=4, asymmetric=False):
+def compressed(matrix, bits=4, asymmetric=False, groups=None):
     zeros = {"weight_zero_point": packed(matrix.zeros, bits, 0)} if asymmetric else {}
     return {
         "weight_packed": packed(matrix.codes, bits, 1),
         "weight_scale": matrix.scales,
         "weight_shape": np.array(matrix.codes.shape, np.int64),
         **zeros,
+        **({} if groups is None else {"weight_g_idx": groups}),
     }
 
 
-def quantized_tensors(make, config=CONFIG, **named):
+def act_order_tensors(write, config=CONFIG, group=GROUP, **drawing):
+    """As `quantized_tensors`, of matrices that `write(matrix, groups=...)` stores in act-order; modules with one input
+    have the same groups."""
+    names = iter([name for name, shape in tensor_shapes(config).items() if len(shape) == 2 and ".layers." in name])
+
+    def make(shape, seed):
+        groups = drawn_groups(shape[1], zlib.crc32(input_of(next(names)).encode()), group)
+        matrix = drawn(shape, group=group, seed=seed, **drawing)
+        return write(matrix, groups=groups), matrix.values(groups)
+
+    return quantized_tensors(make, config)
+
+
+def quantized_tensors(make, config=CONFIG):
     """Tensors of a checkpoint whose layers' matrices are made by `make(shape, seed)`: parts and values; and the values
     of those matrices."""
     tensors, values = {}, {}

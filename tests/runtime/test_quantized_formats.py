@@ -10,6 +10,7 @@ from quantized_checkpoints import (
     CONFIG,
     DOWN,
     GROUP,
+    act_order_tensors,
     awq,
     awq_config,
     compressed,
@@ -24,12 +25,19 @@ from quantized_checkpoints import (
 )
 from safetensors import safe_open
 
+from cheetah import LLM
+from cheetah.models.dense.reference import Reference
+from cheetah.models.dense.weights import tensor_shapes
 from cheetah.models.formats.quantized import QuantizationScheme
+from cheetah.models.llama import LlamaConfig
 from cheetah.models.quantization import Storage, read_quantization
+from cheetah.models.registry import read_config
 from cheetah.runtime.checkpoint.loading import open_checkpoint
 from cheetah.runtime.checkpoint.packed_words import codes_of_awq_words, codes_of_words, words_of_codes
 from cheetah.runtime.checkpoint.quantized_checks import open_matrix, problems_of_module
 from cheetah.runtime.checkpoint.safetensors_files import read_header
+from tests.program.rig import relative_error
+from tests.tolerances import LOGITS
 
 TOOLS_FILE = Path(__file__).parent / "goldens" / "compressed_tensors.safetensors"
 
@@ -230,6 +238,86 @@ def test_a_matrix_that_is_left_out_everywhere_stays_bf16(tmp_path):
     checkpoint = open_checkpoint(folder)
     assert dict(checkpoint.config.weight_formats) == dict.fromkeys(("qkv", "o", "gate_up"), f"int4-g{GROUP}")
     assert checkpoint.tensor(f"{DOWN}.weight").dtype == np.uint16
+
+
+# -- act-order
+
+ORDERED = {
+    "gptq": (gptq, gptq_config(desc_act=True), {}),
+    "gptq, not said": (gptq, gptq_config(), {}),
+    "gptq, 8 bits, asymmetric": (
+        lambda matrix, groups: gptq(matrix, 8, groups=groups),
+        gptq_config(bits=8, sym=False, desc_act=True),
+        {"bits": 8, "asymmetric": True},
+    ),
+    "compressed-tensors": (compressed, compressed_config(weights={"actorder": "group"}), {}),
+}
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_groups_of_columns_that_do_not_lie_side_by_side(tmp_path, name):
+    write, stated, drawing = ORDERED[name]
+    tensors, values = act_order_tensors(write, **drawing)
+    checkpoint = open_checkpoint(write_quantized(tmp_path, tensors, stated))
+    assert checkpoint.config.act_order
+    for weight, wanted in values.items():
+        assert np.array_equal(checkpoint.tensor(weight), wanted), weight
+    matrix = checkpoint.rows(f"{DOWN}.weight")
+    rows = matrix[11:29]
+    assert sorted(matrix.order) == list(range(40)) and list(matrix.order) != sorted(matrix.order)
+    assert np.array_equal(rows.dequantized(), values[f"{DOWN}.weight"][11:29, matrix.order])
+
+
+@pytest.mark.parametrize(
+    ("write", "stated"),
+    [
+        (gptq, gptq_config(desc_act=True)),
+        (lambda matrix: gptq(matrix, g_idx=False), gptq_config(desc_act=True)),
+        (compressed, compressed_config(weights={"actorder": "group"})),
+        (compressed, compressed_config(weights={"actorder": "weight"})),
+        (
+            lambda matrix: compressed(matrix, groups=np.full(matrix.codes.shape[1], -1, np.int32)),
+            compressed_config(weights={"actorder": True}),
+        ),
+    ],
+)
+def test_an_order_that_is_none(tmp_path, write, stated):
+    """Said, but groups are of neighbours: there is nothing to do for it."""
+    tensors, values = quantized_tensors(
+        lambda shape, seed: (write(drawn(shape, seed=seed)), drawn(shape, seed=seed).values())
+    )
+    checkpoint = check_read(write_quantized(tmp_path, tensors, stated), values, f"int4-g{GROUP}", np.float16)
+    assert not checkpoint.config.act_order and checkpoint.rows(f"{DOWN}.weight").order is None
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_logits_of_a_checkpoint_in_act_order(tmp_path):
+    """From the folder to the logits, in steps; what a pass makes of it is in tests/program."""
+    config = LlamaConfig(64, 96, 2, 2, 1, 64, 50, max_position_embeddings=128)
+    tensors, values = act_order_tensors(gptq, config, group=32)
+    stated = gptq_config(desc_act=True, group_size=32)
+    folder = write_quantized(tmp_path, tensors, stated, config)
+    ids = [3, 1, 4, 1, 5, 9, 2, 6]
+    options = {"device": "emulator", "gpu": "emulator-2", "quiet": True, "tokenizer": False, "prompt_tokens": 0}
+    with LLM(str(folder), **options) as llm:
+        found = llm.score(ids)
+    checkpoint = open_checkpoint(folder)
+    written = {name: checkpoint.tensor(name) for name in tensor_shapes(config)} | values
+    assert relative_error(found, Reference(config, written).forward(ids)) < LOGITS
+
+
+def test_what_a_configuration_alone_says_of_order():
+    said = {
+        True: [gptq_config(desc_act=True), compressed_config(weights={"actorder": "group"})],
+        False: [
+            *(gptq_config(), gptq_config(desc_act=True, static_groups=True), gptq_config(desc_act=True, group_size=-1)),
+            *(compressed_config(weights={"actorder": name}) for name in ("static", "weight", None, False)),
+        ],
+    }
+    for expected, configurations in said.items():
+        for stated in configurations:
+            assert read_config({**CONFIG.to_dict(), "quantization_config": stated}).act_order is expected, stated
 
 
 # -- what a list of modules means

@@ -67,7 +67,8 @@ REFUSED_CONFIGS = {
         "integer activations (W8A8, W4A8) are not supported",
     ),
     "unknown preset": (compressed_config(config_groups={"W3A16": ["Linear"]}), "'W3A16' is not a scheme"),
-    "act-order": (compressed_config(weights={"actorder": "group"}), "actorder = 'group' is not supported"),
+    "an order by another name": (compressed_config(weights={"actorder": "best"}), "actorder = 'best' is not supported"),
+    "desc_act in words": (gptq_config(desc_act="yes"), "desc_act = 'yes': must be true or false"),
     "tensor groups": (compressed_config(weights={"strategy": "tensor_group"}), "strategy = 'tensor_group'"),
     "5 bits": (compressed_config(weights={"num_bits": 5}), "num_bits = 5 is not supported"),
     "block without sizes": (float8_config(strategy="block"), "block_structure is missing"),
@@ -141,7 +142,23 @@ MALFORMED = {
         *("gptq", f"{Q}.scales", lambda value: np.ascontiguousarray(value[:2])),
         f"misshapen: {Q}.scales is [2, 256], expected [3, 256]",
     ),
-    "gptq, act-order": ("gptq", f"{Q}.g_idx", act_order, f"{Q}.g_idx orders the columns by their activations"),
+    "gptq, an order that its neighbours do not have": (
+        *("gptq", f"{Q}.g_idx", act_order),
+        "the columns of model.layers.0.self_attn.k_proj.weight are grouped otherwise than those of "
+        "model.layers.0.self_attn.q_proj.weight (act-order): they have one input",
+    ),
+    "gptq, groups of unequal size": (
+        *("gptq", f"{Q}.g_idx", lambda value: changed(value, 5, 2)),
+        f"{Q}.g_idx places 15 columns in group 0, which has 16",
+    ),
+    "gptq, an order of another length": (
+        *("gptq", f"{Q}.g_idx", lambda value: value[:-1].copy()),
+        f"misshapen: {Q}.g_idx is [47], expected [48]",
+    ),
+    "gptq, an order of another dtype": (
+        *("gptq", f"{Q}.g_idx", lambda value: value.astype(np.int64)),
+        f"{Q}.g_idx is I64, expected I32",
+    ),
     "gptq, a group that is not there": (
         *("gptq", f"{Q}.g_idx", lambda value: changed(value, 5, 3)),
         f"{Q}.g_idx places column 5 in group 3: there are groups 0 to 2",
@@ -203,9 +220,13 @@ MALFORMED = {
         *("packed-asym", f"{Q}.weight_zero_point", None),
         f"missing: {Q}.weight_zero_point [32, 3]",
     ),
-    "compressed-tensors, an order": (
+    "compressed-tensors, an order of one module alone": (
         *("packed", f"{Q}.weight_g_idx", lambda value: act_order(np.arange(48, dtype=np.int32) // GROUP)),
-        f"{Q}.weight_g_idx orders the columns by their activations",
+        "the columns of model.layers.0.self_attn.k_proj.weight are grouped otherwise than those of",
+    ),
+    "compressed-tensors, a group that is not there": (
+        *("packed", f"{Q}.weight_g_idx", lambda value: np.full(48, 3, np.int32)),
+        f"{Q}.weight_g_idx places column 0 in group 3: there are groups 0 to 2",
     ),
     "fp8, a code that is not a number": (
         *("fp8", f"{Q}.weight", lambda value: changed(value.view(np.uint8), (17, 3), 0xFF).view(E4M3)),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cheetah import lang as ch
-from cheetah.blocks.columns import UNIT, UNITS_PER_TILE, Columns
+from cheetah.blocks.columns import UNIT, UNITS_PER_TILE, Columns, fragment_word
 from cheetah.blocks.linear.formats.digits import store_digits
 from cheetah.blocks.linear.formats.e4m3 import store_halves
 from cheetah.blocks.linear.formats.sizes import raised
@@ -60,7 +60,7 @@ class RmsNorm(Prologue):
 
     elements: of the vector, over which the mean of squares runs; available: those that the source has, the rest of its
     K-tiles is zero. weight: bf16, padded like the vector. following: the weights of the norm after this one, which
-    are brought into L2 while this one is worked on.
+    are brought into L2 while this one is worked on. places: as of `Part`.
     """
 
     columns: Columns
@@ -70,13 +70,15 @@ class RmsNorm(Prologue):
     epsilon: float
     weight: ch.Expr
     following: ch.Expr | None = None
+    places: ch.Expr | None = None
 
     def prepare(self) -> None:
         if self.following is not None:
             prefetch(self.columns.machine, self.following, self._padded * 2)
 
     def load(self, matrix: MatrixLayout, number: int) -> None:
-        part = Part(matrix.padded_columns, self.available, kind=matrix.vector_kind(self.columns.limit))
+        kind = matrix.vector_kind(self.columns.limit)
+        part = Part(matrix.padded_columns, self.available, kind=kind, places=self.places)
         source = self.source
         load_normalised(self.columns, part, self.elements, self.epsilon, self.weight, source.read, source.wait)
 
@@ -87,11 +89,13 @@ class RmsNorm(Prologue):
 
 @dataclass(frozen=True, eq=False)
 class Slices(Prologue):
-    """The parts of a vector as the matrix is sliced; `available` of its elements exist."""
+    """The parts of a vector as the matrix is sliced; `available` of its elements exist. places: as of `Part`, where the
+    matrix is not sliced."""
 
     columns: Columns
     source: Source
     available: int
+    places: ch.Expr | None = None
 
     def load(self, matrix: MatrixLayout, number: int) -> None:
         chunk_elements = matrix.tiles_per_chunk * matrix.format.columns
@@ -101,7 +105,9 @@ class Slices(Prologue):
         part = Part(
             *(end - first, min(end, self.available) - first, first_unit),
             kind=matrix.vector_kind(self.columns.limit),
+            places=self.places,
         )
+        assert self.places is None or matrix.slices == 1, matrix.name
         load_vector(self.columns, part, self.source.read, self.source.wait)
 
 
@@ -143,12 +149,15 @@ class Prefetching(Prologue):
 @dataclass(frozen=True, eq=False)
 class Part:
     """A part of a vector: `elements` of every token, a multiple of 32, of which the first `available` exist (the rest
-    is zero); in the exchange it begins at unit `first_unit`. kind: as what it is kept (`cheetah.plan.formats`)."""
+    is zero); in the exchange it begins at unit `first_unit`. kind: as what it is kept (`cheetah.plan.formats`). places:
+    for every element the one that it is to the matrix (u16, padded like the vector), of a whole vector; None: itself.
+    """
 
     elements: int
     available: int
     first_unit: ch.Value = 0
     kind: str = BF16_VECTOR
+    places: ch.Expr | None = None
 
 
 @contextmanager
@@ -177,11 +186,17 @@ def load_vector(columns: Columns, part: Part, read: Read, wait: Wait | None = No
     machine = columns.machine
     vector = machine.region("vector", ty.u32x4)
     for batch in _batches(columns, part):
+        places = _load_places(columns, part, batch)
         batch.wait(wait)
         with _read_units(columns, part, batch, read) as data:
             with _each(machine, batch) as (number, unit):
-                store_unit(columns, vector, unit, data[number], part.kind)
+                if part.places is None:
+                    store_unit(columns, vector, unit, data[number], part.kind)
+                else:
+                    scatter_unit(columns, vector, data[number], places[number])
     machine.meet()
+    if part.places is not None:
+        _convert(columns, part)
 
 
 @ch.inline
@@ -209,11 +224,18 @@ def load_normalised(
         weights = ch.array(ty.u32x4, UNITS)
         with _each(machine, batch) as (number, unit):
             weights[number] = prim.load_constant_u32x4(weights_at(unit))
+        places = _load_places(columns, part, batch)
         batch.wait(wait)
         with _read_units(columns, part, batch, read) as data:
             with _each(machine, batch) as (number, unit):
-                _normalise_unit(columns, vector, unit, data[number], weights[number], squares, part.kind)
+                if part.places is None:
+                    _normalise_unit(columns, vector, unit, data[number], weights[number], squares, part.kind)
+                else:
+                    words = ch.const(ty.u32x4, _times_weights(data[number], weights[number], squares), name="words")
+                    scatter_unit(columns, vector, words, places[number])
     _write_scales(columns, squares, true_elements, epsilon)
+    if part.places is not None:
+        _convert(columns, part)
 
 
 @ch.function
@@ -332,6 +354,11 @@ def _normalise_unit(
     kind: str,
 ) -> None:
     """A unit times the norm's weights into the vector, and its squares to the thread's sum."""
+    store_unit(columns, vector, unit, _times_weights(words, weight, squares), kind)
+
+
+@ch.inline
+def _times_weights(words: ch.Expr, weight: ch.Expr, squares: Any) -> Any:
     packed = []
     for member in "xyzw":
         low = prim.bf16x2_low(getattr(words, member))
@@ -339,7 +366,59 @@ def _normalise_unit(
         squares += low * low + high * high
         weights = getattr(weight, member)
         packed.append(prim.pack_bf16x2(low * prim.bf16x2_low(weights), high * prim.bf16x2_high(weights)))
-    store_unit(columns, vector, unit, prim.make_u32x4(*packed), kind)
+    return prim.make_u32x4(*packed)
+
+
+def _load_places(columns: Columns, part: Part, batch: _Batch) -> Any:
+    """Of the elements of the batch's units, 8 a unit; None where they stay."""
+    if part.places is None:
+        return None
+    places = ch.array(ty.u32x4, UNITS, name="places")
+    at = addresses_of_units(columns, part.places)
+    with _each(columns.machine, batch) as (number, unit):
+        places[number] = prim.load_constant_u32x4(at(unit))
+    return places
+
+
+@ch.function
+def scatter_unit(columns: Columns, vector: ch.Expr, words: ch.Expr, places: ch.Expr) -> None:
+    """The 8 elements of a unit (bf16) to their places in the vector of this thread's column."""
+    elements = ch.reinterpret(ty.ptr_mut(ty.u16), vector)
+    column, tokens = columns.of_thread(), columns.limit
+    for member in "xyzw":
+        pair, of_pair = getattr(words, member), getattr(places, member)
+        for element, place in ((pair & 0xFFFF, of_pair & 0xFFFF), (pair >> 16, of_pair >> 16)):
+            at = place if tokens == 1 else fragment_word(place, column, tokens) * 2 + place % 2
+            elements[at] = ty.u16(element)
+
+
+@ch.function
+def _convert(columns: Columns, part: Part) -> None:
+    """Elements that all lie in their places, as bf16, become what the weights' format wants; ends with a barrier of the
+    consumer warps."""
+    machine = columns.machine
+    vector = machine.region("vector", ty.u32x4)
+    units, threads = part.elements // UNIT * columns.limit, machine.consumer_threads
+    if part.kind not in (DIGITS, HALVES):
+        with ch.for_(machine.thread, units, threads, unroll=1, name="unit") as own:
+            store_unit(columns, vector, own, vector[own], part.kind)
+        machine.meet()
+        return
+    count = -(-units // threads)
+    data = ch.array(ty.u32x4, count, name="units")
+
+    def each() -> Iterator[tuple[int, ch.Expr]]:
+        for number in range(count):
+            unit = machine.thread + number * threads
+            with nullcontext() if (number + 1) * threads <= units else ch.if_(unit < units):
+                yield number, unit
+
+    for number, unit in each():
+        data[number] = vector[unit]
+    machine.meet()  # everybody has read: what is stored lies where others read
+    for number, unit in each():
+        store_unit(columns, vector, unit, data[number], part.kind)
+    machine.meet()
 
 
 @ch.function

@@ -12,10 +12,12 @@ Values behind the last key are zero (`keys`), since their weights, zero, are mul
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cheetah import lang as ch
+from cheetah.blocks.prompt.finish import scatter_pair
 from cheetah.blocks.prompt.keys import CORE_BYTES, QUERY_TOKENS, PassHeads, PassTokens, TilePlace
 from cheetah.blocks.prompt.machine import PassMachine
 from cheetah.blocks.prompt.ring import TileRing
@@ -29,7 +31,7 @@ LOG2_E = math.log2(math.e)
 @dataclass(frozen=True, eq=False)
 class PassAttention:
     """Attention of one layer. into: the input of o in token order (u8). window: keys that a row sees, its own included,
-    or None."""
+    or None. places: where o has its columns (u16), if not in order."""
 
     machine: PassMachine
     ring: TileRing
@@ -38,6 +40,7 @@ class PassAttention:
     into: ch.Expr
     key_tile: int
     window: int | None = None
+    places: ch.Expr | None = None
 
     @property
     def tile_bytes(self) -> int:
@@ -277,9 +280,20 @@ class PassAttention:
                     for dims in range(4):
                         place = (k_tile * 4 + dims) * 4 + number * 2
                         words.append(prim.pack_bf16x2(output[place] * inverse, output[place + 1] * inverse))
+                    if self.places is not None:
+                        self._scatter(words, (head * k_tiles + k_tile) * VECTOR_COLUMNS, group)
+                        continue
                     block = ty.u64((head * k_tiles + k_tile) * plan.groups + group) * GROUP_BYTES
                     unit = self.into + (block + ty.u64(lane % 4 * UNIT_BYTES + lane // 4 * 16))
                     ch.reinterpret(ty.ptr_mut(ty.u32x4), unit)[0] = prim.make_u32x4(*words)
+
+    @ch.inline
+    def _scatter(self, words: Sequence[Any], first: ch.Expr, group: ch.Expr) -> None:
+        """A lane's words of a K-tile that begins with column `first`, where the next product has its columns."""
+        assert self.places is not None
+        for dims, word in enumerate(words):
+            column = first + dims * 8 + self.machine.lane % 4 * 2
+            scatter_pair(self.machine, self.into, self.places, column, group, self.machine.lane // 4, word)
 
 
 class _Rows:

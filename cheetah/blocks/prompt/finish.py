@@ -106,6 +106,33 @@ def store_rows(machine: PassMachine, into: ch.Expr, sums: Sums) -> None:
 
 
 @ch.function
+def scatter_rows(machine: PassMachine, into: ch.Expr, sums: Sums, places: ch.Expr) -> None:
+    """The same, each row where `places` (u16) says."""
+    token = machine.lane % 4 * 2 + machine.lane // 4 % 2
+    first = sums.m_tile * M_TILE_ROWS + machine.lane // 8 * 2
+    for word, row in zip(exchanged_rows(machine, *sums.values), (first, first + HALF), strict=True):
+        scatter_pair(machine, into, places, row, sums.group, token, word)
+
+
+@ch.function
+def scatter_pair(
+    machine: PassMachine,
+    into: ch.Expr,
+    places: ch.Expr,
+    column: ch.Expr,
+    group: ch.Expr,
+    token: ch.Expr,
+    word: ch.Expr,
+) -> None:
+    """Columns `column` (even) and the next of a token of a group (two bf16) where `places` (u16) says."""
+    pair = ch.const(ty.u32, ch.reinterpret(ty.ptr(ty.u32), places)[column // 2], name="pair")
+    for place, element in ((pair & 0xFFFF, word & 0xFFFF), (pair >> 16, word >> 16)):
+        block = ty.u64(place // VECTOR_COLUMNS * machine.plan.groups + group) * GROUP_BYTES
+        address = into + block + ty.u64(machine.plan.address_in_group(place % VECTOR_COLUMNS, token))
+        ch.reinterpret(ty.ptr_mut(ty.u16), address)[0] = ty.u16(element)
+
+
+@ch.function
 def store_gated(machine: PassMachine, into: ch.Expr, sums: Sums) -> None:
     """silu(gate) * up of an M-tile's 8 gate rows and their up rows, as 8 columns of a vector in token order."""
     first, second, third, fourth = sums.values
@@ -152,7 +179,8 @@ class StoreGated(Store):
 @dataclass(frozen=True, eq=False)
 class StoreResidual(Finish):
     """The residual stream in f32, in accumulator order, and what the next product takes: its bf16 rows times the
-    weights of the next norm, in token order, with each row tile's sums of their squares, f32 [row tiles][tokens]."""
+    weights of the next norm, in token order, with each row tile's sums of their squares, f32 [row tiles][tokens].
+    places: where the next product has them (u16), if not in order."""
 
     machine: PassMachine
     residual: ch.Expr
@@ -160,6 +188,7 @@ class StoreResidual(Finish):
     squares: ch.Expr
     norm: ch.Expr
     m_tiles: int
+    places: ch.Expr | None = None
 
     @ch.inline
     def load_rows(self, m_tile: ch.Expr) -> Any:
@@ -181,7 +210,11 @@ class StoreResidual(Finish):
         rounded = [_rounded(value) for value in sums.values]
         lay_down_squares(machine, sums, rounded)
         values = tuple(value * sums.of_rows[number // 2] for number, value in enumerate(rounded))
-        store_rows(machine, self.into, replace(sums, values=values))
+        weighted = replace(sums, values=values)
+        if self.places is None:
+            store_rows(machine, self.into, weighted)
+        else:
+            scatter_rows(machine, self.into, weighted, self.places)
 
     @ch.function
     def end(self, row_tile: ch.Expr, token_tile: ch.Expr) -> None:

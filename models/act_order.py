@@ -1,0 +1,70 @@
+"""Matrices whose columns lie group by group, where the groups of a module are of columns that do not lie side by side.
+
+Their input has to come in the same order. Who makes or loads it knows from the table `places` where each element
+belongs; of a down projection gate's and up's rows are packed in its order, so that its input comes so by itself.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cheetah.models.config import ModelConfig
+from cheetah.models.family import QuantizedMatrix, Rows
+from cheetah.models.formats.quantized import Order, QuantizedRows
+from cheetah.models.rounding import Bits
+
+ORDERED_INPUTS = ("qkv", "o", "gate_up")
+"""Matrices of a layer whose inputs have rows of `places`; behind all layers the lm_head's has the last one."""
+READ_ROWS = 256
+"""Rows that are read together where a whole matrix is."""
+
+
+def places_shape(config: ModelConfig) -> tuple[int, int]:
+    """Of `places` (u16): rows, and elements of the longest input, padded."""
+    return config.layers * len(ORDERED_INPUTS) + 1, max(config.padded_hidden, config.padded_queries)
+
+
+def ordered_input(matrix: str, layer: Any) -> Any:
+    """Row of `places` for the input of a matrix; also for device expressions."""
+    return layer * len(ORDERED_INPUTS) + ORDERED_INPUTS.index(matrix)
+
+
+def places_of_columns(order: Order | None, padded: int) -> NDArray[np.uint16]:
+    """Where in a matrix of that order each column of its module lies, u16 [padded]; those behind the last stay."""
+    places = np.arange(padded, dtype=np.uint16)
+    if order is not None:
+        places[order] = np.arange(len(order), dtype=np.uint16)
+    return places
+
+
+class RowsInOrder:
+    """A matrix with its rows in another order: row i is row `order[i]`. It is read whole when rows are first wanted,
+    since those that lie side by side are then far apart."""
+
+    def __init__(self, matrix: Rows | QuantizedMatrix, order: Order) -> None:
+        self.matrix, self.shape, self._order = matrix, matrix.shape, order
+        self._lock = Lock()
+
+    def __getitem__(self, part: slice) -> Any:
+        chosen = self._order[part]
+        with self._lock:
+            whole = self._whole
+        return whole.with_planes(lambda plane: plane[chosen]) if isinstance(whole, QuantizedRows) else whole[chosen]
+
+    @cached_property
+    def _whole(self) -> Any:
+        rows = [copied(self.matrix[first : first + READ_ROWS]) for first in range(0, self.shape[0], READ_ROWS)]
+        if not isinstance(rows[0], QuantizedRows):
+            return np.concatenate(rows)
+        planes = iter([np.concatenate(parts) for parts in zip(*(part.planes for part in rows), strict=True)])
+        return rows[0].with_planes(lambda plane: next(planes))
+
+
+def copied(rows: Bits | QuantizedRows) -> Any:
+    """Rows in memory of their own."""
+    return rows.with_planes(np.copy) if isinstance(rows, QuantizedRows) else rows.copy()
