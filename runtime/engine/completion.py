@@ -80,6 +80,12 @@ class Completion:
         prompt, stepwise = len(self.request.prompt_ids), bool(self._watchers)
         return Part(self.cache, inputs, total, sampling, per_step, self.ids, prompt, mask, stepwise)
 
+    def next_part(self, tokens: int, per_step: int) -> Part:
+        """Its part of a launch that reads its next tokens, `per_step` a step."""
+        assert self.cache is not None
+        # One input more than tokens, where there is one: nothing is sampled, and the head need not run.
+        return self.part(self.ids[self.cache.length :][: tokens + 1], tokens, per_step)
+
     def launched(self) -> None:
         """A launch with a part of it begins."""
         self._launches += 1

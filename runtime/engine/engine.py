@@ -1,9 +1,9 @@
 """The engine: requests in, events out, one launch a step, of up to `batch` sequences together.
 
 Decides who is launched together, how many tokens each launch makes and when a completion ends. A completion joins
-between two launches, first come first served: its prompt is read in launches of its own, with launches of those who
-decode in between, then it decodes along with them, until it ends and the next in line takes its place. Where pages run
-out the one that came last gives its own back, and reads again what it had once there is room.
+between two launches, first come first served: its prompt is read, in passes together with the prompts of others, with
+launches of those who decode in between, then it decodes along with them, until it ends and the next in line takes its
+place. Where pages run out the one that came last gives its own back, and reads again what it had once there is room.
 
 How steps are grouped into launches changes no bits. Who else is decoded changes how attention splits the keys, thus
 the last bits of its sums; with a plan of a fixed `kv_chunk` not even those, and then neither what the prefix cache
@@ -18,7 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, repeat
+from itertools import chain, count, repeat
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 
 Course = Generator[None, None, None]
 """The steps of a launch: gives way when there are new events."""
+
+Group = list[Completion]
+"""Completions of one request that begin together. While their prompt is read, the first has the cache."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +129,9 @@ class Engine:
         self._orders: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()  # of everything below, and of the device
         self._waiting: deque[Completion] = deque()
-        self._reading: list[Completion] = []  # of one request; the first has the cache
+        self._reading: list[Group] = []  # in the order in which they came
         self._running: list[Completion] = []
+        self._first_tokens_are_due = False
         self._others_waited_s = 0.0  # for prompts to be read, since their last launch
         self._others_are_due = False
         self._is_closed = False
@@ -147,7 +151,7 @@ class Engine:
 
     def load(self) -> Load:
         """What is going on, as far as it can be told without waiting for a step."""
-        begun = [*self._reading, *self._running]
+        begun = self._begun
         held = {page for one in begun if (cache := one.cache) is not None for page in [*cache.pages]} - {NO_PAGE}
         used = len(held) / self.launcher.cache.pool.pages
         prompts = (self._tokens_looked_up, self._tokens_found)
@@ -286,29 +290,60 @@ class Engine:
 
     def _drop(self, ids: set[int]) -> None:
         self._waiting = deque(one for one in self._waiting if one.id not in ids)
-        for one in [one for one in (*self._reading, *self._running) if one.id in ids]:
+        for one in [one for one in self._begun if one.id in ids]:
             self._leave(one)
 
     # Who runs ---------------------------------------------------------------------------------------------------------
 
+    @property
+    def _begun(self) -> Group:
+        """Those that have a place: who is read, then who decodes."""
+        return [*chain(*self._reading), *self._running]
+
     def _launch_next(self, events: list[Event]) -> Course:
-        """The next launch; gives way when it has added to `events`, and ends with it."""
-        if not self._reading:
-            self._reading = self._next_group(events)
-        if self._reading and not (self._running and self._others_are_due):
-            yield from self._read(events)
-        elif self._running:
+        """The next launch; gives way when it has added to `events`, and ends with it.
+
+        Behind one that has read prompts to their ends all make a token, the first one of those."""
+        self._begin_reading(events)
+        if self._running and self._first_tokens_are_due:
+            self._first_tokens_are_due = False
+            yield from self._go_on(self._running, 1, events)
+        elif self._running and (self._others_are_due or not self._reading):
             self._others_are_due, self._others_waited_s = False, 0.0
-            yield from self._go_on(
-                self._running, self._pace.steps(min(one.most_steps() for one in self._running)), events
-            )
+            most = min(one.most_steps() for one in self._running)
+            yield from self._go_on(self._running, self._pace.steps(most), events)
+        elif self._reading:
+            yield from self._read(events)
         else:
             self._judge(events)
+
+    def _begin_reading(self, events: list[Event]) -> None:
+        """Takes who can begin now out of the line, first come first served: one request, and where there are passes
+        more, as long as one has room for them."""
+        while self._waiting and (not self._reading or self._can_be_read_along(self._waiting[0])):
+            if not (group := self._next_group(events)):
+                break
+            self._reading.append(group)
+            self._begin_to_decode()  # if only the last token of the prompt is left
+
+    def _can_be_read_along(self, completion: Completion) -> bool:
+        """Whether it takes a place in the pass that reads others. Not where it can wait for their pages and then has a
+        tile of tokens less to read: a pass more costs no more than that."""
+        if not self._passes or any(one.is_read_in_steps for one in (completion, *chain(*self._reading))):
+            return False
+        longest = self._passes[-1]
+        if not longest.has_columns_for([*map(self._left_to_read, self._reading), 1]):
+            return False
+        if self._prefixes is None:
+            return True
+        known = self._prefixes.known(completion.ids) + longest.tile_tokens
+        beginning = completion.ids[:known]
+        return len(beginning) < known or all(group[0].ids[:known] != beginning for group in self._reading)
 
     def _next_group(self, events: list[Event]) -> list[Completion]:
         """As many completions of the first request in line as can begin now, out of the line; the first has a cache
         with what is known of its ids. Who cannot begin though nobody runs who might make room has failed."""
-        places = self.launcher.batch - len(self._running)
+        places = self.launcher.batch - len(self._begun)
         while self._waiting and places:
             first = self._waiting[0]
             alike = [one for one in self._waiting if one.request is first.request and not one.made][:places]
@@ -325,7 +360,7 @@ class Engine:
                 return group
             first.cache.clear()
             first.cache = None
-            if self._running:
+            if self._begun:
                 break
             self._waiting.popleft()
             message = f"{missing} pages of the KV cache are needed, there are {spare + missing}"
@@ -354,8 +389,7 @@ class Engine:
     def _unclaimed_pages(self) -> int:
         """Pages that nobody who has begun holds or claims."""
         claimed = sum(
-            max(0, self._claim(one) - (len(one.cache.pages) if one.cache is not None else 0))
-            for one in (*self._reading, *self._running)
+            max(0, self._claim(one) - (len(one.cache.pages) if one.cache is not None else 0)) for one in self._begun
         )
         return self.launcher.cache.pool.available_pages - claimed
 
@@ -367,7 +401,7 @@ class Engine:
                 self.launcher.make_room(completion.cache, tokens)
                 return True
             except PagesExhausted as shortage:
-                holders = [one for one in (*self._reading, *self._running) if one.cache is not None]
+                holders = [one for one in self._begun if one.cache is not None]
                 if len(holders) > 1:
                     self._preempt(max(holders, key=lambda one: one.id))
                     continue
@@ -388,10 +422,12 @@ class Engine:
         if completion in self._running:
             self._running.remove(completion)
         else:
-            self._reading.remove(completion)
-            if self._reading and self._reading[0].cache is None:  # the prompt is read on for the others
-                self._reading[0].cache, completion.cache = completion.cache, None
-                self._reading[0].cached_tokens = completion.cached_tokens
+            group = next(group for group in self._reading if completion in group)
+            group.remove(completion)
+            if group and group[0].cache is None:  # the prompt is read on for the others
+                group[0].cache, completion.cache = completion.cache, None
+                group[0].cached_tokens = completion.cached_tokens
+            self._reading = [group for group in self._reading if group]
         if completion.cache is not None:
             self._remember(completion)
             completion.cache.clear()
@@ -406,65 +442,93 @@ class Engine:
     # What is launched -------------------------------------------------------------------------------------------------
 
     def _read(self, events: list[Event]) -> Course:
-        """One launch of what is read; behind its last token each completion samples its next."""
-        group, running = self._reading, bool(self._running)
-        first, cache = group[0], group[0].cache
-        assert cache is not None
-        known = self._manner.read_as_prompt(len(first.request.prompt_ids), len(first.ids))
-        samples = len(group) == 1 and not first.request.wants_logits
-        end = self._manner.end(known, samples)
-        if cache.length < end and cache.length < known - 1:  # a prompt's last token by itself is decoded
-            yield from self._read_some(first, end, events)
-            is_read = end == known and cache.length == end
-        else:
-            for other in group[1:]:
-                other.cache, other.cached_tokens = cache.fork(), first.cached_tokens
-            yield from self._go_on(group, 1, events)
-            is_read = True
-        if is_read:
-            self._begin_to_decode()
+        """One launch of what is read."""
+        others_wait, way = bool(self._running), self._next_pass()
+        yield from self._read_in_steps(self._reading[0], events) if way is None else self._read_in_pass(*way, events)
+        self._begin_to_decode()
         waited_enough = self._others_waited_s >= LAUNCH_SECONDS
-        self._others_are_due = running and self._chunk_tokens != 0 and (waited_enough or cache.length < end)
+        self._others_are_due = others_wait and self._chunk_tokens != 0 and (waited_enough or bool(self._reading))
+
+    def _end_of(self, group: Group) -> tuple[int, int]:
+        """(how many of its ids are read as a prompt, how many of those before its completions part)."""
+        first = group[0]
+        known = self._manner.read_as_prompt(len(first.request.prompt_ids), len(first.ids))
+        return known, self._manner.end(known, samples=len(group) == 1 and not first.request.wants_logits)
+
+    def _left_to_read(self, group: Group) -> int:
+        """Tokens before its completions part. A prompt's last token by itself is decoded."""
+        known, end = self._end_of(group)
+        cache = group[0].cache
+        assert cache is not None
+        return end - cache.length if cache.length < known - 1 else 0
 
     def _begin_to_decode(self) -> None:
-        begun, self._reading = self._reading, []
-        if begun:
-            self._remember(begun[0])
-        self._running += begun
-        self._let_go(begun)
+        """Those whose prompt has been read, each with the cache of its group or a fork of it."""
+        for group in [group for group in self._reading if not self._left_to_read(group)]:
+            first, cache = group[0], group[0].cache
+            assert cache is not None
+            for other in group[1:]:
+                other.cache, other.cached_tokens = cache.fork(), first.cached_tokens
+            self._reading.remove(group)
+            self._remember(first)
+            self._running += group
+            self._first_tokens_are_due |= not first.made
+            self._let_go(group)
 
-    def _read_some(self, first: Completion, end: int, events: list[Event]) -> Course:
-        """Brings tokens of a prompt, up to its first `end`, into the cache by one launch."""
+    def _next_pass(self) -> tuple[PassLauncher, LaunchPace, list[tuple[Group, int]]] | None:
+        """The pass that reads the next tokens of those who are read, in order: who launches, the pace that this keeps,
+        and how many tokens of each. None where steps read the first one's."""
+        if not self._passes or self._reading[0][0].is_read_in_steps:
+            return None
+        left = [self._before_last(group) for group in self._reading]
+        number = next((i for i, one in enumerate(self._passes) if one.has_columns_for(left)), -1)
+        passes, pace = self._passes[number], self._pass_paces[number]
+        starts = [group[0].cache.length for group in self._reading if group[0].cache is not None]
+        counts = passes.fitting(starts, left, self._chunk(passes.tokens, passes.tile_tokens, pace))
+        if not self._manner.takes_pass(sum(counts)):
+            return None
+        return passes, pace, [*zip(self._reading, counts, strict=False)]
+
+    def _before_last(self, group: Group) -> int:
+        """Tokens that are left to be read, but for the last id, which a pass never reads."""
+        first = group[0]
         assert first.cache is not None
-        length = first.cache.length
+        return min(self._left_to_read(group), len(first.ids) - 1 - first.cache.length)
+
+    def _read_in_pass(
+        self, passes: PassLauncher, pace: LaunchPace, counts: list[tuple[Group, int]], events: list[Event]
+    ) -> Course:
+        """Brings the next tokens of several prompts into the cache by one launch."""
+        for group, tokens in counts:
+            if group in self._reading:
+                self._make_room(group[0], tokens, events)
+        # Who had to give its pages back is not read; one of several has left its cache to the next.
+        together = [(group, tokens) for group, tokens in counts if group in self._reading]
+        if together:
+            parts = [group[0].next_part(tokens, passes.tile_tokens) for group, tokens in together]
+            groups = [group for group, _ in together]
+            result = (yield from self._fly(passes, parts, groups, events))[0]
+            self._note_reading(result, pace)
+
+    def _read_in_steps(self, group: Group, events: list[Event]) -> Course:
+        """Brings tokens of a prompt into the cache by one launch of steps, the last of which may sample."""
+        first, cache = group[0], group[0].cache
+        assert cache is not None
         logits = self._logits_for(first.reads_logprobs)
-        del first.prompt_logprobs[length:]  # those behind were known before it gave its pages back
-        launcher, tokens, columns, pace = self._way_to_read(first, end - length, logits)
+        del first.prompt_logprobs[cache.length :]  # those behind were known before it gave its pages back
+        columns = self._prompts.tokens
+        steps = max(1, self._chunk(self.launch_steps * columns, columns, self._reading_pace) // columns)
+        tokens = min(self._left_to_read(group), self._fitting(logits, steps, self._prompts) * columns)
         if not self._make_room(first, tokens, events):
             return
-        # One input more than tokens, where there is one: nothing is sampled, and the head need not run.
-        part = first.part(first.ids[length : length + tokens + 1], tokens, columns)
-        result = (yield from self._fly(launcher, [part], [self._reading], events, logits))[0]
+        part = first.next_part(tokens, self._manner.columns_of_step(tokens))
+        result = (yield from self._fly(self._prompts, [part], [group], events, logits))[0]
+        self._note_reading(result, self._reading_pace)
+
+    def _note_reading(self, result: LaunchResult, pace: LaunchPace) -> None:
         pace.note(result.steps, result.seconds)
         self._pace.guess(result.steps, result.seconds)
         self._others_waited_s += result.seconds
-
-    def _way_to_read(
-        self, first: Completion, left: int, logits: Buffer | None
-    ) -> tuple[KernelLaunches, int, int, LaunchPace]:
-        """How the next of `left` tokens of a prompt are read: who launches, how many tokens, how many of them a step,
-        and the pace that this keeps."""
-        assert first.cache is not None
-        before_last = min(left, len(first.ids) - 1 - first.cache.length)
-        for passes, pace in zip(self._passes, self._pass_paces, strict=True):
-            tokens = min(before_last, self._chunk(passes.tokens, passes.tile_tokens, pace))
-            has_room = before_last <= passes.tokens or passes is self._passes[-1]
-            if has_room and not first.is_read_in_steps and self._manner.takes_pass(tokens):
-                return passes, tokens, passes.tile_tokens, pace
-        columns = self._prompts.tokens
-        steps = max(1, self._chunk(self.launch_steps * columns, columns, self._reading_pace) // columns)
-        tokens = min(left, self._fitting(logits, steps, self._prompts) * columns)
-        return self._prompts, tokens, self._manner.columns_of_step(tokens), self._reading_pace
 
     def _chunk(self, most: int, per_step: int, pace: LaunchPace) -> int:
         """Tokens of a launch that reads a prompt, of at most `most`, `per_step` of them a step."""

@@ -5,7 +5,7 @@ A pass samples nothing. Knows nothing of prompts' ends, completions or text: the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +13,8 @@ import numpy as np
 from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
 from cheetah.plan import Plan
-from cheetah.plan.pass_tables import Segment, pass_room
+from cheetah.plan.index import ceil_div, round_up
+from cheetah.plan.pass_tables import SEGMENT_COLUMNS, Segment, pass_room
 from cheetah.plan.prompt import PassPlan
 from cheetah.runtime.engine.flights import Flight, KernelLaunches, LaunchResult, Part
 from cheetah.runtime.engine.launch_tables import Geometry
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
 
 COUNTER = np.zeros(1, np.uint64)
 """Of the blocks that have met: the workspace begins with it."""
+
+
+def columns_of(tokens: int) -> int:
+    """Columns of a pass that so many tokens of one sequence take."""
+    return round_up(tokens, SEGMENT_COLUMNS)
 
 
 class PassLauncher(KernelLaunches):
@@ -63,10 +69,28 @@ class PassLauncher(KernelLaunches):
         arguments = self._arguments({**counts, "arrivals": self._arrivals})
         return Flight(parts, range(len(parts)), geometry, arguments)
 
+    def has_columns_for(self, counts: Iterable[int]) -> bool:
+        """Whether it takes so many tokens of each of several sequences."""
+        return sum(map(columns_of, counts)) <= self.tokens
+
+    def fitting(self, starts: Sequence[int], left: Sequence[int], most: int) -> list[int]:
+        """How many tokens a pass takes of each of some sequences, of the first ones while there is room.
+
+        starts: how many tokens of each are cached; left: how many of each may be read, one or more. most: columns."""
+        segments: list[Segment] = []
+        columns = 0
+        for row, (start, count) in enumerate(zip(starts[: self.batch], left, strict=False)):
+            one = Segment(row, start, min(count, most - columns))
+            if one.count < 1 or not self._room.has_room_for([*segments, one]):
+                break
+            segments.append(one)
+            columns += one.columns
+        return [one.count for one in segments]
+
     def finish(self, flight: Flight) -> list[LaunchResult]:
         self._await_end(flight)
         self._arrivals += self._arrivals_of_launch
-        steps = sum(part.steps for part in flight.placed)
+        steps = ceil_div(sum(columns_of(part.total) for part in flight.placed), self.tile_tokens)
         for part in flight.placed:
             part.cache.length += part.total
         return [LaunchResult((), steps, flight.seconds) for _ in flight.placed]

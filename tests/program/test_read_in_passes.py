@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cheetah.errors import CheetahError
@@ -34,7 +35,7 @@ def assembled(passes: bool) -> Assembly:
         open_checkpoint("demo"),
         device=EmulatorDevice(),
         gpu=emulated_gpu(2),
-        overrides={"batch": 2, "max_context": 256},
+        overrides={"batch": 4, "max_context": 256},
         prompt_passes=passes,
         tuned=False,
         quiet=True,
@@ -42,10 +43,10 @@ def assembled(passes: bool) -> Assembly:
 
 
 class Rig:
-    """An engine over the demo model with an empty cache, whose passes are written down: (room, tokens)."""
+    """An engine over the demo model with an empty cache."""
 
     def __init__(self, passes: bool = True, chunk_tokens: int | None = None):
-        ready, self.read = assembled(passes), list[tuple[int, int]]()
+        ready = assembled(passes)
         old = ready.launcher.cache
         ready.launcher.cache = CachedSequence(PagePool(old.pool.pages), old.page_size, old.context)
         prefixes = PrefixCache(ready.launcher.cache.pool, old.page_size)
@@ -65,14 +66,14 @@ class Rig:
 
 
 @pytest.fixture
-def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
-    """(room, tokens) of each pass."""
-    passes: list[tuple[int, int]] = []
+def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
+    """Of each pass its room, and how many tokens it reads of each prompt."""
+    passes: list[tuple[int, ...]] = []
     for one in assembled(True).passes:
         prepare = one.prepare
 
         def prepare_and_note(parts: Any, logits: Any = None, one: Any = one, prepare: Any = prepare) -> Any:
-            passes.append((one.tokens, parts[0].total))
+            passes.append((one.tokens, *(part.total for part in parts)))
             return prepare(parts, logits)
 
         monkeypatch.setattr(one, "prepare", prepare_and_note)
@@ -83,7 +84,7 @@ def request(length: int, count: int = 5) -> Request:
     return Request(tuple(token_ids(length, 500, length)), count, Sampling())
 
 
-def test_answers_are_those_of_prompts_read_in_steps(noted: list[tuple[int, int]]) -> None:
+def test_answers_are_those_of_prompts_read_in_steps(noted: list[tuple[int, ...]]) -> None:
     """The demo model is trained: its greedy choices do not turn on a rounding."""
     for length in LENGTHS:
         answers = []
@@ -95,20 +96,89 @@ def test_answers_are_those_of_prompts_read_in_steps(noted: list[tuple[int, int]]
     assert noted == [(64, 39), (256, 149)], "3 tokens are read in steps, 40 in a short pass, 150 in a long one"
 
 
-def test_a_pass_goes_on_behind_what_is_cached(noted: list[tuple[int, int]]) -> None:
+def test_a_pass_goes_on_behind_what_is_cached(noted: list[tuple[int, ...]]) -> None:
     rig = Rig()
     for _ in range(2):
-        (number,) = rig.engine.add(request(150))
+        (number,) = rig.engine.add(request(155))
         answer = rig.run()[number]
-    assert noted == [(256, 149), (64, 5)], "of the second prompt all whole pages were there"
-    longer = Request((*request(150).prompt_ids, *answer, *token_ids(60, 500, 1)), 3, Sampling())
+    assert noted == [(256, 154), (64, 10)], "of the second prompt all whole pages were there"
+    longer = Request((*request(155).prompt_ids, *answer, *token_ids(60, 500, 1)), 3, Sampling())
     rig.engine.add(longer)
     rig.run()
     page = assembled(True).launcher.cache.page_size
-    assert noted[2:] == [(256, 150 + 5 + 60 - 1 - 154 // page * page)]
+    assert noted[2:] == [(256, 155 + 5 + 60 - 1 - 159 // page * page)]
 
 
-def test_others_make_tokens_between_passes_of_the_size_that_was_asked_for(noted: list[tuple[int, int]]) -> None:
+def test_prompts_that_wait_fill_a_pass_in_the_order_in_which_they_came(noted: list[tuple[int, ...]]) -> None:
+    """What does not fit is read by the next, and the last tokens of those that were read are decoded together."""
+    lengths, answers = (60, 3, 40, 150), []
+    for passes in (True, False):
+        rig = Rig(passes, chunk_tokens=0)
+        ids = [rig.engine.add(request(length))[0] for length in lengths]
+        first = rig.run(until=1)
+        if passes:
+            assert set(first) == set(ids[:3]), "one launch has made the first tokens of the three"
+        found = rig.run()
+        answers.append([(*first.get(id, ()), *found[id]) for id in ids])
+    assert answers[0] == answers[1]
+    assert noted == [(256, 59, 2, 39, 128), (64, 21)]
+
+
+def test_company_in_a_pass_changes_no_key(noted: list[tuple[int, ...]]) -> None:
+    """Bits of the cached pages of a prompt that was read alone, and in the middle of others."""
+    found = set()
+    for company in ((), (33, 90)):
+        rig = Rig()
+        ids = [rig.engine.add(request(length))[0] for length in (*company[:1], 100, *company[1:])]
+        rig.run(until=1)
+        middle = next(one for one in rig.engine._begun if len(one.request.prompt_ids) == 100)
+        assert middle.id in ids and middle.cache is not None
+        whole = middle.cache.pages[: 99 // middle.cache.page_size]
+        kv = assembled(True).buffers["kv"].download(np.uint16, assembled(True).manifest.buffer("kv").shape)
+        found.add(np.ascontiguousarray(kv[:, whole]).tobytes())
+        rig.run()
+    assert noted == [(256, 99), (256, 32, 99, 89)]
+    assert len(found) == 1
+
+
+def test_who_begins_alike_waits_for_the_pages_of_who_is_read(noted: list[tuple[int, ...]]) -> None:
+    """Where that saves a tile of a pass; else both are read at once."""
+    page, tile = assembled(True).launcher.cache.page_size, assembled(True).passes[-1].tile_tokens
+    assert page == tile == 16
+    common = token_ids(100, 500, 1)
+    for shared, expected in ((96, [(256, 99), (64, 43)]), (15, [(256, 99, 58)])):
+        rig = Rig(chunk_tokens=0)
+        rig.engine.add(Request(tuple(common), 2, Sampling()))
+        own = token_ids(44, 500, 2)
+        rig.engine.add(Request((*common[:shared], *own), 2, Sampling()))
+        rig.run()
+        assert noted == expected
+        noted.clear()
+
+
+def test_a_prompt_whose_pages_are_gone_in_the_middle_of_it_is_read_again(noted: list[tuple[int, ...]]) -> None:
+    rig = Rig(chunk_tokens=0)
+    requests = [request(40), request(250)]
+    ids = [rig.engine.add(one)[0] for one in requests]
+    first = rig.run(until=1)
+    assert noted == [(256, 39, 208)] and set(first) == set(ids[:1])
+    pool = assembled(True).launcher.cache.pool
+    elsewhere = pool.take(pool.available_pages)
+    second = rig.run(until=1)
+    assert set(second) == set(ids[:1]) and rig.engine.load().preemptions == 1
+    pool.give_back(elsewhere)
+    found = rig.run()
+    assert (*first[0], *second[0], *found.get(0, ())) == _alone(requests[0])
+    assert found[1] == _alone(requests[1])
+
+
+def _alone(request: Request) -> tuple[int, ...]:
+    rig = Rig()
+    (number,) = rig.engine.add(request)
+    return rig.run()[number]
+
+
+def test_others_make_tokens_between_passes_of_the_size_that_was_asked_for(noted: list[tuple[int, ...]]) -> None:
     rig = Rig(chunk_tokens=48)
     rig.engine.add(request(3, 90))
     first = rig.run(until=2)
@@ -120,16 +190,16 @@ def test_others_make_tokens_between_passes_of_the_size_that_was_asked_for(noted:
 
 @pytest.mark.parametrize("same_steps", [False, True])
 def test_prompts_whose_logprobs_are_wanted_share_with_passes_only_where_bits_may_differ(
-    noted: list[tuple[int, int]], same_steps: bool
+    noted: list[tuple[int, ...]], same_steps: bool
 ) -> None:
     """They are read in steps, whose keys have other bits than those of passes."""
     rig = Rig()
     if same_steps:
         rig.engine._manner = SameSteps(*vars(rig.engine._manner).values())
     for wanted in (1, None, 1):
-        rig.engine.add(replace(request(150), prompt_logprobs=wanted))
+        rig.engine.add(replace(request(155), prompt_logprobs=wanted))
         rig.run()
-    assert noted == ([(256, 149)] if same_steps else [(64, 5)])
+    assert noted == ([(256, 154)] if same_steps else [(64, 10)])
 
 
 def test_an_interrupted_pass_is_as_if_not_made() -> None:

@@ -401,8 +401,7 @@ def test_the_plans_of_the_next_launch_are_made_while_the_kernel_runs(monkeypatch
     monkeypatch.setattr(rig.device, "launch", lambda *a: (made.append("launch"), launch(*a)))
     rig.together([Request((1,), 10, Sampling()), Request((2,), 10, Sampling())])
     launches = [place for place, what in enumerate(made) if what == "launch"]
-    decoding = made[launches[2] :]  # after both prompts
-    assert decoding == ["launch", "plan"] * 3, made
+    assert made[launches[0] :] == ["launch", "plan"] * len(launches) and len(launches) >= 4, made
 
 
 def test_a_failure_ends_all_with_the_reason() -> None:
