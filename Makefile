@@ -14,10 +14,11 @@ DEV_READY := $(VENV)/.ready-dev
 
 PROMPT ?= One morning,
 KERNELS ?= kernels_generated
-# MODEL:BATCH of each kernel in kernels_generated/.
+# MODEL:BATCH of each kernel of steps in kernels_generated/, MODEL:pass-TOKENS of each that reads prompts.
 KERNEL_CONFIGS := demo:1 demo:8 llama-3.2-1b:1 llama-3.2-1b:8 llama-3.1-8b:1 llama-3.1-8b:2 llama-3.1-8b:4 \
 	llama-3.1-8b:8 llama-3.1-70b:1 qwen3-0.6b:1 qwen3-8b:1 \
-	llama-3.1-8b@fp8:1 llama-3.1-8b@int4-g128:1 llama-3.1-8b@int4-g128:8 llama-3.1-70b@int4-g128:1
+	llama-3.1-8b@fp8:1 llama-3.1-8b@int4-g128:1 llama-3.1-8b@int4-g128:8 llama-3.1-70b@int4-g128:1 \
+	llama-3.1-8b:pass-256 llama-3.1-8b:pass-512 llama-3.1-8b:pass-2048 llama-3.1-8b@int4-g128:pass-2048
 
 # The first of these that starts and is new enough; PYTHON=... chooses another.
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \

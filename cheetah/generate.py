@@ -120,7 +120,10 @@ def describe_pass(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan
     """The manifest of the kernel that `generate_pass` makes for these, whose text is `text`. Its `plan` is the pass',
     and in it as `decoding` that of the kernel that decodes."""
     program, matrices = family_of(config).prompt_program, step_matrices(config.shape, plan, gpu)
-    parameters, sizes = program.pass_parameters(config, plan), program.sizes(config, gpu, plan, pass_plan)
+    parameters, sizes = (
+        program.pass_parameters(config, plan, pass_plan.trace),
+        program.sizes(config, gpu, plan, pass_plan),
+    )
     shared_bytes = pass_plan.shared(matrices.of_layer[0].format, gpu.shared_bytes).total_bytes
     return Manifest(
         kernel=program.KERNEL_NAME,

@@ -88,8 +88,8 @@ class PromptProgram(Protocol):
     def build_kernel(self, config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> Any:
         """The kernel, a `cheetah.lang.Kernel`. PlanError where there can be none, with the reason."""
 
-    def pass_parameters(self, config: ModelConfig, plan: Plan) -> Mapping[str, Any]:
-        """Its parameters by name, each a `cheetah.package.KernelParameter`."""
+    def pass_parameters(self, config: ModelConfig, plan: Plan, traced: bool = False) -> Mapping[str, Any]:
+        """Its parameters by name, each a `cheetah.package.KernelParameter`. traced: with a timeline."""
 
     def sizes(self, config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> dict[str, int]:
         """The sizes that the parameters' shapes name."""

@@ -60,13 +60,11 @@ def generate(
     if tuned:
         plan = with_tuned(named.config, gpu_named(gpu), None, plan, say_to_stderr)
     chosen = needed_options(named.config, gpu, plan)
-    stem = file_stem(named.stem, gpu, chosen, line_marks=line_marks)
+    stem = name or file_stem(named.stem, gpu, chosen, line_marks=line_marks, prompt_pass=prompt_pass)
     if prompt_pass is None:
         generated = generate_named(named.config, named.canonical, gpu, plan, line_marks=line_marks)
     else:
         generated = generate_named_pass(named.config, named.canonical, gpu, plan, prompt_pass, line_marks=line_marks)
-        stem = f"{stem}-prompt-pass-{prompt_pass}"
-    stem = name or stem
     with _writing(output):
         source, manifest = generated.write(output, stem)
     console = Console(soft_wrap=True, highlight=False, markup=False)

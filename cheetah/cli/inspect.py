@@ -74,13 +74,13 @@ def _passes(config: ModelConfig, plan: Plan, gpu: Gpu) -> Iterator[Table]:
 
     from cheetah.generate import describe_pass
     from cheetah.plan import PlanError
-    from cheetah.plan.prompt import PASS_TOKENS, default_pass_plan, short_pass_plan
+    from cheetah.plan.prompt import PASS_TOKENS, default_pass_plan, short_pass_plans
 
     table = Table(title="passes over prompts", title_justify="left")
     for heading in ("tokens", "a tile", "shared memory", "workspace, MB"):
         table.add_column(heading, justify="right")
     try:
-        for one in (*(default_pass_plan(gpu, tokens) for tokens in PASS_TOKENS), short_pass_plan(gpu)):
+        for one in (*(default_pass_plan(gpu, tokens) for tokens in PASS_TOKENS), *short_pass_plans(gpu)):
             manifest = describe_pass(config, gpu, plan, one, "", "")
             workspace = f"{manifest.buffer('workspace').bytes / 1e6:.0f}"
             table.add_row(str(one.tokens), str(one.tile_tokens), str(manifest.launch.shared_bytes), workspace)

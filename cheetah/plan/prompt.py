@@ -58,26 +58,37 @@ def stage_format(format: TileFormat) -> TileFormat:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """Of a product. height: M-tiles of a tile, where they are fewer than there is room for, so that all blocks have as
+    many tiles. parts: of k, each with tiles of its own, whose sums are added in order: they change bits."""
+
+    height: int
+    parts: int = 1
+
+
+@dataclass(frozen=True)
 class PassPlan:
     """The choices of a pass.
 
     tokens: that it has room for, a multiple of tile_tokens. warpgroups: that multiply, each four M-tiles of a tile.
-    splits: whether products with fewer tiles than there are blocks are cut along k, see `parts`. key_tile: keys of a
-    stage in attention."""
+    cut_tokens: products that have fewer tiles than there are blocks with so many tokens, whole tiles, are cut, see
+    `Cut`; 0: none is. key_tile: keys of a stage in attention. trace: as in `Plan`."""
 
     tokens: int
     tile_tokens: int = 256
     warpgroups: int = 2
     stages: int = 4
-    splits: bool = False
+    cut_tokens: int = 0
     key_tile: int = 64
+    trace: bool = False
 
     def __post_init__(self) -> None:
-        require_positive("PassPlan", **{name: value for name, value in vars(self).items() if name != "splits"})
-        if self.tile_tokens % GROUP_TOKENS or self.tokens % self.tile_tokens:
+        may_be_zero = ("cut_tokens", "trace")
+        require_positive("PassPlan", **{name: value for name, value in vars(self).items() if name not in may_be_zero})
+        if self.tile_tokens % GROUP_TOKENS or self.tokens % self.tile_tokens or self.cut_tokens % self.tile_tokens:
             raise PlanError(
-                f"PassPlan: {self.tokens} tokens in tiles of {self.tile_tokens}: give whole tiles, of a multiple of "
-                f"{GROUP_TOKENS} tokens"
+                f"PassPlan: {self.tokens} tokens, cut for {self.cut_tokens}, in tiles of {self.tile_tokens}: give "
+                f"whole tiles, of a multiple of {GROUP_TOKENS} tokens"
             )
         if self.tile_tokens > self.consumer_threads:
             raise PlanError(f"PassPlan: tiles of {self.tile_tokens} tokens with {self.consumer_threads} threads")
@@ -147,21 +158,31 @@ class PassPlan:
         """Tiles that cover the M-tiles of a matrix, `height` of them each, or as many as there is room for."""
         return ceil_div(layout.m_tiles, height or self.tile_m_tiles)
 
-    def height(self, layout: MatrixLayout, blocks: int) -> int:
-        """M-tiles of a tile of few tokens that give all blocks work to the end, where there are more tiles than blocks:
-        reading the weights is what takes time then, and a tile may have fewer than it has room for."""
-        if not self.splits or self.row_tiles(layout) <= blocks:
-            return self.tile_m_tiles
-        rounds = ceil_div(self.row_tiles(layout), blocks)
-        return ceil_div(layout.m_tiles, rounds * blocks)
+    def cut(self, layout: MatrixLayout, blocks: int, sums_over_tile: bool) -> Cut:
+        """How the product of a matrix is cut: so that the block with most work reads least. sums_over_tile: what
+        becomes of a tile's rows goes over all of them (a norm's sums of squares), so that they are as many as there is
+        room for; not where parts are stored first."""
+        whole = Cut(self.tile_m_tiles)
+        if not self.cut_tokens:
+            return whole
+        # Where a pass has several tiles of tokens to cut for, products take the time, and those of half a tile as much.
+        least = 1 if self.cut_tokens == self.tile_tokens else self.tile_m_tiles
+        cuts = (Cut(height, self._parts(layout, blocks, height)) for height in range(self.tile_m_tiles, least - 1, -1))
+        allowed = [cut for cut in cuts if cut.height == whole.height or cut.parts > 1 or not sums_over_tile]
+        return min(allowed, key=lambda cut: self._bytes_read(layout, blocks, cut))
 
-    def parts(self, layout: MatrixLayout, blocks: int) -> int:
-        """Parts of k, of as many whole chunks each, that give the product of one tile's tokens work for more blocks,
-        each an item at most. A part is summed by itself, so they change bits."""
-        if not self.splits or layout.last_chunk_tiles < layout.tiles_per_chunk:
+    def _parts(self, layout: MatrixLayout, blocks: int, height: int) -> int:
+        """The most parts of as many whole chunks each, an item a block at most."""
+        if layout.last_chunk_tiles < layout.tiles_per_chunk:
             return 1
-        counts = range(1, blocks // self.row_tiles(layout) + 1)
-        return max((count for count in counts if layout.chunks % count == 0), default=1)
+        items = self.row_tiles(layout, height) * (self.cut_tokens // self.tile_tokens)
+        return max((count for count in range(1, blocks // items + 1) if layout.chunks % count == 0), default=1)
+
+    def _bytes_read(self, layout: MatrixLayout, blocks: int, cut: Cut) -> float:
+        """By the block with most items, of a stage's part of k; its activations too, which come from L2."""
+        items = self.row_tiles(layout, cut.height) * cut.parts * (self.cut_tokens // self.tile_tokens)
+        a_stage = cut.height * stage_format(layout.format).tile_bytes + STAGE_TILES * self.activation_tile_bytes
+        return ceil_div(items, blocks) * a_stage / cut.parts
 
     def of_finish(self) -> PassPlan:
         """The same with as few tokens a tile as make work for more blocks where parts are added."""
@@ -212,12 +233,15 @@ class PassPlan:
         return unit * UNIT_BYTES + token * 16 + column // 8 * 4 + column % 2 * 2
 
 
-def short_pass_plan(gpu: Gpu) -> PassPlan:
-    """The choices of a pass over few tokens, whose products are cut along k so that all blocks have work. Stages of 8-
-    and 4-bit weights have room for fewer keys."""
+def short_pass_plans(gpu: Gpu) -> tuple[PassPlan, ...]:
+    """The choices of passes over few tokens, fewest first, whose products are cut so that all blocks have work. Where
+    keys share a stage with little room for activations, stages of 8- and 4-bit weights have room for fewer of them."""
     if gpu.emulated:
-        return PassPlan(64, tile_tokens=16, warpgroups=1, stages=3, splits=True, key_tile=16)
-    return PassPlan(256, tile_tokens=128, stages=6, splits=True, key_tile=32)
+        return (PassPlan(64, tile_tokens=16, warpgroups=1, stages=3, cut_tokens=16, key_tile=16),)
+    return (
+        PassPlan(256, tile_tokens=128, stages=6, cut_tokens=128, key_tile=32),
+        PassPlan(512, cut_tokens=512),
+    )
 
 
 def default_pass_plan(gpu: Gpu, tokens: int) -> PassPlan:
@@ -225,3 +249,10 @@ def default_pass_plan(gpu: Gpu, tokens: int) -> PassPlan:
     if gpu.emulated:
         return PassPlan(round_up(tokens, 64), tile_tokens=16, warpgroups=1, stages=3, key_tile=16)
     return PassPlan(round_up(tokens, 256))
+
+
+def pass_plan_for(gpu: Gpu, tokens: int, cuts: bool = True) -> PassPlan:
+    """The choices of the kernel by which so many tokens are read, where there are no more. cuts: whether products may
+    be cut, which changes bits."""
+    shorter = short_pass_plans(gpu) if cuts else ()
+    return next((plan for plan in shorter if tokens <= plan.tokens), default_pass_plan(gpu, tokens))

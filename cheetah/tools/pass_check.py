@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.emulator import EmulatorError, compile_program, explore
-from cheetah.generate import choose_plan, describe_kernel, generate_pass
+from cheetah.generate import choose_plan, describe_kernel, describe_pass, generate_pass
 from cheetah.models.registry import family_of
 from cheetah.models.rounding import F32, Rounding, exact, round_to_bf16, round_to_e4m3
 from cheetah.plan import PlanError, gpu_named
-from cheetah.plan.prompt import default_pass_plan
+from cheetah.plan.prompt import PassPlan, default_pass_plan, short_pass_plans
 from cheetah.runtime.build.buffers import allocate_buffers
 from cheetah.runtime.device.emulator import EmulatorDevice, EmulatorKernel
 from cheetah.runtime.engine.flights import Part
@@ -28,8 +28,8 @@ from cheetah.runtime.engine.prompt_passes import PassLauncher
 from cheetah.tools.check import RACE_GPU, Progress, Scheduled, Subject, Verdict
 from cheetah.tools.course import LEAST_TOLERANCE, TOLERANCE_FACTOR, Agreement, fixed_buffers, relative_errors
 
-FIRST, REST, SECOND = 21, 18, 13
-"""Tokens of the first prompt's two passes, and of the second prompt."""
+FIRST, REST, SECOND = 13, 26, 13
+"""Tokens of the first prompt's two passes, and of the second prompt. In the first some blocks multiply nothing."""
 PASS_TOKENS = 64
 SCHEDULES_SHARE = 4
 """One of so many schedules of the step's is spent on passes."""
@@ -44,15 +44,33 @@ def check_passes(
     schedulers: Sequence[str],
     sanitizer: bool,
     *,
+    stop_after: int | None = None,
     progress: Progress = lambda line: None,
 ) -> Iterator[tuple[Subject, Verdict]]:
     """The verdict on passes over the subject's prompts, from a quarter of the `seeds` schedules of each scheduler, and
-    with `sanitizer` one run under the race detector. Nothing where there are no passes over such weights."""
-    named = Subject("passes over its prompts", subject.config, subject.tensors, {"batch": 2, **subject.plan})
+    with `sanitizer` one run under the race detector; then on those that have phases in which parts of products are
+    added, from as many schedules, if there are such. Nothing where there are no passes over such weights. stop_after:
+    schedules that failed."""
+    plan, machine = {"batch": 2, **subject.plan}, gpu_named(gpu)
+    whole, cut = default_pass_plan(machine, PASS_TOKENS), short_pass_plans(machine)[0]
+    named = Subject("passes over its prompts", subject.config, subject.tensors, plan)
     try:
-        course = PassCourse(named, gpu)
+        course = PassCourse(named, gpu, whole)
     except PlanError:
         return
+    verdict = _explored(course, seeds, schedulers, stop_after, progress)
+    if sanitizer:
+        progress("passes, race detector")
+        verdict = replace(verdict, sanitized=True, race=PassCourse(named, RACE_GPU, whole, sanitize=True).race())
+    yield named, verdict
+    if describe_pass(subject.config, machine, course.plan, cut, "", "").phases != course.manifest.phases:
+        named = Subject("passes over few tokens, whose products are cut", subject.config, subject.tensors, plan)
+        yield named, _explored(PassCourse(named, gpu, cut), seeds, schedulers, stop_after, progress)
+
+
+def _explored(
+    course: PassCourse, seeds: int, schedulers: Sequence[str], stop_after: int | None, progress: Progress
+) -> Verdict:
     found: list[Bits] = []
 
     def run(scheduler: str, seed: int) -> list[Bits]:
@@ -61,23 +79,19 @@ def check_passes(
         found[:] = found or outputs
         return outputs
 
-    exploration = explore(run, range(max(1, seeds // SCHEDULES_SHARE)), schedulers)
-    verdict = Verdict(exploration, course.agreement(found) if found else None)
-    if sanitizer:
-        progress("passes, race detector")
-        verdict = replace(verdict, sanitized=True, race=PassCourse(named, RACE_GPU, sanitize=True).race())
-    yield named, verdict
+    exploration = explore(run, range(max(1, seeds // SCHEDULES_SHARE)), schedulers, stop_after=stop_after)
+    return Verdict(exploration, course.agreement(found) if found else None)
 
 
 class PassCourse:
     """Two passes over two prompts, in the pages of a shuffled pool: the first of one prompt alone, the second of its
     rest and of the other one. PlanError where the model has no passes."""
 
-    def __init__(self, subject: Subject, gpu: str, *, sanitize: bool = False) -> None:
+    def __init__(self, subject: Subject, gpu: str, pass_plan: PassPlan, *, sanitize: bool = False) -> None:
         config = self.config = subject.config
         machine = gpu_named(gpu)
         self.plan = choose_plan(config, machine, **subject.plan)
-        passes = generate_pass(config, machine, self.plan, default_pass_plan(machine, PASS_TOKENS))
+        passes = generate_pass(config, machine, self.plan, pass_plan)
         self.manifest, self.decoding = passes.manifest, describe_kernel(config, machine, self.plan, "", "")
         parameters = [(parameter.name, parameter.ctype) for parameter in self.manifest.parameters]
         self.program = compile_program(

@@ -1,8 +1,8 @@
 """The command that writes a kernel's text again: it stands in the text's header and in the manifest.
 
 It holds what differs from the rule and nothing of the machine it was run on, so that equal kernels have equal texts.
-`python -m cheetah.tools.regenerate DIR MODEL:BATCH ...` writes several kernels with their manifests, each as `cheetah
-generate MODEL --batch BATCH` does one.
+`python -m cheetah.tools.regenerate DIR MODEL:BATCH MODEL:pass-TOKENS ...` writes several kernels with their manifests,
+each as `cheetah generate MODEL --batch BATCH`, or `--prompt-pass TOKENS`, does one.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.registry import resolve_config
 from cheetah.package import Generated
 from cheetah.plan import PlanError, gpu_named
-from cheetah.plan.prompt import default_pass_plan
+from cheetah.plan.prompt import pass_plan_for
 
 DEFAULT_GPU = "h200"
+PASS_PREFIX = "pass-"
+"""Of what is written instead of a number of sequences: a kernel of passes."""
 
 
 def generate_named(
@@ -35,10 +37,11 @@ def generate_named(
 def generate_named_pass(
     config: ModelConfig, name: str, gpu: str, plan: dict[str, Any], tokens: int, *, line_marks: bool = False
 ) -> Generated:
-    """The kernel of passes over `tokens` tokens of a prompt, beside that of `generate_named`."""
+    """The kernel that reads `tokens` tokens of a prompt in a pass, beside that of `generate_named`."""
     chosen, machine = needed_options(config, gpu, plan), gpu_named(gpu)
     command = f"{canonical_command(name, gpu, chosen, line_marks=line_marks)} --prompt-pass {tokens}"
-    decoding, pass_plan = choose_plan(config, machine, **chosen), default_pass_plan(machine, tokens)
+    decoding = choose_plan(config, machine, **chosen)
+    pass_plan = pass_plan_for(machine, tokens, cuts=not decoding.kv_chunk)
     return generate_pass(config, machine, decoding, pass_plan, command=command, line_marks=line_marks)
 
 
@@ -64,11 +67,14 @@ def canonical_command(name: str, gpu: str, plan: dict[str, Any], *, line_marks: 
     return " ".join(["cheetah generate", name, *machine, *marks, *options])
 
 
-def file_stem(name: str, gpu: str, plan: dict[str, Any], *, line_marks: bool = False) -> str:
+def file_stem(
+    name: str, gpu: str, plan: dict[str, Any], *, line_marks: bool = False, prompt_pass: int | None = None
+) -> str:
     """Model, GPU and what was chosen by hand, e.g. "llama-3.1-8b-h200-sync-barrier"."""
     marks = ["line-marks"] if line_marks else []
     chosen = (field if value is True else f"{field}-{value}" for field, value in plan.items())
-    return "-".join([name, gpu, *marks, *(choice.replace("_", "-") for choice in chosen)])
+    passes = [] if prompt_pass is None else [f"prompt-pass-{prompt_pass}"]
+    return "-".join([name, gpu, *marks, *(choice.replace("_", "-") for choice in chosen), *passes])
 
 
 def flag_of(field: str) -> str:
@@ -77,12 +83,19 @@ def flag_of(field: str) -> str:
 
 
 def write_kernels(folder: Path, kernels: Sequence[str]) -> None:
-    """The kernel and the manifest of each "MODEL:BATCH", a preset and the sequences of a step, for the default GPU."""
+    """The kernel and the manifest of each "MODEL:BATCH", a preset and the sequences of a step, or "MODEL:pass-TOKENS",
+    the tokens of a prompt's pass, for the default GPU."""
     for kernel in kernels:
-        name, _, batch = kernel.partition(":")
-        config, plan = resolve_config(name), {"batch": int(batch)}
-        generated = generate_named(config, name, DEFAULT_GPU, plan)
-        generated.write(folder, file_stem(name, DEFAULT_GPU, needed_options(config, DEFAULT_GPU, plan)))
+        name, _, of = kernel.partition(":")
+        config = resolve_config(name)
+        if of.startswith(PASS_PREFIX):
+            tokens = int(of.removeprefix(PASS_PREFIX))
+            generated = generate_named_pass(config, name, DEFAULT_GPU, {}, tokens)
+            generated.write(folder, file_stem(name, DEFAULT_GPU, {}, prompt_pass=tokens))
+        else:
+            plan = {"batch": int(of)}
+            generated = generate_named(config, name, DEFAULT_GPU, plan)
+            generated.write(folder, file_stem(name, DEFAULT_GPU, needed_options(config, DEFAULT_GPU, plan)))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from cheetah.plan import Gpu, MatrixLayout, ModelShape, Plan, PlanError, SharedM
 from cheetah.plan.formats import BF16, M_TILE_ROWS, QuantizedTiles, TileFormat
 from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.pass_tables import SEGMENT_COLUMNS, TABLE_WORDS, PassRoom, pass_room
-from cheetah.plan.prompt import GROUP_TOKENS, PassPlan
+from cheetah.plan.prompt import GROUP_TOKENS, Cut, PassPlan
 
 KERNEL_NAME = "prompt_pass"
 SECTION_ALIGNMENT = 1024
@@ -199,17 +199,21 @@ class PassSizes:
 
     def parts(self, matrix: str) -> int:
         """Parts of k that its product is cut into."""
-        return self.pass_plan.parts(self.matrices.named(matrix), self.gpu.blocks)
+        return self._cut(matrix).parts
 
     def height(self, matrix: str) -> int | None:
-        """M-tiles of a tile of gate and up, of which no sum or norm goes over several, if fewer than there is room
-        for; else None."""
-        height = self.pass_plan.height(self.matrices.gate_up, self.gpu.blocks)
-        return height if matrix == "gate_up" and height < self.pass_plan.tile_m_tiles else None
+        """M-tiles of its tiles, if fewer than there is room for; else None."""
+        height = self._cut(matrix).height
+        return height if height < self.pass_plan.tile_m_tiles else None
+
+    def _cut(self, matrix: str) -> Cut:
+        """Behind o and down come sums of squares over a tile's rows, in q, k and v those of heads with norms."""
+        sums_over_tile = {"qkv": self.config.head_norms, "gate_up": False}.get(matrix, True)
+        return self.pass_plan.cut(self.matrices.named(matrix), self.gpu.blocks, sums_over_tile)
 
     def _phases_of(self, matrix: str) -> list[PassPhase]:
         product = [PassPhase(matrix, matrix)]
-        return product if self.parts(matrix) == 1 else [*product, PassPhase(f"{matrix} sums", matrix, adds=True)]
+        return product if self.parts(matrix) == 1 else [*product, PassPhase(f"{matrix}-sums", matrix, adds=True)]
 
     @property
     def last_phases(self) -> list[PassPhase]:
@@ -230,7 +234,7 @@ class PassSizes:
     @property
     def phase_names(self) -> tuple[str, ...]:
         """The phases of a launch, as its timeline counts them."""
-        named = (f"{phase.name}[{layer}]" for layer in range(self.config.layers) for phase in self.phases)
+        named = (f"layer {layer} {phase.name}" for layer in range(self.config.layers) for phase in self.phases)
         return ("embedding", *islice(named, self.phase_count - 1))
 
     @property
@@ -304,10 +308,11 @@ def build_kernel(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan)
     return build_pass(PassSizes(config, gpu, plan, pass_plan))
 
 
-def build_pass(sizes: PassSizes, traced: bool = False) -> ch.Kernel:
-    """The kernel of a pass. traced: with time stamps of every phase."""
+def build_pass(sizes: PassSizes) -> ch.Kernel:
+    """The kernel of a pass."""
     plan, gpu = sizes.pass_plan, sizes.gpu
-    types = {name: parameter.type for name, parameter in pass_parameters(sizes.config, sizes.plan, traced).items()}
+    parameters = pass_parameters(sizes.config, sizes.plan, plan.trace)
+    types = {name: parameter.type for name, parameter in parameters.items()}
 
     @ch.kernel(ch.Params(**types), name=KERNEL_NAME, max_threads=plan.threads)
     def prompt_pass(**arguments: Any) -> None:

@@ -18,7 +18,7 @@ from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
 from cheetah.models.registry import family_of
 from cheetah.plan import GPUS, Gpu, Plan, PlanError, gpu_named
-from cheetah.plan.prompt import PASS_TOKENS, PassPlan, default_pass_plan, short_pass_plan
+from cheetah.plan.prompt import PASS_TOKENS, PassPlan, default_pass_plan, short_pass_plans
 from cheetah.printable import shown_name
 from cheetah.records import first_difference
 from cheetah.runtime.build.memory import LABELS, MemoryEstimate, memory_of_buffers, size_text
@@ -35,7 +35,7 @@ time a step (8B on an H200: 5.1 against 3.9 ms)."""
 PASS_SHARE = 8
 """Of the memory that is left for the cache, passes over prompts may take one part in so many as their workspace."""
 
-PASSES = ("short passes", "passes")
+PASSES = ("short passes", "medium passes", "passes")
 """Among the names of kernels, those of passes over prompts: over few tokens, and over as many as may be."""
 
 GenerateKernel = Callable[..., Generated]
@@ -214,8 +214,8 @@ def generate_pass_kernels(
 def _pass_plans_that_fit(
     config: ModelConfig, machine: Gpu, manifest: Manifest, asked: PassesAsked
 ) -> dict[str, PassPlan]:
-    """By the kernels' names: room for the most tokens that the context has and that memory allows, and a short pass
-    beside it where it is shorter. PlanError if there is room for none."""
+    """By the kernels' names: room for the most tokens that the context has and that memory allows, and shorter passes
+    beside it. PlanError if there is room for none."""
     from cheetah.generate import describe_pass
 
     plan, memory = Plan.from_dict(manifest.plan), memory_needed(config, manifest)
@@ -225,13 +225,14 @@ def _pass_plans_that_fit(
         return describe_pass(config, machine, plan, one, "", "").buffer("workspace").bytes
 
     for tokens in asked.tokens:
-        long, short = default_pass_plan(machine, min(tokens, plan.max_context)), short_pass_plan(machine)
+        long = default_pass_plan(machine, min(tokens, plan.max_context))
         plans, nbytes = {PASSES[-1]: long}, workspace(long)
         # Cuts along k change bits: with them, those of a token would depend on how many others are read with it.
-        if short.tokens < long.tokens and not plan.kv_chunk:
+        shorter = () if plan.kv_chunk else short_pass_plans(machine)
+        for name, short in zip(PASSES, (one for one in shorter if one.tokens < long.tokens), strict=False):
             with suppress(PlanError):  # a stage of quantised weights and few tokens may have no room for a tile of keys
                 nbytes += workspace(short)
-                plans = dict(zip(PASSES, (short, long), strict=True))
+                plans[name] = short
         if asked.wanted not in (None, True) or nbytes * PASS_SHARE <= left:
             return plans
     raise PlanError(

@@ -84,3 +84,21 @@ def test_a_traced_kernels_command_makes_it_again(tmp_path: Path) -> None:
     assert result.exit_code == 0
     text = (tmp_path / "demo-h200-trace.cu").read_text()
     assert "Regenerate with: cheetah generate demo --trace\n" in text
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_a_pass_over_a_prompt_is_traced_by_its_phases(tmp_path: Path) -> None:
+    target = tmp_path / "trace.json"
+    arguments = ("demo", "--prompt", "21", "--context", "9", "-o", target, "--device", "emulator")
+    result = cheetah("trace", *arguments, "--repetitions", "2", "--warmup", "0")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("demo, a pass over 21 tokens, weights bf16, context 9")
+    assert "not times" in result.stdout
+    table = result.stdout.partition("phase ")[2].partition("all ")[0].splitlines()[1:]
+    rows = {row[0]: int(row[1]) for row in map(str.split, table) if row}
+    layers = preset("demo").layers
+    behind = dict.fromkeys(("attention", "o", "o-sums", "gate_up", "down"), layers - 1)
+    assert rows == {"embedding": 1, "qkv": layers, **behind}
+    names = {event["name"] for event in json.loads(target.read_text())["traceEvents"] if event["ph"] == "X"}
+    assert any("layer 1 gate_up" in name for name in names), names

@@ -1,5 +1,5 @@
-"""Prompts that were read in passes, at the real shapes of a small model: what follows them against float32 and
-`transformers` in bf16, and bits that neither the cuts of a prompt nor the company in a pass change.
+"""Prompts that were read in passes, at real shapes: what follows them against float32 and `transformers` in bf16, and
+bits that neither the cuts of a prompt nor the company in a pass change.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cheetah.runtime.checkpoint.loading import Checkpoint, open_checkpoint
 from cheetah.runtime.engine.engine import Engine
 from cheetah.runtime.engine.flights import Part
 from cheetah.runtime.engine.kv_cache import CachedSequence
-from tests.gpu.test_transformers import hf_logits, mean_kl, torch
+from tests.gpu.test_transformers import hf_logits, hf_logits_of_all, mean_kl, torch
 from tests.program.rig import token_ids
 
 pytestmark = pytest.mark.gpu
@@ -23,12 +23,14 @@ pytestmark = pytest.mark.gpu
 MODEL = "random:llama-3.2-1b"
 CASES: dict[str, tuple[str, dict[str, str]]] = {
     "bf16": (MODEL, {}),
+    "8B": ("random:llama-3.1-8b", {}),
     "int4-g128": (f"{MODEL}@int4-g128", {}),
     "int8": (f"{MODEL}@int8", {}),
     "fp8": (f"{MODEL}@fp8", {}),
     "e4m3 cache": (MODEL, {"kv_dtype": "e4m3"}),
 }
 FOLLOWING = 64
+LENGTHS = (37, 128, 500, 2048, 8192 - FOLLOWING)
 CUTS = ([1100], [37, 263, 800], [512, 16, 572], [1, 1099])
 CACHES_ERROR = 1.1
 """How much more than after steps the KL after passes may be where the cache's own error is larger than all others."""
@@ -52,10 +54,12 @@ def ready() -> Iterator[Assembly]:
         yield assembly
 
 
-def read(ready: Assembly, cache: CachedSequence, ids: Sequence[int], cuts: Sequence[int]) -> None:
-    """Passes over so many tokens each; the last of `ids` is left."""
-    passes = ready.passes[-1]
+def read(ready: Assembly, cache: CachedSequence, ids: Sequence[int], cuts: Sequence[int], of_few: bool = False) -> None:
+    """Passes over so many tokens each; the last of `ids` is left. of_few: by the kernel with room for fewest that has
+    room for them; else all by the one with most."""
     for count in cuts:
+        fitting = [one for one in ready.passes if of_few and count <= one.tokens]
+        passes = (*fitting, ready.passes[-1])[0]
         for tokens in [passes.tokens] * (count // passes.tokens) + [count % passes.tokens]:
             begin = cache.length
             if tokens:
@@ -72,9 +76,25 @@ def cached(ready: Assembly, cache: CachedSequence) -> bytes:
     return np.ascontiguousarray(tokens[:, :, :, : cache.length]).tobytes()
 
 
-@pytest.mark.parametrize(
-    ("name", "cuts"), [*(("bf16", cuts) for cuts in ([37], [8000])), *((name, [1100, 900]) for name in CASES)], ids=str
-)
+@pytest.mark.parametrize("name", ["bf16", "8B"])
+def test_prompts_of_any_length_are_as_near_to_float32_as_transformers_bf16(name: str) -> None:
+    """Read by the kernels that the engine takes for so many: 8192 tokens with those that follow are the context."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with opened(name) as (checkpoint, ready):
+        texts = [token_ids(length + FOLLOWING, checkpoint.config.vocab_size, length) for length in LENGTHS]
+        found = []
+        for length, ids in zip(LENGTHS, texts, strict=True):
+            ready.launcher.restart()
+            read(ready, ready.launcher.cache, ids, [length], of_few=True)
+            found.append(ready.launcher.score(ids[length:], ready.logits_buffer()))
+    exact, bf16 = (hf_logits_of_all(checkpoint, dtype, texts, FOLLOWING) for dtype in (torch.float32, torch.bfloat16))
+    for length, logits, wanted, theirs in zip(LENGTHS, found, exact, bf16, strict=True):
+        kl, bf16_kl = mean_kl(wanted, logits), mean_kl(wanted, theirs)
+        print(f"\n{name}, behind passes over {length} tokens: KL ours {kl:.3e}, transformers bf16 {bf16_kl:.3e}")
+        assert kl <= bf16_kl, length
+
+
+@pytest.mark.parametrize(("name", "cuts"), [(name, [1100, 900]) for name in CASES if name != "8B"], ids=str)
 def test_what_follows_a_prompt_is_as_near_to_float32_as_transformers_bf16(name: str, cuts: list[int]) -> None:
     """Of the weights that quantised ones stand for. With a cache in e4m3: as near as after steps."""
     torch.backends.cuda.matmul.allow_tf32 = False

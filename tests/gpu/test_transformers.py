@@ -7,7 +7,7 @@ must not be above that of transformers' bf16. Repeated runs must give the same b
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,14 +54,21 @@ def hf_model(checkpoint: Checkpoint, dtype: Any) -> Any:
 
 def hf_logits(checkpoint: Checkpoint, dtype: Any, ids: list[int], last: int) -> np.ndarray:
     """float32 [last, vocab]: the logits of the last positions, teacher-forced."""
+    return hf_logits_of_all(checkpoint, dtype, [ids], last)[0]
+
+
+def hf_logits_of_all(checkpoint: Checkpoint, dtype: Any, texts: Sequence[list[int]], last: int) -> list[np.ndarray]:
+    """The same of each text, by one model."""
     model = hf_model(checkpoint, dtype)
+    found = []
     with torch.no_grad():
-        hidden = model.model(torch.tensor([ids], device="cuda")).last_hidden_state[0, -last:]
-        logits = model.lm_head(hidden).float().cpu().numpy()
+        for ids in texts:
+            hidden = model.model(torch.tensor([ids], device="cuda")).last_hidden_state[0, -last:]
+            found.append(model.lm_head(hidden).float().cpu().numpy())
     del model, hidden
     gc.collect()
     torch.cuda.empty_cache()
-    return logits
+    return found
 
 
 def mean_kl(reference: np.ndarray, other: np.ndarray) -> float:

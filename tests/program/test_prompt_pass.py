@@ -22,7 +22,7 @@ from cheetah.models.registry import in_format, preset
 from cheetah.models.rounding import round_to_e4m3, widen
 from cheetah.plan import Plan, PlanError, gpu_named
 from cheetah.plan.pass_tables import Segment
-from cheetah.plan.prompt import PassPlan, default_pass_plan, short_pass_plan
+from cheetah.plan.prompt import PassPlan, default_pass_plan, short_pass_plans
 from cheetah.runtime.build.buffers import allocate_buffers, upload_weights
 from cheetah.runtime.device.emulator import EmulatorDevice
 from tests.program.quantized_weights import QuantizedWeights
@@ -186,7 +186,7 @@ def test_passes_go_on_where_the_cache_ends(parts: tuple[int, ...]) -> None:
 def test_products_of_few_tokens_are_cut_along_k() -> None:
     """So that all blocks have work; the bits are others, but still the same under every schedule."""
     config = model(hidden=256, ffn=512)
-    few = PassPlan(tokens=64, tile_tokens=64, warpgroups=1, stages=3, splits=True)
+    few = PassPlan(tokens=64, tile_tokens=64, warpgroups=1, stages=3, cut_tokens=64)
     rig = rig_of(config, blocks=11, pass_plan=few)
     assert [rig.sizes.parts(name) for name in ("qkv", "o", "gate_up", "down")] == [2, 1, 1, 2]
     assert rig.sizes.height("gate_up") == 3 and rig.sizes.height("down") is None
@@ -328,7 +328,7 @@ def test_there_are_passes_for_every_format(format: str) -> None:
     gpu = gpu_named("h200")
     config = in_format(preset("llama-3.1-8b"), None if format == "bf16" else format)
     plan = choose_plan(config, gpu)
-    for pass_plan in (default_pass_plan(gpu, 2048), short_pass_plan(gpu)):
+    for pass_plan in (default_pass_plan(gpu, 2048), *short_pass_plans(gpu)):
         assert PassSizes(config, gpu, plan, pass_plan).shared.total_bytes <= gpu.shared_bytes
 
 

@@ -236,13 +236,16 @@ class StoreResidual(Finish):
 def lay_down_squares(machine: PassMachine, sums: Sums, values: Sequence[Any]) -> None:
     """An M-tile's sums of squares of 8 tokens, over its rows (which lie in lanes 4, 8 and 16 apart), in the region
     `squares`: [warp][token of the tile]."""
-    kept = machine.region("squares", ty.f32) + machine.warp * machine.plan.tile_tokens
+    # The lane's place goes into the pointer: what is added to it is then a constant of the instruction. As part of the
+    # index it made an address for each of a tile's tokens, kept in registers and, where those were few, spilled.
+    of_lane = machine.region("squares", ty.f32) + (machine.warp * machine.plan.tile_tokens + machine.lane * 2)
+    kept = ch.const(of_lane.type, of_lane, name="kept")
     for number in range(2):
         square = ch.var(ty.f32, values[number] * values[number] + values[number + 2] * values[number + 2])
         for mask in (4, 8, 16):
             square += prim.shuffle_xor_f32(square, mask)
         with ch.if_(machine.lane < 4):
-            kept[sums.in_tile * GROUP_TOKENS + machine.lane * 2 + number] = square
+            kept[sums.in_tile * GROUP_TOKENS + number] = square
 
 
 @ch.inline

@@ -69,9 +69,8 @@ def emit_pass(machine: PassMachine) -> None:
     with ch.if_(machine.warp >= plan.consumer_warps):
         prim.give_registers()
         with ch.if_(machine.warp == plan.consumer_warps):
-            ch.comment("the weights: a lane an M-tile of the tile")
-            with ch.if_(machine.lane < plan.tile_m_tiles):
-                machine.weights.emit_here()
+            ch.comment("the weights: a lane an M-tile of the tile, the others keep up")
+            machine.weights.emit_here()
         with ch.if_(machine.thread == plan.consumer_threads + 32):
             ch.comment("the activations: one lane")
             machine.activations.emit_here()

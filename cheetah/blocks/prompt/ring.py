@@ -70,6 +70,9 @@ class TileRing:
         cursor = self.of_weights
         barrier = self.full + cursor.stage
         prim.mbarrier_wait(self.empty + cursor.stage, cursor.parity)
+        # All lanes have seen it empty before it is announced. Where nothing of a lane's is waited for, it could be used
+        # and given back before that lane looks, and a parity tells two neighbouring passes apart only.
+        prim.warp_barrier()
         with ch.if_(self.machine.lane == 0):
             prim.mbarrier_arrive_expect_tx(barrier, announced)
         yield self.memory + cursor.stage * self.stage_bytes, barrier

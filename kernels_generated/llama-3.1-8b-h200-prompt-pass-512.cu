@@ -1,0 +1,2201 @@
+// A pass over a prompt of a Llama model in one persistent kernel. Generated; do not edit.
+// Regenerate with: cheetah generate llama-3.1-8b --prompt-pass 512
+//
+// model: hidden 4096, ffn 14336, vocab 128256, heads 32, kv_heads 8, head_dim 128, layers 32
+// machine: h200, 132 blocks of 384 threads
+// pass: tokens 512, tile_tokens 256, warpgroups 2, stages 4, cut_tokens 512, key_tile 64, trace False
+// beside a decode kernel of: consumer_warps 8, stage_bytes 16384, stages 12, in_flight 4, in_flight_waiting 3, producer_warps 4, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 2, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 8, start_residual 0, start_gate_up 8, start_head 8, trace False
+// shared memory:
+//     offset    bytes  region
+//          0   196608  ring
+//     196608       64  ring_barriers
+//     196672        4  block_waits
+//     196688     2048  scales
+//     198736     8192  squares
+//              206928  total
+//              232448  a block has, 25520 free
+
+#ifdef CHEETAH_EMULATOR
+#include "cheetah_emulator.h"
+#else
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef unsigned int uint32_t;
+typedef unsigned long uint64_t;
+typedef int int32_t;
+typedef long int64_t;
+struct bf16 { uint16_t bits; };
+
+__device__ __forceinline__ uint8_t* shared_arena() {
+  extern __shared__ __align__(1024) uint8_t cheetah_shared_memory[];
+  return cheetah_shared_memory;
+}
+
+__device__ __forceinline__ void block_barrier() {
+  __syncthreads();
+}
+
+__device__ __forceinline__ void named_barrier(uint32_t id, uint32_t threads) {
+  asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+}
+
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+}
+
+__device__ __forceinline__ uint32_t renewed_u32(uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
+__device__ __forceinline__ void warp_barrier() {
+  __syncwarp();
+}
+
+__device__ __forceinline__ float shuffle_xor_f32(float value, uint32_t mask) {
+  return __shfl_xor_sync(0xffffffffu, value, mask);
+}
+
+__device__ __forceinline__ uint32_t shuffle_xor_u32(uint32_t value, uint32_t mask) {
+  return __shfl_xor_sync(0xffffffffu, value, mask);
+}
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return (uint32_t)__cvta_generic_to_shared(pointer);
+}
+
+__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
+    :: "r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_fence_init() {
+  asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+    :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
+  asm volatile(
+    "{\n\t.reg .pred done;\n\t"
+    "again:\n\t"
+    "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
+    "@!done bra again;\n\t}"
+    :: "r"(shared_address(barrier)), "r"(parity) : "memory");
+}
+
+__device__ __forceinline__ void bulk_copy(void* destination, const void* source, uint32_t bytes, uint64_t* barrier) {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+    "[%0], [%1], %2, [%3], %4;"
+    :: "r"(shared_address(destination)), "l"(source), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+    : "memory");
+}
+
+__device__ __forceinline__ void fence_proxy_async() {
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+__device__ __forceinline__ void add_release_u64(uint64_t* place, uint64_t value) {
+  asm volatile("red.release.gpu.global.add.u64 [%0], %1;" :: "l"(place), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ void wait_at_least_u64(const uint64_t* place, uint64_t value) {
+  uint64_t seen;
+  do {
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(place) : "memory");
+  } while (seen < value);
+}
+
+__device__ __forceinline__ uint32_t load_constant_u32(const void* place) {
+  uint32_t result;
+  asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(result) : "l"(place));
+  return result;
+}
+
+__device__ __forceinline__ float bits_float(uint32_t bits) {
+  return __uint_as_float(bits);
+}
+
+__device__ __forceinline__ float bf16_to_f32(bf16 value) {
+  return __uint_as_float((uint32_t)value.bits << 16);
+}
+
+__device__ __forceinline__ bf16 f32_to_bf16(float value) {
+  bf16 result;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
+  return result;
+}
+
+__device__ __forceinline__ uint32_t pack_bf16x2(float low, float high) {
+  uint32_t result;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+
+__device__ __forceinline__ uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) {
+  return __byte_perm(a, b, selector);
+}
+
+__device__ __forceinline__ float exp2_f32(float value) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+
+__device__ __forceinline__ float exp_f32(float value) {
+  return __expf(value);
+}
+
+__device__ __forceinline__ float rsqrt_f32(float value) {
+  return rsqrtf(value);
+}
+
+__device__ __forceinline__ float divide_f32(float a, float b) {
+  return __fdividef(a, b);
+}
+
+__device__ __forceinline__ float maximum_f32(float a, float b) {
+  return fmaxf(a, b);
+}
+
+__device__ __forceinline__ uint4 make_u32x4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
+  return make_uint4(x, y, z, w);
+}
+
+__device__ __forceinline__ uint64_t matrix_descriptor(const void* start, uint32_t leading_bytes, uint32_t stride_bytes) {
+  return (uint64_t)((shared_address(start) & 0x3ffff) >> 4) | (uint64_t)(leading_bytes >> 4) << 16
+    | (uint64_t)(stride_bytes >> 4) << 32;
+}
+
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wgmma_wait_all() {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+
+__device__ __forceinline__ void wgmma_wait_but_one() {
+  asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+}
+
+__device__ __forceinline__ void wgmma_bf16_n64(float (&sums)[32], uint4 a, uint64_t b, uint32_t accumulate) {
+  asm volatile("{\n\t.reg .pred p;\n\t"
+    "setp.ne.b32 p, %37, 0;\n\t"
+    "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+    "{%32, %33, %34, %35}, %36, p, 1, 1, 0;\n\t}"
+    : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]), "+f"(sums[5]), "+f"(sums[6]), "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]), "+f"(sums[10]), "+f"(sums[11]), "+f"(sums[12]), "+f"(sums[13]), "+f"(sums[14]), "+f"(sums[15]), "+f"(sums[16]), "+f"(sums[17]), "+f"(sums[18]), "+f"(sums[19]), "+f"(sums[20]), "+f"(sums[21]), "+f"(sums[22]), "+f"(sums[23]), "+f"(sums[24]), "+f"(sums[25]), "+f"(sums[26]), "+f"(sums[27]), "+f"(sums[28]), "+f"(sums[29]), "+f"(sums[30]), "+f"(sums[31])
+    : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(accumulate));
+}
+
+__device__ __forceinline__ void wgmma_bf16_n256(float (&sums)[128], uint4 a, uint64_t b, uint32_t accumulate) {
+  asm volatile("{\n\t.reg .pred p;\n\t"
+    "setp.ne.b32 p, %133, 0;\n\t"
+    "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
+    "{%128, %129, %130, %131}, %132, p, 1, 1, 0;\n\t}"
+    : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]), "+f"(sums[5]), "+f"(sums[6]), "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]), "+f"(sums[10]), "+f"(sums[11]), "+f"(sums[12]), "+f"(sums[13]), "+f"(sums[14]), "+f"(sums[15]), "+f"(sums[16]), "+f"(sums[17]), "+f"(sums[18]), "+f"(sums[19]), "+f"(sums[20]), "+f"(sums[21]), "+f"(sums[22]), "+f"(sums[23]), "+f"(sums[24]), "+f"(sums[25]), "+f"(sums[26]), "+f"(sums[27]), "+f"(sums[28]), "+f"(sums[29]), "+f"(sums[30]), "+f"(sums[31]), "+f"(sums[32]), "+f"(sums[33]), "+f"(sums[34]), "+f"(sums[35]), "+f"(sums[36]), "+f"(sums[37]), "+f"(sums[38]), "+f"(sums[39]), "+f"(sums[40]), "+f"(sums[41]), "+f"(sums[42]), "+f"(sums[43]), "+f"(sums[44]), "+f"(sums[45]), "+f"(sums[46]), "+f"(sums[47]), "+f"(sums[48]), "+f"(sums[49]), "+f"(sums[50]), "+f"(sums[51]), "+f"(sums[52]), "+f"(sums[53]), "+f"(sums[54]), "+f"(sums[55]), "+f"(sums[56]), "+f"(sums[57]), "+f"(sums[58]), "+f"(sums[59]), "+f"(sums[60]), "+f"(sums[61]), "+f"(sums[62]), "+f"(sums[63]), "+f"(sums[64]), "+f"(sums[65]), "+f"(sums[66]), "+f"(sums[67]), "+f"(sums[68]), "+f"(sums[69]), "+f"(sums[70]), "+f"(sums[71]), "+f"(sums[72]), "+f"(sums[73]), "+f"(sums[74]), "+f"(sums[75]), "+f"(sums[76]), "+f"(sums[77]), "+f"(sums[78]), "+f"(sums[79]), "+f"(sums[80]), "+f"(sums[81]), "+f"(sums[82]), "+f"(sums[83]), "+f"(sums[84]), "+f"(sums[85]), "+f"(sums[86]), "+f"(sums[87]), "+f"(sums[88]), "+f"(sums[89]), "+f"(sums[90]), "+f"(sums[91]), "+f"(sums[92]), "+f"(sums[93]), "+f"(sums[94]), "+f"(sums[95]), "+f"(sums[96]), "+f"(sums[97]), "+f"(sums[98]), "+f"(sums[99]), "+f"(sums[100]), "+f"(sums[101]), "+f"(sums[102]), "+f"(sums[103]), "+f"(sums[104]), "+f"(sums[105]), "+f"(sums[106]), "+f"(sums[107]), "+f"(sums[108]), "+f"(sums[109]), "+f"(sums[110]), "+f"(sums[111]), "+f"(sums[112]), "+f"(sums[113]), "+f"(sums[114]), "+f"(sums[115]), "+f"(sums[116]), "+f"(sums[117]), "+f"(sums[118]), "+f"(sums[119]), "+f"(sums[120]), "+f"(sums[121]), "+f"(sums[122]), "+f"(sums[123]), "+f"(sums[124]), "+f"(sums[125]), "+f"(sums[126]), "+f"(sums[127])
+    : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(accumulate));
+}
+
+__device__ __forceinline__ void wgmma_bf16_n128_transposed(float (&sums)[64], uint4 a, uint64_t b, uint32_t accumulate) {
+  asm volatile("{\n\t.reg .pred p;\n\t"
+    "setp.ne.b32 p, %69, 0;\n\t"
+    "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+    "{%64, %65, %66, %67}, %68, p, 1, 1, 1;\n\t}"
+    : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]), "+f"(sums[5]), "+f"(sums[6]), "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]), "+f"(sums[10]), "+f"(sums[11]), "+f"(sums[12]), "+f"(sums[13]), "+f"(sums[14]), "+f"(sums[15]), "+f"(sums[16]), "+f"(sums[17]), "+f"(sums[18]), "+f"(sums[19]), "+f"(sums[20]), "+f"(sums[21]), "+f"(sums[22]), "+f"(sums[23]), "+f"(sums[24]), "+f"(sums[25]), "+f"(sums[26]), "+f"(sums[27]), "+f"(sums[28]), "+f"(sums[29]), "+f"(sums[30]), "+f"(sums[31]), "+f"(sums[32]), "+f"(sums[33]), "+f"(sums[34]), "+f"(sums[35]), "+f"(sums[36]), "+f"(sums[37]), "+f"(sums[38]), "+f"(sums[39]), "+f"(sums[40]), "+f"(sums[41]), "+f"(sums[42]), "+f"(sums[43]), "+f"(sums[44]), "+f"(sums[45]), "+f"(sums[46]), "+f"(sums[47]), "+f"(sums[48]), "+f"(sums[49]), "+f"(sums[50]), "+f"(sums[51]), "+f"(sums[52]), "+f"(sums[53]), "+f"(sums[54]), "+f"(sums[55]), "+f"(sums[56]), "+f"(sums[57]), "+f"(sums[58]), "+f"(sums[59]), "+f"(sums[60]), "+f"(sums[61]), "+f"(sums[62]), "+f"(sums[63])
+    : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(accumulate));
+}
+#endif
+
+constexpr uint32_t RING_BARRIERS = 196608;
+constexpr uint32_t RING = 0;
+constexpr uint32_t SCALES = 196688;
+constexpr uint32_t SQUARES = 198736;
+
+// The next stage of the ring; behind the last comes the first, in the next pass.
+__device__ __forceinline__ void advance(uint32_t& stage, uint32_t& parity) {
+  stage += 1;
+  if (stage == 4) {
+    stage = 0;
+    parity ^= 1;
+  }
+}
+
+// In the weights role: a lane an M-tile, 64 columns a stage.
+__device__ __forceinline__ void copy_weights(uint32_t lane, uint32_t block, uint32_t token_tiles,
+    const uint8_t* weights, uint32_t layer, uint64_t* full, uint32_t& weights_stage, uint64_t* empty,
+    uint32_t& weights_parity, uint8_t* ring) {
+  uint32_t lane_2 = lane;
+  #pragma unroll 1
+  for (uint32_t tile = block; tile < token_tiles * 48; tile += 132) {
+    uint32_t row_tile = tile / token_tiles;
+    uint32_t first = row_tile * 8;
+    uint32_t count = 384 - first < 8 ? 384 - first : 8;
+    uint32_t m_tile = first + lane_2 < 383 ? first + lane_2 : 383;
+    uint32_t wave = m_tile / 132;
+    uint32_t position = m_tile % 132;
+    uint32_t width = 132 - wave / 2 * 12;
+    uint64_t wave_bytes = (uint64_t)(wave) * 17301504;
+    #pragma unroll 1
+    for (uint32_t chunk = 0; chunk < 8; ++chunk) {
+      const uint8_t* source = weights + (uint64_t)(layer) * 436207616 + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
+      #pragma unroll 1
+      for (uint32_t k_tile = 0; k_tile < 16; k_tile += 2) {
+        uint32_t size = (16 - k_tile < 2 ? 16 - k_tile : 2) * 1024;
+        uint64_t* barrier = full + weights_stage;
+        mbarrier_wait(empty + weights_stage, weights_parity);
+        warp_barrier();
+        if (lane == 0) {
+          mbarrier_arrive_expect_tx(barrier, size * count);
+        }
+        if (lane < count) {
+          bulk_copy(ring + weights_stage * 49152 + lane * 2048, source + k_tile * 1024, size, barrier);
+        }
+        advance(weights_stage, weights_parity);
+      }
+    }
+  }
+}
+
+// In the weights role, which brings nothing here, but whose arrival is needed.
+__device__ __forceinline__ void copy_nothing(uint32_t block, uint32_t tile_count, const int32_t* tiles, uint64_t* full,
+    uint32_t& weights_stage, uint64_t* empty, uint32_t& weights_parity, uint32_t lane) {
+  #pragma unroll 1
+  for (uint32_t tile = block; tile < tile_count * 32; tile += 132) {
+    uint4 of_tile = ((const uint4*)(tiles))[tile / 32];
+    uint32_t end = (of_tile.y + of_tile.z + 63) / 64;
+    #pragma unroll 1
+    for (uint32_t i = 0; i < end; ++i) {
+      uint64_t* barrier = full + weights_stage;
+      mbarrier_wait(empty + weights_stage, weights_parity);
+      warp_barrier();
+      if (lane == 0) {
+        mbarrier_arrive_expect_tx(barrier, 0);
+      }
+      advance(weights_stage, weights_parity);
+    }
+  }
+}
+
+// In the weights role: a lane an M-tile, 64 columns a stage.
+__device__ __forceinline__ void copy_weights_2(uint32_t lane, uint32_t block, uint32_t token_tiles,
+    const uint8_t* weights, uint32_t layer, uint64_t* full, uint32_t& weights_stage, uint64_t* empty,
+    uint32_t& weights_parity, uint8_t* ring) {
+  uint32_t lane_2 = lane;
+  #pragma unroll 1
+  for (uint32_t tile = block; tile < token_tiles * 64; tile += 132) {
+    uint32_t row_tile = tile / token_tiles / 2;
+    uint32_t part = tile / token_tiles % 2;
+    uint32_t first = row_tile * 8;
+    uint32_t count = 256 - first < 8 ? 256 - first : 8;
+    uint32_t m_tile = first + lane_2 < 255 ? first + lane_2 : 255;
+    uint32_t wave = m_tile / 132;
+    uint32_t position = m_tile % 132;
+    uint32_t width = 132 - wave * 8;
+    uint64_t wave_bytes = (uint64_t)(wave) * 17301504;
+    #pragma unroll 1
+    for (uint32_t chunk = part * 4; chunk < (part + 1) * 4; ++chunk) {
+      const uint8_t* source = weights + ((uint64_t)(layer) * 436207616 + 50331648) + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
+      #pragma unroll 1
+      for (uint32_t k_tile = 0; k_tile < 16; k_tile += 2) {
+        uint32_t size = (16 - k_tile < 2 ? 16 - k_tile : 2) * 1024;
+        uint64_t* barrier = full + weights_stage;
+        mbarrier_wait(empty + weights_stage, weights_parity);
+        warp_barrier();
+        if (lane == 0) {
+          mbarrier_arrive_expect_tx(barrier, size * count);
+        }
+        if (lane < count) {
+          bulk_copy(ring + weights_stage * 49152 + lane * 2048, source + k_tile * 1024, size, barrier);
+        }
+        advance(weights_stage, weights_parity);
+      }
+    }
+  }
+}
+
+// In the weights role: a lane an M-tile, 64 columns a stage.
+__device__ __forceinline__ void copy_weights_3(uint32_t lane, uint32_t block, uint32_t token_tiles,
+    const uint8_t* weights, uint32_t layer, uint64_t* full, uint32_t& weights_stage, uint64_t* empty,
+    uint32_t& weights_parity, uint8_t* ring) {
+  uint32_t lane_2 = lane;
+  #pragma unroll 1
+  for (uint32_t tile = block; tile < token_tiles * 224; tile += 132) {
+    uint32_t row_tile = tile / token_tiles;
+    uint32_t first = row_tile * 8;
+    uint32_t count = 1792 - first < 8 ? 1792 - first : 8;
+    uint32_t m_tile = first + lane_2 < 1791 ? first + lane_2 : 1791;
+    uint32_t wave = m_tile / 132;
+    uint32_t position = m_tile % 132;
+    uint32_t width = 132 - wave / 13 * 56;
+    uint64_t wave_bytes = (uint64_t)(wave) * 17301504;
+    #pragma unroll 1
+    for (uint32_t chunk = 0; chunk < 8; ++chunk) {
+      const uint8_t* source = weights + ((uint64_t)(layer) * 436207616 + 83886080) + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
+      #pragma unroll 1
+      for (uint32_t k_tile = 0; k_tile < 16; k_tile += 2) {
+        uint32_t size = (16 - k_tile < 2 ? 16 - k_tile : 2) * 1024;
+        uint64_t* barrier = full + weights_stage;
+        mbarrier_wait(empty + weights_stage, weights_parity);
+        warp_barrier();
+        if (lane == 0) {
+          mbarrier_arrive_expect_tx(barrier, size * count);
+        }
+        if (lane < count) {
+          bulk_copy(ring + weights_stage * 49152 + lane * 2048, source + k_tile * 1024, size, barrier);
+        }
+        advance(weights_stage, weights_parity);
+      }
+    }
+  }
+}
+
+// In the weights role: a lane an M-tile, 64 columns a stage.
+__device__ __forceinline__ void copy_weights_4(uint32_t lane, uint32_t block, uint32_t token_tiles,
+    const uint8_t* weights, uint32_t layer, uint64_t* full, uint32_t& weights_stage, uint64_t* empty,
+    uint32_t& weights_parity, uint8_t* ring) {
+  uint32_t lane_2 = lane;
+  #pragma unroll 1
+  for (uint32_t tile = block; tile < token_tiles * 64; tile += 132) {
+    uint32_t row_tile = tile / token_tiles / 2;
+    uint32_t part = tile / token_tiles % 2;
+    uint32_t first = row_tile * 8;
+    uint32_t count = 256 - first < 8 ? 256 - first : 8;
+    uint32_t m_tile = first + lane_2 < 255 ? first + lane_2 : 255;
+    uint32_t wave = m_tile / 132;
+    uint32_t position = m_tile % 132;
+    uint32_t width = 132 - wave * 8;
+    uint64_t wave_bytes = (uint64_t)(wave) * 60555264;
+    #pragma unroll 1
+    for (uint32_t chunk = part * 14; chunk < (part + 1) * 14; ++chunk) {
+      const uint8_t* source = weights + ((uint64_t)(layer) * 436207616 + 318767104) + (wave_bytes + (uint64_t)(width * chunk * 16384 + position * 16384));
+      #pragma unroll 1
+      for (uint32_t k_tile = 0; k_tile < 16; k_tile += 2) {
+        uint32_t size = (16 - k_tile < 2 ? 16 - k_tile : 2) * 1024;
+        uint64_t* barrier = full + weights_stage;
+        mbarrier_wait(empty + weights_stage, weights_parity);
+        warp_barrier();
+        if (lane == 0) {
+          mbarrier_arrive_expect_tx(barrier, size * count);
+        }
+        if (lane < count) {
+          bulk_copy(ring + weights_stage * 49152 + lane * 2048, source + k_tile * 1024, size, barrier);
+        }
+        advance(weights_stage, weights_parity);
+      }
+    }
+  }
+}
+
+// In the activations role.
+__device__ __forceinline__ void copy_activations(uint32_t block, uint32_t token_tiles, uint8_t* workspace,
+    uint64_t* full, uint32_t& activations_stage, uint64_t* empty, uint32_t& activations_parity, uint8_t* ring) {
+  #pragma unroll 1
+  for (uint32_t tile = block; tile < token_tiles * 48; tile += 132) {
+    uint32_t token_tile = tile % token_tiles;
+    uint32_t row_tile = tile / token_tiles;
+    uint8_t* source = workspace + 8389632 + token_tile * 16384;
+    #pragma unroll 1
+    for (uint32_t k_tile = 0; k_tile < 128; k_tile += 2) {
+      uint32_t count = 128 - k_tile < 2 ? 128 - k_tile : 2;
+      uint64_t* barrier = full + activations_stage;
+      mbarrier_wait(empty + activations_stage, activations_parity);
+      mbarrier_arrive_expect_tx(barrier, count * 16384);
+      #pragma unroll 1
+      for (uint32_t number = 0; number < count; ++number) {
+        uint8_t* place = ring + activations_stage * 49152 + (16384 + number * 16384);
+        uint64_t k_bytes = (uint64_t)(k_tile + number) * 32768;
+        bulk_copy(place, source + k_bytes, 16384, barrier);
+      }
+      advance(activations_stage, activations_parity);
+    }
+  }
+}
+
+// In the activations role: keys and values, a stage for each tile of them.
+__device__ __forceinline__ void copy_keys(uint32_t block, uint32_t tile_count, const int32_t* tiles, uint64_t* full,
+    uint32_t& activations_stage, uint64_t* empty, uint32_t& activations_parity, uint8_t* ring, uint8_t* workspace) {
+  #pragma unroll 1
+  for (uint32_t tile = block; tile < tile_count * 32; tile += 132) {
+    uint4 of_tile = ((const uint4*)(tiles))[tile / 32];
+    uint32_t end = (of_tile.y + of_tile.z + 63) / 64;
+    uint32_t kv_head = tile % 32 / 4;
+    #pragma unroll 1
+    for (uint32_t key_tile = 0; key_tile < end; ++key_tile) {
+      uint64_t place = (uint64_t)(kv_head * 1280 + (of_tile.w + key_tile * 64) / 8) * 2048 + (uint64_t)((of_tile.w + key_tile * 64) % 8 * 16);
+      uint64_t* barrier = full + activations_stage;
+      mbarrier_wait(empty + activations_stage, activations_parity);
+      mbarrier_arrive_expect_tx(barrier, 32768);
+      bulk_copy(ring + activations_stage * 49152, workspace + 16876544 + place, 16384, barrier);
+      bulk_copy(ring + activations_stage * 49152 + 16384, workspace + 37848064 + place, 16384, barrier);
+      advance(activations_stage, activations_parity);
+    }
+  }
+}
+
+// In the activations role.
+__device__ __forceinline__ void copy_activations_2(uint32_t block, uint32_t token_tiles, uint8_t* workspace,
+    uint64_t* full, uint32_t& activations_stage, uint64_t* empty, uint32_t& activations_parity, uint8_t* ring) {
+  #pragma unroll 1
+  for (uint32_t tile = block; tile < token_tiles * 64; tile += 132) {
+    uint32_t token_tile = tile % token_tiles;
+    uint32_t row_tile = tile / token_tiles / 2;
+    uint32_t part = tile / token_tiles % 2;
+    uint8_t* source = workspace + 58819584 + token_tile * 16384;
+    uint32_t end = (part + 1) * 64;
+    #pragma unroll 1
+    for (uint32_t k_tile = part * 64; k_tile < end; k_tile += 2) {
+      uint32_t count = end - k_tile < 2 ? end - k_tile : 2;
+      uint64_t* barrier = full + activations_stage;
+      mbarrier_wait(empty + activations_stage, activations_parity);
+      mbarrier_arrive_expect_tx(barrier, count * 16384);
+      #pragma unroll 1
+      for (uint32_t number = 0; number < count; ++number) {
+        uint8_t* place = ring + activations_stage * 49152 + (16384 + number * 16384);
+        uint64_t k_bytes = (uint64_t)(k_tile + number) * 32768;
+        bulk_copy(place, source + k_bytes, 16384, barrier);
+      }
+      advance(activations_stage, activations_parity);
+    }
+  }
+}
+
+// In the activations role.
+__device__ __forceinline__ void copy_activations_3(uint32_t block, uint32_t token_tiles, uint8_t* workspace,
+    uint64_t* full, uint32_t& activations_stage, uint64_t* empty, uint32_t& activations_parity, uint8_t* ring) {
+  #pragma unroll 1
+  for (uint32_t tile = block; tile < token_tiles * 224; tile += 132) {
+    uint32_t token_tile = tile % token_tiles;
+    uint32_t row_tile = tile / token_tiles;
+    uint8_t* source = workspace + 8389632 + token_tile * 16384;
+    #pragma unroll 1
+    for (uint32_t k_tile = 0; k_tile < 128; k_tile += 2) {
+      uint32_t count = 128 - k_tile < 2 ? 128 - k_tile : 2;
+      uint64_t* barrier = full + activations_stage;
+      mbarrier_wait(empty + activations_stage, activations_parity);
+      mbarrier_arrive_expect_tx(barrier, count * 16384);
+      #pragma unroll 1
+      for (uint32_t number = 0; number < count; ++number) {
+        uint8_t* place = ring + activations_stage * 49152 + (16384 + number * 16384);
+        uint64_t k_bytes = (uint64_t)(k_tile + number) * 32768;
+        bulk_copy(place, source + k_bytes, 16384, barrier);
+      }
+      advance(activations_stage, activations_parity);
+    }
+  }
+}
+
+// In the activations role.
+__device__ __forceinline__ void copy_activations_4(uint32_t block, uint32_t token_tiles, uint8_t* workspace,
+    uint64_t* full, uint32_t& activations_stage, uint64_t* empty, uint32_t& activations_parity, uint8_t* ring) {
+  #pragma unroll 1
+  for (uint32_t tile = block; tile < token_tiles * 64; tile += 132) {
+    uint32_t token_tile = tile % token_tiles;
+    uint32_t row_tile = tile / token_tiles / 2;
+    uint32_t part = tile / token_tiles % 2;
+    uint8_t* source = workspace + 63013888 + token_tile * 16384;
+    uint32_t end = (part + 1) * 224;
+    #pragma unroll 1
+    for (uint32_t k_tile = part * 224; k_tile < end; k_tile += 2) {
+      uint32_t count = end - k_tile < 2 ? end - k_tile : 2;
+      uint64_t* barrier = full + activations_stage;
+      mbarrier_wait(empty + activations_stage, activations_parity);
+      mbarrier_arrive_expect_tx(barrier, count * 16384);
+      #pragma unroll 1
+      for (uint32_t number = 0; number < count; ++number) {
+        uint8_t* place = ring + activations_stage * 49152 + (16384 + number * 16384);
+        uint64_t k_bytes = (uint64_t)(k_tile + number) * 32768;
+        bulk_copy(place, source + k_bytes, 16384, barrier);
+      }
+      advance(activations_stage, activations_parity);
+    }
+  }
+}
+
+// The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
+__device__ __forceinline__ void store_rows(uint8_t* into, uint32_t lane, float value, float (&weights)[2],
+    float value_2, float value_3, float value_4, uint32_t m_tile, uint32_t group) {
+  uint2 words;
+  bool is_odd = lane / 4 % 2 != 0;
+  uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(value)) * weights[0], bf16_to_f32(f32_to_bf16(value_2)) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(value_3)) * weights[0], bf16_to_f32(f32_to_bf16(value_4)) * weights[1]);
+  uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(value_3)) * weights[0], bf16_to_f32(f32_to_bf16(value_4)) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(value)) * weights[0], bf16_to_f32(f32_to_bf16(value_2)) * weights[1]), 4);
+  uint32_t even = is_odd ? other : mine;
+  uint32_t odd = is_odd ? mine : other;
+  uint32_t low = byte_permute(even, odd, 21520);
+  uint32_t high = byte_permute(even, odd, 30258);
+  words.x = low;
+  words.y = high;
+  uint32_t k_tile = m_tile / 2;
+  uint32_t half = m_tile % 2;
+  uint32_t row = lane / 4;
+  uint32_t token = lane % 4 * 2 + lane / 4 % 2;
+  uint64_t block = (uint64_t)(k_tile * 64 + group) * 512;
+  uint8_t* place = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
+  ((uint2*)(place))[0] = words;
+}
+
+// Every token's sum over the row tile: its M-tiles in order.
+__device__ __forceinline__ void end(uint32_t row_tile, uint32_t token_tile, uint32_t thread, uint8_t* arena,
+    uint8_t* workspace) {
+  named_barrier(1, 256);
+  if (thread < 32) {
+    float* kept = (float*)(arena + SQUARES) + thread;
+    uint32_t count = 256 - row_tile * 8 < 8 ? 256 - row_tile * 8 : 8;
+    float total = 0.0f;
+    #pragma unroll 1
+    for (uint32_t m_tile = 0; m_tile < count; ++m_tile) {
+      total += kept[m_tile * 32];
+    }
+    uint32_t token = token_tile * 32 + thread;
+    ((float*)(workspace + 12583936))[row_tile * 512 + token] = total;
+  }
+  named_barrier(1, 256);
+}
+
+// The tokens' embeddings as the first residual stream.
+__device__ __forceinline__ void embed(uint32_t block, uint32_t of_few, uint32_t warp, uint32_t lane, const bf16* norms,
+    const int32_t* ids, const bf16* embedding, uint8_t* workspace, uint8_t* arena, uint32_t thread) {
+  #pragma unroll 1
+  for (uint32_t tile = block; tile < of_few * 32; tile += 132) {
+    uint32_t row_tile = tile / of_few;
+    uint32_t token_tile = tile % of_few;
+    uint32_t m_tile = row_tile * 8 + warp;
+    if (m_tile < 256) {
+      uint32_t row = m_tile * 16 + lane / 4;
+      float weights[2];
+      weights[0] = bf16_to_f32(norms[row]);
+      weights[1] = bf16_to_f32(norms[row + 8]);
+      #pragma unroll
+      for (uint32_t group = 0; group < 4; ++group) {
+        uint32_t group_2 = token_tile * 4 + group;
+        uint32_t token = group_2 * 8 + lane % 4 * 2;
+        uint32_t token_id = load_constant_u32(ids + token);
+        uint32_t of_row = m_tile * 16 + lane / 4;
+        uint64_t place = (uint64_t)(token_id) * 4096 + (uint64_t)(of_row < 4095 ? of_row : 4095);
+        float value = of_row < 4096 ? bf16_to_f32(embedding[place]) : 0.0f;
+        float value_2 = value;
+        uint32_t token_2 = group_2 * 8 + lane % 4 * 2 + 1;
+        uint32_t token_id_2 = load_constant_u32(ids + token_2);
+        uint32_t of_row_2 = m_tile * 16 + lane / 4;
+        uint64_t place_2 = (uint64_t)(token_id_2) * 4096 + (uint64_t)(of_row_2 < 4095 ? of_row_2 : 4095);
+        float value_3 = of_row_2 < 4096 ? bf16_to_f32(embedding[place_2]) : 0.0f;
+        float value_4 = value_3;
+        uint32_t token_3 = group_2 * 8 + lane % 4 * 2;
+        uint32_t token_id_3 = load_constant_u32(ids + token_3);
+        uint32_t of_row_3 = m_tile * 16 + lane / 4 + 8;
+        uint64_t place_3 = (uint64_t)(token_id_3) * 4096 + (uint64_t)(of_row_3 < 4095 ? of_row_3 : 4095);
+        float value_5 = of_row_3 < 4096 ? bf16_to_f32(embedding[place_3]) : 0.0f;
+        float value_6 = value_5;
+        uint32_t token_4 = group_2 * 8 + lane % 4 * 2 + 1;
+        uint32_t token_id_4 = load_constant_u32(ids + token_4);
+        uint32_t of_row_4 = m_tile * 16 + lane / 4 + 8;
+        uint64_t place_4 = (uint64_t)(token_id_4) * 4096 + (uint64_t)(of_row_4 < 4095 ? of_row_4 : 4095);
+        float value_7 = of_row_4 < 4096 ? bf16_to_f32(embedding[place_4]) : 0.0f;
+        float value_8 = value_7;
+        uint64_t place_5 = ((uint64_t)(m_tile) * 64 + (uint64_t)(group_2)) * 32;
+        float4 kept;
+        kept.x = value_2;
+        kept.y = value_4;
+        kept.z = value_6;
+        kept.w = value_8;
+        ((float4*)((float*)(workspace + 1024)))[place_5 + (uint64_t)(lane)] = kept;
+        float* of_lane = (float*)(arena + SQUARES) + (warp * 32 + lane * 2);
+        float* kept_2 = of_lane;
+        float square = bf16_to_f32(f32_to_bf16(value_2)) * bf16_to_f32(f32_to_bf16(value_2)) + bf16_to_f32(f32_to_bf16(value_6)) * bf16_to_f32(f32_to_bf16(value_6));
+        square += shuffle_xor_f32(square, 4);
+        square += shuffle_xor_f32(square, 8);
+        square += shuffle_xor_f32(square, 16);
+        if (lane < 4) {
+          kept_2[group * 8] = square;
+        }
+        float square_2 = bf16_to_f32(f32_to_bf16(value_4)) * bf16_to_f32(f32_to_bf16(value_4)) + bf16_to_f32(f32_to_bf16(value_8)) * bf16_to_f32(f32_to_bf16(value_8));
+        square_2 += shuffle_xor_f32(square_2, 4);
+        square_2 += shuffle_xor_f32(square_2, 8);
+        square_2 += shuffle_xor_f32(square_2, 16);
+        if (lane < 4) {
+          kept_2[group * 8 + 1] = square_2;
+        }
+        store_rows(workspace + 8389632, lane, value_4, weights, value_8, value_2, value_6, m_tile, group_2);
+      }
+    }
+    end(row_tile, token_tile, thread, arena, workspace);
+  }
+}
+
+// In the consumer role: all tiles of this block.
+__device__ __forceinline__ void attend(uint32_t block, uint32_t tile_count, const int32_t* tiles, uint32_t warp,
+    uint8_t* workspace, uint32_t lane, uint32_t& stage, uint64_t* full, uint32_t& parity, uint8_t* ring,
+    uint64_t* empty) {
+  #pragma unroll 1
+  for (uint32_t tile = block; tile < tile_count * 32; tile += 132) {
+    uint4 of_tile = ((const uint4*)(tiles))[tile / 32];
+    uint32_t end = (of_tile.y + of_tile.z + 63) / 64;
+    uint32_t head = tile % 32;
+    uint32_t first_of_warp = warp * 16;
+    uint4 queries[8];
+    uint8_t* first = workspace + 12649472 + (uint64_t)((head * 32 + (of_tile.x + first_of_warp) / 16) * 8) * 512;
+    const uint4* words = (const uint4*)(first);
+    queries[0] = words[lane];
+    queries[1] = words[32 + lane];
+    queries[2] = words[64 + lane];
+    queries[3] = words[96 + lane];
+    queries[4] = words[128 + lane];
+    queries[5] = words[160 + lane];
+    queries[6] = words[192 + lane];
+    queries[7] = words[224 + lane];
+    uint32_t first_row = of_tile.y + first_of_warp;
+    uint32_t position = first_row + lane / 4;
+    float largest[2];
+    float shrinks[2];
+    float sums[2] = {};
+    largest[0] = -bits_float(0x7f800000);
+    largest[1] = -bits_float(0x7f800000);
+    float output[64] = {};
+    float logits[32];
+    uint4 even[4];
+    uint4 odd[4];
+    uint32_t previous = stage;
+    mbarrier_wait(full + stage, parity);
+    uint8_t* memory = ring + stage * 49152;
+    uint64_t keys = matrix_descriptor(memory, 128, 2048);
+    wgmma_fence();
+    wgmma_bf16_n64(logits, queries[0], keys, 0);
+    uint64_t place = keys + 16;
+    wgmma_bf16_n64(logits, queries[1], place, 1);
+    uint64_t place_2 = keys + 32;
+    wgmma_bf16_n64(logits, queries[2], place_2, 1);
+    uint64_t place_3 = keys + 48;
+    wgmma_bf16_n64(logits, queries[3], place_3, 1);
+    uint64_t place_4 = keys + 64;
+    wgmma_bf16_n64(logits, queries[4], place_4, 1);
+    uint64_t place_5 = keys + 80;
+    wgmma_bf16_n64(logits, queries[5], place_5, 1);
+    uint64_t place_6 = keys + 96;
+    wgmma_bf16_n64(logits, queries[6], place_6, 1);
+    uint64_t place_7 = keys + 112;
+    wgmma_bf16_n64(logits, queries[7], place_7, 1);
+    wgmma_commit();
+    advance(stage, parity);
+    wgmma_wait_all();
+    bool partial = 63 > first_row;
+    if (partial) {
+      #pragma unroll
+      for (uint32_t group = 0; group < 8; ++group) {
+        uint32_t key = group * 8 + lane % 4 * 2;
+        bool seen = key <= position;
+        uint32_t place_8 = group * 4;
+        logits[place_8] = seen ? logits[place_8] : -bits_float(0x7f800000);
+        uint32_t key_2 = group * 8 + lane % 4 * 2 + 1;
+        bool seen_2 = key_2 <= position;
+        uint32_t place_9 = group * 4 + 1;
+        logits[place_9] = seen_2 ? logits[place_9] : -bits_float(0x7f800000);
+        uint32_t key_3 = group * 8 + lane % 4 * 2;
+        uint32_t position_2 = position + 8;
+        bool seen_3 = key_3 <= position_2;
+        uint32_t place_10 = group * 4 + 2;
+        logits[place_10] = seen_3 ? logits[place_10] : -bits_float(0x7f800000);
+        uint32_t key_4 = group * 8 + lane % 4 * 2 + 1;
+        uint32_t position_3 = position + 8;
+        bool seen_4 = key_4 <= position_3;
+        uint32_t place_11 = group * 4 + 3;
+        logits[place_11] = seen_4 ? logits[place_11] : -bits_float(0x7f800000);
+      }
+    }
+    float largest_2 = largest[0];
+    #pragma unroll
+    for (uint32_t group = 0; group < 8; ++group) {
+      largest_2 = maximum_f32(largest_2, logits[group * 4]);
+      largest_2 = maximum_f32(largest_2, logits[group * 4 + 1]);
+    }
+    largest_2 = maximum_f32(largest_2, shuffle_xor_f32(largest_2, 1));
+    largest_2 = maximum_f32(largest_2, shuffle_xor_f32(largest_2, 2));
+    bool seen = largest_2 > -bits_float(0x7f800000);
+    float origin = seen ? largest_2 * 0.12751743f : 0.0f;
+    float shrink = exp2_f32(largest[0] * 0.12751743f - origin);
+    shrinks[0] = largest_2 > largest[0] ? shrink : 1.0f;
+    largest[0] = largest_2;
+    sums[0] = sums[0] * shrinks[0];
+    float largest_3 = largest[1];
+    #pragma unroll
+    for (uint32_t group = 0; group < 8; ++group) {
+      largest_3 = maximum_f32(largest_3, logits[group * 4 + 2]);
+      largest_3 = maximum_f32(largest_3, logits[group * 4 + 3]);
+    }
+    largest_3 = maximum_f32(largest_3, shuffle_xor_f32(largest_3, 1));
+    largest_3 = maximum_f32(largest_3, shuffle_xor_f32(largest_3, 2));
+    bool seen_2 = largest_3 > -bits_float(0x7f800000);
+    float origin_2 = seen_2 ? largest_3 * 0.12751743f : 0.0f;
+    float shrink_2 = exp2_f32(largest[1] * 0.12751743f - origin_2);
+    shrinks[1] = largest_3 > largest[1] ? shrink_2 : 1.0f;
+    largest[1] = largest_3;
+    sums[1] = sums[1] * shrinks[1];
+    #pragma unroll
+    for (uint32_t group = 0; group < 8; ++group) {
+      uint32_t place_8 = group * 4;
+      logits[place_8] = exp2_f32(logits[place_8] * 0.12751743f - origin);
+      sums[0] = sums[0] + logits[place_8];
+      uint32_t place_9 = group * 4 + 1;
+      logits[place_9] = exp2_f32(logits[place_9] * 0.12751743f - origin);
+      sums[0] = sums[0] + logits[place_9];
+      uint32_t place_10 = group * 4 + 2;
+      logits[place_10] = exp2_f32(logits[place_10] * 0.12751743f - origin_2);
+      sums[1] = sums[1] + logits[place_10];
+      uint32_t place_11 = group * 4 + 3;
+      logits[place_11] = exp2_f32(logits[place_11] * 0.12751743f - origin_2);
+      sums[1] = sums[1] + logits[place_11];
+    }
+    even[0] = make_u32x4(pack_bf16x2(logits[0], logits[1]), pack_bf16x2(logits[2], logits[3]), pack_bf16x2(logits[4], logits[5]), pack_bf16x2(logits[6], logits[7]));
+    even[1] = make_u32x4(pack_bf16x2(logits[8], logits[9]), pack_bf16x2(logits[10], logits[11]), pack_bf16x2(logits[12], logits[13]), pack_bf16x2(logits[14], logits[15]));
+    even[2] = make_u32x4(pack_bf16x2(logits[16], logits[17]), pack_bf16x2(logits[18], logits[19]), pack_bf16x2(logits[20], logits[21]), pack_bf16x2(logits[22], logits[23]));
+    even[3] = make_u32x4(pack_bf16x2(logits[24], logits[25]), pack_bf16x2(logits[26], logits[27]), pack_bf16x2(logits[28], logits[29]), pack_bf16x2(logits[30], logits[31]));
+    uint32_t others = end - 1;
+    #pragma unroll 1
+    for (uint32_t other = 0; other < others / 2 * 2; other += 2) {
+      uint32_t key = (other + 1) * 64;
+      uint32_t stage_2 = stage;
+      mbarrier_wait(full + stage, parity);
+      uint8_t* memory_2 = ring + stage * 49152;
+      uint64_t keys_2 = matrix_descriptor(memory_2, 128, 2048);
+      wgmma_fence();
+      wgmma_bf16_n64(logits, queries[0], keys_2, 0);
+      uint64_t place_8 = keys_2 + 16;
+      wgmma_bf16_n64(logits, queries[1], place_8, 1);
+      uint64_t place_9 = keys_2 + 32;
+      wgmma_bf16_n64(logits, queries[2], place_9, 1);
+      uint64_t place_10 = keys_2 + 48;
+      wgmma_bf16_n64(logits, queries[3], place_10, 1);
+      uint64_t place_11 = keys_2 + 64;
+      wgmma_bf16_n64(logits, queries[4], place_11, 1);
+      uint64_t place_12 = keys_2 + 80;
+      wgmma_bf16_n64(logits, queries[5], place_12, 1);
+      uint64_t place_13 = keys_2 + 96;
+      wgmma_bf16_n64(logits, queries[6], place_13, 1);
+      uint64_t place_14 = keys_2 + 112;
+      wgmma_bf16_n64(logits, queries[7], place_14, 1);
+      wgmma_commit();
+      advance(stage, parity);
+      uint8_t* memory_3 = ring + previous * 49152 + 16384;
+      uint64_t values = matrix_descriptor(memory_3, 2048, 128);
+      wgmma_fence();
+      wgmma_bf16_n128_transposed(output, even[0], values, 1);
+      uint64_t place_15 = values + 256;
+      wgmma_bf16_n128_transposed(output, even[1], place_15, 1);
+      uint64_t place_16 = values + 512;
+      wgmma_bf16_n128_transposed(output, even[2], place_16, 1);
+      uint64_t place_17 = values + 768;
+      wgmma_bf16_n128_transposed(output, even[3], place_17, 1);
+      wgmma_commit();
+      wgmma_wait_but_one();
+      bool partial_2 = key + 63 > first_row;
+      if (partial_2) {
+        #pragma unroll
+        for (uint32_t group = 0; group < 8; ++group) {
+          uint32_t key_2 = key + group * 8 + lane % 4 * 2;
+          bool seen_3 = key_2 <= position;
+          uint32_t place_18 = group * 4;
+          logits[place_18] = seen_3 ? logits[place_18] : -bits_float(0x7f800000);
+          uint32_t key_3 = key + group * 8 + lane % 4 * 2 + 1;
+          bool seen_4 = key_3 <= position;
+          uint32_t place_19 = group * 4 + 1;
+          logits[place_19] = seen_4 ? logits[place_19] : -bits_float(0x7f800000);
+          uint32_t key_4 = key + group * 8 + lane % 4 * 2;
+          uint32_t position_2 = position + 8;
+          bool seen_5 = key_4 <= position_2;
+          uint32_t place_20 = group * 4 + 2;
+          logits[place_20] = seen_5 ? logits[place_20] : -bits_float(0x7f800000);
+          uint32_t key_5 = key + group * 8 + lane % 4 * 2 + 1;
+          uint32_t position_3 = position + 8;
+          bool seen_6 = key_5 <= position_3;
+          uint32_t place_21 = group * 4 + 3;
+          logits[place_21] = seen_6 ? logits[place_21] : -bits_float(0x7f800000);
+        }
+      }
+      float largest_4 = largest[0];
+      #pragma unroll
+      for (uint32_t group = 0; group < 8; ++group) {
+        largest_4 = maximum_f32(largest_4, logits[group * 4]);
+        largest_4 = maximum_f32(largest_4, logits[group * 4 + 1]);
+      }
+      largest_4 = maximum_f32(largest_4, shuffle_xor_f32(largest_4, 1));
+      largest_4 = maximum_f32(largest_4, shuffle_xor_f32(largest_4, 2));
+      bool seen_3 = largest_4 > -bits_float(0x7f800000);
+      float origin_3 = seen_3 ? largest_4 * 0.12751743f : 0.0f;
+      float shrink_3 = exp2_f32(largest[0] * 0.12751743f - origin_3);
+      shrinks[0] = largest_4 > largest[0] ? shrink_3 : 1.0f;
+      largest[0] = largest_4;
+      sums[0] = sums[0] * shrinks[0];
+      float largest_5 = largest[1];
+      #pragma unroll
+      for (uint32_t group = 0; group < 8; ++group) {
+        largest_5 = maximum_f32(largest_5, logits[group * 4 + 2]);
+        largest_5 = maximum_f32(largest_5, logits[group * 4 + 3]);
+      }
+      largest_5 = maximum_f32(largest_5, shuffle_xor_f32(largest_5, 1));
+      largest_5 = maximum_f32(largest_5, shuffle_xor_f32(largest_5, 2));
+      bool seen_4 = largest_5 > -bits_float(0x7f800000);
+      float origin_4 = seen_4 ? largest_5 * 0.12751743f : 0.0f;
+      float shrink_4 = exp2_f32(largest[1] * 0.12751743f - origin_4);
+      shrinks[1] = largest_5 > largest[1] ? shrink_4 : 1.0f;
+      largest[1] = largest_5;
+      sums[1] = sums[1] * shrinks[1];
+      #pragma unroll
+      for (uint32_t group = 0; group < 8; ++group) {
+        uint32_t place_18 = group * 4;
+        logits[place_18] = exp2_f32(logits[place_18] * 0.12751743f - origin_3);
+        sums[0] = sums[0] + logits[place_18];
+        uint32_t place_19 = group * 4 + 1;
+        logits[place_19] = exp2_f32(logits[place_19] * 0.12751743f - origin_3);
+        sums[0] = sums[0] + logits[place_19];
+        uint32_t place_20 = group * 4 + 2;
+        logits[place_20] = exp2_f32(logits[place_20] * 0.12751743f - origin_4);
+        sums[1] = sums[1] + logits[place_20];
+        uint32_t place_21 = group * 4 + 3;
+        logits[place_21] = exp2_f32(logits[place_21] * 0.12751743f - origin_4);
+        sums[1] = sums[1] + logits[place_21];
+      }
+      odd[0] = make_u32x4(pack_bf16x2(logits[0], logits[1]), pack_bf16x2(logits[2], logits[3]), pack_bf16x2(logits[4], logits[5]), pack_bf16x2(logits[6], logits[7]));
+      odd[1] = make_u32x4(pack_bf16x2(logits[8], logits[9]), pack_bf16x2(logits[10], logits[11]), pack_bf16x2(logits[12], logits[13]), pack_bf16x2(logits[14], logits[15]));
+      odd[2] = make_u32x4(pack_bf16x2(logits[16], logits[17]), pack_bf16x2(logits[18], logits[19]), pack_bf16x2(logits[20], logits[21]), pack_bf16x2(logits[22], logits[23]));
+      odd[3] = make_u32x4(pack_bf16x2(logits[24], logits[25]), pack_bf16x2(logits[26], logits[27]), pack_bf16x2(logits[28], logits[29]), pack_bf16x2(logits[30], logits[31]));
+      wgmma_wait_all();
+      warp_barrier();
+      if (lane == 0) {
+        mbarrier_arrive(empty + previous);
+      }
+      #pragma unroll
+      for (uint32_t group = 0; group < 16; ++group) {
+        output[group * 4] = output[group * 4] * shrinks[0];
+        output[group * 4 + 1] = output[group * 4 + 1] * shrinks[0];
+        output[group * 4 + 2] = output[group * 4 + 2] * shrinks[1];
+        output[group * 4 + 3] = output[group * 4 + 3] * shrinks[1];
+      }
+      previous = stage_2;
+      uint32_t stage_3 = stage;
+      mbarrier_wait(full + stage, parity);
+      uint8_t* memory_4 = ring + stage * 49152;
+      uint64_t keys_3 = matrix_descriptor(memory_4, 128, 2048);
+      wgmma_fence();
+      wgmma_bf16_n64(logits, queries[0], keys_3, 0);
+      uint64_t place_18 = keys_3 + 16;
+      wgmma_bf16_n64(logits, queries[1], place_18, 1);
+      uint64_t place_19 = keys_3 + 32;
+      wgmma_bf16_n64(logits, queries[2], place_19, 1);
+      uint64_t place_20 = keys_3 + 48;
+      wgmma_bf16_n64(logits, queries[3], place_20, 1);
+      uint64_t place_21 = keys_3 + 64;
+      wgmma_bf16_n64(logits, queries[4], place_21, 1);
+      uint64_t place_22 = keys_3 + 80;
+      wgmma_bf16_n64(logits, queries[5], place_22, 1);
+      uint64_t place_23 = keys_3 + 96;
+      wgmma_bf16_n64(logits, queries[6], place_23, 1);
+      uint64_t place_24 = keys_3 + 112;
+      wgmma_bf16_n64(logits, queries[7], place_24, 1);
+      wgmma_commit();
+      advance(stage, parity);
+      uint8_t* memory_5 = ring + previous * 49152 + 16384;
+      uint64_t values_2 = matrix_descriptor(memory_5, 2048, 128);
+      wgmma_fence();
+      wgmma_bf16_n128_transposed(output, odd[0], values_2, 1);
+      uint64_t place_25 = values_2 + 256;
+      wgmma_bf16_n128_transposed(output, odd[1], place_25, 1);
+      uint64_t place_26 = values_2 + 512;
+      wgmma_bf16_n128_transposed(output, odd[2], place_26, 1);
+      uint64_t place_27 = values_2 + 768;
+      wgmma_bf16_n128_transposed(output, odd[3], place_27, 1);
+      wgmma_commit();
+      wgmma_wait_but_one();
+      bool partial_3 = key + 127 > first_row;
+      if (partial_3) {
+        #pragma unroll
+        for (uint32_t group = 0; group < 8; ++group) {
+          uint32_t key_2 = key + 64 + group * 8 + lane % 4 * 2;
+          bool seen_5 = key_2 <= position;
+          uint32_t place_28 = group * 4;
+          logits[place_28] = seen_5 ? logits[place_28] : -bits_float(0x7f800000);
+          uint32_t key_3 = key + 64 + group * 8 + lane % 4 * 2 + 1;
+          bool seen_6 = key_3 <= position;
+          uint32_t place_29 = group * 4 + 1;
+          logits[place_29] = seen_6 ? logits[place_29] : -bits_float(0x7f800000);
+          uint32_t key_4 = key + 64 + group * 8 + lane % 4 * 2;
+          uint32_t position_2 = position + 8;
+          bool seen_7 = key_4 <= position_2;
+          uint32_t place_30 = group * 4 + 2;
+          logits[place_30] = seen_7 ? logits[place_30] : -bits_float(0x7f800000);
+          uint32_t key_5 = key + 64 + group * 8 + lane % 4 * 2 + 1;
+          uint32_t position_3 = position + 8;
+          bool seen_8 = key_5 <= position_3;
+          uint32_t place_31 = group * 4 + 3;
+          logits[place_31] = seen_8 ? logits[place_31] : -bits_float(0x7f800000);
+        }
+      }
+      float largest_6 = largest[0];
+      #pragma unroll
+      for (uint32_t group = 0; group < 8; ++group) {
+        largest_6 = maximum_f32(largest_6, logits[group * 4]);
+        largest_6 = maximum_f32(largest_6, logits[group * 4 + 1]);
+      }
+      largest_6 = maximum_f32(largest_6, shuffle_xor_f32(largest_6, 1));
+      largest_6 = maximum_f32(largest_6, shuffle_xor_f32(largest_6, 2));
+      bool seen_5 = largest_6 > -bits_float(0x7f800000);
+      float origin_5 = seen_5 ? largest_6 * 0.12751743f : 0.0f;
+      float shrink_5 = exp2_f32(largest[0] * 0.12751743f - origin_5);
+      shrinks[0] = largest_6 > largest[0] ? shrink_5 : 1.0f;
+      largest[0] = largest_6;
+      sums[0] = sums[0] * shrinks[0];
+      float largest_7 = largest[1];
+      #pragma unroll
+      for (uint32_t group = 0; group < 8; ++group) {
+        largest_7 = maximum_f32(largest_7, logits[group * 4 + 2]);
+        largest_7 = maximum_f32(largest_7, logits[group * 4 + 3]);
+      }
+      largest_7 = maximum_f32(largest_7, shuffle_xor_f32(largest_7, 1));
+      largest_7 = maximum_f32(largest_7, shuffle_xor_f32(largest_7, 2));
+      bool seen_6 = largest_7 > -bits_float(0x7f800000);
+      float origin_6 = seen_6 ? largest_7 * 0.12751743f : 0.0f;
+      float shrink_6 = exp2_f32(largest[1] * 0.12751743f - origin_6);
+      shrinks[1] = largest_7 > largest[1] ? shrink_6 : 1.0f;
+      largest[1] = largest_7;
+      sums[1] = sums[1] * shrinks[1];
+      #pragma unroll
+      for (uint32_t group = 0; group < 8; ++group) {
+        uint32_t place_28 = group * 4;
+        logits[place_28] = exp2_f32(logits[place_28] * 0.12751743f - origin_5);
+        sums[0] = sums[0] + logits[place_28];
+        uint32_t place_29 = group * 4 + 1;
+        logits[place_29] = exp2_f32(logits[place_29] * 0.12751743f - origin_5);
+        sums[0] = sums[0] + logits[place_29];
+        uint32_t place_30 = group * 4 + 2;
+        logits[place_30] = exp2_f32(logits[place_30] * 0.12751743f - origin_6);
+        sums[1] = sums[1] + logits[place_30];
+        uint32_t place_31 = group * 4 + 3;
+        logits[place_31] = exp2_f32(logits[place_31] * 0.12751743f - origin_6);
+        sums[1] = sums[1] + logits[place_31];
+      }
+      even[0] = make_u32x4(pack_bf16x2(logits[0], logits[1]), pack_bf16x2(logits[2], logits[3]), pack_bf16x2(logits[4], logits[5]), pack_bf16x2(logits[6], logits[7]));
+      even[1] = make_u32x4(pack_bf16x2(logits[8], logits[9]), pack_bf16x2(logits[10], logits[11]), pack_bf16x2(logits[12], logits[13]), pack_bf16x2(logits[14], logits[15]));
+      even[2] = make_u32x4(pack_bf16x2(logits[16], logits[17]), pack_bf16x2(logits[18], logits[19]), pack_bf16x2(logits[20], logits[21]), pack_bf16x2(logits[22], logits[23]));
+      even[3] = make_u32x4(pack_bf16x2(logits[24], logits[25]), pack_bf16x2(logits[26], logits[27]), pack_bf16x2(logits[28], logits[29]), pack_bf16x2(logits[30], logits[31]));
+      wgmma_wait_all();
+      warp_barrier();
+      if (lane == 0) {
+        mbarrier_arrive(empty + previous);
+      }
+      #pragma unroll
+      for (uint32_t group = 0; group < 16; ++group) {
+        output[group * 4] = output[group * 4] * shrinks[0];
+        output[group * 4 + 1] = output[group * 4 + 1] * shrinks[0];
+        output[group * 4 + 2] = output[group * 4 + 2] * shrinks[1];
+        output[group * 4 + 3] = output[group * 4 + 3] * shrinks[1];
+      }
+      previous = stage_3;
+    }
+    if (others % 2 != 0) {
+      uint32_t stage_2 = stage;
+      mbarrier_wait(full + stage, parity);
+      uint8_t* memory_2 = ring + stage * 49152;
+      uint64_t keys_2 = matrix_descriptor(memory_2, 128, 2048);
+      wgmma_fence();
+      wgmma_bf16_n64(logits, queries[0], keys_2, 0);
+      uint64_t place_8 = keys_2 + 16;
+      wgmma_bf16_n64(logits, queries[1], place_8, 1);
+      uint64_t place_9 = keys_2 + 32;
+      wgmma_bf16_n64(logits, queries[2], place_9, 1);
+      uint64_t place_10 = keys_2 + 48;
+      wgmma_bf16_n64(logits, queries[3], place_10, 1);
+      uint64_t place_11 = keys_2 + 64;
+      wgmma_bf16_n64(logits, queries[4], place_11, 1);
+      uint64_t place_12 = keys_2 + 80;
+      wgmma_bf16_n64(logits, queries[5], place_12, 1);
+      uint64_t place_13 = keys_2 + 96;
+      wgmma_bf16_n64(logits, queries[6], place_13, 1);
+      uint64_t place_14 = keys_2 + 112;
+      wgmma_bf16_n64(logits, queries[7], place_14, 1);
+      wgmma_commit();
+      advance(stage, parity);
+      uint8_t* memory_3 = ring + previous * 49152 + 16384;
+      uint64_t values = matrix_descriptor(memory_3, 2048, 128);
+      wgmma_fence();
+      wgmma_bf16_n128_transposed(output, even[0], values, 1);
+      uint64_t place_15 = values + 256;
+      wgmma_bf16_n128_transposed(output, even[1], place_15, 1);
+      uint64_t place_16 = values + 512;
+      wgmma_bf16_n128_transposed(output, even[2], place_16, 1);
+      uint64_t place_17 = values + 768;
+      wgmma_bf16_n128_transposed(output, even[3], place_17, 1);
+      wgmma_commit();
+      wgmma_wait_but_one();
+      bool partial_2 = (end - 1) * 64 + 63 > first_row;
+      if (partial_2) {
+        #pragma unroll
+        for (uint32_t group = 0; group < 8; ++group) {
+          uint32_t key = (end - 1) * 64 + group * 8 + lane % 4 * 2;
+          bool seen_3 = key <= position;
+          uint32_t place_18 = group * 4;
+          logits[place_18] = seen_3 ? logits[place_18] : -bits_float(0x7f800000);
+          uint32_t key_2 = (end - 1) * 64 + group * 8 + lane % 4 * 2 + 1;
+          bool seen_4 = key_2 <= position;
+          uint32_t place_19 = group * 4 + 1;
+          logits[place_19] = seen_4 ? logits[place_19] : -bits_float(0x7f800000);
+          uint32_t key_3 = (end - 1) * 64 + group * 8 + lane % 4 * 2;
+          uint32_t position_2 = position + 8;
+          bool seen_5 = key_3 <= position_2;
+          uint32_t place_20 = group * 4 + 2;
+          logits[place_20] = seen_5 ? logits[place_20] : -bits_float(0x7f800000);
+          uint32_t key_4 = (end - 1) * 64 + group * 8 + lane % 4 * 2 + 1;
+          uint32_t position_3 = position + 8;
+          bool seen_6 = key_4 <= position_3;
+          uint32_t place_21 = group * 4 + 3;
+          logits[place_21] = seen_6 ? logits[place_21] : -bits_float(0x7f800000);
+        }
+      }
+      float largest_4 = largest[0];
+      #pragma unroll
+      for (uint32_t group = 0; group < 8; ++group) {
+        largest_4 = maximum_f32(largest_4, logits[group * 4]);
+        largest_4 = maximum_f32(largest_4, logits[group * 4 + 1]);
+      }
+      largest_4 = maximum_f32(largest_4, shuffle_xor_f32(largest_4, 1));
+      largest_4 = maximum_f32(largest_4, shuffle_xor_f32(largest_4, 2));
+      bool seen_3 = largest_4 > -bits_float(0x7f800000);
+      float origin_3 = seen_3 ? largest_4 * 0.12751743f : 0.0f;
+      float shrink_3 = exp2_f32(largest[0] * 0.12751743f - origin_3);
+      shrinks[0] = largest_4 > largest[0] ? shrink_3 : 1.0f;
+      largest[0] = largest_4;
+      sums[0] = sums[0] * shrinks[0];
+      float largest_5 = largest[1];
+      #pragma unroll
+      for (uint32_t group = 0; group < 8; ++group) {
+        largest_5 = maximum_f32(largest_5, logits[group * 4 + 2]);
+        largest_5 = maximum_f32(largest_5, logits[group * 4 + 3]);
+      }
+      largest_5 = maximum_f32(largest_5, shuffle_xor_f32(largest_5, 1));
+      largest_5 = maximum_f32(largest_5, shuffle_xor_f32(largest_5, 2));
+      bool seen_4 = largest_5 > -bits_float(0x7f800000);
+      float origin_4 = seen_4 ? largest_5 * 0.12751743f : 0.0f;
+      float shrink_4 = exp2_f32(largest[1] * 0.12751743f - origin_4);
+      shrinks[1] = largest_5 > largest[1] ? shrink_4 : 1.0f;
+      largest[1] = largest_5;
+      sums[1] = sums[1] * shrinks[1];
+      #pragma unroll
+      for (uint32_t group = 0; group < 8; ++group) {
+        uint32_t place_18 = group * 4;
+        logits[place_18] = exp2_f32(logits[place_18] * 0.12751743f - origin_3);
+        sums[0] = sums[0] + logits[place_18];
+        uint32_t place_19 = group * 4 + 1;
+        logits[place_19] = exp2_f32(logits[place_19] * 0.12751743f - origin_3);
+        sums[0] = sums[0] + logits[place_19];
+        uint32_t place_20 = group * 4 + 2;
+        logits[place_20] = exp2_f32(logits[place_20] * 0.12751743f - origin_4);
+        sums[1] = sums[1] + logits[place_20];
+        uint32_t place_21 = group * 4 + 3;
+        logits[place_21] = exp2_f32(logits[place_21] * 0.12751743f - origin_4);
+        sums[1] = sums[1] + logits[place_21];
+      }
+      odd[0] = make_u32x4(pack_bf16x2(logits[0], logits[1]), pack_bf16x2(logits[2], logits[3]), pack_bf16x2(logits[4], logits[5]), pack_bf16x2(logits[6], logits[7]));
+      odd[1] = make_u32x4(pack_bf16x2(logits[8], logits[9]), pack_bf16x2(logits[10], logits[11]), pack_bf16x2(logits[12], logits[13]), pack_bf16x2(logits[14], logits[15]));
+      odd[2] = make_u32x4(pack_bf16x2(logits[16], logits[17]), pack_bf16x2(logits[18], logits[19]), pack_bf16x2(logits[20], logits[21]), pack_bf16x2(logits[22], logits[23]));
+      odd[3] = make_u32x4(pack_bf16x2(logits[24], logits[25]), pack_bf16x2(logits[26], logits[27]), pack_bf16x2(logits[28], logits[29]), pack_bf16x2(logits[30], logits[31]));
+      wgmma_wait_all();
+      warp_barrier();
+      if (lane == 0) {
+        mbarrier_arrive(empty + previous);
+      }
+      #pragma unroll
+      for (uint32_t group = 0; group < 16; ++group) {
+        output[group * 4] = output[group * 4] * shrinks[0];
+        output[group * 4 + 1] = output[group * 4 + 1] * shrinks[0];
+        output[group * 4 + 2] = output[group * 4 + 2] * shrinks[1];
+        output[group * 4 + 3] = output[group * 4 + 3] * shrinks[1];
+      }
+      previous = stage_2;
+      uint8_t* memory_4 = ring + previous * 49152 + 16384;
+      uint64_t values_2 = matrix_descriptor(memory_4, 2048, 128);
+      wgmma_fence();
+      wgmma_bf16_n128_transposed(output, odd[0], values_2, 1);
+      uint64_t place_18 = values_2 + 256;
+      wgmma_bf16_n128_transposed(output, odd[1], place_18, 1);
+      uint64_t place_19 = values_2 + 512;
+      wgmma_bf16_n128_transposed(output, odd[2], place_19, 1);
+      uint64_t place_20 = values_2 + 768;
+      wgmma_bf16_n128_transposed(output, odd[3], place_20, 1);
+      wgmma_commit();
+      wgmma_wait_all();
+      warp_barrier();
+      if (lane == 0) {
+        mbarrier_arrive(empty + previous);
+      }
+    } else {
+      uint8_t* memory_2 = ring + previous * 49152 + 16384;
+      uint64_t values = matrix_descriptor(memory_2, 2048, 128);
+      wgmma_fence();
+      wgmma_bf16_n128_transposed(output, even[0], values, 1);
+      uint64_t place_8 = values + 256;
+      wgmma_bf16_n128_transposed(output, even[1], place_8, 1);
+      uint64_t place_9 = values + 512;
+      wgmma_bf16_n128_transposed(output, even[2], place_9, 1);
+      uint64_t place_10 = values + 768;
+      wgmma_bf16_n128_transposed(output, even[3], place_10, 1);
+      wgmma_commit();
+      wgmma_wait_all();
+      warp_barrier();
+      if (lane == 0) {
+        mbarrier_arrive(empty + previous);
+      }
+    }
+    uint32_t lane_2 = lane;
+    float total = sums[0];
+    total += shuffle_xor_f32(total, 1);
+    total += shuffle_xor_f32(total, 2);
+    float inverse = divide_f32(1.0f, total);
+    uint32_t in_tile = warp * 16;
+    uint32_t group = (of_tile.x + in_tile) / 8;
+    if (in_tile + lane_2 / 4 < of_tile.z) {
+      uint64_t block_2 = (uint64_t)(head * 256 + group) * 512;
+      uint8_t* unit = workspace + 58819584 + (block_2 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
+      ((uint4*)(unit))[0] = make_u32x4(pack_bf16x2(output[0] * inverse, output[1] * inverse), pack_bf16x2(output[4] * inverse, output[5] * inverse), pack_bf16x2(output[8] * inverse, output[9] * inverse), pack_bf16x2(output[12] * inverse, output[13] * inverse));
+      uint64_t block_3 = (uint64_t)((head * 4 + 1) * 64 + group) * 512;
+      uint8_t* unit_2 = workspace + 58819584 + (block_3 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
+      ((uint4*)(unit_2))[0] = make_u32x4(pack_bf16x2(output[16] * inverse, output[17] * inverse), pack_bf16x2(output[20] * inverse, output[21] * inverse), pack_bf16x2(output[24] * inverse, output[25] * inverse), pack_bf16x2(output[28] * inverse, output[29] * inverse));
+      uint64_t block_4 = (uint64_t)((head * 4 + 2) * 64 + group) * 512;
+      uint8_t* unit_3 = workspace + 58819584 + (block_4 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
+      ((uint4*)(unit_3))[0] = make_u32x4(pack_bf16x2(output[32] * inverse, output[33] * inverse), pack_bf16x2(output[36] * inverse, output[37] * inverse), pack_bf16x2(output[40] * inverse, output[41] * inverse), pack_bf16x2(output[44] * inverse, output[45] * inverse));
+      uint64_t block_5 = (uint64_t)((head * 4 + 3) * 64 + group) * 512;
+      uint8_t* unit_4 = workspace + 58819584 + (block_5 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
+      ((uint4*)(unit_4))[0] = make_u32x4(pack_bf16x2(output[48] * inverse, output[49] * inverse), pack_bf16x2(output[52] * inverse, output[53] * inverse), pack_bf16x2(output[56] * inverse, output[57] * inverse), pack_bf16x2(output[60] * inverse, output[61] * inverse));
+    }
+    float total_2 = sums[1];
+    total_2 += shuffle_xor_f32(total_2, 1);
+    total_2 += shuffle_xor_f32(total_2, 2);
+    float inverse_2 = divide_f32(1.0f, total_2);
+    uint32_t in_tile_2 = warp * 16 + 8;
+    uint32_t group_2 = (of_tile.x + in_tile_2) / 8;
+    if (in_tile_2 + lane_2 / 4 < of_tile.z) {
+      uint64_t block_2 = (uint64_t)(head * 256 + group_2) * 512;
+      uint8_t* unit = workspace + 58819584 + (block_2 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
+      ((uint4*)(unit))[0] = make_u32x4(pack_bf16x2(output[2] * inverse_2, output[3] * inverse_2), pack_bf16x2(output[6] * inverse_2, output[7] * inverse_2), pack_bf16x2(output[10] * inverse_2, output[11] * inverse_2), pack_bf16x2(output[14] * inverse_2, output[15] * inverse_2));
+      uint64_t block_3 = (uint64_t)((head * 4 + 1) * 64 + group_2) * 512;
+      uint8_t* unit_2 = workspace + 58819584 + (block_3 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
+      ((uint4*)(unit_2))[0] = make_u32x4(pack_bf16x2(output[18] * inverse_2, output[19] * inverse_2), pack_bf16x2(output[22] * inverse_2, output[23] * inverse_2), pack_bf16x2(output[26] * inverse_2, output[27] * inverse_2), pack_bf16x2(output[30] * inverse_2, output[31] * inverse_2));
+      uint64_t block_4 = (uint64_t)((head * 4 + 2) * 64 + group_2) * 512;
+      uint8_t* unit_3 = workspace + 58819584 + (block_4 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
+      ((uint4*)(unit_3))[0] = make_u32x4(pack_bf16x2(output[34] * inverse_2, output[35] * inverse_2), pack_bf16x2(output[38] * inverse_2, output[39] * inverse_2), pack_bf16x2(output[42] * inverse_2, output[43] * inverse_2), pack_bf16x2(output[46] * inverse_2, output[47] * inverse_2));
+      uint64_t block_5 = (uint64_t)((head * 4 + 3) * 64 + group_2) * 512;
+      uint8_t* unit_4 = workspace + 58819584 + (block_5 + (uint64_t)(lane_2 % 4 * 128 + lane_2 / 4 * 16));
+      ((uint4*)(unit_4))[0] = make_u32x4(pack_bf16x2(output[50] * inverse_2, output[51] * inverse_2), pack_bf16x2(output[54] * inverse_2, output[55] * inverse_2), pack_bf16x2(output[58] * inverse_2, output[59] * inverse_2), pack_bf16x2(output[62] * inverse_2, output[63] * inverse_2));
+    }
+  }
+}
+
+// In the consumer role, all blocks together, for every segment: the keys and values that were cached before this
+// pass, in core order, and zeros for values behind the last one up to the end of its key tile, whose weights are
+// zero. So are those of keys that a window has left behind, in the key tile where the window of the segment's first
+// token begins: they may not be cached any more.
+__device__ __forceinline__ void bring_earlier_keys(uint32_t layer, uint32_t segment_count, const int32_t* segments,
+    uint32_t block, uint32_t thread, const int32_t* page_table, bf16* kv, uint8_t* workspace) {
+  #pragma unroll 1
+  for (uint32_t segment = 0; segment < segment_count; ++segment) {
+    uint4 of_segment = ((const uint4*)(segments))[segment];
+    uint32_t thread_2 = block * 256 + thread;
+    uint32_t of_head = (of_segment.x + 7) / 8;
+    uint32_t places = of_head * 128;
+    #pragma unroll 1
+    for (uint32_t place = thread_2; place < places * 8; place += 33792) {
+      uint32_t kv_head = place / places;
+      uint32_t rest = place % places;
+      uint32_t key = rest / 128 * 8 + rest % 8;
+      uint32_t unit = rest / 8 % 16;
+      uint64_t core = (uint64_t)(kv_head * 1280 + (of_segment.w + key) / 8) * 2048 + (uint64_t)(unit * 128 + (of_segment.w + key) % 8 * 16);
+      if (key < of_segment.x) {
+        uint32_t page = load_constant_u32(page_table + (of_segment.z + key / 16));
+        uint64_t offset = (uint64_t)(layer) * 16777216 + (uint64_t)(page) * 32768;
+        bf16* key_2 = kv + (offset + (uint64_t)(kv_head * 2048 + key % 16 * 128));
+        bf16* source = key_2 + unit * 8;
+        ((uint4*)(workspace + 16876544 + core))[0] = ((const uint4*)(source))[0];
+        ((uint4*)(workspace + 37848064 + core))[0] = ((const uint4*)(source + 16384))[0];
+      }
+    }
+    uint32_t thread_3 = block * 256 + thread;
+    uint32_t total = of_segment.x + of_segment.y;
+    uint32_t behind = (total + 63) / 64 * 64 - total;
+    #pragma unroll 1
+    for (uint32_t place = thread_3; place < behind * 128; place += 33792) {
+      uint32_t unit = place % 16;
+      uint32_t kv_head = place / 16 % 8;
+      uint64_t core = (uint64_t)(kv_head * 1280 + (of_segment.w + total + place / 128) / 8) * 2048 + (uint64_t)(unit * 128 + (of_segment.w + total + place / 128) % 8 * 16);
+      ((uint4*)(workspace + 37848064 + core))[0] = make_u32x4(0, 0, 0, 0);
+    }
+  }
+}
+
+// The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
+__device__ __forceinline__ void store_rows_2(uint8_t* into, uint32_t lane, float (&sums)[16], uint32_t group,
+    float (&weights)[2], uint32_t m_tile, uint32_t token_tile) {
+  uint2 words;
+  bool is_odd = lane / 4 % 2 != 0;
+  uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[group * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * weights[1]);
+  uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[group * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * weights[1]), 4);
+  uint32_t even = is_odd ? other : mine;
+  uint32_t odd = is_odd ? mine : other;
+  uint32_t low = byte_permute(even, odd, 21520);
+  uint32_t high = byte_permute(even, odd, 30258);
+  words.x = low;
+  words.y = high;
+  uint32_t k_tile = m_tile / 2;
+  uint32_t half = m_tile % 2;
+  uint32_t row = lane / 4;
+  uint32_t token = lane % 4 * 2 + lane / 4 % 2;
+  uint64_t block = (uint64_t)(k_tile * 64 + (token_tile * 4 + group)) * 512;
+  uint8_t* place = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
+  ((uint2*)(place))[0] = words;
+}
+
+// The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
+__device__ __forceinline__ void store_rows_3(uint8_t* into, uint32_t lane, float (&sums)[16], uint32_t group,
+    float (&weights)[2], uint32_t m_tile, uint32_t token_tile) {
+  uint2 words;
+  bool is_odd = lane / 4 % 2 != 0;
+  uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * weights[1]);
+  uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * weights[1]), 4);
+  uint32_t even = is_odd ? other : mine;
+  uint32_t odd = is_odd ? mine : other;
+  uint32_t low = byte_permute(even, odd, 21520);
+  uint32_t high = byte_permute(even, odd, 30258);
+  words.x = low;
+  words.y = high;
+  uint32_t k_tile = m_tile / 2;
+  uint32_t half = m_tile % 2;
+  uint32_t row = lane / 4;
+  uint32_t token = lane % 4 * 2 + lane / 4 % 2;
+  uint64_t block = (uint64_t)(k_tile * 64 + (token_tile * 4 + group) + 1) * 512;
+  uint8_t* place = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
+  ((uint2*)(place))[0] = words;
+}
+
+// The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
+__device__ __forceinline__ void store_rows_4(uint8_t* into, uint32_t lane, float (&sums)[16], uint32_t group,
+    float (&weights)[2], uint32_t m_tile, uint32_t token_tile) {
+  uint2 words;
+  bool is_odd = lane / 4 % 2 != 0;
+  uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * weights[1]);
+  uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * weights[1]), 4);
+  uint32_t even = is_odd ? other : mine;
+  uint32_t odd = is_odd ? mine : other;
+  uint32_t low = byte_permute(even, odd, 21520);
+  uint32_t high = byte_permute(even, odd, 30258);
+  words.x = low;
+  words.y = high;
+  uint32_t k_tile = m_tile / 2;
+  uint32_t half = m_tile % 2;
+  uint32_t row = lane / 4;
+  uint32_t token = lane % 4 * 2 + lane / 4 % 2;
+  uint64_t block = (uint64_t)(k_tile * 64 + (token_tile * 4 + group) + 2) * 512;
+  uint8_t* place = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
+  ((uint2*)(place))[0] = words;
+}
+
+// The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
+__device__ __forceinline__ void store_rows_5(uint8_t* into, uint32_t lane, float (&sums)[16], uint32_t group,
+    float (&weights)[2], uint32_t m_tile, uint32_t token_tile) {
+  uint2 words;
+  bool is_odd = lane / 4 % 2 != 0;
+  uint32_t mine = is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * weights[1]);
+  uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * weights[1]) : pack_bf16x2(bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])) * weights[0], bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * weights[1]), 4);
+  uint32_t even = is_odd ? other : mine;
+  uint32_t odd = is_odd ? mine : other;
+  uint32_t low = byte_permute(even, odd, 21520);
+  uint32_t high = byte_permute(even, odd, 30258);
+  words.x = low;
+  words.y = high;
+  uint32_t k_tile = m_tile / 2;
+  uint32_t half = m_tile % 2;
+  uint32_t row = lane / 4;
+  uint32_t token = lane % 4 * 2 + lane / 4 % 2;
+  uint64_t block = (uint64_t)(k_tile * 64 + (token_tile * 4 + group) + 3) * 512;
+  uint8_t* place = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
+  ((uint2*)(place))[0] = words;
+}
+
+// In the consumer role: the sums of the product of `phase`, finished as its case says.
+__device__ __forceinline__ void finish(uint32_t phase, uint32_t block, uint32_t of_few, uint32_t warp, float* residual,
+    uint32_t lane, float* parts, const bf16* norms, uint32_t layer, uint32_t phase_2, uint8_t* workspace,
+    uint8_t* arena, uint32_t thread) {
+  #pragma unroll 1
+  for (uint32_t tile = block; tile < of_few * 32; tile += 132) {
+    uint32_t row_tile = tile / of_few;
+    uint32_t token_tile = tile % of_few;
+    uint32_t m_tile = row_tile * 8 + warp;
+    float sums[16] = {};
+    if (m_tile < 256) {
+      const float4* words = (const float4*)(residual);
+      #pragma unroll
+      for (uint32_t group = 0; group < 4; ++group) {
+        float4 added = words[((uint64_t)(m_tile) * 64 + (uint64_t)(token_tile * 4 + group)) * 32 + (uint64_t)(lane)];
+        sums[group * 4] = sums[group * 4] + added.x;
+        sums[group * 4 + 1] = sums[group * 4 + 1] + added.y;
+        sums[group * 4 + 2] = sums[group * 4 + 2] + added.z;
+        sums[group * 4 + 3] = sums[group * 4 + 3] + added.w;
+      }
+      #pragma unroll 2
+      for (uint32_t part = 0; part < 2; ++part) {
+        const float4* words_2 = (const float4*)(parts);
+        #pragma unroll
+        for (uint32_t group = 0; group < 4; ++group) {
+          float4 added = words_2[((uint64_t)(part * 256 + m_tile) * 64 + (uint64_t)(token_tile * 4 + group)) * 32 + (uint64_t)(lane)];
+          sums[group * 4] = sums[group * 4] + added.x;
+          sums[group * 4 + 1] = sums[group * 4 + 1] + added.y;
+          sums[group * 4 + 2] = sums[group * 4 + 2] + added.z;
+          sums[group * 4 + 3] = sums[group * 4 + 3] + added.w;
+        }
+      }
+    }
+    if (m_tile < 256) {
+      uint32_t row = m_tile * 16 + lane / 4;
+      float weights[2];
+      weights[0] = bf16_to_f32((norms + (layer * 2 + (phase_2 <= 4 ? 1u : 2u)) * 4096)[row]);
+      weights[1] = bf16_to_f32((norms + (layer * 2 + (phase_2 <= 4 ? 1u : 2u)) * 4096)[row + 8]);
+      #pragma unroll
+      for (uint32_t group = 0; group < 4; group += 4) {
+        uint32_t of_pass = token_tile * 4 + group;
+        uint64_t place = ((uint64_t)(m_tile) * 64 + (uint64_t)(token_tile * 4 + group)) * 32;
+        float4 kept;
+        kept.x = sums[group * 4];
+        kept.y = sums[group * 4 + 1];
+        kept.z = sums[group * 4 + 2];
+        kept.w = sums[group * 4 + 3];
+        ((float4*)((float*)(workspace + 1024)))[place + (uint64_t)(lane)] = kept;
+        float* of_lane = (float*)(arena + SQUARES) + (warp * 32 + lane * 2);
+        float* kept_2 = of_lane;
+        float square = bf16_to_f32(f32_to_bf16(sums[group * 4])) * bf16_to_f32(f32_to_bf16(sums[group * 4])) + bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 2]));
+        square += shuffle_xor_f32(square, 4);
+        square += shuffle_xor_f32(square, 8);
+        square += shuffle_xor_f32(square, 16);
+        if (lane < 4) {
+          kept_2[group * 8] = square;
+        }
+        float square_2 = bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 1])) + bf16_to_f32(f32_to_bf16(sums[group * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 3]));
+        square_2 += shuffle_xor_f32(square_2, 4);
+        square_2 += shuffle_xor_f32(square_2, 8);
+        square_2 += shuffle_xor_f32(square_2, 16);
+        if (lane < 4) {
+          kept_2[group * 8 + 1] = square_2;
+        }
+        store_rows_2(workspace + 8389632, lane, sums, group, weights, m_tile, token_tile);
+        uint64_t place_2 = ((uint64_t)(m_tile) * 64 + (uint64_t)(token_tile * 4 + group + 1)) * 32;
+        float4 kept_3;
+        kept_3.x = sums[(group + 1) * 4];
+        kept_3.y = sums[(group + 1) * 4 + 1];
+        kept_3.z = sums[(group + 1) * 4 + 2];
+        kept_3.w = sums[(group + 1) * 4 + 3];
+        ((float4*)((float*)(workspace + 1024)))[place_2 + (uint64_t)(lane)] = kept_3;
+        float* of_lane_2 = (float*)(arena + SQUARES) + (warp * 32 + lane * 2);
+        float* kept_4 = of_lane_2;
+        float square_3 = bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])) + bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2]));
+        square_3 += shuffle_xor_f32(square_3, 4);
+        square_3 += shuffle_xor_f32(square_3, 8);
+        square_3 += shuffle_xor_f32(square_3, 16);
+        if (lane < 4) {
+          kept_4[(group + 1) * 8] = square_3;
+        }
+        float square_4 = bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 1])) + bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 3]));
+        square_4 += shuffle_xor_f32(square_4, 4);
+        square_4 += shuffle_xor_f32(square_4, 8);
+        square_4 += shuffle_xor_f32(square_4, 16);
+        if (lane < 4) {
+          kept_4[(group + 1) * 8 + 1] = square_4;
+        }
+        store_rows_3(workspace + 8389632, lane, sums, group, weights, m_tile, token_tile);
+        uint64_t place_3 = ((uint64_t)(m_tile) * 64 + (uint64_t)(token_tile * 4 + group + 2)) * 32;
+        float4 kept_5;
+        kept_5.x = sums[(group + 2) * 4];
+        kept_5.y = sums[(group + 2) * 4 + 1];
+        kept_5.z = sums[(group + 2) * 4 + 2];
+        kept_5.w = sums[(group + 2) * 4 + 3];
+        ((float4*)((float*)(workspace + 1024)))[place_3 + (uint64_t)(lane)] = kept_5;
+        float* of_lane_3 = (float*)(arena + SQUARES) + (warp * 32 + lane * 2);
+        float* kept_6 = of_lane_3;
+        float square_5 = bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])) + bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2]));
+        square_5 += shuffle_xor_f32(square_5, 4);
+        square_5 += shuffle_xor_f32(square_5, 8);
+        square_5 += shuffle_xor_f32(square_5, 16);
+        if (lane < 4) {
+          kept_6[(group + 2) * 8] = square_5;
+        }
+        float square_6 = bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 1])) + bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 3]));
+        square_6 += shuffle_xor_f32(square_6, 4);
+        square_6 += shuffle_xor_f32(square_6, 8);
+        square_6 += shuffle_xor_f32(square_6, 16);
+        if (lane < 4) {
+          kept_6[(group + 2) * 8 + 1] = square_6;
+        }
+        store_rows_4(workspace + 8389632, lane, sums, group, weights, m_tile, token_tile);
+        uint64_t place_4 = ((uint64_t)(m_tile) * 64 + (uint64_t)(token_tile * 4 + group + 3)) * 32;
+        float4 kept_7;
+        kept_7.x = sums[(group + 3) * 4];
+        kept_7.y = sums[(group + 3) * 4 + 1];
+        kept_7.z = sums[(group + 3) * 4 + 2];
+        kept_7.w = sums[(group + 3) * 4 + 3];
+        ((float4*)((float*)(workspace + 1024)))[place_4 + (uint64_t)(lane)] = kept_7;
+        float* of_lane_4 = (float*)(arena + SQUARES) + (warp * 32 + lane * 2);
+        float* kept_8 = of_lane_4;
+        float square_7 = bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])) + bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2]));
+        square_7 += shuffle_xor_f32(square_7, 4);
+        square_7 += shuffle_xor_f32(square_7, 8);
+        square_7 += shuffle_xor_f32(square_7, 16);
+        if (lane < 4) {
+          kept_8[(group + 3) * 8] = square_7;
+        }
+        float square_8 = bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 1])) + bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 3]));
+        square_8 += shuffle_xor_f32(square_8, 4);
+        square_8 += shuffle_xor_f32(square_8, 8);
+        square_8 += shuffle_xor_f32(square_8, 16);
+        if (lane < 4) {
+          kept_8[(group + 3) * 8 + 1] = square_8;
+        }
+        store_rows_5(workspace + 8389632, lane, sums, group, weights, m_tile, token_tile);
+      }
+    }
+    end(row_tile, token_tile, thread, arena, workspace);
+  }
+}
+
+// By all consumer warps, once a tile.
+__device__ __forceinline__ void load(uint32_t token_tile, uint32_t& turn, uint32_t thread, uint8_t* workspace,
+    float* scales) {
+  turn ^= 1;
+  if (thread < 256) {
+    uint32_t token = token_tile * 256 + thread;
+    float total = 0.0f;
+    #pragma unroll 32
+    for (uint32_t part = 0; part < 32; ++part) {
+      total += ((float*)(workspace + 12583936))[part * 512 + token];
+    }
+    float scale = rsqrt_f32(total * 0.000244140625f + 1e-05f);
+    (scales + turn * 256)[thread] = scale;
+  }
+  named_barrier(1, 256);
+}
+
+__device__ __forceinline__ void store_query(uint32_t head, uint32_t column, uint32_t unit, uint32_t word, uint32_t lane,
+    uint8_t* workspace) {
+  uint32_t pair = lane / 8;
+  uint64_t place = (uint64_t)((head * 32 + column / 16) * 8 + unit / 2) * 512 + (uint64_t)((column % 8 * 4 + pair) * 16 + (column / 8 % 2 + unit % 2 * 2) * 4);
+  ((uint32_t*)(workspace + 12649472 + place))[0] = word;
+}
+
+__device__ __forceinline__ void store_kv(uint32_t head, uint32_t position, uint32_t table, uint32_t first_row,
+    uint32_t unit, uint32_t word, uint32_t lane, uint8_t* workspace, const int32_t* page_table, uint32_t layer,
+    bf16* kv) {
+  uint32_t pair = lane / 8;
+  uint32_t kv_row = head - 32;
+  uint32_t kv_head = kv_row % 8;
+  bool is_key = kv_row < 8;
+  uint64_t core = (uint64_t)(kv_head * 1280 + (first_row + position) / 8) * 2048 + (uint64_t)(unit * 128 + (first_row + position) % 8 * 16) + (uint64_t)(pair * 4);
+  uint8_t* into = (is_key ? workspace + 16876544 : workspace + 37848064) + core;
+  ((uint32_t*)(into))[0] = word;
+  uint32_t page = load_constant_u32(page_table + (table + position / 16));
+  uint64_t offset = (uint64_t)(layer) * 16777216 + (uint64_t)(page) * 32768;
+  bf16* key = kv + (offset + (uint64_t)(kv_head * 2048 + position % 16 * 128));
+  bf16* cached = (is_key ? key : key + 16384) + (unit * 8 + pair * 2);
+  ((uint32_t*)(cached))[0] = word;
+}
+
+// silu(gate) * up of an M-tile's 8 gate rows and their up rows, as 8 columns of a vector in token order.
+__device__ __forceinline__ void store_gated(uint8_t* into, float first, float2 scale, float second, float third,
+    float fourth, uint32_t lane, uint32_t m_tile, uint32_t before, uint32_t token_tile, uint32_t group) {
+  float first_2 = first * scale.x;
+  float second_2 = second * scale.y;
+  float third_2 = third * scale.x;
+  float fourth_2 = fourth * scale.y;
+  uint32_t pair = pack_bf16x2(divide_f32(first_2, 1.0f + exp_f32(-first_2)) * third_2, divide_f32(second_2, 1.0f + exp_f32(-second_2)) * fourth_2);
+  bool is_odd = lane / 4 % 2 != 0;
+  uint32_t mine = is_odd ? pair : pair;
+  uint32_t other = shuffle_xor_u32(is_odd ? pair : pair, 4);
+  uint32_t even = is_odd ? other : mine;
+  uint32_t odd = is_odd ? mine : other;
+  bool is_odd_2 = lane / 4 % 2 != 0;
+  uint32_t word = is_odd_2 ? byte_permute(even, odd, 30258) : byte_permute(even, odd, 21520);
+  uint32_t row = lane / 4;
+  uint32_t token = lane % 4 * 2 + lane / 4 % 2;
+  uint64_t block = (uint64_t)((m_tile + before) / 4 * 64 + (token_tile * 32 + group)) * 512;
+  uint8_t* place = into + block + (uint64_t)(row / 2 * 128 + token * 16) + (m_tile + before) % 4 * 4;
+  ((uint32_t*)(place))[0] = word;
+}
+
+// silu(gate) * up of an M-tile's 8 gate rows and their up rows, as 8 columns of a vector in token order.
+__device__ __forceinline__ void store_gated_2(uint8_t* into, float first, float2 scale, float second, float third,
+    float fourth, uint32_t lane, uint32_t m_tile, uint32_t before, uint32_t token_tile, uint32_t group) {
+  float first_2 = first * scale.x;
+  float second_2 = second * scale.y;
+  float third_2 = third * scale.x;
+  float fourth_2 = fourth * scale.y;
+  uint32_t pair = pack_bf16x2(divide_f32(first_2, 1.0f + exp_f32(-first_2)) * third_2, divide_f32(second_2, 1.0f + exp_f32(-second_2)) * fourth_2);
+  bool is_odd = lane / 4 % 2 != 0;
+  uint32_t mine = is_odd ? pair : pair;
+  uint32_t other = shuffle_xor_u32(is_odd ? pair : pair, 4);
+  uint32_t even = is_odd ? other : mine;
+  uint32_t odd = is_odd ? mine : other;
+  bool is_odd_2 = lane / 4 % 2 != 0;
+  uint32_t word = is_odd_2 ? byte_permute(even, odd, 30258) : byte_permute(even, odd, 21520);
+  uint32_t row = lane / 4;
+  uint32_t token = lane % 4 * 2 + lane / 4 % 2;
+  uint64_t block = (uint64_t)((m_tile + before) / 4 * 64 + (token_tile * 32 + group) + 1) * 512;
+  uint8_t* place = into + block + (uint64_t)(row / 2 * 128 + token * 16) + (m_tile + before) % 4 * 4;
+  ((uint32_t*)(place))[0] = word;
+}
+
+// silu(gate) * up of an M-tile's 8 gate rows and their up rows, as 8 columns of a vector in token order.
+__device__ __forceinline__ void store_gated_3(uint8_t* into, float first, float2 scale, float second, float third,
+    float fourth, uint32_t lane, uint32_t m_tile, uint32_t before, uint32_t token_tile, uint32_t group) {
+  float first_2 = first * scale.x;
+  float second_2 = second * scale.y;
+  float third_2 = third * scale.x;
+  float fourth_2 = fourth * scale.y;
+  uint32_t pair = pack_bf16x2(divide_f32(first_2, 1.0f + exp_f32(-first_2)) * third_2, divide_f32(second_2, 1.0f + exp_f32(-second_2)) * fourth_2);
+  bool is_odd = lane / 4 % 2 != 0;
+  uint32_t mine = is_odd ? pair : pair;
+  uint32_t other = shuffle_xor_u32(is_odd ? pair : pair, 4);
+  uint32_t even = is_odd ? other : mine;
+  uint32_t odd = is_odd ? mine : other;
+  bool is_odd_2 = lane / 4 % 2 != 0;
+  uint32_t word = is_odd_2 ? byte_permute(even, odd, 30258) : byte_permute(even, odd, 21520);
+  uint32_t row = lane / 4;
+  uint32_t token = lane % 4 * 2 + lane / 4 % 2;
+  uint64_t block = (uint64_t)((m_tile + before) / 4 * 64 + (token_tile * 32 + group) + 2) * 512;
+  uint8_t* place = into + block + (uint64_t)(row / 2 * 128 + token * 16) + (m_tile + before) % 4 * 4;
+  ((uint32_t*)(place))[0] = word;
+}
+
+// silu(gate) * up of an M-tile's 8 gate rows and their up rows, as 8 columns of a vector in token order.
+__device__ __forceinline__ void store_gated_4(uint8_t* into, float first, float2 scale, float second, float third,
+    float fourth, uint32_t lane, uint32_t m_tile, uint32_t before, uint32_t token_tile, uint32_t group) {
+  float first_2 = first * scale.x;
+  float second_2 = second * scale.y;
+  float third_2 = third * scale.x;
+  float fourth_2 = fourth * scale.y;
+  uint32_t pair = pack_bf16x2(divide_f32(first_2, 1.0f + exp_f32(-first_2)) * third_2, divide_f32(second_2, 1.0f + exp_f32(-second_2)) * fourth_2);
+  bool is_odd = lane / 4 % 2 != 0;
+  uint32_t mine = is_odd ? pair : pair;
+  uint32_t other = shuffle_xor_u32(is_odd ? pair : pair, 4);
+  uint32_t even = is_odd ? other : mine;
+  uint32_t odd = is_odd ? mine : other;
+  bool is_odd_2 = lane / 4 % 2 != 0;
+  uint32_t word = is_odd_2 ? byte_permute(even, odd, 30258) : byte_permute(even, odd, 21520);
+  uint32_t row = lane / 4;
+  uint32_t token = lane % 4 * 2 + lane / 4 % 2;
+  uint64_t block = (uint64_t)((m_tile + before) / 4 * 64 + (token_tile * 32 + group) + 3) * 512;
+  uint8_t* place = into + block + (uint64_t)(row / 2 * 128 + token * 16) + (m_tile + before) % 4 * 4;
+  ((uint32_t*)(place))[0] = word;
+}
+
+// In the consumer role: the product of `phase`. All share one main loop: with one for each, a kernel took four
+// times as long to compile, and ptxas found no registers for its accumulators.
+__device__ __forceinline__ void multiply(uint32_t phase, uint32_t block, uint32_t token_tiles, uint32_t warp,
+    uint32_t& turn, uint32_t thread, uint8_t* workspace, float* scales, uint32_t& stage, uint64_t* full,
+    uint32_t& parity, uint8_t* ring, uint32_t lane, uint64_t* empty, const int32_t* groups, const float* rope,
+    const int32_t* page_table, uint32_t layer, bf16* kv) {
+  uint32_t row_tiles = phase == 5 ? 64 : (phase == 4 ? 224 : (phase == 2 ? 64u : 48u));
+  uint32_t parts = phase == 5 ? 2 : (phase == 4 ? 1 : (phase == 2 ? 2u : 1u));
+  #pragma unroll 1
+  for (uint32_t tile = block; tile < token_tiles * row_tiles; tile += 132) {
+    uint32_t row_tile = tile / token_tiles / parts;
+    uint32_t part = tile / token_tiles % parts;
+    uint32_t token_tile = tile % token_tiles;
+    uint32_t m_tile = row_tile * 8 + warp;
+    float sums[128];
+    if (phase == 0) {
+      load(token_tile, turn, thread, workspace, scales);
+    }
+    if (phase == 2 || phase == 5) {
+    }
+    if (phase == 4) {
+      load(token_tile, turn, thread, workspace, scales);
+    }
+    uint4 even[4];
+    uint4 odd[4];
+    uint32_t previous = 0;
+    uint32_t stage_2 = stage;
+    mbarrier_wait(full + stage, parity);
+    uint8_t* memory = ring + stage_2 * 49152;
+    even[0] = ((const uint4*)(memory + warp * 2048))[lane];
+    even[1] = ((const uint4*)(memory + warp * 2048))[32 + lane];
+    even[2] = ((const uint4*)(memory + warp * 2048))[64 + lane];
+    even[3] = ((const uint4*)(memory + warp * 2048))[96 + lane];
+    wgmma_fence();
+    uint64_t descriptor = matrix_descriptor(memory + 16384, 128, 512);
+    wgmma_bf16_n256(sums, even[0], descriptor, 0);
+    wgmma_bf16_n256(sums, even[1], descriptor + 16, 1);
+    wgmma_bf16_n256(sums, even[2], descriptor + 1024, 1);
+    wgmma_bf16_n256(sums, even[3], descriptor + 1040, 1);
+    wgmma_commit();
+    previous = stage_2;
+    advance(stage, parity);
+    uint32_t pairs = phase == 5 ? 55 : (phase == 4 ? 31 : (phase == 2 ? 15u : 31u));
+    #pragma unroll 1
+    for (uint32_t i = 0; i < pairs; ++i) {
+      uint32_t stage_3 = stage;
+      mbarrier_wait(full + stage, parity);
+      uint8_t* memory_2 = ring + stage_3 * 49152;
+      odd[0] = ((const uint4*)(memory_2 + warp * 2048))[lane];
+      odd[1] = ((const uint4*)(memory_2 + warp * 2048))[32 + lane];
+      odd[2] = ((const uint4*)(memory_2 + warp * 2048))[64 + lane];
+      odd[3] = ((const uint4*)(memory_2 + warp * 2048))[96 + lane];
+      wgmma_fence();
+      uint64_t descriptor_2 = matrix_descriptor(memory_2 + 16384, 128, 512);
+      wgmma_bf16_n256(sums, odd[0], descriptor_2, 1);
+      wgmma_bf16_n256(sums, odd[1], descriptor_2 + 16, 1);
+      wgmma_bf16_n256(sums, odd[2], descriptor_2 + 1024, 1);
+      wgmma_bf16_n256(sums, odd[3], descriptor_2 + 1040, 1);
+      wgmma_commit();
+      wgmma_wait_but_one();
+      warp_barrier();
+      if (lane == 0) {
+        mbarrier_arrive(empty + previous);
+      }
+      previous = stage_3;
+      advance(stage, parity);
+      uint32_t stage_4 = stage;
+      mbarrier_wait(full + stage, parity);
+      uint8_t* memory_3 = ring + stage_4 * 49152;
+      even[0] = ((const uint4*)(memory_3 + warp * 2048))[lane];
+      even[1] = ((const uint4*)(memory_3 + warp * 2048))[32 + lane];
+      even[2] = ((const uint4*)(memory_3 + warp * 2048))[64 + lane];
+      even[3] = ((const uint4*)(memory_3 + warp * 2048))[96 + lane];
+      wgmma_fence();
+      uint64_t descriptor_3 = matrix_descriptor(memory_3 + 16384, 128, 512);
+      wgmma_bf16_n256(sums, even[0], descriptor_3, 1);
+      wgmma_bf16_n256(sums, even[1], descriptor_3 + 16, 1);
+      wgmma_bf16_n256(sums, even[2], descriptor_3 + 1024, 1);
+      wgmma_bf16_n256(sums, even[3], descriptor_3 + 1040, 1);
+      wgmma_commit();
+      wgmma_wait_but_one();
+      warp_barrier();
+      if (lane == 0) {
+        mbarrier_arrive(empty + previous);
+      }
+      previous = stage_4;
+      advance(stage, parity);
+    }
+    uint32_t stage_3 = stage;
+    mbarrier_wait(full + stage, parity);
+    uint8_t* memory_2 = ring + stage_3 * 49152;
+    odd[0] = ((const uint4*)(memory_2 + warp * 2048))[lane];
+    odd[1] = ((const uint4*)(memory_2 + warp * 2048))[32 + lane];
+    odd[2] = ((const uint4*)(memory_2 + warp * 2048))[64 + lane];
+    odd[3] = ((const uint4*)(memory_2 + warp * 2048))[96 + lane];
+    wgmma_fence();
+    uint64_t descriptor_2 = matrix_descriptor(memory_2 + 16384, 128, 512);
+    wgmma_bf16_n256(sums, odd[0], descriptor_2, 1);
+    wgmma_bf16_n256(sums, odd[1], descriptor_2 + 16, 1);
+    wgmma_bf16_n256(sums, odd[2], descriptor_2 + 1024, 1);
+    wgmma_bf16_n256(sums, odd[3], descriptor_2 + 1040, 1);
+    wgmma_commit();
+    wgmma_wait_but_one();
+    warp_barrier();
+    if (lane == 0) {
+      mbarrier_arrive(empty + previous);
+    }
+    previous = stage_3;
+    advance(stage, parity);
+    wgmma_wait_all();
+    warp_barrier();
+    if (lane == 0) {
+      mbarrier_arrive(empty + previous);
+    }
+    if (phase == 0) {
+      uint32_t before = part * 384;
+      if (m_tile < 384) {
+        #pragma unroll
+        for (uint32_t group = 0; group < 32; group += 4) {
+          uint32_t of_pass = token_tile * 32 + group;
+          uint32_t lane_2 = lane;
+          uint4 of_group = ((const uint4*)(groups))[of_pass];
+          uint32_t frequency = m_tile % 8 * 8 + lane_2 / 4;
+          uint32_t position = of_group.x + lane_2 % 4 * 2 < 8191 ? of_group.x + lane_2 % 4 * 2 : 8191;
+          const float2* angles = (const float2*)(rope);
+          float2 angle = angles[position * 64 + frequency];
+          uint32_t position_2 = of_group.x + lane_2 % 4 * 2 + 1 < 8191 ? of_group.x + lane_2 % 4 * 2 + 1 : 8191;
+          const float2* angles_2 = (const float2*)(rope);
+          float2 angle_2 = angles_2[position_2 * 64 + frequency];
+          uint32_t lane_3 = lane;
+          uint4 of_group_2 = ((const uint4*)(groups))[of_pass + 1];
+          uint32_t frequency_2 = m_tile % 8 * 8 + lane_3 / 4;
+          uint32_t position_3 = of_group_2.x + lane_3 % 4 * 2 < 8191 ? of_group_2.x + lane_3 % 4 * 2 : 8191;
+          const float2* angles_3 = (const float2*)(rope);
+          float2 angle_3 = angles_3[position_3 * 64 + frequency_2];
+          uint32_t position_4 = of_group_2.x + lane_3 % 4 * 2 + 1 < 8191 ? of_group_2.x + lane_3 % 4 * 2 + 1 : 8191;
+          const float2* angles_4 = (const float2*)(rope);
+          float2 angle_4 = angles_4[position_4 * 64 + frequency_2];
+          uint32_t lane_4 = lane;
+          uint4 of_group_3 = ((const uint4*)(groups))[of_pass + 2];
+          uint32_t frequency_3 = m_tile % 8 * 8 + lane_4 / 4;
+          uint32_t position_5 = of_group_3.x + lane_4 % 4 * 2 < 8191 ? of_group_3.x + lane_4 % 4 * 2 : 8191;
+          const float2* angles_5 = (const float2*)(rope);
+          float2 angle_5 = angles_5[position_5 * 64 + frequency_3];
+          uint32_t position_6 = of_group_3.x + lane_4 % 4 * 2 + 1 < 8191 ? of_group_3.x + lane_4 % 4 * 2 + 1 : 8191;
+          const float2* angles_6 = (const float2*)(rope);
+          float2 angle_6 = angles_6[position_6 * 64 + frequency_3];
+          uint32_t lane_5 = lane;
+          uint4 of_group_4 = ((const uint4*)(groups))[of_pass + 3];
+          uint32_t frequency_4 = m_tile % 8 * 8 + lane_5 / 4;
+          uint32_t position_7 = of_group_4.x + lane_5 % 4 * 2 < 8191 ? of_group_4.x + lane_5 % 4 * 2 : 8191;
+          const float2* angles_7 = (const float2*)(rope);
+          float2 angle_7 = angles_7[position_7 * 64 + frequency_4];
+          uint32_t position_8 = of_group_4.x + lane_5 % 4 * 2 + 1 < 8191 ? of_group_4.x + lane_5 % 4 * 2 + 1 : 8191;
+          const float2* angles_8 = (const float2*)(rope);
+          float2 angle_8 = angles_8[position_8 * 64 + frequency_4];
+          uint32_t head = (m_tile + before) / 8;
+          uint32_t m_tile_of_head = (m_tile + before) % 8;
+          float rows[4];
+          const float2* pairs_2 = (const float2*)(scales + turn * 256);
+          float2 scale = pairs_2[group * 4 + lane % 4];
+          float first = sums[group * 4];
+          float second = sums[group * 4 + 1];
+          float third = sums[group * 4 + 2];
+          float fourth = sums[group * 4 + 3];
+          rows[0] = first * scale.x;
+          rows[1] = second * scale.y;
+          rows[2] = third * scale.x;
+          rows[3] = fourth * scale.y;
+          bool is_paired = head < 40;
+          if (is_paired) {
+            float first_2 = rows[0];
+            float second_2 = rows[2];
+            rows[0] = first_2 * angle.x - second_2 * angle.y;
+            rows[2] = second_2 * angle.x + first_2 * angle.y;
+            float first_3 = rows[1];
+            float second_3 = rows[3];
+            rows[1] = first_3 * angle_2.x - second_3 * angle_2.y;
+            rows[3] = second_3 * angle_2.x + first_3 * angle_2.y;
+          }
+          bool is_odd = lane / 4 % 2 != 0;
+          uint32_t mine = is_odd ? pack_bf16x2(rows[1], rows[3]) : pack_bf16x2(rows[0], rows[2]);
+          uint32_t other = shuffle_xor_u32(is_odd ? pack_bf16x2(rows[0], rows[2]) : pack_bf16x2(rows[1], rows[3]), 4);
+          uint32_t even_2 = is_odd ? other : mine;
+          uint32_t odd_2 = is_odd ? mine : other;
+          uint32_t low = byte_permute(even_2, odd_2, 21520);
+          uint32_t high = byte_permute(even_2, odd_2, 30258);
+          uint32_t first_unit = is_paired ? m_tile_of_head : m_tile_of_head * 2;
+          uint32_t second_unit = is_paired ? m_tile_of_head + 8 : m_tile_of_head * 2 + 1;
+          uint32_t in_group = lane % 4 * 2 + lane / 4 % 2;
+          if (head < 32) {
+            store_query(head, (token_tile * 32 + group) * 8 + in_group, first_unit, low, lane, workspace);
+          } else if (in_group < of_group.y) {
+            store_kv(head, of_group.x + in_group, of_group.z, of_group.w, first_unit, low, lane, workspace, page_table,
+                layer, kv);
+          }
+          uint32_t in_group_2 = lane % 4 * 2 + lane / 4 % 2;
+          if (head < 32) {
+            store_query(head, (token_tile * 32 + group) * 8 + in_group_2, second_unit, high, lane, workspace);
+          } else if (in_group_2 < of_group.y) {
+            store_kv(head, of_group.x + in_group_2, of_group.z, of_group.w, second_unit, high, lane, workspace,
+                page_table, layer, kv);
+          }
+          uint32_t head_2 = (m_tile + before) / 8;
+          uint32_t m_tile_of_head_2 = (m_tile + before) % 8;
+          float rows_2[4];
+          const float2* pairs_3 = (const float2*)(scales + turn * 256);
+          float2 scale_2 = pairs_3[(group + 1) * 4 + lane % 4];
+          float first_2 = sums[(group + 1) * 4];
+          float second_2 = sums[(group + 1) * 4 + 1];
+          float third_2 = sums[(group + 1) * 4 + 2];
+          float fourth_2 = sums[(group + 1) * 4 + 3];
+          rows_2[0] = first_2 * scale_2.x;
+          rows_2[1] = second_2 * scale_2.y;
+          rows_2[2] = third_2 * scale_2.x;
+          rows_2[3] = fourth_2 * scale_2.y;
+          bool is_paired_2 = head_2 < 40;
+          if (is_paired_2) {
+            float first_3 = rows_2[0];
+            float second_3 = rows_2[2];
+            rows_2[0] = first_3 * angle_3.x - second_3 * angle_3.y;
+            rows_2[2] = second_3 * angle_3.x + first_3 * angle_3.y;
+            float first_4 = rows_2[1];
+            float second_4 = rows_2[3];
+            rows_2[1] = first_4 * angle_4.x - second_4 * angle_4.y;
+            rows_2[3] = second_4 * angle_4.x + first_4 * angle_4.y;
+          }
+          bool is_odd_2 = lane / 4 % 2 != 0;
+          uint32_t mine_2 = is_odd_2 ? pack_bf16x2(rows_2[1], rows_2[3]) : pack_bf16x2(rows_2[0], rows_2[2]);
+          uint32_t other_2 = shuffle_xor_u32(is_odd_2 ? pack_bf16x2(rows_2[0], rows_2[2]) : pack_bf16x2(rows_2[1], rows_2[3]), 4);
+          uint32_t even_3 = is_odd_2 ? other_2 : mine_2;
+          uint32_t odd_3 = is_odd_2 ? mine_2 : other_2;
+          uint32_t low_2 = byte_permute(even_3, odd_3, 21520);
+          uint32_t high_2 = byte_permute(even_3, odd_3, 30258);
+          uint32_t first_unit_2 = is_paired_2 ? m_tile_of_head_2 : m_tile_of_head_2 * 2;
+          uint32_t second_unit_2 = is_paired_2 ? m_tile_of_head_2 + 8 : m_tile_of_head_2 * 2 + 1;
+          uint32_t in_group_3 = lane % 4 * 2 + lane / 4 % 2;
+          if (head_2 < 32) {
+            store_query(head_2, (token_tile * 32 + group + 1) * 8 + in_group_3, first_unit_2, low_2, lane, workspace);
+          } else if (in_group_3 < of_group_2.y) {
+            store_kv(head_2, of_group_2.x + in_group_3, of_group_2.z, of_group_2.w, first_unit_2, low_2, lane,
+                workspace, page_table, layer, kv);
+          }
+          uint32_t in_group_4 = lane % 4 * 2 + lane / 4 % 2;
+          if (head_2 < 32) {
+            store_query(head_2, (token_tile * 32 + group + 1) * 8 + in_group_4, second_unit_2, high_2, lane, workspace);
+          } else if (in_group_4 < of_group_2.y) {
+            store_kv(head_2, of_group_2.x + in_group_4, of_group_2.z, of_group_2.w, second_unit_2, high_2, lane,
+                workspace, page_table, layer, kv);
+          }
+          uint32_t head_3 = (m_tile + before) / 8;
+          uint32_t m_tile_of_head_3 = (m_tile + before) % 8;
+          float rows_3[4];
+          const float2* pairs_4 = (const float2*)(scales + turn * 256);
+          float2 scale_3 = pairs_4[(group + 2) * 4 + lane % 4];
+          float first_3 = sums[(group + 2) * 4];
+          float second_3 = sums[(group + 2) * 4 + 1];
+          float third_3 = sums[(group + 2) * 4 + 2];
+          float fourth_3 = sums[(group + 2) * 4 + 3];
+          rows_3[0] = first_3 * scale_3.x;
+          rows_3[1] = second_3 * scale_3.y;
+          rows_3[2] = third_3 * scale_3.x;
+          rows_3[3] = fourth_3 * scale_3.y;
+          bool is_paired_3 = head_3 < 40;
+          if (is_paired_3) {
+            float first_4 = rows_3[0];
+            float second_4 = rows_3[2];
+            rows_3[0] = first_4 * angle_5.x - second_4 * angle_5.y;
+            rows_3[2] = second_4 * angle_5.x + first_4 * angle_5.y;
+            float first_5 = rows_3[1];
+            float second_5 = rows_3[3];
+            rows_3[1] = first_5 * angle_6.x - second_5 * angle_6.y;
+            rows_3[3] = second_5 * angle_6.x + first_5 * angle_6.y;
+          }
+          bool is_odd_3 = lane / 4 % 2 != 0;
+          uint32_t mine_3 = is_odd_3 ? pack_bf16x2(rows_3[1], rows_3[3]) : pack_bf16x2(rows_3[0], rows_3[2]);
+          uint32_t other_3 = shuffle_xor_u32(is_odd_3 ? pack_bf16x2(rows_3[0], rows_3[2]) : pack_bf16x2(rows_3[1], rows_3[3]), 4);
+          uint32_t even_4 = is_odd_3 ? other_3 : mine_3;
+          uint32_t odd_4 = is_odd_3 ? mine_3 : other_3;
+          uint32_t low_3 = byte_permute(even_4, odd_4, 21520);
+          uint32_t high_3 = byte_permute(even_4, odd_4, 30258);
+          uint32_t first_unit_3 = is_paired_3 ? m_tile_of_head_3 : m_tile_of_head_3 * 2;
+          uint32_t second_unit_3 = is_paired_3 ? m_tile_of_head_3 + 8 : m_tile_of_head_3 * 2 + 1;
+          uint32_t in_group_5 = lane % 4 * 2 + lane / 4 % 2;
+          if (head_3 < 32) {
+            store_query(head_3, (token_tile * 32 + group + 2) * 8 + in_group_5, first_unit_3, low_3, lane, workspace);
+          } else if (in_group_5 < of_group_3.y) {
+            store_kv(head_3, of_group_3.x + in_group_5, of_group_3.z, of_group_3.w, first_unit_3, low_3, lane,
+                workspace, page_table, layer, kv);
+          }
+          uint32_t in_group_6 = lane % 4 * 2 + lane / 4 % 2;
+          if (head_3 < 32) {
+            store_query(head_3, (token_tile * 32 + group + 2) * 8 + in_group_6, second_unit_3, high_3, lane, workspace);
+          } else if (in_group_6 < of_group_3.y) {
+            store_kv(head_3, of_group_3.x + in_group_6, of_group_3.z, of_group_3.w, second_unit_3, high_3, lane,
+                workspace, page_table, layer, kv);
+          }
+          uint32_t head_4 = (m_tile + before) / 8;
+          uint32_t m_tile_of_head_4 = (m_tile + before) % 8;
+          float rows_4[4];
+          const float2* pairs_5 = (const float2*)(scales + turn * 256);
+          float2 scale_4 = pairs_5[(group + 3) * 4 + lane % 4];
+          float first_4 = sums[(group + 3) * 4];
+          float second_4 = sums[(group + 3) * 4 + 1];
+          float third_4 = sums[(group + 3) * 4 + 2];
+          float fourth_4 = sums[(group + 3) * 4 + 3];
+          rows_4[0] = first_4 * scale_4.x;
+          rows_4[1] = second_4 * scale_4.y;
+          rows_4[2] = third_4 * scale_4.x;
+          rows_4[3] = fourth_4 * scale_4.y;
+          bool is_paired_4 = head_4 < 40;
+          if (is_paired_4) {
+            float first_5 = rows_4[0];
+            float second_5 = rows_4[2];
+            rows_4[0] = first_5 * angle_7.x - second_5 * angle_7.y;
+            rows_4[2] = second_5 * angle_7.x + first_5 * angle_7.y;
+            float first_6 = rows_4[1];
+            float second_6 = rows_4[3];
+            rows_4[1] = first_6 * angle_8.x - second_6 * angle_8.y;
+            rows_4[3] = second_6 * angle_8.x + first_6 * angle_8.y;
+          }
+          bool is_odd_4 = lane / 4 % 2 != 0;
+          uint32_t mine_4 = is_odd_4 ? pack_bf16x2(rows_4[1], rows_4[3]) : pack_bf16x2(rows_4[0], rows_4[2]);
+          uint32_t other_4 = shuffle_xor_u32(is_odd_4 ? pack_bf16x2(rows_4[0], rows_4[2]) : pack_bf16x2(rows_4[1], rows_4[3]), 4);
+          uint32_t even_5 = is_odd_4 ? other_4 : mine_4;
+          uint32_t odd_5 = is_odd_4 ? mine_4 : other_4;
+          uint32_t low_4 = byte_permute(even_5, odd_5, 21520);
+          uint32_t high_4 = byte_permute(even_5, odd_5, 30258);
+          uint32_t first_unit_4 = is_paired_4 ? m_tile_of_head_4 : m_tile_of_head_4 * 2;
+          uint32_t second_unit_4 = is_paired_4 ? m_tile_of_head_4 + 8 : m_tile_of_head_4 * 2 + 1;
+          uint32_t in_group_7 = lane % 4 * 2 + lane / 4 % 2;
+          if (head_4 < 32) {
+            store_query(head_4, (token_tile * 32 + group + 3) * 8 + in_group_7, first_unit_4, low_4, lane, workspace);
+          } else if (in_group_7 < of_group_4.y) {
+            store_kv(head_4, of_group_4.x + in_group_7, of_group_4.z, of_group_4.w, first_unit_4, low_4, lane,
+                workspace, page_table, layer, kv);
+          }
+          uint32_t in_group_8 = lane % 4 * 2 + lane / 4 % 2;
+          if (head_4 < 32) {
+            store_query(head_4, (token_tile * 32 + group + 3) * 8 + in_group_8, second_unit_4, high_4, lane, workspace);
+          } else if (in_group_8 < of_group_4.y) {
+            store_kv(head_4, of_group_4.x + in_group_8, of_group_4.z, of_group_4.w, second_unit_4, high_4, lane,
+                workspace, page_table, layer, kv);
+          }
+        }
+      }
+    }
+    if (phase == 2 || phase == 5) {
+      uint32_t before = part * 256;
+      if (m_tile < 256) {
+        #pragma unroll
+        for (uint32_t group = 0; group < 32; group += 4) {
+          uint32_t of_pass = token_tile * 32 + group;
+          float4 kept;
+          kept.x = sums[group * 4];
+          kept.y = sums[group * 4 + 1];
+          kept.z = sums[group * 4 + 2];
+          kept.w = sums[group * 4 + 3];
+          uint64_t place = ((uint64_t)(m_tile + before) * 64 + (uint64_t)(token_tile * 32 + group)) * 32 + (uint64_t)(lane);
+          ((float4*)((float*)(workspace + 77693952)))[place] = kept;
+          float4 kept_2;
+          kept_2.x = sums[(group + 1) * 4];
+          kept_2.y = sums[(group + 1) * 4 + 1];
+          kept_2.z = sums[(group + 1) * 4 + 2];
+          kept_2.w = sums[(group + 1) * 4 + 3];
+          uint64_t place_2 = ((uint64_t)(m_tile + before) * 64 + (uint64_t)(token_tile * 32 + group + 1)) * 32 + (uint64_t)(lane);
+          ((float4*)((float*)(workspace + 77693952)))[place_2] = kept_2;
+          float4 kept_3;
+          kept_3.x = sums[(group + 2) * 4];
+          kept_3.y = sums[(group + 2) * 4 + 1];
+          kept_3.z = sums[(group + 2) * 4 + 2];
+          kept_3.w = sums[(group + 2) * 4 + 3];
+          uint64_t place_3 = ((uint64_t)(m_tile + before) * 64 + (uint64_t)(token_tile * 32 + group + 2)) * 32 + (uint64_t)(lane);
+          ((float4*)((float*)(workspace + 77693952)))[place_3] = kept_3;
+          float4 kept_4;
+          kept_4.x = sums[(group + 3) * 4];
+          kept_4.y = sums[(group + 3) * 4 + 1];
+          kept_4.z = sums[(group + 3) * 4 + 2];
+          kept_4.w = sums[(group + 3) * 4 + 3];
+          uint64_t place_4 = ((uint64_t)(m_tile + before) * 64 + (uint64_t)(token_tile * 32 + group + 3)) * 32 + (uint64_t)(lane);
+          ((float4*)((float*)(workspace + 77693952)))[place_4] = kept_4;
+        }
+      }
+    }
+    if (phase == 4) {
+      uint32_t before = part * 1792;
+      if (m_tile < 1792) {
+        #pragma unroll
+        for (uint32_t group = 0; group < 32; group += 4) {
+          uint32_t of_pass = token_tile * 32 + group;
+          const float2* pairs_2 = (const float2*)(scales + turn * 256);
+          float2 scale = pairs_2[group * 4 + lane % 4];
+          float first = sums[group * 4];
+          float second = sums[group * 4 + 1];
+          float third = sums[group * 4 + 2];
+          float fourth = sums[group * 4 + 3];
+          store_gated(workspace + 63013888, first, scale, second, third, fourth, lane, m_tile, before, token_tile,
+              group);
+          const float2* pairs_3 = (const float2*)(scales + turn * 256);
+          float2 scale_2 = pairs_3[(group + 1) * 4 + lane % 4];
+          float first_2 = sums[(group + 1) * 4];
+          float second_2 = sums[(group + 1) * 4 + 1];
+          float third_2 = sums[(group + 1) * 4 + 2];
+          float fourth_2 = sums[(group + 1) * 4 + 3];
+          store_gated_2(workspace + 63013888, first_2, scale_2, second_2, third_2, fourth_2, lane, m_tile, before,
+              token_tile, group);
+          const float2* pairs_4 = (const float2*)(scales + turn * 256);
+          float2 scale_3 = pairs_4[(group + 2) * 4 + lane % 4];
+          float first_3 = sums[(group + 2) * 4];
+          float second_3 = sums[(group + 2) * 4 + 1];
+          float third_3 = sums[(group + 2) * 4 + 2];
+          float fourth_3 = sums[(group + 2) * 4 + 3];
+          store_gated_3(workspace + 63013888, first_3, scale_3, second_3, third_3, fourth_3, lane, m_tile, before,
+              token_tile, group);
+          const float2* pairs_5 = (const float2*)(scales + turn * 256);
+          float2 scale_4 = pairs_5[(group + 3) * 4 + lane % 4];
+          float first_4 = sums[(group + 3) * 4];
+          float second_4 = sums[(group + 3) * 4 + 1];
+          float third_4 = sums[(group + 3) * 4 + 2];
+          float fourth_4 = sums[(group + 3) * 4 + 3];
+          store_gated_4(workspace + 63013888, first_4, scale_4, second_4, third_4, fourth_4, lane, m_tile, before,
+              token_tile, group);
+        }
+      }
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1) prompt_pass(const uint8_t* weights, const bf16* norms,
+    const bf16* embedding, const float* rope, bf16* kv, const int32_t* page_table, const int32_t* ids,
+    const int32_t* groups, const int32_t* segments, const int32_t* tiles, uint8_t* workspace, uint32_t column_count,
+    uint32_t segment_count, uint32_t tile_count, uint64_t arrivals) {
+  uint8_t* arena = shared_arena();
+  uint32_t block = blockIdx.x;
+  uint32_t thread = threadIdx.x;
+  uint32_t warp = thread / 32;
+  uint32_t lane = thread % 32;
+  uint32_t token_tiles = (column_count + 255) / 256;
+  uint64_t* full = (uint64_t*)(arena + RING_BARRIERS);
+  uint64_t* empty = full + 4;
+  uint8_t* ring = arena + RING;
+  uint32_t of_few = (column_count + 31) / 32;
+  if (thread == 0) {
+    for (uint32_t stage = 0; stage < 4; ++stage) {
+      mbarrier_init(full + stage, 2);
+      mbarrier_init(empty + stage, 8);
+    }
+    mbarrier_fence_init();
+  }
+  block_barrier();
+  if (warp >= 8) {
+    give_registers();
+    if (warp == 8) {
+      // the weights: a lane an M-tile of the tile, the others keep up
+      uint32_t weights_stage = 0;
+      uint32_t weights_parity = 1;
+      for (uint32_t layer = 0; layer < 32; ++layer) {
+        block = renewed_u32(block);
+        thread = renewed_u32(thread);
+        warp = renewed_u32(warp);
+        lane = renewed_u32(lane);
+        copy_weights(lane, block, token_tiles, weights, layer, full, weights_stage, empty, weights_parity, ring);
+        if (layer + 1 == 32) {
+          break;
+        }
+        copy_nothing(block, tile_count, tiles, full, weights_stage, empty, weights_parity, lane);
+        block = renewed_u32(block);
+        thread = renewed_u32(thread);
+        warp = renewed_u32(warp);
+        lane = renewed_u32(lane);
+        copy_weights_2(lane, block, token_tiles, weights, layer, full, weights_stage, empty, weights_parity, ring);
+        block = renewed_u32(block);
+        thread = renewed_u32(thread);
+        warp = renewed_u32(warp);
+        lane = renewed_u32(lane);
+        copy_weights_3(lane, block, token_tiles, weights, layer, full, weights_stage, empty, weights_parity, ring);
+        block = renewed_u32(block);
+        thread = renewed_u32(thread);
+        warp = renewed_u32(warp);
+        lane = renewed_u32(lane);
+        copy_weights_4(lane, block, token_tiles, weights, layer, full, weights_stage, empty, weights_parity, ring);
+      }
+    }
+    if (thread == 288) {
+      // the activations: one lane
+      uint32_t activations_stage = 0;
+      uint32_t activations_parity = 1;
+      uint64_t copies_due = arrivals;
+      for (uint32_t layer = 0; layer < 32; ++layer) {
+        block = renewed_u32(block);
+        thread = renewed_u32(thread);
+        warp = renewed_u32(warp);
+        lane = renewed_u32(lane);
+        copies_due += 132;
+        wait_at_least_u64((uint64_t*)(workspace), copies_due);
+        fence_proxy_async();
+        copy_activations(block, token_tiles, workspace, full, activations_stage, empty, activations_parity, ring);
+        if (layer + 1 == 32) {
+          break;
+        }
+        copies_due += 132;
+        wait_at_least_u64((uint64_t*)(workspace), copies_due);
+        fence_proxy_async();
+        copy_keys(block, tile_count, tiles, full, activations_stage, empty, activations_parity, ring, workspace);
+        block = renewed_u32(block);
+        thread = renewed_u32(thread);
+        warp = renewed_u32(warp);
+        lane = renewed_u32(lane);
+        copies_due += 132;
+        wait_at_least_u64((uint64_t*)(workspace), copies_due);
+        fence_proxy_async();
+        copy_activations_2(block, token_tiles, workspace, full, activations_stage, empty, activations_parity, ring);
+        copies_due += 132;
+        block = renewed_u32(block);
+        thread = renewed_u32(thread);
+        warp = renewed_u32(warp);
+        lane = renewed_u32(lane);
+        copies_due += 132;
+        wait_at_least_u64((uint64_t*)(workspace), copies_due);
+        fence_proxy_async();
+        copy_activations_3(block, token_tiles, workspace, full, activations_stage, empty, activations_parity, ring);
+        block = renewed_u32(block);
+        thread = renewed_u32(thread);
+        warp = renewed_u32(warp);
+        lane = renewed_u32(lane);
+        copies_due += 132;
+        wait_at_least_u64((uint64_t*)(workspace), copies_due);
+        fence_proxy_async();
+        copy_activations_4(block, token_tiles, workspace, full, activations_stage, empty, activations_parity, ring);
+        copies_due += 132;
+      }
+    }
+  } else {
+    take_registers();
+    // the warpgroups that multiply
+    uint32_t stage = 0;
+    uint32_t parity = 0;
+    uint64_t arrivals_due = arrivals;
+    uint32_t turn = 0;
+    float* scales = (float*)(arena + SCALES);
+    uint32_t turn_2 = 0;
+    float* scales_2 = (float*)(arena + SCALES);
+    // embedding
+    embed(block, of_few, warp, lane, norms, ids, embedding, workspace, arena, thread);
+    // grid barrier
+    fence_proxy_async();
+    named_barrier(1, 256);
+    arrivals_due += 132;
+    if (thread == 0) {
+      add_release_u64((uint64_t*)(workspace), 1);
+    }
+    for (uint32_t layer = 0; layer < 32; ++layer) {
+      uint32_t phases = layer + 1 == 32 ? 1u : 7u;
+      #pragma unroll 1
+      for (uint32_t phase = 0; phase < phases; ++phase) {
+        block = renewed_u32(block);
+        thread = renewed_u32(thread);
+        warp = renewed_u32(warp);
+        lane = renewed_u32(lane);
+        uint32_t number = layer * 7 + phase + 1;
+        if (thread == 0) {
+          wait_at_least_u64((uint64_t*)(workspace), arrivals_due);
+        }
+        named_barrier(1, 256);
+        if (phase == 1) {
+          attend(block, tile_count, tiles, warp, workspace, lane, stage, full, parity, ring, empty);
+        } else {
+          if (phase == 0) {
+            bring_earlier_keys(layer, segment_count, segments, block, thread, page_table, kv, workspace);
+          }
+          bool is_sum = phase == 3;
+          bool is_sum_2 = is_sum || phase == 6;
+          if (is_sum_2) {
+            float* parts = (float*)(workspace + 77693952);
+            float* residual = (float*)(workspace + 1024);
+            finish(phase, block, of_few, warp, residual, lane, parts, norms, layer, phase, workspace, arena, thread);
+          } else {
+            multiply(phase, block, token_tiles, warp, turn, thread, workspace, scales, stage, full, parity, ring, lane,
+                empty, groups, rope, page_table, layer, kv);
+          }
+        }
+        // grid barrier
+        fence_proxy_async();
+        named_barrier(1, 256);
+        arrivals_due += 132;
+        if (thread == 0) {
+          add_release_u64((uint64_t*)(workspace), 1);
+        }
+      }
+    }
+  }
+}

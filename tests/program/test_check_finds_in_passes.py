@@ -1,0 +1,71 @@
+"""`cheetah check demo` finds what maintainers do wrong in passes over prompts; here it stops at the first finding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cheetah.emulator import SCHEDULERS
+from cheetah.generate import Generated, generate_pass
+from cheetah.tools.pass_check import check_passes
+from tests.program.maintainers_bugs import FLOAT32, UNFENCED, MaintainersBug, bug, without
+from tests.program.test_check_finds import demo
+
+pytestmark = pytest.mark.compiler
+
+OPERAND = "overwrites operand B|has changed between its issue and|while it was in flight"
+RELEASE = r"\s*warp_barrier\(\);\s*if \(lane == 0\) \{\s*mbarrier_arrive\(empty \+ previous\);\s*\}"
+WAITS = r"(\s*wait_at_least_u64\(\(uint64_t\*\)\(workspace\), arrivals_due\);)"
+UNEQUAL = "different bits|deadlock|has made no fence_proxy_async since|" + FLOAT32
+
+BUGS = (
+    bug(
+        "no fence between operands and products",
+        "were stored to after the warp's last wgmma_fence",
+        without(r"wgmma_fence\(\);", after=r"\s*uint64_t descriptor"),
+    ),
+    bug("no fence behind what others copy", UNFENCED, without(r"fence_proxy_async\(\);", after=r"\s*named_barrier")),
+    bug("a stage given back a step early", OPERAND, (rf"(wgmma_wait_but_one\(\);)({RELEASE})", r"\2\1")),
+    bug(
+        "a wait for one group too few",
+        OPERAND,
+        without(r"wgmma_wait_but_one\(\);", after=r"\s*warp_barrier\(\);"),
+    ),
+    bug(
+        "a block without a tile does not wait",
+        UNEQUAL,
+        (rf"if \(thread == 0\) \{{{WAITS}", r"if (thread == 0 && (block < 2 * token_tiles || phase % 2 != 0)) {\1"),
+    ),
+    bug("the halves of k exchanged in operand B", FLOAT32, (r"(descriptor\w*) \+ (64|80)\b", r"\1 + (144 - \2)")),
+    bug("the units of operand B read across", FLOAT32, (r"(memory\w* \+ 8192), 128, 512\)", r"\1, 512, 128)")),
+    bug(
+        "a lane of the weights' warp may fall behind",
+        "deadlock",
+        without(r"warp_barrier\(\);", before=r"mbarrier_wait\(empty \+ weights_stage, weights_parity\);\s*"),
+    ),
+    bug(
+        "copies that do not count the phase that adds parts",
+        UNEQUAL,
+        without(r"copies_due \+= 4;", after=r"\s*block = renewed_u32"),
+    ),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name.replace(" ", "-"))
+def test_the_check_of_passes_finds(bug: MaintainersBug, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = []
+
+    def generate(*arguments: Any, **options: Any) -> Generated:
+        made = generate_pass(*arguments, **options)
+        text = bug.planted(made)
+        changed.append(text.text != made.text)
+        return text
+
+    monkeypatch.setattr("cheetah.tools.pass_check.generate_pass", generate)
+    verdicts = check_passes(demo(), "emulator", 20, SCHEDULERS, sanitizer=False, stop_after=1)
+    found = next((verdict for _, verdict in verdicts if not verdict.ok), None)
+    assert any(changed), "no kernel has the text that is to be changed"
+    assert found, f"{bug.name}: nothing found"
+    assert any(words in str(found) for words in bug.words.split("|")), str(found)
