@@ -308,6 +308,13 @@ class LLM:
         self._assembly.launcher.cache.check_fits(len(token_ids))
         return self.engine.score(token_ids, self._assembly.logits_buffer())
 
+    def download_cache(self) -> npt.NDArray[Any]:
+        """The pool of keys and values as it is: bits of bf16 (uint16), or codes of e4m3 (uint8), [layers, pages, 2,
+        kv_heads, page_size, head_dim]; NaN where nothing was ever cached."""
+        self.engine.check_open()
+        pool = self.manifest.buffer("kv")
+        return self._assembly.buffers["kv"].download(np.uint16 if pool.dtype == "bf16" else np.uint8, tuple(pool.shape))
+
     def ask(self, ids: Sequence[int], params: SamplingParams) -> Ask:
         """What `params` asks for behind a prompt of these ids, with the checkpoint's defaults, checked: for who drives
         `engine` otherwise than this class does."""

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import struct
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,12 +29,11 @@ from cheetah.plan.formats import GROUP_COLUMNS, tile_format
 from cheetah.runtime.checkpoint.loading import RANDOM, open_checkpoint
 from cheetah.runtime.checkpoint.packed_words import transposed, words_of_codes
 from cheetah.runtime.checkpoint.safetensors_files import INDEX_FILE, StoredTensor, find_tensors
+from cheetah.tools.copies import appearing_whole, copy_files
 from cheetah.untrusted import read_json
 
 BLOCK_ROWS = 256
 """Rows that a thread rounds at a time: a multiple of the rows of an fp8 block."""
-NOT_COPIED = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".index.json")
-LARGEST_COPY = 64 * 2**20
 SCALES = "bf16"
 WEIGHT = ".weight"
 
@@ -86,19 +83,11 @@ def source_bytes(job: Job) -> int:
 
 def write_quantized(job: Job, out: Path, progress: Progress, threads: int | None = None) -> None:
     """Write the copy to `out`, which must not exist. progress: gets the bytes of the source that are done."""
-    if out.exists():
-        raise CheetahError(f"{out}: exists already: give a folder that does not")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
-        _write_tensors(job, unfinished, progress, threads or os.cpu_count() or 1)
-        _copy_files(job, unfinished)
-        open_checkpoint(unfinished)
-        unfinished.chmod(0o755)
-        unfinished.rename(out)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+    with appearing_whole(out) as folder:
+        _write_tensors(job, folder, progress, threads or os.cpu_count() or 1)
+        values = read_json(job.source / "config.json")
+        copy_files(job.source, folder, {**values, "quantization_config": quantization_config(job)})
+        open_checkpoint(folder)
 
 
 def quantization_config(job: Job) -> dict[str, Any]:
@@ -138,19 +127,6 @@ def _check_columns(name: str, columns: int, scheme: QuantizationScheme) -> None:
 
 
 # -- files
-
-
-def _copy_files(job: Job, folder: Path) -> None:
-    """config.json with what the weights are now, and every small file that is no weight."""
-    values = read_json(job.source / "config.json")
-    values["quantization_config"] = quantization_config(job)
-    (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
-    for path in sorted([*job.source.iterdir(), *job.source.glob("chat_templates/*.jinja")]):
-        target = folder / path.relative_to(job.source)
-        if path.is_file() and not path.name.endswith(NOT_COPIED) and path.stat().st_size <= LARGEST_COPY:
-            target.parent.mkdir(exist_ok=True)
-            if not target.exists():
-                shutil.copyfile(path, target)
 
 
 def _write_tensors(job: Job, folder: Path, progress: Progress, threads: int) -> None:

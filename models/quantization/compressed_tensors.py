@@ -10,6 +10,8 @@ from cheetah.models.quantization.statement import EXPRESSION, LINEAR, Patterns, 
 from cheetah.printable import shown
 
 PACKED, FLOAT = "pack-quantized", "float-quantized"
+DENSE = "dense"
+"""No weight is quantised: the statement is of keys and values alone."""
 ACT_ORDERS = {"group": True, "dynamic": True, "weight": False, "static": False}
 """Whether an `actorder` leaves groups of columns that are no neighbours (compressed_tensors, quant_args.py)."""
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
@@ -27,19 +29,20 @@ not among them: it means a scale a row in older versions, groups of 128 in newer
 
 def read_compressed_tensors(fields: Fields) -> Quantization:
     """Its object; `fields.place` names it in messages."""
-    form = fields.choice("format", (PACKED, FLOAT))
+    has_scheme = "kv_cache_scheme" in fields.values
+    stated = fields.values.get("config_groups", {} if has_scheme else None)
+    form = fields.choice("format", (DENSE, PACKED, FLOAT) if has_scheme and stated == {} else (PACKED, FLOAT))
     fields.choice("quantization_status", ("compressed",), "compressed")
     if fields.inner("sparsity_config", fields.values.get("sparsity_config", {})).text("format", "dense") != "dense":
         raise fields.error("sparsity_config: sparse weights are not supported")
     if transforms := fields.values.get("transform_config"):
         raise fields.error(f"transform_config = {shown(transforms)}: transformed activations are not supported")
-    stated = fields.values.get("config_groups")
-    if not isinstance(stated, dict) or not stated:
+    if not isinstance(stated, dict) or not (stated or has_scheme):
         raise fields.error("config_groups is missing or empty: it must say how which modules are quantised")
     notes: list[str] = []
     groups = [_group(fields.inner("config_groups", stated), name, form, notes) for name in stated]
     groups.sort(key=lambda group: _vagueness(group[0]))
-    if "kv_cache_scheme" in fields.values:
+    if has_scheme:
         notes.append("it was made for keys and values in 8 bits; --kv-dtype says how they are kept")
     return Quantization(
         fields.place,

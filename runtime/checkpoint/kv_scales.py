@@ -39,14 +39,25 @@ def kv_scales(config: ModelConfig, stored: Mapping[str, StoredTensor], place: st
 def _names(config: ModelConfig, stored: Mapping[str, StoredTensor], layer: int) -> tuple[str | None, str | None]:
     """The tensors that scale a layer's keys and values: of vLLM and compressed-tensors, of ModelOpt, of older files,
     and one for both."""
-    modules = family_of(config).matrix_modules(config)["qkv"]
-    key, value = (name.format(layer=layer) for name in modules[1:])
-    attention = key.rpartition(".")[0]
-    both = f"{attention}.kv_scale"
-    of_keys = (f"{attention}.k_scale", f"{key}.k_scale", f"{key}.output_scale", both)
-    of_values = (f"{attention}.v_scale", f"{value}.v_scale", f"{value}.output_scale", both)
+    key, value = _projections(config, layer)
+    both = f"{key.rpartition('.')[0]}.kv_scale"
+    usual_key, usual_value = usual_names(config, layer)
+    of_keys = (usual_key, f"{key}.k_scale", f"{key}.output_scale", both)
+    of_values = (usual_value, f"{value}.v_scale", f"{value}.output_scale", both)
     first, second = (next((name for name in names if name in stored), None) for names in (of_keys, of_values))
     return first, second
+
+
+def usual_names(config: ModelConfig, layer: int) -> tuple[str, str]:
+    """The tensors that scale a layer's keys and values, as vLLM and compressed-tensors name them."""
+    attention = _projections(config, layer)[0].rpartition(".")[0]
+    return f"{attention}.k_scale", f"{attention}.v_scale"
+
+
+def _projections(config: ModelConfig, layer: int) -> tuple[str, str]:
+    """The modules that make a layer's keys and values."""
+    key, value = (name.format(layer=layer) for name in family_of(config).matrix_modules(config)["qkv"][1:])
+    return key, value
 
 
 def _values(config: ModelConfig, name: str, tensor: StoredTensor) -> NDArray[np.float32]:

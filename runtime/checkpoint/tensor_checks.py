@@ -67,7 +67,7 @@ def checked_tensors(
     if family.head_tensor.removesuffix(WEIGHT_SUFFIX) not in modules:
         _check_head(config, stored, place)
     expected = {name: shape for name, shape in shapes.items() if name.removesuffix(WEIGHT_SUFFIX) not in modules}
-    others = _not_quantized(modules, stored)
+    others = _not_quantized(modules, stored) if quantization else dict(stored)
     matrices, problems = _quantized(modules, shapes, stored)
     problems += [
         *problems_of_dtypes(config, matrices),
@@ -87,8 +87,6 @@ def checked_tensors(
 
 def _not_quantized(modules: Mapping[str, Storage], stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """The tensors that belong to no quantised module, without scales that nobody uses."""
-    if not modules:
-        return dict(stored)
     taken = {f"{module}.{suffix}" for module, storage in modules.items() for suffix in suffixes(storage)}
     return {name: tensor for name, tensor in stored.items() if name not in taken and not unused(name)}
 

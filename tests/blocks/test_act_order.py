@@ -86,7 +86,8 @@ BUGS: dict[str, tuple[Case, tuple[str, str]]] = {
         *(CASES[2],),
         ("  }\n  named_barrier(1, 64);\n}\n\n// Chunk", "  }\n}\n\n// Chunk"),
     ),
-    "every token's elements go to the first": (CASES[2], ("thread / 4 % 4", "thread / 4 % 4 * 0")),
+    "every token's elements go to the first": (CASES[2], ("(vector) + thread / 4 % 4 * 32", "(vector)")),
+    "units are not turned back": (CASES[2], ("vector[own + turned]", "vector[own]")),
     "two neighbours change places": (CASES[0], ("elements[of_pair & 65535]", "elements[(of_pair & 65535) ^ 1]")),
 }
 

@@ -66,7 +66,7 @@ def test_an_interrupt_leaves_nothing(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     write_model(tmp_path / "source")
-    monkeypatch.setattr(quantize, "_copy_files", interrupted)
+    monkeypatch.setattr(quantize, "copy_files", interrupted)
     with pytest.raises(KeyboardInterrupt):
         written(tmp_path / "source", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

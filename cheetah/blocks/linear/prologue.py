@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cheetah import lang as ch
-from cheetah.blocks.columns import UNIT, UNITS_PER_TILE, Columns, fragment_word
+from cheetah.blocks.columns import UNIT, UNITS_PER_TILE, Columns
 from cheetah.blocks.linear.formats.digits import store_digits
 from cheetah.blocks.linear.formats.e4m3 import store_halves
 from cheetah.blocks.linear.formats.sizes import raised
@@ -25,6 +25,8 @@ from cheetah.plan.formats import BF16_VECTOR, DIGITS, HALVES, RAISED, RAISED_BY,
 from cheetah.plan.plan import COLUMNS
 
 LINE_BYTES = 128
+MOST_UNTURNED = 2
+"""Tokens of a step up to which elements that are put in order need no care for banks."""
 NORMALISED_UNITS = 6
 """Units that are normalised together where there are several tokens: with 8, registers spill."""
 Read = Callable[[Any, ch.Expr, int], None]
@@ -323,7 +325,8 @@ def _last_pair(columns: Columns, part: Part, first_unit: int) -> Iterator[_Batch
         with ch.if_(rest % UNITS_PER_TILE < existing):
             yield _Batch(columns, part, first, 1, False)
         with ch.else_():
-            vector[first] = prim.make_u32x4(0, 0, 0, 0)
+            place = first if part.places is None else _turned(columns, first)
+            vector[place] = prim.make_u32x4(0, 0, 0, 0)
 
 
 def _clear_behind(columns: Columns, part: Part) -> None:
@@ -383,13 +386,29 @@ def _load_places(columns: Columns, part: Part, batch: _Batch) -> Any:
 @ch.function
 def scatter_unit(columns: Columns, vector: ch.Expr, words: ch.Expr, places: ch.Expr) -> None:
     """The 8 elements of a unit (bf16) to their places in the vector of this thread's column."""
-    elements = ch.reinterpret(ty.ptr_mut(ty.u16), vector)
-    column, tokens = columns.of_thread(), columns.limit
+    first = ch.reinterpret(ty.ptr_mut(ty.u16), vector)
+    tokens = columns.limit
+    elements = first if tokens == 1 else first + columns.of_thread() * VECTOR_COLUMNS
+    turn = _turn(columns) * UNIT
     for member in "xyzw":
         pair, of_pair = getattr(words, member), getattr(places, member)
         for element, place in ((pair & 0xFFFF, of_pair & 0xFFFF), (pair >> 16, of_pair >> 16)):
-            at = place if tokens == 1 else fragment_word(place, column, tokens) * 2 + place % 2
+            tile = place // VECTOR_COLUMNS * (VECTOR_COLUMNS * tokens)
+            at = place if tokens == 1 else tile + (place + turn) % VECTOR_COLUMNS
             elements[at] = ty.u16(element)
+
+
+def _turn(columns: Columns) -> Any:
+    """Units by which those of a K-tile are turned round until they are converted: with more than two tokens, the same
+    element of all of them would else go to the same few banks."""
+    return ty.u32(0) if columns.limit <= MOST_UNTURNED else columns.of_thread() // 2 % UNITS_PER_TILE
+
+
+@ch.inline
+def _turned(columns: Columns, unit: ch.Expr) -> Any:
+    """Where a unit of this thread's column lies until then."""
+    number = unit % UNITS_PER_TILE
+    return unit - number + (number + _turn(columns)) % UNITS_PER_TILE
 
 
 @ch.function
@@ -400,8 +419,12 @@ def _convert(columns: Columns, part: Part) -> None:
     vector = machine.region("vector", ty.u32x4)
     units, threads = part.elements // UNIT * columns.limit, machine.consumer_threads
     if part.kind not in (DIGITS, HALVES):
+        turned = _turned(columns, machine.thread) - machine.thread
         with ch.for_(machine.thread, units, threads, unroll=1, name="unit") as own:
-            store_unit(columns, vector, own, vector[own], part.kind)
+            words = ch.const(ty.u32x4, vector[own + turned], name="words")
+            if columns.limit > MOST_UNTURNED:
+                prim.warp_barrier()  # a neighbouring lane has read before its words are stored over
+            store_unit(columns, vector, own, words, part.kind)
         machine.meet()
         return
     count = -(-units // threads)
