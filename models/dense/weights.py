@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from cheetah.models.act_order import places_shape
 from cheetah.models.config import ModelConfig
 from cheetah.models.family import QuantizedMatrix, Rows
-from cheetah.models.formats.quantized import QuantizedRows
+from cheetah.models.formats.quantized import QuantizedRows, rows_of_element
 from cheetah.models.rounding import Bits
 from cheetah.plan import M_TILE_ROWS, StepMatrices
 
@@ -182,13 +182,16 @@ class _Run:
     first: int
     rows: int
 
-    def copy(self, values: NDArray[Any], places: NDArray[Any]) -> None:
-        """The rows [rows, columns] to their groups [count, 8, columns]."""
+    def copy(self, plane: NDArray[Any], begin: int, places: NDArray[Any]) -> None:
+        """The rows from `begin` on to their groups [count, 8, columns], or [count, 1, columns] of EIGHT_ROWS."""
+        of_element = rows_of_element(plane)
+        rows = self.rows // of_element
+        values = plane[begin // of_element :][:rows]
         if self.rows == self.count * GROUP_ROWS:
-            places[:] = values.reshape(self.count, GROUP_ROWS, -1)
+            places[:] = values.reshape(self.count, GROUP_ROWS // of_element, -1)
         else:
-            places[0, : self.rows] = values
-            places[0, self.rows :] = 0
+            places[0, :rows] = values
+            places[0, rows:] = np.zeros((), plane.dtype)
 
 
 def _planes(rows: Bits | QuantizedRows) -> tuple[NDArray[Any], ...]:
@@ -212,23 +215,24 @@ class RowGroups:
         for source, first, stop, runs in self._reads(groups.start, groups.stop):
             values = tensors[source][first:stop]
             for target, plane in zip(_planes(rows), _planes(values), strict=True):
-                places = target.reshape(-1, GROUP_ROWS, target.shape[1])[:, :, : plane.shape[1]]
+                places = target.reshape(-1, GROUP_ROWS // rows_of_element(plane), target.shape[1])
                 for run in runs:
-                    of_run = plane[run.first - first : run.first - first + run.rows]
-                    run.copy(of_run, places[run.index - groups.start :: run.step][: run.count])
+                    of_group = places[run.index - groups.start :: run.step, :, : plane.shape[1]]
+                    run.copy(plane, run.first - first, of_group[: run.count])
 
     @lru_cache(maxsize=4096)  # noqa: B019 - a matrix has few blocks, and the groups themselves are kept as long
     def _reads(self, begin: int, stop: int) -> tuple[tuple[int, int, int, tuple[_Run, ...]], ...]:
         """What groups `begin` .. `stop` - 1 need: tensor, its first row and the one behind its last, and the runs that
-        are there. Rows that no run needs are not read."""
+        are there. What lies side by side is read at once, and what no run needs not at all."""
         reads = list[tuple[int, int, int, tuple[_Run, ...]]]()
         for source in sorted({self.source[index] for index in range(begin, stop)}):
-            runs = tuple(run for run in self._runs(begin, stop) if run.source == source)
-            first, end = min(run.first for run in runs), max(run.first + run.rows for run in runs)
-            if end - first == sum(run.rows for run in runs):
-                reads.append((source, first, end, runs))
-            else:
-                reads += [(source, run.first, run.first + run.rows, (run,)) for run in runs]
+            runs = sorted((run for run in self._runs(begin, stop) if run.source == source), key=lambda run: run.first)
+            together = list[_Run]()
+            for run, after in zip(runs, [*runs[1:], None], strict=True):
+                together.append(run)
+                if after is None or after.first != run.first + run.rows:
+                    reads.append((source, together[0].first, run.first + run.rows, tuple(together)))
+                    together = []
         return tuple(reads)
 
     def _runs(self, begin: int, stop: int) -> tuple[_Run, ...]:

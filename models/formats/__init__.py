@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cheetah.models.formats.bf16 import Bf16
-from cheetah.models.formats.quantized import QuantizedRows
+from cheetah.models.formats.quantized import QuantizedRows, rows_of_element
 from cheetah.models.formats.quantized_tiles import QuantizedFormat
 from cheetah.models.formats.weight_format import Bytes, PackingError, WeightFormat
 from cheetah.plan import MatrixLayout
@@ -48,7 +48,9 @@ def unpack_matrix(layout: MatrixLayout, packed: Bytes) -> Any:
 
 def _padded(layout: MatrixLayout, matrix: Any) -> Any:
     if isinstance(matrix, QuantizedRows):
-        return matrix.with_planes(lambda plane: _with_zeros(plane, layout.padded_rows, plane.shape[1]))
+        return matrix.with_planes(
+            lambda plane: _with_zeros(plane, layout.padded_rows // rows_of_element(plane), plane.shape[1])
+        )
     return _with_zeros(matrix, layout.padded_rows, layout.padded_columns)
 
 

@@ -24,7 +24,9 @@ KINDS = ("int4", "int8", "fp8")
 MIDDLE_CODE = {"int4": 8, "int8": 128}
 """The code of zero where the scheme is symmetric."""
 EVEN_FIRST = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Nibble i of a word of int4 codes is column EVEN_FIRST[i] of its eight."""
+"""Nibble i of a word of int4 codes is column EVEN_FIRST[i] of its eight, as tiles have it."""
+EIGHT_ROWS = np.dtype("V32")
+"""Eight words, the same of eight neighbouring rows: numpy copies them whole."""
 LARGEST_CODE = {"int4": 15, "int8": 255, "fp8": 255}
 SCALE_DTYPES: dict[str, np.dtype[Any]] = {
     "f16": np.dtype(np.float16),
@@ -94,6 +96,21 @@ def scheme_of_name(name: str, scales: str = "f16") -> QuantizationScheme:
     return QuantizationScheme(integer or "fp8", int(columns) if columns else None, asymmetric is None, scales)
 
 
+def rows_of_element(plane: NDArray[Any]) -> int:
+    """How many rows an element of one of the arrays of `QuantizedRows` holds."""
+    return 8 if plane.dtype == EIGHT_ROWS else 1
+
+
+def words_of_rows(eights: NDArray[Any], out: NDArray[np.uint32] | None = None) -> NDArray[np.uint32]:
+    """Words uint32 [rows, words] of EIGHT_ROWS [rows / 8, words], in `out` if given."""
+    count, words = eights.shape
+    rows = np.empty((count * 8, words), np.uint32) if out is None else out
+    together = scratch("words of eight rows", eights.shape, EIGHT_ROWS)
+    together[:] = eights
+    rows.reshape(count, 8, words)[:] = together.view(np.uint32).reshape(count, words, 8).transpose(0, 2, 1)
+    return rows
+
+
 def in_natural_order(values: F32, order: Order | None) -> F32:
     """Columns of a matrix [rows, columns] as its module has them."""
     if order is None:
@@ -108,10 +125,12 @@ class QuantizedRows:
     """Some whole rows of one matrix.
 
     stored_codes: uint8 [rows, columns]; int4: 0 .. 15, int8: the value + 128, fp8: the byte of e4m3. Or, of int4, words
-        of eight neighbouring columns, uint32 [rows, columns / 8], in the order EVEN_FIRST.
+        of eight neighbouring columns: uint32 [rows, columns / 8], or those of eight rows side by side, EIGHT_ROWS
+        [rows / 8, columns / 8]. In any order in memory.
     scales: [rows, groups], float16, bfloat16 or float32 as the checkpoint has them.
     zero_points: uint8 [rows, groups], in codes; None: all of them `MIDDLE_CODE[kind]` (fp8: none).
     group_columns: columns of a group, `columns` where a row has one scale; the last group may be shorter.
+    even_first: whether words have their columns in the order EVEN_FIRST; else nibble j is column j.
     """
 
     kind: str
@@ -119,6 +138,7 @@ class QuantizedRows:
     scales: NDArray[Any]
     zero_points: NDArray[np.uint8] | None
     group_columns: int
+    even_first: bool = False
 
     def __post_init__(self) -> None:
         rows, columns = self.shape
@@ -137,20 +157,26 @@ class QuantizedRows:
     def shape(self) -> tuple[int, int]:
         """[rows, columns]."""
         rows, columns = self.stored_codes.shape
-        return rows, columns * (8 if self.has_words else 1)
+        return rows * rows_of_element(self.stored_codes), columns * (8 if self.has_words else 1)
 
     @property
     def has_words(self) -> bool:
         """Whether eight codes are a word."""
-        return self.stored_codes.dtype == np.uint32
+        return self.stored_codes.dtype in (np.uint32, EIGHT_ROWS)
+
+    @property
+    def words(self) -> NDArray[np.uint32]:
+        """Where there are words, those of each row by itself: uint32 [rows, columns / 8]."""
+        return words_of_rows(self.stored_codes) if self.stored_codes.dtype == EIGHT_ROWS else self.stored_codes
 
     @property
     def codes(self) -> NDArray[np.uint8]:
         """Every code by itself, uint8 [rows, columns]."""
         if not self.has_words:
             return self.stored_codes
-        shifts = np.array([4 * EVEN_FIRST.index(column) for column in range(8)], np.uint32)
-        nibbles = self.stored_codes[:, :, None] >> shifts & np.uint32(15)
+        places = [EVEN_FIRST.index(column) if self.even_first else column for column in range(8)]
+        shifts = np.array([4 * place for place in places], np.uint32)
+        nibbles = self.words[:, :, None] >> shifts & np.uint32(15)
         return nibbles.astype(np.uint8).reshape(self.shape)
 
     @property
@@ -168,7 +194,7 @@ class QuantizedRows:
         """As many rows of the same kind; what is in them is not said, and the next call in this thread gives the same
         memory."""
         planes = (
-            scratch(f"plane {number} of rows", (rows, plane.shape[1]), plane.dtype)
+            scratch(f"plane {number} of rows", (rows // rows_of_element(plane), plane.shape[1]), plane.dtype)
             for number, plane in enumerate(self.planes)
         )
         return self.with_planes(lambda plane: next(planes))

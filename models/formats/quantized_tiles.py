@@ -31,11 +31,12 @@ from cheetah.models.formats.tile_words import (
     Words,
     byte_words,
     e4m3_in_tiles,
+    even_first_in_tiles,
     int4_in_tiles,
     int4_words,
     int8_in_tiles,
 )
-from cheetah.models.formats.weight_format import Bytes, PackingError, TilePart, WeightFormat
+from cheetah.models.formats.weight_format import Bytes, PackingError, TilePart, WeightFormat, rows_of_m_tiles
 from cheetah.models.rounding import F32
 from cheetah.plan.formats import M_TILE_ROWS, QuantizedTiles
 
@@ -58,7 +59,9 @@ class QuantizedFormat(WeightFormat):
         if padded.zero_points is not None:
             points = self._of_lanes(padded.zero_points)
             behind[..., self.tile.zero_points_at - self.tile.scales_at :] = points.reshape(*behind.shape[:2], -1)
-        return TilePart(0, _IN_TILES[self.tile.kind](padded.words)), TilePart(self.tile.scales_at, behind)
+        in_tiles = int4_in_tiles if padded.in_order else _IN_TILES[self.tile.kind]
+        codes = TilePart(0, lambda m_tiles: in_tiles(rows_of_m_tiles(padded.words, m_tiles)))
+        return codes, TilePart(self.tile.scales_at, lambda m_tiles: behind[m_tiles])
 
     def row_factors(self, rows: QuantizedRows) -> Bytes:
         if self.tile.group_columns is None:
@@ -121,12 +124,13 @@ class QuantizedFormat(WeightFormat):
         stored = rows.stored_codes
         codes = _widened(stored, k_tiles * self.tile.columns * stored.shape[1] // columns)
         words = int4_words(codes) if self.tile.kind == "int4" else byte_words(codes)
+        in_order = rows.has_words and not rows.even_first
         groups = k_tiles * self.tile.groups
         points = rows.zero_points
         if points is not None:
             # A row's only zero point is said in every tile.
             points = np.repeat(points, groups, 1) if self.tile.group_columns is None else _widened(points, groups)
-        return _Padded(count // M_TILE_ROWS, k_tiles, words, _widened(rows.scales, groups), points)
+        return _Padded(count // M_TILE_ROWS, k_tiles, words, in_order, _widened(rows.scales, groups), points)
 
     def _group_scales(self, rows: _Padded) -> Bytes:
         """f16 up to the factor of the row."""
@@ -169,11 +173,13 @@ class QuantizedFormat(WeightFormat):
 
 @dataclass(frozen=True)
 class _Padded:
-    """Rows filled up to whole tiles. words: [rows, words] in the order of columns."""
+    """Rows filled up to whole tiles. words: [rows, words], or EIGHT_ROWS of them; in_order: of eight columns, nibble j
+    of which is column j."""
 
     m_tiles: int
     k_tiles: int
-    words: Words
+    words: NDArray[Any]
+    in_order: bool
     scales: NDArray[Any]
     zero_points: Bytes | None
 
@@ -219,7 +225,7 @@ def _rows_of_quads(quads: Bytes) -> Bytes:
 
 
 _IN_TILES: dict[str, Callable[[Words], NDArray[Any]]] = {
-    "int4": int4_in_tiles,
+    "int4": even_first_in_tiles,
     "int8": int8_in_tiles,
     "fp8": e4m3_in_tiles,
 }

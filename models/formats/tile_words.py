@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cheetah.models.formats.quantized import EIGHT_ROWS
 from cheetah.models.formats.weight_format import Bytes, units_of_lanes
 from cheetah.models.scratch import scratch
 from cheetah.plan import M_TILE_ROWS
@@ -22,9 +23,11 @@ Words = NDArray[np.uint32]
 Exchange = tuple[int, int]
 """(distance, mask): of each word the bits of the mask are exchanged with those so many places above them."""
 
-PIECE_WORDS = 2**17
+PIECE_WORDS = 2**16
 """512 KB: a core's cache has room for two. In smaller pieces one thread is a sixth faster, but many threads wait: each
 operation on a piece lets go of Python's lock and asks for it again."""
+FOUR_UNITS = np.dtype("V64")
+"""Those of lanes 4g .. 4g+3, which stay together: numpy copies them whole."""
 HALF = M_TILE_ROWS // 2
 TILE_COLUMNS = 128
 
@@ -48,9 +51,9 @@ def exchange_bits(words: Words, *exchanges: Exchange) -> None:
             piece ^= differing
 
 
-def int4_words(codes: NDArray[Any]) -> Words:
-    """Words of eight columns, as `QuantizedRows` has them, of codes [rows, columns]: themselves, if they are words."""
-    if codes.dtype == np.uint32:
+def int4_words(codes: NDArray[Any]) -> NDArray[Any]:
+    """Words of eight columns, even ones first, of codes [rows, columns]; the codes themselves, if they are words."""
+    if codes.dtype != np.uint8:
         return codes
     words = scratch("halves of words", (len(codes), codes.shape[1] // 8), np.uint32)
     halves, quads = words.reshape(-1).view(np.uint16), codes.reshape(-1).view(np.uint32)
@@ -70,37 +73,50 @@ def byte_words(codes: Bytes) -> Words:
     return codes.view(np.uint32)
 
 
-def int4_in_tiles(words: Words) -> Words:
-    """uint32 [M-tiles, K-tiles, 256] of words [M-tiles * 16, K-tiles * 16]."""
-    m_tiles, of_m_tile = len(words) // M_TILE_ROWS, M_TILE_ROWS * words.shape[1]
-    table = _int4_order(words.shape[1])
-    taken = scratch("words in tiles", (m_tiles, table.size), np.uint32)
+def int4_in_tiles(words: NDArray[Any]) -> Words:
+    """The same of words whose nibbles are in the order of columns."""
+    taken = even_first_in_tiles(words)
+    exchange_bits(taken, INNER_NIBBLES, INNER_BYTES)
+    return taken
+
+
+def even_first_in_tiles(words: NDArray[Any]) -> Words:
+    """uint32 [M-tiles, K-tiles, 256] of words [M-tiles * 16, K-tiles * 16] with their even columns first, or of as many
+    EIGHT_ROWS."""
+    table = _int4_order(words.shape[1], words.dtype == EIGHT_ROWS)
+    of_m_tiles = words.view(np.uint32).reshape(-1, table.size)
+    taken = scratch("words in tiles", of_m_tiles.shape, np.uint32)
     # "clip": numpy copies twice when it must check
-    np.take(words.reshape(m_tiles, of_m_tile), table.reshape(-1), axis=1, out=taken, mode="clip")
-    return taken.reshape(m_tiles, *table.shape)
+    np.take(of_m_tiles, table.reshape(-1), axis=1, out=taken, mode="clip")
+    return taken.reshape(len(taken), *table.shape)
 
 
-def int8_in_tiles(words: Words) -> NDArray[np.complex128]:
-    """Units of lanes [M-tiles, K-tiles, 4, 8, 4] of words [M-tiles * 16, K-tiles * 32] of bytes in their order."""
+def int8_in_tiles(words: Words) -> NDArray[Any]:
+    """Units of four lanes [M-tiles, K-tiles, 4, 8] of words [M-tiles * 16, K-tiles * 32] of bytes in their order."""
     units = units_of_lanes(words)
     exchange_bits(units.view(np.uint32), INNER_BYTES)
     return _byte_tiles(units)
 
 
-def e4m3_in_tiles(words: Words) -> NDArray[np.complex128]:
+def e4m3_in_tiles(words: Words) -> NDArray[Any]:
     """The same, with the bytes as they are."""
     return _byte_tiles(units_of_lanes(words))
 
 
-def _byte_tiles(units: NDArray[np.complex128]) -> NDArray[np.complex128]:
-    tiles = units.reshape(*units.shape[:2], units.shape[2] // 16, 4, 4)  # M-tile, g; K-tile, part, t
-    return tiles.transpose(0, 2, 3, 1, 4)
+def _byte_tiles(units: NDArray[np.complex128]) -> NDArray[Any]:
+    quarters = units.view(FOUR_UNITS).reshape(*units.shape[:2], units.shape[2] // 16, 4)  # M-tile, g; K-tile, part
+    return quarters.transpose(0, 2, 3, 1)
 
 
 @lru_cache(maxsize=64)
-def _int4_order(row_words: int) -> NDArray[np.intp]:
-    """[K-tiles, words]: which word of the row-major M-tile each word of a tile is."""
+def _int4_order(row_words: int, by_eights: bool) -> NDArray[np.intp]:
+    """[K-tiles, words]: which word of the M-tile in memory each word of a tile is; it lies there row by row, or by
+    EIGHT_ROWS."""
     k_tiles = row_words * 8 // TILE_COLUMNS
-    # Axes of a row-major M-tile: half of the rows, g; K-tile, pair of parts, part of the pair, t.
-    words = np.arange(M_TILE_ROWS * row_words, dtype=np.intp).reshape(2, HALF, k_tiles, 2, 2, 4)
-    return np.ascontiguousarray(words.transpose(2, 3, 1, 5, 4, 0)).reshape(k_tiles, -1)
+    words = np.arange(M_TILE_ROWS * row_words, dtype=np.intp)
+    # Axes of an M-tile: half of the rows, g; K-tile, pair of parts, part of the pair, t.
+    if by_eights:
+        axes = np.moveaxis(words.reshape(2, k_tiles, 2, 2, 4, HALF), -1, 1)
+    else:
+        axes = words.reshape(2, HALF, k_tiles, 2, 2, 4)
+    return np.ascontiguousarray(axes.transpose(2, 3, 1, 5, 4, 0)).reshape(k_tiles, -1)

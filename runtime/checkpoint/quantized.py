@@ -16,14 +16,19 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cheetah.models.formats.quantized import MIDDLE_CODE, Order, QuantizationScheme, QuantizedRows
+from cheetah.models.formats.quantized import (
+    EIGHT_ROWS,
+    MIDDLE_CODE,
+    Order,
+    QuantizationScheme,
+    QuantizedRows,
+)
 from cheetah.models.quantization import Storage
 from cheetah.models.scratch import scratch
 from cheetah.runtime.checkpoint.packed_words import (
     Codes,
     codes_of_awq_words,
     codes_of_words,
-    even_first,
     transposed,
     words_along_inputs,
 )
@@ -36,7 +41,8 @@ LARGEST_FINITE = {"F16": 0x7BFF, "BF16": 0x7F7F, "F32": 0x7F7FFFFF}
 """Bits of the largest number of a dtype; those of positive ones are 1 up to it."""
 NOT_A_NUMBER = 0x7F
 """e4m3 without its sign; it has no infinities."""
-PIECE_BYTES = 2**20
+SIGN = 0x80
+PIECE_BYTES = 2**19
 
 
 class StoredQuantized(ABC):
@@ -54,15 +60,22 @@ class StoredQuantized(ABC):
         """Some rows; their codes may lie in memory of this thread that is overwritten when it reads again."""
         first, stop, _ = part.indices(self.shape[0])
         begin, end = first // ALIGNED_ROWS * ALIGNED_ROWS, min(-(-stop // ALIGNED_ROWS) * ALIGNED_ROWS, self.shape[0])
-        wanted = slice(first - begin, max(first, stop) - begin)
-        zero_points = self._zero_points(begin, end)
-        return QuantizedRows(
+        rows = QuantizedRows(
             self.scheme.kind,
-            self._codes(begin, end)[wanted],
-            self._checked_scales(begin, end)[wanted],
-            None if zero_points is None else zero_points[wanted],
+            self._codes(begin, end),
+            self._checked_scales(begin, end),
+            self._zero_points(begin, end),
             self.group_columns,
+            self._even_first,
         )
+        if (begin, end) == (first, stop):
+            return rows
+        wanted = slice(first - begin, max(first, stop) - begin)
+        codes = rows.words if rows.has_words else rows.stored_codes
+        return replace(rows, stored_codes=codes).with_planes(lambda plane: plane[wanted])
+
+    _even_first = False
+    """Of words: see `QuantizedRows`."""
 
     def _read_order(self) -> Order | None:
         """The columns that its own are of the module, where groups are of columns that do not lie side by side."""
@@ -87,9 +100,10 @@ class StoredQuantized(ABC):
     def _checked_scales(self, first: int, stop: int) -> NDArray[Any]:
         scales = np.ascontiguousarray(self._scales(first, stop))
         bits = scales.view(f"u{scales.itemsize}")
+        less_one = bits - bits.dtype.type(1)  # of zero it is the largest number of all
         largest = LARGEST_FINITE[self._scale_tensor.dtype]
-        if np.any(bits - bits.dtype.type(1) >= bits.dtype.type(largest)):
-            row, group = np.argwhere(bits - bits.dtype.type(1) >= bits.dtype.type(largest))[0]
+        if less_one.size and less_one.max() >= largest:
+            row, group = np.argwhere(less_one >= bits.dtype.type(largest))[0]
             raise self._error(
                 self._scale_tensor,
                 f"the scale of row {first + row}, group {group} is {self._as_floats(scales)[row, group]}: scales must "
@@ -183,9 +197,9 @@ class GptqMatrix(_Transposed):
 
     def _codes(self, first: int, stop: int) -> NDArray[Any]:
         words = self._words[:, first:stop]
-        turned = transposed(words, scratch("turned words of gptq", words.shape[::-1], np.uint32))
         if self._bits == 4 and self.order is None:
-            return even_first(turned)
+            return words.view(EIGHT_ROWS).T
+        turned = transposed(words, scratch("turned words of gptq", words.shape[::-1], np.uint32))
         return self._in_order(codes_of_words(turned, self._bits))
 
     def _stored_zero_points(self, first: int, stop: int) -> Codes:
@@ -194,6 +208,8 @@ class GptqMatrix(_Transposed):
 
 class AwqMatrix(_Transposed):
     """qweight int32 [columns, rows / 8] and zero points in AWQ's order of nibbles (AutoAWQ, WQLinear_GEMM)."""
+
+    _even_first = True
 
     def _codes(self, first: int, stop: int) -> NDArray[Any]:
         return words_along_inputs(self._words[:, self._packed_rows(first, stop)])
@@ -213,6 +229,7 @@ class PackedMatrix(_OfInteger):
         super().__init__(*arguments)
         self._words = self._tensors["weight_packed"].stored_rows()
         self._all_scales = self._scale_tensor.mapped().reshape(self.shape[0], -1)
+        self._zeros = self._tensors[self.zero_suffix].mapped() if self.zero_suffix in self._tensors else None
 
     @property
     def _scale_tensor(self) -> StoredTensor:
@@ -221,15 +238,16 @@ class PackedMatrix(_OfInteger):
     def _codes(self, first: int, stop: int) -> NDArray[Any]:
         words = self._words[first:stop]
         if self._bits == 4 and self.shape[1] % 8 == 0 and self.order is None:
-            return even_first(words)
+            return words
         return self._in_order(codes_of_words(words, self._bits)[:, : self.shape[1]])
 
     def _scales(self, first: int, stop: int) -> NDArray[Any]:
         return self._all_scales[first:stop]
 
     def _stored_zero_points(self, first: int, stop: int) -> Codes:
+        assert self._zeros is not None
         per_word = 32 // self._bits
-        words = self._tensors[self.zero_suffix].mapped()[first // per_word : -(-stop // per_word)]
+        words = self._zeros[first // per_word : -(-stop // per_word)]
         return codes_of_words(transposed(words), self._bits).T[: stop - first]
 
 
@@ -239,6 +257,7 @@ class Float8Matrix(StoredQuantized):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._bytes = self._tensors["weight"].stored_rows()
+        self._all_scales = self._scale_tensor.mapped()
 
     @property
     def _scale_tensor(self) -> StoredTensor:
@@ -256,7 +275,7 @@ class Float8Matrix(StoredQuantized):
         return codes
 
     def _scales(self, first: int, stop: int) -> NDArray[Any]:
-        stored = self._scale_tensor.mapped()
+        stored = self._all_scales
         if self._storage.block_rows is not None:
             return stored[np.arange(first, stop) // self._storage.block_rows]
         if stored.size == 1:
@@ -284,13 +303,9 @@ def neighbouring_groups(storage: Storage, columns: int) -> Order:
 
 
 def _are_numbers(codes: Codes) -> bool:
-    """Whether no byte of e4m3 is NaN, in pieces that stay in a core's cache."""
-    spare = scratch("codes without signs", (min(PIECE_BYTES, codes.size),), np.uint8)
-    for first in range(0, codes.size, PIECE_BYTES):
-        piece = codes[first : first + PIECE_BYTES]
-        if np.bitwise_and(piece, np.uint8(NOT_A_NUMBER), out=spare[: piece.size]).max() == NOT_A_NUMBER:
-            return False
-    return True
+    """Whether no byte of e4m3 is NaN: the largest byte of all with a sign, and without."""
+    pieces = (codes[first : first + PIECE_BYTES] for first in range(0, codes.size, PIECE_BYTES))
+    return all(piece.max() < NOT_A_NUMBER | SIGN and piece.view(np.int8).max() < NOT_A_NUMBER for piece in pieces)
 
 
 MATRICES: dict[str, type[StoredQuantized]] = {

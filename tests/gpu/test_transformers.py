@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from cheetah.models.config import ModelConfig
+from cheetah.models.formats.quantized import MIDDLE_CODE, QuantizedRows
 from cheetah.runtime.build.assemble import Assembly, assemble
 from cheetah.runtime.checkpoint.loading import Checkpoint, open_checkpoint
 from cheetah.runtime.engine.engine import Engine
@@ -45,11 +46,37 @@ def hf_model(checkpoint: Checkpoint, dtype: Any) -> Any:
     state = model.state_dict()
     for name, target in state.items():
         source = "model.embed_tokens.weight" if name == "lm_head.weight" and checkpoint.config.tied_embeddings else name
-        values = np.array(checkpoint.tensor(source))
-        bf16 = values.dtype == np.uint16
-        given = torch.from_numpy(values.view(np.int16) if bf16 else values).cuda()
-        target.copy_((given.view(torch.bfloat16) if bf16 else given).to(dtype).view(target.shape))
+        target.copy_(on_gpu(checkpoint, source).view(target.shape))
     return model.eval()
+
+
+def on_gpu(checkpoint: Checkpoint, name: str) -> Any:
+    """A tensor of the checkpoint as it is: bf16, or float32 of a quantised matrix."""
+    if name.endswith("_proj.weight") and hasattr(matrix := checkpoint.rows(name), "scheme"):
+        return dequantized(matrix[:])
+    values = np.array(checkpoint.tensor(name))
+    if values.dtype == np.uint16:
+        return torch.from_numpy(values.view(np.int16)).cuda().view(torch.bfloat16)
+    return torch.from_numpy(values).cuda()
+
+
+def dequantized(rows: QuantizedRows) -> Any:
+    """float32 on the GPU: the numbers of `QuantizedRows.dequantized`, which would take minutes for 8B."""
+    codes = torch.from_numpy(rows.codes).cuda()
+    scales = torch.from_numpy(rows.scales.astype(np.float32)).cuda()
+
+    def of_columns(of_groups: Any) -> Any:
+        return of_groups.repeat_interleave(rows.group_columns, 1)[:, : codes.shape[1]]
+
+    if rows.kind == "fp8":
+        values = codes.view(torch.float8_e4m3fn).float()
+    elif rows.zero_points is None:
+        values = codes.float() - MIDDLE_CODE[rows.kind]
+    else:
+        values = codes.float() - of_columns(torch.from_numpy(rows.zero_points).cuda().float())
+    found = values * of_columns(scales)
+    np.testing.assert_array_equal(found[:2].cpu().numpy(), rows.with_planes(lambda plane: plane[:2]).dequantized())
+    return found
 
 
 def hf_logits(checkpoint: Checkpoint, dtype: Any, ids: list[int], last: int) -> np.ndarray:

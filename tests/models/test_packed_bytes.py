@@ -10,14 +10,16 @@ from itertools import product
 import numpy as np
 import pytest
 
+from cheetah.models.dense.weights import logical_matrix, row_groups
 from cheetah.models.formats import pack_matrix
-from cheetah.models.formats.quantized import EVEN_FIRST, QuantizedRows, scheme_of_name
+from cheetah.models.formats.quantized import EIGHT_ROWS, EVEN_FIRST, QuantizedRows, scheme_of_name
 from cheetah.models.rounding import Bits
 from cheetah.plan import MatrixLayout
 from cheetah.plan.formats import QUANTIZED_FORMATS, QuantizedTiles, tile_format
 from tests.program.quantized_weights import drawn_rows
+from tests.program.rig import model
 
-SIZES = [(16, 128, 1), (37, 200, 2), (7, 40, 2)]
+SIZES = [(16, 128, 1), (37, 200, 2), (7, 40, 2), (56, 136, 2)]
 LANES = list(product(range(8), range(4)))
 """g, t of lane 4g + t."""
 
@@ -111,11 +113,18 @@ def quantized_by_definition(layout: MatrixLayout, rows: QuantizedRows) -> bytes:
     return laid_out(layout, tile, factors)
 
 
-def as_words(rows: QuantizedRows) -> QuantizedRows:
-    """int4 codes as words of eight columns."""
+def in_words(rows: QuantizedRows) -> list[QuantizedRows]:
+    """int4 codes as words of eight columns in both orders, and side by side for eight rows."""
     eights = rows.codes.reshape(len(rows.codes), -1, 8).astype(np.uint32)
-    words = sum(eights[:, :, column] << np.uint32(4 * nibble) for nibble, column in enumerate(EVEN_FIRST))
-    return replace(rows, stored_codes=np.asarray(words, np.uint32))
+    found = []
+    for even_first in (False, True):
+        order = EVEN_FIRST if even_first else range(8)
+        words = np.asarray(sum(eights[:, :, column] << np.uint32(4 * nibble) for nibble, column in enumerate(order)))
+        found.append(replace(rows, stored_codes=words.astype(np.uint32), even_first=even_first))
+        if len(words) % 8 == 0:
+            side_by_side = np.ascontiguousarray(words.astype(np.uint32).T).view(EIGHT_ROWS).T
+            found.append(replace(rows, stored_codes=side_by_side, even_first=even_first))
+    return found
 
 
 @pytest.mark.parametrize("name", QUANTIZED_FORMATS)
@@ -128,9 +137,9 @@ def test_quantised_matrices_are_packed_as_described(name: str) -> None:
         wanted = quantized_by_definition(layout, matrix)
         assert pack_matrix(layout, matrix).tobytes() == wanted
         if tiles.kind == "int4":
-            words = as_words(matrix)
-            assert words.shape == matrix.shape and np.array_equal(words.codes, matrix.codes)
-            assert pack_matrix(layout, words).tobytes() == wanted
+            for words in in_words(matrix):
+                assert words.shape == matrix.shape and np.array_equal(words.codes, matrix.codes)
+                assert pack_matrix(layout, words).tobytes() == wanted
 
 
 @pytest.mark.parametrize(("rows", "columns", "blocks"), SIZES)
@@ -143,3 +152,26 @@ def test_bf16_matrices_are_packed_as_described(rows: int, columns: int, blocks: 
         return bf16_tile(bits[16 * m_tile : 16 * m_tile + 16, 32 * k_tile : 32 * k_tile + 32])
 
     assert pack_matrix(layout, matrix).tobytes() == laid_out(layout, tile, lambda m_tile: b"")
+
+
+def test_rows_side_by_side_are_read_at_once() -> None:
+    """Of a block that begins and ends within a head: whole heads in one read of each tensor, though halves of a rotated
+    one lie in turns; what another block has is not read."""
+    config = model(256, 700, 1, 8, 4, 64, 300)
+    tensors = [np.random.default_rng(n).integers(0, 2**16, (64 * heads, 256)) for n, heads in enumerate((8, 4, 4))]
+    matrix = logical_matrix(config, "qkv", [one.astype(np.uint16) for one in tensors])
+    read: list[tuple[int, int]] = []
+
+    class Counted:
+        def __init__(self, values: np.ndarray) -> None:
+            self.values, self.shape = values.astype(np.uint16), values.shape
+
+        def __getitem__(self, part: slice) -> Bits:
+            read.append((part.start, part.stop))
+            return self.values[part]
+
+    groups = range(12, 76)
+    found = np.zeros((len(groups) * 8, 256), np.uint16)
+    row_groups(config, "qkv").gather([Counted(one) for one in tensors], found, groups)
+    np.testing.assert_array_equal(found, matrix[groups.start * 8 : groups.stop * 8])
+    assert read == [(80, 96), (112, 512), (0, 80), (96, 112)]
