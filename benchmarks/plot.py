@@ -89,7 +89,7 @@ def draw(columns: Mapping[str, Lines]) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise PlotError("a plot needs matplotlib: pip install 'cheetah-megakernel[plot]'") from None
+        raise PlotError("a plot needs matplotlib: pip install '.[plot]' in Cheetah's checkout") from None
     if not columns:
         raise PlotError("there is no record of a speed to draw")
     figure = Figure(figsize=(max(6.0, 4.5 * len(columns)), 7), layout="constrained")

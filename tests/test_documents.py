@@ -20,6 +20,7 @@ import typer.main
 from typer.core import TyperGroup
 
 from cheetah.cli import app
+from cheetah.extras import installing
 from cheetah.generate import choose_plan, describe_kernel
 from cheetah.models.config import ModelConfig
 from cheetah.models.registry import PRESETS, preset
@@ -154,6 +155,17 @@ def test_extras_that_are_installed_exist() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     asked = re.findall(r"pip install '\S*\[(\w+)\]'", README)
     assert asked and set(asked) <= set(project["optional-dependencies"])
+
+
+def test_extras_that_errors_name_are_those_of_the_readme() -> None:
+    """`installing` says what the README says, and every extra that it is asked for exists."""
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    folders = ("cheetah", "runtime", "models")
+    sources = [path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    named = {name for source in sources for name in re.findall(r"\binstalling\([\"'](\w+)[\"']\)", source)}
+    assert named == {"cuda", "pycuda", "serve", "structured", "plot"} and named <= set(known)
+    assert installing("cuda").partition(" in ")[0] in text_of("README.md")
+    assert not any("cheetah-megakernel[" in source for source in sources), "no package index has it"
 
 
 @pytest.mark.parametrize("page", PAGES)

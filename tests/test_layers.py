@@ -20,7 +20,8 @@ KERNEL = (MODELS, "cheetah.blocks", "cheetah.lang", "cheetah.plan")
 # What each part may import of ours, besides itself and FOUNDATION. The longest name that fits a module is its part.
 # Of FOUNDATION each may import those before it.
 FOUNDATION = tuple(
-    f"cheetah.{name}" for name in ("version", "printable", "errors", "untrusted", "records", "stopwatch", "piece_ring")
+    f"cheetah.{name}"
+    for name in ("version", "extras", "printable", "errors", "untrusted", "records", "stopwatch", "piece_ring")
 )
 MAY_IMPORT: dict[str, set[str]] = {
     **{part: set() for part in FOUNDATION},

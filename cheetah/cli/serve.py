@@ -23,6 +23,7 @@ from cheetah.cli.options import (
 )
 from cheetah.cli.run import kernel_generator
 from cheetah.errors import CheetahError
+from cheetah.extras import installing
 
 if TYPE_CHECKING:
     from cheetah.runtime import LLM
@@ -152,4 +153,4 @@ def need_extra() -> None:
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as missing:
-        raise CheetahError(f"{missing.name} is not installed: pip install 'cheetah-megakernel[serve]'") from None
+        raise CheetahError(f"{missing.name} is not installed: {installing('serve')}") from None

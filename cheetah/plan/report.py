@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cheetah.extras import installing
 from cheetah.plan.errors import PlanError
 from cheetah.plan.gpu import Gpu
 from cheetah.plan.kv import kv_plan
@@ -214,7 +215,7 @@ def plot_shares(report: Report, path: str | Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise PlanError("a plot needs matplotlib: pip install 'cheetah-megakernel[plot]'") from None
+        raise PlanError(f"a plot needs matplotlib: {installing('plot')}") from None
     phases = (*report.phases, report.step_share)
     figure = Figure(figsize=(9, 1.5 * len(phases) + 0.8), layout="constrained")
     for axes, phase in zip(figure.subplots(len(phases), 1, sharex=True), phases, strict=True):

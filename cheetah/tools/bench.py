@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, cast
 
@@ -422,10 +422,13 @@ def _packed_wave(tensors: RandomTensors, layout: MatrixLayout, wave: int) -> NDA
     return packed
 
 
+@lru_cache(maxsize=2)
 def random_bits(scale: float) -> NDArray[np.uint16]:
-    """Normal numbers times `scale` as bf16 bits, the same every time."""
+    """Normal numbers times `scale` as bf16 bits, the same every time: what several buffers share cannot be written."""
     numbers = np.random.default_rng(0).standard_normal(TILE_ELEMENTS, dtype=np.float32)
-    return np.asarray((numbers * np.float32(scale)).astype(ml_dtypes.bfloat16).view(np.uint16))
+    bits = np.asarray((numbers * np.float32(scale)).astype(ml_dtypes.bfloat16).view(np.uint16))
+    bits.flags.writeable = False
+    return bits
 
 
 def random_cache(plan: Plan) -> NDArray[np.uint16]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cheetah.errors import CheetahError
+from cheetah.extras import installing
 from cheetah.runtime.build.cubin import CacheEntry, Cubin, ResourceReport, cache_folder
 
 __all__ = [
@@ -204,7 +205,7 @@ def _nvrtc_checked(nvrtc: Any, call: str, *arguments: Any) -> Any:
 
 @functools.cache
 def _load_nvrtc() -> Any:
-    fix = "install it with: pip install 'cheetah-megakernel[cuda]'"
+    fix = f"install it with: {installing('cuda')}"
     try:
         nvrtc = importlib.import_module("cuda.bindings.nvrtc")
     except ImportError as error:

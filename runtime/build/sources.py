@@ -6,7 +6,7 @@ So a hash over the sources that decide about something cannot leave one out that
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 PACKAGE = "cheetah"
@@ -42,9 +42,9 @@ def _file_of(module: str, root: Path) -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
-def _imports(tree: ast.AST, package: str) -> Iterator[str]:
+def _imports(tree: ast.Module, package: str) -> Iterator[str]:
     """Full names of what is imported; of `from a import b` both a and a.b, which may be a module or not."""
-    for node in ast.walk(tree):
+    for node in _statements(tree.body):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -52,3 +52,11 @@ def _imports(tree: ast.AST, package: str) -> Iterator[str]:
             base = ".".join([*above, *([node.module] if node.module else [])])
             yield base
             yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _statements(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """All statements, with those inside of others: imports are among them, and expressions are nine nodes of ten."""
+    for node in body:
+        yield node
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            yield from _statements(getattr(node, name, ()))

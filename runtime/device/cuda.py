@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cheetah.extras import installing
 from cheetah.manifest import Launch
 from cheetah.runtime.device.arguments import CheckedArgument, as_ctypes
 from cheetah.runtime.device.driver import DriverError
@@ -65,7 +66,7 @@ def load_api() -> Any:
     try:
         api = importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
-        fix = "install it with: pip install 'cheetah-megakernel[cuda]'"
+        fix = f"install it with: {installing('cuda')}"
         raise DeviceError(f"the package cuda-bindings is missing ({error}): {fix}") from None
     try:
         checked(api, "cuInit", 0)

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from cheetah.extras import installing
 from cheetah.manifest import Launch
 from cheetah.runtime.device.arguments import CheckedArgument
 from cheetah.runtime.device.cuda import describe_driver
@@ -56,7 +57,7 @@ def open_pycuda(say: Say, ordinal: int = 0, compiler: str = "nvrtc") -> StreamDe
     try:
         api = importlib.import_module("pycuda.driver")
     except ImportError as error:
-        fix = "install it with: pip install 'cheetah-megakernel[pycuda]' (built from source: it needs the CUDA toolkit)"
+        fix = f"install it with: {installing('pycuda')} (built from source: it needs the CUDA toolkit)"
         raise DeviceError(f"PyCUDA cannot be imported ({error}): {fix}") from None
     return StreamDevice(PyCudaDriver(api, ordinal), say, compiler)
 

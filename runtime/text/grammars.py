@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cheetah.errors import CheetahError
+from cheetah.extras import installing
 from cheetah.runtime.structured_outputs import GrammarError, StructuredOutputsParams
 from cheetah.runtime.text.guarded_process import GuardedProcess, GuardError, Limits
 from cheetah.runtime.text.tokenizer import Tokenizer
@@ -184,5 +185,5 @@ def _library_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> llguidance.LLTo
 def _check_installed() -> None:
     if importlib.util.find_spec("llguidance") is None:
         raise CheetahError(
-            "structured_outputs needs llguidance, which is not installed: pip install 'cheetah-megakernel[structured]'"
+            f"structured_outputs needs llguidance, which is not installed: {installing('structured')}"
         )

@@ -169,11 +169,11 @@ def test_what_to_install_is_printed_as_it_is_to_be_typed(tmp_path: Path, monkeyp
     """Square brackets are nothing special in a message."""
 
     def absent(name: str) -> None:
-        raise CompileError(f"no {name}: pip install 'cheetah-megakernel[cuda]'")
+        raise CompileError(f"no {name}: pip install '.[cuda]'")
 
     monkeypatch.setattr("cheetah.runtime.build.compile.find_compiler", absent)
     text = cheetah("generate", "demo", "-o", tmp_path).stdout
-    assert "no cubin: no nvrtc: pip install 'cheetah-megakernel[cuda]'; with a CUDA toolkit: --compiler nvcc" in text
+    assert "no cubin: no nvrtc: pip install '.[cuda]'; with a CUDA toolkit: --compiler nvcc" in text
 
 
 def test_a_batch_is_in_the_file_name_and_the_command_and_the_tokens_follow_by_rule(tmp_path: Path) -> None:

@@ -126,6 +126,7 @@ def test_the_emulator_ranks_and_stores_nothing(cache: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.compiler
+@pytest.mark.usefixtures("kernels_made_once")
 def test_a_stored_winner_is_used(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The barrier is made to win, so that what is used differs from the rule."""
     plain = Variants._launch

@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
 from cheetah import lang as ch
+from tests.scripts import run_script
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "language.md").read_text()
 BLOCKS = re.findall(r"<!-- (.+?) -->\n```(?:python|cuda)\n(.*?)```\n(?:```cuda\n(.*?)```\n)?", PAGE, re.DOTALL)
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
-
-
-def python(*arguments: str) -> str:
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, env=ENVIRONMENT)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.parametrize(("source", "code", "output"), BLOCKS, ids=[source for source, _, _ in BLOCKS])
 def test_the_code_shown_is_the_code_that_runs(source: str, code: str, output: str, tmp_path: Path) -> None:
     if source == "runs":
         (tmp_path / "shown.py").write_text(code)
-        assert python(str(tmp_path / "shown.py")) == output
+        assert run_script(tmp_path / "shown.py") == output
     elif source.startswith("rendered by "):
-        assert code in python(str(ROOT / source.removeprefix("rendered by ")), "--cuda")
+        assert code in run_script(ROOT / source.removeprefix("rendered by "), "--cuda")
     else:
         assert code in (ROOT / source).read_text()
 

@@ -133,5 +133,5 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch, tmp_path):
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(PlanError, match=r"pip install 'cheetah-megakernel\[plot\]'"):
+    with pytest.raises(PlanError, match=r"pip install '\.\[plot\]' in Cheetah's checkout"):
         plot_shares(report_of(TINY), tmp_path / "shares.png")

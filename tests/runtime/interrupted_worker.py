@@ -32,7 +32,7 @@ def interrupted_after(llm: LLM, seconds: float, params: SamplingParams) -> bool:
 
 def main(batch: int, sync: str) -> None:
     with LLM("demo", device="emulator", batch=batch, sync=sync, quiet=True, max_context=64) as llm:
-        params = SamplingParams(max_tokens=12, temperature=0.8, seed=3)
+        params = SamplingParams(max_tokens=6, temperature=0.8, seed=3)
         llm.generate(PROMPTS, params)
         started = time.monotonic()
         wanted = [output.token_ids for output in llm.generate(PROMPTS, params)]

@@ -277,7 +277,7 @@ def test_a_missing_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("importlib.import_module", refuse)
     compiling._load_nvrtc.cache_clear()
-    with pytest.raises(CompileError, match=r"pip install 'cheetah-megakernel\[cuda\]'"):
+    with pytest.raises(CompileError, match=r"pip install '\.\[cuda\]' in Cheetah's checkout"):
         compiling._load_nvrtc()
     monkeypatch.undo()
     monkeypatch.setattr("shutil.which", lambda _: None)

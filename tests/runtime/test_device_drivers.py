@@ -294,9 +294,9 @@ def test_a_missing_package_or_driver_says_what_to_do(monkeypatch: pytest.MonkeyP
         raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr(importlib, "import_module", refuse)
-    with pytest.raises(DeviceError, match=r"pip install 'cheetah-megakernel\[cuda\]'"):
+    with pytest.raises(DeviceError, match=r"pip install '\.\[cuda\]' in Cheetah's checkout"):
         open_device("cuda")
-    with pytest.raises(DeviceError, match=r"pip install 'cheetah-megakernel\[pycuda\]'"):
+    with pytest.raises(DeviceError, match=r"pip install '\.\[pycuda\]' in Cheetah's checkout"):
         open_device("pycuda")
 
     def no_libcuda(*_: Any) -> None:

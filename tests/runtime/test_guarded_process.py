@@ -14,7 +14,8 @@ from cheetah.errors import CheetahError
 from cheetah.runtime.text.chat import TEMPLATE_BYTES, ChatTemplates
 from cheetah.runtime.text.guarded_process import GuardedProcess, GuardError, Limits
 
-LIMITS = Limits(cpu_s=0.3, memory_bytes=64_000_000, answer_bytes=100_000)
+LIMITS = Limits(cpu_s=1.0, memory_bytes=64_000_000, answer_bytes=100_000)
+"""A second, so that a process still starts in time where the machine is busy."""
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +36,8 @@ LOOP = "{% for a in range(99999) %}"
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (LOOP * 3 + "{% endfor %}" * 3, "takes more than 0.3 s of processor time"),
-        ("{{ lipsum(n=1000000) }}", "takes more than 0.3 s of processor time"),
+        (LOOP * 3 + "{% endfor %}" * 3, "takes more than 1 s of processor time"),
+        pytest.param("{{ lipsum(n=1000000) }}", "takes more than 1 s of processor time", marks=pytest.mark.exhaustive),
         ("{{ 'x' * 10**9 }}", "needs more than 64 MB of memory"),
         ("{{ 'x' | center(10**10) }}", "needs more than 64 MB of memory"),
         ("{{ '%1000000000d' % 1 }}", "needs more than 64 MB of memory"),

@@ -129,7 +129,7 @@ def test_a_grammar_that_cannot_be_followed_any_further_says_so() -> None:
 
 def test_without_llguidance_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(CheetahError, match=r"pip install 'cheetah-megakernel\[structured\]'"):
+    with pytest.raises(CheetahError, match=r"pip install '\.\[structured\]' in Cheetah's checkout"):
         watcher(regex="a")
 
 

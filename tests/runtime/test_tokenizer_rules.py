@@ -100,7 +100,7 @@ def test_a_guarded_encoder_gives_what_the_library_gives() -> None:
 
 
 HOSTILE: list[tuple[str, Change]] = [  # the message, as far as it is not the library's own
-    ("it may need more than 65 MB of memory", chain("normalizer", [replace("h", "hhhh")] * 16)),
+    ("MB of memory, or break what reads it", chain("normalizer", [replace("h", "hhhh")] * 16)),
     ("ended its process (SIGABRT)", exploding_added_token),
     ("", lambda description: description.update(normalizer=replace("", "hh"))),
     ("", lambda description: description.update(pre_tokenizer=split("(.+)+$(?<!.)"))),
