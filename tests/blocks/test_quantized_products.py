@@ -144,6 +144,22 @@ def test_sizes_that_do_not_divide(name: str, case: str) -> None:
     assert error_of_product(OTHERS[case], name) < MATVEC
 
 
+PUBLISHED: list[tuple[str, tuple[int, int, int, dict[str, Any]]]] = [
+    ("int4-g64-asym", (17, 11008, 2, {"consumer_warps": 8, "down_slices": 3})),
+    ("int4", (17, 11008, 2, {"consumer_warps": 8, "tokens": 8, "down_slices": 4})),
+    ("int4-g128", (17, 5120, 2, {"consumer_warps": 8, "tokens": 4})),
+    ("int8-g32-asym", (17, 3072, 2, {"consumer_warps": 8})),
+]
+"""Columns of published models: 86, 40 and 24 K-tiles, of which 8 warps leave some over in a chunk or a slice."""
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+@pytest.mark.parametrize(("name", "case"), PUBLISHED, ids=[f"{case[1]} {name}" for name, case in PUBLISHED])
+def test_columns_of_published_models(name: str, case: tuple[int, int, int, dict[str, Any]]) -> None:
+    assert error_of_product(case, name) < MATVEC
+
+
 HALF_CASES = [("fp8", 1), ("fp8-block128", 1), ("fp8-block128", 2)]
 
 

@@ -28,7 +28,7 @@ from safetensors import safe_open
 from cheetah import LLM
 from cheetah.models.dense.reference import Reference
 from cheetah.models.dense.weights import tensor_shapes
-from cheetah.models.formats.quantized import QuantizationScheme
+from cheetah.models.formats.quantized import QuantizationScheme, in_natural_order
 from cheetah.models.llama import LlamaConfig
 from cheetah.models.quantization import Storage, read_quantization
 from cheetah.models.registry import read_config
@@ -39,7 +39,9 @@ from cheetah.runtime.checkpoint.safetensors_files import read_header
 from tests.program.rig import relative_error
 from tests.tolerances import LOGITS
 
-TOOLS_FILE = Path(__file__).parent / "goldens" / "compressed_tensors.safetensors"
+GOLDENS = Path(__file__).parent / "goldens"
+TOOLS_FILE = GOLDENS / "compressed_tensors.safetensors"
+OTHER_TOOLS_FILE = GOLDENS / "gptqmodel_autoawq.safetensors"
 
 
 # -- golden words
@@ -345,8 +347,8 @@ def test_patterns(pattern, matched):
 # -- files of the formats' own tools
 
 
-def tools_cases():
-    with safe_open(TOOLS_FILE, "np") as file:
+def tools_cases(path=TOOLS_FILE):
+    with safe_open(path, "np") as file:
         return json.loads(file.metadata()["schemes"])
 
 
@@ -357,10 +359,23 @@ def test_what_compressed_tensors_itself_wrote(name):
     stated = tools_cases()[name]
     form = "pack-quantized" if stated["type"] == "int" else "float-quantized"
     groups = {"group_0": {"targets": ["Linear"], "weights": stated}}
-    storage = read_quantization(compressed_config(form, config_groups=groups), "here").storage_of(name)
+    check_golden(TOOLS_FILE, name, compressed_config(form, config_groups=groups))
+
+
+@pytest.mark.parametrize("name", tools_cases(OTHER_TOOLS_FILE))
+def test_what_gptqmodel_and_autoawq_themselves_wrote(name):
+    """GPTQModel 7.7.0 packed drawn matrices (TorchLinear.pack_original; convert_gptq_v2_to_v1_format_module where v1)
+    and said what they stand for (dequantize_weight); so did AutoAWQ 0.2.9 (WQLinear_GEMM.from_linear,
+    dequantize_gemm). Both with their scales in float32."""
+    check_golden(OTHER_TOOLS_FILE, name, tools_cases(OTHER_TOOLS_FILE)[name])
+
+
+def check_golden(path, name, stated):
+    storage = read_quantization(stated, "here").storage_of(name)
     assert isinstance(storage, Storage) and isinstance(storage.scheme, QuantizationScheme)
-    stored = read_header(TOOLS_FILE)
+    stored = read_header(path)
     wanted = stored[f"{name}.dequantized"].mapped()
     assert problems_of_module(name, storage, wanted.shape, stored) == []
-    found = open_matrix(name, storage, wanted.shape, stored)[:]
-    assert np.array_equal(found.dequantized(), wanted)
+    matrix = open_matrix(name, storage, wanted.shape, stored)
+    assert (matrix.order is not None) == ("act_order" in name)
+    assert np.array_equal(in_natural_order(matrix[:].dequantized(), matrix.order), wanted)

@@ -245,11 +245,48 @@ MALFORMED = {
         *("fp8", f"{Q}.weight", lambda value: value.astype(ml_dtypes.bfloat16)),
         f"{Q}.weight is BF16, expected F8_E4M3",
     ),
+    "fp8, a scale that is not a number": (
+        *("fp8", f"{Q}.weight_scale", lambda value: changed(value, (9, 0), np.nan)),
+        f"tensor {Q}.weight_scale: the scale of row 9, group 0 is nan",
+    ),
+    "fp8, a negative scale": (
+        *("fp8", f"{DOWN}.weight_scale", lambda value: changed(value, (9, 0), -1)),
+        f"tensor {DOWN}.weight_scale: the scale of row 9, group 0 is -1.0",
+    ),
+    "fp8, two scales": (
+        *("fp8", f"{Q}.weight_scale_inv", lambda value: np.ones((256, 1), np.float32)),
+        f"{Q} has weight_scale and weight_scale_inv: expected weight_scale or weight_scale_inv",
+    ),
+    "awq, no scales": ("awq", f"{DOWN}.scales", None, f"missing: {DOWN}.scales [3, 48]"),
+    "awq, zero points of gptq's shape": (
+        *("awq", f"{DOWN}.qzeros", lambda value: np.ascontiguousarray(value.T)),
+        f"misshapen: {DOWN}.qzeros is [6, 3], expected [3, 6]",
+    ),
+    "compressed-tensors, zero points of 64 bits": (
+        *("packed-asym", f"{Q}.weight_zero_point", lambda value: value.astype(np.int64)),
+        f"{Q}.weight_zero_point is I64, expected I32",
+    ),
+    "compressed-tensors, codes that are transposed": (
+        *("packed", f"{Q}.weight_packed", lambda value: np.ascontiguousarray(value.T)),
+        f"misshapen: {Q}.weight_packed is [6, 256], expected [256, 6]",
+    ),
+    "compressed-tensors, a scale of zero": (
+        *("packed", f"{DOWN}.weight_scale", lambda value: changed(value, (40, 2), 0)),
+        f"tensor {DOWN}.weight_scale: the scale of row 40, group 2 is 0.0",
+    ),
+    "a layer that the configuration does not have": (
+        *("packed", "model.layers.2.mlp.down_proj.weight_packed", lambda value: np.zeros((48, 5), np.int32)),
+        "model.layers.2.mlp.down_proj is quantised, but",
+    ),
     "a quantised tensor of no module": (
         *("packed", "lm_head.weight_packed", lambda value: np.zeros((50, 6), np.int32)),
         "tensor lm_head.weight_packed: lm_head is quantised, but",
     ),
 }
+
+
+READ = ("not a number", "scale of zero", "endless scale", "negative scale", "two conventions")
+"""What is in large tensors is found where it is read; all else when the checkpoint is opened."""
 
 
 def load_all(folder):
@@ -272,8 +309,61 @@ def test_tensors(tmp_path, whole, name):
         tensors[tensor] = change(tensors.get(tensor))
     write_quantized(tmp_path, tensors, stated)
     with pytest.raises(LoadingError) as raised:
-        load_all(tmp_path)
+        load_all(tmp_path) if any(what in name for what in READ) else open_checkpoint(tmp_path)
     assert message in str(raised.value)
+
+
+WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
+# checkpoint, its configuration, message
+CONTRADICTIONS = {
+    "an ignored module that there is not": (
+        *("packed", compressed_config(ignore=["lm_haed"])),
+        "missing: lm_head.weight_packed [50, 6]: lm_head.weight is there, not quantised",
+    ),
+    "targets that there are not": (
+        *("packed", compressed_config(config_groups={"g": {"targets": ["Conv2d"], "weights": WEIGHTS}})),
+        "is quantised, but",
+    ),
+    "4 and 8 bits in one matrix": (
+        "packed",
+        compressed_config(
+            config_groups={
+                "g": {"targets": ["Linear"], "weights": WEIGHTS},
+                "h": {"targets": ["re:.*up_proj"], "weights": {**WEIGHTS, "num_bits": 8}},
+            }
+        ),
+        "the kernel keeps matrix 'gate_up' in one format in all layers",
+    ),
+    "8 bits, stored in 4": ("gptq", gptq_config(bits=8), f"misshapen: {Q}.qweight is [6, 256], expected [12, 256]"),
+    "asymmetric, without zero points": (
+        *("packed", compressed_config(weights={"symmetric": False})),
+        f"missing: {Q}.weight_zero_point [32, 3]",
+    ),
+    "a scale a row, stored in groups": (
+        *("packed", compressed_config(weights={"strategy": "channel", "group_size": None})),
+        f"misshapen: {Q}.weight_scale is [256, 3], expected [256, 1] or [256]",
+    ),
+    "groups as large as there are no columns": (
+        *("awq", awq_config(group_size=2**14)),
+        f"misshapen: {Q}.qzeros is [3, 32], expected [1, 32]",
+    ),
+    "a quantised head that is not": (
+        *("gptq", gptq_config(lm_head=True)),
+        "50 outputs are no multiple of the 8 codes of a word of gptq",
+    ),
+    "blocks, stored as rows": (
+        *("fp8", float8_config(strategy="block", block_structure=[128, 128])),
+        f"misshapen: {Q}.weight_scale is [256, 1], expected [2, 1]",
+    ),
+    "fp8, labelled int4": ("fp8", compressed_config(), f"missing: {Q}.weight_packed [256, 6]"),
+    "int4, labelled fp8": ("packed", float8_config(strategy="channel"), f"missing: {Q}.weight [256, 48]"),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_configurations_that_the_tensors_contradict(tmp_path, whole, name):
+    checkpoint, stated, message = CONTRADICTIONS[name]
+    assert message in refusal(write_quantized(tmp_path, whole[checkpoint][0], stated))
 
 
 @pytest.mark.parametrize("checkpoint", ["gptq", "awq", "packed", "packed-asym", "fp8"])
