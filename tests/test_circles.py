@@ -65,6 +65,7 @@ def test_no_circle_of_modules() -> None:
     assert not circle(graph), " -> ".join(circle(graph))
 
 
+@pytest.mark.slow
 def test_those_that_name_each_other_in_annotations_do_not_when_they_run() -> None:
     sources = {module: without_types_alone(source) for module, source in sources_of_all().items()}
     graph = {module: imported & OF_TYPES_ALONE for module, imported in import_graph(sources).items()}

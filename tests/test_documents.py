@@ -200,6 +200,7 @@ def memory_of(model: str) -> MemoryEstimate:
     return memory_needed(config, decoding, prompts.manifest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", PRESETS)
 def test_memory_in_the_readme(model: str) -> None:
     memory = README[README.index("## Memory") :]

@@ -1,7 +1,7 @@
 """The arrows between the parts point one way: read from the imports of every module, also those inside functions."""
 
 import ast
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -72,15 +72,18 @@ def module_files() -> dict[str, Path]:
     return found
 
 
-def imports_of(module: str, source: str) -> Iterator[tuple[int, str]]:
+@cache
+def imports_of(module: str, source: str) -> list[tuple[int, str]]:
     """Line and full name of everything a module imports; `from a import b` gives a.b, which may be a module or not."""
+    found: list[tuple[int, str]] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             above = module.split(".")[: -node.level] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
-            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+            found += ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+    return found
 
 
 def is_within(name: str, part: str) -> bool:
@@ -150,6 +153,7 @@ def test_a_backward_import_is_seen(module: str, source: str) -> None:
     assert len(backward_imports(module, source)) == 1
 
 
+@pytest.mark.slow
 def test_tests_and_benchmarks_import_no_second_copy() -> None:
     files = {str(path): path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")}
     problems = [line for name, path in files.items() for line in backward_imports(name, path.read_text())]

@@ -67,6 +67,7 @@ def test_write_and_read(tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == ["kernel.json"]
 
 
+@pytest.mark.slow
 def test_readers_never_see_half_a_manifest(tmp_path: Path) -> None:
     path = tmp_path / "kernel.json"
     example().write(path)

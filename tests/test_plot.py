@@ -66,6 +66,7 @@ def test_what_a_step_does_besides_has_a_column_of_its_own() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_samples_of_a_batch_count_the_tokens_of_all_sequences() -> None:
     pytest.importorskip("matplotlib")
     eight = record(128, 800.0, batch=8, ms_per_step=10.0, ms_per_step_samples=[8.0, 10.0, 16.0])

@@ -110,6 +110,7 @@ def test_epochs_begin_again_after_the_last_one_and_leave_out_that_of_a_clean_wor
     assert attention.workspace.download(np.uint64, 1, place)[0] == (2**32 + 1) * blocks
 
 
+@pytest.mark.slow
 def test_a_workspace_of_exactly_the_size_is_taken(attention: BatchAttention) -> None:
     output, _ = attention.run(QUERIES, POOL)
     device = attention.device

@@ -51,10 +51,18 @@ SEVERAL = {
     "4 columns of codes, in the cache": Core(tokens=4, group=2, kv_dtype="e4m3", has_newest=False, page_size=64),
     "warps that do not divide": Core(tokens=2, group=12, consumer_warps=6, sync="barrier"),
 }
-RARE_CORES = [CORES[name] for name in ("group of 4, pages of 64", "group of 3", "pages of 256", "codes", "head of 128")]
-RARE_SEVERAL = [
-    SEVERAL[name] for name in ("2 columns", "8 columns, pages of 1", "4 columns of codes, in the cache", "8 columns")
+RARE_CORES = [
+    *(CORES[name] for name in ("group of 4, pages of 64", "group of 3", "pages of 256", "codes", "head of 128")),
+    *(CORES[name] for name in ("group of 7, head of 128", "group of 1, pages of 1")),
 ]
+RARE_SEVERAL = [
+    *(
+        SEVERAL[name]
+        for name in ("2 columns", "8 columns, pages of 1", "4 columns of codes, in the cache", "8 columns")
+    ),
+    SEVERAL["8 columns, all in the cache"],
+]
+SEQUENCES = [(kv_dtype, has_newest) for kv_dtype in ("bf16", "e4m3") for has_newest in (True, False)]
 every_core = pytest.mark.parametrize("core", tiered(CORES.values(), RARE_CORES), ids=CORES.keys())
 every_several = pytest.mark.parametrize("core", tiered(SEVERAL.values(), RARE_SEVERAL), ids=SEVERAL.keys())
 
@@ -84,8 +92,7 @@ def test_several_columns_against_float64(core: Core) -> None:
         require_close(core, [random_inputs(core, length, columns=min(core.tokens, length))])
 
 
-@pytest.mark.parametrize("has_newest", [True, False])
-@pytest.mark.parametrize("kv_dtype", ["bf16", "e4m3"])
+@pytest.mark.parametrize(("kv_dtype", "has_newest"), tiered(SEQUENCES, SEQUENCES[1:-1]))
 def test_several_sequences_against_float64(kv_dtype: str, has_newest: bool) -> None:
     core = Core(tokens=8, batch=4, group=2, kv_heads=2, blocks=5, kv_dtype=kv_dtype, has_newest=has_newest)
     for lengths in ((1, 40, 199, 16), (150, 3, 4, 5), (33, 33, 33, 33)):
@@ -284,6 +291,7 @@ def swapped(pair: Pair, at: Any) -> Pair:
     return pair[1] * 2.0, pair[0] * ch.cast(ty.f32, at.dim + 1) * 0.0625
 
 
+TRANSFORMED = [(kv_dtype, head_dim) for kv_dtype in ("bf16", "e4m3") for head_dim in (64, 128)]
 FUNCTORS = {
     "logits_transform": Variant("own scale", logits_transform=lambda x, at: x * (at.scale * LOG2_E) * LN_2),
     "logits_mask": Variant("own mask", logits_mask=lambda at: at.key <= at.position, causal=False),
@@ -300,8 +308,7 @@ def test_functions_that_change_nothing(kv_dtype: str, variant: Variant) -> None:
     assert relative_error(attend(core.with_variant(variant), inputs), inputs.output()) < ATTENTION_WEIGHTS
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("kv_dtype", ["bf16", "e4m3"])
+@pytest.mark.parametrize(("kv_dtype", "head_dim"), tiered(TRANSFORMED, TRANSFORMED[1:-1]))
 def test_transformed_queries_and_keys(kv_dtype: str, head_dim: int) -> None:
     """The pairs of a vector, and their dims, are those that the functions are told."""
     core = Core(group=4, kv_dtype=kv_dtype, head_dim=head_dim)

@@ -134,6 +134,7 @@ def test_product_against_float64(case: str) -> None:
         assert np.isnan(fewer[-1]).all()
 
 
+@pytest.mark.slow
 def test_slices_change_no_bit() -> None:
     """Chunks are added in the same order, whatever is multiplied between them."""
     outputs = []
@@ -155,6 +156,7 @@ def test_an_odd_number_of_consumer_warps_is_refused() -> None:
         generate_kernel(model(), emulated_gpu(2), consumer_warps=3)
 
 
+@pytest.mark.slow
 def test_a_matrix_that_is_fetched_and_never_used_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Matvec, "multiply", lambda self, layout, load, finish: None)
     with pytest.raises(UnusedStageError, match="the stages of `qkv` are filled but never used"):

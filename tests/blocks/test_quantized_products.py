@@ -19,6 +19,7 @@ from tests.blocks.small_kernel import SmallKernel, filled
 from tests.blocks.test_matvec import in_fragment_order, product
 from tests.program.quantized_weights import drawn_rows
 from tests.program.rig import as_bf16, model, relative_error
+from tests.tiers import tiered
 from tests.tolerances import MATVEC, MATVEC_WITH_OUTLIERS
 
 # rows, columns, blocks, then fields of the plan: the odd sizes are those that no K-tile and no group divides
@@ -98,7 +99,7 @@ def test_product_against_float64(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.compiler
-@pytest.mark.parametrize("name", ["int4", "int4-g128-asym", "int4-g64", "int4-g32-asym"])
+@pytest.mark.parametrize("name", tiered(["int4", "int4-g128-asym", "int4-g64", "int4-g32-asym"], ["int4-g64"]))
 def test_product_by_digits_against_float64(name: str) -> None:
     _, layout = compiled((*BY_DIGITS[:3], tuple(BY_DIGITS[3].items())), name)
     assert [layout.vector_kind(tokens) for tokens in (1, 2, 4, 8)] == [DIGITS, DIGITS, STAGGERED, STAGGERED]

@@ -168,6 +168,7 @@ def test_what_cannot_be_measured_is_refused(arguments: tuple[str, ...], words: s
     assert words in refused("bench", *arguments, *QUICK)
 
 
+@pytest.mark.slow
 def test_memory_is_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EmulatorDevice, "allocate", lambda *_: pytest.fail("allocated"))
     assert "are needed" in refused("bench", "random:llama-3.1-70b", *QUICK)
@@ -189,6 +190,7 @@ def test_a_kernel_that_makes_other_tokens_each_time_has_no_speed(monkeypatch: py
             bench.measure(5, 3, 2, 0)
 
 
+@pytest.mark.slow
 def test_the_ceiling_counts_every_byte_of_its_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the emulator, with a clock that advances by 1 ms a launch: 2 rounds of 64 KB for each of 4 blocks a launch."""
 
@@ -227,6 +229,7 @@ def test_more_room_is_made_only_where_it_is_needed() -> None:
     assert room_needed(config, 40000, 100) == {"max_context": 40000, "max_steps": 100}
 
 
+@pytest.mark.slow
 def test_a_buffer_is_filled_to_its_last_byte() -> None:
     buffer = EmulatorDevice().allocate(1000)
     tile = random_bits(1.0)[:77]

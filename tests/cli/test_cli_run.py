@@ -52,6 +52,7 @@ def test_a_stop_text_ends_it(completion: str) -> None:
     assert result.stdout == completion.partition(stop)[0] + "\n" and "(stop)" in result.stderr
 
 
+@pytest.mark.slow
 def test_options_of_sampling_are_those_of_the_parameters(completion: str) -> None:
     assert {*SAMPLING_OPTIONS} < {*SamplingParams.__dataclass_fields__}
     word = completion.split()[2]

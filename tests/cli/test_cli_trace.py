@@ -79,6 +79,7 @@ def test_the_kernel_without_stamps_has_nothing_of_them() -> None:
     assert "timeline" not in {buffer.name for buffer in plain.manifest.buffers}
 
 
+@pytest.mark.slow
 def test_a_traced_kernels_command_makes_it_again(tmp_path: Path) -> None:
     result = cheetah("generate", "demo", "--trace", "--no-compile", "-o", tmp_path)
     assert result.exit_code == 0

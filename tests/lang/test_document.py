@@ -16,6 +16,7 @@ PAGE = (ROOT / "docs" / "language.md").read_text()
 BLOCKS = re.findall(r"<!-- (.+?) -->\n```(?:python|cuda)\n(.*?)```\n(?:```cuda\n(.*?)```\n)?", PAGE, re.DOTALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "code", "output"), BLOCKS, ids=[source for source, _, _ in BLOCKS])
 def test_the_code_shown_is_the_code_that_runs(source: str, code: str, output: str, tmp_path: Path) -> None:
     if source == "runs":

@@ -47,6 +47,7 @@ def calling_text(primitive: Primitive) -> str:
     return ch.render_file(kernel)
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 @pytest.mark.parametrize("primitive", PRIMITIVES.values(), ids=PRIMITIVES.keys())
 def test_the_cuda_body_compiles(primitive: Primitive) -> None:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from cheetah import lang as ch
 from cheetah.lang import ty
 
@@ -227,6 +229,7 @@ print(ch.render_file(kernel, header="a header", line_marks=True))
 """
 
 
+@pytest.mark.slow
 def test_the_same_program_gives_the_same_bytes(tmp_path: Path) -> None:
     file = tmp_path / "program.py"
     file.write_text(PROGRAM.format(imports=""))

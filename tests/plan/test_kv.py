@@ -30,6 +30,7 @@ def test_invariants_hold_for_twenty_thousand_inputs(seed):
         check_invariants(random_case(draw))
 
 
+@pytest.mark.slow
 def test_plans_are_those_of_the_algorithm_written_out_plainly():
     draw = np.random.default_rng(2)
     for _ in range(700):

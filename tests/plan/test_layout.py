@@ -92,6 +92,7 @@ def test_the_longest_slice_is_what_must_be_in_memory_at_once():
             assert slice_columns(layout.padded_columns, layout.stage_bytes, slices) == 32 * max(pairs), sliced
 
 
+@pytest.mark.slow
 def test_device_expressions_give_the_same_addresses():
     wave, chunk, position, block = map(Symbol, ("wave", "chunk", "position", "block"))
     for layout in SMALL:

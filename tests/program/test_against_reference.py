@@ -61,7 +61,7 @@ EXHAUSTIVE = (
     *("group of 3", "no groups", "one under an M-tile", "head of 128, barrier", "page of 1", "page of 5"),
     *("head of 128", "one block", "two stages", "large epsilon", "page of 64, five blocks", "one head"),
     *("one over an M-tile", "tied", "split six ways", "rotated starts"),
-    *("groups of 5", "more KV heads than blocks", "eight warps", "wide"),
+    *("groups of 5", "more KV heads than blocks", "eight warps", "wide", "several stages a chunk", "llama3 rope"),
 )
 
 

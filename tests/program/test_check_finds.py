@@ -26,6 +26,8 @@ EXHAUSTIVE = (
     *("rows of padding among the candidates", "epochs that begin again"),
     *("the first column's norm for all", "a query that sees a key too many"),
     *("the wrong parity of a stage ahead", "keys cached in the first sequence's pages"),
+    *("draws keyed by the position before", "a whole stage announced for the last keys"),
+    "products that do not wait for their loads",
 )
 """Of each there is one of its kind that `make test` looks for."""
 
@@ -71,7 +73,7 @@ def test_the_check_finds(bug: MaintainersBug, monkeypatch: pytest.MonkeyPatch) -
     assert any(words in str(found) for words in bug.words.split("|")), str(found)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_check_sees_copies_that_wait_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else is wrong with them, so that all schedules run: here few."""
     (bug,) = (one for one in MORE if one.name == "a chunk counted that nobody requested")

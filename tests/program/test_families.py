@@ -49,7 +49,7 @@ CASES: dict[str, tuple[ModelConfig, dict[str, Any], int]] = {
 
 EXHAUSTIVE = (
     *("qwen3", "qwen3, more blocks than items", "qwen3, tied, large epsilon", "qwen3, pages of 5", "qwen2"),
-    "qwen3, group of 8, eight warps",
+    *("qwen3, group of 8, eight warps", "qwen3, group of 5, barrier"),
 )
 
 
@@ -114,7 +114,7 @@ WINDOWS: dict[str, tuple[int, dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("case", tiered(WINDOWS, ["within a page", "of fixed chunks", "of one key"]))
+@pytest.mark.parametrize("case", tiered(WINDOWS, ["within a page", "of fixed chunks", "of one key", "of a few pages"]))
 def test_a_sliding_window(case: str) -> None:
     window, plan, count = WINDOWS[case]
     weights, ids = random_weights(windowed(window)), token_ids(count, 50)

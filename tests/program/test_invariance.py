@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 
 WEIGHTS = random_weights(model(vocab=90))
 IDS = token_ids(40, 90)
+SEEDS = [("flags", 4), ("barrier", 4), ("flags", 50), ("barrier", 50)]
 SYNCS = pytest.mark.parametrize("sync", ["flags", "barrier"])
 
 
@@ -36,8 +37,7 @@ def plain(sync: str) -> np.ndarray:
     return rig(sync).session().score(IDS)
 
 
-@SYNCS
-@pytest.mark.parametrize("seeds", tiered([4, 50], [50]))
+@pytest.mark.parametrize(("sync", "seeds"), tiered(SEEDS, SEEDS[1:]))
 def test_seeds_of_three_schedulers(sync: str, seeds: int) -> None:
     """One block more than one KV head needs, keys split two ways, scoring and sampling."""
 
@@ -52,6 +52,7 @@ def test_seeds_of_three_schedulers(sync: str, seeds: int) -> None:
     assert report.ok, str(report)
 
 
+GROUPINGS = [(sync, steps) for steps in (1, 3, 17) for sync in ("flags", "barrier")]
 RACELESS = [(sync, head_dim) for sync in ("flags", "barrier") for head_dim in (64, 128)]
 
 
@@ -66,8 +67,7 @@ def test_no_race(sync: str, head_dim: int) -> None:
     assert other.generate(IDS[19:20], 2, temperature=0.9, seed=1) == sampled
 
 
-@SYNCS
-@pytest.mark.parametrize("launch_steps", tiered([1, 3, 17], [1]))
+@pytest.mark.parametrize(("sync", "launch_steps"), tiered(GROUPINGS, GROUPINGS[:-2]))
 def test_grouping_into_launches(sync: str, launch_steps: int) -> None:
     session = rig(sync).session("priority", 7, launch_steps=launch_steps)
     np.testing.assert_array_equal(bits(session.score(IDS)), bits(plain(sync)))
@@ -155,7 +155,7 @@ def test_of_equal_logits_the_lowest_id_is_taken() -> None:
 STOPPING = [(sync, blocks) for sync in ("flags", "barrier") for blocks in (2, 3)]
 
 
-@pytest.mark.parametrize(("sync", "blocks"), tiered(STOPPING, [("flags", 3), ("barrier", 2)]))
+@pytest.mark.parametrize(("sync", "blocks"), tiered(STOPPING, [("flags", 3), ("barrier", 2), ("barrier", 3)]))
 def test_a_stop_id_ends_the_launch_and_one_can_go_on(sync: str, blocks: int) -> None:
     """At every place of a launch: the first sampled token, the middle, the last; also with a short ring."""
     weights = random_weights(model(vocab=90))

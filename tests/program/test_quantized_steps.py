@@ -66,6 +66,7 @@ def test_logits_of_every_position(case: str) -> None:
     assert relative_error(found, float32_logits(ready.weights, ids)) < tolerance
 
 
+@pytest.mark.slow
 def test_several_sequences_and_many_tokens_of_a_step() -> None:
     ready = rig("llama, three sequences, slices")
     prompts = [token_ids(9, ready.config.vocab_size, seed) for seed in range(ready.plan.batch)]

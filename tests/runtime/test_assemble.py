@@ -54,6 +54,7 @@ def assembled(device: FakeDevice, generate: Any = generate_kernel) -> None:
     assemble(tiny_weights(), device=device, generate_kernel=generate, quiet=True)
 
 
+@pytest.mark.slow
 def test_a_gpu_s_kernels_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHEETAH_CACHE", str(tmp_path))
     written: list[str] = []

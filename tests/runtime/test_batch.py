@@ -308,6 +308,7 @@ def test_a_stream_that_is_collected_while_others_are_launched_is_taken_out_after
     rig.check_all_pages_are_back()
 
 
+@pytest.mark.slow
 def test_who_does_not_fit_waits_while_others_run() -> None:
     rig = Rig(batch=4, pages=6)  # of 16 tokens
     requests = [Request((number,), 60, Sampling()) for number in range(4)]  # 4 pages each

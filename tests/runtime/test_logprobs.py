@@ -70,6 +70,7 @@ def test_logits_that_are_no_numbers() -> None:
     assert token_logprobs(np.array([np.inf, 0], np.float32), 0, 1).logprob == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{}, {"kv_chunk": 32}, {"launch_steps": 3}, {"pages": 9}], ids=str)
 def test_what_is_made_and_read_has_the_references_numbers(how: dict[str, Any]) -> None:
     rig = Rig(batch=4, caches=True, **how)

@@ -24,6 +24,7 @@ SOAKED = int(os.environ.get("CHEETAH_SOAK", "0"))
 LONG = tuple(range(40, 100))
 
 
+@pytest.mark.slow
 def test_a_long_prompt_is_read_in_chunks_between_launches_of_the_others() -> None:
     rig = Rig(batch=2, tokens=4, launch_steps=8, chunk_tokens=8)
     rig.engine.add(Request((1, 2), 60, Sampling()))
@@ -69,6 +70,7 @@ def test_who_came_last_gives_its_pages_to_those_before_and_loses_nothing(kv_chun
     assert rig.pool.available_pages == rig.pool.pages
 
 
+@pytest.mark.slow
 def test_completions_of_one_prompt_give_way_to_each_other() -> None:
     rig = Rig(pages=7, batch=3, tokens=4, launch_steps=8)
     request = Request(LONG[:20], 60, Sampling(1.1, 4), count=3)

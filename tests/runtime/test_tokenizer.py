@@ -52,6 +52,7 @@ def test_decode_equals_the_library_for_llama_2(ids: list[int]) -> None:
         assert ours("byte_fallback").decode(ids) == theirs("byte_fallback").decode(ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
 @given(text=st.text(max_size=30))
 def test_encode_equals_the_library_and_decodes_back(kind: str, text: str) -> None:

@@ -73,6 +73,7 @@ def ruled(request: Request, rule: Rule = sevens) -> Request:
     return replace(request, watchers=(lambda: Ruled(rule),))
 
 
+@pytest.mark.slow
 def test_each_token_is_sampled_by_the_mask_that_the_one_before_it_left() -> None:
     rig = Rig(batch=3, launch_steps=8)
     watched, free = Request(SHORT, 9, Sampling(1.1, 3), count=2), Request((1, 2), 30, Sampling(1.2, 4))

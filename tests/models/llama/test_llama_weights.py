@@ -51,6 +51,7 @@ def random_bits(shape, seed=0):
     return np.random.default_rng(seed).integers(1, 2**16, shape, dtype=np.uint16)
 
 
+@pytest.mark.slow
 @given(layouts)
 @settings(max_examples=25, deadline=None)
 def test_packing_is_what_the_slow_writer_writes(layout):
