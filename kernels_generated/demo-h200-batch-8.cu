@@ -23,18 +23,17 @@
 //     185600    10496  reductions  (over scratch)
 //     216960       16  reduction_barriers
 //     216976      512  residual
-//     217488      256  partial_sums
-//     217744       32  scales
-//     217776     2048  rope
-//     219824      512  statistics
-//     220336      592  records
-//     220928       64  warp_candidates
-//     220992      288  columns
-//     221280       32  chosen
-//     221312       16  step_done
-//     221328       36  next_token
-//              221364  total
-//              232448  a block has, 11084 free
+//     217488      256  square_shares
+//     217744     2048  rope
+//     219792      512  statistics
+//     220304      592  records
+//     220896       64  warp_candidates
+//     220960      288  columns
+//     221248       32  chosen
+//     221280       16  step_done
+//     221296       36  next_token
+//              221332  total
+//              232448  a block has, 11116 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -307,16 +306,15 @@ constexpr uint32_t NEWEST = 198912;
 constexpr uint32_t REDUCTIONS = 185600;
 constexpr uint32_t REDUCTION_BARRIERS = 216960;
 constexpr uint32_t RESIDUAL = 216976;
-constexpr uint32_t PARTIAL_SUMS = 217488;
-constexpr uint32_t SCALES = 217744;
-constexpr uint32_t ROPE = 217776;
-constexpr uint32_t STATISTICS = 219824;
-constexpr uint32_t RECORDS = 220336;
-constexpr uint32_t WARP_CANDIDATES = 220928;
-constexpr uint32_t COLUMNS = 220992;
-constexpr uint32_t CHOSEN = 221280;
-constexpr uint32_t STEP_DONE = 221312;
-constexpr uint32_t NEXT_TOKEN = 221328;
+constexpr uint32_t SQUARE_SHARES = 217488;
+constexpr uint32_t ROPE = 217744;
+constexpr uint32_t STATISTICS = 219792;
+constexpr uint32_t RECORDS = 220304;
+constexpr uint32_t WARP_CANDIDATES = 220896;
+constexpr uint32_t COLUMNS = 220960;
+constexpr uint32_t CHOSEN = 221248;
+constexpr uint32_t STEP_DONE = 221280;
+constexpr uint32_t NEXT_TOKEN = 221296;
 
 // An input of a sequence, or 0 where it has none left.
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t number, const int32_t* sequences,
@@ -672,7 +670,7 @@ __device__ __forceinline__ void prefetch(const bf16* source, uint32_t thread, ui
   }
 }
 
-// A unit times the norm's weights into the vector, and its squares to the thread's sum.
+// A piece times the norm's weights into the vector, and its squares to the thread's sum.
 __device__ __forceinline__ void normalise_unit(uint4* vector, uint32_t unit, uint4 words, uint4 weight,
     float& squares) {
   float low = bf16x2_low(words.x);
@@ -694,27 +692,18 @@ __device__ __forceinline__ void normalise_unit(uint4* vector, uint32_t unit, uin
   vector[unit] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4)));
 }
 
-// 1/rms of every token from the threads' sums of squares: within warps, then over the warps in order.
-__device__ __forceinline__ void write_scales(float squares, uint8_t* arena, uint32_t lane, uint32_t warp,
-    uint32_t thread, uint32_t column_count) {
-  float* partial_sums = (float*)(arena + PARTIAL_SUMS);
-  float* scales = (float*)(arena + SCALES);
+// Each warp's share of every column's mean of squares plus epsilon, for who finishes rows: [column][warp]. Ends
+// with a barrier of the consumer warps.
+__device__ __forceinline__ void share_squares(float squares, uint32_t lane, uint8_t* arena, uint32_t warp) {
   float sum_of_token = squares;
   sum_of_token += shuffle_xor_f32(sum_of_token, 2);
   sum_of_token += shuffle_xor_f32(sum_of_token, 1);
   if (lane % 4 == 0 && lane < 32) {
-    partial_sums[warp * 8 + lane / 4] = sum_of_token;
+    uint32_t column = lane / 4;
+    float share = sum_of_token * 0.0078125f + 1.25e-06f;
+    ((float*)(arena + SQUARE_SHARES))[column * 8 + warp] = share;
   }
   named_barrier(1, 256);
-  if (thread < column_count) {
-    float total = 0.0f;
-    #pragma unroll
-    for (uint32_t other = 0; other < 8; ++other) {
-      uint32_t warp_2 = other + thread / 8;
-      total += partial_sums[warp_2 * 8 + thread % 8];
-    }
-    scales[thread] = rsqrt_f32(total * 0.0078125f + 1e-05f);
-  }
 }
 
 // Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
@@ -777,7 +766,8 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   uint32_t head = m_tile / 4;
   uint32_t m_tile_of_head = m_tile % 4;
-  float value = row_sum * ((float*)(arena + SCALES))[column];
+  float* place = (float*)(arena + SQUARE_SHARES) + column * 8;
+  float value = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
   uint32_t dim = m_tile_of_head * 16 + row;
   if (head < 6) {
     float rotated;
@@ -789,16 +779,16 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   float neighbour = shuffle_xor_f32(value, 1);
   uint32_t pair = pack_bf16x2(value, neighbour);
   if (lane < 16 && lane % 2 == 0) {
-    uint32_t place = (column * 512 + head * 64 + dim) / 2;
-    (exchange_words + (place + 576))[0] = pair;
+    uint32_t place_2 = (column * 512 + head * 64 + dim) / 2;
+    (exchange_words + (place_2 + 576))[0] = pair;
     if (head >= 4) {
       if (((uint32_t*)(arena + COLUMNS))[column * 9 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 9 + 2]) {
         uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 32;
         uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 9] / 16));
         uint64_t offset = (uint64_t)(layer) * 1048576 + (uint64_t)(page) * 4096;
         bf16* key = kv + (offset + (uint64_t)((head - 4) % 2 * 1024 + ((uint32_t*)(arena + COLUMNS))[column * 9] % 16 * 64));
-        bf16* place_2 = head - 4 < 2 ? key : key + 2048;
-        ((uint32_t*)(place_2 + dim))[0] = pair;
+        bf16* place_3 = head - 4 < 2 ? key : key + 2048;
+        ((uint32_t*)(place_3 + dim))[0] = pair;
         fence_proxy_async();
       }
     }
@@ -886,7 +876,7 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
           }
         }
       }
-      write_scales(squares, arena, lane, warp, thread, column_count);
+      share_squares(squares, lane, arena, warp);
     } else {
       uint4* vector = (uint4*)(arena + VECTOR);
       float squares = 0.0f;
@@ -912,7 +902,7 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
           }
         }
       }
-      write_scales(squares, arena, lane, warp, thread, column_count);
+      share_squares(squares, lane, arena, warp);
     }
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
@@ -2114,7 +2104,8 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions
     half_sum += reductions[warp * 164 + column * 20 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
-  float value = row_sum * ((float*)(arena + SCALES))[column];
+  float* place = (float*)(arena + SQUARE_SHARES) + column * 8;
+  float value = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
   float other = shuffle_xor_f32(value, 8);
   float gated = divide_f32(value, 1.0f + exp_f32(-value)) * other;
   publish_rows_2(gated, m_tile * 8, lane, exchange_words, column);
@@ -2188,7 +2179,7 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
         }
       }
     }
-    write_scales(squares, arena, lane, warp, thread, column_count);
+    share_squares(squares, lane, arena, warp);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
     }
@@ -2495,7 +2486,8 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
     half_sum += reductions[warp * 164 + column * 20 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
-  float logit = row_sum * ((float*)(arena + SCALES))[column];
+  float* place = (float*)(arena + SQUARE_SHARES) + column * 8;
+  float logit = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
   uint32_t token = m_tile * 16 + row;
   if (logits != nullptr && lane < 16 && token < 512) {
     uint64_t row_2 = (uint64_t)(step * 8 + column);
@@ -2577,7 +2569,7 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
           }
         }
       }
-      write_scales(squares, arena, lane, warp, thread, column_count);
+      share_squares(squares, lane, arena, warp);
       if (thread == 0) {
         store_shared_u32(block_waits, 0);
       }

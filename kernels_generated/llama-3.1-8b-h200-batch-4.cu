@@ -23,18 +23,17 @@
 //     213248     8064  reductions
 //     221312       24  reduction_barriers
 //     221344      512  residual
-//     221856      256  partial_sums
-//     222112       16  scales
-//     222128     2048  rope
-//     224176      512  statistics
-//     224688      592  records
-//     225280       64  warp_candidates
-//     225344      144  columns
-//     225488       16  chosen
-//     225504       16  step_done
-//     225520       20  next_token
-//              225540  total
-//              232448  a block has, 6908 free
+//     221856      256  square_shares
+//     222112     2048  rope
+//     224160      512  statistics
+//     224672      592  records
+//     225264       64  warp_candidates
+//     225328      144  columns
+//     225472       16  chosen
+//     225488       16  step_done
+//     225504       20  next_token
+//              225524  total
+//              232448  a block has, 6924 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -191,27 +190,23 @@ __device__ __forceinline__ uint4 wait_flagged4(const uint64_t* words, uint32_t e
   return make_uint4((uint32_t)a, (uint32_t)b, (uint32_t)c, (uint32_t)d);
 }
 
-__device__ __forceinline__ void wait_flagged_units(uint4 (&data)[8], const uint64_t* words, uint32_t stride, uint32_t count, uint32_t epoch) {
-  uint64_t word[8][4];
+__device__ __forceinline__ void wait_flagged_quads(uint2 (&data)[16], const uint64_t* words, uint32_t stride, uint32_t count, uint32_t epoch) {
+  uint64_t word[16][2];
   bool missing;
   do {
     missing = false;
     #pragma unroll
-    for (uint32_t i = 0; i < 8; ++i) {
+    for (uint32_t i = 0; i < 16; ++i) {
       if (i < count) {
-        const uint64_t* place = words + i * stride;
         asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
-          : "=l"(word[i][0]), "=l"(word[i][1]) : "l"(place) : "memory");
-        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
-          : "=l"(word[i][2]), "=l"(word[i][3]) : "l"(place + 2) : "memory");
+          : "=l"(word[i][0]), "=l"(word[i][1]) : "l"(words + i * stride) : "memory");
       }
     }
     #pragma unroll
-    for (uint32_t i = 0; i < 8; ++i) {
+    for (uint32_t i = 0; i < 16; ++i) {
       if (i < count) {
-        #pragma unroll
-        for (uint32_t j = 0; j < 4; ++j) missing |= (uint32_t)(word[i][j] >> 32) != epoch;
-        data[i] = make_uint4((uint32_t)word[i][0], (uint32_t)word[i][1], (uint32_t)word[i][2], (uint32_t)word[i][3]);
+        missing |= (uint32_t)(word[i][0] >> 32) != epoch || (uint32_t)(word[i][1] >> 32) != epoch;
+        data[i] = make_uint2((uint32_t)word[i][0], (uint32_t)word[i][1]);
       }
     }
   } while (missing);
@@ -260,6 +255,12 @@ __device__ __forceinline__ void store_relaxed_u32(uint32_t* place, uint32_t valu
 __device__ __forceinline__ uint32_t load_constant_u32(const void* place) {
   uint32_t result;
   asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(result) : "l"(place));
+  return result;
+}
+
+__device__ __forceinline__ uint2 load_constant_u32x2(const void* place) {
+  uint2 result;
+  asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(result.x), "=r"(result.y) : "l"(place));
   return result;
 }
 
@@ -342,6 +343,10 @@ __device__ __forceinline__ uint32_t matrix_transpose_b16(uint32_t pair) {
   return result;
 }
 
+__device__ __forceinline__ uint2 make_u32x2(uint32_t x, uint32_t y) {
+  return make_uint2(x, y);
+}
+
 __device__ __forceinline__ uint4 make_u32x4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
   return make_uint4(x, y, z, w);
 }
@@ -372,16 +377,15 @@ constexpr uint32_t NEWEST = 200960;
 constexpr uint32_t REDUCTIONS = 213248;
 constexpr uint32_t REDUCTION_BARRIERS = 221312;
 constexpr uint32_t RESIDUAL = 221344;
-constexpr uint32_t PARTIAL_SUMS = 221856;
-constexpr uint32_t SCALES = 222112;
-constexpr uint32_t ROPE = 222128;
-constexpr uint32_t STATISTICS = 224176;
-constexpr uint32_t RECORDS = 224688;
-constexpr uint32_t WARP_CANDIDATES = 225280;
-constexpr uint32_t COLUMNS = 225344;
-constexpr uint32_t CHOSEN = 225488;
-constexpr uint32_t STEP_DONE = 225504;
-constexpr uint32_t NEXT_TOKEN = 225520;
+constexpr uint32_t SQUARE_SHARES = 221856;
+constexpr uint32_t ROPE = 222112;
+constexpr uint32_t STATISTICS = 224160;
+constexpr uint32_t RECORDS = 224672;
+constexpr uint32_t WARP_CANDIDATES = 225264;
+constexpr uint32_t COLUMNS = 225328;
+constexpr uint32_t CHOSEN = 225472;
+constexpr uint32_t STEP_DONE = 225488;
+constexpr uint32_t NEXT_TOKEN = 225504;
 
 // An input of a sequence, or 0 where it has none left.
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t number, const int32_t* sequences,
@@ -743,7 +747,7 @@ __device__ __forceinline__ void prefetch(const bf16* source, uint32_t thread, ui
   }
 }
 
-// A unit times the norm's weights into the vector, and its squares to the thread's sum.
+// A piece times the norm's weights into the vector, and its squares to the thread's sum.
 __device__ __forceinline__ void normalise_unit(uint4* vector, uint32_t unit, uint4 words, uint4 weight,
     float& squares) {
   float low = bf16x2_low(words.x);
@@ -765,28 +769,48 @@ __device__ __forceinline__ void normalise_unit(uint4* vector, uint32_t unit, uin
   vector[unit] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4)));
 }
 
-// 1/rms of every token from the threads' sums of squares: within warps, then over the warps in order.
-__device__ __forceinline__ void write_scales(float squares, uint8_t* arena, uint32_t lane, uint32_t warp,
-    uint32_t thread, uint32_t column_count) {
-  float* partial_sums = (float*)(arena + PARTIAL_SUMS);
-  float* scales = (float*)(arena + SCALES);
+// Each warp's share of every column's mean of squares plus epsilon, for who finishes rows: [column][warp]. Ends
+// with a barrier of the consumer warps.
+__device__ __forceinline__ void share_squares(float squares, uint32_t lane, uint8_t* arena, uint32_t warp) {
   float sum_of_token = squares;
   sum_of_token += shuffle_xor_f32(sum_of_token, 16);
   sum_of_token += shuffle_xor_f32(sum_of_token, 2);
   sum_of_token += shuffle_xor_f32(sum_of_token, 1);
   if (lane % 4 == 0 && lane < 16) {
-    partial_sums[warp * 8 + lane / 4] = sum_of_token;
+    uint32_t column = lane / 4;
+    float share = sum_of_token * 0.000244140625f + 1.25e-06f;
+    ((float*)(arena + SQUARE_SHARES))[column * 8 + warp] = share;
   }
   named_barrier(1, 256);
-  if (thread < column_count) {
-    float total = 0.0f;
-    #pragma unroll
-    for (uint32_t other = 0; other < 8; ++other) {
-      uint32_t warp_2 = other + thread / 8;
-      total += partial_sums[warp_2 * 8 + thread % 8];
-    }
-    scales[thread] = rsqrt_f32(total * 0.000244140625f + 1e-05f);
+}
+
+// A piece times the norm's weights into the vector, and its squares to the thread's sum.
+__device__ __forceinline__ void normalise_unit_2(uint2* vector, uint32_t unit, uint2 words, uint2 weight,
+    float& squares) {
+  float low = bf16x2_low(words.x);
+  float high = bf16x2_high(words.x);
+  squares += low * low + high * high;
+  uint32_t weights = weight.x;
+  float low_2 = bf16x2_low(words.y);
+  float high_2 = bf16x2_high(words.y);
+  squares += low_2 * low_2 + high_2 * high_2;
+  uint32_t weights_2 = weight.y;
+  vector[unit] = make_u32x2(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)));
+}
+
+// Each warp's share of every column's mean of squares plus epsilon, for who finishes rows: [column][warp]. Ends
+// with a barrier of the consumer warps.
+__device__ __forceinline__ void share_squares_2(float squares, uint32_t lane, uint8_t* arena, uint32_t warp) {
+  float sum_of_token = squares;
+  sum_of_token += shuffle_xor_f32(sum_of_token, 4);
+  sum_of_token += shuffle_xor_f32(sum_of_token, 2);
+  sum_of_token += shuffle_xor_f32(sum_of_token, 1);
+  if (lane % 8 == 0 && lane < 32) {
+    uint32_t column = lane / 8;
+    float share = sum_of_token * 0.000244140625f + 1.25e-06f;
+    ((float*)(arena + SQUARE_SHARES))[column * 8 + warp] = share;
   }
+  named_barrier(1, 256);
 }
 
 // Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
@@ -850,7 +874,8 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   uint32_t head = m_tile / 8;
   uint32_t m_tile_of_head = m_tile % 8;
-  float value = row_sum * ((float*)(arena + SCALES))[column];
+  float* place = (float*)(arena + SQUARE_SHARES) + column * 8;
+  float value = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
   uint32_t dim = m_tile_of_head * 16 + row;
   if (head < 40) {
     float rotated;
@@ -862,16 +887,16 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   float neighbour = shuffle_xor_f32(value, 1);
   uint32_t pair = pack_bf16x2(value, neighbour);
   if (lane < 16 && lane % 2 == 0) {
-    uint32_t place = (column * 6144 + head * 128 + dim) / 2;
-    publish_flagged(exchange_words + (place + 8224), pair, layer_epoch);
+    uint32_t place_2 = (column * 6144 + head * 128 + dim) / 2;
+    publish_flagged(exchange_words + (place_2 + 8224), pair, layer_epoch);
     if (head >= 32) {
       if (((uint32_t*)(arena + COLUMNS))[column * 9 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 9 + 2]) {
         uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 512;
         uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 9] / 16));
         uint64_t offset = (uint64_t)(layer) * 67108864 + (uint64_t)(page) * 32768;
         bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 2048 + ((uint32_t*)(arena + COLUMNS))[column * 9] % 16 * 128));
-        bf16* place_2 = head - 32 < 8 ? key : key + 16384;
-        ((uint32_t*)(place_2 + dim))[0] = pair;
+        bf16* place_3 = head - 32 < 8 ? key : key + 16384;
+        ((uint32_t*)(place_3 + dim))[0] = pair;
         fence_proxy_async();
       }
     }
@@ -976,45 +1001,45 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
         normalise_unit(vector, first_unit_2 + number * 256, units[number], weights_2[number], squares);
       }
     }
-    write_scales(squares, arena, lane, warp, thread, column_count);
+    share_squares(squares, lane, arena, warp);
   } else {
-    uint4* vector = (uint4*)(arena + VECTOR);
+    uint2* vector = (uint2*)(arena + VECTOR);
     float squares = 0.0f;
-    uint32_t pair = thread / 16;
-    const bf16* own_units = norms + layer * 8192 + (pair * 4 + thread % 4) * 8;
+    uint32_t pair = thread / 32;
+    const bf16* own_units = norms + layer * 8192 + (pair * 8 + thread % 8) * 4;
     uint32_t first_unit = thread;
-    uint4 weights[8];
+    uint2 weights[16];
     #pragma unroll
-    for (uint32_t number = 0; number < 6; ++number) {
-      weights[number] = load_constant_u32x4(own_units + (first_unit + number * 256 - thread) / 4 * 8);
+    for (uint32_t number = 0; number < 12; ++number) {
+      weights[number] = load_constant_u32x2(own_units + (first_unit + number * 256 - thread) / 4 * 4);
     }
     if (lane == 0) {
-      wait_flagged4(exchange_words + (first_unit * 4 + 32), layer_epoch - 1);
+      wait_flagged4(exchange_words + (first_unit / 2 * 4 + 32), layer_epoch - 1);
     }
     warp_barrier();
-    if (thread / 4 % 4 < column_count) {
-      uint4 units[8];
-      wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 6, layer_epoch - 1);
+    if (thread / 8 % 4 < column_count) {
+      uint2 quads[16];
+      wait_flagged_quads(quads, exchange_words + (first_unit * 2 + 32), 512, 12, layer_epoch - 1);
       #pragma unroll
-      for (uint32_t number = 0; number < 6; ++number) {
-        normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
+      for (uint32_t number = 0; number < 12; ++number) {
+        normalise_unit_2(vector, first_unit + number * 256, quads[number], weights[number], squares);
       }
     }
-    uint32_t first_unit_2 = thread + 1536;
-    uint4 weights_2[8];
+    uint32_t first_unit_2 = thread + 3072;
+    uint2 weights_2[16];
     #pragma unroll
-    for (uint32_t number = 0; number < 2; ++number) {
-      weights_2[number] = load_constant_u32x4(own_units + (first_unit_2 + number * 256 - thread) / 4 * 8);
+    for (uint32_t number = 0; number < 4; ++number) {
+      weights_2[number] = load_constant_u32x2(own_units + (first_unit_2 + number * 256 - thread) / 4 * 4);
     }
-    if (thread / 4 % 4 < column_count) {
-      uint4 units[8];
-      wait_flagged_units(units, exchange_words + (first_unit_2 * 4 + 32), 1024, 2, layer_epoch - 1);
+    if (thread / 8 % 4 < column_count) {
+      uint2 quads[16];
+      wait_flagged_quads(quads, exchange_words + (first_unit_2 * 2 + 32), 512, 4, layer_epoch - 1);
       #pragma unroll
-      for (uint32_t number = 0; number < 2; ++number) {
-        normalise_unit(vector, first_unit_2 + number * 256, units[number], weights_2[number], squares);
+      for (uint32_t number = 0; number < 4; ++number) {
+        normalise_unit_2(vector, first_unit_2 + number * 256, quads[number], weights_2[number], squares);
       }
     }
-    write_scales(squares, arena, lane, warp, thread, column_count);
+    share_squares_2(squares, lane, arena, warp);
   }
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
@@ -2236,18 +2261,18 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
 // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
 __device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uint32_t lane, uint64_t* exchange_words,
     uint32_t layer_epoch, uint32_t column_count) {
-  uint4* vector = (uint4*)(arena + VECTOR);
+  uint2* vector = (uint2*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_flagged4(exchange_words + (first_unit * 4 + 611872), layer_epoch);
+    wait_flagged4(exchange_words + (first_unit / 2 * 4 + 611872), layer_epoch);
   }
   warp_barrier();
-  if (thread / 4 % 4 < column_count) {
-    uint4 units[8];
-    wait_flagged_units(units, exchange_words + (first_unit * 4 + 611872), 1024, 8, layer_epoch);
+  if (thread / 8 % 4 < column_count) {
+    uint2 quads[16];
+    wait_flagged_quads(quads, exchange_words + (first_unit * 2 + 611872), 512, 16, layer_epoch);
     #pragma unroll
-    for (uint32_t number = 0; number < 8; ++number) {
-      vector[first_unit + number * 256] = units[number];
+    for (uint32_t number = 0; number < 16; ++number) {
+      vector[first_unit + number * 256] = quads[number];
     }
   }
   named_barrier(1, 256);
@@ -2378,7 +2403,8 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions
     half_sum += reductions[warp * 84 + column * 20 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
-  float value = row_sum * ((float*)(arena + SCALES))[column];
+  float* place = (float*)(arena + SQUARE_SHARES) + column * 8;
+  float value = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
   float other = shuffle_xor_f32(value, 8);
   float gated = divide_f32(value, 1.0f + exp_f32(-value)) * other;
   publish_rows_2(gated, m_tile * 8, lane, exchange_words, column, layer_epoch);
@@ -2427,43 +2453,43 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
-  uint4* vector = (uint4*)(arena + VECTOR);
+  uint2* vector = (uint2*)(arena + VECTOR);
   float squares = 0.0f;
-  uint32_t pair = thread / 16;
-  const bf16* own_units = norms + (layer * 2 + 1) * 4096 + (pair * 4 + thread % 4) * 8;
+  uint32_t pair = thread / 32;
+  const bf16* own_units = norms + (layer * 2 + 1) * 4096 + (pair * 8 + thread % 8) * 4;
   uint32_t first_unit = thread;
-  uint4 weights[8];
+  uint2 weights[16];
   #pragma unroll
-  for (uint32_t number = 0; number < 6; ++number) {
-    weights[number] = load_constant_u32x4(own_units + (first_unit + number * 256 - thread) / 4 * 8);
+  for (uint32_t number = 0; number < 12; ++number) {
+    weights[number] = load_constant_u32x2(own_units + (first_unit + number * 256 - thread) / 4 * 4);
   }
   if (lane == 0) {
-    wait_flagged4(exchange_words + (first_unit * 4 + 620064), layer_epoch);
+    wait_flagged4(exchange_words + (first_unit / 2 * 4 + 620064), layer_epoch);
   }
   warp_barrier();
-  if (thread / 4 % 4 < column_count) {
-    uint4 units[8];
-    wait_flagged_units(units, exchange_words + (first_unit * 4 + 620064), 1024, 6, layer_epoch);
+  if (thread / 8 % 4 < column_count) {
+    uint2 quads[16];
+    wait_flagged_quads(quads, exchange_words + (first_unit * 2 + 620064), 512, 12, layer_epoch);
     #pragma unroll
-    for (uint32_t number = 0; number < 6; ++number) {
-      normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
+    for (uint32_t number = 0; number < 12; ++number) {
+      normalise_unit_2(vector, first_unit + number * 256, quads[number], weights[number], squares);
     }
   }
-  uint32_t first_unit_2 = thread + 1536;
-  uint4 weights_2[8];
+  uint32_t first_unit_2 = thread + 3072;
+  uint2 weights_2[16];
   #pragma unroll
-  for (uint32_t number = 0; number < 2; ++number) {
-    weights_2[number] = load_constant_u32x4(own_units + (first_unit_2 + number * 256 - thread) / 4 * 8);
+  for (uint32_t number = 0; number < 4; ++number) {
+    weights_2[number] = load_constant_u32x2(own_units + (first_unit_2 + number * 256 - thread) / 4 * 4);
   }
-  if (thread / 4 % 4 < column_count) {
-    uint4 units[8];
-    wait_flagged_units(units, exchange_words + (first_unit_2 * 4 + 620064), 1024, 2, layer_epoch);
+  if (thread / 8 % 4 < column_count) {
+    uint2 quads[16];
+    wait_flagged_quads(quads, exchange_words + (first_unit_2 * 2 + 620064), 512, 4, layer_epoch);
     #pragma unroll
-    for (uint32_t number = 0; number < 2; ++number) {
-      normalise_unit(vector, first_unit_2 + number * 256, units[number], weights_2[number], squares);
+    for (uint32_t number = 0; number < 4; ++number) {
+      normalise_unit_2(vector, first_unit_2 + number * 256, quads[number], weights_2[number], squares);
     }
   }
-  write_scales(squares, arena, lane, warp, thread, column_count);
+  share_squares_2(squares, lane, arena, warp);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -2495,18 +2521,18 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
 // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
 __device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, uint32_t lane, uint64_t* exchange_words,
     uint32_t layer_epoch, uint32_t column_count) {
-  uint4* vector = (uint4*)(arena + VECTOR);
+  uint2* vector = (uint2*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_flagged4(exchange_words + (first_unit * 4 + 628256), layer_epoch);
+    wait_flagged4(exchange_words + (first_unit / 2 * 4 + 628256), layer_epoch);
   }
   warp_barrier();
-  if (thread / 4 % 4 < column_count) {
-    uint4 units[8];
-    wait_flagged_units(units, exchange_words + (first_unit * 4 + 628256), 1024, 7, layer_epoch);
+  if (thread / 8 % 4 < column_count) {
+    uint2 quads[16];
+    wait_flagged_quads(quads, exchange_words + (first_unit * 2 + 628256), 512, 14, layer_epoch);
     #pragma unroll
-    for (uint32_t number = 0; number < 7; ++number) {
-      vector[first_unit + number * 256] = units[number];
+    for (uint32_t number = 0; number < 14; ++number) {
+      vector[first_unit + number * 256] = quads[number];
     }
   }
   named_barrier(1, 256);
@@ -2515,18 +2541,18 @@ __device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, u
 // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
 __device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, uint32_t lane, uint64_t* exchange_words,
     uint32_t layer_epoch, uint32_t column_count) {
-  uint4* vector = (uint4*)(arena + VECTOR);
+  uint2* vector = (uint2*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_flagged4(exchange_words + ((first_unit + 1792) * 4 + 628256), layer_epoch);
+    wait_flagged4(exchange_words + ((first_unit / 2 + 1792) * 4 + 628256), layer_epoch);
   }
   warp_barrier();
-  if (thread / 4 % 4 < column_count) {
-    uint4 units[8];
-    wait_flagged_units(units, exchange_words + ((first_unit + 1792) * 4 + 628256), 1024, 7, layer_epoch);
+  if (thread / 8 % 4 < column_count) {
+    uint2 quads[16];
+    wait_flagged_quads(quads, exchange_words + ((first_unit + 3584) * 2 + 628256), 512, 14, layer_epoch);
     #pragma unroll
-    for (uint32_t number = 0; number < 7; ++number) {
-      vector[first_unit + number * 256] = units[number];
+    for (uint32_t number = 0; number < 14; ++number) {
+      vector[first_unit + number * 256] = quads[number];
     }
   }
   named_barrier(1, 256);
@@ -2535,18 +2561,18 @@ __device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, u
 // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
 __device__ __forceinline__ void load_vector_4(uint8_t* arena, uint32_t thread, uint32_t lane, uint64_t* exchange_words,
     uint32_t layer_epoch, uint32_t column_count) {
-  uint4* vector = (uint4*)(arena + VECTOR);
+  uint2* vector = (uint2*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_flagged4(exchange_words + ((first_unit + 3584) * 4 + 628256), layer_epoch);
+    wait_flagged4(exchange_words + ((first_unit / 2 + 3584) * 4 + 628256), layer_epoch);
   }
   warp_barrier();
-  if (thread / 4 % 4 < column_count) {
-    uint4 units[8];
-    wait_flagged_units(units, exchange_words + ((first_unit + 3584) * 4 + 628256), 1024, 7, layer_epoch);
+  if (thread / 8 % 4 < column_count) {
+    uint2 quads[16];
+    wait_flagged_quads(quads, exchange_words + ((first_unit + 7168) * 2 + 628256), 512, 14, layer_epoch);
     #pragma unroll
-    for (uint32_t number = 0; number < 7; ++number) {
-      vector[first_unit + number * 256] = units[number];
+    for (uint32_t number = 0; number < 14; ++number) {
+      vector[first_unit + number * 256] = quads[number];
     }
   }
   named_barrier(1, 256);
@@ -2555,18 +2581,18 @@ __device__ __forceinline__ void load_vector_4(uint8_t* arena, uint32_t thread, u
 // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
 __device__ __forceinline__ void load_vector_5(uint8_t* arena, uint32_t thread, uint32_t lane, uint64_t* exchange_words,
     uint32_t layer_epoch, uint32_t column_count) {
-  uint4* vector = (uint4*)(arena + VECTOR);
+  uint2* vector = (uint2*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_flagged4(exchange_words + ((first_unit + 5376) * 4 + 628256), layer_epoch);
+    wait_flagged4(exchange_words + ((first_unit / 2 + 5376) * 4 + 628256), layer_epoch);
   }
   warp_barrier();
-  if (thread / 4 % 4 < column_count) {
-    uint4 units[8];
-    wait_flagged_units(units, exchange_words + ((first_unit + 5376) * 4 + 628256), 1024, 7, layer_epoch);
+  if (thread / 8 % 4 < column_count) {
+    uint2 quads[16];
+    wait_flagged_quads(quads, exchange_words + ((first_unit + 10752) * 2 + 628256), 512, 14, layer_epoch);
     #pragma unroll
-    for (uint32_t number = 0; number < 7; ++number) {
-      vector[first_unit + number * 256] = units[number];
+    for (uint32_t number = 0; number < 14; ++number) {
+      vector[first_unit + number * 256] = quads[number];
     }
   }
   named_barrier(1, 256);
@@ -2900,7 +2926,8 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
     half_sum += reductions[warp * 84 + column * 20 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
-  float logit = row_sum * ((float*)(arena + SCALES))[column];
+  float* place = (float*)(arena + SQUARE_SHARES) + column * 8;
+  float logit = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
   uint32_t token = m_tile * 16 + row;
   if (logits != nullptr && lane < 16 && token < 128256) {
     uint64_t row_2 = (uint64_t)(step * 4 + column);
@@ -2957,43 +2984,43 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
-    uint4* vector = (uint4*)(arena + VECTOR);
+    uint2* vector = (uint2*)(arena + VECTOR);
     float squares = 0.0f;
-    uint32_t pair = thread / 16;
-    const bf16* own_units = norms + 262144 + (pair * 4 + thread % 4) * 8;
+    uint32_t pair = thread / 32;
+    const bf16* own_units = norms + 262144 + (pair * 8 + thread % 8) * 4;
     uint32_t first_unit = thread;
-    uint4 weights[8];
+    uint2 weights[16];
     #pragma unroll
-    for (uint32_t number = 0; number < 6; ++number) {
-      weights[number] = load_constant_u32x4(own_units + (first_unit + number * 256 - thread) / 4 * 8);
+    for (uint32_t number = 0; number < 12; ++number) {
+      weights[number] = load_constant_u32x2(own_units + (first_unit + number * 256 - thread) / 4 * 4);
     }
     if (lane == 0) {
-      wait_flagged4(exchange_words + (first_unit * 4 + 32), step_epoch + 31);
+      wait_flagged4(exchange_words + (first_unit / 2 * 4 + 32), step_epoch + 31);
     }
     warp_barrier();
-    if (thread / 4 % 4 < column_count) {
-      uint4 units[8];
-      wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 6, step_epoch + 31);
+    if (thread / 8 % 4 < column_count) {
+      uint2 quads[16];
+      wait_flagged_quads(quads, exchange_words + (first_unit * 2 + 32), 512, 12, step_epoch + 31);
       #pragma unroll
-      for (uint32_t number = 0; number < 6; ++number) {
-        normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
+      for (uint32_t number = 0; number < 12; ++number) {
+        normalise_unit_2(vector, first_unit + number * 256, quads[number], weights[number], squares);
       }
     }
-    uint32_t first_unit_2 = thread + 1536;
-    uint4 weights_2[8];
+    uint32_t first_unit_2 = thread + 3072;
+    uint2 weights_2[16];
     #pragma unroll
-    for (uint32_t number = 0; number < 2; ++number) {
-      weights_2[number] = load_constant_u32x4(own_units + (first_unit_2 + number * 256 - thread) / 4 * 8);
+    for (uint32_t number = 0; number < 4; ++number) {
+      weights_2[number] = load_constant_u32x2(own_units + (first_unit_2 + number * 256 - thread) / 4 * 4);
     }
-    if (thread / 4 % 4 < column_count) {
-      uint4 units[8];
-      wait_flagged_units(units, exchange_words + (first_unit_2 * 4 + 32), 1024, 2, step_epoch + 31);
+    if (thread / 8 % 4 < column_count) {
+      uint2 quads[16];
+      wait_flagged_quads(quads, exchange_words + (first_unit_2 * 2 + 32), 512, 4, step_epoch + 31);
       #pragma unroll
-      for (uint32_t number = 0; number < 2; ++number) {
-        normalise_unit(vector, first_unit_2 + number * 256, units[number], weights_2[number], squares);
+      for (uint32_t number = 0; number < 4; ++number) {
+        normalise_unit_2(vector, first_unit_2 + number * 256, quads[number], weights_2[number], squares);
       }
     }
-    write_scales(squares, arena, lane, warp, thread, column_count);
+    share_squares_2(squares, lane, arena, warp);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
     }

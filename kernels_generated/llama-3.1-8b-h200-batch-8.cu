@@ -23,18 +23,17 @@
 //     213248    10496  reductions
 //     223744       16  reduction_barriers
 //     223760     1024  residual
-//     224784      256  partial_sums
-//     225040       32  scales
-//     225072     4096  rope
-//     229168      512  statistics
-//     229680      592  records
-//     230272       64  warp_candidates
-//     230336      288  columns
-//     230624       32  chosen
-//     230656       16  step_done
-//     230672       36  next_token
-//              230708  total
-//              232448  a block has, 1740 free
+//     224784      256  square_shares
+//     225040     4096  rope
+//     229136      512  statistics
+//     229648      592  records
+//     230240       64  warp_candidates
+//     230304      288  columns
+//     230592       32  chosen
+//     230624       16  step_done
+//     230640       36  next_token
+//              230676  total
+//              232448  a block has, 1772 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -307,16 +306,15 @@ constexpr uint32_t NEWEST = 188672;
 constexpr uint32_t REDUCTIONS = 213248;
 constexpr uint32_t REDUCTION_BARRIERS = 223744;
 constexpr uint32_t RESIDUAL = 223760;
-constexpr uint32_t PARTIAL_SUMS = 224784;
-constexpr uint32_t SCALES = 225040;
-constexpr uint32_t ROPE = 225072;
-constexpr uint32_t STATISTICS = 229168;
-constexpr uint32_t RECORDS = 229680;
-constexpr uint32_t WARP_CANDIDATES = 230272;
-constexpr uint32_t COLUMNS = 230336;
-constexpr uint32_t CHOSEN = 230624;
-constexpr uint32_t STEP_DONE = 230656;
-constexpr uint32_t NEXT_TOKEN = 230672;
+constexpr uint32_t SQUARE_SHARES = 224784;
+constexpr uint32_t ROPE = 225040;
+constexpr uint32_t STATISTICS = 229136;
+constexpr uint32_t RECORDS = 229648;
+constexpr uint32_t WARP_CANDIDATES = 230240;
+constexpr uint32_t COLUMNS = 230304;
+constexpr uint32_t CHOSEN = 230592;
+constexpr uint32_t STEP_DONE = 230624;
+constexpr uint32_t NEXT_TOKEN = 230640;
 
 // An input of a sequence, or 0 where it has none left.
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t number, const int32_t* sequences,
@@ -678,7 +676,7 @@ __device__ __forceinline__ void prefetch(const bf16* source, uint32_t thread, ui
   }
 }
 
-// A unit times the norm's weights into the vector, and its squares to the thread's sum.
+// A piece times the norm's weights into the vector, and its squares to the thread's sum.
 __device__ __forceinline__ void normalise_unit(uint4* vector, uint32_t unit, uint4 words, uint4 weight,
     float& squares) {
   float low = bf16x2_low(words.x);
@@ -700,27 +698,18 @@ __device__ __forceinline__ void normalise_unit(uint4* vector, uint32_t unit, uin
   vector[unit] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4)));
 }
 
-// 1/rms of every token from the threads' sums of squares: within warps, then over the warps in order.
-__device__ __forceinline__ void write_scales(float squares, uint8_t* arena, uint32_t lane, uint32_t warp,
-    uint32_t thread, uint32_t column_count) {
-  float* partial_sums = (float*)(arena + PARTIAL_SUMS);
-  float* scales = (float*)(arena + SCALES);
+// Each warp's share of every column's mean of squares plus epsilon, for who finishes rows: [column][warp]. Ends
+// with a barrier of the consumer warps.
+__device__ __forceinline__ void share_squares(float squares, uint32_t lane, uint8_t* arena, uint32_t warp) {
   float sum_of_token = squares;
   sum_of_token += shuffle_xor_f32(sum_of_token, 2);
   sum_of_token += shuffle_xor_f32(sum_of_token, 1);
   if (lane % 4 == 0 && lane < 32) {
-    partial_sums[warp * 8 + lane / 4] = sum_of_token;
+    uint32_t column = lane / 4;
+    float share = sum_of_token * 0.000244140625f + 1.25e-06f;
+    ((float*)(arena + SQUARE_SHARES))[column * 8 + warp] = share;
   }
   named_barrier(1, 256);
-  if (thread < column_count) {
-    float total = 0.0f;
-    #pragma unroll
-    for (uint32_t other = 0; other < 8; ++other) {
-      uint32_t warp_2 = other + thread / 8;
-      total += partial_sums[warp_2 * 8 + thread % 8];
-    }
-    scales[thread] = rsqrt_f32(total * 0.000244140625f + 1e-05f);
-  }
 }
 
 // Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
@@ -781,7 +770,8 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   uint32_t head = m_tile / 8;
   uint32_t m_tile_of_head = m_tile % 8;
-  float value = row_sum * ((float*)(arena + SCALES))[column];
+  float* place = (float*)(arena + SQUARE_SHARES) + column * 8;
+  float value = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
   uint32_t dim = m_tile_of_head * 16 + row;
   if (head < 40) {
     float rotated;
@@ -793,16 +783,16 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   float neighbour = shuffle_xor_f32(value, 1);
   uint32_t pair = pack_bf16x2(value, neighbour);
   if (lane < 16 && lane % 2 == 0) {
-    uint32_t place = (column * 6144 + head * 128 + dim) / 2;
-    (exchange_words + (place + 16448))[0] = pair;
+    uint32_t place_2 = (column * 6144 + head * 128 + dim) / 2;
+    (exchange_words + (place_2 + 16448))[0] = pair;
     if (head >= 32) {
       if (((uint32_t*)(arena + COLUMNS))[column * 9 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 9 + 2]) {
         uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 512;
         uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 9] / 16));
         uint64_t offset = (uint64_t)(layer) * 134217728 + (uint64_t)(page) * 32768;
         bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 2048 + ((uint32_t*)(arena + COLUMNS))[column * 9] % 16 * 128));
-        bf16* place_2 = head - 32 < 8 ? key : key + 16384;
-        ((uint32_t*)(place_2 + dim))[0] = pair;
+        bf16* place_3 = head - 32 < 8 ? key : key + 16384;
+        ((uint32_t*)(place_3 + dim))[0] = pair;
         fence_proxy_async();
       }
     }
@@ -927,7 +917,7 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
         normalise_unit(vector, first_unit_3 + number * 256, units[number], weights_3[number], squares);
       }
     }
-    write_scales(squares, arena, lane, warp, thread, column_count);
+    share_squares(squares, lane, arena, warp);
   } else {
     uint4* vector = (uint4*)(arena + VECTOR);
     float squares = 0.0f;
@@ -987,7 +977,7 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
         normalise_unit(vector, first_unit_3 + number * 256, units[number], weights_3[number], squares);
       }
     }
-    write_scales(squares, arena, lane, warp, thread, column_count);
+    share_squares(squares, lane, arena, warp);
   }
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
@@ -2312,7 +2302,8 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions
     half_sum += reductions[warp * 164 + column * 20 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
-  float value = row_sum * ((float*)(arena + SCALES))[column];
+  float* place = (float*)(arena + SQUARE_SHARES) + column * 8;
+  float value = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
   float other = shuffle_xor_f32(value, 8);
   float gated = divide_f32(value, 1.0f + exp_f32(-value)) * other;
   publish_rows_2(gated, m_tile * 8, lane, exchange_words, column);
@@ -2419,7 +2410,7 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
       normalise_unit(vector, first_unit_3 + number * 256, units[number], weights_3[number], squares);
     }
   }
-  write_scales(squares, arena, lane, warp, thread, column_count);
+  share_squares(squares, lane, arena, warp);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -2922,7 +2913,8 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
     half_sum += reductions[warp * 164 + column * 20 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
-  float logit = row_sum * ((float*)(arena + SCALES))[column];
+  float* place = (float*)(arena + SQUARE_SHARES) + column * 8;
+  float logit = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
   uint32_t token = m_tile * 16 + row;
   if (logits != nullptr && lane < 16 && token < 128256) {
     uint64_t row_2 = (uint64_t)(step * 8 + column);
@@ -3037,7 +3029,7 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
         normalise_unit(vector, first_unit_3 + number * 256, units[number], weights_3[number], squares);
       }
     }
-    write_scales(squares, arena, lane, warp, thread, column_count);
+    share_squares(squares, lane, arena, warp);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
     }

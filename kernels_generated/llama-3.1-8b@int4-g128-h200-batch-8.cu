@@ -23,18 +23,17 @@
 //     200576    10496  reductions
 //     211072       16  reduction_barriers
 //     211088     1024  residual
-//     212112      256  partial_sums
-//     212368       32  scales
-//     212400     4096  rope
-//     216496      512  statistics
-//     217008      592  records
-//     217600       64  warp_candidates
-//     217664      288  columns
-//     217952       32  chosen
-//     217984       16  step_done
-//     218000       36  next_token
-//              218036  total
-//              232448  a block has, 14412 free
+//     212112      256  square_shares
+//     212368     4096  rope
+//     216464      512  statistics
+//     216976      592  records
+//     217568       64  warp_candidates
+//     217632      288  columns
+//     217920       32  chosen
+//     217952       16  step_done
+//     217968       36  next_token
+//              218004  total
+//              232448  a block has, 14444 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -325,16 +324,15 @@ constexpr uint32_t NEWEST = 143232;
 constexpr uint32_t REDUCTIONS = 200576;
 constexpr uint32_t REDUCTION_BARRIERS = 211072;
 constexpr uint32_t RESIDUAL = 211088;
-constexpr uint32_t PARTIAL_SUMS = 212112;
-constexpr uint32_t SCALES = 212368;
-constexpr uint32_t ROPE = 212400;
-constexpr uint32_t STATISTICS = 216496;
-constexpr uint32_t RECORDS = 217008;
-constexpr uint32_t WARP_CANDIDATES = 217600;
-constexpr uint32_t COLUMNS = 217664;
-constexpr uint32_t CHOSEN = 217952;
-constexpr uint32_t STEP_DONE = 217984;
-constexpr uint32_t NEXT_TOKEN = 218000;
+constexpr uint32_t SQUARE_SHARES = 212112;
+constexpr uint32_t ROPE = 212368;
+constexpr uint32_t STATISTICS = 216464;
+constexpr uint32_t RECORDS = 216976;
+constexpr uint32_t WARP_CANDIDATES = 217568;
+constexpr uint32_t COLUMNS = 217632;
+constexpr uint32_t CHOSEN = 217920;
+constexpr uint32_t STEP_DONE = 217952;
+constexpr uint32_t NEXT_TOKEN = 217968;
 
 // An input of a sequence, or 0 where it has none left.
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t number, const int32_t* sequences,
@@ -700,7 +698,7 @@ __device__ __forceinline__ void prefetch(const bf16* source, uint32_t thread, ui
   }
 }
 
-// A unit times the norm's weights into the vector, and its squares to the thread's sum.
+// A piece times the norm's weights into the vector, and its squares to the thread's sum.
 __device__ __forceinline__ void normalise_unit(uint4* vector, uint32_t unit, uint4 words, uint4 weight,
     float& squares) {
   float low = bf16x2_low(words.x);
@@ -722,27 +720,18 @@ __device__ __forceinline__ void normalise_unit(uint4* vector, uint32_t unit, uin
   vector[unit] = make_u32x4(multiply_bf16x2(make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4))).x, 1602248576), multiply_bf16x2(make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4))).y, 1568693632), multiply_bf16x2(make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4))).z, 1602248576), multiply_bf16x2(make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4))).w, 1568693632));
 }
 
-// 1/rms of every token from the threads' sums of squares: within warps, then over the warps in order.
-__device__ __forceinline__ void write_scales(float squares, uint8_t* arena, uint32_t lane, uint32_t warp,
-    uint32_t thread, uint32_t column_count) {
-  float* partial_sums = (float*)(arena + PARTIAL_SUMS);
-  float* scales = (float*)(arena + SCALES);
+// Each warp's share of every column's mean of squares plus epsilon, for who finishes rows: [column][warp]. Ends
+// with a barrier of the consumer warps.
+__device__ __forceinline__ void share_squares(float squares, uint32_t lane, uint8_t* arena, uint32_t warp) {
   float sum_of_token = squares;
   sum_of_token += shuffle_xor_f32(sum_of_token, 2);
   sum_of_token += shuffle_xor_f32(sum_of_token, 1);
   if (lane % 4 == 0 && lane < 32) {
-    partial_sums[warp * 8 + lane / 4] = sum_of_token;
+    uint32_t column = lane / 4;
+    float share = sum_of_token * 0.000244140625f + 1.25e-06f;
+    ((float*)(arena + SQUARE_SHARES))[column * 8 + warp] = share;
   }
   named_barrier(1, 256);
-  if (thread < column_count) {
-    float total = 0.0f;
-    #pragma unroll
-    for (uint32_t other = 0; other < 8; ++other) {
-      uint32_t warp_2 = other + thread / 8;
-      total += partial_sums[warp_2 * 8 + thread % 8];
-    }
-    scales[thread] = rsqrt_f32(total * 0.000244140625f + 1e-05f);
-  }
 }
 
 // Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
@@ -852,7 +841,8 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   uint32_t head = m_tile / 8;
   uint32_t m_tile_of_head = m_tile % 8;
-  float value = row_sum * ((float*)(arena + SCALES))[column];
+  float* place = (float*)(arena + SQUARE_SHARES) + column * 8;
+  float value = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
   uint32_t dim = m_tile_of_head * 16 + row;
   if (head < 40) {
     float rotated;
@@ -864,16 +854,16 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   float neighbour = shuffle_xor_f32(value, 1);
   uint32_t pair = pack_bf16x2(value, neighbour);
   if (lane < 16 && lane % 2 == 0) {
-    uint32_t place = (column * 6144 + head * 128 + dim) / 2;
-    (exchange_words + (place + 16448))[0] = pair;
+    uint32_t place_2 = (column * 6144 + head * 128 + dim) / 2;
+    (exchange_words + (place_2 + 16448))[0] = pair;
     if (head >= 32) {
       if (((uint32_t*)(arena + COLUMNS))[column * 9 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 9 + 2]) {
         uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 512;
         uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 9] / 16));
         uint64_t offset = (uint64_t)(layer) * 134217728 + (uint64_t)(page) * 32768;
         bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 2048 + ((uint32_t*)(arena + COLUMNS))[column * 9] % 16 * 128));
-        bf16* place_2 = head - 32 < 8 ? key : key + 16384;
-        ((uint32_t*)(place_2 + dim))[0] = pair;
+        bf16* place_3 = head - 32 < 8 ? key : key + 16384;
+        ((uint32_t*)(place_3 + dim))[0] = pair;
         fence_proxy_async();
       }
     }
@@ -998,7 +988,7 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
         normalise_unit(vector, first_unit_3 + number * 256, units[number], weights_3[number], squares);
       }
     }
-    write_scales(squares, arena, lane, warp, thread, column_count);
+    share_squares(squares, lane, arena, warp);
   } else {
     uint4* vector = (uint4*)(arena + VECTOR);
     float squares = 0.0f;
@@ -1058,7 +1048,7 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
         normalise_unit(vector, first_unit_3 + number * 256, units[number], weights_3[number], squares);
       }
     }
-    write_scales(squares, arena, lane, warp, thread, column_count);
+    share_squares(squares, lane, arena, warp);
   }
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
@@ -2384,7 +2374,8 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions
     half_sum += reductions[warp * 164 + column * 20 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
-  float value = row_sum * ((float*)(arena + SCALES))[column];
+  float* place = (float*)(arena + SQUARE_SHARES) + column * 8;
+  float value = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
   float other = shuffle_xor_f32(value, 8);
   float gated = divide_f32(value, 1.0f + exp_f32(-value)) * other;
   publish_rows_2(gated, m_tile * 8, lane, exchange_words, column);
@@ -2491,7 +2482,7 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
       normalise_unit(vector, first_unit_3 + number * 256, units[number], weights_3[number], squares);
     }
   }
-  write_scales(squares, arena, lane, warp, thread, column_count);
+  share_squares(squares, lane, arena, warp);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -2893,7 +2884,7 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
   named_barrier(1, 256);
 }
 
-// A unit times the norm's weights into the vector, and its squares to the thread's sum.
+// A piece times the norm's weights into the vector, and its squares to the thread's sum.
 __device__ __forceinline__ void normalise_unit_2(uint4* vector, uint32_t unit, uint4 words, uint4 weight,
     float& squares) {
   float low = bf16x2_low(words.x);
@@ -3049,7 +3040,8 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
     half_sum += reductions[warp * 164 + column * 20 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
-  float logit = row_sum * ((float*)(arena + SCALES))[column];
+  float* place = (float*)(arena + SQUARE_SHARES) + column * 8;
+  float logit = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
   uint32_t token = m_tile * 16 + row;
   if (logits != nullptr && lane < 16 && token < 128256) {
     uint64_t row_2 = (uint64_t)(step * 8 + column);
@@ -3164,7 +3156,7 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
         normalise_unit_2(vector, first_unit_3 + number * 256, units[number], weights_3[number], squares);
       }
     }
-    write_scales(squares, arena, lane, warp, thread, column_count);
+    share_squares(squares, lane, arena, warp);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
     }

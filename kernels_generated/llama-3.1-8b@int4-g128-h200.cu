@@ -23,18 +23,17 @@
 //     215296     4608  reductions
 //     219904       72  reduction_barriers
 //     219984      128  residual
-//     220112      256  partial_sums
-//     220368        4  scales
-//     220384      512  rope
-//     220896      512  statistics
-//     221408      592  records
-//     222000       64  warp_candidates
-//     222064       36  columns
-//     222112        4  chosen
-//     222128       16  step_done
-//     222144        8  next_token
-//              222152  total
-//              232448  a block has, 10296 free
+//     220112      256  square_shares
+//     220368      512  rope
+//     220880      512  statistics
+//     221392      592  records
+//     221984       64  warp_candidates
+//     222048       36  columns
+//     222096        4  chosen
+//     222112       16  step_done
+//     222128        8  next_token
+//              222136  total
+//              232448  a block has, 10312 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -211,6 +210,28 @@ __device__ __forceinline__ void wait_flagged_units(uint4 (&data)[8], const uint6
   } while (missing);
 }
 
+__device__ __forceinline__ void wait_flagged_quads(uint2 (&data)[16], const uint64_t* words, uint32_t stride, uint32_t count, uint32_t epoch) {
+  uint64_t word[16][2];
+  bool missing;
+  do {
+    missing = false;
+    #pragma unroll
+    for (uint32_t i = 0; i < 16; ++i) {
+      if (i < count) {
+        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+          : "=l"(word[i][0]), "=l"(word[i][1]) : "l"(words + i * stride) : "memory");
+      }
+    }
+    #pragma unroll
+    for (uint32_t i = 0; i < 16; ++i) {
+      if (i < count) {
+        missing |= (uint32_t)(word[i][0] >> 32) != epoch || (uint32_t)(word[i][1] >> 32) != epoch;
+        data[i] = make_uint2((uint32_t)word[i][0], (uint32_t)word[i][1]);
+      }
+    }
+  } while (missing);
+}
+
 __device__ __forceinline__ void wait_flagged_places(uint4 (&data)[8], const uint64_t* words, uint32_t (&offsets)[8], uint32_t count, uint32_t epoch) {
   uint64_t word[8][4];
   bool missing;
@@ -254,6 +275,12 @@ __device__ __forceinline__ void store_relaxed_u32(uint32_t* place, uint32_t valu
 __device__ __forceinline__ uint32_t load_constant_u32(const void* place) {
   uint32_t result;
   asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(result) : "l"(place));
+  return result;
+}
+
+__device__ __forceinline__ uint2 load_constant_u32x2(const void* place) {
+  uint2 result;
+  asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(result.x), "=r"(result.y) : "l"(place));
   return result;
 }
 
@@ -354,6 +381,10 @@ __device__ __forceinline__ uint32_t matrix_transpose_b16(uint32_t pair) {
   return result;
 }
 
+__device__ __forceinline__ uint2 make_u32x2(uint32_t x, uint32_t y) {
+  return make_uint2(x, y);
+}
+
 __device__ __forceinline__ uint4 make_u32x4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
   return make_uint4(x, y, z, w);
 }
@@ -384,16 +415,15 @@ constexpr uint32_t NEWEST = 188928;
 constexpr uint32_t REDUCTIONS = 215296;
 constexpr uint32_t REDUCTION_BARRIERS = 219904;
 constexpr uint32_t RESIDUAL = 219984;
-constexpr uint32_t PARTIAL_SUMS = 220112;
-constexpr uint32_t SCALES = 220368;
-constexpr uint32_t ROPE = 220384;
-constexpr uint32_t STATISTICS = 220896;
-constexpr uint32_t RECORDS = 221408;
-constexpr uint32_t WARP_CANDIDATES = 222000;
-constexpr uint32_t COLUMNS = 222064;
-constexpr uint32_t CHOSEN = 222112;
-constexpr uint32_t STEP_DONE = 222128;
-constexpr uint32_t NEXT_TOKEN = 222144;
+constexpr uint32_t SQUARE_SHARES = 220112;
+constexpr uint32_t ROPE = 220368;
+constexpr uint32_t STATISTICS = 220880;
+constexpr uint32_t RECORDS = 221392;
+constexpr uint32_t WARP_CANDIDATES = 221984;
+constexpr uint32_t COLUMNS = 222048;
+constexpr uint32_t CHOSEN = 222096;
+constexpr uint32_t STEP_DONE = 222112;
+constexpr uint32_t NEXT_TOKEN = 222128;
 
 // An input of a sequence, or 0 where it has none left.
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t number, const int32_t* sequences,
@@ -796,7 +826,7 @@ __device__ __forceinline__ void store_digits(uint4* vector, uint32_t unit, uint4
   }
 }
 
-// A unit times the norm's weights into the vector, and its squares to the thread's sum.
+// A piece times the norm's weights into the vector, and its squares to the thread's sum.
 __device__ __forceinline__ void normalise_unit(uint4* vector, uint32_t unit, uint4 words, uint4 weight,
     float& squares) {
   float low = bf16x2_low(words.x);
@@ -819,11 +849,9 @@ __device__ __forceinline__ void normalise_unit(uint4* vector, uint32_t unit, uin
       make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4))));
 }
 
-// 1/rms of every token from the threads' sums of squares: within warps, then over the warps in order.
-__device__ __forceinline__ void write_scales(float squares, uint8_t* arena, uint32_t lane, uint32_t warp,
-    uint32_t thread, uint32_t column_count) {
-  float* partial_sums = (float*)(arena + PARTIAL_SUMS);
-  float* scales = (float*)(arena + SCALES);
+// Each warp's share of every column's mean of squares plus epsilon, for who finishes rows: [column][warp]. Ends
+// with a barrier of the consumer warps.
+__device__ __forceinline__ void share_squares(float squares, uint32_t lane, uint8_t* arena, uint32_t warp) {
   float sum_of_token = squares;
   sum_of_token += shuffle_xor_f32(sum_of_token, 16);
   sum_of_token += shuffle_xor_f32(sum_of_token, 8);
@@ -831,18 +859,11 @@ __device__ __forceinline__ void write_scales(float squares, uint8_t* arena, uint
   sum_of_token += shuffle_xor_f32(sum_of_token, 2);
   sum_of_token += shuffle_xor_f32(sum_of_token, 1);
   if (lane % 4 == 0 && lane < 4) {
-    partial_sums[warp * 8 + lane / 4] = sum_of_token;
+    uint32_t column = lane / 4;
+    float share = sum_of_token * 0.000244140625f + 1.25e-06f;
+    ((float*)(arena + SQUARE_SHARES))[column * 8 + warp] = share;
   }
   named_barrier(1, 256);
-  if (thread < column_count) {
-    float total = 0.0f;
-    #pragma unroll
-    for (uint32_t other = 0; other < 8; ++other) {
-      uint32_t warp_2 = other + thread / 8;
-      total += partial_sums[warp_2 * 8 + thread % 8];
-    }
-    scales[thread] = rsqrt_f32(total * 0.000244140625f + 1e-05f);
-  }
 }
 
 // Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
@@ -939,7 +960,8 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   uint32_t head = m_tile / 8;
   uint32_t m_tile_of_head = m_tile % 8;
-  float value = row_sum * ((float*)(arena + SCALES))[column];
+  float* place = (float*)(arena + SQUARE_SHARES) + column * 8;
+  float value = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
   uint32_t dim = m_tile_of_head * 16 + row;
   if (head < 40) {
     float rotated;
@@ -951,16 +973,16 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   float neighbour = shuffle_xor_f32(value, 1);
   uint32_t pair = pack_bf16x2(value, neighbour);
   if (lane < 16 && lane % 2 == 0) {
-    uint32_t place = (column * 6144 + head * 128 + dim) / 2;
-    publish_flagged(exchange_words + (place + 2080), pair, layer_epoch);
+    uint32_t place_2 = (column * 6144 + head * 128 + dim) / 2;
+    publish_flagged(exchange_words + (place_2 + 2080), pair, layer_epoch);
     if (head >= 32) {
       if (((uint32_t*)(arena + COLUMNS))[column * 9 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 9 + 2]) {
         uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 512;
         uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 9] / 16));
         uint64_t offset = (uint64_t)(layer) * 16777216 + (uint64_t)(page) * 32768;
         bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 2048 + ((uint32_t*)(arena + COLUMNS))[column * 9] % 16 * 128));
-        bf16* place_2 = head - 32 < 8 ? key : key + 16384;
-        ((uint32_t*)(place_2 + dim))[0] = pair;
+        bf16* place_3 = head - 32 < 8 ? key : key + 16384;
+        ((uint32_t*)(place_3 + dim))[0] = pair;
         fence_proxy_async();
       }
     }
@@ -1004,9 +1026,9 @@ __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uin
 // Makes: qkv, and the keys and values in the cache.
 __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     const bf16* norms, uint32_t* block_waits, uint8_t* arena, const bf16* embedding, uint32_t* next_token,
-    uint32_t lane, uint32_t warp, uint32_t column_count, uint64_t* exchange_words, uint32_t layer_epoch, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
-    uint32_t& finisher, uint32_t& turn_parity, const int32_t* page_table, bf16* kv) {
+    uint32_t lane, uint32_t warp, uint64_t* exchange_words, uint32_t layer_epoch, uint64_t* full, uint32_t& use_stage,
+    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher,
+    uint32_t& turn_parity, const int32_t* page_table, bf16* kv) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 162 + layer * 5);
   }
@@ -1034,7 +1056,7 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
     for (uint32_t number = 0; number < 2; ++number) {
       normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
     }
-    write_scales(squares, arena, lane, warp, thread, column_count);
+    share_squares(squares, lane, arena, warp);
   } else {
     uint4* vector = (uint4*)(arena + VECTOR);
     float squares = 0.0f;
@@ -1054,7 +1076,7 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
     for (uint32_t number = 0; number < 2; ++number) {
       normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
     }
-    write_scales(squares, arena, lane, warp, thread, column_count);
+    share_squares(squares, lane, arena, warp);
   }
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
@@ -1940,7 +1962,8 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions
     half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
-  float value = row_sum * ((float*)(arena + SCALES))[column];
+  float* place = (float*)(arena + SQUARE_SHARES) + column * 8;
+  float value = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
   float other = shuffle_xor_f32(value, 8);
   float gated = divide_f32(value, 1.0f + exp_f32(-value)) * other;
   publish_rows_2(gated, m_tile * 8, lane, exchange_words, column, layer_epoch);
@@ -1974,9 +1997,8 @@ __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], u
 // Makes: gated.
 __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint32_t layer, const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t lane, uint64_t* exchange_words,
-    uint32_t layer_epoch, uint32_t warp, uint32_t column_count, uint64_t* full, uint32_t& use_stage,
-    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher,
-    uint32_t& turn_parity) {
+    uint32_t layer_epoch, uint32_t warp, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring,
+    uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 162 + layer * 5 + 3);
   }
@@ -2003,7 +2025,7 @@ __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uin
   for (uint32_t number = 0; number < 2; ++number) {
     normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
   }
-  write_scales(squares, arena, lane, warp, thread, column_count);
+  share_squares(squares, lane, arena, warp);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -2200,8 +2222,8 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
   named_barrier(1, 256);
 }
 
-// A unit times the norm's weights into the vector, and its squares to the thread's sum.
-__device__ __forceinline__ void normalise_unit_2(uint4* vector, uint32_t unit, uint4 words, uint4 weight,
+// A piece times the norm's weights into the vector, and its squares to the thread's sum.
+__device__ __forceinline__ void normalise_unit_2(uint2* vector, uint32_t unit, uint2 words, uint2 weight,
     float& squares) {
   float low = bf16x2_low(words.x);
   float high = bf16x2_high(words.x);
@@ -2211,15 +2233,24 @@ __device__ __forceinline__ void normalise_unit_2(uint4* vector, uint32_t unit, u
   float high_2 = bf16x2_high(words.y);
   squares += low_2 * low_2 + high_2 * high_2;
   uint32_t weights_2 = weight.y;
-  float low_3 = bf16x2_low(words.z);
-  float high_3 = bf16x2_high(words.z);
-  squares += low_3 * low_3 + high_3 * high_3;
-  uint32_t weights_3 = weight.z;
-  float low_4 = bf16x2_low(words.w);
-  float high_4 = bf16x2_high(words.w);
-  squares += low_4 * low_4 + high_4 * high_4;
-  uint32_t weights_4 = weight.w;
-  vector[unit] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4)));
+  vector[unit] = make_u32x2(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)));
+}
+
+// Each warp's share of every column's mean of squares plus epsilon, for who finishes rows: [column][warp]. Ends
+// with a barrier of the consumer warps.
+__device__ __forceinline__ void share_squares_2(float squares, uint32_t lane, uint8_t* arena, uint32_t warp) {
+  float sum_of_token = squares;
+  sum_of_token += shuffle_xor_f32(sum_of_token, 16);
+  sum_of_token += shuffle_xor_f32(sum_of_token, 8);
+  sum_of_token += shuffle_xor_f32(sum_of_token, 4);
+  sum_of_token += shuffle_xor_f32(sum_of_token, 2);
+  sum_of_token += shuffle_xor_f32(sum_of_token, 1);
+  if (lane % 8 == 0 && lane < 8) {
+    uint32_t column = lane / 8;
+    float share = sum_of_token * 0.000244140625f + 1.25e-06f;
+    ((float*)(arena + SQUARE_SHARES))[column * 8 + warp] = share;
+  }
+  named_barrier(1, 256);
 }
 
 // Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
@@ -2356,7 +2387,8 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
     half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
-  float logit = row_sum * ((float*)(arena + SCALES))[column];
+  float* place = (float*)(arena + SQUARE_SHARES) + column * 8;
+  float logit = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
   uint32_t token = m_tile * 16 + row;
   if (logits != nullptr && lane < 16 && token < 128256) {
     uint64_t row_2 = (uint64_t)(step + column);
@@ -2396,10 +2428,10 @@ __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], u
 // Makes: logits, where they are wanted, and candidates in registers.
 __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint32_t head_from, float* logits, uint32_t* block_waits, uint8_t* arena, const bf16* norms, uint32_t lane,
-    uint64_t* exchange_words, uint32_t step_epoch, uint32_t warp, uint32_t column_count, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
-    uint32_t& finisher, uint32_t& turn_parity, uint32_t options, const int32_t* sequences, const uint32_t* masks,
-    const float* logit_bias, uint32_t* token_counts, float* weighed, float& best, uint32_t& best_token) {
+    uint64_t* exchange_words, uint32_t step_epoch, uint32_t warp, uint64_t* full, uint32_t& use_stage,
+    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher,
+    uint32_t& turn_parity, uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias,
+    uint32_t* token_counts, float* weighed, float& best, uint32_t& best_token) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 162 + 160);
   }
@@ -2408,25 +2440,25 @@ __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uin
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
-    uint4* vector = (uint4*)(arena + VECTOR);
+    uint2* vector = (uint2*)(arena + VECTOR);
     float squares = 0.0f;
     uint32_t first_unit = thread;
-    uint4 weights[8];
+    uint2 weights[16];
     #pragma unroll
-    for (uint32_t number = 0; number < 2; ++number) {
-      weights[number] = load_constant_u32x4(norms + 262144 + (first_unit + number * 256) * 8);
+    for (uint32_t number = 0; number < 4; ++number) {
+      weights[number] = load_constant_u32x2(norms + 262144 + (first_unit + number * 256) * 4);
     }
     if (lane == 0) {
-      wait_flagged4(exchange_words + (first_unit * 4 + 32), step_epoch + 31);
+      wait_flagged4(exchange_words + (first_unit / 2 * 4 + 32), step_epoch + 31);
     }
     warp_barrier();
-    uint4 units[8];
-    wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 2, step_epoch + 31);
+    uint2 quads[16];
+    wait_flagged_quads(quads, exchange_words + (first_unit * 2 + 32), 512, 4, step_epoch + 31);
     #pragma unroll
-    for (uint32_t number = 0; number < 2; ++number) {
-      normalise_unit_2(vector, first_unit + number * 256, units[number], weights[number], squares);
+    for (uint32_t number = 0; number < 4; ++number) {
+      normalise_unit_2(vector, first_unit + number * 256, quads[number], weights[number], squares);
     }
-    write_scales(squares, arena, lane, warp, thread, column_count);
+    share_squares_2(squares, lane, arena, warp);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
     }
@@ -3753,22 +3785,22 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       for (uint32_t layer = 0; layer < 32; ++layer) {
         uint32_t layer_epoch = step_epoch + layer;
         qkv(thread, progress, block, step, layer, norms, block_waits, arena, embedding, next_token, lane, warp,
-            column_count, exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, turn, summed, finisher,
-            turn_parity, page_table, kv);
+            exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity,
+            page_table, kv);
         attention(thread, progress, block, step, layer, arena, kv_plans, plan_index, tiles, layer_epoch, exchange_words,
             lane, warp, use_stage, full, use_parity, ring, empty);
         o(thread, progress, block, step, layer, block_waits, arena, lane, exchange_words, layer_epoch, full, use_stage,
             use_parity, ring, warp, empty, turn, summed, finisher, turn_parity);
         gate_up(thread, progress, block, step, layer, norms, block_waits, arena, lane, exchange_words, layer_epoch,
-            warp, column_count, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity);
+            warp, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity);
         down(thread, progress, block, step, layer, block_waits, arena, lane, exchange_words, layer_epoch, full,
             use_stage, use_parity, ring, warp, empty, turn, summed, finisher, turn_parity);
       }
       float best = -bits_float(0x7f800000);
       uint32_t best_token = 4294967295u;
       lm_head(thread, progress, block, step, head_from, logits, block_waits, arena, norms, lane, exchange_words,
-          step_epoch, warp, column_count, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity,
-          options, sequences, masks, logit_bias, token_counts, weighed, best, best_token);
+          step_epoch, warp, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity, options,
+          sequences, masks, logit_bias, token_counts, weighed, best, best_token);
       sampling(thread, progress, block, step, arena, best, best_token, lane, warp, options, column_count, sequences,
           weighed, step_epoch, exchange_words, cancelled, epoch, token_counts);
       take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, emitted, stop_ids, next_token,

@@ -23,18 +23,17 @@
 //     216960    10496  reductions
 //     227456       16  reduction_barriers
 //     227472      512  residual
-//     227984      256  partial_sums
-//     228240       32  scales
-//     228272     2048  rope
-//     230320      512  statistics
-//     230832      592  records
-//     231424       64  warp_candidates
-//     231488      288  columns
-//     231776       32  chosen
-//     231808       16  step_done
-//     231824       36  next_token
-//              231860  total
-//              232448  a block has, 588 free
+//     227984      256  square_shares
+//     228240     2048  rope
+//     230288      512  statistics
+//     230800      592  records
+//     231392       64  warp_candidates
+//     231456      288  columns
+//     231744       32  chosen
+//     231776       16  step_done
+//     231792       36  next_token
+//              231828  total
+//              232448  a block has, 620 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -307,16 +306,15 @@ constexpr uint32_t NEWEST = 200960;
 constexpr uint32_t REDUCTIONS = 216960;
 constexpr uint32_t REDUCTION_BARRIERS = 227456;
 constexpr uint32_t RESIDUAL = 227472;
-constexpr uint32_t PARTIAL_SUMS = 227984;
-constexpr uint32_t SCALES = 228240;
-constexpr uint32_t ROPE = 228272;
-constexpr uint32_t STATISTICS = 230320;
-constexpr uint32_t RECORDS = 230832;
-constexpr uint32_t WARP_CANDIDATES = 231424;
-constexpr uint32_t COLUMNS = 231488;
-constexpr uint32_t CHOSEN = 231776;
-constexpr uint32_t STEP_DONE = 231808;
-constexpr uint32_t NEXT_TOKEN = 231824;
+constexpr uint32_t SQUARE_SHARES = 227984;
+constexpr uint32_t ROPE = 228240;
+constexpr uint32_t STATISTICS = 230288;
+constexpr uint32_t RECORDS = 230800;
+constexpr uint32_t WARP_CANDIDATES = 231392;
+constexpr uint32_t COLUMNS = 231456;
+constexpr uint32_t CHOSEN = 231744;
+constexpr uint32_t STEP_DONE = 231776;
+constexpr uint32_t NEXT_TOKEN = 231792;
 
 // An input of a sequence, or 0 where it has none left.
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t number, const int32_t* sequences,
@@ -676,7 +674,7 @@ __device__ __forceinline__ void prefetch(const bf16* source, uint32_t thread, ui
   }
 }
 
-// A unit times the norm's weights into the vector, and its squares to the thread's sum.
+// A piece times the norm's weights into the vector, and its squares to the thread's sum.
 __device__ __forceinline__ void normalise_unit(uint4* vector, uint32_t unit, uint4 words, uint4 weight,
     float& squares) {
   float low = bf16x2_low(words.x);
@@ -698,27 +696,18 @@ __device__ __forceinline__ void normalise_unit(uint4* vector, uint32_t unit, uin
   vector[unit] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4)));
 }
 
-// 1/rms of every token from the threads' sums of squares: within warps, then over the warps in order.
-__device__ __forceinline__ void write_scales(float squares, uint8_t* arena, uint32_t lane, uint32_t warp,
-    uint32_t thread, uint32_t column_count) {
-  float* partial_sums = (float*)(arena + PARTIAL_SUMS);
-  float* scales = (float*)(arena + SCALES);
+// Each warp's share of every column's mean of squares plus epsilon, for who finishes rows: [column][warp]. Ends
+// with a barrier of the consumer warps.
+__device__ __forceinline__ void share_squares(float squares, uint32_t lane, uint8_t* arena, uint32_t warp) {
   float sum_of_token = squares;
   sum_of_token += shuffle_xor_f32(sum_of_token, 2);
   sum_of_token += shuffle_xor_f32(sum_of_token, 1);
   if (lane % 4 == 0 && lane < 32) {
-    partial_sums[warp * 8 + lane / 4] = sum_of_token;
+    uint32_t column = lane / 4;
+    float share = sum_of_token * 0.00048828125f + 1.25e-06f;
+    ((float*)(arena + SQUARE_SHARES))[column * 8 + warp] = share;
   }
   named_barrier(1, 256);
-  if (thread < column_count) {
-    float total = 0.0f;
-    #pragma unroll
-    for (uint32_t other = 0; other < 8; ++other) {
-      uint32_t warp_2 = other + thread / 8;
-      total += partial_sums[warp_2 * 8 + thread % 8];
-    }
-    scales[thread] = rsqrt_f32(total * 0.00048828125f + 1e-05f);
-  }
 }
 
 // Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
@@ -779,7 +768,8 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   uint32_t head = m_tile / 4;
   uint32_t m_tile_of_head = m_tile % 4;
-  float value = row_sum * ((float*)(arena + SCALES))[column];
+  float* place = (float*)(arena + SQUARE_SHARES) + column * 8;
+  float value = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
   uint32_t dim = m_tile_of_head * 16 + row;
   if (head < 40) {
     float rotated;
@@ -791,16 +781,16 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   float neighbour = shuffle_xor_f32(value, 1);
   uint32_t pair = pack_bf16x2(value, neighbour);
   if (lane < 16 && lane % 2 == 0) {
-    uint32_t place = (column * 3072 + head * 64 + dim) / 2;
-    (exchange_words + (place + 8256))[0] = pair;
+    uint32_t place_2 = (column * 3072 + head * 64 + dim) / 2;
+    (exchange_words + (place_2 + 8256))[0] = pair;
     if (head >= 32) {
       if (((uint32_t*)(arena + COLUMNS))[column * 9 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 9 + 2]) {
         uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 512;
         uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 9] / 16));
         uint64_t offset = (uint64_t)(layer) * 67108864 + (uint64_t)(page) * 16384;
         bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 1024 + ((uint32_t*)(arena + COLUMNS))[column * 9] % 16 * 64));
-        bf16* place_2 = head - 32 < 8 ? key : key + 8192;
-        ((uint32_t*)(place_2 + dim))[0] = pair;
+        bf16* place_3 = head - 32 < 8 ? key : key + 8192;
+        ((uint32_t*)(place_3 + dim))[0] = pair;
         fence_proxy_async();
       }
     }
@@ -905,7 +895,7 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
         normalise_unit(vector, first_unit_2 + number * 256, units[number], weights_2[number], squares);
       }
     }
-    write_scales(squares, arena, lane, warp, thread, column_count);
+    share_squares(squares, lane, arena, warp);
   } else {
     uint4* vector = (uint4*)(arena + VECTOR);
     float squares = 0.0f;
@@ -947,7 +937,7 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
         normalise_unit(vector, first_unit_2 + number * 256, units[number], weights_2[number], squares);
       }
     }
-    write_scales(squares, arena, lane, warp, thread, column_count);
+    share_squares(squares, lane, arena, warp);
   }
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
@@ -2136,7 +2126,8 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions
     half_sum += reductions[warp * 164 + column * 20 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
-  float value = row_sum * ((float*)(arena + SCALES))[column];
+  float* place = (float*)(arena + SQUARE_SHARES) + column * 8;
+  float value = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
   float other = shuffle_xor_f32(value, 8);
   float gated = divide_f32(value, 1.0f + exp_f32(-value)) * other;
   publish_rows_2(gated, m_tile * 8, lane, exchange_words, column);
@@ -2225,7 +2216,7 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
       normalise_unit(vector, first_unit_2 + number * 256, units[number], weights_2[number], squares);
     }
   }
-  write_scales(squares, arena, lane, warp, thread, column_count);
+  share_squares(squares, lane, arena, warp);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -2618,7 +2609,8 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
     half_sum += reductions[warp * 164 + column * 20 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
-  float logit = row_sum * ((float*)(arena + SCALES))[column];
+  float* place = (float*)(arena + SQUARE_SHARES) + column * 8;
+  float logit = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
   uint32_t token = m_tile * 16 + row;
   if (logits != nullptr && lane < 16 && token < 128256) {
     uint64_t row_2 = (uint64_t)(step * 8 + column);
@@ -2715,7 +2707,7 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
         normalise_unit(vector, first_unit_2 + number * 256, units[number], weights_2[number], squares);
       }
     }
-    write_scales(squares, arena, lane, warp, thread, column_count);
+    share_squares(squares, lane, arena, warp);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
     }

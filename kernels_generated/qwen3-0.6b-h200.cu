@@ -23,18 +23,17 @@
 //     200960     4608  reductions  (over scratch)
 //     215296       72  reduction_barriers
 //     215376       64  residual
-//     215440      256  partial_sums
-//     215696        4  scales
-//     215712      512  rope
-//     216224      512  statistics
-//     216736      592  records
-//     217328       64  warp_candidates
-//     217392       36  columns
-//     217440        4  chosen
-//     217456       16  step_done
-//     217472        8  next_token
-//              217480  total
-//              232448  a block has, 14968 free
+//     215440      256  square_shares
+//     215696      512  rope
+//     216208      512  statistics
+//     216720      592  records
+//     217312       64  warp_candidates
+//     217376       36  columns
+//     217424        4  chosen
+//     217440       16  step_done
+//     217456        8  next_token
+//              217464  total
+//              232448  a block has, 14984 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -185,27 +184,23 @@ __device__ __forceinline__ uint4 wait_flagged4(const uint64_t* words, uint32_t e
   return make_uint4((uint32_t)a, (uint32_t)b, (uint32_t)c, (uint32_t)d);
 }
 
-__device__ __forceinline__ void wait_flagged_units(uint4 (&data)[8], const uint64_t* words, uint32_t stride, uint32_t count, uint32_t epoch) {
-  uint64_t word[8][4];
+__device__ __forceinline__ void wait_flagged_quads(uint2 (&data)[16], const uint64_t* words, uint32_t stride, uint32_t count, uint32_t epoch) {
+  uint64_t word[16][2];
   bool missing;
   do {
     missing = false;
     #pragma unroll
-    for (uint32_t i = 0; i < 8; ++i) {
+    for (uint32_t i = 0; i < 16; ++i) {
       if (i < count) {
-        const uint64_t* place = words + i * stride;
         asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
-          : "=l"(word[i][0]), "=l"(word[i][1]) : "l"(place) : "memory");
-        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
-          : "=l"(word[i][2]), "=l"(word[i][3]) : "l"(place + 2) : "memory");
+          : "=l"(word[i][0]), "=l"(word[i][1]) : "l"(words + i * stride) : "memory");
       }
     }
     #pragma unroll
-    for (uint32_t i = 0; i < 8; ++i) {
+    for (uint32_t i = 0; i < 16; ++i) {
       if (i < count) {
-        #pragma unroll
-        for (uint32_t j = 0; j < 4; ++j) missing |= (uint32_t)(word[i][j] >> 32) != epoch;
-        data[i] = make_uint4((uint32_t)word[i][0], (uint32_t)word[i][1], (uint32_t)word[i][2], (uint32_t)word[i][3]);
+        missing |= (uint32_t)(word[i][0] >> 32) != epoch || (uint32_t)(word[i][1] >> 32) != epoch;
+        data[i] = make_uint2((uint32_t)word[i][0], (uint32_t)word[i][1]);
       }
     }
   } while (missing);
@@ -254,6 +249,12 @@ __device__ __forceinline__ void store_relaxed_u32(uint32_t* place, uint32_t valu
 __device__ __forceinline__ uint32_t load_constant_u32(const void* place) {
   uint32_t result;
   asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(result) : "l"(place));
+  return result;
+}
+
+__device__ __forceinline__ uint2 load_constant_u32x2(const void* place) {
+  uint2 result;
+  asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(result.x), "=r"(result.y) : "l"(place));
   return result;
 }
 
@@ -336,6 +337,10 @@ __device__ __forceinline__ uint32_t matrix_transpose_b16(uint32_t pair) {
   return result;
 }
 
+__device__ __forceinline__ uint2 make_u32x2(uint32_t x, uint32_t y) {
+  return make_uint2(x, y);
+}
+
 __device__ __forceinline__ uint4 make_u32x4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
   return make_uint4(x, y, z, w);
 }
@@ -366,16 +371,15 @@ constexpr uint32_t NEWEST = 207104;
 constexpr uint32_t REDUCTIONS = 200960;
 constexpr uint32_t REDUCTION_BARRIERS = 215296;
 constexpr uint32_t RESIDUAL = 215376;
-constexpr uint32_t PARTIAL_SUMS = 215440;
-constexpr uint32_t SCALES = 215696;
-constexpr uint32_t ROPE = 215712;
-constexpr uint32_t STATISTICS = 216224;
-constexpr uint32_t RECORDS = 216736;
-constexpr uint32_t WARP_CANDIDATES = 217328;
-constexpr uint32_t COLUMNS = 217392;
-constexpr uint32_t CHOSEN = 217440;
-constexpr uint32_t STEP_DONE = 217456;
-constexpr uint32_t NEXT_TOKEN = 217472;
+constexpr uint32_t SQUARE_SHARES = 215440;
+constexpr uint32_t ROPE = 215696;
+constexpr uint32_t STATISTICS = 216208;
+constexpr uint32_t RECORDS = 216720;
+constexpr uint32_t WARP_CANDIDATES = 217312;
+constexpr uint32_t COLUMNS = 217376;
+constexpr uint32_t CHOSEN = 217424;
+constexpr uint32_t STEP_DONE = 217440;
+constexpr uint32_t NEXT_TOKEN = 217456;
 
 // An input of a sequence, or 0 where it has none left.
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t number, const int32_t* sequences,
@@ -745,7 +749,7 @@ __device__ __forceinline__ void prefetch_2(const bf16* source, uint32_t thread, 
   }
 }
 
-// A unit times the norm's weights into the vector, and its squares to the thread's sum.
+// A piece times the norm's weights into the vector, and its squares to the thread's sum.
 __device__ __forceinline__ void normalise_unit(uint4* vector, uint32_t unit, uint4 words, uint4 weight,
     float& squares) {
   float low = bf16x2_low(words.x);
@@ -767,11 +771,9 @@ __device__ __forceinline__ void normalise_unit(uint4* vector, uint32_t unit, uin
   vector[unit] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4)));
 }
 
-// 1/rms of every token from the threads' sums of squares: within warps, then over the warps in order.
-__device__ __forceinline__ void write_scales(float squares, uint8_t* arena, uint32_t lane, uint32_t warp,
-    uint32_t thread, uint32_t column_count) {
-  float* partial_sums = (float*)(arena + PARTIAL_SUMS);
-  float* scales = (float*)(arena + SCALES);
+// Each warp's share of every column's mean of squares plus epsilon, for who finishes rows: [column][warp]. Ends
+// with a barrier of the consumer warps.
+__device__ __forceinline__ void share_squares(float squares, uint32_t lane, uint8_t* arena, uint32_t warp) {
   float sum_of_token = squares;
   sum_of_token += shuffle_xor_f32(sum_of_token, 16);
   sum_of_token += shuffle_xor_f32(sum_of_token, 8);
@@ -779,18 +781,42 @@ __device__ __forceinline__ void write_scales(float squares, uint8_t* arena, uint
   sum_of_token += shuffle_xor_f32(sum_of_token, 2);
   sum_of_token += shuffle_xor_f32(sum_of_token, 1);
   if (lane % 4 == 0 && lane < 4) {
-    partial_sums[warp * 8 + lane / 4] = sum_of_token;
+    uint32_t column = lane / 4;
+    float share = sum_of_token * 0.0009765625f + 1.25e-07f;
+    ((float*)(arena + SQUARE_SHARES))[column * 8 + warp] = share;
   }
   named_barrier(1, 256);
-  if (thread < column_count) {
-    float total = 0.0f;
-    #pragma unroll
-    for (uint32_t other = 0; other < 8; ++other) {
-      uint32_t warp_2 = other + thread / 8;
-      total += partial_sums[warp_2 * 8 + thread % 8];
-    }
-    scales[thread] = rsqrt_f32(total * 0.0009765625f + 1e-06f);
+}
+
+// A piece times the norm's weights into the vector, and its squares to the thread's sum.
+__device__ __forceinline__ void normalise_unit_2(uint2* vector, uint32_t unit, uint2 words, uint2 weight,
+    float& squares) {
+  float low = bf16x2_low(words.x);
+  float high = bf16x2_high(words.x);
+  squares += low * low + high * high;
+  uint32_t weights = weight.x;
+  float low_2 = bf16x2_low(words.y);
+  float high_2 = bf16x2_high(words.y);
+  squares += low_2 * low_2 + high_2 * high_2;
+  uint32_t weights_2 = weight.y;
+  vector[unit] = make_u32x2(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)));
+}
+
+// Each warp's share of every column's mean of squares plus epsilon, for who finishes rows: [column][warp]. Ends
+// with a barrier of the consumer warps.
+__device__ __forceinline__ void share_squares_2(float squares, uint32_t lane, uint8_t* arena, uint32_t warp) {
+  float sum_of_token = squares;
+  sum_of_token += shuffle_xor_f32(sum_of_token, 16);
+  sum_of_token += shuffle_xor_f32(sum_of_token, 8);
+  sum_of_token += shuffle_xor_f32(sum_of_token, 4);
+  sum_of_token += shuffle_xor_f32(sum_of_token, 2);
+  sum_of_token += shuffle_xor_f32(sum_of_token, 1);
+  if (lane % 8 == 0 && lane < 8) {
+    uint32_t column = lane / 8;
+    float share = sum_of_token * 0.0009765625f + 1.25e-07f;
+    ((float*)(arena + SQUARE_SHARES))[column * 8 + warp] = share;
   }
+  named_barrier(1, 256);
 }
 
 // Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
@@ -836,14 +862,15 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   uint32_t head = m_tile / 8;
   uint32_t m_tile_of_head = m_tile % 8;
-  float value = row_sum * ((float*)(arena + SCALES))[column];
+  float* place = (float*)(arena + SQUARE_SHARES) + column * 8;
+  float value = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
   uint32_t paired = m_tile_of_head * 8 + row % 8 + (row >= 8 ? 64u : 0u);
   bool is_paired = head < 24;
   uint32_t dim = is_paired ? paired : m_tile_of_head * 16 + row;
   uint32_t pair = pack_bf16x2(value, shuffle_xor_f32(value, 1));
   if (lane < 16 && lane % 2 == 0) {
-    uint32_t place = (column * 4096 + head * 128 + dim) / 2;
-    publish_flagged(exchange_words + (place + 544), pair, layer_epoch);
+    uint32_t place_2 = (column * 4096 + head * 128 + dim) / 2;
+    publish_flagged(exchange_words + (place_2 + 544), pair, layer_epoch);
   }
 }
 
@@ -884,9 +911,9 @@ __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uin
 // Makes: qkv, and the keys and values in the cache.
 __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     const bf16* norms, const bf16* head_norms, uint32_t* block_waits, uint8_t* arena, const bf16* embedding,
-    uint32_t* next_token, uint32_t lane, uint32_t warp, uint32_t column_count, uint64_t* exchange_words,
-    uint32_t layer_epoch, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
-    uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity) {
+    uint32_t* next_token, uint32_t lane, uint32_t warp, uint64_t* exchange_words, uint32_t layer_epoch, uint64_t* full,
+    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
+    uint32_t& finisher, uint32_t& turn_parity) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 142 + layer * 5);
   }
@@ -917,25 +944,27 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
         normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
       }
     }
-    write_scales(squares, arena, lane, warp, thread, column_count);
+    share_squares(squares, lane, arena, warp);
   } else {
-    uint4* vector = (uint4*)(arena + VECTOR);
+    uint2* vector = (uint2*)(arena + VECTOR);
     float squares = 0.0f;
-    if (thread < 128) {
-      uint32_t first_unit = thread;
-      uint4 weights[8];
-      #pragma unroll
-      for (uint32_t number = 0; number < 1; ++number) {
-        weights[number] = load_constant_u32x4(norms + layer * 2048 + (first_unit + number * 256) * 8);
-      }
-      uint4 units[8];
-      wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 1, layer_epoch - 1);
-      #pragma unroll
-      for (uint32_t number = 0; number < 1; ++number) {
-        normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
-      }
+    uint32_t first_unit = thread;
+    uint2 weights[16];
+    #pragma unroll
+    for (uint32_t number = 0; number < 1; ++number) {
+      weights[number] = load_constant_u32x2(norms + layer * 2048 + (first_unit + number * 256) * 4);
     }
-    write_scales(squares, arena, lane, warp, thread, column_count);
+    if (lane == 0) {
+      wait_flagged4(exchange_words + (first_unit / 2 * 4 + 32), layer_epoch - 1);
+    }
+    warp_barrier();
+    uint2 quads[16];
+    wait_flagged_quads(quads, exchange_words + (first_unit * 2 + 32), 512, 1, layer_epoch - 1);
+    #pragma unroll
+    for (uint32_t number = 0; number < 1; ++number) {
+      normalise_unit_2(vector, first_unit + number * 256, quads[number], weights[number], squares);
+    }
+    share_squares_2(squares, lane, arena, warp);
   }
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
@@ -1784,17 +1813,17 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
 // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
 __device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uint32_t lane, uint64_t* exchange_words,
     uint32_t layer_epoch) {
-  uint4* vector = (uint4*)(arena + VECTOR);
+  uint2* vector = (uint2*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_flagged4(exchange_words + (first_unit * 4 + 72288), layer_epoch);
+    wait_flagged4(exchange_words + (first_unit / 2 * 4 + 72288), layer_epoch);
   }
   warp_barrier();
-  uint4 units[8];
-  wait_flagged_units(units, exchange_words + (first_unit * 4 + 72288), 1024, 1, layer_epoch);
+  uint2 quads[16];
+  wait_flagged_quads(quads, exchange_words + (first_unit * 2 + 72288), 512, 2, layer_epoch);
   #pragma unroll
-  for (uint32_t number = 0; number < 1; ++number) {
-    vector[first_unit + number * 256] = units[number];
+  for (uint32_t number = 0; number < 2; ++number) {
+    vector[first_unit + number * 256] = quads[number];
   }
   named_barrier(1, 256);
 }
@@ -1915,7 +1944,8 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions
     half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
-  float value = row_sum * ((float*)(arena + SCALES))[column];
+  float* place = (float*)(arena + SQUARE_SHARES) + column * 8;
+  float value = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
   float other = shuffle_xor_f32(value, 8);
   float gated = divide_f32(value, 1.0f + exp_f32(-value)) * other;
   publish_rows_2(gated, m_tile * 8, lane, exchange_words, column, layer_epoch);
@@ -1948,10 +1978,9 @@ __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], u
 // Waits for: middle.
 // Makes: gated.
 __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
-    uint32_t layer, const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint64_t* exchange_words,
-    uint32_t layer_epoch, uint32_t lane, uint32_t warp, uint32_t column_count, uint64_t* full, uint32_t& use_stage,
-    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher,
-    uint32_t& turn_parity) {
+    uint32_t layer, const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t lane, uint64_t* exchange_words,
+    uint32_t layer_epoch, uint32_t warp, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring,
+    uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 142 + layer * 5 + 3);
   }
@@ -1960,23 +1989,25 @@ __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uin
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
-  uint4* vector = (uint4*)(arena + VECTOR);
+  uint2* vector = (uint2*)(arena + VECTOR);
   float squares = 0.0f;
-  if (thread < 128) {
-    uint32_t first_unit = thread;
-    uint4 weights[8];
-    #pragma unroll
-    for (uint32_t number = 0; number < 1; ++number) {
-      weights[number] = load_constant_u32x4(norms + (layer * 2 + 1) * 1024 + (first_unit + number * 256) * 8);
-    }
-    uint4 units[8];
-    wait_flagged_units(units, exchange_words + (first_unit * 4 + 73312), 1024, 1, layer_epoch);
-    #pragma unroll
-    for (uint32_t number = 0; number < 1; ++number) {
-      normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
-    }
+  uint32_t first_unit = thread;
+  uint2 weights[16];
+  #pragma unroll
+  for (uint32_t number = 0; number < 1; ++number) {
+    weights[number] = load_constant_u32x2(norms + (layer * 2 + 1) * 1024 + (first_unit + number * 256) * 4);
   }
-  write_scales(squares, arena, lane, warp, thread, column_count);
+  if (lane == 0) {
+    wait_flagged4(exchange_words + (first_unit / 2 * 4 + 73312), layer_epoch);
+  }
+  warp_barrier();
+  uint2 quads[16];
+  wait_flagged_quads(quads, exchange_words + (first_unit * 2 + 73312), 512, 1, layer_epoch);
+  #pragma unroll
+  for (uint32_t number = 0; number < 1; ++number) {
+    normalise_unit_2(vector, first_unit + number * 256, quads[number], weights[number], squares);
+  }
+  share_squares_2(squares, lane, arena, warp);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -2005,32 +2036,54 @@ __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uin
 }
 
 // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, uint64_t* exchange_words,
+__device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, uint32_t lane, uint64_t* exchange_words,
     uint32_t layer_epoch) {
-  uint4* vector = (uint4*)(arena + VECTOR);
-  if (thread < 192) {
-    uint32_t first_unit = thread;
-    uint4 units[8];
-    wait_flagged_units(units, exchange_words + (first_unit * 4 + 73824), 1024, 1, layer_epoch);
+  uint2* vector = (uint2*)(arena + VECTOR);
+  uint32_t first_unit = thread;
+  if (lane == 0) {
+    wait_flagged4(exchange_words + (first_unit / 2 * 4 + 73824), layer_epoch);
+  }
+  warp_barrier();
+  uint2 quads[16];
+  wait_flagged_quads(quads, exchange_words + (first_unit * 2 + 73824), 512, 1, layer_epoch);
+  #pragma unroll
+  for (uint32_t number = 0; number < 1; ++number) {
+    vector[first_unit + number * 256] = quads[number];
+  }
+  if (thread + 256 < 384) {
+    uint32_t first_unit_2 = thread + 256;
+    uint2 quads_2[16];
+    wait_flagged_quads(quads_2, exchange_words + (first_unit_2 * 2 + 73824), 512, 1, layer_epoch);
     #pragma unroll
     for (uint32_t number = 0; number < 1; ++number) {
-      vector[first_unit + number * 256] = units[number];
+      vector[first_unit_2 + number * 256] = quads_2[number];
     }
   }
   named_barrier(1, 256);
 }
 
 // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, uint64_t* exchange_words,
+__device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, uint32_t lane, uint64_t* exchange_words,
     uint32_t layer_epoch) {
-  uint4* vector = (uint4*)(arena + VECTOR);
-  if (thread < 192) {
-    uint32_t first_unit = thread;
-    uint4 units[8];
-    wait_flagged_units(units, exchange_words + ((first_unit + 192) * 4 + 73824), 1024, 1, layer_epoch);
+  uint2* vector = (uint2*)(arena + VECTOR);
+  uint32_t first_unit = thread;
+  if (lane == 0) {
+    wait_flagged4(exchange_words + ((first_unit / 2 + 192) * 4 + 73824), layer_epoch);
+  }
+  warp_barrier();
+  uint2 quads[16];
+  wait_flagged_quads(quads, exchange_words + ((first_unit + 384) * 2 + 73824), 512, 1, layer_epoch);
+  #pragma unroll
+  for (uint32_t number = 0; number < 1; ++number) {
+    vector[first_unit + number * 256] = quads[number];
+  }
+  if (thread + 256 < 384) {
+    uint32_t first_unit_2 = thread + 256;
+    uint2 quads_2[16];
+    wait_flagged_quads(quads_2, exchange_words + ((first_unit_2 + 384) * 2 + 73824), 512, 1, layer_epoch);
     #pragma unroll
     for (uint32_t number = 0; number < 1; ++number) {
-      vector[first_unit + number * 256] = units[number];
+      vector[first_unit_2 + number * 256] = quads_2[number];
     }
   }
   named_barrier(1, 256);
@@ -2095,8 +2148,8 @@ __device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], u
 // Waits for: gated.
 // Makes: hidden.
 __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    uint32_t* block_waits, uint8_t* arena, uint64_t* exchange_words, uint32_t layer_epoch, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint32_t lane, uint64_t* empty,
+    uint32_t* block_waits, uint8_t* arena, uint32_t lane, uint64_t* exchange_words, uint32_t layer_epoch,
+    uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint64_t* empty,
     uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 142 + layer * 5 + 4);
@@ -2107,7 +2160,7 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
-    load_vector_2(arena, thread, exchange_words, layer_epoch);
+    load_vector_2(arena, thread, lane, exchange_words, layer_epoch);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
     }
@@ -2126,7 +2179,7 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
-    load_vector_3(arena, thread, exchange_words, layer_epoch);
+    load_vector_3(arena, thread, lane, exchange_words, layer_epoch);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
     }
@@ -2262,7 +2315,8 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
     half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
-  float logit = row_sum * ((float*)(arena + SCALES))[column];
+  float* place = (float*)(arena + SQUARE_SHARES) + column * 8;
+  float logit = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
   uint32_t token = m_tile * 16 + row;
   if (logits != nullptr && lane < 16 && token < 151936) {
     uint64_t row_2 = (uint64_t)(step + column);
@@ -2301,11 +2355,11 @@ __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], u
 // Waits for: hidden of the last layer.
 // Makes: logits, where they are wanted, and candidates in registers.
 __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
-    uint32_t head_from, float* logits, uint32_t* block_waits, uint8_t* arena, const bf16* norms,
-    uint64_t* exchange_words, uint32_t step_epoch, uint32_t lane, uint32_t warp, uint32_t column_count, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
-    uint32_t& finisher, uint32_t& turn_parity, uint32_t options, const int32_t* sequences, const uint32_t* masks,
-    const float* logit_bias, uint32_t* token_counts, float* weighed, float& best, uint32_t& best_token) {
+    uint32_t head_from, float* logits, uint32_t* block_waits, uint8_t* arena, const bf16* norms, uint32_t lane,
+    uint64_t* exchange_words, uint32_t step_epoch, uint32_t warp, uint64_t* full, uint32_t& use_stage,
+    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher,
+    uint32_t& turn_parity, uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias,
+    uint32_t* token_counts, float* weighed, float& best, uint32_t& best_token) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 142 + 140);
   }
@@ -2314,23 +2368,25 @@ __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uin
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
-    uint4* vector = (uint4*)(arena + VECTOR);
+    uint2* vector = (uint2*)(arena + VECTOR);
     float squares = 0.0f;
-    if (thread < 128) {
-      uint32_t first_unit = thread;
-      uint4 weights[8];
-      #pragma unroll
-      for (uint32_t number = 0; number < 1; ++number) {
-        weights[number] = load_constant_u32x4(norms + 57344 + (first_unit + number * 256) * 8);
-      }
-      uint4 units[8];
-      wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 1, step_epoch + 27);
-      #pragma unroll
-      for (uint32_t number = 0; number < 1; ++number) {
-        normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
-      }
+    uint32_t first_unit = thread;
+    uint2 weights[16];
+    #pragma unroll
+    for (uint32_t number = 0; number < 1; ++number) {
+      weights[number] = load_constant_u32x2(norms + 57344 + (first_unit + number * 256) * 4);
     }
-    write_scales(squares, arena, lane, warp, thread, column_count);
+    if (lane == 0) {
+      wait_flagged4(exchange_words + (first_unit / 2 * 4 + 32), step_epoch + 27);
+    }
+    warp_barrier();
+    uint2 quads[16];
+    wait_flagged_quads(quads, exchange_words + (first_unit * 2 + 32), 512, 1, step_epoch + 27);
+    #pragma unroll
+    for (uint32_t number = 0; number < 1; ++number) {
+      normalise_unit_2(vector, first_unit + number * 256, quads[number], weights[number], squares);
+    }
+    share_squares_2(squares, lane, arena, warp);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
     }
@@ -3658,22 +3714,22 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       for (uint32_t layer = 0; layer < 28; ++layer) {
         uint32_t layer_epoch = step_epoch + layer;
         qkv(thread, progress, block, step, layer, norms, head_norms, block_waits, arena, embedding, next_token, lane,
-            warp, column_count, exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, turn, summed,
-            finisher, turn_parity);
+            warp, exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, turn, summed, finisher,
+            turn_parity);
         attention(thread, progress, block, step, layer, arena, kv_plans, plan_index, tiles, layer_epoch, warp, lane,
             head_norms, exchange_words, use_stage, full, use_parity, ring, empty, page_table, kv);
         o(thread, progress, block, step, layer, block_waits, arena, lane, exchange_words, layer_epoch, full, use_stage,
             use_parity, ring, warp, empty, turn, summed, finisher, turn_parity);
-        gate_up(thread, progress, block, step, layer, norms, block_waits, arena, exchange_words, layer_epoch, lane,
-            warp, column_count, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity);
-        down(thread, progress, block, step, layer, block_waits, arena, exchange_words, layer_epoch, full, use_stage,
-            use_parity, ring, warp, lane, empty, turn, summed, finisher, turn_parity);
+        gate_up(thread, progress, block, step, layer, norms, block_waits, arena, lane, exchange_words, layer_epoch,
+            warp, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity);
+        down(thread, progress, block, step, layer, block_waits, arena, lane, exchange_words, layer_epoch, full,
+            use_stage, use_parity, ring, warp, empty, turn, summed, finisher, turn_parity);
       }
       float best = -bits_float(0x7f800000);
       uint32_t best_token = 4294967295u;
-      lm_head(thread, progress, block, step, head_from, logits, block_waits, arena, norms, exchange_words, step_epoch,
-          lane, warp, column_count, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity,
-          options, sequences, masks, logit_bias, token_counts, weighed, best, best_token);
+      lm_head(thread, progress, block, step, head_from, logits, block_waits, arena, norms, lane, exchange_words,
+          step_epoch, warp, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity, options,
+          sequences, masks, logit_bias, token_counts, weighed, best, best_token);
       sampling(thread, progress, block, step, arena, best, best_token, lane, warp, options, column_count, sequences,
           weighed, step_epoch, exchange_words, cancelled, epoch, token_counts);
       take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, emitted, stop_ids, next_token,

@@ -21,7 +21,9 @@ from cheetah.plan import VECTOR_COLUMNS
 from cheetah.plan.kv.tables import COLUMN_WORDS, SEQUENCE_WORDS, ColumnRecord, SequenceRecord, word
 from cheetah.plan.plan import COLUMNS
 
-UNIT = 8
+UNIT, QUAD = 8, 4
+"""Elements of a unit, and of half of one. What a thread loads of a vector at a time is 16 bytes of where it lies: a
+unit of plain words, a quad of flagged ones."""
 UNITS_PER_TILE = VECTOR_COLUMNS // UNIT
 POSITION, NUMBER, TOTAL, TEMPERATURE, SEED_LOW, SEED_HIGH, SEQUENCE, STOPPED, CANCELLED = range(9)
 """Words of a column in the region `columns`: what finishing warps need to know of it in this step."""
@@ -37,6 +39,11 @@ def fragment_word(element: Any, column: Any, tokens: int) -> Any:
 def vector_words(elements: int, tokens: int) -> int:
     """Payload words (two bf16 each) of a vector of so many elements a token, padded to whole K-tiles."""
     return -(-elements // VECTOR_COLUMNS) * (VECTOR_COLUMNS // 2) * tokens
+
+
+def warps_of_column(machine: Machine) -> int:
+    """Consumer warps that load parts of one column: all of them, unless a step has more columns than a product."""
+    return machine.plan.consumer_warps * min(machine.plan.tokens, COLUMNS) // machine.plan.tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,9 +65,10 @@ class Columns:
         """Groups of 8 columns, each an accumulator of the products."""
         return -(-self.limit // COLUMNS)
 
-    def of_thread(self) -> Any:
-        """The column that a consumer thread loads: every unit that it takes of a vector belongs to it."""
-        return self.machine.thread // UNITS_PER_TILE % self.limit
+    def of_thread(self, piece: int = UNIT) -> Any:
+        """The column that a consumer thread loads: every unit (or piece of so many elements) that it takes of a vector
+        belongs to it."""
+        return self.machine.thread // (VECTOR_COLUMNS // piece) % self.limit
 
     def if_active(self, column: ch.Expr) -> AbstractContextManager[Any]:
         """Do what follows for a column in use; with room for one column only, it is."""

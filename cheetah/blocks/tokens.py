@@ -166,7 +166,7 @@ class Tokens:
 class Embeddings:
     """The tokens' embeddings as the source of a prologue: there is nothing to wait for."""
 
-    wait = None
+    wait = read_quads = None
 
     def __init__(self, tokens: Tokens) -> None:
         self.tokens = tokens

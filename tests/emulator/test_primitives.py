@@ -396,6 +396,26 @@ def test_flagged_words_cross_blocks(publish: str, wait: str, scheduler: str) -> 
         np.testing.assert_array_equal(sums, expected)
 
 
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_quads_cross_blocks_each_by_itself(scheduler: str) -> None:
+    """A thread waits for the two words of its quad alone: the last quad never comes, and nobody wants it."""
+    body = """
+      if (blockIdx.x == 0) {
+        if (threadIdx.x < 62) publish_flagged(words + threadIdx.x, 7 * threadIdx.x, 3);
+        return;
+      }
+      uint2 data[16] = {};
+      wait_flagged_quads(data, words + threadIdx.x % 16 * 2, 32, threadIdx.x % 16 == 15 ? 1 : 2, 3);
+      for (uint32_t i = 0; i < 2; i++) out[threadIdx.x * 2 + i] = data[i];
+    """
+    words, out = allocate(64, np.uint64, fill=0), np.zeros((64, 2, 2), np.uint32)
+    program(body, "uint64_t* words, uint2* out").launch(2, 64, 0, [words, out], scheduler=scheduler, seed=2)
+    half, number = np.arange(64)[:, None] % 16, np.arange(2)[None]
+    first = half * 2 + number * 32
+    expected = np.where(((half < 15) | (number == 0))[..., None], 7 * (first[..., None] + np.arange(2)), 0)
+    np.testing.assert_array_equal(out, expected)
+
+
 def test_units_from_places_of_their_own() -> None:
     body = """
       publish_flagged(words + threadIdx.x, 7 * threadIdx.x, 3);

@@ -261,6 +261,7 @@ def read_without_waiting(vector: str) -> Callable[[Patch], None]:
 
     def change(patch: Patch) -> None:
         one, several, anywhere = FlaggedExchange.read4, FlaggedExchange.read_units, FlaggedExchange.read_places
+        quads = FlaggedExchange.read_quads
 
         def read4(self: Any, name: str, unit: Any, epoch: Any) -> Any:
             return payload(self, name, unit) if name == vector else one(self, name, unit, epoch)
@@ -272,6 +273,14 @@ def read_without_waiting(vector: str) -> Callable[[Patch], None]:
             for number in range(count):
                 data[number] = payload(self, name, unit + number * stride)
 
+        def read_quads(self: Any, name: str, data: Any, quad: Any, stride: int, count: int, epoch: Any) -> None:
+            if name != vector:
+                quads(self, name, data, quad, stride, count, epoch)
+                return
+            for number in range(count):
+                words = self.place(name, ch.cast(ty.u32, quad + number * stride) * 2)
+                data[number] = prim.make_u32x2(ty.u32(words[0]), ty.u32(words[1]))
+
         def read_places(self: Any, name: str, data: Any, places: Any, count: int, epoch: Any) -> None:
             if name != vector:
                 anywhere(self, name, data, places, count, epoch)
@@ -282,6 +291,7 @@ def read_without_waiting(vector: str) -> Callable[[Patch], None]:
         patch.setattr(FlaggedExchange, "read4", read4)
         patch.setattr(FlaggedExchange, "read_places", read_places)
         patch.setattr(FlaggedExchange, "read_units", read_units)
+        patch.setattr(FlaggedExchange, "read_quads", read_quads)
 
     return change
 

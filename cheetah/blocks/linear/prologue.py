@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from cheetah import lang as ch
-from cheetah.blocks.columns import UNIT, UNITS_PER_TILE, Columns
+from cheetah.blocks.columns import QUAD, UNIT, UNITS_PER_TILE, Columns, warps_of_column
 from cheetah.blocks.linear.formats.digits import store_digits
 from cheetah.blocks.linear.formats.e4m3 import store_halves
 from cheetah.blocks.linear.formats.sizes import raised
@@ -47,6 +47,10 @@ class Source(Protocol):
     @property
     def wait(self) -> Wait | None: ...
 
+    @property
+    def read_quads(self) -> Read | None:
+        """As `read`, quads (u32x2) into an array of 2 * UNITS; None where it has none."""
+
 
 @dataclass(frozen=True, eq=False)
 class Units:
@@ -54,6 +58,7 @@ class Units:
 
     read: Read
     wait: Wait | None = None
+    read_quads: Read | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,8 +86,8 @@ class RmsNorm(Prologue):
     def load(self, matrix: MatrixLayout, number: int) -> None:
         kind = matrix.vector_kind(self.columns.limit)
         part = Part(matrix.padded_columns, self.available, kind=kind, places=self.places)
-        source = self.source
-        load_normalised(self.columns, part, self.elements, self.epsilon, self.weight, source.read, source.wait)
+        part = by_best_pieces(part, self.source)
+        load_normalised(self.columns, part, self.elements, self.epsilon, self.weight, self.source)
 
     @property
     def _padded(self) -> int:
@@ -110,7 +115,7 @@ class Slices(Prologue):
             places=self.places,
         )
         assert self.places is None or matrix.slices == 1, matrix.name
-        load_vector(self.columns, part, self.source.read, self.source.wait)
+        load_vector(self.columns, by_best_pieces(part, self.source), self.source)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,6 +158,7 @@ class Part:
     """A part of a vector: `elements` of every token, a multiple of 32, of which the first `available` exist (the rest
     is zero); in the exchange it begins at unit `first_unit`. kind: as what it is kept (`cheetah.plan.formats`). places:
     for every element the one that it is to the matrix (u16, padded like the vector), of a whole vector; None: itself.
+    piece: elements that a thread loads at a time, a unit or a quad.
     """
 
     elements: int
@@ -160,21 +166,49 @@ class Part:
     first_unit: ch.Value = 0
     kind: str = BF16_VECTOR
     places: ch.Expr | None = None
+    piece: int = UNIT
+
+    @property
+    def pieces_per_tile(self) -> int:
+        """Of the 32 elements of a column that a K-tile has."""
+        return VECTOR_COLUMNS // self.piece
+
+    @property
+    def pieces_of_unit(self) -> int:
+        """1 or 2."""
+        return UNIT // self.piece
+
+    @property
+    def element(self) -> ty.Vector:
+        """The type of a piece."""
+        return ty.u32x2 if self.piece == QUAD else ty.u32x4
+
+    def array(self, name: str | None = None) -> Any:
+        """A local array of the pieces that a thread loads together."""
+        return ch.array(self.element, UNITS * self.pieces_of_unit, name=name)
+
+
+def by_best_pieces(part: Part, source: Source) -> Part:
+    """The part, by quads where its source has them and whole units are not needed."""
+    by_quads = source.read_quads is not None and part.kind == BF16_VECTOR and part.places is None
+    return replace(part, piece=QUAD) if by_quads else part
 
 
 @contextmanager
-def _read_units(columns: Columns, part: Part, batch: _Batch, read: Read) -> Iterator[Any]:
-    """The batch's units, of threads whose column is in use. Where whole warps convert them together, also of others,
+def _read_pieces(columns: Columns, part: Part, batch: _Batch, source: Source) -> Iterator[Any]:
+    """The batch's pieces, of threads whose column is in use. Where whole warps convert units together, also of others,
     which have zeros."""
     if part.kind not in (DIGITS, HALVES):
-        with columns.if_active(columns.of_thread()):
-            data = ch.array(ty.u32x4, UNITS, name="units")
-            read(data, batch.first + part.first_unit, batch.count)
+        with columns.if_active(columns.of_thread(part.piece)):
+            data = part.array(name="units" if part.piece == UNIT else "quads")
+            read = source.read if part.piece == UNIT else source.read_quads
+            assert read is not None
+            read(data, batch.first + part.first_unit * part.pieces_of_unit, batch.count)
             yield data
         return
     data = ch.array(ty.u32x4, UNITS, name="units")
     with columns.if_active(columns.of_thread()):
-        read(data, batch.first + part.first_unit, batch.count)
+        source.read(data, batch.first + part.first_unit, batch.count)
     if columns.limit > 1:
         with ch.else_():
             for number in range(batch.count):
@@ -183,14 +217,14 @@ def _read_units(columns: Columns, part: Part, batch: _Batch, read: Read) -> Iter
 
 
 @ch.function
-def load_vector(columns: Columns, part: Part, read: Read, wait: Wait | None = None) -> None:
+def load_vector(columns: Columns, part: Part, source: Source) -> None:
     """Bring a part of a vector into shared memory; ends with a barrier of the consumer warps."""
     machine = columns.machine
-    vector = machine.region("vector", ty.u32x4)
+    vector = machine.region("vector", part.element)
     for batch in _batches(columns, part):
         places = _load_places(columns, part, batch)
-        batch.wait(wait)
-        with _read_units(columns, part, batch, read) as data:
+        batch.wait(source.wait)
+        with _read_pieces(columns, part, batch, source) as data:
             with _each(machine, batch) as (number, unit):
                 if part.places is None:
                     store_unit(columns, vector, unit, data[number], part.kind)
@@ -208,34 +242,35 @@ def load_normalised(
     true_elements: int,
     epsilon: float,
     norm: ch.Expr,
-    read: Read,
-    wait: Wait | None = None,
+    source: Source,
 ) -> None:
-    """RMSNorm: x * weight into shared memory, and every token's 1/rms into the region `scales`.
+    """RMSNorm: x * weight into shared memory, and what `scaled` makes every token's 1/rms of.
 
     The products are multiplied by 1/rms afterwards, which keeps it off their path. The mean of squares runs over
     `true_elements`; padding is zero. `norm` points to the bf16 weights. They are loaded before the vector is waited
-    for. Ends with a barrier of the consumer warps for the vector; `scales` are seen after the next one.
+    for. Ends with a barrier of the consumer warps.
     """
     machine = columns.machine
-    vector = machine.region("vector", ty.u32x4)
+    vector = machine.region("vector", part.element)
     squares = ch.var(ty.f32, 0.0)
     most = UNITS if columns.limit == 1 else NORMALISED_UNITS
-    weights_at = addresses_of_units(columns, norm)
+    weights_at = addresses_of_units(columns, norm, part.piece)
+    load_weights = prim.load_constant_u32x4 if part.piece == UNIT else prim.load_constant_u32x2
     for batch in _batches(columns, part, most):
-        weights = ch.array(ty.u32x4, UNITS)
+        weights = part.array()
         with _each(machine, batch) as (number, unit):
-            weights[number] = prim.load_constant_u32x4(weights_at(unit))
+            weights[number] = load_weights(weights_at(unit))
         places = _load_places(columns, part, batch)
-        batch.wait(wait)
-        with _read_units(columns, part, batch, read) as data:
+        batch.wait(source.wait)
+        with _read_pieces(columns, part, batch, source) as data:
             with _each(machine, batch) as (number, unit):
                 if part.places is None:
-                    _normalise_unit(columns, vector, unit, data[number], weights[number], squares, part.kind)
+                    _normalise_unit(columns, vector, unit, data[number], weights[number], squares, part)
                 else:
-                    words = ch.const(ty.u32x4, _times_weights(data[number], weights[number], squares), name="words")
+                    weighted = _times_weights(data[number], weights[number], squares, part.piece)
+                    words = ch.const(ty.u32x4, weighted, name="words")
                     scatter_unit(columns, vector, words, places[number])
-    _write_scales(columns, squares, true_elements, epsilon)
+    _share_squares(columns, part, squares, true_elements, epsilon)
     if part.places is not None:
         _convert(columns, part)
 
@@ -262,23 +297,25 @@ def store_unit(columns: Columns, vector: ch.Expr, unit: ch.Expr, words: Any, kin
 
 
 @ch.inline
-def addresses_of_units(columns: Columns, source: ch.Expr) -> Callable[[ch.Expr], ch.Expr]:
-    """Where a consumer thread finds a unit of its own in `source`, the elements of its token (bf16, in natural order).
+def addresses_of_units(columns: Columns, source: ch.Expr, piece: int = UNIT) -> Callable[[ch.Expr], ch.Expr]:
+    """Where a consumer thread finds a unit (or piece of so many elements) of its own in `source`, the elements of its
+    token (bf16, in natural order).
 
     Its units lie whole K-tiles apart: one address for all, and distances that the compiler knows. Worked out for
     each unit by itself, the addresses were kept in registers from layer to layer, and up to 100 words spilled.
     """
     thread, tokens = columns.machine.thread, columns.limit
     if tokens == 1:
-        return lambda unit: source + unit * UNIT
-    pair = thread // (UNITS_PER_TILE * tokens)
-    own_units = source + (pair * UNITS_PER_TILE + thread % UNITS_PER_TILE) * UNIT
-    return lambda unit: own_units + (unit - thread) // tokens * UNIT
+        return lambda unit: source + unit * piece
+    per_tile = VECTOR_COLUMNS // piece
+    pair = thread // (per_tile * tokens)
+    own_units = source + (pair * per_tile + thread % per_tile) * piece
+    return lambda unit: own_units + (unit - thread) // tokens * piece
 
 
 @dataclass(frozen=True, eq=False)
 class _Batch:
-    """Units `first`, `first + consumer_threads`, ... of a thread: `count` of them, for an array of UNITS.
+    """Pieces `first`, `first + consumer_threads`, ... of a thread: `count` of them, for an array of the part.
 
     leads: the vector's first batch, and every thread has it, so that whole warps can wait together.
     """
@@ -293,14 +330,15 @@ class _Batch:
         if self.leads and wait is not None:
             # The first lane of a warp has column 0, or (with room for more than 8) one that may not be in use.
             active = True if self.columns.limit <= COLUMNS else self.columns.of_thread() < self.columns.count
-            wait(self.first + self.part.first_unit, active)
+            wait(self.first // self.part.pieces_of_unit + self.part.first_unit, active)
 
 
-def _batches(columns: Columns, part: Part, most: int = UNITS) -> Iterator[_Batch]:
-    """The thread's units that exist, at most `most` at a time; then the padding is cleared."""
+def _batches(columns: Columns, part: Part, most_units: int = UNITS) -> Iterator[_Batch]:
+    """The thread's pieces that exist, at most `most_units` units of them at a time; then the padding is cleared."""
     machine, tokens = columns.machine, columns.limit
     whole_pairs = part.available // VECTOR_COLUMNS
-    units, threads = whole_pairs * UNITS_PER_TILE * tokens, machine.consumer_threads
+    units, threads = whole_pairs * part.pieces_per_tile * tokens, machine.consumer_threads
+    most = most_units * part.pieces_of_unit
     each = units // threads  # of every thread; some have one more
     begin = 0
     while begin * threads < units:
@@ -318,15 +356,15 @@ def _batches(columns: Columns, part: Part, most: int = UNITS) -> Iterator[_Batch
 def _last_pair(columns: Columns, part: Part, first_unit: int) -> Iterator[_Batch]:
     """A K-tile of which only the first units exist: the others are zero."""
     machine, tokens = columns.machine, columns.limit
-    vector = machine.region("vector", ty.u32x4)
-    existing = part.available % VECTOR_COLUMNS // UNIT
-    with ch.for_(machine.thread, UNITS_PER_TILE * tokens, machine.consumer_threads, unroll=1, name="rest") as rest:
+    vector = machine.region("vector", part.element)
+    existing, per_tile = part.available % VECTOR_COLUMNS // part.piece, part.pieces_per_tile
+    with ch.for_(machine.thread, per_tile * tokens, machine.consumer_threads, unroll=1, name="rest") as rest:
         first = ch.const(ty.u32, rest + first_unit, name="first_unit")
-        with ch.if_(rest % UNITS_PER_TILE < existing):
+        with ch.if_(rest % per_tile < existing):
             yield _Batch(columns, part, first, 1, False)
         with ch.else_():
             place = first if part.places is None else _turned(columns, first)
-            vector[place] = prim.make_u32x4(0, 0, 0, 0)
+            vector[place] = _vector_of([ty.u32(0)] * (part.piece // 2))
 
 
 def _clear_behind(columns: Columns, part: Part) -> None:
@@ -354,22 +392,27 @@ def _normalise_unit(
     words: ch.Expr,
     weight: ch.Expr,
     squares: Any,
-    kind: str,
+    part: Part,
 ) -> None:
-    """A unit times the norm's weights into the vector, and its squares to the thread's sum."""
-    store_unit(columns, vector, unit, _times_weights(words, weight, squares), kind)
+    """A piece times the norm's weights into the vector, and its squares to the thread's sum."""
+    store_unit(columns, vector, unit, _times_weights(words, weight, squares, part.piece), part.kind)
 
 
 @ch.inline
-def _times_weights(words: ch.Expr, weight: ch.Expr, squares: Any) -> Any:
+def _times_weights(words: ch.Expr, weight: ch.Expr, squares: Any, piece: int) -> Any:
     packed = []
-    for member in "xyzw":
+    for member in "xyzw"[: piece // 2]:
         low = prim.bf16x2_low(getattr(words, member))
         high = prim.bf16x2_high(getattr(words, member))
         squares += low * low + high * high
         weights = getattr(weight, member)
         packed.append(prim.pack_bf16x2(low * prim.bf16x2_low(weights), high * prim.bf16x2_high(weights)))
-    return prim.make_u32x4(*packed)
+    return _vector_of(packed)
+
+
+def _vector_of(words: Sequence[Any]) -> Any:
+    """Two words as u32x2, four as u32x4."""
+    return (prim.make_u32x2 if len(words) == 2 else prim.make_u32x4)(*words)
 
 
 def _load_places(columns: Columns, part: Part, batch: _Batch) -> Any:
@@ -445,23 +488,18 @@ def _convert(columns: Columns, part: Part) -> None:
 
 
 @ch.function
-def _write_scales(columns: Columns, squares: Any, true_elements: int, epsilon: float) -> None:
-    """1/rms of every token from the threads' sums of squares: within warps, then over the warps in order."""
-    machine, tokens = columns.machine, columns.limit
-    partial_sums = machine.region("partial_sums", ty.f32)
-    scales = machine.region("scales", ty.f32)
-    in_warp = min(tokens, COLUMNS)  # tokens of one warp's units
-    classes = tokens // in_warp  # so many neighbouring warps have the units of different tokens
+def _share_squares(columns: Columns, part: Part, squares: Any, true_elements: int, epsilon: float) -> None:
+    """Each warp's share of every column's mean of squares plus epsilon, for who finishes rows: [column][warp]. Ends
+    with a barrier of the consumer warps."""
+    machine, shares = columns.machine, warps_of_column(columns.machine)
+    in_warp = columns.limit * shares // machine.plan.consumer_warps  # columns of one warp's pieces
+    classes = machine.plan.consumer_warps // shares  # so many neighbouring warps have different ones
     sum_of_token = ch.var(ty.f32, squares)
     for mask in (16, 8, 4, 2, 1):
-        if mask < UNITS_PER_TILE or mask >= UNITS_PER_TILE * in_warp:
+        if mask < part.pieces_per_tile or mask >= part.pieces_per_tile * in_warp:
             sum_of_token += prim.shuffle_xor_f32(sum_of_token, mask)
-    with ch.if_((machine.lane % UNITS_PER_TILE == 0) & (machine.lane < UNITS_PER_TILE * in_warp)):
-        partial_sums[machine.warp * COLUMNS + machine.lane // UNITS_PER_TILE] = sum_of_token
+    with ch.if_((machine.lane % part.pieces_per_tile == 0) & (machine.lane < part.pieces_per_tile * in_warp)):
+        column = machine.warp % classes * in_warp + machine.lane // part.pieces_per_tile
+        share = sum_of_token * (1.0 / true_elements) + epsilon / shares
+        machine.region("square_shares", ty.f32)[column * shares + machine.warp // classes] = share
     machine.meet()
-    with ch.if_(machine.thread < columns.count):
-        total = ch.var(ty.f32, 0.0)
-        with ch.for_(machine.plan.consumer_warps // classes, unroll=True) as other:
-            warp = other * classes + machine.thread // COLUMNS
-            total += partial_sums[warp * COLUMNS + machine.thread % COLUMNS]
-        scales[machine.thread] = prim.rsqrt_f32(total * (1.0 / true_elements) + epsilon)

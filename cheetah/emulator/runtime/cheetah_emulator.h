@@ -45,8 +45,8 @@ extern Index3 block_dimensions, grid_dimensions;
 void preemption_point(Place place, const char* primitive);
 void check_global(const void* address, uint64_t bytes, uint64_t alignment, Place place, const char* primitive);
 void words_written(const void* address);
-void begin_word_wait(const uint64_t* words, Place place, const char* primitive);
-void wait_for_words(const uint64_t* words, uint32_t epoch, Place place, const char* primitive);
+void begin_word_wait(const uint64_t* words, uint32_t count, Place place, const char* primitive);
+void wait_for_words(const uint64_t* words, uint32_t count, uint32_t epoch, Place place, const char* primitive);
 void wait_for_at_least(const uint64_t* word, uint64_t value, Place place);
 uint64_t virtual_nanoseconds();
 
@@ -288,15 +288,24 @@ CHEETAH_PRIMITIVE void publish_flagged_release(uint64_t* p, uint32_t data, uint3
 
 namespace cheetah_emulator {
 
+CHEETAH_INLINE uint2 wait_flagged2(const uint64_t* p, uint32_t epoch, Place place, const char* primitive) {
+  begin_word_wait(p, 2, place, primitive);
+  for (;;) {
+    const uint64_t w0 = __atomic_load_n(p, __ATOMIC_RELAXED), w1 = __atomic_load_n(p + 1, __ATOMIC_RELAXED);
+    if (w0 >> 32 == epoch && w1 >> 32 == epoch) return {uint32_t(w0), uint32_t(w1)};
+    wait_for_words(p, 2, epoch, place, primitive);
+  }
+}
+
 template <int order>
 CHEETAH_INLINE uint4 wait_flagged4(const uint64_t* p, uint32_t epoch, Place place, const char* primitive) {
-  begin_word_wait(p, place, primitive);
+  begin_word_wait(p, 4, place, primitive);
   for (;;) {
     const uint64_t w0 = __atomic_load_n(p, order), w1 = __atomic_load_n(p + 1, order);
     const uint64_t w2 = __atomic_load_n(p + 2, order), w3 = __atomic_load_n(p + 3, order);
     if (w0 >> 32 == epoch && w1 >> 32 == epoch && w2 >> 32 == epoch && w3 >> 32 == epoch)
       return {uint32_t(w0), uint32_t(w1), uint32_t(w2), uint32_t(w3)};
-    wait_for_words(p, epoch, place, primitive);
+    wait_for_words(p, 4, epoch, place, primitive);
   }
 }
 
@@ -310,6 +319,12 @@ CHEETAH_PRIMITIVE void wait_flagged_units(uint4 (&data)[8], const uint64_t* word
                                           uint32_t epoch, CHEETAH_PLACE) {
   for (uint32_t i = 0; i < count && i < 8; i++)
     data[i] = cheetah_emulator::wait_flagged4<__ATOMIC_RELAXED>(words + i * stride, epoch, place, "wait_flagged_units");
+}
+
+CHEETAH_PRIMITIVE void wait_flagged_quads(uint2 (&data)[16], const uint64_t* words, uint32_t stride, uint32_t count,
+                                           uint32_t epoch, CHEETAH_PLACE) {
+  for (uint32_t i = 0; i < count && i < 16; i++)
+    data[i] = cheetah_emulator::wait_flagged2(words + i * stride, epoch, place, "wait_flagged_quads");
 }
 
 CHEETAH_PRIMITIVE void wait_flagged_places(uint4 (&data)[8], const uint64_t* words, const uint32_t (&offsets)[8],
@@ -369,6 +384,7 @@ CHEETAH_PRIMITIVE uint32_t load_shared_u32(const uint32_t* p, CHEETAH_PLACE) {
 #define publish_flagged_release_sys publish_flagged_release
 #define wait_flagged4_sys wait_flagged4
 #define wait_flagged_units_sys wait_flagged_units
+#define wait_flagged_quads_sys wait_flagged_quads
 #define wait_flagged_places_sys wait_flagged_places
 #define wait_flagged4_acquire_sys wait_flagged4_acquire
 #define add_release_u64_sys add_release_u64
@@ -382,6 +398,11 @@ CHEETAH_PRIMITIVE uint32_t load_shared_u32(const uint32_t* p, CHEETAH_PLACE) {
 CHEETAH_PRIMITIVE uint4 load_constant_u32x4(const void* p, CHEETAH_PLACE) {
   cheetah_emulator::check_constant(p, 16, place, "load_constant_u32x4");
   return *static_cast<const uint4*>(p);
+}
+
+CHEETAH_PRIMITIVE uint2 load_constant_u32x2(const void* p, CHEETAH_PLACE) {
+  cheetah_emulator::check_constant(p, 8, place, "load_constant_u32x2");
+  return *static_cast<const uint2*>(p);
 }
 
 CHEETAH_PRIMITIVE uint32_t load_constant_u32(const void* p, CHEETAH_PLACE) {
@@ -404,6 +425,7 @@ CHEETAH_PRIMITIVE uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selecto
   return result;
 }
 
+CHEETAH_PRIMITIVE uint2 make_u32x2(uint32_t x, uint32_t y) { return {x, y}; }
 CHEETAH_PRIMITIVE uint4 make_u32x4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
 // fmaxf: the other operand if one is NaN.

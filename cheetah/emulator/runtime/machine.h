@@ -82,6 +82,7 @@ struct Wait {
   Place place;
   const void* object = nullptr;
   uint64_t value = 0;       // parity, epoch or target
+  uint32_t words = 4;       // of those that carry an epoch, how many are waited for together
 };
 
 struct Slot {  // what a lane brings to a collective and takes from it

@@ -54,7 +54,7 @@ std::string mbarrier_state(const Fibre& fibre) {
 std::string words_state(const Fibre& fibre) {
   const auto* words = static_cast<const uint64_t*>(fibre.wait.object);
   std::string state = text("epoch %u; words carry", unsigned(fibre.wait.value));
-  for (int i = 0; i < 4; i++) state += text(" %u", unsigned(words[i] >> 32));
+  for (uint32_t i = 0; i < fibre.wait.words; i++) state += text(" %u", unsigned(words[i] >> 32));
   return state + "; " + global_name(words) + lost_wake(fibre);
 }
 

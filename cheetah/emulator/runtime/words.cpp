@@ -57,7 +57,7 @@ void sleep_on(const uint64_t* words, const Wait& wait) {
 bool words_are_there(const Fibre& fibre) {
   const auto* words = static_cast<const uint64_t*>(fibre.wait.object);
   if (fibre.wait.kind == WaitKind::at_least) return read(words) >= fibre.wait.value;
-  for (int i = 0; i < 4; i++)
+  for (uint32_t i = 0; i < fibre.wait.words; i++)
     if (read(words + i) >> 32 != fibre.wait.value) return false;
   return true;
 }
@@ -75,8 +75,8 @@ void words_written(const void* address) {
   bucket = still_waiting;
 }
 
-void wait_for_words(const uint64_t* words, uint32_t epoch, Place place, const char* primitive) {
-  sleep_on(words, {WaitKind::words, primitive, place, words, epoch});
+void wait_for_words(const uint64_t* words, uint32_t count, uint32_t epoch, Place place, const char* primitive) {
+  sleep_on(words, {WaitKind::words, primitive, place, words, epoch, count});
 }
 
 void wait_for_at_least(const uint64_t* word, uint64_t value, Place place) {
@@ -98,8 +98,8 @@ const Buffer& checked_buffer(const void* address, uint64_t bytes, Place place, c
 
 }  // namespace
 
-void begin_word_wait(const uint64_t* words, Place place, const char* primitive) {
-  check_global(words, 32, 32, place, primitive);
+void begin_word_wait(const uint64_t* words, uint32_t count, Place place, const char* primitive) {
+  check_global(words, 8 * count, 8 * count, place, primitive);
   Warp& warp = *machine.current->warp;
   WordWaits& own = warp.word_waits[machine.current->lane];
   const uint64_t bit = bit_of(place);

@@ -41,6 +41,7 @@ from cheetah.lang.primitives.exchange import (
     add_release_u64,
     fetch_add_release_u64,
     load_constant_u32,
+    load_constant_u32x2,
     load_constant_u32x4,
     load_relaxed_u32,
     publish_flagged,
@@ -50,6 +51,7 @@ from cheetah.lang.primitives.exchange import (
     wait_flagged4,
     wait_flagged4_acquire,
     wait_flagged_places,
+    wait_flagged_quads,
     wait_flagged_units,
 )
 from cheetah.lang.primitives.numbers import (
@@ -79,7 +81,14 @@ from cheetah.lang.primitives.numbers import (
     rsqrt_f32,
     tanh_f32,
 )
-from cheetah.lang.primitives.tensor import make_u32x4, matrix_transpose_b16, mma_bf16, mma_f16, mma_u8_s8
+from cheetah.lang.primitives.tensor import (
+    make_u32x2,
+    make_u32x4,
+    matrix_transpose_b16,
+    mma_bf16,
+    mma_f16,
+    mma_u8_s8,
+)
 from cheetah.lang.primitives.warpgroup import (
     WGMMA_COLUMNS,
     matrix_descriptor,
@@ -126,10 +135,12 @@ __all__ = [
     "give_registers",
     "global_timer",
     "load_constant_u32",
+    "load_constant_u32x2",
     "load_constant_u32x4",
     "load_relaxed_u32",
     "load_shared_u32",
     "log_f32",
+    "make_u32x2",
     "make_u32x4",
     "matrix_descriptor",
     "matrix_transpose_b16",
@@ -166,6 +177,7 @@ __all__ = [
     "wait_at_least_u64",
     "wait_flagged4",
     "wait_flagged4_acquire",
+    "wait_flagged_quads",
     "wait_flagged_places",
     "wait_flagged_units",
     "wait_for_u32",

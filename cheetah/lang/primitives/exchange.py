@@ -82,6 +82,37 @@ wait_flagged_units = declare(
     count=ty.u32,
     epoch=ty.u32,
 )
+wait_flagged_quads = declare(
+    "wait_flagged_quads",
+    ty.void,
+    """
+    uint64_t word[16][2];
+    bool missing;
+    do {
+      missing = false;
+      #pragma unroll
+      for (uint32_t i = 0; i < 16; ++i) {
+        if (i < count) {
+          asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+            : "=l"(word[i][0]), "=l"(word[i][1]) : "l"(words + i * stride) : "memory");
+        }
+      }
+      #pragma unroll
+      for (uint32_t i = 0; i < 16; ++i) {
+        if (i < count) {
+          missing |= (uint32_t)(word[i][0] >> 32) != epoch || (uint32_t)(word[i][1] >> 32) != epoch;
+          data[i] = make_uint2((uint32_t)word[i][0], (uint32_t)word[i][1]);
+        }
+      }
+    } while (missing);
+    """,
+    "the data of `count` (at most 16) quads, two words each, `stride` words apart, once all carry the epoch",
+    data=ty.array(ty.u32x2, 2 * UNITS),
+    words=_WORDS,
+    stride=ty.u32,
+    count=ty.u32,
+    epoch=ty.u32,
+)
 wait_flagged_places = declare(
     "wait_flagged_places",
     ty.void,
@@ -186,6 +217,17 @@ load_constant_u32 = declare(
     return result;
     """,
     "a load of memory that nobody writes during the launch",
+    place=ANY,
+)
+load_constant_u32x2 = declare(
+    "load_constant_u32x2",
+    ty.u32x2,
+    """
+    uint2 result;
+    asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(result.x), "=r"(result.y) : "l"(place));
+    return result;
+    """,
+    "8 bytes of memory that nobody writes during the launch",
     place=ANY,
 )
 load_constant_u32x4 = declare(

@@ -60,6 +60,15 @@ matrix_transpose_b16 = declare(
     "the transposed 8 x 8 matrix of 16-bit elements that the warp holds",
     pair=ty.u32,
 )
+make_u32x2 = declare(
+    "make_u32x2",
+    ty.u32x2,
+    "return make_uint2(x, y);",
+    "two words as one",
+    pure=True,
+    x=ty.u32,
+    y=ty.u32,
+)
 make_u32x4 = declare(
     "make_u32x4",
     ty.u32x4,
