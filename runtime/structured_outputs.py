@@ -1,4 +1,5 @@
-"""What a completion's text shall be: JSON by a schema, a regular expression, one of several texts, a grammar.
+"""What a completion's text shall be: JSON by a schema, a regular expression, one of several texts, a grammar, or any
+text with JSON between marks.
 
 Plain values, checked as far as they can be without the library that reads grammars (`runtime/text/grammars.py`).
 """
@@ -16,7 +17,7 @@ from cheetah.untrusted import parse_json
 
 GRAMMAR_BYTES = 128_000
 """Most bytes of a schema, expression or grammar: OpenAI takes schemas with up to 120,000 characters of names."""
-KINDS = ("json", "regex", "choice", "grammar", "json_object")
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 class GrammarError(CheetahError):
@@ -25,11 +26,12 @@ class GrammarError(CheetahError):
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """What the text shall be: exactly one of the first five. Names are vLLM's.
+    """What the text shall be: exactly one of the first six. Names are vLLM's.
 
     json: a JSON schema, as an object or as text. regex: a regular expression of the whole text, in the syntax of Rust's
     `regex` crate. choice: one of these texts. grammar: a context-free grammar, in Lark's or llama.cpp's (GBNF) form.
-    json_object: any JSON object.
+    json_object: any JSON object. structural_tag: any text, in which whatever starts with one of `triggers` goes on as
+    one of `structures` does that begin so: its `begin`, JSON by its `schema`, its `end`; an object, or its JSON.
     whitespace_pattern: a regular expression of what may stand between two parts of JSON; by default up to 32 blanks,
     tabs and line ends. disable_any_whitespace: nothing may.
     """
@@ -39,6 +41,7 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool = False
+    structural_tag: str | Mapping[str, Any] | None = None
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
 
@@ -73,7 +76,7 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """Which of the five is asked for."""
+        """Which of the six is asked for."""
         return next(name for name in KINDS if getattr(self, name) not in (None, False))
 
     @property
@@ -82,7 +85,9 @@ class StructuredOutputsParams:
         if self.json_object:
             return '{"type":"object"}'
         if self.json is not None:
-            return _schema(self.json)
+            return _json_of(self.json, "json")
+        if self.structural_tag is not None:
+            return _tags(self.structural_tag)
         return json_text.dumps(self.choice) if self.choice is not None else self.regex or self.grammar or ""
 
 
@@ -97,14 +102,38 @@ def _choices(given: Any) -> tuple[str, ...]:
     return tuple(given)
 
 
-def _schema(given: Any) -> str:
-    """A schema's JSON, whatever it was given as."""
+def _json_of(given: Any, kind: str) -> str:
+    """The JSON of an object, whatever it was given as."""
     if isinstance(given, str):
-        parse_json(given.encode("utf-8", "replace"), "structured_outputs: json", GrammarError)
+        parse_json(given.encode("utf-8", "replace"), f"structured_outputs: {kind}", GrammarError)
         return given
     if not isinstance(given, Mapping):
-        raise GrammarError(f"structured_outputs: json: {shown(given)}: expected a JSON schema, which is an object")
+        wanted = "a JSON schema, which is an object" if kind == "json" else "an object"
+        raise GrammarError(f"structured_outputs: {kind}: {shown(given)}: expected {wanted}")
     try:
         return json_text.dumps(dict(given), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as problem:
-        raise GrammarError(f"structured_outputs: json: is no JSON schema: {problem}") from None
+        what = "no JSON schema" if kind == "json" else "no JSON"
+        raise GrammarError(f"structured_outputs: {kind}: is {what}: {problem}") from None
+
+
+def _tags(given: Any) -> str:
+    """A structural tag as JSON: a list of objects with trigger, begin, schema and end."""
+    place = "structured_outputs: structural_tag"
+    asked = parse_json(_json_of(given, "structural_tag").encode("utf-8", "replace"), place, GrammarError)
+    triggers, structures = asked.get("triggers"), asked.get("structures")
+    if not isinstance(triggers, list) or not all(isinstance(text, str) and text for text in triggers):
+        raise GrammarError(f"{place}: triggers: {shown(triggers)}: expected a list of texts")
+    if not isinstance(structures, list) or not structures:
+        raise GrammarError(f"{place}: structures: {shown(structures)}: expected a list of begin, schema and end")
+    return json_text.dumps([_tag(one, triggers, place) for one in structures])
+
+
+def _tag(structure: Any, triggers: Sequence[str], place: str) -> dict[str, Any]:
+    found = structure if isinstance(structure, dict) else {}
+    begin, end, schema = found.get("begin"), found.get("end"), found.get("schema")
+    if not (isinstance(begin, str) and isinstance(end, str) and isinstance(schema, dict)):
+        raise GrammarError(f"{place}: {shown(structure)}: expected begin and end, which are texts, and a JSON schema")
+    if (trigger := next((text for text in triggers if begin.startswith(text)), None)) is None:
+        raise GrammarError(f"{place}: {shown(begin)} begins like none of the triggers {shown(triggers)}")
+    return {"trigger": trigger, "begin": begin, "schema": schema, "end": end}

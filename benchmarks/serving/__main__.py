@@ -15,7 +15,8 @@ def main() -> None:
     options = _arguments()
     key = os.environ.get("CHEETAH_API_KEY")
     if options.work == "soak":
-        soak = Soak(options.url, options.vocab, options.requests, seed=options.seed, api_key=key)
+        how = {"longest": options.longest, "seed": options.seed, "api_key": key}
+        soak = Soak(options.url, options.vocab, options.requests, **how)
         record = asyncio.run(soak.run())
     else:
         load = Load(options.clients, options.prompt_tokens, options.tokens, options.requests)
@@ -35,6 +36,7 @@ def _arguments() -> argparse.Namespace:
     intrusion = works.add_parser("intrusion", help="a long prompt arrives while others stream")
     intrusion.add_argument("--long-prompt", type=int, default=16384)
     soak = works.add_parser("soak", help="random requests; start the server with --kv-chunk")
+    soak.add_argument("--longest", type=int, default=40, help="tokens of a prompt, and of an answer, are fewer")
     for work, requests in ((load, 3), (intrusion, 3), (soak, 10_000)):
         work.add_argument("url", help="of the server, without /v1")
         work.add_argument("--vocab", type=int, default=1000, help="prompts have ids below it")

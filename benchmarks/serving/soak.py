@@ -73,9 +73,11 @@ class Soak:
             for number, answer in sorted(self.answers.items()):
                 alone = (await completion(client, self._bodies[number])).token_ids
                 _expect(alone == answer, f"request {number}: {alone} alone, {answer} in company")
-            after = await self._resident_bytes(client)
+            after, counted = await self._resident_bytes(client), await self._gauges(client)
         grown = {"resident_mb_before": before, "resident_mb_after": after} if before else {}
-        return {"work": "soak", "requests": self.requests, "seconds": round(seconds, 1), **self.outcomes, **grown}
+        preempted = {"preemptions": int(counted["vllm:num_preemptions_total"])}
+        how = {"requests": self.requests, "longest": self.longest, "seconds": round(seconds, 1)}
+        return {"work": "soak", **how, **self.outcomes, **preempted, **grown}
 
     def _body(self, draw: random.Random, number: int) -> dict[str, Any]:
         shared = number % 3  # prompts that begin alike

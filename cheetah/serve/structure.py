@@ -84,6 +84,8 @@ def _named(field: str) -> Iterator[None]:
 
 
 def _of_response_format(given: Mapping[str, Any]) -> StructuredOutputsParams | None:
+    if given.get("type") == "structural_tag":
+        return StructuredOutputsParams(structural_tag=given)
     if given.get("type") != "json_schema":
         return _of_kind(given)
     return _of_schema(given.get("json_schema"), "json_schema.schema")

@@ -201,7 +201,7 @@ class Grammars:
         threading.stack_size(self.STACK_BYTES)
 
     def ask(self, question: dict[str, Any], answer_bytes: int) -> str:
-        """question: kind ("json", "json_object", "regex", "choice" or "grammar"), source, and whitespace, what may
+        """question: kind, as StructuredOutputsParams has them, source, and whitespace, what may
         stand between parts of JSON (null for nothing); the grammar as llguidance takes it."""
         found: list[str | Failure] = []
         thread = threading.Thread(target=lambda: found.append(self._read(question)))
@@ -225,10 +225,16 @@ class Grammars:
         return Failure(f": {kind}: {wrong}") if wrong else grammar
 
     def _grammar(self, kind: str, source: str, whitespace: str | None) -> str:
+        no_space, some = {"whitespace_flexible": False}, {"whitespace_pattern": whitespace}
+        options = no_space if whitespace is None else some
         if kind in ("json", "json_object"):
-            no_space, some = {"whitespace_flexible": False}, {"whitespace_pattern": whitespace}
-            options = no_space if whitespace is None else some
             return str(self._library.LLMatcher.grammar_from_json_schema(source, overrides=options))
+        if kind == "structural_tag":
+            tags = [
+                self._library.StructTag(grammar={**tag.pop("schema"), "x-guidance": options}, **tag)
+                for tag in json.loads(source)
+            ]
+            return str(self._library.StructTag.to_grammar(tags, assume_special=False))
         return str(self._library.grammar_from(kind, source))
 
 

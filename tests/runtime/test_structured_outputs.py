@@ -26,6 +26,9 @@ from cheetah.runtime.text.tokenizer import Tokenizer
 
 END = 1
 VOCAB = 512
+KITE: dict[str, Any] = {"type": "object", "properties": {"red": {"type": "boolean"}}, "required": ["red"]}
+KITE["additionalProperties"] = False
+TAG = {"triggers": ["<k"], "structures": [{"begin": "<kite>", "schema": KITE, "end": "</kite>"}]}
 
 
 @cache
@@ -79,7 +82,11 @@ def walk(watcher: GrammarWatcher, draw: random.Random, late: bool = False) -> st
         ({"choice": "yes"}, "choice: 'yes' is no list of texts"),
         ({"choice": []}, "there are no texts to choose from"),
         ({"choice": ["a", ""]}, "choice: '' is not a text of at least one character"),
-        ({"structural_tag": "x"}, "structural_tag is not supported: there are json, regex"),
+        ({"fantasy": "x"}, "fantasy is not supported: there are json, regex"),
+        ({"structural_tag": 3}, "structural_tag: 3: expected an object"),
+        ({"structural_tag": {"format": {}}}, "structural_tag: triggers: None: expected a list of texts"),
+        ({"structural_tag": {"triggers": ["<"], "structures": [{"begin": "<a>"}]}}, "expected begin and end"),
+        ({"structural_tag": {**TAG, "triggers": ["["]}}, "'<kite>' begins like none of the triggers ['[']"),
     ],
 )
 def test_each_mistake_is_refused_by_name(given: dict[str, Any], message: str) -> None:
@@ -104,6 +111,15 @@ def test_a_grammar_that_cannot_be_read_is_refused_in_its_readers_words(given: di
     with pytest.raises(GrammarError) as refusal:
         watcher(**given)
     assert message in str(refusal.value)
+
+
+def test_a_text_is_free_but_for_what_a_trigger_begins() -> None:
+    free = watcher(structural_tag=json.dumps({"type": "structural_tag", **TAG}), disable_any_whitespace=True)
+    for token in tokenizer().encode("Mia has a <k", add_special_tokens=False):
+        assert len(allowed(free)) > VOCAB / 2
+        free.after(token)
+    forced = walk(free, random.Random(3))
+    assert re.match(r'ite>{"red":(true|false)}</kite>', forced)
 
 
 def test_a_grammar_that_breaks_its_reader_breaks_nothing_here() -> None:

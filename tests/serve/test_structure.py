@@ -113,6 +113,17 @@ def test_neighbours_are_not_changed_by_structured_ones(running: Served) -> None:
     assert [output.text for output in llm.generate("A long time ago", structured).outputs] == texts
 
 
+def test_a_tag_within_free_text(running: Served, client: openai.OpenAI) -> None:
+    """A bias towards what the trigger is made of lets the text reach it soon; what follows is forced."""
+    form: Any = {"type": "structural_tag", "triggers": ["A"]}
+    form["structures"] = [{"begin": "A<age>", "schema": AGE, "end": "</age>"}]
+    (letter,) = running.llm.get_tokenizer().encode("A", False)
+    how = {"model": "demo", "messages": CHAT, "max_tokens": 60, "temperature": 0, "logit_bias": {str(letter): 12.0}}
+    text = client.chat.completions.create(response_format=form, **how).choices[0].message.content or ""
+    _, _, behind = text.partition("A")
+    assert behind and re.match(r'<age>\{\s*"age"', behind), text
+
+
 def test_a_stop_string_and_a_length_end_a_structure_early(running: Served) -> None:
     stopped = running.llm.generate("x", SamplingParams(stop='"age"', max_tokens=ROOM, structured_outputs=COMPACT))
     assert stopped.stop_reason == '"age"' and (stopped.text or "").startswith('{"name":')
@@ -130,6 +141,7 @@ def test_a_stop_string_and_a_length_end_a_structure_early(running: Served) -> No
             "response_format",
             "json_schema.schema: None",
         ),
+        ("chat/completions", {"response_format": {"type": "structural_tag"}}, "response_format", "triggers: None"),
         ("completions", {"structured_outputs": {"json": {"type": "foo"}}}, "structured_outputs", "Invalid type: foo"),
         ("completions", {"structured_outputs": {"speed": 1}}, "structured_outputs", "speed is not supported"),
         ("completions", {"guided_regex": "("}, "guided_regex", "unclosed group"),

@@ -11,7 +11,7 @@ earlier level holds a prefix that several of those share. All levels are in one 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from heapq import heapreplace
 
@@ -51,7 +51,9 @@ class Tile:
 
     def rounded(self, align: int) -> Tile:
         """The same tile with its range rounded outward to multiples of `align`."""
-        return replace(self, begin=self.begin // align * align, end=round_up(self.end, align))
+        begin, end = self.begin // align * align, round_up(self.end, align)
+        is_rounded = begin == self.begin and end == self.end
+        return self if is_rounded else Tile(self.level, self.tile, self.rows, begin, end, self.first_row)
 
     @property
     def length(self) -> int:
