@@ -6,7 +6,7 @@ Everything is decided here without a GPU: the plan by rule (and overrides), the 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -15,7 +15,7 @@ from cheetah import lang as ch
 from cheetah.manifest import Launch, Manifest, sha256_of_text
 from cheetah.models.config import ModelConfig
 from cheetah.models.registry import family_of
-from cheetah.package import Generated
+from cheetah.package import Generated, KernelParameter
 from cheetah.plan import Gpu, Plan, default_plan, gpu_named, shared_map, step_matrices
 from cheetah.plan.defaults import default_context
 from cheetah.plan.prompt import PassPlan
@@ -43,9 +43,10 @@ def generate_kernel(
     """
     machine = gpu_named(gpu) if isinstance(gpu, str) else gpu
     plan = choose_plan(config, machine, **overrides)
+    about = f"The whole decode step of a {config.dialect.title} model in one persistent kernel."
     with _no_collections():
         kernel = family_of(config).program.build_kernel(config, machine, plan)
-        text = ch.render_file(kernel, header=_header(config, machine, plan, command), line_marks=line_marks)
+        text = ch.render_file(kernel, header=_header(config, machine, plan, command, about), line_marks=line_marks)
     return Generated(text, describe_kernel(config, machine, plan, text, command))
 
 
@@ -62,11 +63,11 @@ def _no_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _header(config: ModelConfig, gpu: Gpu, plan: Plan, command: str) -> str:
+def _header(config: ModelConfig, gpu: Gpu, plan: Plan, command: str, about: str) -> str:
     shape = config.shape
     matrices = step_matrices(shape, plan, gpu)
     lines = [
-        f"The whole decode step of a {config.dialect.title} model in one persistent kernel. Generated; do not edit.",
+        f"{about} Generated; do not edit.",
         f"Regenerate with: {command}",
         "",
         "model: " + ", ".join(f"{name} {value}" for name, value in shape.describe().items()),
@@ -144,13 +145,47 @@ def describe_pass(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan
     )
 
 
+def generate_head(
+    config: ModelConfig, gpu: str | Gpu, plan: Plan, rows: int, *, command: str = "cheetah.generate.generate_head"
+) -> Generated:
+    """The kernel of the head by itself, over the `rows` hidden states that passes over prompts leave; as many steps and
+    columns as those of `plan`, over the same weights."""
+    machine = gpu_named(gpu) if isinstance(gpu, str) else gpu
+    with _no_collections():
+        kernel = family_of(config).head_program.build_kernel(config, machine, plan, rows)
+        about = f"The head of a {config.dialect.title} model over hidden states that passes left."
+        text = ch.render_file(kernel, header=_header(config, machine, plan, command, about))
+    program = family_of(config).head_program
+    parameters, sizes = program.kernel_parameters(config, plan), program.sizes(config, machine, plan, rows)
+    phases = program.phase_names(config)
+    manifest = _described(config, machine, plan, text, command, program.KERNEL_NAME, parameters, sizes, phases)
+    return Generated(text, manifest)
+
+
 def describe_kernel(config: ModelConfig, gpu: Gpu, plan: Plan, text: str, command: str) -> Manifest:
     """The manifest of the kernel that `generate_kernel` makes for these, whose text is `text`."""
-    shape = config.shape
-    matrices, program = step_matrices(shape, plan, gpu), family_of(config).program
+    program = family_of(config).program
     parameters, sizes = program.kernel_parameters(config, plan), program.sizes(config, gpu, plan)
+    phases = program.phase_names(config)
+    return _described(config, gpu, plan, text, command, program.KERNEL_NAME, parameters, sizes, phases)
+
+
+def _described(
+    config: ModelConfig,
+    gpu: Gpu,
+    plan: Plan,
+    text: str,
+    command: str,
+    kernel: str,
+    parameters: Mapping[str, KernelParameter],
+    sizes: Mapping[str, int],
+    phases: tuple[str, ...],
+) -> Manifest:
+    """The manifest of a kernel whose steps are those of `plan`."""
+    shape = config.shape
+    matrices = step_matrices(shape, plan, gpu)
     return Manifest(
-        kernel=program.KERNEL_NAME,
+        kernel=kernel,
         text_sha256=sha256_of_text(text),
         generator=__version__,
         command=command,
@@ -163,7 +198,7 @@ def describe_kernel(config: ModelConfig, gpu: Gpu, plan: Plan, text: str, comman
         layer_stride=matrices.layer_stride,
         weight_bytes=matrices.weight_bytes,
         buffers=tuple(made for name, one in parameters.items() if (made := one.buffer(name, sizes))),
-        phases=program.phase_names(config),
+        phases=phases,
         step_bytes={
             "weights": matrices.weight_bytes,
             "kv_per_token": config.kv_bytes_per_token * plan.kv_element_bytes // 2,

@@ -2035,10 +2035,30 @@ __device__ __forceinline__ void multiply(uint32_t phase, uint32_t block, uint32_
   }
 }
 
+// Of every wanted column the residual stream, rounded to bf16, in natural order; a thread an element.
+__device__ __forceinline__ void store_hidden_states(uint8_t* workspace, uint32_t block, uint32_t thread,
+    uint32_t wanted_count, const int32_t* wanted, bf16* hidden_states) {
+  float* residual = (float*)(workspace + 1024);
+  uint32_t first = block * 256 + thread;
+  #pragma unroll 1
+  for (uint32_t place = first; place < wanted_count * 4096; place += 33792) {
+    uint32_t row = place % 4096;
+    uint32_t column = (uint32_t)(wanted[place / 4096]);
+    uint32_t in_bounds = row < 4095 ? row : 4095;
+    uint32_t lane = in_bounds % 8 * 4 + column % 8 / 2;
+    uint32_t member = in_bounds % 16 / 8 * 2 + column % 2;
+    uint64_t sums = (uint64_t)(in_bounds / 16) * 64 + (uint64_t)(column / 8);
+    float value = residual[sums * 128 + (uint64_t)(lane * 4 + member)];
+    float kept = row < 4096 ? value : 0.0f;
+    hidden_states[(uint64_t)(place)] = f32_to_bf16(kept);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(384, 1) prompt_pass(const uint8_t* weights, const bf16* norms,
     const bf16* embedding, const float* rope, bf16* kv, const int32_t* page_table, const int32_t* ids,
-    const int32_t* groups, const int32_t* segments, const int32_t* tiles, uint8_t* workspace, uint32_t column_count,
-    uint32_t segment_count, uint32_t tile_count, uint64_t arrivals) {
+    const int32_t* groups, const int32_t* segments, const int32_t* tiles, uint8_t* workspace, const int32_t* wanted,
+    bf16* hidden_states, uint32_t column_count, uint32_t segment_count, uint32_t tile_count, uint32_t wanted_count,
+    uint64_t arrivals) {
   uint8_t* arena = shared_arena();
   uint32_t block = blockIdx.x;
   uint32_t thread = threadIdx.x;
@@ -2069,7 +2089,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) prompt_pass(const uint8_t* 
         warp = renewed_u32(warp);
         lane = renewed_u32(lane);
         copy_weights(lane, block, token_tiles, weights, layer, full, weights_stage, empty, weights_parity, ring);
-        if (layer + 1 == 32) {
+        if (layer + 1 == 32 && wanted_count == 0) {
           break;
         }
         copy_nothing(block, tile_count, tiles, full, weights_stage, empty, weights_parity, lane);
@@ -2104,7 +2124,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) prompt_pass(const uint8_t* 
         wait_at_least_u64((uint64_t*)(workspace), copies_due);
         fence_proxy_async();
         copy_activations(block, token_tiles, workspace, full, activations_stage, empty, activations_parity, ring);
-        if (layer + 1 == 32) {
+        if (layer + 1 == 32 && wanted_count == 0) {
           break;
         }
         copies_due += 132;
@@ -2159,7 +2179,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) prompt_pass(const uint8_t* 
       add_release_u64((uint64_t*)(workspace), 1);
     }
     for (uint32_t layer = 0; layer < 32; ++layer) {
-      uint32_t phases = layer + 1 == 32 ? 1u : 7u;
+      uint32_t phases = layer + 1 == 32 && wanted_count == 0 ? 1u : 7u;
       #pragma unroll 1
       for (uint32_t phase = 0; phase < phases; ++phase) {
         block = renewed_u32(block);
@@ -2195,6 +2215,24 @@ extern "C" __global__ void __launch_bounds__(384, 1) prompt_pass(const uint8_t* 
         if (thread == 0) {
           add_release_u64((uint64_t*)(workspace), 1);
         }
+      }
+    }
+    if (wanted_count != 0) {
+      block = renewed_u32(block);
+      thread = renewed_u32(thread);
+      warp = renewed_u32(warp);
+      lane = renewed_u32(lane);
+      if (thread == 0) {
+        wait_at_least_u64((uint64_t*)(workspace), arrivals_due);
+      }
+      named_barrier(1, 256);
+      store_hidden_states(workspace, block, thread, wanted_count, wanted, hidden_states);
+      // grid barrier
+      fence_proxy_async();
+      named_barrier(1, 256);
+      arrivals_due += 132;
+      if (thread == 0) {
+        add_release_u64((uint64_t*)(workspace), 1);
       }
     }
   }

@@ -79,6 +79,25 @@ class StepProgram(Protocol):
         """The phases of a step, as the kernel counts them for reports."""
 
 
+class HeadProgram(Protocol):
+    """The module with a family's head by itself, over `rows` hidden states that passes over prompts leave: the steps of
+    `plan` without the layers."""
+
+    KERNEL_NAME: str
+
+    def build_kernel(self, config: ModelConfig, gpu: Gpu, plan: Plan, rows: int) -> Any:
+        """The kernel, a `cheetah.lang.Kernel`."""
+
+    def kernel_parameters(self, config: ModelConfig, plan: Plan) -> Mapping[str, Any]:
+        """Its parameters by name, each a `cheetah.package.KernelParameter`."""
+
+    def sizes(self, config: ModelConfig, gpu: Gpu, plan: Plan, rows: int) -> dict[str, int]:
+        """The sizes that the parameters' shapes name."""
+
+    def phase_names(self, config: ModelConfig) -> tuple[str, ...]:
+        """The phases of a step, as the kernel counts them for reports."""
+
+
 class PromptProgram(Protocol):
     """The module with a family's pass over prompts, which leaves their keys and values in the cache of a decode step's
     kernel, from the same weights: that kernel's plan is `plan`."""
@@ -190,6 +209,11 @@ class ModelFamily(ABC):
     @abstractmethod
     def prompt_program(self) -> PromptProgram:
         """The pass over prompts, asked for as `program` is."""
+
+    @property
+    @abstractmethod
+    def head_program(self) -> HeadProgram:
+        """The head by itself, asked for as `program` is."""
 
     @abstractmethod
     def reference(

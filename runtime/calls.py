@@ -63,7 +63,6 @@ METHODS_INSTEAD: Mapping[str, str] = {
     "abort": "close a stream",
     "beam_search": "write SamplingParams(n=4, temperature=1, logprobs=0), and choose by cumulative_logprob",
     "classify": "only text is made",
-    "embed": "only text is made",
     "encode": "write get_tokenizer().encode(text), or score(text) for logits",
     "from_pretrained": "write LLM(model)",
     "generate_async": "threads may share an LLM, and stream(...) gives pieces; `cheetah serve` answers many clients",

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from cheetah.errors import CheetahError
 from cheetah.plan.defaults import default_context
 from cheetah.plan.plan import MAX_BATCH
+from cheetah.printable import shown
 from cheetah.runtime.asked import Ask, Asked
 from cheetah.runtime.calls import (
     conversations_of,
@@ -37,7 +38,7 @@ from cheetah.runtime.engine.prefix_cache import PrefixCache
 from cheetah.runtime.engine.requests import Request
 from cheetah.runtime.engine.shared import SharedEngine
 from cheetah.runtime.engine.watching import NewWatcher
-from cheetah.runtime.outputs import RequestOutput, StreamPiece
+from cheetah.runtime.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, StreamPiece
 from cheetah.runtime.sampling import SamplingParams, sampling_of, sampling_of_checkpoint
 from cheetah.runtime.startup import process_seconds, stage_lines
 from cheetah.runtime.text.chat import Message
@@ -54,6 +55,9 @@ if TYPE_CHECKING:
 
 
 DEFAULT_BATCH = 8
+
+POOLINGS = ("last", "mean")
+"""How an embedding is made of the hidden states of a prompt's tokens."""
 
 CHAT_NAMES = (
     "chat_template_content_format lora_request max_new_tokens max_tokens mm_processor_kwargs params priority "
@@ -92,7 +96,7 @@ class LLM:
     prompt_passes: read prompts in passes of up to 2048 tokens, on the tensor cores, by two further kernels over the
         same weights, one of them for short prompts; by default on a GPU. False: prompt_tokens a step. A number: tokens
         of a pass; by default as many as memory allows. Bits depend on it, but with `kv_chunk` only on whether there are
-        passes. Prompts whose logprobs are wanted are read in steps; with `kv_chunk` nothing of them is kept or reused.
+        passes.
     prefix_cache: keep keys and values of prompts and completions in the pages that nobody needs, for requests that
         begin with the same tokens: these are not read again. What was computed in steps of other sizes agrees closely,
         but not to the bit, unless `kv_chunk` is given. None where the context is larger than the model's window.
@@ -315,6 +319,48 @@ class LLM:
         pool = self.manifest.buffer("kv")
         return self._assembly.buffers["kv"].download(np.uint16 if pool.dtype == "bf16" else np.uint8, tuple(pool.shape))
 
+    @overload
+    def embed(
+        self,
+        prompts: Prompt | Mapping[str, Any],
+        *,
+        pooling: str = "last",
+        normalize: bool = True,
+        **others: Any,
+    ) -> EmbeddingRequestOutput: ...
+    @overload
+    def embed(
+        self,
+        prompts: list[str] | list[list[int]] | list[Mapping[str, Any]] | list[Prompt],
+        *,
+        pooling: str = "last",
+        normalize: bool = True,
+        **others: Any,
+    ) -> list[EmbeddingRequestOutput]: ...
+    def embed(
+        self, prompts: Any, *, pooling: str = "last", normalize: bool = True, **others: Any
+    ) -> EmbeddingRequestOutput | list[EmbeddingRequestOutput]:
+        """A vector for a prompt, `output.outputs.embedding`, float32 [hidden], or for each of a list.
+
+        It is the last layer's output behind the last norm. pooling: that of the "last" token, or the "mean" over all.
+        normalize: to length 1. Prompts are as those of `generate`; those of a list are read together, as far as a pass
+        has room. CheetahError where there are no passes (`prompt_passes`).
+        """
+        refuse_others("embed", others)
+        if pooling not in POOLINGS:
+            raise CheetahError(f"pooling={shown(pooling)}: expected one of {', '.join(POOLINGS)}")
+        self.engine.check_open()
+        several, is_one = prompts_of(prompts)
+        ids = [self.prompts.encode(prompt) for prompt in several]
+        for one in ids:
+            self._assembly.launcher.cache.check_fits(len(one))
+        found = self.engine.embed(ids, is_mean=pooling == "mean")
+        outputs = [
+            EmbeddingRequestOutput(prompt if isinstance(prompt, str) else None, own, EmbeddingOutput(vector))
+            for prompt, own, vector in zip(several, ids, map(_unit, found) if normalize else found, strict=True)
+        ]
+        return outputs[0] if is_one else outputs
+
     def ask(self, ids: Sequence[int], params: SamplingParams) -> Ask:
         """What `params` asks for behind a prompt of these ids, with the checkpoint's defaults, checked: for who drives
         `engine` otherwise than this class does."""
@@ -447,6 +493,11 @@ class LLM:
                     yield found
         finally:
             self.engine.release(ids)
+
+
+def _unit(vector: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """The vector with length 1."""
+    return np.asarray(vector / np.linalg.norm(vector), np.float32)
 
 
 def _check_count(name: str, value: int | None) -> None:

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
+import numpy as np
+import numpy.typing as npt
+
 from cheetah.errors import CheetahError
 
 
@@ -118,6 +121,30 @@ class RequestOutput:
     @property
     def timings(self) -> Timings:
         return self.outputs[0].timings
+
+
+@dataclass(frozen=True, eq=False)
+class EmbeddingOutput:
+    """embedding: float32 [hidden], one vector for a whole text."""
+
+    embedding: npt.NDArray[np.float32]
+
+    @property
+    def hidden_size(self) -> int:
+        """Its length."""
+        return len(self.embedding)
+
+
+@dataclass(frozen=True, eq=False)
+class EmbeddingRequestOutput:
+    """The embedding of a prompt. prompt, prompt_token_ids: as in `RequestOutput`."""
+
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: EmbeddingOutput
+
+    finished = True
+    """There is nothing to come."""
 
 
 @dataclass(frozen=True)

@@ -39,12 +39,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     MODELS: {"cheetah.plan"},  # what every family stands on: numbers and arrays only
     f"{MODELS}.registry": {MODELS, *FAMILIES},
     DENSE: {MODELS, "cheetah.plan"},
-    f"{DENSE}.family": {MODELS, DENSE, f"{DENSE}.program", f"{DENSE}.prompt", "cheetah.plan"},
+    f"{DENSE}.family": {
+        *(MODELS, DENSE, "cheetah.plan"),
+        *(f"{DENSE}.program", f"{DENSE}.prompt", f"{DENSE}.head"),
+    },
     **{family: {MODELS, f"{DENSE}.family"} for family in FAMILIES},
     f"{DENSE}.launch": {MODELS, "cheetah.blocks", "cheetah.lang", "cheetah.package", "cheetah.plan"},
     f"{DENSE}.step": {*KERNEL, f"{DENSE}.launch"},
     f"{DENSE}.program": {*KERNEL, f"{DENSE}.launch", f"{DENSE}.step"},
-    f"{DENSE}.prompt": {*KERNEL, f"{DENSE}.program", "cheetah.package"},
+    f"{DENSE}.head": {*KERNEL, f"{DENSE}.launch", f"{DENSE}.step", "cheetah.package"},
+    f"{DENSE}.prompt": {*KERNEL, f"{DENSE}.launch", f"{DENSE}.program", "cheetah.package"},
     f"{MODELS}.demo": {*MODEL, f"{MODELS}.llama"},
     "cheetah.generate": {*DATA, "cheetah.blocks", "cheetah.lang", "cheetah.package"},
     "cheetah.tools.ceiling": {"cheetah.lang", "cheetah.manifest", "cheetah.plan"},

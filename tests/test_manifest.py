@@ -129,7 +129,7 @@ def changed(path: str, value: object) -> str:
         (changed("parameters.0.shape", 3), "manifest.parameters[0].shape must be a list, not int"),
         (changed("parameters.0.shape", [1.5]), "manifest.parameters[0].shape[0] has the wrong type float"),
         (changed("parameters.0.kind", "array"), "parameter 'weights': kind 'array' is neither"),
-        (changed("parameters.0.dtype", "f16"), "parameter 'weights': dtype 'f16' is not one of u8, u32, u64, i32"),
+        (changed("parameters.0.dtype", "f16"), "parameter 'weights': dtype 'f16' is not one of u8, u16, u32, u64, i32"),
         (changed("parameters.0.mutable", True), "parameter 'weights': mutable=True contradicts C type 'const"),
         (changed("parameters.2.ctype", "uint32_t*"), "parameter 'steps': C type 'uint32_t*' is not a scalar"),
         (changed("parameters.2.nullable", True), "parameter 'steps': a scalar is neither mutable nor nullable"),

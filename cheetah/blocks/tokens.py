@@ -33,12 +33,13 @@ class LaunchTokens(HostBuffers, Protocol):
 
 
 class Tokens:
-    """The tokens of the columns in use, step after step."""
+    """The tokens of the columns in use, step after step. rows: of the embedding, by default one a token id."""
 
-    def __init__(self, columns: Columns, launch: LaunchTokens) -> None:
+    def __init__(self, columns: Columns, launch: LaunchTokens, rows: int | None = None) -> None:
         self.machine, self.columns, self.launch = columns.machine, columns, launch
         self.host = HostWords(columns, launch)
         self.shape = self.machine.shape
+        self.rows = rows or self.shape.vocab
 
     @ch.inline
     def declare(self) -> None:
@@ -81,14 +82,15 @@ class Tokens:
         return stop != 0
 
     @ch.inline
-    def end_step(self, step: Any, use_up: Callable[[], None]) -> None:
+    def end_step(self, step: Any, use_up: Callable[[], None] | None = None) -> None:
         """In the consumer role: the next tokens, and the end of the launch where nobody wants one. `use_up` uses what
-        the producer lane has fetched of the next step by then."""
+        the producer lane has fetched of the next step by then, if it has."""
         self._take_tokens(step)
         with ch.if_(self.next_token[self.columns.limit] != 0):
-            ch.comment("the producer lane has fetched what it does not need the tokens for: use it up")
-            with ch.if_(step + 1 < self.launch.steps):
-                use_up()
+            if use_up is not None:
+                ch.comment("the producer lane has fetched what it does not need the tokens for: use it up")
+                with ch.if_(step + 1 < self.launch.steps):
+                    use_up()
             ch.break_()
 
     @ch.function
@@ -144,7 +146,7 @@ class Tokens:
             going_on.set(1)
         with ch.if_((following >= given) & (per_step == 1)):
             # No logit was a number: the host is told so, and an address in the embedding must be one.
-            self.next_token[column] = ch.minimum(sampled, self.shape.vocab - 1)
+            self.next_token[column] = ch.minimum(sampled, self.rows - 1)
         with ch.else_():
             self.next_token[column] = self._given(sequence, following)
 
@@ -155,7 +157,7 @@ class Tokens:
         token = ch.var(ty.u32, 0)
         with ch.if_(number < self.columns.sequence(sequence, "given")):
             place = sequence * (self.machine.plan.launch_tokens + 1) + number
-            token.set(ch.minimum(ty.u32(launch.tokens[place]), self.shape.vocab - 1))
+            token.set(ch.minimum(ty.u32(launch.tokens[place]), self.rows - 1))
         return token
 
     def embedding(self, column: Any) -> Any:

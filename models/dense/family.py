@@ -13,6 +13,7 @@ from cheetah.models.config import ModelConfig
 from cheetah.models.dense import weights
 from cheetah.models.dense.pack_weights import pack_all
 from cheetah.models.family import (
+    HeadProgram,
     ModelFamily,
     Progress,
     PromptProgram,
@@ -86,6 +87,12 @@ class DenseFamily(ModelFamily):
         from cheetah.models.dense import prompt
 
         return prompt
+
+    @property
+    def head_program(self) -> HeadProgram:
+        from cheetah.models.dense import head
+
+        return head
 
     def reference(
         self, config: ModelConfig, tensors: Tensors, rounding: Rounding = exact, *, cached: Rounding | None = None

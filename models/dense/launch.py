@@ -30,6 +30,12 @@ def _only(buffer: Any) -> Any:
     return field(default=None, metadata=buffer.metadata)
 
 
+def hidden_states_parameter(type_: ty.Type, given: bool = False) -> KernelParameter:
+    """What passes over prompts leave, and the head begins with; `given`: the buffer is another kernel's."""
+    meaning = "the last layer's output of tokens, not normalised, a row each"
+    return KernelParameter(type_, meaning, ("hidden_rows", "padded_hidden"), "poison", given)
+
+
 @dataclass(frozen=True, eq=False)
 class Launch:
     """The kernel's parameters, in order."""

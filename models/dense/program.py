@@ -11,7 +11,6 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.linear.epilogue import add_residual, swiglu
 from cheetah.blocks.machine import emit_roles, start_machine
-from cheetah.lang import ty
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.launch import Launch, kernel_parameters
 from cheetah.models.dense.step import StepParts, phase_names, sizes
@@ -50,7 +49,7 @@ class Step(StepParts):
                 self.begin_layer(layer)
                 self.emit_layer(step, layer)
             self.end_layers()
-            self.emit_head(step)
+            self.emit_head(step, self.vector("hidden"), waits="hidden of the last layer")
             self.end_step(step)
         emit_roles(self.machine)
 
@@ -81,25 +80,3 @@ class Step(StepParts):
             linear(matrices.gate_up, norm, swiglu(machine, self.vector("gated")))
         with phase("down", "Projection onto the residual.", waits="gated", makes="hidden"):
             linear(matrices.down, self.gated(), add_residual(machine, self.vector("hidden")))
-
-    def emit_head(self, step: Any) -> None:
-        """Logits, and the next token of every column; the head is left out for tokens whose logits nobody wants."""
-        hidden, final_norm = self.vector("hidden"), ty.u32(2 * self.shape.layers)
-        self.start_sampling()
-        with self.phase(
-            "lm_head",
-            "Final norm; logits; each lane's best candidates.",
-            waits="hidden of the last layer",
-            makes="logits, where they are wanted, and candidates in registers",
-            meets=False,
-        ):
-            norm = self.rms_norm(hidden, final_norm, places=self.places("lm_head", self.shape.layers))
-            self.linear(self.matrices.lm_head, norm, self.take_logits(step), when=self.needs_head(step))
-        with self.phase(
-            "sampling",
-            "The grid's choice; the meeting of all blocks that ends a step.",
-            waits="the candidates of all blocks",
-            makes="candidates, and every column's token in `chosen`",
-            meets=False,
-        ):
-            self.choose(step)

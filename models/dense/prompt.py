@@ -1,22 +1,21 @@
 """A pass over a prompt as one kernel: its tokens' keys and values into the cache, with the weights packed for decoding.
 
 One persistent launch reads the weights once for all tokens of a pass. It ends with the keys and values of the last
-layer: what follows from the prompt's last token, its logits and all behind them, is decoding. Numerics as in the decode
-step: bf16 weights and activations, f32 accumulation, softmax and residual.
+layer, or, where hidden states are wanted, with those of the columns that are named: rows for a head (`head`). Numerics
+as in the decode step: bf16 weights and activations, f32 accumulation, softmax and residual.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
-from itertools import islice
 from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.attention.cache import KvCache
 from cheetah.blocks.prompt.attention import PassAttention
 from cheetah.blocks.prompt.barrier import PassBarrier
-from cheetah.blocks.prompt.finish import Scales, StoreGated, StoreResidual
+from cheetah.blocks.prompt.finish import HALF, Scales, StoreGated, StoreResidual
 from cheetah.blocks.prompt.keys import PassHeadNorms, PassHeads, PassTokens, StoreHeads, bring_earlier_keys
 from cheetah.blocks.prompt.machine import PassMachine, emit_pass, start_pass
 from cheetah.blocks.prompt.parts import AddParts, StoreParts
@@ -26,6 +25,7 @@ from cheetah.blocks.timeline import EVENTS, Timeline
 from cheetah.lang import Expr, prim, ty
 from cheetah.models.act_order import ORDERED_INPUTS, ordered_input, places_shape
 from cheetah.models.config import ModelConfig
+from cheetah.models.dense.launch import hidden_states_parameter
 from cheetah.models.dense.program import sizes as sizes_of_step
 from cheetah.package import KernelParameter
 from cheetah.plan import Gpu, MatrixLayout, ModelShape, Plan, PlanError, SharedMap, step_matrices
@@ -47,12 +47,16 @@ class PassPhase:
     adds: bool = False
 
 
+def _parameter(parameter: KernelParameter) -> Any:
+    return field(metadata={"parameter": parameter})
+
+
 def _buffer(type_: ty.Type, meaning: str, *shape: int | str, fill: str = "host") -> Any:
-    return field(metadata={"parameter": KernelParameter(type_, meaning, shape, fill)})
+    return _parameter(KernelParameter(type_, meaning, shape, fill))
 
 
 def _number(meaning: str, type_: ty.Type = ty.u32) -> Any:
-    return field(metadata={"parameter": KernelParameter(type_, meaning)})
+    return _parameter(KernelParameter(type_, meaning))
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,9 +78,12 @@ class PassLaunch:
     segments: Expr = _buffer(ty.ptr(ty.i32), "parts of sequences, also there", "token_segments", TABLE_WORDS)
     tiles: Expr = _buffer(ty.ptr(ty.i32), "what attention reads together, also there", "token_segments", TABLE_WORDS)
     workspace: Expr = _buffer(ty.ptr_mut(ty.u8), "what phases hand on; zeroed once", "workspace_bytes", fill="zero")
+    wanted: Expr = _buffer(ty.ptr(ty.i32), "columns whose last hidden states are wanted", "tokens")
+    hidden_states: Expr = _parameter(hidden_states_parameter(ty.ptr_mut(ty.bf16), given=True))
     column_count: Expr = _number("columns of this launch in use")
     segment_count: Expr = _number("segments of this launch")
     tile_count: Expr = _number("rows of `tiles` of this launch")
+    wanted_count: Expr = _number("columns in `wanted`; with none the launch ends before attention in the last layer")
     arrivals: Expr = _number("what the workspace's counter stands at: blocks x phases for each launch", ty.u64)
     kv_scales: Expr | None = field(
         default=None,
@@ -216,26 +223,26 @@ class PassSizes:
         return product if self.parts(matrix) == 1 else [*product, PassPhase(f"{matrix}-sums", matrix, adds=True)]
 
     @property
-    def last_phases(self) -> list[PassPhase]:
-        """Phases of the last layer, of which keys and values are all that is wanted."""
+    def key_phases(self) -> list[PassPhase]:
+        """Phases of the last layer where keys and values are all that is wanted of it."""
         return self._phases_of("qkv")
 
     @property
     def phases(self) -> list[PassPhase]:
-        """Phases of the other layers, in order."""
+        """Phases of a layer, in order."""
         behind = (phase for matrix in ("o", "gate_up", "down") for phase in self._phases_of(matrix))
-        return [*self.last_phases, PassPhase("attention"), *behind]
+        return [*self.key_phases, PassPhase("attention"), *behind]
 
     @property
     def phase_count(self) -> int:
-        """Meetings of a launch's blocks."""
-        return 1 + len(self.phases) * (self.config.layers - 1) + len(self.last_phases)
+        """Meetings of a launch's blocks where hidden states are wanted."""
+        return 1 + len(self.phases) * self.config.layers + 1
 
     @property
     def phase_names(self) -> tuple[str, ...]:
-        """The phases of a launch, as its timeline counts them."""
+        """The phases of such a launch, as its timeline counts them."""
         named = (f"layer {layer} {phase.name}" for layer in range(self.config.layers) for phase in self.phases)
-        return ("embedding", *islice(named, self.phase_count - 1))
+        return ("embedding", *named, "hidden states")
 
     @property
     def room(self) -> PassRoom:
@@ -291,6 +298,7 @@ def sizes(config: ModelConfig, gpu: Gpu, plan: Plan, pass_plan: PassPlan) -> dic
     return {
         **sizes_of_step(config, gpu, plan),
         "tokens": pass_plan.tokens,
+        "hidden_rows": pass_plan.tokens,
         "token_groups": pass_plan.groups,
         "token_segments": pass_plan.tokens // SEGMENT_COLUMNS,
         "workspace_bytes": PassSizes(config, gpu, plan, pass_plan).workspace_bytes,
@@ -367,6 +375,8 @@ class Pass:
             self.barrier.end_phase()
         with ch.roles_for(machine.roles, self.shape.layers, name="layer") as layer:
             self._emit_layer(layer)
+        with machine.consumer, ch.if_(self.launch.wanted_count != 0):
+            self._emit_hidden_states()
         emit_pass(machine)
 
     def _emit_layer(self, layer: Any) -> None:
@@ -390,20 +400,54 @@ class Pass:
                     self.barrier.skip_phase()
             if matrix is self.matrices.qkv:
                 for role in (machine.weights, machine.activations):
-                    with role, ch.if_(layer + 1 == self.shape.layers):
-                        ch.break_()  # keys and values are all that is wanted of the last layer
+                    with role, ch.if_(self._ends_with_keys(layer)):
+                        ch.break_()
                 with machine.weights:
                     attention.copy_nothing()
                 with machine.activations:
                     self.barrier.begin_copies()
                     attention.copy_keys()
 
+    def _ends_with_keys(self, layer: Any) -> Any:
+        """Whether keys and values are all that is wanted of a layer: of the last one, unless hidden states are."""
+        return (layer + 1 == self.shape.layers) & (self.launch.wanted_count == 0)
+
+    @ch.inline
+    def _emit_hidden_states(self) -> None:
+        """In the consumer role: the last phase."""
+        number = ty.u32(self.sizes.phase_count - 1)
+        self.machine.renew()
+        self.timeline.stamp(number, "begin")
+        self.barrier.begin_phase()
+        self.timeline.stamp(number, "ready")
+        self._store_hidden_states()
+        self.timeline.stamp(number, "done")
+        self.barrier.end_phase()
+
+    @ch.function
+    def _store_hidden_states(self) -> None:
+        """Of every wanted column the residual stream, rounded to bf16, in natural order; a thread an element."""
+        machine, plan, launch = self.machine, self.machine.plan, self.launch
+        residual, padded = self._section("residual", ty.f32), self.shape.padded_hidden
+        first = machine.block * plan.consumer_threads + machine.thread
+        threads = machine.gpu.blocks * plan.consumer_threads
+        with ch.for_(first, launch.wanted_count * padded, threads, unroll=1, name="place") as place:
+            row = ch.const(ty.u32, place % padded, name="row")
+            column = ch.const(ty.u32, ty.u32(launch.wanted[place // padded]), name="column")
+            in_bounds = ch.minimum(row, self.shape.hidden - 1)
+            lane = in_bounds % HALF * 4 + column % GROUP_TOKENS // 2
+            member = in_bounds % M_TILE_ROWS // HALF * 2 + column % 2
+            sums = ty.u64(in_bounds // M_TILE_ROWS) * plan.groups + ty.u64(column // GROUP_TOKENS)
+            value = residual[sums * (ACCUMULATORS * 32) + ty.u64(lane * ACCUMULATORS + member)]
+            kept = ch.select(row < self.shape.hidden, value, ty.f32(0.0))
+            launch.hidden_states[ty.u64(place)] = prim.f32_to_bf16(kept)
+
     @ch.inline
     def _emit_phases(self, layer: Any) -> None:
         """In the consumer role: a loop, so that all products share their code."""
         machine, sizes = self.machine, self.sizes
-        count, of_last = len(sizes.phases), len(sizes.last_phases)
-        phases = ch.select(layer + 1 == self.shape.layers, ty.u32(of_last), ty.u32(count))
+        count, of_keys = len(sizes.phases), len(sizes.key_phases)
+        phases = ch.select(self._ends_with_keys(layer), ty.u32(of_keys), ty.u32(count))
         with ch.for_(phases, unroll=1, name="phase") as phase:
             machine.renew()
             number = layer * count + phase + 1

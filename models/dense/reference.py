@@ -184,6 +184,10 @@ class Reference:
 
     def step(self, token: int) -> F32:
         """Append `token` to the sequence; the logits [vocab] for the token after it."""
+        return head(self.head, self.hidden_state(token))
+
+    def hidden_state(self, token: int) -> F32:
+        """Append `token` to the sequence; the last norm's output [hidden], which the head multiplies."""
         if not 0 <= token < self.config.vocab_size:
             raise ValueError(f"token {token} is outside the vocabulary of {self.config.vocab_size}")
         self._make_room()
@@ -192,7 +196,7 @@ class Reference:
             x = residual(x, self._attention(index, layer, x))
             x = residual(x, self._feed_forward(layer, x))
         self.length += 1
-        return head(self.head, self._normed(x, self.norm))
+        return self._normed(x, self.norm)
 
     def forward(self, ids: Sequence[int]) -> F32:
         """Logits [len(ids), vocab] of every position of a new sequence."""

@@ -59,16 +59,23 @@ def exchange_sizes(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:
         "attention": vector_words(shape.query_rows, plan.tokens),
         "middle": vector_words(shape.hidden, plan.tokens),
         "gated": vector_words(shape.ffn, plan.tokens),
+        **head_exchange_sizes(gpu, plan),
+    }
+
+
+def head_exchange_sizes(gpu: Gpu, plan: Plan) -> dict[str, int]:
+    """Those of the last two phases."""
+    return {
         "candidates": 2 * 2 * max(plan.tokens, 2) * gpu.blocks,
         "short_lists": 2 * 4 * listed_tokens(plan.tokens) * plan.tokens * gpu.blocks,
         "filters": 2 * FILTER_WORDS * plan.tokens * gpu.blocks,
     }
 
 
-def workspace_bytes(shape: ModelShape, gpu: Gpu, plan: Plan) -> int:
-    """Bytes of the `exchange` buffer."""
+def workspace_bytes(exchanged: dict[str, int], plan: Plan) -> int:
+    """Bytes of the `exchange` buffer for so many payload words of each vector."""
     kind = {"flags": FlaggedExchange, "barrier": BarrierExchange}[plan.sync]
-    return kind.size_bytes(exchange_sizes(shape, gpu, plan))
+    return kind.size_bytes(exchanged)
 
 
 def sizes(config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
@@ -95,7 +102,7 @@ def sizes(config: ModelConfig, gpu: Gpu, plan: Plan) -> dict[str, int]:
         "tiles": layout.tiles,
         "columns": plan.tokens,
         "mask_words": mask_words(shape.vocab),
-        "exchange_bytes": workspace_bytes(shape, gpu, plan),
+        "exchange_bytes": workspace_bytes(exchange_sizes(shape, gpu, plan), plan),
         "token_room": plan.launch_tokens + 1,
         "blocks": gpu.blocks,
         "phases": len(phase_names(config)),
@@ -113,45 +120,32 @@ def phases_of(layers: int) -> PhaseNames:
     return PhaseNames(LAYER_PHASES, LAST_PHASES, layers)
 
 
-class StepParts:
-    """The blocks of a launch, and what the phases are written with."""
+class HeadParts:
+    """The blocks of a launch that chooses tokens, and what its last two phases are written with. names: of all its
+    phases; rows: of the embedding, if they are not those of the token ids."""
 
-    def __init__(self, config: ModelConfig, machine: Machine, launch: Launch, exchange: Exchange | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        machine: Machine,
+        launch: Launch,
+        exchange: Exchange,
+        names: PhaseNames,
+        rows: int | None = None,
+    ) -> None:
         self.config, self.machine, self.launch = config, machine, launch
-        self.shape = machine.shape
+        self.shape, self.exchange = machine.shape, exchange
         self.matrices = step_matrices(self.shape, machine.plan, machine.gpu)
-        names = phases_of(self.shape.layers)
         self.timeline = Timeline(machine, launch.timeline, names.count)
-        self.exchange = exchange or self._make_exchange()
         self.columns = Columns(machine, launch.column_count, launch.columns, launch.sequences)
         self.ring = Ring(machine)
         self.linear = Matvec(self.columns, self.ring, launch.weights, self.timeline)
-        self.cache = KvCache(machine, launch.kv, launch.page_table)
-        self.schedule = Schedule(
-            machine, kv_layout(self.shape, machine.gpu, machine.plan), launch.kv_plans, launch.plan_count, launch.tiles
-        )
-        self.port = StepPort(machine, self.exchange, self.columns, launch.kv_scales)
-        if launch.head_norms is not None:
-            norms = HeadNorms(machine, launch.head_norms, config.rms_norm_eps)
-            self.port.heads = NormalisedHeads(self.port, self.cache, norms)
-        window = config.window(machine.plan.max_context)
-        variant = CAUSAL if window is None else sliding_window(window - 1)
-        self.attention = Attention(
-            machine, self.ring, self.exchange, self.schedule, self.cache, self.port, self.timeline, variant
-        )
-        self.projection = Projection(self.port, self.cache, launch.biases)
         adjustments = Adjustments(self.columns, launch, self.matrices.lm_head)
         host = HostWords(self.columns, launch)
         filters = Filters(self.exchange, adjustments, launch.weighed)
         self.sampler = Sampler(self.linear, self.exchange, self.shape.vocab, self.timeline, adjustments, filters, host)
-        self.tokens = Tokens(self.columns, launch)
+        self.tokens = Tokens(self.columns, launch, rows)
         self.phase = Phases(machine, self.exchange, self.timeline, names, launch.progress)
-
-    def _make_exchange(self) -> Exchange:
-        machine = self.machine
-        return make_exchange(machine, self.launch.exchange, exchange_sizes(self.shape, machine.gpu, machine.plan))
-
-    # -- setting up and stepping ----------------------------------------------------------------------------------
 
     @ch.inline
     def set_up(self) -> None:
@@ -171,6 +165,114 @@ class StepParts:
             self.exchange.start()
 
     @ch.inline
+    def begin_epochs(self, step: Any) -> None:
+        """In the consumer role: the first of the step's exchange epochs."""
+        step_epoch = self.launch.epoch + step * epochs_of_step(self.shape.layers)
+        self.step_epoch = step_epoch
+
+    def emit_head(self, step: Any, hidden: Source, waits: str) -> None:
+        """Logits of `hidden`, and the next token of every column; left out for tokens whose logits nobody wants."""
+        final_norm = ty.u32(2 * self.shape.layers)
+        self.start_sampling()
+        with self.phase(
+            "lm_head",
+            "Final norm; logits; each lane's best candidates.",
+            waits=waits,
+            makes="logits, where they are wanted, and candidates in registers",
+            meets=False,
+        ):
+            norm = self.rms_norm(hidden, final_norm, places=self.places("lm_head", self.shape.layers))
+            self.linear(self.matrices.lm_head, norm, self.take_logits(step), when=self.needs_head(step))
+        with self.phase(
+            "sampling",
+            "The grid's choice; the meeting of all blocks that ends a step.",
+            waits="the candidates of all blocks",
+            makes="candidates, and every column's token in `chosen`",
+            meets=False,
+        ):
+            self.choose(step)
+
+    def start_sampling(self) -> None:
+        with self.machine.consumer:
+            self.sampler.start()
+
+    def choose(self, step: Any) -> None:
+        """Every column's next token, in the region `chosen`."""
+        with self.machine.consumer:
+            self.sampler.choose(self.step_epoch + self.shape.layers, step)
+            self.timeline.stamp_here("done")
+
+    def rms_norm(
+        self, source: Source, norm: ch.Expr, following: ch.Expr | None = None, places: ch.Expr | None = None
+    ) -> Prologue:
+        """RMSNorm of a hidden vector. norm: number of the norm; following: of the one after it. places: of `places`."""
+        shape, epsilon = self.shape, self.config.rms_norm_eps
+        weight = self._norm(norm)
+        next_weight = None if following is None else self._norm(following)
+        available = round_up(shape.hidden, M_TILE_ROWS)
+        return RmsNorm(self.columns, source, shape.hidden, available, epsilon, weight, next_weight, places)
+
+    def places(self, matrix: str, layer: Any) -> Any:
+        """Where a matrix has the elements of its input; None where they are in order. layer: the number of layers for
+        lm_head."""
+        if not self.config.is_ordered(matrix):
+            return None
+        row = layer * len(ORDERED_INPUTS) if matrix == "lm_head" else ordered_input(matrix, layer)
+        return self.launch.places + row * self._places_row
+
+    @property
+    def _places_row(self) -> int:
+        return places_shape(self.config)[1]
+
+    def needs_head(self, step: Any) -> Any:
+        """Whether somebody wants the logits of a step, or what is sampled from them."""
+        return (step >= self.launch.head_from) | (self.launch.logits != None)  # noqa: E711 (a device comparison)
+
+    def take_logits(self, step: Any) -> Epilogue:
+        """Logits to who wants them, and to the sampler."""
+
+        @ch.inline
+        def finish(rows: Rows) -> None:
+            launch, vocab = self.launch, self.shape.vocab
+            logit = scaled(self.machine, rows)
+            token = rows.m_tile * M_TILE_ROWS + rows.row
+            with ch.if_((launch.logits != None) & (rows.lane < M_TILE_ROWS) & (token < vocab)):  # noqa: E711
+                row = ty.u64(step * self.columns.limit + rows.column)
+                launch.logits[row * vocab + ty.u64(token)] = logit
+            self.sampler.consider(rows, logit)
+
+        return finish
+
+    def _norm(self, number: Any) -> Any:
+        return self.launch.norms + number * self.shape.padded_hidden
+
+
+class StepParts(HeadParts):
+    """The blocks of a decode step, and what its phases are written with."""
+
+    def __init__(self, config: ModelConfig, machine: Machine, launch: Launch, exchange: Exchange | None = None) -> None:
+        made = exchange or make_exchange(
+            machine, launch.exchange, exchange_sizes(machine.shape, machine.gpu, machine.plan)
+        )
+        super().__init__(config, machine, launch, made, phases_of(machine.shape.layers))
+        self.cache = KvCache(machine, launch.kv, launch.page_table)
+        self.schedule = Schedule(
+            machine, kv_layout(self.shape, machine.gpu, machine.plan), launch.kv_plans, launch.plan_count, launch.tiles
+        )
+        self.port = StepPort(machine, self.exchange, self.columns, launch.kv_scales)
+        if launch.head_norms is not None:
+            norms = HeadNorms(machine, launch.head_norms, config.rms_norm_eps)
+            self.port.heads = NormalisedHeads(self.port, self.cache, norms)
+        window = config.window(machine.plan.max_context)
+        variant = CAUSAL if window is None else sliding_window(window - 1)
+        self.attention = Attention(
+            machine, self.ring, self.exchange, self.schedule, self.cache, self.port, self.timeline, variant
+        )
+        self.projection = Projection(self.port, self.cache, launch.biases)
+
+    # -- setting up and stepping ----------------------------------------------------------------------------------
+
+    @ch.inline
     def begin_step(self, step: Any) -> None:
         """The step's KV plan, its columns, the angles of their positions, the residual of their tokens."""
         machine = self.machine
@@ -179,8 +281,7 @@ class StepParts:
             self.schedule.advance(machine.producer, step)
         with machine.consumer:
             has_new_plan = self.schedule.advance(machine.consumer, step)
-            step_epoch = self.launch.epoch + step * epochs_of_step(self.shape.layers)
-            self.step_epoch = step_epoch
+            self.begin_epochs(step)
             self.columns.begin_step(step)
             with ch.if_(has_new_plan):
                 self.schedule.keep()
@@ -253,31 +354,11 @@ class StepParts:
             attention.merge(self.layer_epoch)
             self.timeline.stamp_here("done")
 
-    def start_sampling(self) -> None:
-        with self.machine.consumer:
-            self.sampler.start()
-
-    def choose(self, step: Any) -> None:
-        """Every column's next token, in the region `chosen`."""
-        with self.machine.consumer:
-            self.sampler.choose(self.step_epoch + self.shape.layers, step)
-            self.timeline.stamp_here("done")
-
     # -- vectors, prologues and epilogues -------------------------------------------------------------------------
 
     def vector(self, name: str) -> Published:
         """A vector of the present layer."""
         return self.exchange.at(name, self.layer_epoch)
-
-    def rms_norm(
-        self, source: Source, norm: ch.Expr, following: ch.Expr | None = None, places: ch.Expr | None = None
-    ) -> Prologue:
-        """RMSNorm of a hidden vector. norm: number of the norm; following: of the one after it. places: of `places`."""
-        shape, epsilon = self.shape, self.config.rms_norm_eps
-        weight = self._norm(norm)
-        next_weight = None if following is None else self._norm(following)
-        available = round_up(shape.hidden, M_TILE_ROWS)
-        return RmsNorm(self.columns, source, shape.hidden, available, epsilon, weight, next_weight, places)
 
     def input_of(self, layer: Any) -> Prologue:
         """The norm before attention: in the first layer of the embeddings, then of what the layer before made."""
@@ -296,18 +377,6 @@ class StepParts:
             found.append((first, len(ORDERED_INPUTS) * self._places_row * 2))
         return found
 
-    def places(self, matrix: str, layer: Any) -> Any:
-        """Where a matrix has the elements of its input; None where they are in order. layer: the number of layers for
-        lm_head."""
-        if not self.config.is_ordered(matrix):
-            return None
-        row = layer * len(ORDERED_INPUTS) if matrix == "lm_head" else ordered_input(matrix, layer)
-        return self.launch.places + row * self._places_row
-
-    @property
-    def _places_row(self) -> int:
-        return places_shape(self.config)[1]
-
     def heads(self, layer: Any) -> Prologue:
         """Attention's output, slice by slice."""
         places = self.places("o", layer)
@@ -320,25 +389,3 @@ class StepParts:
     def project_heads(self, layer: Any) -> Epilogue:
         """Rotated queries and keys, and values: appended to the cache and published."""
         return lambda rows: self.projection.finish(rows, layer, self.layer_epoch)
-
-    def needs_head(self, step: Any) -> Any:
-        """Whether somebody wants the logits of a step, or what is sampled from them."""
-        return (step >= self.launch.head_from) | (self.launch.logits != None)  # noqa: E711 (a device comparison)
-
-    def take_logits(self, step: Any) -> Epilogue:
-        """Logits to who wants them, and to the sampler."""
-
-        @ch.inline
-        def finish(rows: Rows) -> None:
-            launch, vocab = self.launch, self.shape.vocab
-            logit = scaled(self.machine, rows)
-            token = rows.m_tile * M_TILE_ROWS + rows.row
-            with ch.if_((launch.logits != None) & (rows.lane < M_TILE_ROWS) & (token < vocab)):  # noqa: E711
-                row = ty.u64(step * self.columns.limit + rows.column)
-                launch.logits[row * vocab + ty.u64(token)] = logit
-            self.sampler.consider(rows, logit)
-
-        return finish
-
-    def _norm(self, number: Any) -> Any:
-        return self.launch.norms + number * self.shape.padded_hidden

@@ -29,6 +29,7 @@ from cheetah.runtime.build.buffers import (
 )
 from cheetah.runtime.build.cubin import cache_folder
 from cheetah.runtime.build.kernels import (
+    HEAD,
     PASSES,
     GenerateKernel,
     KernelsAsked,
@@ -44,6 +45,7 @@ from cheetah.runtime.build.memory import LABELS, MemoryEstimate, size_text
 from cheetah.runtime.build.texts import KeptTexts
 from cheetah.runtime.build.tuned import with_tuned
 from cheetah.runtime.device import Say, open_device, say_to_stderr
+from cheetah.runtime.engine.heads import HeadLauncher
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
 from cheetah.runtime.engine.launcher import Launcher
 from cheetah.runtime.engine.prompt_passes import PassLauncher
@@ -95,7 +97,7 @@ class Assembly:
 
     @property
     def _logits_bytes(self) -> int:
-        launchers = (self.launcher, self.prompts, self.solo)
+        launchers = (self.launcher, self.prompts, self.solo, self.passes[0].head if self.passes else None)
         rows = max(logits_rows(one.max_steps, one.tokens) for one in launchers if one is not None)
         return rows * self.launcher.vocab_size * 4
 
@@ -175,6 +177,9 @@ def assemble(
             others = {name: dict(shared) for name in kernels.others}
             for name, kernel in kernels.others.items():
                 _allocate_others(opened, name, kernel.manifest, others[name], buffers)
+            for name in PASSES:
+                if name in others:
+                    others[name]["hidden_states"] = others[HEAD]["hidden_states"]
         started = time.monotonic()
         with watch("weights"), _weights_progress(manifest, quiet) as progress:
             (upload or upload_weights)(weights, manifest, buffers, progress, opened.lend, watch)
@@ -195,9 +200,11 @@ def assemble(
     def launched(name: str) -> tuple[Device, Kernel, Manifest, ModelConfig, dict[str, Buffer]]:
         return opened, codes[name], codes[name].manifest, weights.config, others.get(name, buffers)
 
-    launchers = {name: Launcher(*launched(name), cache, timeout_s) for name in codes if name not in PASSES}
+    of_steps = [name for name in codes if name not in (*PASSES, HEAD)]
+    launchers = {name: Launcher(*launched(name), cache, timeout_s) for name in of_steps}
     first, prompts, alone = launchers["decoding"], launchers.get("prompts"), launchers.get("solo")
-    passes = tuple(PassLauncher(*launched(name), timeout_s) for name in PASSES if name in codes)
+    head = HeadLauncher(*launched(HEAD), timeout_s) if HEAD in codes else None
+    passes = tuple(PassLauncher(*launched(name), timeout_s, head) for name in PASSES if name in codes)
     return Assembly(manifest, first, prompts, alone, passes, memory, buffers, opened, owns_device)
 
 

@@ -38,6 +38,9 @@ PASS_SHARE = 8
 PASSES = ("short passes", "medium passes", "passes")
 """Among the names of kernels, those of passes over prompts: over few tokens, and over as many as may be."""
 
+HEAD = "head"
+"""That of the head by itself, which begins with what passes leave."""
+
 GenerateKernel = Callable[..., Generated]
 """(config, gpu name, **plan overrides) -> Generated; the project's own is `cheetah.generate.generate_kernel`."""
 
@@ -102,8 +105,26 @@ class KernelsAsked:
         made = {name: kernel for name, kernel in found.items() if kernel is not None}
         for kernel in (decoding, *made.values()):
             check_manifest(self.config, kernel.manifest)
-        made |= generate_pass_kernels(self.config, self.machine, decoding.manifest, self.passes, self.texts, self.say)
+        most = Plan.from_dict(made.get("prompts", decoding).manifest.plan)
+        made |= self._passes(decoding.manifest, most)
         return Kernels(decoding, made)
+
+    def _passes(self, manifest: Manifest, most: Plan) -> dict[str, Generated]:
+        """Kernels of passes beside the manifest's, and the head behind them with the steps of `most`, which takes most
+        columns."""
+        passes = generate_pass_kernels(self.config, self.machine, manifest, self.passes, self.texts, self.say)
+        if not passes:
+            return {}
+        from cheetah.generate import generate_head
+
+        rows = max(PassPlan.from_dict(one.manifest.plan).tokens for one in passes.values())
+        head = self.texts.get(
+            [HEAD, *_told(self.config), self.machine.name, most.to_dict(), rows],
+            partial(generate_head, self.config, self.machine, most, rows),
+        )
+        shared = [buffer.name for buffer in head.manifest.buffers if buffer.name in shared_buffers(self.config)]
+        _check_shared(shared, manifest, head.manifest, "prompt_passes")
+        return {**passes, HEAD: head}
 
 
 def choose_gpu(info: DeviceInfo, wanted: str | None = None) -> Gpu:

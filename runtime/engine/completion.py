@@ -51,11 +51,6 @@ class Completion:
         known = 1 + len(self.prompt_logprobs)
         return self.request.prompt_logprobs is not None and known < len(self.request.prompt_ids)
 
-    @property
-    def is_read_in_steps(self) -> bool:
-        """Whether its prompt is never read in passes, which leave no logits; also when it is read once more."""
-        return self.request.prompt_logprobs is not None
-
     def uncached_ids(self, most: int) -> list[int]:
         """Its first `most` ids that are not in the cache: the last one, or more if it had to give its pages back."""
         assert self.cache is not None
@@ -85,6 +80,12 @@ class Completion:
         assert self.cache is not None
         # One input more than tokens, where there is one: nothing is sampled, and the head need not run.
         return self.part(self.ids[self.cache.length :][: tokens + 1], tokens, per_step)
+
+    def part_of_pass(self, tokens: int, per_step: int) -> Part:
+        """Its part of a pass over its next tokens. The last one's hidden state is wanted where no id is behind it, and
+        all where each id is to be judged."""
+        part = self.next_part(tokens, per_step)
+        return replace(part, wanted=tokens if self.reads_logprobs else int(part.samples))
 
     def launched(self) -> None:
         """A launch with a part of it begins."""

@@ -18,7 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, count, repeat
+from itertools import accumulate, chain, count, repeat
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,6 +31,7 @@ from cheetah.runtime import interrupts
 from cheetah.runtime.device.interface import LaunchCancelled
 from cheetah.runtime.engine.completion import Completion
 from cheetah.runtime.engine.flights import Flight, KernelLaunches, LaunchResult, Part
+from cheetah.runtime.engine.heads import HeadLauncher
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagesExhausted, pages_for
 from cheetah.runtime.engine.launcher import Launcher
 from cheetah.runtime.engine.pace import LAUNCH_SECONDS, LaunchPace
@@ -38,6 +39,7 @@ from cheetah.runtime.engine.prefix_cache import PrefixCache
 from cheetah.runtime.engine.prompt_passes import PassLauncher
 from cheetah.runtime.engine.prompt_reading import FewestSteps, SameSteps
 from cheetah.runtime.engine.requests import Event, Failed, Load, Made, Request
+from cheetah.runtime.engine.step_launches import StepLaunches
 
 if TYPE_CHECKING:
     from cheetah.runtime.device.interface import Buffer
@@ -234,6 +236,7 @@ class Engine:
         launcher = self.launcher
         launcher.cache.check_fits(len(token_ids))
         most = min(launcher.score_tokens(logits), self.launch_steps * launcher.tokens)
+        most = self._passes[-1].tokens if self._passes else most
         with self._locked():
             self._end_course()
             if not self.is_idle and pages_for(len(token_ids), launcher.cache.page_size) > self._unclaimed_pages():
@@ -243,10 +246,74 @@ class Engine:
             try:
                 for first in range(0, len(token_ids), most):
                     with interrupts.deferred():
-                        parts.append(launcher.score(token_ids[first : first + most], logits))
+                        parts.append(self._score(token_ids[first : first + most], logits))
             finally:
                 launcher.restart()
         return np.concatenate(parts)
+
+    def _score(self, token_ids: Sequence[int], logits: Buffer) -> npt.NDArray[np.float32]:
+        """The logits after each of the next tokens of the launcher's own cache, by a pass where there are any."""
+        launcher = self.launcher
+        if not self._passes:
+            return launcher.score(token_ids, logits)
+        passes, count = self._passes[-1], len(token_ids)
+        part = Part(launcher.cache, token_ids, count, per_step=passes.tile_tokens, wanted=count)
+        passes.launch_together([part])
+        return passes.head.score(launcher.cache, range(count), logits)
+
+    def embed(self, prompts: Sequence[Sequence[int]], is_mean: bool) -> list[npt.NDArray[np.float32]] | None:
+        """float32 [hidden] of each of the first prompts, of as many as a pass reads, or of the first one by itself: the
+        last layer's output behind its norm, of the last token, or on average. None, with nothing done, while others
+        hold the pages: try again after a step."""
+        if not self._passes:
+            raise CheetahError("embeddings are made by passes over prompts, of which there are none: see prompt_passes")
+        with self._locked():
+            self._end_course()
+            count = self._fit_for_embedding(prompts)
+            if not count:
+                return None
+            caches = [self.launcher.cache.fork() for _ in range(count)]
+            try:
+                return self._embed(prompts[:count], caches, is_mean)
+            finally:
+                for cache in caches:
+                    cache.clear()
+
+    def _fit_for_embedding(self, prompts: Sequence[Sequence[int]]) -> int:
+        """How many of the first prompts are read together. An idle engine takes one at least."""
+        room, page_size, count = self._unclaimed_pages(), self.launcher.cache.page_size, 0
+        longest = self._passes[-1]
+        starts, lengths = [0] * len(prompts), [len(prompt) for prompt in prompts]
+        for number, tokens in enumerate(longest.fitting(starts, lengths, longest.tokens)):
+            room -= pages_for(lengths[number], page_size)
+            if room < 0 or (number and tokens < lengths[number]):
+                break
+            count += 1
+        return count or int(self.is_idle)
+
+    def _embed(
+        self, prompts: Sequence[Sequence[int]], caches: Sequence[CachedSequence], is_mean: bool
+    ) -> list[npt.NDArray[np.float32]]:
+        """Of prompts that one pass reads, or of one, by as many as it takes."""
+        for cache in caches:
+            cache.clear()
+        sums = [np.zeros(0, np.float32)] * len(prompts)
+        while any(cache.length < len(prompt) for cache, prompt in zip(caches, prompts, strict=True)):
+            left = [len(prompt) - cache.length for cache, prompt in zip(caches, prompts, strict=True)]
+            passes = next((one for one in self._passes if one.has_columns_for(left)), self._passes[-1])
+            counts = passes.fitting([cache.length for cache in caches], left, passes.tokens)
+            parts = [
+                Part(cache, prompt[cache.length :][:tokens], tokens, wanted=tokens if is_mean else 1)
+                for cache, prompt, tokens in zip(caches, prompts, counts, strict=True)
+            ]
+            with interrupts.deferred():
+                passes.launch_together(parts)
+            ends = [*accumulate(part.wanted for part in parts)]
+            states = np.split(passes.normed_states(ends[-1]), ends[:-1])
+            found = [np.asarray(rows.sum(axis=0), np.float32) for rows in states]
+            sums = [one + other if one.size and is_mean else other for one, other in zip(sums, found, strict=True)]
+        counted = [len(prompt) if is_mean else 1 for prompt in prompts]
+        return [np.asarray(one / count, np.float32) for one, count in zip(sums, counted, strict=True)]
 
     def close(self) -> None:
         """Refuses every later call; a launch that runs is waited for."""
@@ -329,7 +396,7 @@ class Engine:
     def _can_be_read_along(self, completion: Completion) -> bool:
         """Whether it takes a place in the pass that reads others. Not where it can wait for their pages and then has a
         tile of tokens less to read: a pass more costs no more than that."""
-        if not self._passes or any(one.is_read_in_steps for one in (completion, *chain(*self._reading))):
+        if not self._passes:
             return False
         longest = self._passes[-1]
         if not longest.has_columns_for([*map(self._left_to_read, self._reading), 1]):
@@ -371,8 +438,7 @@ class Engine:
         """A new sequence with the pages that are known to hold the beginning of its ids, unless all must be read."""
         sequence = self.launcher.cache.fork()
         sequence.clear()
-        shares = self._manner.shares(completion.is_read_in_steps) and not completion.reads_logprobs
-        if self._prefixes is not None and shares:
+        if self._prefixes is not None and not completion.reads_logprobs:
             pages, tokens = self._prefixes.lookup(completion.ids)
             reused = self._manner.reused(tokens)
             sequence.adopt(pages[: reused // sequence.page_size], reused)
@@ -434,8 +500,8 @@ class Engine:
             completion.cache = None
 
     def _remember(self, completion: Completion) -> None:
-        cache, shares = completion.cache, self._manner.shares(completion.is_read_in_steps)
-        if self._prefixes is not None and cache is not None and shares and not completion.has_failed:
+        cache = completion.cache
+        if self._prefixes is not None and cache is not None and not completion.has_failed:
             kept = self._manner.kept(len(completion.request.prompt_ids), cache.length)
             self._prefixes.insert(completion.ids[:kept], cache.pages)
 
@@ -449,38 +515,58 @@ class Engine:
         waited_enough = self._others_waited_s >= LAUNCH_SECONDS
         self._others_are_due = others_wait and self._chunk_tokens != 0 and (waited_enough or bool(self._reading))
 
-    def _end_of(self, group: Group) -> tuple[int, int]:
-        """(how many of its ids are read as a prompt, how many of those before its completions part)."""
-        first = group[0]
-        known = self._manner.read_as_prompt(len(first.request.prompt_ids), len(first.ids))
-        return known, self._manner.end(known, samples=len(group) == 1 and not first.request.wants_logits)
+    def _known(self, group: Group) -> int:
+        """How many of its ids are read as a prompt."""
+        return self._manner.read_as_prompt(len(group[0].request.prompt_ids), len(group[0].ids))
 
     def _left_to_read(self, group: Group) -> int:
-        """Tokens before its completions part. A prompt's last token by itself is decoded."""
-        known, end = self._end_of(group)
+        """Tokens that are left to be read as a prompt."""
         cache = group[0].cache
         assert cache is not None
-        return end - cache.length if cache.length < known - 1 else 0
+        return self._manner.left(self._known(group), cache.length)
 
     def _begin_to_decode(self) -> None:
-        """Those whose prompt has been read, each with the cache of its group or a fork of it."""
+        """Those whose prompt has been read."""
         for group in [group for group in self._reading if not self._left_to_read(group)]:
-            first, cache = group[0], group[0].cache
-            assert cache is not None
-            for other in group[1:]:
-                other.cache, other.cached_tokens = cache.fork(), first.cached_tokens
+            self._part_ways(group)
             self._reading.remove(group)
-            self._remember(first)
+            self._remember(group[0])
             self._running += group
-            self._first_tokens_are_due |= not first.made
+            self._first_tokens_are_due |= not group[0].made
             self._let_go(group)
+
+    def _part_ways(self, group: Group) -> None:
+        """Gives each of a group a cache: the first has that of all, the others forks of it."""
+        first, cache = group[0], group[0].cache
+        assert cache is not None
+        for other in group[1:]:
+            if other.cache is None:
+                other.cache, other.cached_tokens = cache.fork(), first.cached_tokens
+
+    def _unread_last_token(self, group: Group) -> None:
+        """A prompt that has been read to its end, with nothing chosen behind it, is as if its last token had not."""
+        first, others = group[0], group[1:]
+        assert first.cache is not None
+        first.cache.truncate(len(first.ids) - 1)
+        for other in others:
+            if other.cache is not None:
+                other.cache.clear()
+                other.cache = None
+
+    def _left_in_pass(self, group: Group) -> int:
+        """Tokens that are left to be read, or as many as can be judged by one launch, where others wait for it."""
+        left, first = self._left_to_read(group), group[0]
+        if not (first.reads_logprobs and self._running and self._chunk_tokens != 0):
+            return left
+        head = self._passes[0].head
+        return min(left, self._fitting(self._logits_for(True), self.launch_steps, head) * head.tokens)
 
     def _next_pass(self) -> tuple[PassLauncher, LaunchPace, list[tuple[Group, int]]] | None:
         """The pass that reads the next tokens of those who are read, in order: who launches, the pace that this keeps,
         and how many tokens of each. None where steps read the first one's."""
-        if not self._passes or self._reading[0][0].is_read_in_steps:
+        if not self._passes:
             return None
-        left = [self._before_last(group) for group in self._reading]
+        left = [self._left_in_pass(group) for group in self._reading]
         number = next((i for i, one in enumerate(self._passes) if one.has_columns_for(left)), -1)
         passes, pace = self._passes[number], self._pass_paces[number]
         starts = [group[0].cache.length for group in self._reading if group[0].cache is not None]
@@ -489,26 +575,61 @@ class Engine:
             return None
         return passes, pace, [*zip(self._reading, counts, strict=False)]
 
-    def _before_last(self, group: Group) -> int:
-        """Tokens that are left to be read, but for the last id, which a pass never reads."""
-        first = group[0]
-        assert first.cache is not None
-        return min(self._left_to_read(group), len(first.ids) - 1 - first.cache.length)
-
     def _read_in_pass(
         self, passes: PassLauncher, pace: LaunchPace, counts: list[tuple[Group, int]], events: list[Event]
     ) -> Course:
-        """Brings the next tokens of several prompts into the cache by one launch."""
+        """Brings the next tokens of several prompts into the cache by one launch, and chooses what follows those that
+        it has read to their ends."""
         for group, tokens in counts:
             if group in self._reading:
                 self._make_room(group[0], tokens, events)
         # Who had to give its pages back is not read; one of several has left its cache to the next.
         together = [(group, tokens) for group, tokens in counts if group in self._reading]
-        if together:
-            parts = [group[0].next_part(tokens, passes.tile_tokens) for group, tokens in together]
-            groups = [group for group, _ in together]
-            result = (yield from self._fly(passes, parts, groups, events))[0]
-            self._note_reading(result, pace)
+        if not together:
+            return
+        groups = [group for group, _ in together]
+        parts = [group[0].part_of_pass(tokens, passes.tile_tokens) for group, tokens in together]
+        result = (yield from self._fly(passes, parts, groups, events))[0]
+        self._note_reading(result, pace)
+        rows = [*accumulate((part.wanted for part in parts), initial=0)]
+        for group, part, first_row in zip(groups, parts, rows, strict=False):
+            if group[0].reads_logprobs:
+                yield from self._judge_prompt(passes.head, group, range(first_row, first_row + part.wanted), events)
+        last_rows = [(group, end - 1) for group, part, end in zip(groups, parts, rows[1:], strict=True) if part.samples]
+        if last_rows:
+            yield from self._choose_first(passes.head, last_rows, events)
+
+    def _judge_prompt(self, head: HeadLauncher, group: Group, rows: range, events: list[Event]) -> Course:
+        """What the ids behind the tokens that a pass has just read were worth. rows: of their hidden states."""
+        first, cache = group[0], group[0].cache
+        assert cache is not None
+        begin = cache.length - len(rows)
+        del first.prompt_logprobs[begin:]  # those behind were known before it gave its pages back
+        following = first.request.prompt_ids[begin + 1 : cache.length + 1]
+        done = 0
+        while done < len(following):
+            logits = self._logits_for(True)
+            most = self._fitting(logits, self.launch_steps, head) * head.tokens
+            some = following[done : done + most]
+            part = head.part_without_samples(cache, rows[done : done + len(some)])
+            yield from self._fly(head, [part], [group], events, logits, some)
+            done += len(some)
+
+    def _choose_first(self, head: HeadLauncher, last_rows: list[tuple[Group, int]], events: list[Event]) -> Course:
+        """The tokens behind prompts that have been read. last_rows: where the hidden state of each one's last token
+        is."""
+        for group, _ in last_rows:
+            self._part_ways(group)
+        takers = [(one, row) for group, row in last_rows for one in group]
+        parts = [one.part([row], 1) for one, row in takers]
+        logits = self._logits_for(any(one.request.logprobs is not None for one, _ in takers))
+        try:
+            result = (yield from self._fly(head, parts, [[one] for one, _ in takers], events, logits))[0]
+        except BaseException:
+            for group, _ in last_rows:
+                self._unread_last_token(group)
+            raise
+        self._others_waited_s += result.seconds
 
     def _read_in_steps(self, group: Group, events: list[Event]) -> Course:
         """Brings tokens of a prompt into the cache by one launch of steps, the last of which may sample."""
@@ -518,7 +639,9 @@ class Engine:
         del first.prompt_logprobs[cache.length :]  # those behind were known before it gave its pages back
         columns = self._prompts.tokens
         steps = max(1, self._chunk(self.launch_steps * columns, columns, self._reading_pace) // columns)
-        tokens = min(self._left_to_read(group), self._fitting(logits, steps, self._prompts) * columns)
+        samples = len(group) == 1 and not first.request.wants_logits
+        left = self._manner.end(self._known(group), samples) - cache.length
+        tokens = min(left, self._fitting(logits, steps, self._prompts) * columns)
         if not self._make_room(first, tokens, events):
             return
         part = first.next_part(tokens, self._manner.columns_of_step(tokens))
@@ -541,7 +664,7 @@ class Engine:
     def _logits_for(self, are_wanted: bool) -> Buffer | None:
         return self._logits(self._turn) if are_wanted and self._logits is not None else None
 
-    def _fitting(self, logits: Buffer | None, steps: int, *launchers: Launcher) -> int:
+    def _fitting(self, logits: Buffer | None, steps: int, *launchers: StepLaunches) -> int:
         """As many of `steps` as a launch takes whose logits are wanted."""
         return steps if logits is None else min(steps, *(launcher.score_steps(logits) for launcher in launchers))
 
@@ -568,9 +691,12 @@ class Engine:
         takers: Sequence[list[Completion]],
         events: list[Event],
         logits: Buffer | None = None,
+        following: Sequence[int] | None = None,
     ) -> Generator[None, None, list[LaunchResult]]:
         """A launch, whose tokens are taken as they are made: of each part by its `takers`. Who wants logprobs takes its
-        own at the end, and they are told while the next launch runs: there is time to work the logprobs out."""
+        own at the end, and they are told while the next launch runs: there is time to work the logprobs out.
+
+        following: the ids of a prompt that are judged by the launch's logits, where its inputs are not those before."""
         flight = launcher.prepare(parts, logits)
         self._flying = _Flying(launcher, flight, [[one.id for one in group] for group in takers])
         try:
@@ -594,17 +720,18 @@ class Engine:
         for number, (part, group, result) in enumerate(zip(parts, takers, results, strict=True)):
             others = result.token_ids[flight.given_of(number) :]
             for one in group:
-                if (most := one.request.logprobs) is None or not part.samples:
+                if (most := one.request.logprobs) is None or logits is None or not part.samples:
                     events += one.take(part, others, result.seconds, result.has_failed)
                 else:
                     told = one.take(part, result.token_ids, result.seconds, result.has_failed)
                     last = len(part.inputs) - 1
                     rows = launcher.logits_after(flight, number, range(last, last + len(result.token_ids)))
                     self._unjudged.append(_Unjudged(told, [*rows], most))
-            if (most := group[0].request.prompt_logprobs) is not None and group[0].reads_logprobs:
-                following = part.inputs[1:]
-                rows = launcher.logits_after(flight, number, range(len(following)))
-                group[0].prompt_logprobs += map(token_logprobs, rows, following, repeat(most))
+            most = group[0].request.prompt_logprobs
+            if logits is not None and most is not None and group[0].reads_logprobs:
+                judged = part.inputs[1:] if following is None else following
+                rows = launcher.logits_after(flight, number, range(len(judged)))
+                group[0].prompt_logprobs += map(token_logprobs, rows, judged, repeat(most))
         self._turn = self._turn if logits is None else 1 - self._turn
         return results
 

@@ -44,7 +44,7 @@ class Part:
     One input more than `total` samples nothing. per_step: how many tokens a step takes; above 1 all must be inputs.
     known, prompt: all ids up to the last input, and how many of them are the prompt's; penalties alone ask for them.
     mask: which tokens may be sampled, of those that `sampling` allows; see `watching`. stepwise: the launch after this
-    one will have one step.
+    one will have one step. wanted: of a pass over prompts, how many of the last tokens' hidden states it shall leave.
     """
 
     cache: CachedSequence
@@ -56,6 +56,7 @@ class Part:
     prompt: int = 0
     mask: Mask | None = None
     stepwise: bool = False
+    wanted: int = 0
 
     @property
     def steps(self) -> int:
@@ -147,7 +148,7 @@ class KernelLaunches:
         self._timeout_s = timeout_s
         self._parameters = [parameter.name for parameter in manifest.parameters]
         self._uploaded: dict[str, npt.NDArray[np.int32]] = {}
-        self._pool_shape = manifest.buffer("kv").shape
+        self._pool_shape = next((buffer.shape for buffer in manifest.buffers if buffer.name == "kv"), ())
         self._broken: str | None = None
 
     def launch_together(self, parts: Sequence[Part], logits: Buffer | None = None) -> list[LaunchResult]:

@@ -6,17 +6,22 @@ A pass samples nothing. Knows nothing of prompts' ends, completions or text: the
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
+from cheetah.models.rounding import widen
 from cheetah.plan import Plan
 from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.pass_tables import SEGMENT_COLUMNS, Segment, pass_room
 from cheetah.plan.prompt import PassPlan
 from cheetah.runtime.engine.flights import Flight, KernelLaunches, LaunchResult, Part
+from cheetah.runtime.engine.heads import HeadLauncher
 from cheetah.runtime.engine.launch_tables import Geometry
 
 if TYPE_CHECKING:
@@ -31,10 +36,22 @@ def columns_of(tokens: int) -> int:
     return round_up(tokens, SEGMENT_COLUMNS)
 
 
+def _wanted_columns(segments: Sequence[Segment], parts: Sequence[Part]) -> list[int]:
+    """The columns whose hidden states are wanted, part by part."""
+    firsts = accumulate((segment.columns for segment in segments[:-1]), initial=0)
+    return [
+        first + number
+        for first, part in zip(firsts, parts, strict=True)
+        for number in range(part.total - part.wanted, part.total)
+    ]
+
+
 class PassLauncher(KernelLaunches):
     """Passes over up to `tokens` tokens of one sequence, or of several with few columns left empty between them.
 
-    They are read in tiles of `tile_tokens`, which count as a pass' steps."""
+    They are read in tiles of `tile_tokens`, which count as a pass' steps. The hidden states that its parts want lie in
+    the rows of the buffer `hidden_states` part by part, up to the next pass over the same buffer. head: begins with
+    those; without one nobody may want them."""
 
     def __init__(
         self,
@@ -44,30 +61,45 @@ class PassLauncher(KernelLaunches):
         config: ModelConfig,
         buffers: Mapping[str, Buffer],
         timeout_s: float | None = None,
+        head: HeadLauncher | None = None,
     ):
         decoding = Plan.from_dict(manifest.plan["decoding"])
         super().__init__(device, kernel, manifest, config, decoding, buffers, timeout_s)
         plan = PassPlan.from_dict(manifest.plan)
         self.tokens, self.tile_tokens, self.batch = plan.tokens, plan.tile_tokens, decoding.batch
+        self._head = head
+        self._hidden, self._padded_hidden = config.hidden_size, config.padded_hidden
+        self._epsilon, self._last_norm = config.rms_norm_eps, 2 * config.layers
         self._room = pass_room(decoding, plan)
-        self._arrivals, self._arrivals_of_launch = 0, manifest.launch.blocks * len(manifest.phases)
+        self._arrivals, self._blocks = 0, manifest.launch.blocks
+        behind_keys = manifest.phases.index(f"layer {config.layers - 1} attention")
+        self._phases = {False: behind_keys, True: len(manifest.phases)}  # by whether hidden states are wanted
 
     def prepare(self, parts: Sequence[Part], logits: Buffer | None = None) -> Flight:
-        """A pass over the inputs of parts that sample nothing: each has one input more than tokens. It leaves no
-        logits."""
+        """A pass over the inputs of parts. It samples nothing, and leaves no logits."""
         self._check_usable()
         assert logits is None, "a pass has no head"
-        assert 1 <= len(parts) <= self.batch and not any(part.samples for part in parts), parts
+        assert 1 <= len(parts) <= self.batch and all(part.wanted <= part.total for part in parts), parts
         segments = [Segment(row, part.cache.length, part.total) for row, part in enumerate(parts)]
         tables = self._room.tables(segments, [part.inputs[: part.total] for part in parts])
         self._make_room(parts)
         self._upload("page_table", np.stack([part.cache.table(self._plan.pages_per_sequence) for part in parts]))
         for name in ("ids", "groups", "segments", "tiles"):
             self._upload(name, getattr(tables, name))
+        wanted = _wanted_columns(segments, parts)
+        self._upload("wanted", np.array(wanted, np.int32))
         counts = {name: getattr(tables, name) for name in ("column_count", "segment_count", "tile_count")}
+        counts["wanted_count"] = len(wanted)
         geometry = Geometry(tuple((segment.start, segment.count) for segment in segments))
-        arguments = self._arguments({**counts, "arrivals": self._arrivals})
+        states = self._buffers.get("hidden_states")
+        arguments = self._arguments({**counts, "hidden_states": states, "arrivals": self._arrivals})
         return Flight(parts, range(len(parts)), geometry, arguments)
+
+    @property
+    def head(self) -> HeadLauncher:
+        """Launches of the head over the hidden states that passes leave."""
+        assert self._head is not None, "these passes have no head"
+        return self._head
 
     def has_columns_for(self, counts: Iterable[int]) -> bool:
         """Whether it takes so many tokens of each of several sequences."""
@@ -87,9 +119,26 @@ class PassLauncher(KernelLaunches):
             columns += one.columns
         return [one.count for one in segments]
 
+    def normed_states(self, count: int) -> npt.NDArray[np.float32]:
+        """float32 [count, hidden]: the first rows that the last pass has left, behind the last norm. They are rounded
+        to bf16 before it, as in a step."""
+        rows = self._rows("hidden_states", 0, count)
+        squares = np.mean(rows * rows, axis=1, dtype=np.float32, keepdims=True)
+        return np.asarray(rows / np.sqrt(squares + np.float32(self._epsilon)) * self._norm, np.float32)
+
+    @cached_property
+    def _norm(self) -> npt.NDArray[np.float32]:
+        """Weights of the last norm."""
+        return self._rows("norms", self._last_norm, 1)
+
+    def _rows(self, buffer: str, first: int, count: int) -> npt.NDArray[np.float32]:
+        """Of a buffer of bf16 vectors of the model's width."""
+        bits = self._buffers[buffer].download(np.uint16, (count, self._padded_hidden), first * self._padded_hidden * 2)
+        return widen(bits[:, : self._hidden])
+
     def finish(self, flight: Flight) -> list[LaunchResult]:
         self._await_end(flight)
-        self._arrivals += self._arrivals_of_launch
+        self._arrivals += self._blocks * self._phases[any(part.wanted for part in flight.placed)]
         steps = ceil_div(sum(columns_of(part.total) for part in flight.placed), self.tile_tokens)
         for part in flight.placed:
             part.cache.length += part.total

@@ -12,10 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import lcm
 
-STEPS_OF_A_PASS = 2
-"""A pass over a few tokens, with the step that decodes the prompt's last one, takes as long as so many steps that read
-a prompt, or a little less: 8B on an H200, 4.5 ms for up to 128 tokens and 3.4, against 4.6 for each step of 16."""
-
 
 @dataclass(frozen=True)
 class FewestSteps:
@@ -27,14 +23,14 @@ class FewestSteps:
     has_passes: bool = False
 
     def takes_pass(self, tokens: int) -> bool:
-        """Whether a pass reads `tokens` tokens of a prompt, all that are left but its last one or as many as may be
-        read at a time; else steps do."""
-        return self.has_passes and tokens >= STEPS_OF_A_PASS * self.columns
+        """Whether a pass reads `tokens` tokens, of prompts that wait; else steps do. A pass over a few and the head
+        behind it take about as long as one step."""
+        return self.has_passes and tokens > self.columns
 
-    def shares(self, in_steps: bool) -> bool:
-        """Whether a prompt may begin with the known tokens of others, and others with its own. in_steps: it is not read
-        in passes."""
-        return True
+    def left(self, known: int, cached: int) -> int:
+        """Of `known` ids that are read as a prompt, how many are left behind the `cached` ones. The last one by itself
+        is decoded."""
+        return known - cached if cached < known - 1 else 0
 
     def reused(self, cached: int) -> int:
         """Of `cached` known tokens, whole pages, how many a prompt begins with."""
@@ -50,8 +46,8 @@ class FewestSteps:
         return known
 
     def end(self, prompt: int, samples: bool) -> int:
-        """How many tokens of a prompt are read before completions part. Whether the first token `samples` with it: then
-        all; else the last token of the prompt is left, for each completion to decode in a way of its own."""
+        """How many tokens of a prompt steps read before completions part. Whether the first token `samples` with it:
+        then all; else the last token of the prompt is left, for each completion to decode in a way of its own."""
         return prompt if samples else prompt - 1
 
     def kept(self, prompt: int, cached: int) -> int:
@@ -67,15 +63,14 @@ class SameSteps(FewestSteps):
     A step begins at a multiple of `columns` and has all of them, also where the prompt has fewer tokens left: the other
     columns are computed for nobody, and no token sees them. The last token samples, so it is decoded like those after
     it, with one column, however many completions begin there. What was decoded is no beginning of another prompt.
-    Where there are passes, they read all tokens but the last, however few; a prompt that steps must read is then kept
-    apart from those, whose tokens have other bits.
+    Where there are passes, they read all tokens of a prompt, however few, and none is decoded.
     """
 
     def takes_pass(self, tokens: int) -> bool:
         return self.has_passes
 
-    def shares(self, in_steps: bool) -> bool:
-        return not (in_steps and self.has_passes)
+    def left(self, known: int, cached: int) -> int:
+        return known - cached if self.has_passes else super().left(known, cached)
 
     def reused(self, cached: int) -> int:
         unit = self.page_size if self.has_passes else lcm(self.columns, self.page_size)
@@ -91,4 +86,4 @@ class SameSteps(FewestSteps):
         return prompt - 1
 
     def kept(self, prompt: int, cached: int) -> int:
-        return min(cached, prompt - 1)
+        return min(cached, prompt if self.has_passes else prompt - 1)

@@ -131,6 +131,16 @@ class SharedEngine:
             self.drive()
         return scores
 
+    def embed(self, prompts: Sequence[Sequence[int]], is_mean: bool) -> list[npt.NDArray[np.float32]]:
+        """`Engine.embed` of all of them; others have a launch between two of its passes."""
+        self._overtake()
+        found: list[npt.NDArray[np.float32]] = []
+        while len(found) < len(prompts):
+            found += self.engine.embed(prompts[len(found) :], is_mean) or ()
+            if not self.engine.is_idle:
+                self.drive()
+        return found
+
     def _drive(self) -> bool:
         """One step of the engine, with what it made delivered; False, and nothing done, if another thread is at it."""
         with interrupts.deferred():

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from cheetah.cli.configs import named_config
-from cheetah.generate import choose_plan, generate_kernel, generate_pass
+from cheetah.generate import choose_plan, generate_head, generate_kernel, generate_pass
 from cheetah.manifest import Manifest
 from cheetah.models.registry import PRESETS, preset
 from cheetah.package import Generated
-from cheetah.plan import gpu_named
+from cheetah.plan import Plan, gpu_named
 from cheetah.plan.prompt import pass_plan_for
 from cheetah.runtime.build.compile import CompileError, compile_cubin, find_compiler
 from cheetah.runtime.build.kernels import generate_prompt_kernel
@@ -110,6 +110,16 @@ def test_registers_are_enough_for_passes(tmp_path: Path, model: str, tokens: int
     cubin = compile_cubin(generated.text, generated.manifest.kernel, cache=tmp_path)
     assert cubin.resources.stack_bytes == 0, str(cubin.resources)
     assert cubin.resources.registers * generated.manifest.launch.threads <= REGISTERS
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+@needs_nvrtc
+@pytest.mark.parametrize("model", tiered(PRESETS, [model for model in PRESETS if model != "llama-3.1-8b"]))
+def test_registers_are_enough_for_the_head_by_itself(tmp_path: Path, model: str) -> None:
+    """With as many columns as reading a prompt in steps has."""
+    plan = Plan.from_dict(prompt_kernel(model).manifest.plan)
+    require_registers(generate_head(preset(model), DEFAULT_GPU, plan, 2048), tmp_path)
 
 
 def prompt_kernel(model: str) -> Generated:

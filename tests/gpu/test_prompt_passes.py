@@ -116,6 +116,20 @@ def test_what_follows_a_prompt_is_as_near_to_float32_as_transformers_bf16(name: 
         assert kl <= CACHES_ERROR * steps_kl
 
 
+def test_scores_of_a_prompt_are_as_near_to_float32_as_transformers_bf16() -> None:
+    """Of every position, from the hidden states that two passes leave."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with opened("bf16") as (checkpoint, ready):
+        ids = token_ids(2500, checkpoint.config.vocab_size, 7)
+        scores = Engine(ready.launcher, passes=ready.passes).score(ids, ready.logits_buffer())
+    assert scores is not None
+    exact, bf16 = (hf_logits(checkpoint, dtype, ids, len(ids)) for dtype in (torch.float32, torch.bfloat16))
+    for part in (slice(0, 200), slice(200, 2048), slice(2048, 2500)):
+        kl, bf16_kl = mean_kl(exact[part], scores[part]), mean_kl(exact[part], bf16[part])
+        print(f"\nscores of {part}: KL ours {kl:.3e}, transformers bf16 {bf16_kl:.3e}")
+        assert kl <= bf16_kl
+
+
 def test_neither_cuts_nor_company_change_a_bit(ready: Assembly) -> None:
     vocab, found = ready.launcher.vocab_size, set()
     ids = token_ids(1101, vocab, 5)

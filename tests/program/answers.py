@@ -12,9 +12,10 @@ import numpy as np
 
 from cheetah.runtime.build.assemble import Assembly
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
-from cheetah.runtime.engine.launcher import Flight, Launcher, LaunchResult, Part
+from cheetah.runtime.engine.launcher import Flight, LaunchResult, Part
 from cheetah.runtime.engine.prefix_cache import PrefixCache
 from cheetah.runtime.engine.requests import Request
+from cheetah.runtime.engine.step_launches import StepLaunches
 from cheetah.runtime.sampling import seed_of
 from tests.desk import Asked, Desk
 
@@ -76,27 +77,30 @@ class Service:
     @contextmanager
     def _recording(self) -> Iterator[None]:
         """While all launches give logits, which are written down."""
-        launchers = [one for one in (self.assembly.launcher, self.assembly.prompts) if one is not None]
-        for launcher in launchers:
+        head = self.assembly.passes[0].head if self.assembly.passes else None
+        launchers = [one for one in (self.assembly.launcher, self.assembly.prompts, head) if one is not None]
+        for number, launcher in enumerate(launchers):
             room = launcher.max_steps * launcher.tokens * launcher.vocab_size * 4
             logits = self.assembly.device.allocate(room, 0xFF)
-            self.assembly.buffers[f"logits of {launcher.tokens}"] = logits
-            self._record_launches(launcher, logits)
+            self.assembly.buffers[f"logits {number}"] = logits
+            self._record_launches(launcher, logits, are_cached=launcher is head)
         try:
             yield
         finally:
-            for launcher in launchers:
+            for number, launcher in enumerate(launchers):
                 del launcher.prepare, launcher.finish  # the methods of the class are back
-                self.assembly.buffers.pop(f"logits of {launcher.tokens}").free()
+                self.assembly.buffers.pop(f"logits {number}").free()
 
-    def _record_launches(self, launcher: Launcher, logits: Any) -> None:
+    def _record_launches(self, launcher: StepLaunches, logits: Any, are_cached: bool) -> None:
+        """are_cached: the tokens of a part are in the cache before the launch, which adds none."""
         prepare, finish = launcher.prepare, launcher.finish
         parts: list[Part] = []
         lengths: list[int] = []
         flights: list[Flight] = []
 
         def prepare_with_logits(of_launch: Sequence[Part], _: Any = None) -> Flight:
-            parts[:], lengths[:] = of_launch, [part.cache.length for part in of_launch]
+            parts[:] = of_launch
+            lengths[:] = [part.cache.length - are_cached * part.total for part in of_launch]
             flights[:] = [prepare(of_launch, logits)]
             return flights[0]
 

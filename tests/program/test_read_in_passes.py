@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -11,22 +11,28 @@ import numpy as np
 import pytest
 
 from cheetah.errors import CheetahError
+from cheetah.models.logprobs import TokenLogprobs
+from cheetah.models.sampling import sample
 from cheetah.plan import PlanError
 from cheetah.runtime.build.assemble import Assembly, assemble
 from cheetah.runtime.build.memory import MemoryShortage
 from cheetah.runtime.checkpoint.loading import open_checkpoint
 from cheetah.runtime.device.emulator import EmulatorDevice
+from cheetah.runtime.device.interface import LaunchCancelled
 from cheetah.runtime.engine.engine import Engine
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
 from cheetah.runtime.engine.launcher import Sampling
 from cheetah.runtime.engine.prefix_cache import PrefixCache
 from cheetah.runtime.engine.prompt_reading import SameSteps
 from cheetah.runtime.engine.requests import Made, Request
-from tests.program.rig import emulated_gpu, token_ids
+from cheetah.runtime.sampling import seed_of
+from tests.program.rig import emulated_gpu, relative_error, token_ids
 
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 
 LENGTHS = (3, 40, 150)
+LOGITS_TOLERANCE = 0.05
+"""Relative error of the logits of a position between passes and steps, both of which round to bf16."""
 
 
 @cache
@@ -93,7 +99,7 @@ def test_answers_are_those_of_prompts_read_in_steps(noted: list[tuple[int, ...]]
             rig.engine.add(request(length))
             answers.append(list(rig.run().values()))
         assert answers[0] == answers[1]
-    assert noted == [(64, 39), (256, 149)], "3 tokens are read in steps, 40 in a short pass, 150 in a long one"
+    assert noted == [(64, 40), (256, 150)], "3 tokens are read in steps, 40 in a short pass, 150 in a long one"
 
 
 def test_a_pass_goes_on_behind_what_is_cached(noted: list[tuple[int, ...]]) -> None:
@@ -101,16 +107,16 @@ def test_a_pass_goes_on_behind_what_is_cached(noted: list[tuple[int, ...]]) -> N
     for _ in range(2):
         (number,) = rig.engine.add(request(155))
         answer = rig.run()[number]
-    assert noted == [(256, 154), (64, 10)], "of the second prompt all whole pages were there"
+    assert noted == [(256, 155), (64, 11)], "of the second prompt all whole pages were there"
     longer = Request((*request(155).prompt_ids, *answer, *token_ids(60, 500, 1)), 3, Sampling())
     rig.engine.add(longer)
     rig.run()
     page = assembled(True).launcher.cache.page_size
-    assert noted[2:] == [(256, 155 + 5 + 60 - 1 - 159 // page * page)]
+    assert noted[2:] == [(256, 155 + 5 + 60 - 159 // page * page)]
 
 
 def test_prompts_that_wait_fill_a_pass_in_the_order_in_which_they_came(noted: list[tuple[int, ...]]) -> None:
-    """What does not fit is read by the next, and the last tokens of those that were read are decoded together."""
+    """What does not fit is read by the next, and the first tokens behind those that were read come together."""
     lengths, answers = (60, 3, 40, 150), []
     for passes in (True, False):
         rig = Rig(passes, chunk_tokens=0)
@@ -121,7 +127,7 @@ def test_prompts_that_wait_fill_a_pass_in_the_order_in_which_they_came(noted: li
         found = rig.run()
         answers.append([(*first.get(id, ()), *found[id]) for id in ids])
     assert answers[0] == answers[1]
-    assert noted == [(256, 59, 2, 39, 128), (64, 21)]
+    assert noted == [(256, 60, 3, 40, 128), (64, 22)]
 
 
 def test_company_in_a_pass_changes_no_key(noted: list[tuple[int, ...]]) -> None:
@@ -137,7 +143,7 @@ def test_company_in_a_pass_changes_no_key(noted: list[tuple[int, ...]]) -> None:
         kv = assembled(True).buffers["kv"].download(np.uint16, assembled(True).manifest.buffer("kv").shape)
         found.add(np.ascontiguousarray(kv[:, whole]).tobytes())
         rig.run()
-    assert noted == [(256, 99), (256, 32, 99, 89)]
+    assert noted == [(256, 100), (256, 33, 100, 90)]
     assert len(found) == 1
 
 
@@ -146,7 +152,7 @@ def test_who_begins_alike_waits_for_the_pages_of_who_is_read(noted: list[tuple[i
     page, tile = assembled(True).launcher.cache.page_size, assembled(True).passes[-1].tile_tokens
     assert page == tile == 16
     common = token_ids(100, 500, 1)
-    for shared, expected in ((96, [(256, 99), (64, 43)]), (15, [(256, 99, 58)])):
+    for shared, expected in ((96, [(256, 100), (64, 44)]), (15, [(256, 100, 59)])):
         rig = Rig(chunk_tokens=0)
         rig.engine.add(Request(tuple(common), 2, Sampling()))
         own = token_ids(44, 500, 2)
@@ -161,7 +167,7 @@ def test_a_prompt_whose_pages_are_gone_in_the_middle_of_it_is_read_again(noted: 
     requests = [request(40), request(250)]
     ids = [rig.engine.add(one)[0] for one in requests]
     first = rig.run(until=1)
-    assert noted == [(256, 39, 208)] and set(first) == set(ids[:1])
+    assert noted == [(256, 40, 208)] and set(first) == set(ids[:1])
     pool = assembled(True).launcher.cache.pool
     elsewhere = pool.take(pool.available_pages)
     second = rig.run(until=1)
@@ -184,22 +190,98 @@ def test_others_make_tokens_between_passes_of_the_size_that_was_asked_for(noted:
     first = rig.run(until=2)
     rig.engine.add(request(150))
     found = rig.run()
-    assert [tokens for _, tokens in noted] == [48, 48, 48, 5] or [tokens for _, tokens in noted] == [48, 48, 48]
+    assert [tokens for _, tokens in noted] == [48, 48, 48, 6] or [tokens for _, tokens in noted] == [48, 48, 48]
     assert sum(map(len, first.values())) + sum(map(len, found.values())) == 95
 
 
 @pytest.mark.parametrize("same_steps", [False, True])
-def test_prompts_whose_logprobs_are_wanted_share_with_passes_only_where_bits_may_differ(
+def test_prompts_whose_logprobs_are_wanted_are_read_whole_and_share_with_others(
     noted: list[tuple[int, ...]], same_steps: bool
 ) -> None:
-    """They are read in steps, whose keys have other bits than those of passes."""
     rig = Rig()
     if same_steps:
         rig.engine._manner = SameSteps(*vars(rig.engine._manner).values())
     for wanted in (1, None, 1):
         rig.engine.add(replace(request(155), prompt_logprobs=wanted))
         rig.run()
-    assert noted == ([(256, 154)] if same_steps else [(64, 10)])
+    assert noted == [(256, 155), (64, 11), (256, 155)]
+
+
+def test_logprobs_are_those_of_prompts_read_in_steps(noted: list[tuple[int, ...]]) -> None:
+    """Of a prompt's ids and of those behind it, by itself, with a second one, and in parts while another decodes."""
+    asked = [replace(request(length), logprobs=2, prompt_logprobs=3) for length in (150, 60)]
+    found = []
+    for passes, decoding in ((False, 0), (True, 0), (True, 80)):
+        rig = Rig(passes)
+        if decoding:
+            rig.engine.add(request(40, decoding))
+            rig.run(until=2)
+        ids = [rig.engine.add(one)[0] for one in asked]
+        found.append(_logprobs(rig, ids))
+    assert noted[0] == (256, 150, 60) and all(sum(parts[1:]) <= 64 for parts in noted[2:])
+    for passes in found[1:]:
+        for one, other in zip(found[0], passes, strict=True):
+            assert [judged.token for judged in one] == [judged.token for judged in other]
+            difference = [abs(judged.logprob - again.logprob) for judged, again in zip(one, other, strict=True)]
+            assert max(difference) < 0.1 and float(np.mean(difference)) < 0.02, difference
+            assert all(len(judged.top) == len(again.top) for judged, again in zip(one, other, strict=True))
+
+
+def _logprobs(rig: Rig, ids: Sequence[int]) -> list[list[TokenLogprobs]]:
+    """Of each completion those of its prompt, then of what was made."""
+    found: dict[int, list[TokenLogprobs]] = {id: [] for id in ids}
+    while not rig.engine.is_idle:
+        for event in rig.engine.step():
+            assert isinstance(event, Made)
+            if event.id in found:
+                found[event.id] += [*(event.prompt_logprobs or ()), *(event.logprobs or ())]
+    assert [len(one) for one in found.values()] == [149 + 5, 59 + 5]
+    return [*found.values()]
+
+
+def test_several_completions_of_one_prompt_begin_behind_one_pass(noted: list[tuple[int, ...]]) -> None:
+    """Each draws with its own seed; what is drawn first is what the logits there give."""
+    sampling = Sampling(1.0, 7, banned=(3,))
+    rig = Rig()
+    ids = rig.engine.add(replace(request(150, 4), sampling=sampling, count=3))
+    found = rig.run()
+    assert noted == [(256, 150)] and [len(found[id]) for id in ids] == [4, 4, 4]
+    logits = rig.engine.score(request(150).prompt_ids, assembled(True).logits_buffer())
+    assert logits is not None
+    logits[-1, 3] = -np.inf
+    first = [sample(logits[-1], 1.0, seed_of(7, index), position=150) for index in range(3)]
+    assert [found[id][0] for id in ids] == first and len(set(first)) > 1
+
+
+def test_scores_are_those_of_steps() -> None:
+    """Of a prompt of more tokens than a pass or a launch of the head takes at once."""
+    ids, scores = token_ids(250, 500, 9), []
+    for passes in (True, False):
+        rig = Rig(passes)
+        scores.append(rig.engine.score(ids, assembled(passes).logits_buffer()))
+    assert relative_error(scores[0], scores[1]) < LOGITS_TOLERANCE
+
+
+def test_a_head_that_was_interrupted_chooses_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for several completions, and where position says how a token is read."""
+    for same_steps in (False, True):
+        rig = Rig()
+        if same_steps:
+            rig.engine._manner = SameSteps(*vars(rig.engine._manner).values())
+        ids = rig.engine.add(request(150, 4)), rig.engine.add(replace(request(40, 4), count=2))
+        head = assembled(True).passes[0].head
+        with monkeypatch.context() as patched:
+            patched.setattr(head, "finish", _cancelled)
+            while not rig.engine._reading or rig.engine._left_to_read(rig.engine._reading[0]) == 150:
+                assert not rig.engine.step()
+        head._begin_again()
+        found = rig.run()
+        assert found[ids[0][0]] == _alone(request(150, 4))
+        assert found[ids[1][0]] == found[ids[1][1]] == _alone(request(40, 4))
+
+
+def _cancelled(flight: Any) -> Any:
+    raise LaunchCancelled("as by Ctrl-C")
 
 
 def test_an_interrupted_pass_is_as_if_not_made() -> None:

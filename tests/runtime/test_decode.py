@@ -16,7 +16,7 @@ from cheetah.models.rounding import round_to_bf16
 from cheetah.models.sampling import Filters, Penalties
 from cheetah.runtime.build.assemble import STOP_IDS, Assembly, assemble
 from cheetah.runtime.device.interface import LaunchTimeout
-from cheetah.runtime.engine import launcher as launcher_module
+from cheetah.runtime.engine import step_launches
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagePool
 from cheetah.runtime.engine.launcher import Epochs, Sampling
 from cheetah.runtime.engine.pace import LaunchPace
@@ -175,7 +175,7 @@ def test_epochs_never_repeat_and_restart_before_32_bits_end() -> None:
 
 
 def test_a_run_across_the_last_epoch_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher_module, "EPOCH_LIMIT", 60)  # the fake refuses an epoch that the exchange has seen
+    monkeypatch.setattr(step_launches, "EPOCH_LIMIT", 60)  # the fake refuses an epoch that the exchange has seen
     device = FakeDevice()
     one = Desk(assembled(device).launcher, 5)
     assert tokens_of(one.complete(Request(PROMPT, 40, Sampling()))) == expected(PROMPT, 40)

@@ -1,0 +1,94 @@
+"""The head of a dense decoder as a kernel by itself: logits and tokens of hidden states that a pass over prompts left.
+
+It is the decode step without its layers, written with the same blocks: so the token behind a prompt is chosen as any
+other is. A column's "token" is a row of those states. A step takes as many columns as one that decodes, and reads the
+head's weights once for them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cheetah import lang as ch
+from cheetah.blocks.exchange import make_exchange
+from cheetah.blocks.machine import Machine, emit_roles, start_machine
+from cheetah.blocks.phase import PhaseNames
+from cheetah.blocks.tokens import Embeddings
+from cheetah.lang import ty
+from cheetah.models.config import ModelConfig
+from cheetah.models.dense.launch import Launch, hidden_states_parameter
+from cheetah.models.dense.launch import kernel_parameters as parameters_of_step
+from cheetah.models.dense.step import LAST_PHASES, HeadParts, head_exchange_sizes, workspace_bytes
+from cheetah.models.dense.step import sizes as sizes_of_step
+from cheetah.package import KernelParameter
+from cheetah.plan import Gpu, Plan, shared_map
+
+KERNEL_NAME = "lm_head"
+PHASES = PhaseNames((), LAST_PHASES, 0)
+OF_LAYERS = ("rope", "kv", "page_table", "kv_plans", "tiles", "plan_count", "kv_scales", "biases", "head_norms")
+"""Parameters of a step that its layers alone need."""
+
+
+def kernel_parameters(config: ModelConfig, plan: Plan) -> dict[str, KernelParameter]:
+    """The parameters by name, in the order of the signature."""
+    of_step = parameters_of_step(config, plan)
+    of_step["embedding"] = hidden_states_parameter(ty.ptr(ty.bf16))
+    renamed = {"embedding": "hidden_states"}
+    return {renamed.get(name, name): one for name, one in of_step.items() if name not in OF_LAYERS}
+
+
+def sizes(config: ModelConfig, gpu: Gpu, plan: Plan, rows: int) -> dict[str, int]:
+    """The sizes that the parameters' shapes name. rows: of hidden states."""
+    nbytes = workspace_bytes(head_exchange_sizes(gpu, plan), plan)
+    return {**sizes_of_step(config, gpu, plan), "hidden_rows": rows, "exchange_bytes": nbytes, "phases": PHASES.count}
+
+
+def phase_names(config: ModelConfig) -> tuple[str, ...]:
+    """The phases of a step, as `progress` counts them."""
+    return PHASES.names
+
+
+def build_kernel(config: ModelConfig, gpu: Gpu, plan: Plan, rows: int) -> ch.Kernel:
+    """The kernel of `plan.max_steps` or fewer steps over up to `plan.tokens` of `rows` hidden states each."""
+    types = {name: parameter.type for name, parameter in kernel_parameters(config, plan).items()}
+
+    @ch.kernel(ch.Params(**types), name=KERNEL_NAME, max_threads=plan.threads)
+    def lm_head(**arguments: Any) -> None:
+        machine = start_machine(config.shape, plan, gpu, shared_map(config.shape, plan, gpu))
+        given = {**dict.fromkeys(OF_LAYERS), **arguments, "embedding": arguments["hidden_states"]}
+        del given["hidden_states"]
+        Head(config, machine, Launch(**given), rows).emit()
+
+    return lm_head
+
+
+class Head(HeadParts):
+    """The program of a launch: steps of two phases."""
+
+    def __init__(self, config: ModelConfig, machine: Machine, launch: Launch, rows: int) -> None:
+        exchange = make_exchange(machine, launch.exchange, head_exchange_sizes(machine.gpu, machine.plan))
+        super().__init__(config, machine, launch, exchange, PHASES, rows)
+
+    @ch.inline
+    def emit(self) -> None:
+        """Set up, then every step."""
+        machine = self.machine
+        self.set_up()
+        with ch.roles_for(machine.roles, self.launch.steps, name="step") as step:
+            self._begin_step(step)
+            self.emit_head(step, Embeddings(self.tokens), waits="nothing: the hidden states are there")
+            with machine.consumer:
+                self.tokens.end_step(step)
+        emit_roles(machine)
+
+    @ch.inline
+    def _begin_step(self, step: Any) -> None:
+        """Nothing is fetched before the step before is known not to have been the last."""
+        machine = self.machine
+        self.phase.step = step
+        with machine.producer, ch.if_(step > 0), ch.if_(self.tokens.launch_is_over(step)):
+            ch.return_()
+        with machine.consumer:
+            self.begin_epochs(step)
+            self.columns.begin_step(step)
+            machine.meet()

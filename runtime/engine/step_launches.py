@@ -1,0 +1,254 @@
+"""Launches of kernels of steps: their columns and sequences by name, epochs, tokens in and out.
+
+What is the same of a whole decode step and of its head alone. The kernel's parameters and their meaning are the
+manifest's. Knows nothing of prompts, completions or text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from cheetah.errors import CheetahError
+from cheetah.manifest import Manifest
+from cheetah.models.config import ModelConfig
+from cheetah.plan import Plan
+from cheetah.plan.kv.tables import (
+    CANCELLED_TOKEN,
+    NO_TOKEN,
+    NOT_YET,
+    ColumnRecord,
+    SequenceRecord,
+    encode,
+    epochs_of_step,
+)
+from cheetah.runtime.engine.flights import Flight, KernelLaunches, LaunchResult, Part
+from cheetah.runtime.engine.launch_tables import Geometry, column_records, sequence_record, stop_lists
+from cheetah.runtime.engine.request_rows import RequestRows, options_of
+
+if TYPE_CHECKING:
+    from cheetah.runtime.device.interface import Argument, Buffer, Device, Kernel, MappedBuffer
+
+EPOCH_LIMIT = 2**32 - 1
+
+
+class LaunchFault(CheetahError):
+    """A launch that ended, and left what no right kernel leaves: a count of steps or a token that cannot be."""
+
+
+class Epochs:
+    """The numbers that flagged words carry: a launch takes as many as it may need, and none is used twice.
+
+    They start at 1; before they would pass 2**32-1 the exchange must be zeroed and they start again.
+    """
+
+    def __init__(self, per_step: int, first: int = 1):
+        self._per_step = per_step
+        self._next = first
+
+    def begin_again(self) -> None:
+        """From the start at the next `take`: a launch ended in the middle, and with it what blocks count."""
+        self._next = EPOCH_LIMIT
+
+    def take(self, steps: int) -> tuple[int, bool]:
+        """(first epoch of a launch of `steps` steps, whether the exchange must be zeroed before it)."""
+        needed = steps * self._per_step
+        restarted = self._next + needed > EPOCH_LIMIT
+        first = 1 if restarted else self._next
+        self._next = first + needed
+        return first, restarted
+
+
+class StepLaunches(KernelLaunches):
+    """Launches of a kernel of steps over one to `batch` sequences.
+
+    A launch takes up to `max_steps` steps, a step up to `tokens` columns. columns: of the last launch, (part, number in
+    the part) of each.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        kernel: Kernel,
+        manifest: Manifest,
+        config: ModelConfig,
+        buffers: Mapping[str, Buffer],
+        timeout_s: float | None = None,
+    ):
+        plan = Plan.from_dict(manifest.plan)
+        super().__init__(device, kernel, manifest, config, plan, buffers, timeout_s)
+        self.vocab_size = config.vocab_size
+        self.batch, self.tokens, self.max_steps = plan.batch, plan.tokens, plan.max_steps
+        self.launch_tokens = plan.launch_tokens
+        self.columns: list[tuple[int, int]] = []
+        self._epochs = Epochs(epochs_of_step(config.layers))
+        self._stop_room = buffers["stop_ids"].nbytes // 4
+        self._emitted = _words(self._buffers["emitted"]).reshape(plan.batch, -1)
+        self._cancelled = _words(self._buffers["cancelled"])
+        self._rows = RequestRows(self._buffers, config.vocab_size, plan.batch)
+
+    def score_steps(self, logits: Buffer) -> int:
+        """Most steps of a launch with this buffer."""
+        return min(self.max_steps, logits.nbytes // (4 * self.tokens * self.vocab_size))
+
+    def logits_after(self, flight: Flight, number: int, tokens: range) -> Iterator[npt.NDArray[np.float32]]:
+        _, per_step, first_column = flight.geometry.placed()[flight.order.index(number)]
+        logits = cast("MappedBuffer", flight.arguments["logits"]).array.view(np.float32).reshape(-1, self.vocab_size)
+        for token in tokens:
+            step, column = divmod(token, per_step)
+            yield logits[step * self.tokens + first_column + column]
+
+    def prepare(self, parts: Sequence[Part], logits: Buffer | None = None) -> Flight:
+        """Everything that a launch needs, before it is started; see `launch_together`."""
+        self._check_usable()
+        self._check(parts)
+        geometry, order = self._arrange(parts)
+        placed = [parts[number] for number in order]
+        self.columns = [(order[column.sequence], column.number) for column in column_records(geometry)]
+        arguments = self._prepare(placed, geometry, logits)
+        self._emitted[: len(parts)] = NOT_YET
+        return Flight(placed, order, geometry, arguments)
+
+    def fresh(self, flight: Flight) -> list[tuple[int, ...]]:
+        """What each part has sampled since this was asked last, in the order of the parts; up to a stop id."""
+        found: list[tuple[int, ...]] = [()] * len(flight.placed)
+        for row, number in enumerate(flight.order):
+            ids: list[int] = []
+            while self._is_fresh(flight, row):
+                token = int(self._emitted[row, flight.next_place(row)])
+                is_last = token >= CANCELLED_TOKEN or token in flight.placed[row].sampling.stop_ids
+                if token < CANCELLED_TOKEN:
+                    ids.append(token)
+                    flight.given[row] += 1
+                flight.has_ended[row] = is_last
+            found[number] = tuple(ids)
+        return found
+
+    def cancel(self, flight: Flight, number: int) -> None:
+        """Ends part `number` within a few steps. By any thread, at any time: nothing once it has ended."""
+        # The word of this launch alone: an order that comes late means nothing to the next one.
+        self._cancelled[flight.order.index(number)] = flight.epoch
+
+    def finish(self, flight: Flight) -> list[LaunchResult]:
+        """Waits for its end; what it did, in the order of the parts, with all ids that it sampled."""
+        self._await_end(flight)
+        with self._noting_failures():
+            steps, sampled = self._read(flight.placed)
+        seconds = flight.seconds
+        results = {}
+        for number, part, token_ids in zip(flight.order, flight.placed, sampled, strict=True):
+            self._advance(part, token_ids, steps)
+            made = token_ids if token_ids[-1:] < (CANCELLED_TOKEN,) else token_ids[:-1]
+            self._rows.note(part.cache, made)
+            results[number] = LaunchResult(made, steps, seconds, token_ids[-1:] == (NO_TOKEN,))
+        return [results[number] for number in range(len(flight.placed))]
+
+    def _arrange(self, parts: Sequence[Part]) -> tuple[Geometry, list[int]]:
+        """The launch's geometry and the order of its parts."""
+        raise NotImplementedError
+
+    def _place(self, parts: Sequence[Part], geometry: Geometry, steps: int) -> dict[str, int]:
+        """Uploads where the parts' keys lie, if the kernel reads any; gives the scalars that say so."""
+        return {}
+
+    def _advance(self, part: Part, token_ids: tuple[int, ...], steps: int) -> None:
+        """A launch of `steps` steps of a part has ended, and has sampled these."""
+
+    def _begin_again(self) -> None:
+        self._epochs.begin_again()
+        self._rows.forget()
+
+    def _has_fresh(self, flight: Flight) -> bool:
+        return any(self._is_fresh(flight, row) for row in range(len(flight.placed)))
+
+    def _is_fresh(self, flight: Flight, row: int) -> bool:
+        """Whether the next token of a row is there, and wanted."""
+        place = flight.next_place(row)
+        is_over = flight.has_ended[row] or place > flight.placed[row].total
+        return not is_over and self._emitted[row, place] != NOT_YET
+
+    def _check(self, parts: Sequence[Part]) -> None:
+        """What the caller must see to."""
+        assert 1 <= len(parts) <= self.batch and sum(part.per_step for part in parts) <= self.tokens, len(parts)
+        steps = parts[0].steps
+        for part in parts:
+            inputs = len(part.inputs)
+            assert 1 <= inputs <= part.total + 1 and part.steps == steps <= self.max_steps, (inputs, part.total, steps)
+            assert part.per_step == 1 or inputs >= part.total, "with several tokens a step all must be inputs"
+
+    def _prepare(self, parts: Sequence[Part], geometry: Geometry, logits: Buffer | None) -> dict[str, Argument]:
+        """Uploads what changed; gives the arguments by parameter name."""
+        steps = parts[0].steps
+        columns = column_records(geometry)
+        stop_ids, stops = stop_lists([part.sampling.stop_ids for part in parts], self._stop_room)
+        slots = self._rows.place([part.cache for part in parts])
+        asked = [
+            (options_of(part.sampling, part.mask) if part.samples else 0, slot)
+            for part, slot in zip(parts, slots, strict=True)
+        ]
+        for part, slot in zip(parts, slots, strict=True):
+            if part.samples:
+                self._rows.fill(slot, part.sampling, part.known, part.prompt, part.mask)
+        records = [
+            sequence_record(place, len(part.inputs), part.total, part.sampling, *of_part)
+            for part, place, *of_part in zip(parts, geometry.placed(), stops, asked, strict=True)
+        ]
+        scalars = self._place(parts, geometry, steps)
+        self._upload("sequences", encode(records, SequenceRecord))
+        self._upload("columns", encode(columns, ColumnRecord))
+        self._upload("stop_ids", np.array(stop_ids, np.int32))
+        self._upload_inputs(parts)
+        self._buffers["progress"].fill(0xFF)  # what a block has not written yet says "not started"
+        epoch, restarted = self._epochs.take(steps)
+        if restarted:
+            self._buffers["exchange"].fill(0)
+        scalars |= {
+            "steps": steps,
+            "head_from": min(part.first_sample for part in parts),
+            "column_count": len(columns),
+            "options": reduce(or_, (options for options, _ in asked)),
+            "epoch": epoch,
+        }
+        return self._arguments({**scalars, "logits": logits})
+
+    def _upload_inputs(self, parts: Sequence[Part]) -> None:
+        """All rows in one copy: to begin one takes longer than the copy."""
+        rows = np.zeros((len(parts), self.launch_tokens + 1), np.int32)
+        for row, part in zip(rows, parts, strict=True):
+            row[: len(part.inputs)] = part.inputs
+        used = rows.size - rows.shape[1] + len(parts[-1].inputs)
+        self._buffers["tokens"].upload(rows.reshape(-1)[:used])
+
+    def _read(self, parts: Sequence[Part]) -> tuple[int, list[tuple[int, ...]]]:
+        """(steps done, sampled ids of each part). The token after token k is sampled if it is not given."""
+        steps = parts[0].steps
+        done = int(self._buffers["status"].download(np.int32, (8,))[0])
+        if not 1 <= done <= steps:
+            raise LaunchFault(f"the kernel reports {done} of {steps} steps done: it did not run as its manifest says")
+        row = self.launch_tokens + 1
+        tokens = self._buffers["tokens"].download(np.int32, ((len(parts) - 1) * row + parts[-1].total + 1,))
+        sampled = []
+        for number, part in enumerate(parts):
+            reached = min(done * part.per_step, part.total)
+            ids = tokens[number * row + len(part.inputs) : number * row + reached + 1]
+            sampled.append(_up_to_stop(tuple(int(token) & NO_TOKEN for token in ids), part.sampling.stop_ids))
+            if any(self.vocab_size <= token < CANCELLED_TOKEN for token in sampled[-1]):
+                vocabulary = f"0..{self.vocab_size - 1}"
+                raise LaunchFault(f"the kernel sampled {sampled[-1]}, outside the vocabulary {vocabulary}")
+        return done, sampled
+
+
+def _words(buffer: Buffer) -> npt.NDArray[np.uint32]:
+    """The words of a mapped buffer, as launches see them."""
+    return cast("MappedBuffer", buffer).array.view(np.uint32)
+
+
+def _up_to_stop(token_ids: tuple[int, ...], stop_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """The ids up to the first stop id, CANCELLED_TOKEN or NO_TOKEN."""
+    ends = (place for place, token in enumerate(token_ids) if token in stop_ids or token >= CANCELLED_TOKEN)
+    return token_ids[: next(ends, len(token_ids)) + 1]
