@@ -263,23 +263,23 @@ __device__ __forceinline__ void copy_weights(uint32_t lane, uint32_t block, uint
       for (uint32_t k_tile = 0; k_tile < 16; k_tile += 2) {
         uint32_t size = (16 - k_tile < 2 ? 16 - k_tile : 2) * 1024;
         uint64_t* barrier = full + weights_stage;
-        mbarrier_wait(empty + weights_stage, weights_parity);
-        warp_barrier();
-        if (lane == 0) {
-          mbarrier_arrive_expect_tx(barrier, size * count);
-        }
         if (lane < count) {
+          mbarrier_wait(empty + weights_stage, weights_parity);
+          if (lane == 0) {
+            mbarrier_arrive_expect_tx(barrier, size * count);
+          }
           bulk_copy(ring + weights_stage * 49152 + lane * 2048, source + k_tile * 1024, size, barrier);
         }
         advance(weights_stage, weights_parity);
       }
     }
+    warp_barrier();
   }
 }
 
 // In the weights role, which brings nothing here, but whose arrival is needed.
 __device__ __forceinline__ void copy_nothing(uint32_t block, uint32_t tile_count, const int32_t* tiles, uint64_t* full,
-    uint32_t& weights_stage, uint64_t* empty, uint32_t& weights_parity, uint32_t lane) {
+    uint32_t& weights_stage, uint32_t lane, uint64_t* empty, uint32_t& weights_parity) {
   #pragma unroll 1
   for (uint32_t tile = block; tile < tile_count * 32; tile += 132) {
     uint4 of_tile = ((const uint4*)(tiles))[tile / 32];
@@ -287,13 +287,15 @@ __device__ __forceinline__ void copy_nothing(uint32_t block, uint32_t tile_count
     #pragma unroll 1
     for (uint32_t i = 0; i < end; ++i) {
       uint64_t* barrier = full + weights_stage;
-      mbarrier_wait(empty + weights_stage, weights_parity);
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive_expect_tx(barrier, 0);
+      if (lane < 1) {
+        mbarrier_wait(empty + weights_stage, weights_parity);
+        if (lane == 0) {
+          mbarrier_arrive_expect_tx(barrier, 0);
+        }
       }
       advance(weights_stage, weights_parity);
     }
+    warp_barrier();
   }
 }
 
@@ -320,17 +322,17 @@ __device__ __forceinline__ void copy_weights_2(uint32_t lane, uint32_t block, ui
       for (uint32_t k_tile = 0; k_tile < 16; k_tile += 2) {
         uint32_t size = (16 - k_tile < 2 ? 16 - k_tile : 2) * 1024;
         uint64_t* barrier = full + weights_stage;
-        mbarrier_wait(empty + weights_stage, weights_parity);
-        warp_barrier();
-        if (lane == 0) {
-          mbarrier_arrive_expect_tx(barrier, size * count);
-        }
         if (lane < count) {
+          mbarrier_wait(empty + weights_stage, weights_parity);
+          if (lane == 0) {
+            mbarrier_arrive_expect_tx(barrier, size * count);
+          }
           bulk_copy(ring + weights_stage * 49152 + lane * 2048, source + k_tile * 1024, size, barrier);
         }
         advance(weights_stage, weights_parity);
       }
     }
+    warp_barrier();
   }
 }
 
@@ -356,17 +358,17 @@ __device__ __forceinline__ void copy_weights_3(uint32_t lane, uint32_t block, ui
       for (uint32_t k_tile = 0; k_tile < 16; k_tile += 2) {
         uint32_t size = (16 - k_tile < 2 ? 16 - k_tile : 2) * 1024;
         uint64_t* barrier = full + weights_stage;
-        mbarrier_wait(empty + weights_stage, weights_parity);
-        warp_barrier();
-        if (lane == 0) {
-          mbarrier_arrive_expect_tx(barrier, size * count);
-        }
         if (lane < count) {
+          mbarrier_wait(empty + weights_stage, weights_parity);
+          if (lane == 0) {
+            mbarrier_arrive_expect_tx(barrier, size * count);
+          }
           bulk_copy(ring + weights_stage * 49152 + lane * 2048, source + k_tile * 1024, size, barrier);
         }
         advance(weights_stage, weights_parity);
       }
     }
+    warp_barrier();
   }
 }
 
@@ -393,17 +395,17 @@ __device__ __forceinline__ void copy_weights_4(uint32_t lane, uint32_t block, ui
       for (uint32_t k_tile = 0; k_tile < 16; k_tile += 2) {
         uint32_t size = (16 - k_tile < 2 ? 16 - k_tile : 2) * 1024;
         uint64_t* barrier = full + weights_stage;
-        mbarrier_wait(empty + weights_stage, weights_parity);
-        warp_barrier();
-        if (lane == 0) {
-          mbarrier_arrive_expect_tx(barrier, size * count);
-        }
         if (lane < count) {
+          mbarrier_wait(empty + weights_stage, weights_parity);
+          if (lane == 0) {
+            mbarrier_arrive_expect_tx(barrier, size * count);
+          }
           bulk_copy(ring + weights_stage * 49152 + lane * 2048, source + k_tile * 1024, size, barrier);
         }
         advance(weights_stage, weights_parity);
       }
     }
+    warp_barrier();
   }
 }
 
@@ -2080,7 +2082,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) prompt_pass(const uint8_t* 
   if (warp >= 8) {
     give_registers();
     if (warp == 8) {
-      // the weights: a lane an M-tile of the tile, the others keep up
+      // the weights: a lane an M-tile of the tile
       uint32_t weights_stage = 0;
       uint32_t weights_parity = 1;
       for (uint32_t layer = 0; layer < 32; ++layer) {
@@ -2092,7 +2094,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) prompt_pass(const uint8_t* 
         if (layer + 1 == 32 && wanted_count == 0) {
           break;
         }
-        copy_nothing(block, tile_count, tiles, full, weights_stage, empty, weights_parity, lane);
+        copy_nothing(block, tile_count, tiles, full, weights_stage, lane, empty, weights_parity);
         block = renewed_u32(block);
         thread = renewed_u32(thread);
         warp = renewed_u32(warp);

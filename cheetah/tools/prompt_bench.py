@@ -97,15 +97,18 @@ class PromptBench:
     def measure(self, tokens: int, repetitions: int, warmup: int) -> PromptMeasurement:
         """Random prompts of so many tokens, one after the other. CheetahError if one is answered differently when it is
         asked again: such a speed is worth nothing."""
-        found = [self._first_token(tokens, number % 2) for number in range(warmup + repetitions)]
+        found = [self.first_token(tokens, number % 2) for number in range(warmup + repetitions)]
         if any(len({token for _, token, _ in found[first::2]}) > 1 for first in (0, 1)):
             raise CheetahError(f"a prompt of {tokens} tokens was answered differently: its speed is worth nothing")
         return PromptMeasurement(tokens, tuple(ms for ms, _, _ in found[warmup:]), found[-1][2])
 
-    def _first_token(self, tokens: int, seed: int) -> tuple[float, int, int]:
+    def prompt(self, tokens: int, seed: int) -> tuple[int, ...]:
+        """Random ids, the same for the same seed."""
+        return tuple(map(int, np.random.default_rng(seed).integers(0, self.config.vocab_size, tokens)))
+
+    def first_token(self, tokens: int, seed: int) -> tuple[float, int, int]:
         """Milliseconds to the first token, the token, and the launches it took."""
-        ids = np.random.default_rng(seed).integers(0, self.config.vocab_size, tokens)
-        request = Request(tuple(map(int, ids)), 1, Sampling())
+        request = Request(self.prompt(tokens, seed), 1, Sampling())
         started = time.perf_counter()
         self.engine.add(request)
         while not (events := self.engine.step()):

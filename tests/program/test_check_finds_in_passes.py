@@ -40,9 +40,9 @@ BUGS = (
     bug("the halves of k exchanged in operand B", FLOAT32, (r"(descriptor\w*) \+ (64|80)\b", r"\1 + (144 - \2)")),
     bug("the units of operand B read across", FLOAT32, (r"(memory\w* \+ 8192), 128, 512\)", r"\1, 512, 128)")),
     bug(
-        "a lane of the weights' warp may fall behind",
-        "deadlock",
-        without(r"warp_barrier\(\);", before=r"mbarrier_wait\(empty \+ weights_stage, weights_parity\);\s*"),
+        "lanes that bring weights do not meet",
+        "still in flight|deadlock",
+        without(r"warp_barrier\(\);", before=r"advance\(weights_stage, weights_parity\);(?:\s*\})+\s*"),
     ),
     bug(
         "copies that do not count the phase that adds parts",

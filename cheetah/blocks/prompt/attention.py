@@ -75,8 +75,9 @@ class PassAttention:
         with self._tiles() as tile:
             begin, end = self._key_tiles(self._place(tile))
             with ch.for_(begin, end, unroll=1):
-                with self.ring.fill_weights(0):
+                with self.ring.fill_weights(0, lanes=1):
                     pass
+            self.ring.end_weights()
 
     @ch.function
     def copy_keys(self) -> None:

@@ -69,7 +69,7 @@ def emit_pass(machine: PassMachine) -> None:
     with ch.if_(machine.warp >= plan.consumer_warps):
         prim.give_registers()
         with ch.if_(machine.warp == plan.consumer_warps):
-            ch.comment("the weights: a lane an M-tile of the tile, the others keep up")
+            ch.comment("the weights: a lane an M-tile of the tile")
             machine.weights.emit_here()
         with ch.if_(machine.thread == plan.consumer_threads + 32):
             ch.comment("the activations: one lane")

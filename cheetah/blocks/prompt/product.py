@@ -156,8 +156,9 @@ class TileProduct:
                 self.weights.copy(self.ring, source, ty.u32(0) + matrix.chunk_tiles(chunk), count)
             if given.residual is not None:
                 with ch.for_(plan.tile_groups // self.residual_groups, unroll=1):
-                    with self.ring.fill_weights(0):
+                    with self.ring.fill_weights(0, lanes=1):
                         pass
+            self.ring.end_weights()
 
     @ch.function
     def copy_activations(self, matrix: MatrixLayout, given: Given) -> None:

@@ -65,18 +65,24 @@ class TileRing:
 
     @contextmanager
     @ch.inline
-    def fill_weights(self, announced: Any) -> Iterator[tuple[ch.Expr, ch.Expr]]:
-        """In the weights role, all its lanes together: the next stage, empty and with `announced` bytes of weights."""
+    def fill_weights(self, announced: Any, lanes: Any) -> Iterator[tuple[ch.Expr, ch.Expr]]:
+        """In the weights role, in its first `lanes` lanes: the next stage, empty and with `announced` bytes of weights,
+        of which each of these lanes brings some, or there are none. The others pass the stage by."""
         cursor = self.of_weights
         barrier = self.full + cursor.stage
-        prim.mbarrier_wait(self.empty + cursor.stage, cursor.parity)
-        # All lanes have seen it empty before it is announced. Where nothing of a lane's is waited for, it could be used
-        # and given back before that lane looks, and a parity tells two neighbouring passes apart only.
-        prim.warp_barrier()
-        with ch.if_(self.machine.lane == 0):
-            prim.mbarrier_arrive_expect_tx(barrier, announced)
-        yield self.memory + cursor.stage * self.stage_bytes, barrier
+        with ch.if_(self.machine.lane < lanes):
+            prim.mbarrier_wait(self.empty + cursor.stage, cursor.parity)
+            with ch.if_(self.machine.lane == 0):
+                prim.mbarrier_arrive_expect_tx(barrier, announced)
+            yield self.memory + cursor.stage * self.stage_bytes, barrier
         cursor.advance()
+
+    @ch.inline
+    def end_weights(self) -> None:
+        """In the weights role, when a tile's stages are filled: lanes that passed some by wait for the others. Else
+        they would look at a stage of a later tile too early or too late, since a parity tells two neighbouring passes
+        over the ring apart only. Who fills a stage is waited for by whoever uses it, and cannot fall behind."""
+        prim.warp_barrier()
 
     @contextmanager
     @ch.inline

@@ -57,9 +57,8 @@ class Bf16Weights(StageWeights):
         tile_bytes = self.format.tile_bytes
         with ch.for_(0, tiles, STAGE_TILES, unroll=1, name="k_tile") as k_tile:
             size = ch.minimum(tiles - k_tile, STAGE_TILES) * tile_bytes
-            with ring.fill_weights(size * count) as (stage, barrier):
-                with ch.if_(self.lane < count):
-                    prim.bulk_copy(self.place(stage, self.lane), source + k_tile * tile_bytes, size, barrier)
+            with ring.fill_weights(size * count, count) as (stage, barrier):
+                prim.bulk_copy(self.place(stage, self.lane), source + k_tile * tile_bytes, size, barrier)
 
     def load(self, stage: Any, warp: Any, turn: int, steps: int, fragments: Any) -> None:
         words = ch.reinterpret(ty.ptr(ty.u32x4), self.place(stage, warp))
@@ -79,12 +78,11 @@ class QuantizedWeights(StageWeights):
         with ch.for_(tiles, unroll=1, name="k_tile") as k_tile:
             tile = source + k_tile * self.format.tile_bytes
             for half in range(self.format.scales_at // codes):
-                with ring.fill_weights((codes + others) * count) as (stage, barrier):
-                    with ch.if_(self.lane < count):
-                        place = self.place(stage, self.lane)
-                        prim.bulk_copy(place, tile + half * codes, codes, barrier)
-                        if others:
-                            prim.bulk_copy(place + codes, tile + self.format.scales_at, others, barrier)
+                with ring.fill_weights((codes + others) * count, count) as (stage, barrier):
+                    place = self.place(stage, self.lane)
+                    prim.bulk_copy(place, tile + half * codes, codes, barrier)
+                    if others:
+                        prim.bulk_copy(place + codes, tile + self.format.scales_at, others, barrier)
 
     @ch.inline
     def load(self, stage: Any, warp: Any, turn: int, steps: int, fragments: Any) -> None:
