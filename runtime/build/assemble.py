@@ -1,8 +1,9 @@
 """A checkpoint, a device and a generated kernel put together, ready to launch.
 
 The order is: the kernels are generated (cheap, no device memory), memory is computed and refused if it does not fit,
-buffers are allocated, weights are packed and uploaded while the kernels are compiled, each in a thread of its own.
-Knows nothing of text or requests.
+buffers are allocated, weights are packed and uploaded. Each kernel is compiled from when there is its text, in a thread
+of its own, and what is not needed for a first token is waited for by the first launch of it. Knows nothing of text or
+requests.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
 from cheetah.plan import Plan
 from cheetah.plan.kv.tables import MAX_STOP_IDS
-from cheetah.runtime.background import started
+from cheetah.runtime.background import Started, started
 from cheetah.runtime.build.buffers import (
     Progress,
     UploadWeights,
@@ -42,7 +43,7 @@ from cheetah.runtime.build.kernels import (
     shared_buffers,
 )
 from cheetah.runtime.build.memory import LABELS, MemoryEstimate, size_text
-from cheetah.runtime.build.texts import KeptTexts
+from cheetah.runtime.build.texts import Generated, KeptTexts
 from cheetah.runtime.build.tuned import with_tuned
 from cheetah.runtime.device import Say, open_device, say_to_stderr
 from cheetah.runtime.engine.heads import HeadLauncher
@@ -63,6 +64,10 @@ STOP_IDS = MAX_STOP_IDS
 
 RATE_BYTES = 10**8
 """Of fewer bytes, the rate says nothing."""
+
+FIRST_LAUNCHED = ("solo", "decoding")
+"""Names of kernels, of which the start waits for the first that there is: a sequence by itself is decoded by it. The
+others are waited for when they are launched first."""
 
 
 @dataclass
@@ -151,6 +156,7 @@ def assemble(
         if tuned:
             plan_of_one = with_tuned(weights.config, machine, info.name, plan_of_one, _say(quiet))
             plan = plan if "batch" in plan else plan_of_one
+        compilers = _Compilers(opened)
         texts = KeptTexts(None if machine.emulated else cache_folder() / "texts")
         generate = keeping(texts, generate_kernel or own_generator())
         asked = KernelsAsked(
@@ -158,6 +164,7 @@ def assemble(
             PassesAsked(prompt_passes, info.free_bytes),
             texts,
             _say(quiet),
+            compilers.begin,
         )
         with watch("write the kernels"):
             kernels = asked.kernels(plan)
@@ -170,7 +177,6 @@ def assemble(
         if not quiet:
             say_to_stderr(_memory_line(memory, info))
         manifest = kernels.decoding.manifest
-        prepared = [opened.prepare(kernel.text, kernel.manifest) for kernel in kernels.every]
         with watch("allocate"):
             allocate_buffers(opened, manifest, buffers)
             shared = {name: buffers[name] for name in shared_buffers(weights.config) if name in buffers}
@@ -186,7 +192,9 @@ def assemble(
         if _loaded_bytes(manifest) >= RATE_BYTES:
             _say(quiet)(_loading_line(manifest, time.monotonic() - started))
         with watch("wait for compilers, load kernels"):
-            loaded = [load() for load in prepared]
+            by_name = {"decoding": kernels.decoding, **kernels.others}
+            awaited = next(name for name in FIRST_LAUNCHED if name in by_name)
+            codes = {name: compilers.kernel(one, name == awaited) for name, one in by_name.items()}
     except BaseException:
         free_all(buffers)
         if owns_device:
@@ -195,10 +203,11 @@ def assemble(
     cache = new_cache(weights.config, kernels.plan)
     if timeout_s is None and not machine.emulated:
         timeout_s = GPU_TIMEOUT_S
-    codes = dict(zip(["decoding", *kernels.others], loaded, strict=True))
 
-    def launched(name: str) -> tuple[Device, Kernel, Manifest, ModelConfig, dict[str, Buffer]]:
-        return opened, codes[name], codes[name].manifest, weights.config, others.get(name, buffers)
+    def launched(
+        name: str,
+    ) -> tuple[Device, Kernel | Started[Kernel], Manifest, ModelConfig, dict[str, Buffer]]:
+        return opened, codes[name], by_name[name].manifest, weights.config, others.get(name, buffers)
 
     of_steps = [name for name in codes if name not in (*PASSES, HEAD)]
     launchers = {name: Launcher(*launched(name), cache, timeout_s) for name in of_steps}
@@ -206,6 +215,22 @@ def assemble(
     head = HeadLauncher(*launched(HEAD), timeout_s) if HEAD in codes else None
     passes = tuple(PassLauncher(*launched(name), timeout_s, head) for name in PASSES if name in codes)
     return Assembly(manifest, first, prompts, alone, passes, memory, buffers, opened, owns_device)
+
+
+@dataclass(frozen=True)
+class _Compilers:
+    """Kernels that are being compiled for a device."""
+
+    device: Device
+    begun: list[tuple[Generated, Started[Kernel]]] = field(default_factory=list)
+
+    def begin(self, kernel: Generated) -> None:
+        self.begun.append((kernel, self.device.prepare(kernel.text, kernel.manifest)))
+
+    def kernel(self, wanted: Generated, is_awaited: bool) -> Kernel | Started[Kernel]:
+        """The kernel, loaded; or what waits for it and loads it, where it is not compiled yet and not awaited here."""
+        compiled = next(compiled for kernel, compiled in self.begun if kernel is wanted)
+        return compiled() if is_awaited or compiled.is_done else compiled
 
 
 def _pages_that_fit(plan: Plan, memory: MemoryEstimate, free_bytes: int) -> int | None:

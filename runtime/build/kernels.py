@@ -6,7 +6,7 @@ device is needed, and none is taken. Knows nothing of weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -82,7 +82,8 @@ class PassesAsked:
 
 @dataclass(frozen=True)
 class KernelsAsked:
-    """What kernels are made of; see `assemble`. plan_of_one: fields of the plan for a sequence by itself."""
+    """What kernels are made of; see `assemble`. plan_of_one: fields of the plan for a sequence by itself. begin: gets
+    each kernel as soon as there is its text."""
 
     config: ModelConfig
     machine: Gpu
@@ -93,38 +94,46 @@ class KernelsAsked:
     passes: PassesAsked
     texts: KeptTexts
     say: Say
+    begin: Callable[[Generated], object]
 
     def kernels(self, plan: Mapping[str, Any]) -> Kernels:
-        """All kernels for a plan, each as this version writes it."""
-        decoding = self.generate(self.config, self.machine.name, **plan)
-        model = (self.config, self.machine, self.generate)
-        found = {"prompts": generate_prompt_kernel(*model, plan, decoding.manifest, self.prompt_tokens, self.say)}
-        wants_solo = not (self.machine.emulated or decoding.manifest.plan["kv_chunk"])
+        """All kernels for a plan, each as this version writes it; those first that a first request waits for."""
+        decoding = self._checked(self.generate(self.config, self.machine.name, **plan))
+        model, manifest = (self.config, self.machine, self.generate), decoding.manifest
+        made: dict[str, Generated] = {}
+        wants_solo = not (self.machine.emulated or manifest.plan["kv_chunk"])
         if wants_solo if self.solo is None else self.solo:
-            found["solo"] = generate_solo_kernel(*model, self.plan_of_one, decoding.manifest)
-        made = {name: kernel for name, kernel in found.items() if kernel is not None}
-        for kernel in (decoding, *made.values()):
-            check_manifest(self.config, kernel.manifest)
-        most = Plan.from_dict(made.get("prompts", decoding).manifest.plan)
-        made |= self._passes(decoding.manifest, most)
+            solo = generate_solo_kernel(*model, self.plan_of_one, manifest)
+            made |= {} if solo is None else {"solo": self._checked(solo)}
+        for name, kernel in pass_kernels(self.config, self.machine, manifest, self.passes, self.texts, self.say):
+            self.begin(kernel)
+            made[name] = kernel
+        has_passes = bool(made.keys() & {*PASSES})
+        prompts = generate_prompt_kernel(*model, plan, manifest, self.prompt_tokens, self.say)
+        made |= {} if prompts is None else {"prompts": self._checked(prompts)}
+        if has_passes:
+            most = Plan.from_dict((decoding if prompts is None else prompts).manifest.plan)
+            made[HEAD] = self._head(manifest, most, [made[name] for name in PASSES if name in made])
         return Kernels(decoding, made)
 
-    def _passes(self, manifest: Manifest, most: Plan) -> dict[str, Generated]:
-        """Kernels of passes beside the manifest's, and the head behind them with the steps of `most`, which takes most
-        columns."""
-        passes = generate_pass_kernels(self.config, self.machine, manifest, self.passes, self.texts, self.say)
-        if not passes:
-            return {}
+    def _checked(self, kernel: Generated) -> Generated:
+        check_manifest(self.config, kernel.manifest)
+        self.begin(kernel)
+        return kernel
+
+    def _head(self, manifest: Manifest, most: Plan, passes: Iterable[Generated]) -> Generated:
+        """The head behind passes, beside the manifest's kernel, with the steps of `most`, which takes most columns."""
         from cheetah.generate import generate_head
 
-        rows = max(PassPlan.from_dict(one.manifest.plan).tokens for one in passes.values())
+        rows = max(PassPlan.from_dict(one.manifest.plan).tokens for one in passes)
         head = self.texts.get(
             [HEAD, *_told(self.config), self.machine.name, most.to_dict(), rows],
             partial(generate_head, self.config, self.machine, most, rows),
         )
         shared = [buffer.name for buffer in head.manifest.buffers if buffer.name in shared_buffers(self.config)]
         _check_shared(shared, manifest, head.manifest, "prompt_passes")
-        return {**passes, HEAD: head}
+        self.begin(head)
+        return head
 
 
 def choose_gpu(info: DeviceInfo, wanted: str | None = None) -> Gpu:
@@ -202,34 +211,32 @@ def generate_prompt_kernel(
     return None
 
 
-def generate_pass_kernels(
+def pass_kernels(
     config: ModelConfig, machine: Gpu, manifest: Manifest, asked: PassesAsked, texts: KeptTexts, say: Say
-) -> dict[str, Generated]:
-    """Kernels of passes beside the manifest's, which decodes; none where none is wanted, or, unless they were asked
-    for, where there can be none, which is said."""
+) -> Iterator[tuple[str, Generated]]:
+    """Kernels of passes beside the manifest's, which decodes, with their names, those of fewer tokens first; none where
+    none is wanted, or, unless they were asked for, where there can be none, which is said."""
     if not asked.is_wanted(machine):
-        return {}
+        return
     from cheetah.generate import generate_pass
 
+    plan, has_some = Plan.from_dict(manifest.plan), False
     try:
         plans = _pass_plans_that_fit(config, machine, manifest, asked)
-        plan = Plan.from_dict(manifest.plan)
-        made: dict[str, Generated] = {
-            name: texts.get(
-                ["pass", *_told(config), machine.name, plan.to_dict(), one.to_dict()],
-                partial(generate_pass, config, machine, plan, one),
+        for name in sorted(plans, key=PASSES.index):
+            made = texts.get(
+                ["pass", *_told(config), machine.name, plan.to_dict(), plans[name].to_dict()],
+                partial(generate_pass, config, machine, plan, plans[name]),
             )
-            for name, one in plans.items()
-        }
+            _check_shared(shared_buffers(config), manifest, made.manifest, "prompt_passes")
+            has_some = True
+            yield name, made
     except PlanError as error:
-        if asked.wanted:
+        if asked.wanted or has_some:  # where there can be one kernel, there can be all that fit
             raise
         say(f"no passes over prompts, which are read a few tokens a step: {str(error).partition(chr(10))[0]}")
-        return {}
-    for one in made.values():
-        _check_shared(shared_buffers(config), manifest, one.manifest, "prompt_passes")
+        return
     say(f"prompts are read in passes of up to {plans[PASSES[-1]].tokens} tokens")
-    return made
 
 
 def _pass_plans_that_fit(

@@ -23,7 +23,7 @@ from numpy.typing import DTypeLike, NDArray
 from cheetah.manifest import NO_PAGE, Manifest
 from cheetah.piece_ring import PieceRing, ordinary_memory
 from cheetah.runtime import interrupts
-from cheetah.runtime.background import started
+from cheetah.runtime.background import Started, started
 from cheetah.runtime.device.arguments import CheckedArgument, check_arguments
 from cheetah.runtime.device.interface import (
     Argument,
@@ -128,7 +128,7 @@ class EmulatorDevice:
     def load(self, text: str, manifest: Manifest) -> EmulatorKernel:
         return self.prepare(text, manifest)()
 
-    def prepare(self, text: str, manifest: Manifest) -> Callable[[], EmulatorKernel]:
+    def prepare(self, text: str, manifest: Manifest) -> Started[EmulatorKernel]:
         from cheetah.emulator import compile_program
 
         self._check_usable()

@@ -14,6 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 from cheetah.errors import CheetahError
 from cheetah.manifest import Manifest
 from cheetah.piece_ring import PieceRing
+from cheetah.runtime.background import Started
 
 Say = Callable[[str], None]
 """Takes one line for the user: what is being compiled, which device was chosen and why."""
@@ -141,8 +142,8 @@ class Device(Protocol):
     def load(self, text: str, manifest: Manifest) -> Kernel:
         """Compile `text` (through the cache) and load it. DeviceError if its blocks cannot all run at once."""
 
-    def prepare(self, text: str, manifest: Manifest) -> Callable[[], Kernel]:
-        """Begin to compile `text` in a thread of its own; what is given back does the rest of `load`."""
+    def prepare(self, text: str, manifest: Manifest) -> Started[Kernel]:
+        """Begin to compile `text` in a thread of its own; what is given back does the rest of `load`, once."""
 
     def allocate(self, nbytes: int, fill: int | None = None) -> Buffer:
         """A buffer of `nbytes`, each byte set to `fill` if given. DeviceError tells what is free if too little is."""

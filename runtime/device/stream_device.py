@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from cheetah.manifest import Manifest
 from cheetah.piece_ring import PieceRing
-from cheetah.runtime.background import started
+from cheetah.runtime.background import Started, started
 from cheetah.runtime.build.compile import compile_cubin
 from cheetah.runtime.build.cubin import Cubin
 from cheetah.runtime.device.arguments import check_arguments
@@ -181,14 +181,13 @@ class StreamDevice:
     def load(self, text: str, manifest: Manifest) -> StreamKernel:
         return self.prepare(text, manifest)()
 
-    def prepare(self, text: str, manifest: Manifest) -> Callable[[], StreamKernel]:
+    def prepare(self, text: str, manifest: Manifest) -> Started[StreamKernel]:
         manifest.check_text(text)
         info = self.describe()
         check_machine(manifest, info)
         compiled = started(lambda: compile_cubin(text, manifest.kernel, compiler=self._compiler, progress=self._say))
 
-        def load() -> StreamKernel:
-            cubin = compiled()
+        def load(cubin: Cubin) -> StreamKernel:
             with self._in_use():
                 function = self._driver.load(cubin.image, manifest.kernel, manifest.launch.shared_bytes)
                 blocks_per_sm = self._driver.blocks_per_sm(function, manifest.launch)
@@ -196,7 +195,7 @@ class StreamDevice:
                 check_occupancy(manifest, info, blocks_per_sm)
             return StreamKernel(manifest, function, cubin)
 
-        return load
+        return compiled.then(load)
 
     def allocate(self, nbytes: int, fill: int | None = None) -> StreamBuffer:
         check_size_and_fill(nbytes, fill)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -20,6 +21,7 @@ from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
 from cheetah.plan import Plan
 from cheetah.runtime import interrupts
+from cheetah.runtime.background import Started
 from cheetah.runtime.device.interface import LaunchCancelled
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launch_tables import Geometry, Sampling
@@ -127,7 +129,8 @@ class Flight:
 
 
 class KernelLaunches:
-    """Launches of one kernel over sequences' caches. plan: of the kernel that decodes, whose caches they are.
+    """Launches of one kernel over sequences' caches. kernel: or what waits for it, which the first launch does. plan:
+    of the kernel that decodes, whose caches they are.
 
     `buffers` holds the device buffers by parameter name; who launches alone writes the tables among them. After a
     launch that failed or did not end, nothing can be launched any more.
@@ -136,20 +139,24 @@ class KernelLaunches:
     def __init__(
         self,
         device: Device,
-        kernel: Kernel,
+        kernel: Kernel | Started[Kernel],
         manifest: Manifest,
         config: ModelConfig,
         plan: Plan,
         buffers: Mapping[str, Buffer],
         timeout_s: float | None = None,
     ):
-        self._device, self._kernel, self._buffers, self._plan = device, kernel, dict(buffers), plan
+        self._device, self._given_kernel, self._buffers, self._plan = device, kernel, dict(buffers), plan
         self.window = config.window(plan.max_context)
         self._timeout_s = timeout_s
         self._parameters = [parameter.name for parameter in manifest.parameters]
         self._uploaded: dict[str, npt.NDArray[np.int32]] = {}
         self._pool_shape = next((buffer.shape for buffer in manifest.buffers if buffer.name == "kv"), ())
         self._broken: str | None = None
+
+    @cached_property
+    def _kernel(self) -> Kernel:
+        return self._given_kernel() if isinstance(self._given_kernel, Started) else self._given_kernel
 
     def launch_together(self, parts: Sequence[Part], logits: Buffer | None = None) -> list[LaunchResult]:
         """One launch over several sequences, each of which has a token in every step. Results in the order of `parts`.

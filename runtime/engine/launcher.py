@@ -19,6 +19,7 @@ from cheetah.models.config import ModelConfig
 from cheetah.plan import Plan
 from cheetah.plan.kv import KvPlanLayout, kv_plans_for_launch, launch_tiles, max_plans
 from cheetah.plan.kv.tables import TileRecord, encode
+from cheetah.runtime.background import Started
 from cheetah.runtime.engine.flights import NOT_A_NUMBER, Flight, LaunchResult, Part
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launch_tables import Geometry, Sampling, share_prefixes
@@ -51,7 +52,7 @@ class Launcher(StepLaunches):
     def __init__(
         self,
         device: Device,
-        kernel: Kernel,
+        kernel: Kernel | Started[Kernel],
         manifest: Manifest,
         config: ModelConfig,
         buffers: Mapping[str, Buffer],

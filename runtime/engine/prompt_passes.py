@@ -20,6 +20,7 @@ from cheetah.plan import Plan
 from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.pass_tables import SEGMENT_COLUMNS, Segment, pass_room
 from cheetah.plan.prompt import PassPlan
+from cheetah.runtime.background import Started
 from cheetah.runtime.engine.flights import Flight, KernelLaunches, LaunchResult, Part
 from cheetah.runtime.engine.heads import HeadLauncher
 from cheetah.runtime.engine.launch_tables import Geometry
@@ -56,7 +57,7 @@ class PassLauncher(KernelLaunches):
     def __init__(
         self,
         device: Device,
-        kernel: Kernel,
+        kernel: Kernel | Started[Kernel],
         manifest: Manifest,
         config: ModelConfig,
         buffers: Mapping[str, Buffer],

@@ -27,6 +27,7 @@ from cheetah.plan.kv.tables import (
     encode,
     epochs_of_step,
 )
+from cheetah.runtime.background import Started
 from cheetah.runtime.engine.flights import Flight, KernelLaunches, LaunchResult, Part
 from cheetah.runtime.engine.launch_tables import Geometry, column_records, sequence_record, stop_lists
 from cheetah.runtime.engine.request_rows import RequestRows, options_of
@@ -74,7 +75,7 @@ class StepLaunches(KernelLaunches):
     def __init__(
         self,
         device: Device,
-        kernel: Kernel,
+        kernel: Kernel | Started[Kernel],
         manifest: Manifest,
         config: ModelConfig,
         buffers: Mapping[str, Buffer],

@@ -184,6 +184,4 @@ def _library_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> llguidance.LLTo
 
 def _check_installed() -> None:
     if importlib.util.find_spec("llguidance") is None:
-        raise CheetahError(
-            f"structured_outputs needs llguidance, which is not installed: {installing('structured')}"
-        )
+        raise CheetahError(f"structured_outputs needs llguidance, which is not installed: {installing('structured')}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from cheetah import lang as ch
 from cheetah.blocks.linear.matvec import Matvec
 from cheetah.blocks.machine import Machine, emit_roles, start_machine
 from cheetah.blocks.ring import Ring
-from cheetah.emulator import allocate, compile_program
+from cheetah.emulator import Program, allocate, compile_program
 from cheetah.lang import prim
 from cheetah.plan import GPUS, Gpu, ModelShape, Plan, default_plan, shared_map
 from tests.program.rig import emulated_gpu
@@ -59,8 +60,12 @@ class SmallKernel:
         if bug is not None:
             assert bug[0] in self.text, bug[0]
             self.text = self.text.replace(*bug)
-        types = [(name, str(type_)) for name, type_ in parameters.items()]
-        self.program = compile_program(self.text, "small", types, sanitize=sanitize)
+        self._sanitize = sanitize
+
+    @cached_property
+    def program(self) -> Program:
+        types = [(name, str(type_)) for name, type_ in self.parameters.items()]
+        return compile_program(self.text, "small", types, sanitize=self._sanitize)
 
     def launch(self, arguments: Mapping[str, Any], scheduler: str = "round_robin", seed: int = 0) -> None:
         """One launch; arrays by parameter name are read and written in place."""

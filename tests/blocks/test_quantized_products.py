@@ -108,6 +108,16 @@ def test_product_by_digits_against_float64(name: str) -> None:
         assert error_of_product(case, name, outlier=1000.0) < MATVEC_WITH_OUTLIERS
 
 
+@pytest.mark.slow
+@pytest.mark.compiler
+@pytest.mark.parametrize(("tokens", "slices"), [(1, 1), (8, 3)])
+@pytest.mark.parametrize("name", ["int4-g128-asym", "fp8-block128"])
+def test_a_product_as_long_as_the_longest_of_70b(name: str, tokens: int, slices: int) -> None:
+    case = (20, 28672, 2, {"tokens": tokens, "down_slices": slices, "consumer_warps": 8})
+    assert error_of_product(case, name) < MATVEC
+    assert error_of_product(case, name, outlier=1000.0) < MATVEC_WITH_OUTLIERS
+
+
 @pytest.mark.compiler
 def test_digits_of_two_tokens_know_nothing_of_each_other() -> None:
     """Not of how large the other is, nor whether it is in use."""

@@ -9,7 +9,7 @@ the sequence's own pages, pages that nobody else reads where one writes, epochs 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +51,7 @@ from cheetah.plan.kv.tables import (
     TileRecord,
     epochs_of_step,
 )
+from cheetah.runtime.background import Started, started
 from cheetah.runtime.device.arguments import check_arguments
 from cheetah.runtime.device.interface import DeviceInfo, LaunchTimeout
 
@@ -141,9 +142,9 @@ class FakeDevice:
         manifest.check_text(text)
         return FakeKernel(manifest, text)
 
-    def prepare(self, text: str, manifest: Manifest) -> Callable[[], FakeKernel]:
+    def prepare(self, text: str, manifest: Manifest) -> Started[FakeKernel]:
         kernel = self.load(text, manifest)
-        return lambda: kernel
+        return started(lambda: kernel)
 
     def lend(self, nbytes: int) -> AbstractContextManager[PieceRing]:
         return ordinary_memory(nbytes)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_kernel import FakeBuffer, FakeDevice, Generated, generate_kernel
+from fake_kernel import FakeBuffer, FakeDevice, FakeKernel, Generated, generate_kernel
 from tiny_models import tiny_config, tiny_weights
 
 from cheetah.errors import CheetahError
 from cheetah.manifest import Manifest
 from cheetah.models.llama import LlamaConfig
+from cheetah.plan import Plan
+from cheetah.runtime.background import Started, started
 from cheetah.runtime.build.assemble import assemble
 from cheetah.runtime.build.kernels import choose_gpu, keeping, shared_buffers
 from cheetah.runtime.build.texts import KeptText, KeptTexts
 from cheetah.runtime.device.interface import DeviceError, DeviceInfo
+from cheetah.runtime.engine.launcher import Sampling
 
 
 def info(name: str, blocks: int = 132, backend: str = "cuda") -> DeviceInfo:
@@ -52,6 +56,42 @@ def test_other_machines_are_refused(device: DeviceInfo, wanted: str | None, mess
 
 def assembled(device: FakeDevice, generate: Any = generate_kernel) -> None:
     assemble(tiny_weights(), device=device, generate_kernel=generate, quiet=True)
+
+
+def test_a_kernel_beside_the_first_is_waited_for_when_it_is_launched_first() -> None:
+    compiled = threading.Event()
+
+    class Slow(FakeDevice):
+        def prepare(self, text: str, manifest: Manifest) -> Started[FakeKernel]:
+            kernel, is_first = self.load(text, manifest), Plan.from_dict(manifest.plan).tokens == 1
+            return started(lambda: kernel if is_first or compiled.wait(10) else None)
+
+    device = Slow()
+    made = assemble(tiny_weights(), device=device, generate_kernel=generate_kernel, quiet=True, prompt_tokens=8)
+    made.launcher.launch([1], 1, Sampling())
+    assert made.prompts is not None and not compiled.is_set()
+    threading.Timer(0.1, compiled.set).start()
+    made.prompts.launch([2, 3, 4, 0], 3, Sampling(), 8)
+    assert compiled.is_set() and len(device.launches) == 2
+
+
+def test_a_kernel_that_does_not_compile_says_so_when_it_is_launched() -> None:
+    class Failing(FakeDevice):
+        def prepare(self, text: str, manifest: Manifest) -> Started[FakeKernel]:
+            if Plan.from_dict(manifest.plan).tokens == 1:
+                return super().prepare(text, manifest)
+            return started(self.fail).then(lambda never: never)
+
+        def fail(self) -> FakeKernel:
+            failing.wait(10)
+            raise CheetahError("no such instruction")
+
+    failing = threading.Event()
+    made = assemble(tiny_weights(), device=Failing(), generate_kernel=generate_kernel, quiet=True, prompt_tokens=8)
+    failing.set()
+    assert made.prompts is not None
+    with pytest.raises(CheetahError, match="no such instruction"):
+        made.prompts.launch([2, 3, 4, 0], 3, Sampling(), 8)
 
 
 @pytest.mark.slow
