@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -146,17 +145,13 @@ class KernelLaunches:
         buffers: Mapping[str, Buffer],
         timeout_s: float | None = None,
     ):
-        self._device, self._given_kernel, self._buffers, self._plan = device, kernel, dict(buffers), plan
+        self._device, self._kernel, self._buffers, self._plan = device, kernel, dict(buffers), plan
         self.window = config.window(plan.max_context)
         self._timeout_s = timeout_s
         self._parameters = [parameter.name for parameter in manifest.parameters]
         self._uploaded: dict[str, npt.NDArray[np.int32]] = {}
         self._pool_shape = next((buffer.shape for buffer in manifest.buffers if buffer.name == "kv"), ())
         self._broken: str | None = None
-
-    @cached_property
-    def _kernel(self) -> Kernel:
-        return self._given_kernel() if isinstance(self._given_kernel, Started) else self._given_kernel
 
     def launch_together(self, parts: Sequence[Part], logits: Buffer | None = None) -> list[LaunchResult]:
         """One launch over several sequences, each of which has a token in every step. Results in the order of `parts`.
@@ -182,6 +177,7 @@ class KernelLaunches:
 
     def start(self, flight: Flight) -> None:
         """Starts it; returns at once on a GPU. No other may be started before it is finished."""
+        assert not isinstance(self._kernel, Started), "a flight is prepared before it is started"
         with self._noting_failures():
             self._device.launch(self._kernel, flight.arguments)
 
@@ -211,9 +207,13 @@ class KernelLaunches:
         """Waits for its end; what it did, in the order of the parts, with all ids that it sampled."""
         raise NotImplementedError
 
-    def _check_usable(self) -> None:
+    def _be_ready(self) -> None:
+        """CheetahError after a launch that failed. Waits for the kernel's compiler: that is no part of a launch, nor of
+        its time limit."""
         if self._broken is not None:
             raise CheetahError(f"an earlier launch failed, the device's state is lost: open a new LLM ({self._broken})")
+        if isinstance(self._kernel, Started):
+            self._kernel = self._kernel()
 
     def _await_end(self, flight: Flight) -> None:
         with self._noting_failures():

@@ -78,7 +78,7 @@ class PassLauncher(KernelLaunches):
 
     def prepare(self, parts: Sequence[Part], logits: Buffer | None = None) -> Flight:
         """A pass over the inputs of parts. It samples nothing, and leaves no logits."""
-        self._check_usable()
+        self._be_ready()
         assert logits is None, "a pass has no head"
         assert 1 <= len(parts) <= self.batch and all(part.wanted <= part.total for part in parts), parts
         segments = [Segment(row, part.cache.length, part.total) for row, part in enumerate(parts)]

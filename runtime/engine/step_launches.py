@@ -106,7 +106,7 @@ class StepLaunches(KernelLaunches):
 
     def prepare(self, parts: Sequence[Part], logits: Buffer | None = None) -> Flight:
         """Everything that a launch needs, before it is started; see `launch_together`."""
-        self._check_usable()
+        self._be_ready()
         self._check(parts)
         geometry, order = self._arrange(parts)
         placed = [parts[number] for number in order]
