@@ -81,6 +81,7 @@ def test_lines_by_a_field_of_the_plan() -> None:
     assert list(lines) == ["cheetah, barrier", "cheetah, flags", "gpt-fast, -"]
 
 
+@pytest.mark.slow
 def test_the_figure_shows_speeds_shares_and_samples() -> None:
     pytest.importorskip("matplotlib")
     records = [record(128, 280.0), record(6144, 260.0, share=None), record(128, 600.0, model="llama-3.2-1b")]
@@ -93,6 +94,7 @@ def test_the_figure_shows_speeds_shares_and_samples() -> None:
     assert shares.lines[0].get_xydata().tolist() == [[128, 90.0]]
 
 
+@pytest.mark.slow
 def test_a_picture_is_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     source = written(tmp_path / "a.jsonl", record(0, 280.0), record(32768, 210.0), record(128, 160.0, "gpt-fast"))

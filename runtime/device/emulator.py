@@ -18,13 +18,14 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from cheetah.manifest import NO_PAGE, Manifest
 from cheetah.piece_ring import PieceRing, ordinary_memory
 from cheetah.runtime import interrupts
 from cheetah.runtime.background import Started, started
 from cheetah.runtime.device.arguments import CheckedArgument, check_arguments
+from cheetah.runtime.device.host_buffer import HostBuffer
 from cheetah.runtime.device.interface import (
     Argument,
     ArgumentError,
@@ -34,9 +35,6 @@ from cheetah.runtime.device.interface import (
     LaunchCancelled,
     ProgressSource,
     Say,
-    as_bytes,
-    check_copy,
-    check_range,
     check_size_and_fill,
 )
 
@@ -62,42 +60,11 @@ class EmulatorEvent:
     seconds: float
 
 
-class EmulatorBuffer:
-    """A buffer in ordinary memory. array: its bytes."""
+class EmulatorBuffer(HostBuffer):
+    """A buffer in ordinary memory."""
 
     def __init__(self, nbytes: int, fill: int) -> None:
-        self.nbytes = nbytes
-        self._array: NDArray[np.uint8] | None = _aligned_bytes(nbytes, fill)
-
-    @property
-    def array(self) -> NDArray[np.uint8]:
-        if self._array is None:
-            raise ArgumentError(f"this buffer of {self.nbytes} bytes has been freed")
-        return self._array
-
-    @property
-    def address(self) -> int:
-        return int(self.array.ctypes.data)
-
-    def upload(self, array: NDArray[Any], offset: int = 0) -> None:
-        data = as_bytes(array)
-        check_range("upload", offset, data.nbytes, self.nbytes)
-        self.array[offset : offset + data.nbytes] = data
-
-    def download(self, dtype: DTypeLike, shape: int | tuple[int, ...], offset: int = 0) -> NDArray[Any]:
-        array = np.empty(shape, dtype)
-        check_range("download", offset, array.nbytes, self.nbytes)
-        array.reshape(-1).view(np.uint8)[:] = self.array[offset : offset + array.nbytes]
-        return array
-
-    def fill(self, byte: int) -> None:
-        check_size_and_fill(self.nbytes, byte)
-        self.array[:] = byte
-
-    def copy(self, source_offset: int, target_offset: int, nbytes: int) -> None:
-        check_copy(source_offset, target_offset, nbytes, self.nbytes)
-        source = self.array[source_offset : source_offset + nbytes]
-        self.array[target_offset : target_offset + nbytes] = source
+        super().__init__(_aligned_bytes(nbytes, fill))
 
     def free(self) -> None:
         self._array = None

@@ -20,6 +20,7 @@ from cheetah.runtime.build.compile import compile_cubin
 from cheetah.runtime.build.cubin import Cubin
 from cheetah.runtime.device.arguments import check_arguments
 from cheetah.runtime.device.driver import Driver, DriverError, DriverEvent, Function, GraphDriver
+from cheetah.runtime.device.host_buffer import HostBuffer
 from cheetah.runtime.device.interface import (
     Argument,
     ArgumentError,
@@ -99,35 +100,13 @@ class StreamBuffer:
         self._release()
 
 
-class StreamMappedBuffer:
+class StreamMappedBuffer(HostBuffer):
     """Pinned host memory of a StreamDevice: with unified addresses a kernel uses it at the address that it has here.
     Kept until the device is closed."""
 
     def __init__(self, device: StreamDevice, array: NDArray[np.uint8]) -> None:
-        self.device, self.array, self.nbytes = device, array, array.nbytes
-
-    @property
-    def address(self) -> int:
-        return int(self.array.ctypes.data)
-
-    def upload(self, array: NDArray[Any], offset: int = 0) -> None:
-        data = as_bytes(array)
-        check_range("upload", offset, data.nbytes, self.nbytes)
-        self.array[offset : offset + data.nbytes] = data
-
-    def download(self, dtype: DTypeLike, shape: int | tuple[int, ...], offset: int = 0) -> NDArray[Any]:
-        found = np.empty(shape, dtype)
-        check_range("download", offset, found.nbytes, self.nbytes)
-        found.reshape(-1).view(np.uint8)[:] = self.array[offset : offset + found.nbytes]
-        return found
-
-    def fill(self, byte: int) -> None:
-        check_size_and_fill(self.nbytes, byte)
-        self.array[:] = byte
-
-    def copy(self, source_offset: int, target_offset: int, nbytes: int) -> None:
-        check_copy(source_offset, target_offset, nbytes, self.nbytes)
-        self.array[target_offset : target_offset + nbytes] = self.array[source_offset : source_offset + nbytes]
+        super().__init__(array)
+        self.device = device
 
     def free(self) -> None:
         """Its memory goes with the device's."""

@@ -206,7 +206,7 @@ def test_orders_have_inverses() -> None:
 
 
 def test_plans_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(PlanError, match="40 tokens in tiles of 16: give whole tiles"):
+    with pytest.raises(PlanError, match="40 tokens, cut for 0, in tiles of 16: give whole tiles"):
         PassPlan(tokens=40, tile_tokens=16)
     with pytest.raises(PlanError, match="the chunks of w have 1: give decoding stages of a multiple of 2048 bytes"):
         PLAN.check(MatrixLayout("w", 64, 128, 2, 1024))

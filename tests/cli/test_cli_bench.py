@@ -123,6 +123,7 @@ def test_a_cache_of_codes_has_no_nan() -> None:
     np.testing.assert_array_equal(random_cache(plan), random_bits(1.0))
 
 
+@pytest.mark.slow
 def test_the_emulator_gives_no_speed(records: list[dict[str, Any]]) -> None:
     for line in records:
         assert line["note"] == "emulated: not a speed"

@@ -33,8 +33,15 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("llama-3.2-1b", {"sync": "barrier"}),
     ("llama-3.1-8b", {"sync": "barrier"}),
     ("llama-3.1-8b", {"tokens": 8}),
+    ("llama-3.1-8b@fp8", {"batch": 8}),
+    ("llama-3.1-70b@fp8", {"batch": 8}),
+    ("llama-3.1-70b@int4-g128", {"batch": 8}),
 ]
 """Options that a user may give."""
+
+MORE_STACK_BYTES = {"llama-3.1-70b@int4-g128": 40}
+"""Of steps with several tokens: ten words. Eight are sums of an M-tile of down, laid aside between two slices of its
+input and taken up again, once a slice; two are read once a phase. None is touched in a loop over chunks or keys."""
 
 FEWER_PROMPT_TOKENS = {"llama-3.1-70b": 8, "qwen3-32b": 8}
 """Where the vectors of 16 tokens have no place beside a ring."""
@@ -85,7 +92,8 @@ needs_nvrtc = pytest.mark.skipif(not has_nvrtc(), reason="needs NVRTC")
 @needs_nvrtc
 @pytest.mark.parametrize(("model", "options"), kernels())
 def test_registers_are_enough(tmp_path: Path, model: str, options: dict[str, Any]) -> None:
-    require_registers(generate_named(named_config(model).config, model, DEFAULT_GPU, options), tmp_path)
+    most = MORE_STACK_BYTES.get(model, MOST_STACK_BYTES)
+    require_registers(generate_named(named_config(model).config, model, DEFAULT_GPU, options), tmp_path, most)
 
 
 @pytest.mark.slow
@@ -130,10 +138,10 @@ def prompt_kernel(model: str) -> Generated:
     return reading
 
 
-def require_registers(generated: Generated, cache: Path) -> None:
+def require_registers(generated: Generated, cache: Path, most_stack_bytes: int = MOST_STACK_BYTES) -> None:
     cubin = compile_cubin(generated.text, generated.manifest.kernel, cache=cache)
     tokens = int(generated.manifest.plan["tokens"])
-    stack_bytes = MOST_STACK_BYTES if tokens > 1 else 0
+    stack_bytes = most_stack_bytes if tokens > 1 else 0
     assert cubin.resources.stack_bytes <= stack_bytes, str(cubin.resources)
     assert cubin.resources.registers * generated.manifest.launch.threads <= REGISTERS
 

@@ -88,6 +88,7 @@ def test_a_chain_of_products(scheduler: str) -> None:
         assert np.abs(run(program(TEXT, SIGNATURE), scheduler, seed)).max() < 1e-4
 
 
+@pytest.mark.slow
 def test_one_step_and_no_race() -> None:
     assert np.abs(run(program(TEXT, SIGNATURE), steps=1)).max() < 1e-4
     assert np.abs(run(program(TEXT, SIGNATURE, sanitize=True), "random", 3)).max() < 1e-4
@@ -186,6 +187,7 @@ def test_the_order_of_core_matrices_matters() -> None:
     assert np.abs(run(mutated("128, 256)", "256, 128)"))).max() > 0.1
 
 
+@pytest.mark.slow
 def test_a_race_is_a_race_also_where_no_schedule_shows_it() -> None:
     old, new, _ = BUGS["a stage given back a step early"]
     with pytest.raises((Race, Misuse)):

@@ -102,6 +102,7 @@ def test_nothing_is_found_where_the_rules_are_kept(scheduler: str) -> None:
         assert (stats.copies, stats.most_chunks) == (4, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_a_broken_rule_is_a_misuse(rule: str) -> None:
     broken, words = RULES[rule]
@@ -110,6 +111,7 @@ def test_a_broken_rule_is_a_misuse(rule: str) -> None:
             run("random", seed, broken)
 
 
+@pytest.mark.slow
 def test_the_chunks_under_way_are_counted_also_where_they_have_no_bound() -> None:
     arguments = [allocate((3, 32), np.uint32, fill=0), allocate(32, np.uint32), 7]
     assert program(BODY, SIGNATURE, watched=True).launch(1, 64, 512, arguments).most_chunks == 2

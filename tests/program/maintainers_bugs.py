@@ -22,13 +22,12 @@ Edit = tuple[str, str]
 
 @dataclass(frozen=True)
 class MaintainersBug:
-    """edits: of the text. change: beside it. is_quick: looked for by a bare `pytest`, not by `make test` alone."""
+    """edits: of the text. change: beside it."""
 
     name: str
     words: str
     edits: tuple[Edit, ...] = ()
     change: Callable[[Patch], None] | None = None
-    is_quick: bool = False
 
     def planted(self, made: Generated) -> Generated:
         head, start, body = made.text.partition("#endif\n")
@@ -63,12 +62,8 @@ UNREAD, UNFENCED = "has loaded without waiting", "that thread has made no fence_
 SAMPLED, FLOAT32, CHUNKS = "was sampled at position", "from float32", "chunks of this block are under way"
 
 
-def bug(name: str, words: str, *edits: Edit, quick: bool = False) -> MaintainersBug:
-    return MaintainersBug(name, words, edits, is_quick=quick)
-
-
-def quick(name: str, words: str, *edits: Edit) -> MaintainersBug:
-    return bug(name, words, *edits, quick=True)
+def bug(name: str, words: str, *edits: Edit) -> MaintainersBug:
+    return MaintainersBug(name, words, edits)
 
 
 TRIED = (
@@ -84,8 +79,8 @@ TRIED = (
     MaintainersBug("epochs that begin again", "", change=begin_epochs_again),
     bug("the parity of the step's end", "", (r"(mbarrier_wait\(step_done,) \(step \+ 1\) % 2", r"\1 step % 2")),
     bug("draws keyed by the position before", SAMPLED, (r"(uint32_t c1 = \w+);", r"\1 - 1;")),
-    quick("no bound on the chunks in flight", CHUNKS, without(LANDED)),
-    quick(
+    bug("no bound on the chunks in flight", CHUNKS, without(LANDED)),
+    bug(
         "the page of the end looked up, not of the last key",
         "of buffer page_table holds nothing",
         (r"< end - 1 \? ([^:;]*) : end - 1;", r"< end ? \1 : end;"),

@@ -12,8 +12,9 @@ from cheetah.runtime.checkpoint.loading import open_checkpoint
 from cheetah.tools.check import Subject, check_model
 from tests.program.maintainers_bugs import MORE, TRIED, MaintainersBug
 from tests.program.planted import clean_kernel
+from tests.tiers import tiered
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 
 
 EXHAUSTIVE = (
@@ -38,13 +39,8 @@ def demo() -> Subject:
 
 
 def cases() -> list[Any]:
-    return [pytest.param(bug, marks=marks_of(bug), id=bug.name.replace(" ", "-")) for bug in (*TRIED, *MORE)]
-
-
-def marks_of(bug: MaintainersBug) -> Any:
-    if bug.name in EXHAUSTIVE:
-        return pytest.mark.exhaustive
-    return () if bug.is_quick else pytest.mark.slow
+    bugs = (*TRIED, *MORE)
+    return tiered(bugs, [bug for bug in bugs if bug.name in EXHAUSTIVE])
 
 
 def planted(bug: MaintainersBug, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
@@ -63,7 +59,7 @@ def planted(bug: MaintainersBug, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return changed
 
 
-@pytest.mark.parametrize("bug", cases())
+@pytest.mark.parametrize("bug", cases(), ids=lambda bug: bug.name.replace(" ", "-"))
 def test_the_check_finds(bug: MaintainersBug, monkeypatch: pytest.MonkeyPatch) -> None:
     changed = planted(bug, monkeypatch)
     verdicts = check_model(demo(), sanitizer=False, stop_after=1)

@@ -52,6 +52,7 @@ def test_the_host_has_every_token_and_ends_a_sequence_alone(sync: str) -> None:
         assert found[0].steps == STEPS
 
 
+@pytest.mark.slow
 def test_a_launch_ends_when_all_are_cancelled_and_a_late_order_means_nothing() -> None:
     session = rig("flags").session()
     launcher, wanted = session.launcher, parts(session)

@@ -272,7 +272,8 @@ def test_hidden_states_of_any_columns_of_several_sequences() -> None:
 CUTS = ((61,), (16, 1, 30, 14), (48, 13))
 
 
-@pytest.mark.parametrize("config", [SMALL, pytest.param(WINDOWED, marks=pytest.mark.slow)], ids=["all keys", "window"])
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [SMALL, WINDOWED], ids=["all keys", "window"])
 def test_neither_cuts_nor_company_change_a_bit(config: ModelConfig) -> None:
     """However a prompt is cut into passes, and whatever else these read: other prompts, or other parts of them."""
     rig = rig_of(config)

@@ -78,6 +78,7 @@ def test_several_sequences_and_many_tokens_of_a_step() -> None:
     assert relative_error(ready.session().score(prompts[0], per_step=4), one_by_one) < LOGITS
 
 
+@pytest.mark.slow
 def test_schedules_change_no_bit() -> None:
     ready = rig("llama, one token, everything")
     ids = token_ids(5, ready.config.vocab_size)

@@ -90,6 +90,7 @@ def test_all_of_openais_fields_are_thought_of() -> None:
         assert not UNKNOWN & {*body.model_fields}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
 def test_a_field_is_taken(http: httpx.Client, path: str) -> None:
     for name, value in (TAKEN | TAKEN_BY[path]).items():

@@ -11,7 +11,7 @@ from cheetah.runtime import LLM, Logprob, RequestOutput, SamplingParams
 from cheetah.serve.logprobs import LEAST, ChatLogprobs, TokenTexts, of_prompt
 from tests.serve.serving import Served, served
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 
 PROMPT = "One morning,"
 CHAT = [{"role": "user", "content": "Mia has a red kite. What does Mia have?"}]

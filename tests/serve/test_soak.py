@@ -30,6 +30,7 @@ def test_a_soak_tells_an_answer_that_is_not_the_one_alone() -> None:
     assert found.group_contains(NotAsExpected, match=r"request 0: \[1, 2, 3\] once")
 
 
+@pytest.mark.slow
 def test_a_load_and_an_intrusion_are_measured() -> None:
     with quick_llm(batch=2) as llm, served(llm) as running:
         load = asyncio.run(measure(running.address, Load(2, 6, 8, 2), 300))
