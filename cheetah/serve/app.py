@@ -23,6 +23,7 @@ from cheetah.errors import CheetahError
 from cheetah.runtime import LLM
 from cheetah.serve.answers import as_json
 from cheetah.serve.driver import EngineStopped
+from cheetah.serve.embeddings import EmbeddingBody
 from cheetah.serve.errors import ApiError, of_failure, of_validation
 from cheetah.serve.metrics import CONTENT_TYPE
 from cheetah.serve.records import Body, ChatBody, CompletionBody, DetokenizeBody, ResponseBody, TokenizeBody
@@ -79,6 +80,11 @@ def _add_engine_routes(app: FastAPI, service: Service) -> None:
 
 
 def _add_other_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/embeddings")
+    async def of_texts(request: Request) -> Response:
+        body = await _body(request, EmbeddingBody, service)
+        return _json(await _unless_gone(request.receive, service.embeddings(body)))
+
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         return _json(await service.tokenize(await _body(request, TokenizeBody, service)))

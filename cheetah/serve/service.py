@@ -20,6 +20,7 @@ from cheetah.runtime.text.pieces import joined
 from cheetah.runtime.text.prompts import Prompt
 from cheetah.serve.answers import Answer, ChatAnswer, CompletionAnswer, Usage
 from cheetah.serve.driver import Answers, Driver, QueueFull
+from cheetah.serve.embeddings import EmbeddingBody, embeddings
 from cheetah.serve.errors import ApiError, of_mistake, refused
 from cheetah.serve.logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
 from cheetah.serve.metrics import Metrics, RequestMetrics
@@ -156,6 +157,17 @@ class Service:
         answer = ResponseAnswer(self._name, Usage(), body, logprobs)
         return await self._submit([ids], params, answer, body.stream, "input", structure)
 
+    async def embeddings(self, body: EmbeddingBody) -> dict[str, Any]:
+        self._check_model(body.model)
+        if body.dimensions not in (None, self._llm.config.hidden_size):
+            raise refused("dimensions", f"is {body.dimensions}: vectors have {self._llm.config.hidden_size} numbers")
+        prompts: list[Prompt] = []
+        for one in _several(body.input, "input"):
+            prompts.append(await self._encode(one, body.add_special_tokens, "input"))
+        pooling, normalize = body.pooling, body.normalize
+        found = await _in_thread(lambda: self._llm.embed(prompts, pooling=pooling, normalize=normalize), "input")
+        return embeddings(found, self._name, body.encoding_format)
+
     async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
         self._check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
@@ -238,8 +250,8 @@ class Service:
         name = None if choice == "required" else _chosen_function(choice)
         return structure_of_calls(form, body.tools, name, one=name is not None or not body.parallel_tool_calls)
 
-    async def _encode(self, prompt: Prompt, add_special_tokens: bool) -> Ids:
-        return await _in_thread(lambda: self._prompts.encode(prompt, add_special_tokens), "prompt")
+    async def _encode(self, prompt: Prompt, add_special_tokens: bool, param: str = "prompt") -> Ids:
+        return await _in_thread(lambda: self._prompts.encode(prompt, add_special_tokens), param)
 
     async def _render(
         self, messages: Messages, options: TemplateOptions, variables: dict[str, Any], param: str = "messages"
@@ -333,11 +345,11 @@ def _chosen_function(choice: Any) -> str:
     return str(function["name"])
 
 
-def _several(prompt: str | list[int] | list[str] | list[list[int]]) -> list[Prompt]:
+def _several(prompt: str | list[int] | list[str] | list[list[int]], param: str = "prompt") -> list[Prompt]:
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise refused("prompt", "is empty: give text, token ids, or a list of them")
+        raise refused(param, "is empty: give text, token ids, or a list of them")
     return [prompt] if isinstance(prompt[0], int) else list(prompt)
 
 

@@ -128,8 +128,8 @@ class Service:
         """The keys and values that the prefix cache holds of these prompts."""
         if self.prefixes is None:
             return
-        shape = self.assembly.manifest.buffer("kv").shape
-        kv = self.assembly.buffers["kv"].download(np.uint16, shape)
+        spec = self.assembly.manifest.buffer("kv")
+        kv = self.assembly.buffers["kv"].download(np.uint8 if spec.dtype == "u8" else np.uint16, spec.shape)
         for request in requests:
             pages, _ = self.prefixes.lookup(request.prompt_ids)
             for number, page in enumerate(pages, 1):

@@ -76,7 +76,8 @@ def chat(**more: Any) -> tuple[str, dict[str, Any]]:
         (("/tokenize", {}), 400, "prompt", "either a prompt or messages"),
         (("/detokenize", {"tokens": [-1]}), 400, "prompt", "outside the vocabulary"),
         (("/v1/completions", {"prompt": "x" * 20_000}), 413, None, "more than 20000 bytes"),
-        (("/v1/embeddings", {"input": "x"}), 404, None, "Not Found"),
+        (("/v1/embeddings", {"input": "x"}), 400, "input", "passes over prompts, of which there are none"),
+        (("/v1/moderations", {"input": "x"}), 404, None, "Not Found"),
     ],
 )
 def test_a_refusal_names_the_field(

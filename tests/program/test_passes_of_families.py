@@ -1,0 +1,73 @@
+"""Several prompts in a pass, through the engine, of families that do something else than Llama: what is chosen behind
+them, their scores, and that neither company nor cached pages change a bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cheetah.models.config import ModelConfig
+from cheetah.models.dense.reference import Reference
+from cheetah.models.mistral import MistralConfig
+from cheetah.models.qwen2 import Qwen2Config
+from cheetah.models.qwen3 import Qwen3Config
+from cheetah.runtime.build.assemble import Assembly, assemble
+from cheetah.runtime.device.emulator import EmulatorDevice
+from cheetah.runtime.engine.launcher import Sampling
+from cheetah.runtime.engine.requests import Request
+from tests.program.answers import Record, Service
+from tests.program.rig import emulated_gpu, random_weights, relative_error, token_ids
+from tests.tiers import tiered
+
+pytestmark = [pytest.mark.compiler, pytest.mark.slow]
+
+SHAPE = (48, 40, 2, 2, 1, 64, 50)
+FAMILIES: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
+    "a sliding window, pages of 5": (
+        MistralConfig(*SHAPE, max_position_embeddings=256, sliding_window=21),
+        {"page_size": 5},
+    ),
+    "norms of heads, pages of 16": (Qwen3Config(*SHAPE, max_position_embeddings=256), {}),
+    "biases, keys in 8 bits": (Qwen2Config(*SHAPE, max_position_embeddings=256), {"kv_dtype": "e4m3"}),
+}
+LENGTHS = (33, 1, 70, 16, 17)
+TOLERANCE = 0.06
+"""Relative error of the logits of a position (rounding the reference to bf16 gives 0.04 by itself)."""
+E4M3_TOLERANCE = 0.25
+
+
+def assembled(family: str) -> Assembly:
+    config, plan = FAMILIES[family]
+    return assemble(
+        random_weights(config),
+        device=EmulatorDevice(),
+        gpu=emulated_gpu(2),
+        overrides={"max_context": 96, "consumer_warps": 4, "kv_chunk": 64, "max_steps": 8, "batch": 4, **plan},
+        prompt_passes=64,
+        tuned=False,
+        quiet=True,
+    )
+
+
+@pytest.mark.parametrize("family", tiered(FAMILIES, [name for name in FAMILIES if "window" not in name]))
+def test_several_prompts_in_a_pass(family: str) -> None:
+    config, plan = FAMILIES[family]
+    ready, record = assembled(family), Record()
+    requests = [
+        Request(tuple(token_ids(length, config.vocab_size, 1)), 3, Sampling(0.8, 100 * number), count=1 + number % 2)
+        for number, length in enumerate(LENGTHS)
+    ]
+    keeps = ready.launcher.window is None
+    alone = [ids for one in requests for ids in Service(ready, record, prefix_cache=keeps).answers([one])]
+    service = Service(ready, record, prefix_cache=keeps)
+    for _ in range(2):
+        assert service.answers(requests) == alone
+    assert not record.changed
+    assert any(service.cached_tokens) == keeps
+    ids = token_ids(90, config.vocab_size, 1)
+    scores = service.desk.score(ids, ready.logits_buffer())
+    wanted = Reference(config, random_weights(config).tensor).forward(ids)
+    assert relative_error(np.asarray(scores), wanted) < (E4M3_TOLERANCE if "kv_dtype" in plan else TOLERANCE)
