@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from cheetah.errors import CheetahError
 from cheetah.printable import printable, shown_name
+from cheetah.runtime.engine.requests import NothingAllowed
 from cheetah.runtime.structured_outputs import GrammarError
 
 TYPES = {
@@ -58,8 +59,8 @@ def of_validation(problem: ValidationError) -> ApiError:
 
 
 def of_failure(problem: Exception) -> ApiError:
-    """What ended a completion: the request's own grammar, or something here."""
-    return of_mistake(problem) if isinstance(problem, GrammarError) else ApiError(500, str(problem))
+    """What ended a completion: what the request itself allows, or something here."""
+    return of_mistake(problem) if isinstance(problem, GrammarError | NothingAllowed) else ApiError(500, str(problem))
 
 
 def of_mistake(problem: CheetahError) -> ApiError:

@@ -9,7 +9,7 @@ from cheetah.errors import CheetahError
 from cheetah.models.logprobs import TokenLogprobs
 from cheetah.runtime.engine.kv_cache import CachedSequence
 from cheetah.runtime.engine.launcher import NOT_A_NUMBER, Part
-from cheetah.runtime.engine.requests import Event, Failed, Made, Request
+from cheetah.runtime.engine.requests import Event, Failed, Made, NothingAllowed, Request
 from cheetah.runtime.engine.watching import allows_one_beside, mask_of_all
 from cheetah.runtime.outputs import Timings
 from cheetah.runtime.sampling import seed_of
@@ -81,6 +81,11 @@ class Completion:
         # One input more than tokens, where there is one: nothing is sampled, and the head need not run.
         return self.part(self.ids[self.cache.length :][: tokens + 1], tokens, per_step)
 
+    def go_on_from_last(self) -> None:
+        """Its last id is the input that comes next, also where a launch was ended before anything followed it."""
+        if self.cache is not None:
+            self.cache.length = min(self.cache.length, len(self.ids) - 1)
+
     def part_of_pass(self, tokens: int, per_step: int) -> Part:
         """Its part of a pass over its next tokens. The last one's hidden state is wanted where no id is behind it, and
         all where each id is to be judged."""
@@ -109,11 +114,17 @@ class Completion:
             self.has_ended = reason is not None
             events.append(Made(self.id, token_ids, self._timings(), reason, prompt_logprobs=of_prompt))
         if has_failed:
-            message = NOT_A_NUMBER if part.mask is None else NOTHING_ALLOWED
-            events.append(self._failed(message.format(position=len(self.ids))))
+            events.append(self._without_a_token(part))
         elif not self.has_ended:
             events += self._tell(token_ids)
         return events
+
+    def _without_a_token(self, part: Part) -> Failed:
+        """There was none to choose: where the request leaves all of them, the logits are to blame."""
+        position, asked = len(self.ids), part.sampling
+        if part.mask is None and asked.allowed is None and not (asked.banned or asked.bias):
+            return self._failed(NOT_A_NUMBER.format(position=position))
+        return self._failed(NOTHING_ALLOWED.format(position=position), NothingAllowed)
 
     def _tell(self, token_ids: Sequence[int]) -> list[Event]:
         """Tells its watchers, any of which may end it."""

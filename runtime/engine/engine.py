@@ -45,6 +45,11 @@ if TYPE_CHECKING:
     from cheetah.runtime.device.interface import Buffer
 
 
+WORTH_ENDING_S = 0.02
+FEWEST_STEPS = 4
+"""A launch ends for somebody who comes only where its rest would take longer than the one, to end it costs a step and
+a launch more, and after as many steps as the other, so that those who decode go on however many come."""
+
 Course = Generator[None, None, None]
 """The steps of a launch: gives way when there are new events."""
 
@@ -84,6 +89,11 @@ class _Flying:
         for number, takers in enumerate(self.ids):
             if ids.issuperset(takers):
                 self.launcher.cancel(self.flight, number)
+
+    def end(self) -> None:
+        """Ends it for all, who go on from there in another."""
+        for number in range(len(self.ids)):
+            self.launcher.cancel(self.flight, number)
 
 
 class Engine:
@@ -130,6 +140,7 @@ class Engine:
         self._numbers = count()
         self._orders: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()  # of everything below, and of the device
+        self._arrived: deque[Completion] = deque()  # they are in line at the end of the launch under way
         self._waiting: deque[Completion] = deque()
         self._reading: list[Group] = []  # in the order in which they came
         self._running: list[Completion] = []
@@ -185,7 +196,8 @@ class Engine:
         self.check(request)
         read: list[TokenLogprobs] = []
         completions = [Completion(next(self._numbers), request, index, read) for index in range(request.count)]
-        self._order(lambda: self._waiting.extend(completions))
+        self._arrived.extend(completions)
+        self._order(self._put_in_line)
         return tuple(one.id for one in completions)
 
     def abort(self, ids: Iterable[int]) -> None:
@@ -354,6 +366,10 @@ class Engine:
     def _carry_out(self) -> None:
         while self._orders and self._course is None:
             self._orders.popleft()()
+
+    def _put_in_line(self) -> None:
+        while self._arrived:
+            self._waiting.append(self._arrived.popleft())
 
     def _drop(self, ids: set[int]) -> None:
         self._waiting = deque(one for one in self._waiting if one.id not in ids)
@@ -679,7 +695,10 @@ class Engine:
         if not parts:
             return
         launcher = self._solo if len(parts) == 1 else self.launcher
-        results = yield from self._fly(launcher, parts, [[one] for one in together], events, logits)
+        takers = [[one] for one in together]
+        results = yield from self._fly(launcher, parts, takers, events, logits, may_end=True)
+        for one in together:
+            one.go_on_from_last()
         self._pace.note(results[0].steps, results[0].seconds)
         self._reading_pace.guess(results[0].steps, results[0].seconds)
         self._let_go(completions)
@@ -692,11 +711,13 @@ class Engine:
         events: list[Event],
         logits: Buffer | None = None,
         following: Sequence[int] | None = None,
+        may_end: bool = False,
     ) -> Generator[None, None, list[LaunchResult]]:
         """A launch, whose tokens are taken as they are made: of each part by its `takers`. Who wants logprobs takes its
         own at the end, and they are told while the next launch runs: there is time to work the logprobs out.
 
-        following: the ids of a prompt that are judged by the launch's logits, where its inputs are not those before."""
+        following: the ids of a prompt that are judged by the launch's logits, where its inputs are not those before.
+        may_end: it may end early, with fewer tokens, where it makes way for others."""
         flight = launcher.prepare(parts, logits)
         self._flying = _Flying(launcher, flight, [[one.id for one in group] for group in takers])
         try:
@@ -707,12 +728,16 @@ class Engine:
             if self._unjudged:
                 self._judge(events)
                 yield
+            is_ending = not may_end
             while not launcher.wait(flight):
                 seconds = flight.seconds
                 for part, group, token_ids in zip(parts, takers, launcher.fresh(flight), strict=True):
                     for one in group if token_ids else ():
                         if one.request.logprobs is None:
                             events += one.take(part, token_ids, seconds)
+                if not is_ending and self._makes_way(parts[0].steps, made=max(flight.given)):
+                    self._flying.end()
+                    is_ending = True
                 yield
             results = launcher.finish(flight)
         finally:
@@ -734,6 +759,13 @@ class Engine:
                 group[0].prompt_logprobs += logprobs_of(rows, judged, most)
         self._turn = self._turn if logits is None else 1 - self._turn
         return results
+
+    def _makes_way(self, steps: int, made: int) -> bool:
+        """Whether a launch of so many steps shall end for those who have come meanwhile, and can begin. While a prompt
+        is read in parts it is the turn of those who decode."""
+        is_awaited = self._arrived and not (self._waiting or self._reading)
+        can_begin = is_awaited and len(self._begun) < self.launcher.batch
+        return bool(can_begin) and made >= FEWEST_STEPS and (steps - made) * self._pace.step_s > WORTH_ENDING_S
 
     def _judge(self, events: list[Event]) -> None:
         """Tells what waits for its logprobs."""

@@ -14,6 +14,11 @@ class LaunchPace:
         self._step_s = target_s
         self._is_known = False
 
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step, at the pace seen so far."""
+        return self._step_s
+
     def note(self, steps: int, seconds: float) -> None:
         """Remembers how long a launch took."""
         self._step_s, self._is_known = seconds / steps, True

@@ -111,10 +111,11 @@ class RequestRows:
         if counted is not None:
             counted[0].extend(token_ids)
 
-    def forget(self) -> None:
-        """A launch has ended in the middle: what is counted is not known any more."""
+    def forget(self, owner: object = None) -> None:
+        """A launch has ended in the middle, for all or for one: what is counted is not known any more."""
         for slot in self._slots:
-            slot.counted = None
+            if owner is None or _is(slot.owner, owner):
+                slot.counted = None
 
     def _masked(self, sampling: Sampling, mask: Mask | None) -> Mask:
         assert mask is None or len(mask) == -(-self._vocab // MASK_BITS), (len(mask), self._vocab)

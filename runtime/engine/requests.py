@@ -58,6 +58,10 @@ class Made:
         return self.token_ids[-1] if self.finish_reason == "stop" else None
 
 
+class NothingAllowed(CheetahError):
+    """What a request allows leaves no token to choose from."""
+
+
 @dataclass(frozen=True)
 class Failed:
     """Completion `id` ends without a result: why, and what to do. kind: what its reader may raise it as."""

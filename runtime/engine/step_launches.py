@@ -145,7 +145,10 @@ class StepLaunches(KernelLaunches):
         for number, part, token_ids in zip(flight.order, flight.placed, sampled, strict=True):
             self._advance(part, token_ids, steps)
             made = token_ids if token_ids[-1:] < (CANCELLED_TOKEN,) else token_ids[:-1]
-            self._rows.note(part.cache, made)
+            if token_ids[-1:] == (CANCELLED_TOKEN,):
+                self._rows.forget(part.cache)  # its column may have gone on for a step, for nobody
+            else:
+                self._rows.note(part.cache, made)
             results[number] = LaunchResult(made, steps, seconds, token_ids[-1:] == (NO_TOKEN,))
         return [results[number] for number in range(len(flight.placed))]
 

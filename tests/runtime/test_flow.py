@@ -11,6 +11,7 @@ from tiny_models import tiny_weights
 
 from cheetah.models.dense.reference import Reference
 from cheetah.models.rounding import round_to_bf16
+from cheetah.models.sampling import Penalties
 from cheetah.plan.kv.tables import CANCELLED_TOKEN, NOT_YET
 from cheetah.runtime.build.assemble import assemble
 from cheetah.runtime.engine.engine import Engine
@@ -116,3 +117,44 @@ def test_orders_wait_for_the_end_of_a_launch() -> None:
     one.abort([other])
     assert one.load().waiting == 0 and len(one._orders) == 2
     assert not any(event.id == other for events in run(one) for event in events)
+
+
+def in_a_long_launch(request: Request, step_s: float, **overrides: Any) -> tuple[Engine, list[Event]]:
+    """An engine in the middle of a launch of all that is left of a request, of steps of so many seconds by its pace."""
+    one = engine(**overrides)
+    one._pace.steps = lambda wanted: wanted  # type: ignore[method-assign]
+    one.add(request)
+    events = [event for _ in range(12) for event in one.step()]
+    one._pace.note(1, step_s)
+    assert one._flying is not None and max(one._flying.flight.given) > 4
+    return one, events
+
+
+def steps_left(one: Engine) -> tuple[int, list[Event]]:
+    """How many steps the launch under way had still to make when it ended, and what it made."""
+    flying, events = one._flying, list[Event]()
+    assert flying is not None
+    while one._flying is flying:
+        events += one.step()
+    return flying.flight.placed[0].steps - flying.flight.given[0], events
+
+
+def test_a_launch_makes_way_for_who_can_begin() -> None:
+    asked = [Request((5, 17, 250), 60, Sampling(0.9, 4, penalties=Penalties(1.3, 0.5, 0.25)))]
+    asked.append(Request((7, 81), 50, Sampling()))
+    one, events = in_a_long_launch(asked[0], 0.01, batch=3, kv_chunk=64)
+    one.add(asked[1])
+    left, more = steps_left(one)
+    assert left > 30
+    events += [*more, *(event for events in run(one) for event in events)]
+    for id, request in enumerate(asked):
+        mine = [event for event in events if event.id == id and isinstance(event, Made)]
+        assert [token for event in mine for token in event.token_ids] == alone(request)
+    assert one.launcher.cache.pool.free_pages == one.launcher.cache.pool.pages
+
+
+def test_a_launch_ends_for_nobody_who_cannot_begin_or_need_not_wait_long() -> None:
+    for batch, step_s in ((1, 0.01), (2, 1e-5)):
+        one, _ = in_a_long_launch(Request((5, 17, 250), 40, Sampling()), step_s, batch=batch)
+        one.add(Request((7, 81), 3, Sampling()))
+        assert steps_left(one)[0] == 0

@@ -16,6 +16,7 @@ import pytest
 from tests.serve.serving import GatedDevice, Served, quick_llm, served, wait_until
 
 CHAT = [{"role": "user", "content": "Hello"}]
+TAG = {"begin": "<a>", "schema": {"type": "object"}, "end": "</a>"}
 FUZZED = int(os.environ.get("CHEETAH_FUZZ", "250"))
 
 
@@ -136,6 +137,9 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     chat(messages=[*CHAT, {"role": "assistant", "content": [{"type": "text", "text": "a"}]}, *CHAT], n=1),
     chat(messages=[*CHAT, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}]),
     ("/v1/responses", {"input": CHAT, "max_output_tokens": 1, "instructions": None}),
+    ("/v1/responses", {"input": "x", "include": ["message.output_text.logprobs"], "top_logprobs": 2, "stream": True}),
+    completion(structured_outputs={"choice": ["a", "b"]}, stream_options={"continuous_usage_stats": True}),
+    chat(response_format={"type": "structural_tag", "triggers": ["<"], "structures": [TAG]}, logprobs=True),
     ("/tokenize", {"messages": CHAT, "add_generation_prompt": True, "continue_final_message": False}),
     ("/detokenize", {"tokens": [1, 2, 3]}),
 ]

@@ -148,12 +148,14 @@ def test_a_stop_string_and_a_length_end_a_structure_early(running: Served) -> No
         ("completions", {"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "guided_regex says already"),
         ("completions", {"guided_json": "{", "stream": True}, "guided_json", "cannot be read as JSON"),
         ("completions", {"guided_regex": "((a{1,900}){1,900}){1,900}"}, "structured_outputs", "followed any further"),
+        ("completions", {"structured_outputs": {"choice": ["a"]}, "allowed_token_ids": [7]}, None, "none is left of"),
+        ("completions", {"allowed_token_ids": [78], "bad_words": ["k"]}, None, "none is left of those that may"),
         ("responses", {"text": {"format": {"type": "xml"}}}, "text", "expected text, json_object or json_schema"),
         ("responses", {"text": {"voice": "low"}}, "text", "voice is not supported"),
     ],
 )
 def test_what_cannot_be_is_refused_by_its_field(
-    running: Served, path: str, body: dict[str, Any], param: str, words: str
+    running: Served, path: str, body: dict[str, Any], param: str | None, words: str
 ) -> None:
     what = {"chat/completions": {"messages": CHAT}, "completions": {"prompt": "x"}, "responses": {"input": "x"}}[path]
     more = {} if path == "responses" else {"max_tokens": 200}
