@@ -54,7 +54,7 @@ def committed() -> list[tuple[str, str]]:
     return [(model, of) for model, _, of in (config.partition(":") for config in configs.split())]
 
 
-ALWAYS = [("llama-3.2-1b", {"batch": 1}), ("llama-3.1-8b", {"batch": 1}), ("llama-3.1-8b@int4-g128", {"batch": 1})]
+ALWAYS = [("llama-3.1-8b", {"batch": 1}), ("llama-3.1-8b@int4-g128", {"batch": 1})]
 """What most users run, beside which one kernel of several tokens is looked at below; to compile all takes five minutes
 of a processor."""
 

@@ -60,7 +60,7 @@ def ragged(session: Session, lengths: Sequence[int], scored: int) -> list[F32]:
     return session.score_together([ids[-scored:] for ids in prompts], caches)
 
 
-@pytest.mark.parametrize("name", tiered(SHAPES, ["two", "barrier", "three of four"]))
+@pytest.mark.parametrize("name", tiered(SHAPES, ["two", "barrier", "three of four", "eight on two warps"]))
 def test_a_ragged_batch_against_float32(name: str) -> None:
     rig = rig_of(name)
     lengths = [33, 0, 70, 5, 16, 100, 1, 47][: max(2, rig.plan.batch - (name == "three of four"))]

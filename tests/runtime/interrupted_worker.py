@@ -13,7 +13,7 @@ import time
 
 from cheetah.runtime import LLM, SamplingParams
 
-OFFSETS = 12
+OFFSETS = 8
 PROMPTS = ["One morning, the fox", "The owl"]
 
 

@@ -106,4 +106,4 @@ def test_ctrl_c_in_a_launch_of_the_emulator_leaves_an_llm_that_works(batch: int,
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     hit = int(result.stdout.split()[0])
-    assert hit >= 6, result.stdout  # the offsets are spread over what a request takes
+    assert hit >= 4, result.stdout  # the offsets are spread over what a request takes
