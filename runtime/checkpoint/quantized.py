@@ -132,7 +132,10 @@ class _OfInteger(StoredQuantized):
 
     def _in_order(self, codes: Codes) -> Codes:
         """Codes [rows, columns] of the module as the matrix has them."""
-        return codes if self.order is None else np.take(codes, self.order, axis=1)
+        if self.order is None:
+            return codes
+        # mode: all are in range, which numpy else looks at; a third faster.
+        return np.take(codes, self.order, axis=1, mode="clip", out=scratch("codes in order", codes.shape, np.uint8))
 
     def _zero_points(self, first: int, stop: int) -> Codes | None:
         if self.zero_suffix not in self._tensors:

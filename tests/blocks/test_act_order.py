@@ -27,6 +27,8 @@ CASES: list[Case] = [
     ("int4-g128", 1280, 1, DIGITS),
     ("int4-g32-asym", 1280, 2, DIGITS),
     ("int4-g64", 1000, 4, STAGGERED),
+    ("int4-g64", 1024, 4, STAGGERED),
+    ("int8-g32-asym", 384, 16, RAISED),
     ("int8-g64", 333, 1, RAISED),
     ("fp8", 1280, 1, HALVES),
 ]
@@ -76,18 +78,19 @@ def test_product_against_float64(case: Case) -> None:
     assert report.ok, str(report)
 
 
+TOGETHER = CASES[3]
 BUGS: dict[str, tuple[Case, tuple[str, str]]] = {
     "digits are made before all elements have come": (CASES[0], ("  named_barrier(1, 64);\n  convert", "  convert")),
     "digits are stored over elements that others read": (
         *(CASES[0],),
         ("  named_barrier(1, 64);\n  store_digits", "  store_digits"),
     ),
-    "products begin before all is converted": (
-        *(CASES[2],),
-        ("  }\n  named_barrier(1, 64);\n}\n\n// Chunk", "  }\n}\n\n// Chunk"),
+    "every token's elements go to the first": (TOGETHER, ("(vector) + lane % 2", "(vector)")),
+    "pairs are read where others lie": (TOGETHER, ("(lane / 4 ^ 2) * 2", "lane / 4 * 2")),
+    "the neighbouring element's place": (
+        *(TOGETHER,),
+        ("of_pair >> 16 : of_pair & 65535", "of_pair & 65535 : of_pair >> 16"),
     ),
-    "every token's elements go to the first": (CASES[2], ("(vector) + thread / 4 % 4 * 32", "(vector)")),
-    "units are not turned back": (CASES[2], ("vector[own + turned]", "vector[own]")),
     "two neighbours change places": (CASES[0], ("elements[of_pair & 65535]", "elements[(of_pair & 65535) ^ 1]")),
 }
 

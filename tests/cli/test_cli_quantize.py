@@ -13,6 +13,7 @@ from cheetah.models.registry import DEMO_FOLDER
 from cheetah.models.rounding import widen
 from cheetah.runtime.checkpoint.loading import open_checkpoint
 from tests.cli.commands import cheetah, refused
+from tests.tiers import tiered
 
 FORMATS = ["int4-g64", "int4-g32-asym", "int4", "int8", "int8-g64-asym", "fp8", "fp8-block128"]
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -63,3 +64,33 @@ def test_refused(tmp_path: Path) -> None:
     assert "exists already" in refused("quantize", "demo", "-o", out, "--format", "int8")
     assert "is quantised already" in refused("quantize", out, "-o", tmp_path / "again", "--format", "int8")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+EMULATED = ("--device", "emulator", "--gpu", "emulator-2")
+ONCE = ("--steps", 2, "--repetitions", 1, "--warmup", 0)
+# what is asked of a quantised checkpoint, and what is told
+COMMANDS = {
+    "run": (("Once upon a time", "--max-tokens", 4, *EMULATED), "int4-g64"),
+    "inspect": ((), "int4-g64"),
+    "generate": (("--gpu", "h200", "--no-compile"), "wrote "),
+    "bench": (("--contexts", 16, *ONCE, *EMULATED), "emulated: not a speed"),
+    "trace": (("--context", 16, *ONCE, *EMULATED), "counts of the scheduler's switches"),
+    "check": (("--seeds", 1, "--schedulers", "random", "--no-sanitizer"), "verdict: nothing found"),
+}
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("models") / "int4"
+    assert cheetah("quantize", "demo", "-o", out, "--format", "int4-g64", "--clip", "mse").exit_code == 0
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+@pytest.mark.parametrize("command", tiered(COMMANDS, ["bench", "trace", "check"]))
+def test_commands_take_the_copy(command: str, quantised: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    options, told = COMMANDS[command]
+    result = cheetah(command, quantised, *map(str, options))
+    assert result.exit_code == 0 and told in result.output, result.output

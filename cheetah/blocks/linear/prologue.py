@@ -13,20 +13,17 @@ from typing import Any, Protocol
 
 from cheetah import lang as ch
 from cheetah.blocks.columns import QUAD, UNIT, UNITS_PER_TILE, Columns, warps_of_column
-from cheetah.blocks.linear.formats.digits import store_digits
-from cheetah.blocks.linear.formats.e4m3 import store_halves
-from cheetah.blocks.linear.formats.sizes import raised
+from cheetah.blocks.linear.formats.vectors import store_unit
 from cheetah.blocks.linear.interface import Prologue
+from cheetah.blocks.linear.order import Order
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
 from cheetah.lang.primitives.exchange import UNITS
 from cheetah.plan import VECTOR_COLUMNS, MatrixLayout
-from cheetah.plan.formats import BF16_VECTOR, DIGITS, HALVES, RAISED, RAISED_BY, STAGGERED
+from cheetah.plan.formats import BF16_VECTOR, DIGITS, HALVES
 from cheetah.plan.plan import COLUMNS
 
 LINE_BYTES = 128
-MOST_UNTURNED = 2
-"""Tokens of a step up to which elements that are put in order need no care for banks."""
 NORMALISED_UNITS = 6
 """Units that are normalised together where there are several tokens: with 8, registers spill."""
 Read = Callable[[Any, ch.Expr, int], None]
@@ -198,7 +195,8 @@ def by_best_pieces(part: Part, source: Source) -> Part:
 def _read_pieces(columns: Columns, part: Part, batch: _Batch, source: Source) -> Iterator[Any]:
     """The batch's pieces, of threads whose column is in use. Where whole warps convert units together, also of others,
     which have zeros."""
-    if part.kind not in (DIGITS, HALVES):
+    order = _order_of(columns, part)
+    if not (part.kind in (DIGITS, HALVES) or order is not None and order.by_warps):
         with columns.if_active(columns.of_thread(part.piece)):
             data = part.array(name="units" if part.piece == UNIT else "quads")
             read = source.read if part.piece == UNIT else source.read_quads
@@ -219,20 +217,20 @@ def _read_pieces(columns: Columns, part: Part, batch: _Batch, source: Source) ->
 @ch.function
 def load_vector(columns: Columns, part: Part, source: Source) -> None:
     """Bring a part of a vector into shared memory; ends with a barrier of the consumer warps."""
-    machine = columns.machine
+    machine, order = columns.machine, _order_of(columns, part)
     vector = machine.region("vector", part.element)
     for batch in _batches(columns, part):
-        places = _load_places(columns, part, batch)
+        places = _load_places(order, batch)
         batch.wait(source.wait)
         with _read_pieces(columns, part, batch, source) as data:
             with _each(machine, batch) as (number, unit):
-                if part.places is None:
+                if order is None:
                     store_unit(columns, vector, unit, data[number], part.kind)
                 else:
-                    scatter_unit(columns, vector, data[number], places[number])
+                    order.put(data[number], places[number])
     machine.meet()
-    if part.places is not None:
-        _convert(columns, part)
+    if order is not None:
+        order.convert()
 
 
 @ch.inline
@@ -250,7 +248,7 @@ def load_normalised(
     `true_elements`; padding is zero. `norm` points to the bf16 weights. They are loaded before the vector is waited
     for. Ends with a barrier of the consumer warps.
     """
-    machine = columns.machine
+    machine, order = columns.machine, _order_of(columns, part)
     vector = machine.region("vector", part.element)
     squares = ch.var(ty.f32, 0.0)
     most = UNITS if columns.limit == 1 else NORMALISED_UNITS
@@ -260,19 +258,19 @@ def load_normalised(
         weights = part.array()
         with _each(machine, batch) as (number, unit):
             weights[number] = load_weights(weights_at(unit))
-        places = _load_places(columns, part, batch)
+        places = _load_places(order, batch)
         batch.wait(source.wait)
         with _read_pieces(columns, part, batch, source) as data:
             with _each(machine, batch) as (number, unit):
-                if part.places is None:
+                if order is None:
                     _normalise_unit(columns, vector, unit, data[number], weights[number], squares, part)
                 else:
                     weighted = _times_weights(data[number], weights[number], squares, part.piece)
                     words = ch.const(ty.u32x4, weighted, name="words")
-                    scatter_unit(columns, vector, words, places[number])
+                    order.put(words, places[number])
     _share_squares(columns, part, squares, true_elements, epsilon)
-    if part.places is not None:
-        _convert(columns, part)
+    if order is not None:
+        order.convert()
 
 
 @ch.function
@@ -282,18 +280,6 @@ def prefetch(machine: Machine, source: ch.Expr, size_bytes: int) -> None:
     with ch.if_(machine.thread == 0):
         with ch.for_(machine.block * LINE_BYTES, size_bytes, machine.gpu.blocks * LINE_BYTES, unroll=1) as offset:
             prim.prefetch_l2(lines + offset)
-
-
-def store_unit(columns: Columns, vector: ch.Expr, unit: ch.Expr, words: Any, kind: str) -> None:
-    """A unit to its place in shared memory, as the weights' format wants it."""
-    if kind == DIGITS:
-        store_digits(vector, unit, words, columns.limit)
-    elif kind == HALVES:
-        store_halves(vector, unit, words, columns.limit)
-    elif kind in (RAISED, STAGGERED):
-        vector[unit] = raised(words, RAISED_BY, RAISED_BY - 4 if kind == STAGGERED else RAISED_BY)
-    else:
-        vector[unit] = words
 
 
 @ch.inline
@@ -363,8 +349,7 @@ def _last_pair(columns: Columns, part: Part, first_unit: int) -> Iterator[_Batch
         with ch.if_(rest % per_tile < existing):
             yield _Batch(columns, part, first, 1, False)
         with ch.else_():
-            place = first if part.places is None else _turned(columns, first)
-            vector[place] = _vector_of([ty.u32(0)] * (part.piece // 2))
+            vector[first] = _vector_of([ty.u32(0)] * (part.piece // 2))
 
 
 def _clear_behind(columns: Columns, part: Part) -> None:
@@ -415,76 +400,21 @@ def _vector_of(words: Sequence[Any]) -> Any:
     return (prim.make_u32x2 if len(words) == 2 else prim.make_u32x4)(*words)
 
 
-def _load_places(columns: Columns, part: Part, batch: _Batch) -> Any:
-    """Of the elements of the batch's units, 8 a unit; None where they stay."""
+def _order_of(columns: Columns, part: Part) -> Order | None:
     if part.places is None:
         return None
+    return Order(columns, part.places, part.elements, part.available, part.kind)
+
+
+def _load_places(order: Order | None, batch: _Batch) -> Any:
+    """For `order.put`, of the batch's units."""
+    if order is None:
+        return None
     places = ch.array(ty.u32x4, UNITS, name="places")
-    at = addresses_of_units(columns, part.places)
-    with _each(columns.machine, batch) as (number, unit):
-        places[number] = prim.load_constant_u32x4(at(unit))
+    natural = addresses_of_units(order.columns, order.places)
+    with _each(order.columns.machine, batch) as (number, unit):
+        places[number] = order.load_places(unit, natural(unit))
     return places
-
-
-@ch.function
-def scatter_unit(columns: Columns, vector: ch.Expr, words: ch.Expr, places: ch.Expr) -> None:
-    """The 8 elements of a unit (bf16) to their places in the vector of this thread's column."""
-    first = ch.reinterpret(ty.ptr_mut(ty.u16), vector)
-    tokens = columns.limit
-    elements = first if tokens == 1 else first + columns.of_thread() * VECTOR_COLUMNS
-    turn = _turn(columns) * UNIT
-    for member in "xyzw":
-        pair, of_pair = getattr(words, member), getattr(places, member)
-        for element, place in ((pair & 0xFFFF, of_pair & 0xFFFF), (pair >> 16, of_pair >> 16)):
-            tile = place // VECTOR_COLUMNS * (VECTOR_COLUMNS * tokens)
-            at = place if tokens == 1 else tile + (place + turn) % VECTOR_COLUMNS
-            elements[at] = ty.u16(element)
-
-
-def _turn(columns: Columns) -> Any:
-    """Units by which those of a K-tile are turned round until they are converted: with more than two tokens, the same
-    element of all of them would else go to the same few banks."""
-    return ty.u32(0) if columns.limit <= MOST_UNTURNED else columns.of_thread() // 2 % UNITS_PER_TILE
-
-
-@ch.inline
-def _turned(columns: Columns, unit: ch.Expr) -> Any:
-    """Where a unit of this thread's column lies until then."""
-    number = unit % UNITS_PER_TILE
-    return unit - number + (number + _turn(columns)) % UNITS_PER_TILE
-
-
-@ch.function
-def _convert(columns: Columns, part: Part) -> None:
-    """Elements that all lie in their places, as bf16, become what the weights' format wants; ends with a barrier of the
-    consumer warps."""
-    machine = columns.machine
-    vector = machine.region("vector", ty.u32x4)
-    units, threads = part.elements // UNIT * columns.limit, machine.consumer_threads
-    if part.kind not in (DIGITS, HALVES):
-        turned = _turned(columns, machine.thread) - machine.thread
-        with ch.for_(machine.thread, units, threads, unroll=1, name="unit") as own:
-            words = ch.const(ty.u32x4, vector[own + turned], name="words")
-            if columns.limit > MOST_UNTURNED:
-                prim.warp_barrier()  # a neighbouring lane has read before its words are stored over
-            store_unit(columns, vector, own, words, part.kind)
-        machine.meet()
-        return
-    count = -(-units // threads)
-    data = ch.array(ty.u32x4, count, name="units")
-
-    def each() -> Iterator[tuple[int, ch.Expr]]:
-        for number in range(count):
-            unit = machine.thread + number * threads
-            with nullcontext() if (number + 1) * threads <= units else ch.if_(unit < units):
-                yield number, unit
-
-    for number, unit in each():
-        data[number] = vector[unit]
-    machine.meet()  # everybody has read: what is stored lies where others read
-    for number, unit in each():
-        store_unit(columns, vector, unit, data[number], part.kind)
-    machine.meet()
 
 
 @ch.function
