@@ -138,7 +138,7 @@ def _trace_pass(
         open_pass_bench(config, weights, opened, tokens, cached, gpu, traced=True, **plan) as ready,
     ):
         traced = ready.trace(*repeated, 0.0 if ready.gpu.emulated else REST_S)
-        spans = spans_of(traced.stamps, ready.manifest.phases)
+        spans = spans_of(traced.stamps, ready.phases)
         about = {**circumstances_of(name, config, weights, opened), "prompt": tokens, "context": cached}
         about |= _kernel_of(ready)
         console = Console(width=WIDTH, soft_wrap=True, highlight=False, markup=False)
