@@ -1,4 +1,4 @@
-"""The parameters of a launch of the decode step: name, type, meaning and shape of each, said once.
+"""The parameters of a launch: name, type, meaning and shape of each, said once; here those of the decode step.
 
 The kernel's signature, the manifest and the check of a launch's arguments are made from `Launch`; inside the program
 its fields are the kernel's parameters.
@@ -17,17 +17,35 @@ from cheetah.plan import Plan
 from cheetah.plan.kv.tables import COLUMN_WORDS, MAX_STOP_IDS, SEQUENCE_WORDS, TILE_WORDS
 
 
-def _buffer(type_: ty.Type, meaning: str, *shape: int | str, fill: str = "host", given: bool = False) -> Any:
-    return field(metadata={"parameter": KernelParameter(type_, meaning, shape, fill, given)})
+def parameter_field(parameter: KernelParameter) -> Any:
+    return field(metadata={"parameter": parameter})
 
 
-def _number(meaning: str) -> Any:
-    return field(metadata={"parameter": KernelParameter(ty.u32, meaning)})
+def buffer_field(type_: ty.Type, meaning: str, *shape: int | str, fill: str = "host", given: bool = False) -> Any:
+    return parameter_field(KernelParameter(type_, meaning, shape, fill, given))
 
 
-def _only(buffer: Any) -> Any:
-    """A buffer that some plans or families have."""
-    return field(default=None, metadata=buffer.metadata)
+def number_field(meaning: str, type_: ty.Type = ty.u32) -> Any:
+    return parameter_field(KernelParameter(type_, meaning))
+
+
+def optional_field(parameter: KernelParameter) -> Any:
+    """What some plans or families have."""
+    return field(default=None, metadata={"parameter": parameter})
+
+
+KV_SCALES = KernelParameter(
+    *(ty.ptr(ty.f32), "what e4m3 codes of each layer's keys, then values, are multiplied by"),
+    ("layers", 2, "kv_heads"),
+)
+BIASES = KernelParameter(ty.ptr(ty.bf16), "of q, k and v, in the order of the matrix' rows", ("layers", "qkv_rows"))
+HEAD_NORMS = KernelParameter(
+    ty.ptr(ty.bf16), "weights of the norms of each layer's queries, then keys", ("layers", 2, "head_dim")
+)
+PLACES = KernelParameter(
+    *(ty.ptr(ty.u16), "where columns of ordered matrices lie: see cheetah.models.act_order"),
+    ("ordered_inputs", "longest_input"),
+)
 
 
 def hidden_states_parameter(type_: ty.Type, given: bool = False) -> KernelParameter:
@@ -37,96 +55,97 @@ def hidden_states_parameter(type_: ty.Type, given: bool = False) -> KernelParame
 
 
 @dataclass(frozen=True, eq=False)
-class Launch:
-    """The kernel's parameters, in order."""
+class ModelLaunch:
+    """What kernels of the whole model begin their parameters with: its weights and its cache."""
 
-    weights: Expr = _buffer(ty.ptr(ty.u8), "packed matrices of all layers, then the head", "weight_bytes")
-    norms: Expr = _buffer(ty.ptr(ty.bf16), "norm weights: two a layer, then the last", "norms", "padded_hidden")
-    embedding: Expr = _buffer(ty.ptr(ty.bf16), "one row a token id", "vocab", "padded_hidden")
-    rope: Expr = _buffer(ty.ptr(ty.f32), "cos and sin of every position", "max_context", "half_head_dim", 2)
-    kv: Expr = _buffer(
+    weights: Expr = buffer_field(ty.ptr(ty.u8), "packed matrices of all layers, then the head", "weight_bytes")
+    norms: Expr = buffer_field(ty.ptr(ty.bf16), "norm weights: two a layer, then the last", "norms", "padded_hidden")
+    embedding: Expr = buffer_field(ty.ptr(ty.bf16), "one row a token id", "vocab", "padded_hidden")
+    rope: Expr = buffer_field(ty.ptr(ty.f32), "cos and sin of every position", "max_context", "half_head_dim", 2)
+    kv: Expr = buffer_field(
         *(ty.ptr_mut(ty.bf16), "paged key/value pool (HND)"),
         *("layers", "kv_pages", 2, "kv_heads", "page_size", "head_dim"),
         fill="poison",
     )
-    page_table: Expr = _buffer(ty.ptr(ty.i32), "every sequence's pages, in order", "batch", "pages_per_sequence")
-    kv_plans: Expr = _buffer(ty.ptr(ty.i32), "attention schedules of the launch", "plans", "plan_words")
-    tiles: Expr = _buffer(
+    page_table: Expr = buffer_field(ty.ptr(ty.i32), "every sequence's pages, in order", "batch", "pages_per_sequence")
+
+
+@dataclass(frozen=True, eq=False)
+class Launch(ModelLaunch):
+    """The kernel's parameters, in order."""
+
+    kv_plans: Expr = buffer_field(ty.ptr(ty.i32), "attention schedules of the launch", "plans", "plan_words")
+    tiles: Expr = buffer_field(
         ty.ptr(ty.i32), "which columns read which keys: see cheetah.plan.kv.tables", "tiles", TILE_WORDS
     )
-    sequences: Expr = _buffer(
+    sequences: Expr = buffer_field(
         ty.ptr(ty.i32), "the launch's sequences: see cheetah.plan.kv.tables", "batch", SEQUENCE_WORDS
     )
-    columns: Expr = _buffer(ty.ptr(ty.i32), "the launch's columns: see cheetah.plan.kv.tables", "columns", COLUMN_WORDS)
-    exchange: Expr = _buffer(
+    columns: Expr = buffer_field(
+        ty.ptr(ty.i32), "the launch's columns: see cheetah.plan.kv.tables", "columns", COLUMN_WORDS
+    )
+    exchange: Expr = buffer_field(
         *(ty.ptr_mut(ty.u8), "workspace through which blocks exchange vectors; zeroed once", "exchange_bytes"),
         fill="zero",
     )
-    tokens: Expr = _buffer(
+    tokens: Expr = buffer_field(
         ty.ptr_mut(ty.i32),
         "of every sequence: inputs, and what the kernel makes of them; -1 where no logit is a number",
         *("batch", "token_room"),
     )
-    emitted: Expr = _buffer(
+    emitted: Expr = buffer_field(
         *(ty.ptr_mut(ty.u32), "the same as they are made, in the host's memory", "batch", "token_room"), fill="mapped"
     )
-    cancelled: Expr = _buffer(
+    cancelled: Expr = buffer_field(
         *(ty.ptr(ty.u32), "in the host's memory: the launch's epoch for a sequence that is to end", "batch"),
         fill="mapped",
     )
-    stop_ids: Expr = _buffer(ty.ptr(ty.i32), "token ids that end a sequence", MAX_STOP_IDS)
-    masks: Expr = _buffer(ty.ptr(ty.u32), "which tokens a sequence may sample, a bit each", "batch", "mask_words")
-    logit_bias: Expr = _buffer(ty.ptr(ty.f32), "what is added to a sequence's logits", "batch", "vocab")
-    token_counts: Expr = _buffer(
+    stop_ids: Expr = buffer_field(ty.ptr(ty.i32), "token ids that end a sequence", MAX_STOP_IDS)
+    masks: Expr = buffer_field(ty.ptr(ty.u32), "which tokens a sequence may sample, a bit each", "batch", "mask_words")
+    logit_bias: Expr = buffer_field(ty.ptr(ty.f32), "what is added to a sequence's logits", "batch", "vocab")
+    token_counts: Expr = buffer_field(
         *(ty.ptr_mut(ty.u32), "which tokens a sequence has: see cheetah.plan.kv.tables", "batch", "vocab"),
     )
-    weighed: Expr = _buffer(
+    weighed: Expr = buffer_field(
         *(ty.ptr_mut(ty.f32), "a filtered sequence's logits over its temperature, without and with noise"),
         *("batch", "vocab", 2),
         fill="poison",
     )
-    logits: Expr = _buffer(
+    logits: Expr = buffer_field(
         ty.ptr_mut(ty.f32), "of every step and column, if wanted", "steps", "columns", "vocab", given=True
     )
-    progress: Expr = _buffer(ty.ptr_mut(ty.u32), "how far each block is", "blocks", fill="zero")
-    status: Expr = _buffer(ty.ptr_mut(ty.i32), "[0]: steps done", 8, fill="zero")
-    steps: Expr = _number("most steps to make")
-    head_from: Expr = _number("first step whose samples are wanted")
-    column_count: Expr = _number("columns in use")
-    plan_count: Expr = _number("schedules in `kv_plans`")
-    options: Expr = _number("all bits of the sequences' options: see cheetah.plan.kv.tables")
-    epoch: Expr = _number("first of the launch's exchange epochs: steps * epochs_of_step(layers) are used")
-    kv_scales: Expr | None = _only(
-        _buffer(
-            *(ty.ptr(ty.f32), "what e4m3 codes of each layer's keys, then values, are multiplied by"),
-            *("layers", 2, "kv_heads"),
-        )
-    )
-    biases: Expr | None = _only(
-        _buffer(ty.ptr(ty.bf16), "of q, k and v, in the order of the matrix' rows", "layers", "qkv_rows")
-    )
-    head_norms: Expr | None = _only(
-        _buffer(ty.ptr(ty.bf16), "weights of the norms of each layer's queries, then keys", "layers", 2, "head_dim")
-    )
-    places: Expr | None = _only(
-        _buffer(
-            *(ty.ptr(ty.u16), "where columns of ordered matrices lie: see cheetah.models.act_order"),
-            *("ordered_inputs", "longest_input"),
-        )
-    )
-    timeline: Expr | None = _only(
-        _buffer(
+    progress: Expr = buffer_field(ty.ptr_mut(ty.u32), "how far each block is", "blocks", fill="zero")
+    status: Expr = buffer_field(ty.ptr_mut(ty.i32), "[0]: steps done", 8, fill="zero")
+    steps: Expr = number_field("most steps to make")
+    head_from: Expr = number_field("first step whose samples are wanted")
+    column_count: Expr = number_field("columns in use")
+    plan_count: Expr = number_field("schedules in `kv_plans`")
+    options: Expr = number_field("all bits of the sequences' options: see cheetah.plan.kv.tables")
+    epoch: Expr = number_field("first of the launch's exchange epochs: steps * epochs_of_step(layers) are used")
+    kv_scales: Expr | None = optional_field(KV_SCALES)
+    biases: Expr | None = optional_field(BIASES)
+    head_norms: Expr | None = optional_field(HEAD_NORMS)
+    places: Expr | None = optional_field(PLACES)
+    timeline: Expr | None = optional_field(
+        KernelParameter(
             ty.ptr_mut(ty.u64),
             "nanoseconds of the events of every phase in the last step: see cheetah.blocks.timeline",
-            *("blocks", "phases", len(EVENTS)),
-            fill="poison",
+            ("blocks", "phases", len(EVENTS)),
+            "poison",
         )
     )
 
 
 def kernel_parameters(config: ModelConfig, plan: Plan) -> dict[str, KernelParameter]:
     """The parameters of a plan's kernel by name, in the order of its signature."""
-    parameters = {one.name: one.metadata["parameter"] for one in fields(Launch)}
+    return parameters_of(Launch, config, plan, plan.trace)
+
+
+def parameters_of(
+    launch: type[ModelLaunch], config: ModelConfig, plan: Plan, traced: bool
+) -> dict[str, KernelParameter]:
+    """The fields of a launch that its kernel has, by name in order. plan: of decoding; traced: with a timeline."""
+    parameters = {one.name: one.metadata["parameter"] for one in fields(launch)}
     is_codes = plan.kv_dtype == "e4m3"
     if is_codes:
         parameters["kv"] = replace(parameters["kv"], type=ty.ptr_mut(ty.u8))
@@ -135,6 +154,6 @@ def kernel_parameters(config: ModelConfig, plan: Plan) -> dict[str, KernelParame
         "biases": config.qkv_biases,
         "head_norms": config.head_norms,
         "places": config.act_order,
-        "timeline": plan.trace,
+        "timeline": traced,
     }
     return {name: one for name, one in parameters.items() if wanted.get(name, True)}

@@ -8,7 +8,7 @@ as in the decode step: bf16 weights and activations, f32 accumulation, softmax a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cheetah import lang as ch
@@ -25,7 +25,19 @@ from cheetah.blocks.timeline import EVENTS, Timeline
 from cheetah.lang import Expr, prim, ty
 from cheetah.models.act_order import ORDERED_INPUTS, ordered_input, places_shape
 from cheetah.models.config import ModelConfig
-from cheetah.models.dense.launch import hidden_states_parameter
+from cheetah.models.dense.launch import (
+    BIASES,
+    HEAD_NORMS,
+    KV_SCALES,
+    PLACES,
+    ModelLaunch,
+    buffer_field,
+    hidden_states_parameter,
+    number_field,
+    optional_field,
+    parameter_field,
+    parameters_of,
+)
 from cheetah.models.dense.program import sizes as sizes_of_step
 from cheetah.package import KernelParameter
 from cheetah.plan import Gpu, MatrixLayout, ModelShape, Plan, PlanError, SharedMap, step_matrices
@@ -47,103 +59,43 @@ class PassPhase:
     adds: bool = False
 
 
-def _parameter(parameter: KernelParameter) -> Any:
-    return field(metadata={"parameter": parameter})
-
-
-def _buffer(type_: ty.Type, meaning: str, *shape: int | str, fill: str = "host") -> Any:
-    return _parameter(KernelParameter(type_, meaning, shape, fill))
-
-
-def _number(meaning: str, type_: ty.Type = ty.u32) -> Any:
-    return _parameter(KernelParameter(type_, meaning))
-
-
 @dataclass(frozen=True, eq=False)
-class PassLaunch:
+class PassLaunch(ModelLaunch):
     """The kernel's parameters, in order. All but the workspace and the ids are those of the decode step."""
 
-    weights: Expr = _buffer(ty.ptr(ty.u8), "packed matrices of all layers, then the head", "weight_bytes")
-    norms: Expr = _buffer(ty.ptr(ty.bf16), "norm weights: two a layer, then the last", "norms", "padded_hidden")
-    embedding: Expr = _buffer(ty.ptr(ty.bf16), "one row a token id", "vocab", "padded_hidden")
-    rope: Expr = _buffer(ty.ptr(ty.f32), "cos and sin of every position", "max_context", "half_head_dim", 2)
-    kv: Expr = _buffer(
-        *(ty.ptr_mut(ty.bf16), "paged key/value pool (HND)"),
-        *("layers", "kv_pages", 2, "kv_heads", "page_size", "head_dim"),
-        fill="poison",
+    ids: Expr = buffer_field(ty.ptr(ty.i32), "token ids of the pass: see cheetah.plan.pass_tables", "tokens")
+    groups: Expr = buffer_field(ty.ptr(ty.i32), "of 8 columns each, also there", "token_groups", TABLE_WORDS)
+    segments: Expr = buffer_field(ty.ptr(ty.i32), "parts of sequences, also there", "token_segments", TABLE_WORDS)
+    tiles: Expr = buffer_field(
+        ty.ptr(ty.i32), "what attention reads together, also there", "token_segments", TABLE_WORDS
     )
-    page_table: Expr = _buffer(ty.ptr(ty.i32), "every sequence's pages, in order", "batch", "pages_per_sequence")
-    ids: Expr = _buffer(ty.ptr(ty.i32), "token ids of the pass: see cheetah.plan.pass_tables", "tokens")
-    groups: Expr = _buffer(ty.ptr(ty.i32), "of 8 columns each, also there", "token_groups", TABLE_WORDS)
-    segments: Expr = _buffer(ty.ptr(ty.i32), "parts of sequences, also there", "token_segments", TABLE_WORDS)
-    tiles: Expr = _buffer(ty.ptr(ty.i32), "what attention reads together, also there", "token_segments", TABLE_WORDS)
-    workspace: Expr = _buffer(ty.ptr_mut(ty.u8), "what phases hand on; zeroed once", "workspace_bytes", fill="zero")
-    wanted: Expr = _buffer(ty.ptr(ty.i32), "columns whose last hidden states are wanted", "tokens")
-    hidden_states: Expr = _parameter(hidden_states_parameter(ty.ptr_mut(ty.bf16), given=True))
-    column_count: Expr = _number("columns of this launch in use")
-    segment_count: Expr = _number("segments of this launch")
-    tile_count: Expr = _number("rows of `tiles` of this launch")
-    wanted_count: Expr = _number("columns in `wanted`; with none the launch ends before attention in the last layer")
-    arrivals: Expr = _number("what the workspace's counter stands at: blocks x phases for each launch", ty.u64)
-    kv_scales: Expr | None = field(
-        default=None,
-        metadata={
-            "parameter": KernelParameter(
-                *(ty.ptr(ty.f32), "what e4m3 codes of each layer's keys, then values, are multiplied by"),
-                ("layers", 2, "kv_heads"),
-            )
-        },
+    workspace: Expr = buffer_field(
+        ty.ptr_mut(ty.u8), "what phases hand on; zeroed once", "workspace_bytes", fill="zero"
     )
-    biases: Expr | None = field(
-        default=None,
-        metadata={
-            "parameter": KernelParameter(
-                ty.ptr(ty.bf16), "of q, k and v, in the order of the matrix' rows", ("layers", "qkv_rows")
-            )
-        },
+    wanted: Expr = buffer_field(ty.ptr(ty.i32), "columns whose last hidden states are wanted", "tokens")
+    hidden_states: Expr = parameter_field(hidden_states_parameter(ty.ptr_mut(ty.bf16), given=True))
+    column_count: Expr = number_field("columns of this launch in use")
+    segment_count: Expr = number_field("segments of this launch")
+    tile_count: Expr = number_field("rows of `tiles` of this launch")
+    wanted_count: Expr = number_field(
+        "columns in `wanted`; with none the launch ends before attention in the last layer"
     )
-    head_norms: Expr | None = field(
-        default=None,
-        metadata={
-            "parameter": KernelParameter(
-                ty.ptr(ty.bf16), "weights of the norms of each layer's queries, then keys", ("layers", 2, "head_dim")
-            )
-        },
-    )
-    places: Expr | None = field(
-        default=None,
-        metadata={
-            "parameter": KernelParameter(
-                *(ty.ptr(ty.u16), "where columns of ordered matrices lie: see cheetah.models.act_order"),
-                ("ordered_inputs", "longest_input"),
-            )
-        },
-    )
-    timeline: Expr | None = field(
-        default=None,
-        metadata={
-            "parameter": KernelParameter(
-                *(ty.ptr_mut(ty.u64), "nanoseconds of the events of every phase: see cheetah.blocks.timeline"),
-                *(("blocks", "phases", len(EVENTS)), "zero"),
-            )
-        },
+    arrivals: Expr = number_field("what the workspace's counter stands at: blocks x phases for each launch", ty.u64)
+    kv_scales: Expr | None = optional_field(KV_SCALES)
+    biases: Expr | None = optional_field(BIASES)
+    head_norms: Expr | None = optional_field(HEAD_NORMS)
+    places: Expr | None = optional_field(PLACES)
+    timeline: Expr | None = optional_field(
+        KernelParameter(
+            *(ty.ptr_mut(ty.u64), "nanoseconds of the events of every phase: see cheetah.blocks.timeline"),
+            *(("blocks", "phases", len(EVENTS)), "zero"),
+        )
     )
 
 
 def pass_parameters(config: ModelConfig, plan: Plan, traced: bool = False) -> dict[str, KernelParameter]:
     """The parameters of a kernel by name, in the order of its signature. plan: of decoding; traced: with a timeline."""
-    parameters = {one.name: one.metadata["parameter"] for one in fields(PassLaunch)}
-    is_codes = plan.kv_dtype == "e4m3"
-    if is_codes:
-        parameters["kv"] = replace(parameters["kv"], type=ty.ptr_mut(ty.u8))
-    wanted = {
-        "kv_scales": is_codes,
-        "biases": config.qkv_biases,
-        "head_norms": config.head_norms,
-        "places": config.act_order,
-        "timeline": traced,
-    }
-    return {name: one for name, one in parameters.items() if wanted.get(name, True)}
+    return parameters_of(PassLaunch, config, plan, traced)
 
 
 @dataclass(frozen=True)
