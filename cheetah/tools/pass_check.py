@@ -133,7 +133,7 @@ class PassCourse:
         launcher.launch_together([self._part(first, 0, REST), self._part(second, 1, SECOND)])
         rows = len(self.prompts) * JUDGED
         room = device.allocate(4 * head.max_steps * head.tokens * head.vocab_size, 0xFF)
-        logits = head.score(first, range(rows), room)
+        logits = np.concatenate([*head.score(first, range(rows), room)])
         return [*(self._cached(buffers, cache) for cache in (first, second)), logits.view(np.uint32)]
 
     def race(self) -> str:

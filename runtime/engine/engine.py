@@ -254,20 +254,21 @@ class Engine:
             if not self.is_idle and pages_for(len(token_ids), launcher.cache.page_size) > self._unclaimed_pages():
                 return None
             launcher.restart()
-            parts = []
+            parts: list[npt.NDArray[np.float32]] = []
             try:
                 for first in range(0, len(token_ids), most):
                     with interrupts.deferred():
-                        parts.append(self._score(token_ids[first : first + most], logits))
+                        parts += self._score(token_ids[first : first + most], logits)
             finally:
                 launcher.restart()
         return np.concatenate(parts)
 
-    def _score(self, token_ids: Sequence[int], logits: Buffer) -> npt.NDArray[np.float32]:
-        """The logits after each of the next tokens of the launcher's own cache, by a pass where there are any."""
+    def _score(self, token_ids: Sequence[int], logits: Buffer) -> Iterable[npt.NDArray[np.float32]]:
+        """The logits after each of the next tokens of the launcher's own cache, by a pass where there are any: together
+        a gigabyte of 2048 tokens, which is put together once."""
         launcher = self.launcher
         if not self._passes:
-            return launcher.score(token_ids, logits)
+            return [launcher.score(token_ids, logits)]
         passes, count = self._passes[-1], len(token_ids)
         part = Part(launcher.cache, token_ids, count, per_step=passes.tile_tokens, wanted=count)
         passes.launch_together([part])

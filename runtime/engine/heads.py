@@ -5,7 +5,7 @@ A part's inputs are rows of those states, of the last tokens in its cache, which
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,16 +23,14 @@ if TYPE_CHECKING:
 class HeadLauncher(StepLaunches):
     """A part that samples has one row, and one step: what it samples is no row of another."""
 
-    def score(self, cache: CachedSequence, rows: range, logits: Buffer) -> npt.NDArray[np.float32]:
-        """float32 [len(rows), vocab]: the logits of these rows, by as many launches as the buffer makes of them. cache:
-        of the sequence that they belong to."""
-        most, found = self.score_steps(logits) * self.tokens, []
+    def score(self, cache: CachedSequence, rows: range, logits: Buffer) -> Iterator[npt.NDArray[np.float32]]:
+        """float32 [rows, vocab]: the logits of these rows, as many at a time as the buffer has room for. cache: of the
+        sequence that they belong to."""
+        most = self.score_steps(logits) * self.tokens
         for first in range(0, len(rows), most):
             some = rows[first : first + most]
-            part = self.part_without_samples(cache, some)
-            self.launch_together([part], logits)
-            found.append(logits.download(np.float32, (part.steps * self.tokens, self.vocab_size))[: len(some)])
-        return np.concatenate(found)
+            self.launch_together([self.part_without_samples(cache, some)], logits)
+            yield logits.download(np.float32, (len(some), self.vocab_size))
 
     def part_without_samples(self, cache: CachedSequence, rows: range) -> Part:
         """Of a launch whose logits alone are wanted."""
