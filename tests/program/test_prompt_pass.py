@@ -214,17 +214,42 @@ def test_passes_go_on_where_the_cache_ends(parts: tuple[int, ...]) -> None:
     assert error(read(rig_of(SMALL), parts)) < TOLERANCE
 
 
+CUT = {
+    "lower tiles, some in parts": (13, 64, [(3, 2), (4, 1), (3, 1), (3, 2)]),
+    "for two tiles of tokens": (23, 32, [(4, 2), (4, 1), (4, 1), (4, 2)]),
+}
+"""Blocks, tokens of a tile, and M-tiles and parts of each product."""
+
+
 @pytest.mark.slow
-def test_products_of_few_tokens_are_cut_along_k() -> None:
+@pytest.mark.parametrize("case", CUT)
+def test_products_of_few_tokens_are_cut(case: str) -> None:
     """So that all blocks have work; the bits are others, but still the same under every schedule."""
-    config = model(hidden=256, ffn=512)
-    few = PassPlan(tokens=64, tile_tokens=64, warpgroups=1, stages=3, cut_tokens=64)
-    rig = rig_of(config, blocks=11, pass_plan=few)
-    assert [rig.sizes.parts(name) for name in ("qkv", "o", "gate_up", "down")] == [2, 1, 1, 2]
-    assert rig.sizes.height("gate_up") == 3 and rig.sizes.height("down") is None
-    sessions = [read(rig, (13, 7), scheduler) for scheduler in SCHEDULERS]
+    blocks, tile_tokens, cuts = CUT[case]
+    few = PassPlan(tokens=64, tile_tokens=tile_tokens, warpgroups=1, stages=3, cut_tokens=64, key_tile=32)
+    rig = rig_of(model(hidden=256, ffn=512), blocks=blocks, pass_plan=few)
+    sizes, matrices = rig.sizes, ("qkv", "o", "gate_up", "down")
+    assert [(sizes.height(name) or few.tile_m_tiles, sizes.parts(name)) for name in matrices] == cuts
+    sessions = [read(rig, (13, 40), scheduler) for scheduler in SCHEDULERS]
     assert error(sessions[0]) < TOLERANCE
     assert len({session.cached().tobytes() for session in sessions}) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "few", "more"),
+    [
+        ("llama-3.1-8b", [(6, 2), (8, 4), (7, 1), (8, 4)], [(8, 1), (8, 2), (8, 1), (8, 2)]),
+        ("qwen3-8b", [(6, 2), (8, 4), (6, 1), (8, 4)], [(8, 1), (8, 2), (8, 1), (8, 2)]),
+        ("llama-3.1-70b", [(5, 1), (8, 2), (7, 1), (8, 2)], [(8, 1)] * 4),
+    ],
+)
+def test_cuts_of_presets(model: str, few: list[tuple[int, int]], more: list[tuple[int, int]]) -> None:
+    """M-tiles and parts of each product: on 132 blocks, for 128 and for 512 tokens."""
+    config, gpu = preset(model), gpu_named("h200")
+    for pass_plan, wanted in zip(short_pass_plans(gpu), (few, more), strict=True):
+        sizes = PassSizes(config, gpu, choose_plan(config, gpu), pass_plan)
+        found = [(sizes.height(one.name) or 8, sizes.parts(one.name)) for one in sizes.matrices.of_layer]
+        assert found == wanted
 
 
 FAMILIES = {
