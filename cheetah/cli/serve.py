@@ -82,6 +82,10 @@ def serve(
         str | None,
         typer.Option(help="hermes or llama3_json; by default what the template tells.", show_default=False),
     ] = None,
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(help="qwen3 or deepseek_r1: thoughts are told beside the answer.", show_default=False),
+    ] = None,
     seed: RequestSeed = None,
     tuned: Tuned = True,
     revision: Revision = None,
@@ -103,6 +107,7 @@ def serve(
         body_bytes=int(max_body_mb * 1e6),
         stuck_after_s=stuck_after,
         tool_parser=tool_call_parser,
+        reasoning_parser=reasoning_parser,
         seed=seed,
     )
     if host not in LOCAL and not keys:

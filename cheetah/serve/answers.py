@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from cheetah.runtime.outputs import StreamPiece
 from cheetah.serve.logprobs import ChatLogprobs, CompletionLogprobs, of_prompt
 from cheetah.serve.records import StreamOptions
-from cheetah.serve.tools import Part, ToolCall, ToolParser
+from cheetah.serve.tools import Part, Thought, ToolCall, ToolParser
 
 Record = dict[str, Any]
 
@@ -206,6 +206,8 @@ class ChatAnswer:
         message: Record = {"role": "assistant", "content": None if calls and not text else text, "refusal": None}
         if calls:
             message["tool_calls"] = calls
+        if thoughts := "".join(delta.get("reasoning", "") for delta in deltas):
+            message["reasoning"] = thoughts
         return {
             "index": number,
             "message": message,
@@ -242,7 +244,9 @@ class _ChatChoice:
         return "tool_calls" if self._calls and reason == "stop" else reason
 
     def _delta(self, part: Part) -> Iterator[Record]:
-        if not isinstance(part, ToolCall):
+        if isinstance(part, Thought):
+            yield {"reasoning": part.text}
+        elif not isinstance(part, ToolCall):
             yield {"content": part}
         elif not (self._one_call and self._calls):
             function = {"name": part.name, "arguments": part.arguments}

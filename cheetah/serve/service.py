@@ -24,6 +24,7 @@ from cheetah.serve.embeddings import EmbeddingBody, embeddings
 from cheetah.serve.errors import ApiError, of_mistake, refused
 from cheetah.serve.logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
 from cheetah.serve.metrics import Metrics, RequestMetrics
+from cheetah.serve.reasoning import REASONING_PARSERS, Reasoning
 from cheetah.serve.records import (
     ChatBody,
     CompletionBody,
@@ -53,8 +54,9 @@ class Options:
     names: what clients may call the model; the first is what answers say. api_keys: if any, requests need one of them.
     most_waiting: completions that may wait in line before further ones are refused. body_bytes: of a request at most.
     stuck_after_s: a step of the engine that takes longer makes /health fail. tool_parser: a name of
-    `serve.tools.PARSERS`; None for what the chat template tells. seed: of requests without one; None for a new one
-    each.
+    `serve.tools.PARSERS`; None for what the chat template tells. reasoning_parser: a name of
+    `serve.reasoning.REASONING_PARSERS`; None leaves thoughts in the text. seed: of requests without one; None for a
+    new one each.
     """
 
     names: tuple[str, ...]
@@ -63,11 +65,15 @@ class Options:
     body_bytes: int = 8_000_000
     stuck_after_s: float = 60.0
     tool_parser: str | None = None
+    reasoning_parser: str | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
         if self.tool_parser is not None and self.tool_parser not in PARSERS:
             raise CheetahError(f"tool_parser={self.tool_parser!r}: choose one of {', '.join(PARSERS)}")
+        if self.reasoning_parser not in (None, *REASONING_PARSERS):
+            known = ", ".join(REASONING_PARSERS)
+            raise CheetahError(f"reasoning_parser={self.reasoning_parser!r}: choose one of {known}")
 
 
 @dataclass
@@ -143,6 +149,8 @@ class Service:
         if body.stream and body.prompt_logprobs is not None:
             raise refused("prompt_logprobs", "is not told in streams: leave out stream")
         logprobs = ChatLogprobs(TokenTexts(self._prompts.tokenizer), params.logprobs or 0)
+        if structure is None:  # else all of the text is the answer
+            new_parser = self._behind_thoughts(new_parser)
         answer = ChatAnswer(self._name, Usage(), new_parser, not body.parallel_tool_calls, body.told, logprobs)
         return await self._submit([ids], params, answer, body.stream, "messages", structure)
 
@@ -241,6 +249,12 @@ class Service:
                 "tools", f"the chat template has no known way of calls: start with --tool-call-parser {known}"
             )
         return self._parser
+
+    def _behind_thoughts(self, new_parser: Callable[[], ToolParser]) -> Callable[[], ToolParser]:
+        """The parser for what follows the thoughts, if these are told apart."""
+        if (name := self.options.reasoning_parser) is None:
+            return new_parser
+        return lambda: Reasoning(new_parser(), REASONING_PARSERS[name])
 
     def _calls_that_must_be(self, body: ChatBody) -> Structure | None:
         """What the text is where the request does not leave it to the model whether it calls a tool."""

@@ -23,7 +23,14 @@ class ToolCall:
     arguments: str
 
 
-Part = str | ToolCall
+@dataclass(frozen=True)
+class Thought:
+    """Text that is no part of the answer."""
+
+    text: str
+
+
+Part = str | ToolCall | Thought
 
 
 @dataclass(frozen=True)
