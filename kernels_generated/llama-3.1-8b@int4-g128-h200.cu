@@ -184,7 +184,7 @@ __device__ __forceinline__ uint4 wait_flagged4(const uint64_t* words, uint32_t e
   return make_uint4((uint32_t)a, (uint32_t)b, (uint32_t)c, (uint32_t)d);
 }
 
-__device__ __forceinline__ void wait_flagged_units(uint4 (&data)[8], const uint64_t* words, uint32_t stride, uint32_t count, uint32_t epoch) {
+__device__ __forceinline__ void wait_flagged_units(uint4 (&data)[8], const uint64_t* words, uint32_t apart, uint32_t stride, uint32_t count, uint32_t epoch) {
   uint64_t word[8][4];
   bool missing;
   do {
@@ -196,7 +196,7 @@ __device__ __forceinline__ void wait_flagged_units(uint4 (&data)[8], const uint6
         asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
           : "=l"(word[i][0]), "=l"(word[i][1]) : "l"(place) : "memory");
         asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
-          : "=l"(word[i][2]), "=l"(word[i][3]) : "l"(place + 2) : "memory");
+          : "=l"(word[i][2]), "=l"(word[i][3]) : "l"(place + apart) : "memory");
       }
     }
     #pragma unroll
@@ -205,28 +205,6 @@ __device__ __forceinline__ void wait_flagged_units(uint4 (&data)[8], const uint6
         #pragma unroll
         for (uint32_t j = 0; j < 4; ++j) missing |= (uint32_t)(word[i][j] >> 32) != epoch;
         data[i] = make_uint4((uint32_t)word[i][0], (uint32_t)word[i][1], (uint32_t)word[i][2], (uint32_t)word[i][3]);
-      }
-    }
-  } while (missing);
-}
-
-__device__ __forceinline__ void wait_flagged_quads(uint2 (&data)[16], const uint64_t* words, uint32_t stride, uint32_t count, uint32_t epoch) {
-  uint64_t word[16][2];
-  bool missing;
-  do {
-    missing = false;
-    #pragma unroll
-    for (uint32_t i = 0; i < 16; ++i) {
-      if (i < count) {
-        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
-          : "=l"(word[i][0]), "=l"(word[i][1]) : "l"(words + i * stride) : "memory");
-      }
-    }
-    #pragma unroll
-    for (uint32_t i = 0; i < 16; ++i) {
-      if (i < count) {
-        missing |= (uint32_t)(word[i][0] >> 32) != epoch || (uint32_t)(word[i][1] >> 32) != epoch;
-        data[i] = make_uint2((uint32_t)word[i][0], (uint32_t)word[i][1]);
       }
     }
   } while (missing);
@@ -275,12 +253,6 @@ __device__ __forceinline__ void store_relaxed_u32(uint32_t* place, uint32_t valu
 __device__ __forceinline__ uint32_t load_constant_u32(const void* place) {
   uint32_t result;
   asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(result) : "l"(place));
-  return result;
-}
-
-__device__ __forceinline__ uint2 load_constant_u32x2(const void* place) {
-  uint2 result;
-  asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(result.x), "=r"(result.y) : "l"(place));
   return result;
 }
 
@@ -379,10 +351,6 @@ __device__ __forceinline__ uint32_t matrix_transpose_b16(uint32_t pair) {
   uint32_t result;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
   return result;
-}
-
-__device__ __forceinline__ uint2 make_u32x2(uint32_t x, uint32_t y) {
-  return make_uint2(x, y);
 }
 
 __device__ __forceinline__ uint4 make_u32x4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
@@ -1067,11 +1035,13 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
       weights[number] = load_constant_u32x4(norms + layer * 8192 + (first_unit + number * 256) * 8);
     }
     if (lane == 0) {
-      wait_flagged4(exchange_words + (first_unit * 4 + 32), layer_epoch - 1);
+      uint32_t word = first_unit * 4;
+      wait_flagged4(exchange_words + (word / 128 * 128 + word % 4 / 2 * 64 + word % 128 / 4 * 2 + word % 2 + 32), layer_epoch - 1);
     }
     warp_barrier();
     uint4 units[8];
-    wait_flagged_units(units, exchange_words + (first_unit * 4 + 32), 1024, 2, layer_epoch - 1);
+    uint32_t word = first_unit * 4;
+    wait_flagged_units(units, exchange_words + (word / 128 * 128 + word % 4 / 2 * 64 + word % 128 / 4 * 2 + word % 2 + 32), 64, 1024, 2, layer_epoch - 1);
     #pragma unroll
     for (uint32_t number = 0; number < 2; ++number) {
       normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
@@ -1534,8 +1504,8 @@ __device__ __forceinline__ void publish_partial(uint32_t row, uint32_t dim_pair,
 
 // Column tile `number` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
-__device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint32_t thread, uint8_t* arena,
-    uint64_t* exchange_words, uint4 what) {
+__device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint32_t thread, uint8_t* arena, uint4 what,
+    uint64_t* exchange_words) {
   uint32_t rows = record[1].z;
   #pragma unroll 1
   for (uint32_t output = thread; output < rows * 64; output += 256) {
@@ -1548,7 +1518,8 @@ __device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint3
     uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32) * 4 + pair % 32 % 4;
     if (record[1].y == 4294967295u) {
       uint32_t column = record[2].x + place / 4;
-      publish_flagged(exchange_words + (((((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 32 + column) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) % 8 / 2 + 144544), pack_bf16x2(low, high), epoch);
+      uint32_t word = ((((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 32 + column) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) % 8 / 2;
+      publish_flagged(exchange_words + (word / 128 * 128 + word % 4 / 2 * 64 + word % 128 / 4 * 2 + word % 2 + 144544), pack_bf16x2(low, high), epoch);
     } else {
       publish_partial(record[1].y + place, dim_pair, low, high, lse, epoch, exchange_words);
     }
@@ -1558,12 +1529,12 @@ __device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint3
 // Fold the key groups' states, in ascending order, as many dims at a time as there is room for, and publish the
 // result.
 __device__ __forceinline__ void fold(uint32_t epoch, uint8_t* arena, float (&weight_sum)[2], uint32_t lane,
-    uint32_t warp, float (&highest)[2], float (&output)[8][4], uint4* record, uint32_t thread, uint64_t* exchange_words,
-    uint4 what) {
+    uint32_t warp, float (&highest)[2], float (&output)[8][4], uint4* record, uint32_t thread, uint4 what,
+    uint64_t* exchange_words) {
   lay_down_statistics(arena, weight_sum, lane, warp, highest);
   lay_down_2(arena, lane, warp, output);
   named_barrier(1, 256);
-  fold_slices(epoch, record, thread, arena, exchange_words, what);
+  fold_slices(epoch, record, thread, arena, what, exchange_words);
   named_barrier(1, 256);
 }
 
@@ -1597,7 +1568,7 @@ __device__ __forceinline__ void attend_item(uint32_t cached_end, uint32_t newest
   highest[1] = -bits_float(0x7f800000);
   attend_keys(what.w, cached_end, newest_begin, newest, warp, use_stage, full, use_parity, ring, arena, lane, query,
       limits, highest, weight_sum, output, empty);
-  fold(epoch, arena, weight_sum, lane, warp, highest, output, record, thread, exchange_words, what);
+  fold(epoch, arena, weight_sum, lane, warp, highest, output, record, thread, what, exchange_words);
 }
 
 // The record at hand becomes that of another merge of this team.
@@ -1701,12 +1672,14 @@ __device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, f
     float low = sums[0] * inverse;
     float high = sums[1] * inverse;
     uint32_t column = record[1].x + record[0].y / 4;
-    publish_flagged(exchange_words + (((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 32 + column) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) % 8 / 2 + 144544), pack_bf16x2(low, high), epoch);
+    uint32_t word = ((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 32 + column) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) % 8 / 2;
+    publish_flagged(exchange_words + (word / 128 * 128 + word % 4 / 2 * 64 + word % 128 / 4 * 2 + word % 2 + 144544), pack_bf16x2(low, high), epoch);
     uint32_t dim_pair_2 = lane % 32 * 2 + 1;
     float low_2 = sums[2] * inverse;
     float high_2 = sums[3] * inverse;
     uint32_t column_2 = record[1].x + record[0].y / 4;
-    publish_flagged(exchange_words + (((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 32 + column_2) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) % 8 / 2 + 144544), pack_bf16x2(low_2, high_2), epoch);
+    uint32_t word_2 = ((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 32 + column_2) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) % 8 / 2;
+    publish_flagged(exchange_words + (word_2 / 128 * 128 + word_2 % 4 / 2 * 64 + word_2 % 128 / 4 * 2 + word_2 % 2 + 144544), pack_bf16x2(low_2, high_2), epoch);
   }
 }
 
@@ -1831,11 +1804,13 @@ __device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uin
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_flagged4(exchange_words + (first_unit * 4 + 144544), layer_epoch);
+    uint32_t word = first_unit * 4;
+    wait_flagged4(exchange_words + (word / 128 * 128 + word % 4 / 2 * 64 + word % 128 / 4 * 2 + word % 2 + 144544), layer_epoch);
   }
   warp_barrier();
   uint4 units[8];
-  wait_flagged_units(units, exchange_words + (first_unit * 4 + 144544), 1024, 2, layer_epoch);
+  uint32_t word = first_unit * 4;
+  wait_flagged_units(units, exchange_words + (word / 128 * 128 + word % 4 / 2 * 64 + word % 128 / 4 * 2 + word % 2 + 144544), 64, 1024, 2, layer_epoch);
   #pragma unroll
   for (uint32_t number = 0; number < 2; ++number) {
     store_digits(vector, first_unit + number * 256, units[number]);
@@ -1844,12 +1819,13 @@ __device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uin
 }
 
 // Publish `count` values, one a lane from lane 0 on, as pairs of bf16 beginning at element `first` (even).
-__device__ __forceinline__ void publish_rows(float value, uint32_t first, uint32_t lane, uint64_t* exchange_words,
-    uint32_t column, uint32_t layer_epoch) {
+__device__ __forceinline__ void publish_rows(float value, uint32_t first, uint32_t lane, uint32_t column,
+    uint64_t* exchange_words, uint32_t layer_epoch) {
   float neighbour = shuffle_xor_f32(value, 1);
   uint32_t pair = pack_bf16x2(value, neighbour);
   if (lane < 16 && lane % 2 == 0) {
-    publish_flagged(exchange_words + ((((first + lane) / 32 + column) * 4 + (first + lane) / 8 % 4) * 4 + (first + lane) % 8 / 2 + 146592), pair, layer_epoch);
+    uint32_t word = (((first + lane) / 32 + column) * 4 + (first + lane) / 8 % 4) * 4 + (first + lane) % 8 / 2;
+    publish_flagged(exchange_words + (word / 128 * 128 + word % 4 / 2 * 64 + word % 128 / 4 * 2 + word % 2 + 146592), pair, layer_epoch);
   }
 }
 
@@ -1872,7 +1848,7 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, float* reductions
     value += residual[place];
     residual[place] = value;
   }
-  publish_rows(value, m_tile * 16, lane, exchange_words, column, layer_epoch);
+  publish_rows(value, m_tile * 16, lane, column, exchange_words, layer_epoch);
 }
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
@@ -1941,12 +1917,13 @@ __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t 
 }
 
 // Publish `count` values, one a lane from lane 0 on, as pairs of bf16 beginning at element `first` (even).
-__device__ __forceinline__ void publish_rows_2(float value, uint32_t first, uint32_t lane, uint64_t* exchange_words,
-    uint32_t column, uint32_t layer_epoch) {
+__device__ __forceinline__ void publish_rows_2(float value, uint32_t first, uint32_t lane, uint32_t column,
+    uint64_t* exchange_words, uint32_t layer_epoch) {
   float neighbour = shuffle_xor_f32(value, 1);
   uint32_t pair = pack_bf16x2(value, neighbour);
   if (lane < 8 && lane % 2 == 0) {
-    publish_flagged(exchange_words + ((((first + lane) / 32 + column) * 4 + (first + lane) / 8 % 4) * 4 + (first + lane) % 8 / 2 + 148640), pair, layer_epoch);
+    uint32_t word = (((first + lane) / 32 + column) * 4 + (first + lane) / 8 % 4) * 4 + (first + lane) % 8 / 2;
+    publish_flagged(exchange_words + (word / 128 * 128 + word % 4 / 2 * 64 + word % 128 / 4 * 2 + word % 2 + 148640), pair, layer_epoch);
   }
 }
 
@@ -1966,7 +1943,7 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions
   float value = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
   float other = shuffle_xor_f32(value, 8);
   float gated = divide_f32(value, 1.0f + exp_f32(-value)) * other;
-  publish_rows_2(gated, m_tile * 8, lane, exchange_words, column, layer_epoch);
+  publish_rows_2(gated, m_tile * 8, lane, column, exchange_words, layer_epoch);
 }
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
@@ -2016,11 +1993,13 @@ __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uin
     weights[number] = load_constant_u32x4(norms + (layer * 2 + 1) * 4096 + (first_unit + number * 256) * 8);
   }
   if (lane == 0) {
-    wait_flagged4(exchange_words + (first_unit * 4 + 146592), layer_epoch);
+    uint32_t word = first_unit * 4;
+    wait_flagged4(exchange_words + (word / 128 * 128 + word % 4 / 2 * 64 + word % 128 / 4 * 2 + word % 2 + 146592), layer_epoch);
   }
   warp_barrier();
   uint4 units[8];
-  wait_flagged_units(units, exchange_words + (first_unit * 4 + 146592), 1024, 2, layer_epoch);
+  uint32_t word = first_unit * 4;
+  wait_flagged_units(units, exchange_words + (word / 128 * 128 + word % 4 / 2 * 64 + word % 128 / 4 * 2 + word % 2 + 146592), 64, 1024, 2, layer_epoch);
   #pragma unroll
   for (uint32_t number = 0; number < 2; ++number) {
     normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
@@ -2059,11 +2038,13 @@ __device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, u
   uint4* vector = (uint4*)(arena + VECTOR);
   uint32_t first_unit = thread;
   if (lane == 0) {
-    wait_flagged4(exchange_words + (first_unit * 4 + 148640), layer_epoch);
+    uint32_t word = first_unit * 4;
+    wait_flagged4(exchange_words + (word / 128 * 128 + word % 4 / 2 * 64 + word % 128 / 4 * 2 + word % 2 + 148640), layer_epoch);
   }
   warp_barrier();
   uint4 units[8];
-  wait_flagged_units(units, exchange_words + (first_unit * 4 + 148640), 1024, 7, layer_epoch);
+  uint32_t word = first_unit * 4;
+  wait_flagged_units(units, exchange_words + (word / 128 * 128 + word % 4 / 2 * 64 + word % 128 / 4 * 2 + word % 2 + 148640), 64, 1024, 7, layer_epoch);
   #pragma unroll
   for (uint32_t number = 0; number < 7; ++number) {
     store_digits(vector, first_unit + number * 256, units[number]);
@@ -2126,12 +2107,13 @@ __device__ __forceinline__ void multiply_chunk_2(uint32_t chunk, uint32_t place,
 }
 
 // Publish `count` values, one a lane from lane 0 on, as pairs of bf16 beginning at element `first` (even).
-__device__ __forceinline__ void publish_rows_3(float value, uint32_t first, uint32_t lane, uint64_t* exchange_words,
-    uint32_t column, uint32_t layer_epoch) {
+__device__ __forceinline__ void publish_rows_3(float value, uint32_t first, uint32_t lane, uint32_t column,
+    uint64_t* exchange_words, uint32_t layer_epoch) {
   float neighbour = shuffle_xor_f32(value, 1);
   uint32_t pair = pack_bf16x2(value, neighbour);
   if (lane < 16 && lane % 2 == 0) {
-    publish_flagged(exchange_words + ((((first + lane) / 32 + column) * 4 + (first + lane) / 8 % 4) * 4 + (first + lane) % 8 / 2 + 32), pair, layer_epoch);
+    uint32_t word = (((first + lane) / 32 + column) * 4 + (first + lane) / 8 % 4) * 4 + (first + lane) % 8 / 2;
+    publish_flagged(exchange_words + (word / 128 * 128 + word % 4 / 2 * 64 + word % 128 / 4 * 2 + word % 2 + 32), pair, layer_epoch);
   }
 }
 
@@ -2154,7 +2136,7 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, float* reductions
     value += residual[place];
     residual[place] = value;
   }
-  publish_rows_3(value, m_tile * 16, lane, exchange_words, column, layer_epoch);
+  publish_rows_3(value, m_tile * 16, lane, column, exchange_words, layer_epoch);
 }
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
@@ -2223,7 +2205,7 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
 }
 
 // A piece times the norm's weights into the vector, and its squares to the thread's sum.
-__device__ __forceinline__ void normalise_unit_2(uint2* vector, uint32_t unit, uint2 words, uint2 weight,
+__device__ __forceinline__ void normalise_unit_2(uint4* vector, uint32_t unit, uint4 words, uint4 weight,
     float& squares) {
   float low = bf16x2_low(words.x);
   float high = bf16x2_high(words.x);
@@ -2233,24 +2215,15 @@ __device__ __forceinline__ void normalise_unit_2(uint2* vector, uint32_t unit, u
   float high_2 = bf16x2_high(words.y);
   squares += low_2 * low_2 + high_2 * high_2;
   uint32_t weights_2 = weight.y;
-  vector[unit] = make_u32x2(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)));
-}
-
-// Each warp's share of every column's mean of squares plus epsilon, for who finishes rows: [column][warp]. Ends
-// with a barrier of the consumer warps.
-__device__ __forceinline__ void share_squares_2(float squares, uint32_t lane, uint8_t* arena, uint32_t warp) {
-  float sum_of_token = squares;
-  sum_of_token += shuffle_xor_f32(sum_of_token, 16);
-  sum_of_token += shuffle_xor_f32(sum_of_token, 8);
-  sum_of_token += shuffle_xor_f32(sum_of_token, 4);
-  sum_of_token += shuffle_xor_f32(sum_of_token, 2);
-  sum_of_token += shuffle_xor_f32(sum_of_token, 1);
-  if (lane % 8 == 0 && lane < 8) {
-    uint32_t column = lane / 8;
-    float share = sum_of_token * 0.000244140625f + 1.25e-06f;
-    ((float*)(arena + SQUARE_SHARES))[column * 8 + warp] = share;
-  }
-  named_barrier(1, 256);
+  float low_3 = bf16x2_low(words.z);
+  float high_3 = bf16x2_high(words.z);
+  squares += low_3 * low_3 + high_3 * high_3;
+  uint32_t weights_3 = weight.z;
+  float low_4 = bf16x2_low(words.w);
+  float high_4 = bf16x2_high(words.w);
+  squares += low_4 * low_4 + high_4 * high_4;
+  uint32_t weights_4 = weight.w;
+  vector[unit] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4)));
 }
 
 // Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
@@ -2440,25 +2413,27 @@ __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uin
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
-    uint2* vector = (uint2*)(arena + VECTOR);
+    uint4* vector = (uint4*)(arena + VECTOR);
     float squares = 0.0f;
     uint32_t first_unit = thread;
-    uint2 weights[16];
+    uint4 weights[8];
     #pragma unroll
-    for (uint32_t number = 0; number < 4; ++number) {
-      weights[number] = load_constant_u32x2(norms + 262144 + (first_unit + number * 256) * 4);
+    for (uint32_t number = 0; number < 2; ++number) {
+      weights[number] = load_constant_u32x4(norms + 262144 + (first_unit + number * 256) * 8);
     }
     if (lane == 0) {
-      wait_flagged4(exchange_words + (first_unit / 2 * 4 + 32), step_epoch + 31);
+      uint32_t word = first_unit * 4;
+      wait_flagged4(exchange_words + (word / 128 * 128 + word % 4 / 2 * 64 + word % 128 / 4 * 2 + word % 2 + 32), step_epoch + 31);
     }
     warp_barrier();
-    uint2 quads[16];
-    wait_flagged_quads(quads, exchange_words + (first_unit * 2 + 32), 512, 4, step_epoch + 31);
+    uint4 units[8];
+    uint32_t word = first_unit * 4;
+    wait_flagged_units(units, exchange_words + (word / 128 * 128 + word % 4 / 2 * 64 + word % 128 / 4 * 2 + word % 2 + 32), 64, 1024, 2, step_epoch + 31);
     #pragma unroll
-    for (uint32_t number = 0; number < 4; ++number) {
-      normalise_unit_2(vector, first_unit + number * 256, quads[number], weights[number], squares);
+    for (uint32_t number = 0; number < 2; ++number) {
+      normalise_unit_2(vector, first_unit + number * 256, units[number], weights[number], squares);
     }
-    share_squares_2(squares, lane, arena, warp);
+    share_squares(squares, lane, arena, warp);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
     }

@@ -17,7 +17,14 @@ from cheetah.blocks.attention.shipped_variants import sliding_window
 from cheetah.blocks.attention.step_port import NormalisedHeads, Projection, StepPort
 from cheetah.blocks.attention.variants import CAUSAL
 from cheetah.blocks.columns import POSITION, Columns, vector_words
-from cheetah.blocks.exchange import BarrierExchange, Exchange, FlaggedExchange, Published, make_exchange
+from cheetah.blocks.exchange import (
+    GROUP_WORDS,
+    BarrierExchange,
+    Exchange,
+    FlaggedExchange,
+    Published,
+    make_exchange,
+)
 from cheetah.blocks.filters.filters import Filters
 from cheetah.blocks.host_words import HostWords
 from cheetah.blocks.linear.epilogue import HALF, scaled
@@ -35,6 +42,7 @@ from cheetah.models.act_order import ORDERED_INPUTS, ordered_input, places_shape
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.launch import Launch
 from cheetah.plan import M_TILE_ROWS, Gpu, ModelShape, Plan, step_matrices
+from cheetah.plan.formats import QuantizedTiles
 from cheetah.plan.index import round_up
 from cheetah.plan.kv import KvPlanLayout, max_plans
 from cheetah.plan.kv.tables import epochs_of_step
@@ -52,7 +60,7 @@ def kv_layout(shape: ModelShape, gpu: Gpu, plan: Plan) -> KvPlanLayout:
 def exchange_sizes(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:
     """Payload words of each exchanged vector."""
     partial_rows = kv_layout(shape, gpu, plan).max_partial_rows
-    return {
+    words = {
         "hidden": vector_words(shape.hidden, plan.tokens),
         "qkv": plan.tokens * shape.qkv_rows // 2,
         "partials": partial_rows * (shape.head_dim + LSE_WORDS),
@@ -61,6 +69,13 @@ def exchange_sizes(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:
         "gated": vector_words(shape.ffn, plan.tokens),
         **head_exchange_sizes(gpu, plan),
     }
+    return words | {name: round_up(words[name], GROUP_WORDS) for name in vectors_by_halves(shape)}
+
+
+def vectors_by_halves(shape: ModelShape) -> tuple[str, ...]:
+    """The inputs of products that convert whole units, which are those with quantised weights."""
+    products = {"hidden": "qkv", "attention": "o", "middle": "gate_up", "gated": "down"}
+    return tuple(name for name, matrix in products.items() if isinstance(shape.format_of(matrix), QuantizedTiles))
 
 
 def head_exchange_sizes(gpu: Gpu, plan: Plan) -> dict[str, int]:
@@ -252,7 +267,10 @@ class StepParts(HeadParts):
 
     def __init__(self, config: ModelConfig, machine: Machine, launch: Launch, exchange: Exchange | None = None) -> None:
         made = exchange or make_exchange(
-            machine, launch.exchange, exchange_sizes(machine.shape, machine.gpu, machine.plan)
+            machine,
+            launch.exchange,
+            exchange_sizes(machine.shape, machine.gpu, machine.plan),
+            by_halves=vectors_by_halves(machine.shape),
         )
         super().__init__(config, machine, launch, made, phases_of(machine.shape.layers))
         self.cache = KvCache(machine, launch.kv, launch.page_table)

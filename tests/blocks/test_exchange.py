@@ -10,7 +10,8 @@ import pytest
 from cheetah import lang as ch
 from cheetah.blocks.exchange import BarrierExchange, FlaggedExchange, make_exchange
 from cheetah.emulator import allocate, explore
-from cheetah.lang import ty
+from cheetah.lang import prim, ty
+from cheetah.lang.primitives.exchange import UNITS
 from cheetah.plan import ModelShape
 from tests.blocks.small_kernel import SmallKernel, plan_of
 
@@ -78,6 +79,51 @@ def test_every_block_reads_what_all_blocks_made(sync: str, blocks: int, scope: s
 
     report = explore(run, range(8))
     assert report.ok, str(report)
+
+
+HALVED = ModelShape(64, 2048, 64, 1, 1, 64, 1)
+HALVED_PARAMETERS = ch.Params(exchange=ty.ptr_mut(ty.u8), output=ty.ptr_mut(ty.u32x4), epoch=ty.u32)
+
+
+def reading_by_halves() -> SmallKernel:
+    """Two blocks publish words in turns; the threads of each read units of a vector that lies by halves."""
+
+    @ch.inline
+    def body(machine: Any, ring: Any, given: dict[str, Any]) -> None:
+        with machine.consumer:
+            exchange = make_exchange(machine, given["exchange"], {"x": 512}, by_halves=("x",))
+            with ch.for_(machine.thread * 2 + machine.block, 512, machine.consumer_threads * 2) as word:
+                exchange.publish("x", word, word * 7, given["epoch"])
+            exchange.wait_for_one("x", machine.thread, given["epoch"])
+            units = ch.array(ty.u32x4, UNITS)
+            exchange.read_units("x", units, machine.thread, machine.consumer_threads, 2, given["epoch"])
+            with ch.for_(2, unroll=True) as number:
+                given["output"][(machine.block * 2 + number) * machine.consumer_threads + machine.thread] = units[
+                    number
+                ]
+
+    return SmallKernel(HALVED, 2, plan_of(HALVED, 2), HALVED_PARAMETERS, body)
+
+
+def read_by_halves() -> np.ndarray:
+    workspace = allocate(FlaggedExchange.size_bytes({"x": 512}), np.uint8, fill=0)
+    output = allocate((2, 512), np.uint32)
+    reading_by_halves().launch({"exchange": workspace, "output": output, "epoch": 3}, "random", 1)
+    return output
+
+
+def test_units_that_lie_by_halves() -> None:
+    np.testing.assert_array_equal(read_by_halves(), np.broadcast_to(np.arange(512) * 7, (2, 512)))
+
+
+def test_halves_that_are_taken_for_neighbours_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = prim.wait_flagged_units
+
+    def as_neighbours(data: Any, words: Any, apart: int, *others: Any, **scope: Any) -> None:
+        read(data, words, 2, *others, **scope)
+
+    monkeypatch.setattr(prim, "wait_flagged_units", as_neighbours)
+    assert not np.array_equal(read_by_halves()[0], np.arange(512) * 7)
 
 
 @pytest.mark.parametrize("epoch", [2**31 - 4, 2**32 - 12])

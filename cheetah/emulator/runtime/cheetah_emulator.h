@@ -315,10 +315,13 @@ CHEETAH_PRIMITIVE uint4 wait_flagged4(const uint64_t* p, uint32_t epoch, CHEETAH
   return cheetah_emulator::wait_flagged4<__ATOMIC_RELAXED>(p, epoch, place, "wait_flagged4");
 }
 
-CHEETAH_PRIMITIVE void wait_flagged_units(uint4 (&data)[8], const uint64_t* words, uint32_t stride, uint32_t count,
-                                          uint32_t epoch, CHEETAH_PLACE) {
-  for (uint32_t i = 0; i < count && i < 8; i++)
-    data[i] = cheetah_emulator::wait_flagged4<__ATOMIC_RELAXED>(words + i * stride, epoch, place, "wait_flagged_units");
+CHEETAH_PRIMITIVE void wait_flagged_units(uint4 (&data)[8], const uint64_t* words, uint32_t apart, uint32_t stride,
+                                          uint32_t count, uint32_t epoch, CHEETAH_PLACE) {
+  for (uint32_t i = 0; i < count && i < 8; i++) {
+    const uint2 first = cheetah_emulator::wait_flagged2(words + i * stride, epoch, place, "wait_flagged_units");
+    const uint2 last = cheetah_emulator::wait_flagged2(words + i * stride + apart, epoch, place, "wait_flagged_units");
+    data[i] = {first.x, first.y, last.x, last.y};
+  }
 }
 
 CHEETAH_PRIMITIVE void wait_flagged_quads(uint2 (&data)[16], const uint64_t* words, uint32_t stride, uint32_t count,

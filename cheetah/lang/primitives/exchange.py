@@ -62,7 +62,7 @@ wait_flagged_units = declare(
           asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
             : "=l"(word[i][0]), "=l"(word[i][1]) : "l"(place) : "memory");
           asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
-            : "=l"(word[i][2]), "=l"(word[i][3]) : "l"(place + 2) : "memory");
+            : "=l"(word[i][2]), "=l"(word[i][3]) : "l"(place + apart) : "memory");
         }
       }
       #pragma unroll
@@ -75,9 +75,11 @@ wait_flagged_units = declare(
       }
     } while (missing);
     """,
-    "the data of `count` (at most 8) units of four words, `stride` words apart, once all carry the epoch",
+    "the data of `count` (at most 8) units of four words, `stride` words apart, once all carry the epoch; the last two "
+    "of a unit lie `apart` words behind the first",
     data=ty.array(ty.u32x4, UNITS),
     words=_WORDS,
+    apart=ty.u32,
     stride=ty.u32,
     count=ty.u32,
     epoch=ty.u32,
