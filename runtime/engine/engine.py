@@ -30,6 +30,7 @@ from cheetah.models.logprobs import TokenLogprobs, logprobs_of, token_logprobs
 from cheetah.runtime import interrupts
 from cheetah.runtime.device.interface import LaunchCancelled
 from cheetah.runtime.engine.completion import Completion
+from cheetah.runtime.engine.embedding import pooled_states
 from cheetah.runtime.engine.flights import Flight, KernelLaunches, LaunchResult, Part
 from cheetah.runtime.engine.heads import HeadLauncher
 from cheetah.runtime.engine.kv_cache import CachedSequence, PagesExhausted, pages_for
@@ -287,7 +288,9 @@ class Engine:
                 return None
             caches = [self.launcher.cache.fork() for _ in range(count)]
             try:
-                return self._embed(prompts[:count], caches, is_mean)
+                for cache in caches:
+                    cache.clear()
+                return pooled_states(self._passes, prompts[:count], caches, is_mean)
             finally:
                 for cache in caches:
                     cache.clear()
@@ -303,30 +306,6 @@ class Engine:
                 break
             count += 1
         return count or int(self.is_idle)
-
-    def _embed(
-        self, prompts: Sequence[Sequence[int]], caches: Sequence[CachedSequence], is_mean: bool
-    ) -> list[npt.NDArray[np.float32]]:
-        """Of prompts that one pass reads, or of one, by as many as it takes."""
-        for cache in caches:
-            cache.clear()
-        sums = [np.zeros(0, np.float32)] * len(prompts)
-        while any(cache.length < len(prompt) for cache, prompt in zip(caches, prompts, strict=True)):
-            left = [len(prompt) - cache.length for cache, prompt in zip(caches, prompts, strict=True)]
-            passes = next((one for one in self._passes if one.has_columns_for(left)), self._passes[-1])
-            counts = passes.fitting([cache.length for cache in caches], left, passes.tokens)
-            parts = [
-                Part(cache, prompt[cache.length :][:tokens], tokens, wanted=tokens if is_mean else 1)
-                for cache, prompt, tokens in zip(caches, prompts, counts, strict=True)
-            ]
-            with interrupts.deferred():
-                passes.launch_together(parts)
-            ends = [*accumulate(part.wanted for part in parts)]
-            states = np.split(passes.normed_states(ends[-1]), ends[:-1])
-            found = [np.asarray(rows.sum(axis=0), np.float32) for rows in states]
-            sums = [one + other if one.size and is_mean else other for one, other in zip(sums, found, strict=True)]
-        counted = [len(prompt) if is_mean else 1 for prompt in prompts]
-        return [np.asarray(one / count, np.float32) for one, count in zip(sums, counted, strict=True)]
 
     def close(self) -> None:
         """Refuses every later call; a launch that runs is waited for."""
