@@ -158,6 +158,23 @@ def test_matrix_transpose() -> None:
     np.testing.assert_array_equal(x.view(np.uint16), matrix.T)
 
 
+def test_matrices_to_rows_of_their_own_and_back() -> None:
+    body = """
+      store_matrices_b16(rows + order[threadIdx.x], words[threadIdx.x]);
+      warp_barrier();
+      words[threadIdx.x] = load_matrices_b16(rows + order[31 - threadIdx.x]);
+    """
+    draw = np.random.default_rng(0)
+    matrices, order = draw.integers(0, 2**16, (4, 8, 8), dtype=np.uint16), draw.permutation(32).astype(np.uint32)
+    words = np.ascontiguousarray(matrices.reshape(4, 32, 2).transpose(1, 0, 2)).view(np.uint32)
+    rows = np.zeros((32, 8), np.uint16)
+    program(body, "uint4* rows, const uint32_t* order, uint4* words").launch(1, 32, 0, [rows, order, words])
+    wanted = matrices.transpose(0, 2, 1).reshape(32, 8)
+    np.testing.assert_array_equal(rows[order], wanted)
+    back = words.view(np.uint16).reshape(32, 4, 2).transpose(1, 0, 2).reshape(4, 8, 8)
+    np.testing.assert_array_equal(back, wanted[::-1].reshape(4, 8, 8).transpose(0, 2, 1))
+
+
 def test_byte_permute(draw: np.random.Generator) -> None:
     body = "out[threadIdx.x] = byte_permute(a[threadIdx.x], b[threadIdx.x], s[threadIdx.x]);"
     a, b, s = (draw.integers(0, 1 << 32, 1024, dtype=np.uint32) for _ in range(3))

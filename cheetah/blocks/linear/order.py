@@ -1,8 +1,8 @@
 """Vectors whose elements a matrix has in another order: put there as bf16, then turned into what its format wants.
 
-Where a step has several tokens, a warp puts its units in order together: turned round, a lane has an element of two
-neighbouring columns, and both go to one place. Until they are converted, a K-tile's elements then lie one behind the
-other, each with those of all columns of the warp. (8B, 8 tokens: single elements took 0.5 ms a step, H200.)
+Where a step has 8 tokens or more, a warp puts its units in order together: an element of 8 columns is a row of a matrix
+that one instruction stores transposed, each row where it belongs. Until they are converted, a K-tile's elements lie one
+behind the other then. (8B, 8 tokens: single elements took 0.5 ms a step, H200.)
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from cheetah.plan.formats import DIGITS, HALVES
 from cheetah.plan.plan import COLUMNS
 
 WARP = 32
-FEWEST_TURNED = 4
-"""Tokens of a step from which warps put elements in order together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,17 +39,24 @@ class Order:
         """Whether whole warps put units in order together: all their lanes must have some."""
         tokens = self.columns.limit
         is_whole = self.available % VECTOR_COLUMNS == 0 and self.available // UNIT * tokens % WARP == 0
-        return tokens >= FEWEST_TURNED and is_whole
+        return tokens % COLUMNS == 0 and is_whole
+
+    def places_array(self, count: int) -> Any:
+        """A local array for what `load_places` gives of so many units."""
+        return ch.array(ty.u32 if self.by_warps else ty.u32x4, count, name="places")
 
     def load_places(self, unit: ch.Expr, natural: ch.Expr) -> Any:
-        """Of the elements that this lane will store of a unit (u32x4); natural: where those of the unit itself are."""
-        address = self.places + _Turned(self.columns, unit).first_element if self.by_warps else natural
-        return prim.load_constant_u32x4(address)
+        """For `put`: of a unit's elements (u32x4), or of the one that this lane has of a warp's (u32). natural: where
+        those of the unit are."""
+        if not self.by_warps:
+            return prim.load_constant_u32x4(natural)
+        tile = unit // WARP // (self.columns.limit // COLUMNS)
+        return ty.u32(self.places[tile * VECTOR_COLUMNS + _element_of_lane(self.columns)])
 
     def put(self, words: ch.Expr, places: ch.Expr) -> None:
         """A unit's elements (bf16) to where the matrix has them; `convert` must follow behind a barrier."""
         vector = self.columns.machine.region("vector", ty.u32x4)
-        scatter = scatter_turned if self.by_warps else scatter_unit
+        scatter = scatter_matrices if self.by_warps else scatter_unit
         scatter(self.columns, vector, words, places)
 
     @ch.function
@@ -111,51 +116,28 @@ def scatter_unit(columns: Columns, vector: ch.Expr, words: ch.Expr, places: ch.E
 
 
 @ch.function
-def scatter_turned(columns: Columns, vector: ch.Expr, words: ch.Expr, places: ch.Expr) -> None:
-    """The same by a whole warp, whose units are turned round."""
-    machine, tokens = columns.machine, columns.limit
-    width, is_odd = pair_columns(columns), machine.lane // 4 % 2 != 0
-    pairs = ch.reinterpret(ty.ptr_mut(ty.u32), vector) + machine.lane % width
-    if tokens > COLUMNS:
-        pairs = pairs + machine.warp % (tokens // COLUMNS) * (VECTOR_COLUMNS * width)
-    own = ch.const(pairs.type, pairs, name="own")
-    for member in "xyzw":
-        pair = prim.matrix_transpose_b16(getattr(words, member))
-        of_pair = getattr(places, member)
-        place = ch.const(ty.u32, ch.select(is_odd, of_pair >> 16, of_pair & 0xFFFF), name="place")
-        # So that the lanes that read a tile again find it in all banks.
-        slot = place ^ (place // 4 & 6)
-        others = place // VECTOR_COLUMNS * (VECTOR_COLUMNS * (tokens // 2 - width))
-        own[slot * width if tokens <= COLUMNS else slot * width + others] = pair
+def scatter_matrices(columns: Columns, vector: ch.Expr, words: ch.Expr, place: ch.Expr) -> None:
+    """The same by a whole warp: of its 32 elements this lane says where one goes, with those of 8 columns."""
+    rows = ch.reinterpret(ty.ptr_mut(ty.u32x4), vector)
+    groups = columns.limit // COLUMNS
+    row = place ^ (place // 4 & 6)  # so that the rows that are read together lie in all banks
+    if groups > 1:
+        group = columns.machine.warp % groups
+        row = (place // VECTOR_COLUMNS * groups + group) * VECTOR_COLUMNS + row % VECTOR_COLUMNS
+    prim.store_matrices_b16(rows + row, words)
 
 
-def pair_columns(columns: Columns) -> int:
-    """Pairs of columns that a warp has."""
-    return min(columns.limit, COLUMNS) // 2
-
-
-class _Turned:
-    """A lane's share of a warp's 4 units of 8 columns (or of 4 columns, of two tiles), turned round: of word w of all
-    units, element `first_element` + 2w, or the next one on every second row of lanes, of two columns."""
-
-    def __init__(self, columns: Columns, unit: ch.Expr) -> None:
-        lane, tokens, width = columns.machine.lane, columns.limit, pair_columns(columns)
-        number, self.width, self._row = unit // WARP, width, lane // 4
-        tile = number * 2 + lane % 4 // 2 if tokens < COLUMNS else number // (tokens // COLUMNS)
-        self.first_element = tile * VECTOR_COLUMNS + lane // 8 * UNIT
-        of_tile = number * (COLUMNS * VECTOR_COLUMNS // 2) + lane % 4 // width * (VECTOR_COLUMNS * width)
-        self._first = of_tile + lane % width + lane // 8 * (UNIT * width)
-
-    def place(self, word: int) -> Any:
-        """Of the lane's pair in the region `vector` (u32)."""
-        return self._first + (self._row ^ 2 * word) * self.width
+def _element_of_lane(columns: Columns) -> Any:
+    """Of a K-tile: row r of matrix m, lane 8m + r, holds elements 2m + r % 2 of unit r // 2."""
+    lane = columns.machine.lane
+    return lane % 8 // 2 * UNIT + lane // 8 * 2 + lane % 2
 
 
 @ch.inline
 def _turned_back(columns: Columns, vector: ch.Expr, unit: ch.Expr) -> Any:
-    """The words of a unit whose elements a warp has stored turned round."""
-    pairs, turned = ch.reinterpret(ty.ptr(ty.u32), vector), _Turned(columns, unit)
-    stored = [ch.const(ty.u32, pairs[turned.place(word)], name="pair") for word in range(4)]
-    words = ch.const(ty.u32x4, prim.make_u32x4(*map(prim.matrix_transpose_b16, stored)), name="words")
+    """The words of a unit whose elements a warp has stored as rows of 8 columns."""
+    element = _element_of_lane(columns)
+    row = unit // WARP * VECTOR_COLUMNS + (element ^ (element // 4 & 6))
+    words = ch.const(ty.u32x4, prim.load_matrices_b16(ch.reinterpret(ty.ptr(ty.u32x4), vector) + row), name="words")
     prim.warp_barrier()  # all lanes have read before one stores where others did
     return words

@@ -410,7 +410,7 @@ def _load_places(order: Order | None, batch: _Batch) -> Any:
     """For `order.put`, of the batch's units."""
     if order is None:
         return None
-    places = ch.array(ty.u32x4, UNITS, name="places")
+    places = order.places_array(UNITS)
     natural = addresses_of_units(order.columns, order.places)
     with _each(order.columns.machine, batch) as (number, unit):
         places[number] = order.load_places(unit, natural(unit))

@@ -178,6 +178,32 @@ CHEETAH_PRIMITIVE uint32_t matrix_transpose_b16(uint32_t value, CHEETAH_PLACE) {
   return cheetah_emulator::matrix_transpose(value, place);
 }
 
+inline uint32_t* row_of_lane(const void* row, uint32_t lane, cheetah_emulator::Place place, const char* primitive) {
+  const uint64_t address = reinterpret_cast<uint64_t>(row);
+  const uint64_t low = cheetah_emulator::shuffle(static_cast<uint32_t>(address), lane, place, primitive);
+  const uint64_t high = cheetah_emulator::shuffle(static_cast<uint32_t>(address >> 32), lane, place, primitive);
+  return reinterpret_cast<uint32_t*>(high << 32 | low);
+}
+
+CHEETAH_PRIMITIVE void store_matrices_b16(void* row, uint4 words, CHEETAH_PLACE) {
+  const uint32_t lane = threadIdx.x % 32;
+  const uint32_t parts[4] = {words.x, words.y, words.z, words.w};
+  for (uint32_t matrix = 0; matrix < 4; ++matrix) {
+    const uint32_t transposed = cheetah_emulator::matrix_transpose(parts[matrix], place);
+    row_of_lane(row, 8 * matrix + lane / 4, place, "store_matrices_b16")[lane % 4] = transposed;
+  }
+}
+
+CHEETAH_PRIMITIVE uint4 load_matrices_b16(const void* row, CHEETAH_PLACE) {
+  const uint32_t lane = threadIdx.x % 32;
+  uint32_t parts[4];
+  for (uint32_t matrix = 0; matrix < 4; ++matrix) {
+    const uint32_t pair = row_of_lane(row, 8 * matrix + lane / 4, place, "load_matrices_b16")[lane % 4];
+    parts[matrix] = cheetah_emulator::matrix_transpose(pair, place);
+  }
+  return {parts[0], parts[1], parts[2], parts[3]};
+}
+
 // -- products of a warpgroup: operands are read, and sums written, at any time until they are waited for
 
 CHEETAH_PRIMITIVE uint64_t matrix_descriptor(const void* start, uint32_t leading_bytes, uint32_t stride_bytes,

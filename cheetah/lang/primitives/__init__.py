@@ -82,12 +82,14 @@ from cheetah.lang.primitives.numbers import (
     tanh_f32,
 )
 from cheetah.lang.primitives.tensor import (
+    load_matrices_b16,
     make_u32x2,
     make_u32x4,
     matrix_transpose_b16,
     mma_bf16,
     mma_f16,
     mma_u8_s8,
+    store_matrices_b16,
 )
 from cheetah.lang.primitives.warpgroup import (
     WGMMA_COLUMNS,
@@ -137,6 +139,7 @@ __all__ = [
     "load_constant_u32",
     "load_constant_u32x2",
     "load_constant_u32x4",
+    "load_matrices_b16",
     "load_relaxed_u32",
     "load_shared_u32",
     "log_f32",
@@ -169,6 +172,7 @@ __all__ = [
     "shuffle_u32",
     "shuffle_xor_f32",
     "shuffle_xor_u32",
+    "store_matrices_b16",
     "store_relaxed_u32",
     "store_shared_u32",
     "take_registers",

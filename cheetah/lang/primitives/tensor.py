@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cheetah.lang import types as ty
-from cheetah.lang.primitive import declare
+from cheetah.lang.primitive import ANY, ANY_MUT, declare
 
 _FRAGMENT = ty.array(ty.f32, 4)
 
@@ -59,6 +59,32 @@ matrix_transpose_b16 = declare(
     """,
     "the transposed 8 x 8 matrix of 16-bit elements that the warp holds",
     pair=ty.u32,
+)
+store_matrices_b16 = declare(
+    "store_matrices_b16",
+    ty.void,
+    """
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+      :: "r"((uint32_t)__cvta_generic_to_shared(row)), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w)
+      : "memory");
+    """,
+    "the four 8 x 8 matrices of 16-bit elements that the warp holds, transposed: lane 8m + r says where row r of "
+    "matrix m goes, 16 bytes of shared memory",
+    row=ANY_MUT,
+    words=ty.u32x4,
+)
+load_matrices_b16 = declare(
+    "load_matrices_b16",
+    ty.u32x4,
+    """
+    uint4 words;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+      : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+      : "r"((uint32_t)__cvta_generic_to_shared(row)) : "memory");
+    return words;
+    """,
+    "the inverse of `store_matrices_b16`",
+    row=ANY,
 )
 make_u32x2 = declare(
     "make_u32x2",
