@@ -31,6 +31,8 @@ ASKED: dict[str, dict[str, Any]] = {
     "top_k, top_p": {"temperature": 4.0, "filters": Filters(20, 0.8)},
     "all filters, hot": {"temperature": 100.0, "filters": Filters(50, 0.5, 0.001)},
     "all filters, cold": {"temperature": 0.1, "filters": Filters(20, 0.95, 0.05)},
+    "top_k beyond the lists": {"temperature": 100.0, "filters": Filters(top_k=70)},
+    "top_k behind a gap": {"temperature": 100.0, "filters": Filters(100), "bias": tuple((i, 300.0) for i in range(30))},
     "allowed": {"allowed": (3, 31, 32, 64, 299)},
     "banned": {"temperature": 0.2, "banned": tuple(range(0, 290))},
     "one allowed": {**WARM, "allowed": (298,), "filters": Filters(5, 0.9)},
