@@ -8,12 +8,9 @@ both tiles lane t meets the columns 8t .. 8t+7, and the activations it needs are
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
-from cheetah.models.formats.weight_format import Bytes, TilePart, WeightFormat, rows_of_m_tiles, units_of_lanes
+from cheetah.models.formats.weight_format import Bytes, TilePart, WeightFormat, units_of_lanes
 from cheetah.models.rounding import F32, Bits
 from cheetah.plan import M_TILE_ROWS
 from cheetah.plan.formats import BF16
@@ -23,14 +20,9 @@ class Bf16(WeightFormat):
     """16 x 32 weights a tile."""
 
     def encode(self, rows: Bits) -> tuple[TilePart, ...]:
-        words = rows.view(np.uint32)
-
-        def tiles(m_tiles: slice) -> NDArray[Any]:
-            units = units_of_lanes(rows_of_m_tiles(words, m_tiles))
-            of_tiles = units.reshape(*units.shape[:2], rows.shape[1] // BF16.columns, 4, 2)  # M-tile, g; K-tile, t, h
-            return of_tiles.transpose(0, 2, 4, 1, 3)
-
-        return (TilePart(0, tiles),)
+        units = units_of_lanes(rows.view(np.uint32))
+        tiles = units.reshape(*units.shape[:2], rows.shape[1] // BF16.columns, 4, 2)  # M-tile, g; K-tile, t, tile h
+        return (TilePart(0, tiles.transpose(0, 2, 4, 1, 3)),)
 
     def decode(self, tiles: Bytes, factors: Bytes) -> Bits:
         words = tiles.view(np.uint32).reshape(*tiles.shape[:2], 2, M_TILE_ROWS // 2, 4, 2, 2)

@@ -36,7 +36,7 @@ from cheetah.models.formats.tile_words import (
     int4_words,
     int8_in_tiles,
 )
-from cheetah.models.formats.weight_format import Bytes, PackingError, TilePart, WeightFormat, rows_of_m_tiles
+from cheetah.models.formats.weight_format import Bytes, PackingError, TilePart, WeightFormat
 from cheetah.models.rounding import F32
 from cheetah.plan.formats import M_TILE_ROWS, QuantizedTiles
 
@@ -60,8 +60,7 @@ class QuantizedFormat(WeightFormat):
             points = self._of_lanes(padded.zero_points)
             behind[..., self.tile.zero_points_at - self.tile.scales_at :] = points.reshape(*behind.shape[:2], -1)
         in_tiles = int4_in_tiles if padded.in_order else _IN_TILES[self.tile.kind]
-        codes = TilePart(0, lambda m_tiles: in_tiles(rows_of_m_tiles(padded.words, m_tiles)))
-        return codes, TilePart(self.tile.scales_at, lambda m_tiles: behind[m_tiles])
+        return TilePart(0, in_tiles(padded.words)), TilePart(self.tile.scales_at, behind)
 
     def row_factors(self, rows: QuantizedRows) -> Bytes:
         if self.tile.group_columns is None:

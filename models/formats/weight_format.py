@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.errors import CheetahError
-from cheetah.models.formats.quantized import rows_of_element
 from cheetah.models.rounding import F32
 from cheetah.models.scratch import scratch
 from cheetah.plan import M_TILE_ROWS, MatrixLayout
@@ -27,8 +26,6 @@ Bytes = NDArray[np.uint8]
 
 UNIT = np.dtype(np.complex128)
 """16 bytes, the A fragment of one lane: numpy copies them whole, whatever they are."""
-PIECE_BYTES = 2**19
-"""About what is brought into tiles at a time: it is still in a core's cache when it is copied to its places."""
 
 
 class PackingError(CheetahError):
@@ -40,7 +37,8 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def encode(self, rows: Any) -> tuple[TilePart, ...]:
-        """The K-tiles of rows [M-tiles * 16, columns], in parts that have every byte of a tile once."""
+        """The K-tiles of rows [M-tiles * 16, columns], in parts that have every byte of a tile once. They may lie in
+        memory of this thread that its next call overwrites."""
 
     @abstractmethod
     def decode(self, tiles: Bytes, factors: Bytes) -> Any:
@@ -60,16 +58,15 @@ class WeightFormat(ABC):
 
         rows: [M-tiles * 16, columns], C-contiguous; of bits the padding is included. Other threads may pack other
         M-tiles."""
+        # Few and large copies: numpy lets go of Python's lock for each, and many threads wait for it behind each.
         parts, factors = self.encode(rows), self.row_factors(rows)
-        count = max(1, PIECE_BYTES // layout.m_tile_bytes)
-        for first in range(0, len(m_tiles), count):
-            piece = slice(first, min(first + count, len(m_tiles)))
-            found = tuple(places_of_waves(layout, m_tiles[piece], out, first_wave))
+        for places in places_of_waves(layout, m_tiles, out, first_wave):
             for part in parts:
-                part.copy(piece, found)
-            for places in found:
-                if places.factors is not None:
-                    places.factors[:] = factors[piece][places.m_tiles]
+                taken, split = part.tiles[places.m_tiles, places.k_tiles], places.tiles.shape[:3]
+                of_part = places.tiles[..., part.begin : part.begin + part.nbytes].view(taken.dtype)
+                of_part.reshape(*split, *taken.shape[2:])[:] = taken.reshape(*split, *taken.shape[2:])
+            if places.factors is not None:
+                places.factors[:] = factors[places.m_tiles]
 
     def unpack(self, layout: MatrixLayout, packed: Bytes) -> Any:
         """Rows [padded rows, padded columns] of a whole packed matrix."""
@@ -85,29 +82,15 @@ class WeightFormat(ABC):
 
 @dataclass(frozen=True)
 class TilePart:
-    """Bytes of K-tiles from byte `begin` of a tile on.
-
-    tiles: makes those of some M-tiles, [M-tiles, K-tiles, ...] of any dtype, in any order in memory, which may be
-    memory of this thread that the next call overwrites.
-    """
+    """Bytes of K-tiles from byte `begin` of a tile on: [M-tiles, K-tiles, ...] of any dtype, in any order in memory."""
 
     begin: int
-    tiles: Callable[[slice], NDArray[Any]]
+    tiles: NDArray[Any]
 
-    def copy(self, m_tiles: slice, places: Sequence[Places]) -> None:
-        """Of some M-tiles to all their places."""
-        tiles = self.tiles(m_tiles)
-        nbytes = math.prod(tiles.shape[2:]) * tiles.itemsize
-        for place in places:
-            taken, split = tiles[place.m_tiles, place.k_tiles], place.tiles.shape[:3]
-            of_part = place.tiles[..., self.begin : self.begin + nbytes].view(tiles.dtype)
-            of_part.reshape(*split, *taken.shape[2:])[:] = taken.reshape(*split, *taken.shape[2:])
-
-
-def rows_of_m_tiles(rows: NDArray[Any], m_tiles: slice) -> NDArray[Any]:
-    """Of an array [M-tiles * 16, ...], or [M-tiles * 2, ...] of EIGHT_ROWS, those of some M-tiles."""
-    of_m_tile = M_TILE_ROWS // rows_of_element(rows)
-    return rows[m_tiles.start * of_m_tile : m_tiles.stop * of_m_tile]
+    @property
+    def nbytes(self) -> int:
+        """Of a tile."""
+        return math.prod(self.tiles.shape[2:]) * self.tiles.itemsize
 
 
 def units_of_lanes(words: NDArray[np.uint32]) -> NDArray[np.complex128]:

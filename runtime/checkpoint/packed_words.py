@@ -17,7 +17,7 @@ from cheetah.models.scratch import scratch
 Words = NDArray[np.uint32]
 Codes = NDArray[np.uint8]
 
-PIECE_WORDS = 2**17
+PIECE_WORDS = 2**14
 """64 KB of words, 128 KB of codes."""
 TRANSPOSED_ROWS = 128
 """Rows of words that are turned at a time: whole cache lines of each row that they become."""
@@ -76,25 +76,23 @@ def words_along_inputs(words: Words) -> Words:
     are a multiple of 8. In memory of this thread that its next call overwrites."""
     inputs, count = words.shape
     result = scratch("words along inputs", (count, 4, 2, inputs // 8), np.uint32)
-    eights = words.reshape(inputs // 8, 4, 2, count)
-    step = max(1, PIECE_WORDS // max(1, 8 * count))
-    for first in range(0, inputs // 8, step):
-        piece = eights[first : first + step]
-        # Axes of inputs: odd or even, which of the four such; and of outputs then, for AWQ has the same order of them.
-        of_inputs = scratch("words of each eighth input", (2, 4, len(piece), count), np.uint32)
-        of_inputs[:] = piece.transpose(2, 1, 0, 3)
-        _transpose_nibbles(of_inputs.reshape(8, -1))
-        result[..., first : first + step] = of_inputs.transpose(3, 1, 0, 2)
+    # Axes of inputs: odd or even, which of the four such; and of outputs then, for AWQ has the same order of them.
+    of_inputs = scratch("words of each eighth input", (2, 4, inputs // 8, count), np.uint32)
+    of_inputs[:] = words.reshape(inputs // 8, 4, 2, count).transpose(2, 1, 0, 3)
+    result[:] = (
+        _transposed_nibbles(of_inputs.reshape(8, inputs // 8 * count)).reshape(of_inputs.shape).transpose(3, 1, 0, 2)
+    )
     return result.reshape(count * 8, inputs // 8)
 
 
-def _transpose_nibbles(words: Words) -> None:
+def _transposed_nibbles(words: Words) -> Words:
     """Words [8, any] as 8 x 8 matrices of nibbles, transposed in place by three rounds of exchanges."""
     spare = scratch("exchanged nibbles", (4 * words.shape[1],), np.uint32)
     for distance, mask in ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F)):
         pairs = words.reshape(4 // distance, 2, distance, words.shape[1])
         low, high = pairs[:, 0], pairs[:, 1]
         _exchange(low, high, np.uint32(4 * distance), np.uint32(mask), spare.reshape(low.shape))
+    return words
 
 
 def _exchange(low: Words, high: Words, shift: np.uint32, mask: np.uint32, spare: Words) -> None:

@@ -42,7 +42,7 @@ LARGEST_FINITE = {"F16": 0x7BFF, "BF16": 0x7F7F, "F32": 0x7F7FFFFF}
 NOT_A_NUMBER = 0x7F
 """e4m3 without its sign; it has no infinities."""
 SIGN = 0x80
-PIECE_BYTES = 2**19
+PIECE_BYTES = 2**20
 
 
 class StoredQuantized(ABC):

@@ -37,8 +37,7 @@ class ToyFormat(WeightFormat):
     def encode(self, rows: Bits) -> tuple[TilePart, ...]:
         tiles = widen(rows).reshape(-1, 16, rows.shape[-1] // 64, 64).transpose(0, 2, 1, 3)
         codes = np.clip(np.rint(tiles * SCALE), -127, 127).astype(np.int8)
-        codes_of_tiles = codes.view(np.uint8).reshape(*tiles.shape[:2], -1)
-        return (TilePart(0, lambda m_tiles: codes_of_tiles[m_tiles]),)
+        return (TilePart(0, codes.view(np.uint8).reshape(*tiles.shape[:2], -1)),)
 
     def decode(self, tiles: Any, factors: Any) -> Bits:
         codes = tiles.view(np.int8).reshape(*tiles.shape[:2], 16, 64)
