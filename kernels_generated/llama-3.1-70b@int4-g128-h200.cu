@@ -23,17 +23,18 @@
 //     215296     4608  reductions
 //     219904       72  reduction_barriers
 //     219984      256  residual
-//     220240      256  square_shares
-//     220496      512  rope
-//     221008      512  statistics
-//     221520      592  records
-//     222112       64  warp_candidates
-//     222176       36  columns
-//     222224        4  chosen
-//     222240       16  step_done
-//     222256        8  next_token
-//              222264  total
-//              232448  a block has, 10184 free
+//     220240      256  partial_sums
+//     220496        4  scales
+//     220512      512  rope
+//     221024      512  statistics
+//     221536      592  records
+//     222128       64  warp_candidates
+//     222192       36  columns
+//     222240        4  chosen
+//     222256       16  step_done
+//     222272        8  next_token
+//              222280  total
+//              232448  a block has, 10168 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -383,15 +384,16 @@ constexpr uint32_t NEWEST = 205312;
 constexpr uint32_t REDUCTIONS = 215296;
 constexpr uint32_t REDUCTION_BARRIERS = 219904;
 constexpr uint32_t RESIDUAL = 219984;
-constexpr uint32_t SQUARE_SHARES = 220240;
-constexpr uint32_t ROPE = 220496;
-constexpr uint32_t STATISTICS = 221008;
-constexpr uint32_t RECORDS = 221520;
-constexpr uint32_t WARP_CANDIDATES = 222112;
-constexpr uint32_t COLUMNS = 222176;
-constexpr uint32_t CHOSEN = 222224;
-constexpr uint32_t STEP_DONE = 222240;
-constexpr uint32_t NEXT_TOKEN = 222256;
+constexpr uint32_t PARTIAL_SUMS = 220240;
+constexpr uint32_t SCALES = 220496;
+constexpr uint32_t ROPE = 220512;
+constexpr uint32_t STATISTICS = 221024;
+constexpr uint32_t RECORDS = 221536;
+constexpr uint32_t WARP_CANDIDATES = 222128;
+constexpr uint32_t COLUMNS = 222192;
+constexpr uint32_t CHOSEN = 222240;
+constexpr uint32_t STEP_DONE = 222256;
+constexpr uint32_t NEXT_TOKEN = 222272;
 
 // An input of a sequence, or 0 where it has none left.
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t number, const int32_t* sequences,
@@ -822,9 +824,11 @@ __device__ __forceinline__ void normalise_unit(uint4* vector, uint32_t unit, uin
       make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4))));
 }
 
-// Each warp's share of every column's mean of squares plus epsilon, for who finishes rows: [column][warp]. Ends
-// with a barrier of the consumer warps.
-__device__ __forceinline__ void share_squares(float squares, uint32_t lane, uint8_t* arena, uint32_t warp) {
+// 1/rms of every token from the threads' sums of squares: within warps, then over the warps in order.
+__device__ __forceinline__ void write_scales(float squares, uint8_t* arena, uint32_t lane, uint32_t warp,
+    uint32_t thread, uint32_t column_count) {
+  float* partial_sums = (float*)(arena + PARTIAL_SUMS);
+  float* scales = (float*)(arena + SCALES);
   float sum_of_token = squares;
   sum_of_token += shuffle_xor_f32(sum_of_token, 16);
   sum_of_token += shuffle_xor_f32(sum_of_token, 8);
@@ -832,24 +836,30 @@ __device__ __forceinline__ void share_squares(float squares, uint32_t lane, uint
   sum_of_token += shuffle_xor_f32(sum_of_token, 2);
   sum_of_token += shuffle_xor_f32(sum_of_token, 1);
   if (lane % 4 == 0 && lane < 4) {
-    uint32_t column = lane / 4;
-    float share = sum_of_token * 0.00012207031f + 1.25e-06f;
-    ((float*)(arena + SQUARE_SHARES))[column * 8 + warp] = share;
+    partial_sums[warp * 8 + lane / 4] = sum_of_token;
   }
   named_barrier(1, 256);
+  if (thread < column_count) {
+    float total = 0.0f;
+    #pragma unroll
+    for (uint32_t other = 0; other < 8; ++other) {
+      uint32_t warp_2 = other + thread / 8;
+      total += partial_sums[warp_2 * 8 + thread % 8];
+    }
+    scales[thread] = rsqrt_f32(total * 0.00012207031f + 1e-05f);
+  }
 }
 
 // Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
-__device__ __forceinline__ void multiply_chunk(uint32_t chunk, uint32_t place, float (&sums)[1][4], uint8_t* arena,
-    uint32_t warp, uint8_t* chunk_2, uint32_t lane) {
-  uint4* vector = (uint4*)(arena + VECTOR);
+__device__ __forceinline__ void multiply_chunk(uint32_t chunk, uint32_t place, float (&sums)[1][4], uint32_t warp,
+    uint8_t* chunk_2, uint8_t* arena, uint32_t lane) {
   uint32_t have_read = 0;
   #pragma unroll
   for (uint32_t turn = 0; turn < 2; ++turn) {
     uint32_t pair = turn * 8 + warp;
     uint8_t* first = chunk_2 + pair * 1056;
     const uint4* codes = (const uint4*)(first);
-    uint4* digits = vector + (place * 16 + pair) * 25;
+    uint4* digits = (uint4*)(arena + VECTOR) + (place * 16 + pair) * 25;
     float power = ((const float*)(digits) + 96)[0];
     uint4 words = codes[lane];
     have_read ^= words.x;
@@ -933,8 +943,7 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   uint32_t head = m_tile / 8;
   uint32_t m_tile_of_head = m_tile % 8;
-  float* place = (float*)(arena + SQUARE_SHARES) + column * 8;
-  float value = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
+  float value = row_sum * ((float*)(arena + SCALES))[column];
   uint32_t dim = m_tile_of_head * 16 + row;
   if (head < 72) {
     float rotated;
@@ -946,16 +955,16 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   float neighbour = shuffle_xor_f32(value, 1);
   uint32_t pair = pack_bf16x2(value, neighbour);
   if (lane < 16 && lane % 2 == 0) {
-    uint32_t place_2 = (column * 10240 + head * 128 + dim) / 2;
-    publish_flagged(exchange_words + (place_2 + 4128), pair, layer_epoch);
+    uint32_t place = (column * 10240 + head * 128 + dim) / 2;
+    publish_flagged(exchange_words + (place + 4128), pair, layer_epoch);
     if (head >= 64) {
       if (((uint32_t*)(arena + COLUMNS))[column * 9 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 9 + 2]) {
         uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 512;
         uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 9] / 16));
         uint64_t offset = (uint64_t)(layer) * 16777216 + (uint64_t)(page) * 32768;
         bf16* key = kv + (offset + (uint64_t)((head - 64) % 8 * 2048 + ((uint32_t*)(arena + COLUMNS))[column * 9] % 16 * 128));
-        bf16* place_3 = head - 64 < 8 ? key : key + 16384;
-        ((uint32_t*)(place_3 + dim))[0] = pair;
+        bf16* place_2 = head - 64 < 8 ? key : key + 16384;
+        ((uint32_t*)(place_2 + dim))[0] = pair;
         fence_proxy_async();
       }
     }
@@ -999,9 +1008,9 @@ __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uin
 // Makes: qkv, and the keys and values in the cache.
 __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     const bf16* norms, uint32_t* block_waits, uint8_t* arena, const bf16* embedding, uint32_t* next_token,
-    uint32_t lane, uint32_t warp, uint64_t* exchange_words, uint32_t layer_epoch, uint64_t* full, uint32_t& use_stage,
-    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher,
-    uint32_t& turn_parity, const int32_t* page_table, bf16* kv) {
+    uint32_t lane, uint32_t warp, uint32_t column_count, uint64_t* exchange_words, uint32_t layer_epoch, uint64_t* full,
+    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
+    uint32_t& finisher, uint32_t& turn_parity, const int32_t* page_table, bf16* kv) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 402 + layer * 5);
   }
@@ -1029,7 +1038,7 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
     for (uint32_t number = 0; number < 4; ++number) {
       normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
     }
-    share_squares(squares, lane, arena, warp);
+    write_scales(squares, arena, lane, warp, thread, column_count);
   } else {
     uint4* vector = (uint4*)(arena + VECTOR);
     float squares = 0.0f;
@@ -1051,7 +1060,7 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
     for (uint32_t number = 0; number < 4; ++number) {
       normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
     }
-    share_squares(squares, lane, arena, warp);
+    write_scales(squares, arena, lane, warp, thread, column_count);
   }
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
@@ -1068,7 +1077,7 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
     for (uint32_t chunk = 0; chunk < 4; ++chunk) {
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 17024;
-      multiply_chunk(chunk, chunk, sums, arena, warp, chunk_2, lane);
+      multiply_chunk(chunk, chunk, sums, warp, chunk_2, arena, lane);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
@@ -1541,29 +1550,11 @@ __device__ __forceinline__ void fold(uint32_t epoch, uint8_t* arena, float (&wei
   named_barrier(1, 256);
 }
 
-// An item whose queries are there, with `width` column tiles a warp. Two of them share what is read and wait
-// together; an item of few rows would waste the second.
-__device__ __forceinline__ void attend_item(uint32_t cached_end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
-    uint8_t* arena, uint32_t lane, uint4* record, uint32_t step, uint4 what, uint32_t warp, uint32_t& use_stage,
-    uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t thread, uint64_t* exchange_words) {
-  uint4* shared = (uint4*)(arena + QUERIES);
-  uint32_t row = lane / 4 < 7 ? lane / 4 : 7;
-  uint4* query = shared + row * 16;
-  uint32_t limits[2];
-  uint32_t packed = lane % 4 * 2;
-  uint32_t present = packed < record[1].z - 1 ? packed : record[1].z - 1;
-  uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-  uint32_t position = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 8) * 9];
-  uint32_t following = position + 1;
-  uint32_t visible = following > record[2].w ? following - record[2].w : 0;
-  limits[0] = packed < record[1].z ? (end < visible ? end : visible) : 0;
-  uint32_t packed_2 = lane % 4 * 2 + 1;
-  uint32_t present_2 = packed_2 < record[1].z - 1 ? packed_2 : record[1].z - 1;
-  uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-  uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 8) * 9];
-  uint32_t following_2 = position_2 + 1;
-  uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
-  limits[1] = packed_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
+// This warp's share of an item whose queries are there.
+__device__ __forceinline__ void attend_rows(uint32_t cached_end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
+    uint4 what, uint32_t warp, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena,
+    uint32_t lane, uint4* query, uint32_t (&limits)[2], uint64_t* empty, uint4* record, uint32_t thread,
+    uint64_t* exchange_words) {
   float highest[2];
   float weight_sum[2] = {};
   float output[8][4] = {};
@@ -1691,8 +1682,8 @@ __device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, f
 // Waits for: the queries, newest keys and values of an item (qkv); the states of a row (partials).
 // Makes: attention, where keys were split by way of partials.
 __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
-    uint32_t layer, uint8_t* arena, const int32_t* kv_plans, uint32_t plan_index, const int32_t* tiles,
-    uint32_t layer_epoch, uint64_t* exchange_words, uint32_t lane, uint32_t warp, uint32_t& use_stage, uint64_t* full,
+    uint32_t layer, uint8_t* arena, const int32_t* kv_plans, uint32_t plan_index, const int32_t* tiles, uint32_t lane,
+    uint32_t layer_epoch, uint64_t* exchange_words, uint32_t warp, uint32_t& use_stage, uint64_t* full,
     uint32_t& use_parity, uint8_t* ring, uint64_t* empty) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 402 + layer * 5 + 1);
@@ -1714,9 +1705,27 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
     uint32_t newest_begin = what.w < record[3].x + record[3].y * step ? record[3].x + record[3].y * step : what.w;
     uint32_t newest_end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
     uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
+    uint4* shared = (uint4*)(arena + QUERIES);
+    uint32_t row = lane / 4 < 7 ? lane / 4 : 7;
+    uint4* query = shared + row * 16;
+    uint32_t limits[2];
+    uint32_t packed = lane % 4 * 2;
+    uint32_t present = packed < record[1].z - 1 ? packed : record[1].z - 1;
+    uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+    uint32_t position = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 8) * 9];
+    uint32_t following = position + 1;
+    uint32_t visible = following > record[2].w ? following - record[2].w : 0;
+    limits[0] = packed < record[1].z ? (end < visible ? end : visible) : 0;
+    uint32_t packed_2 = lane % 4 * 2 + 1;
+    uint32_t present_2 = packed_2 < record[1].z - 1 ? packed_2 : record[1].z - 1;
+    uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+    uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 8) * 9];
+    uint32_t following_2 = position_2 + 1;
+    uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
+    limits[1] = packed_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
     load_item(newest_begin, newest, layer_epoch, arena, record, thread, exchange_words, what, step);
-    attend_item(cached_end, newest_begin, newest, layer_epoch, arena, lane, record, step, what, warp, use_stage, full,
-        use_parity, ring, empty, thread, exchange_words);
+    attend_rows(cached_end, newest_begin, newest, layer_epoch, what, warp, use_stage, full, use_parity, ring, arena,
+        lane, query, limits, empty, record, thread, exchange_words);
   }
   // merge of partial states
   uint4 numbers_2 = ((uint4*)(arena + RECORDS))[0];
@@ -1907,7 +1916,7 @@ __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t 
     for (uint32_t chunk = 0; chunk < 4; ++chunk) {
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 17024;
-      multiply_chunk(chunk, chunk, sums, arena, warp, chunk_2, lane);
+      multiply_chunk(chunk, chunk, sums, warp, chunk_2, arena, lane);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
@@ -1942,8 +1951,7 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions
     half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
-  float* place = (float*)(arena + SQUARE_SHARES) + column * 8;
-  float value = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
+  float value = row_sum * ((float*)(arena + SCALES))[column];
   float other = shuffle_xor_f32(value, 8);
   float gated = divide_f32(value, 1.0f + exp_f32(-value)) * other;
   publish_rows_2(gated, m_tile * 8, lane, column, exchange_words, layer_epoch);
@@ -1977,8 +1985,9 @@ __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], u
 // Makes: gated.
 __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint32_t layer, const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t lane, uint64_t* exchange_words,
-    uint32_t layer_epoch, uint32_t warp, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring,
-    uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity) {
+    uint32_t layer_epoch, uint32_t warp, uint32_t column_count, uint64_t* full, uint32_t& use_stage,
+    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher,
+    uint32_t& turn_parity) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 402 + layer * 5 + 3);
   }
@@ -2007,7 +2016,7 @@ __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uin
   for (uint32_t number = 0; number < 4; ++number) {
     normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
   }
-  share_squares(squares, lane, arena, warp);
+  write_scales(squares, arena, lane, warp, thread, column_count);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -2023,7 +2032,7 @@ __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uin
     for (uint32_t chunk = 0; chunk < 4; ++chunk) {
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 17024;
-      multiply_chunk(chunk, chunk, sums, arena, warp, chunk_2, lane);
+      multiply_chunk(chunk, chunk, sums, warp, chunk_2, arena, lane);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
@@ -2056,16 +2065,15 @@ __device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, u
 }
 
 // Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
-__device__ __forceinline__ void multiply_chunk_2(uint32_t chunk, uint32_t place, float (&sums)[1][4], uint8_t* arena,
-    uint32_t warp, uint8_t* chunk_2, uint32_t lane) {
-  uint4* vector = (uint4*)(arena + VECTOR);
+__device__ __forceinline__ void multiply_chunk_2(uint32_t chunk, uint32_t place, float (&sums)[1][4], uint32_t warp,
+    uint8_t* chunk_2, uint8_t* arena, uint32_t lane) {
   uint32_t have_read = 0;
   #pragma unroll
   for (uint32_t turn = 0; turn < 2; ++turn) {
     uint32_t pair = turn * 8 + warp;
     uint8_t* first = chunk_2 + pair * 1056;
     const uint4* codes = (const uint4*)(first);
-    uint4* digits = vector + (place * 16 + pair) * 25;
+    uint4* digits = (uint4*)(arena + VECTOR) + (place * 16 + pair) * 25;
     float power = ((const float*)(digits) + 96)[0];
     uint4 words = codes[lane];
     have_read ^= words.x;
@@ -2211,7 +2219,7 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
   for (uint32_t chunk = 0; chunk < 7; ++chunk) {
     mbarrier_wait(full + use_stage, use_parity);
     uint8_t* chunk_2 = ring + use_stage * 17024;
-    multiply_chunk_2(chunk, chunk, sums, arena, warp, chunk_2, lane);
+    multiply_chunk_2(chunk, chunk, sums, warp, chunk_2, arena, lane);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(empty + use_stage);
@@ -2222,7 +2230,7 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
   for (uint32_t chunk = 0; chunk < 7; ++chunk) {
     mbarrier_wait(full + use_stage, use_parity);
     uint8_t* chunk_2 = ring + use_stage * 17024;
-    multiply_chunk_2(chunk, chunk, sums_2, arena, warp, chunk_2, lane);
+    multiply_chunk_2(chunk, chunk, sums_2, warp, chunk_2, arena, lane);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(empty + use_stage);
@@ -2233,7 +2241,7 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
   for (uint32_t chunk = 0; chunk < 7; ++chunk) {
     mbarrier_wait(full + use_stage, use_parity);
     uint8_t* chunk_2 = ring + use_stage * 17024;
-    multiply_chunk_2(chunk, chunk, sums_3, arena, warp, chunk_2, lane);
+    multiply_chunk_2(chunk, chunk, sums_3, warp, chunk_2, arena, lane);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(empty + use_stage);
@@ -2245,7 +2253,7 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
     for (uint32_t chunk = 0; chunk < 7; ++chunk) {
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 17024;
-      multiply_chunk_2(chunk, chunk, sums_4, arena, warp, chunk_2, lane);
+      multiply_chunk_2(chunk, chunk, sums_4, warp, chunk_2, arena, lane);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
@@ -2265,7 +2273,7 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
   for (uint32_t chunk = 7; chunk < 14; ++chunk) {
     mbarrier_wait(full + use_stage, use_parity);
     uint8_t* chunk_2 = ring + use_stage * 17024;
-    multiply_chunk_2(chunk, chunk - 7, sums, arena, warp, chunk_2, lane);
+    multiply_chunk_2(chunk, chunk - 7, sums, warp, chunk_2, arena, lane);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(empty + use_stage);
@@ -2276,7 +2284,7 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
   for (uint32_t chunk = 7; chunk < 14; ++chunk) {
     mbarrier_wait(full + use_stage, use_parity);
     uint8_t* chunk_2 = ring + use_stage * 17024;
-    multiply_chunk_2(chunk, chunk - 7, sums_2, arena, warp, chunk_2, lane);
+    multiply_chunk_2(chunk, chunk - 7, sums_2, warp, chunk_2, arena, lane);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(empty + use_stage);
@@ -2287,7 +2295,7 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
   for (uint32_t chunk = 7; chunk < 14; ++chunk) {
     mbarrier_wait(full + use_stage, use_parity);
     uint8_t* chunk_2 = ring + use_stage * 17024;
-    multiply_chunk_2(chunk, chunk - 7, sums_3, arena, warp, chunk_2, lane);
+    multiply_chunk_2(chunk, chunk - 7, sums_3, warp, chunk_2, arena, lane);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(empty + use_stage);
@@ -2302,7 +2310,7 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
     for (uint32_t chunk = 7; chunk < 14; ++chunk) {
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 17024;
-      multiply_chunk_2(chunk, chunk - 7, sums_4, arena, warp, chunk_2, lane);
+      multiply_chunk_2(chunk, chunk - 7, sums_4, warp, chunk_2, arena, lane);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
@@ -2343,16 +2351,15 @@ __device__ __forceinline__ void normalise_unit_2(uint4* vector, uint32_t unit, u
 }
 
 // Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
-__device__ __forceinline__ void multiply_chunk_3(uint32_t chunk, uint32_t place, float (&sums)[1][4], uint8_t* arena,
-    uint8_t* chunk_2, uint32_t warp, uint32_t lane) {
-  uint4* vector = (uint4*)(arena + VECTOR);
+__device__ __forceinline__ void multiply_chunk_3(uint32_t chunk, uint32_t place, float (&sums)[1][4], uint8_t* chunk_2,
+    uint32_t warp, uint32_t lane, uint8_t* arena) {
   const uint4* fragments = (const uint4*)(chunk_2);
   #pragma unroll
   for (uint32_t turn = 0; turn < 2; ++turn) {
     uint32_t pair = turn * 8 + warp;
     uint4 first = fragments[pair * 64 + lane];
     uint4 second = fragments[pair * 64 + 32 + lane];
-    uint4* units = vector + (place * 16 + pair) * 4;
+    uint4* units = (uint4*)(arena + VECTOR) + (place * 16 + pair) * 4;
     uint4 values = units[lane % 4];
     mma_bf16(sums[0], first, values.x, values.y);
     mma_bf16(sums[0], second, values.z, values.w);
@@ -2476,8 +2483,7 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
     half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
-  float* place = (float*)(arena + SQUARE_SHARES) + column * 8;
-  float logit = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
+  float logit = row_sum * ((float*)(arena + SCALES))[column];
   uint32_t token = m_tile * 16 + row;
   if (logits != nullptr && lane < 16 && token < 128256) {
     uint64_t row_2 = (uint64_t)(step + column);
@@ -2517,10 +2523,10 @@ __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], u
 // Makes: logits, where they are wanted, and candidates in registers.
 __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint32_t head_from, float* logits, uint32_t* block_waits, uint8_t* arena, const bf16* norms, uint32_t lane,
-    uint64_t* exchange_words, uint32_t step_epoch, uint32_t warp, uint64_t* full, uint32_t& use_stage,
-    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher,
-    uint32_t& turn_parity, uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias,
-    uint32_t* token_counts, float* weighed, float& best, uint32_t& best_token) {
+    uint64_t* exchange_words, uint32_t step_epoch, uint32_t warp, uint32_t column_count, uint64_t* full,
+    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
+    uint32_t& finisher, uint32_t& turn_parity, uint32_t options, const int32_t* sequences, const uint32_t* masks,
+    const float* logit_bias, uint32_t* token_counts, float* weighed, float& best, uint32_t& best_token) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 402 + 400);
   }
@@ -2549,7 +2555,7 @@ __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uin
     for (uint32_t number = 0; number < 4; ++number) {
       normalise_unit_2(vector, first_unit + number * 256, units[number], weights[number], squares);
     }
-    share_squares(squares, lane, arena, warp);
+    write_scales(squares, arena, lane, warp, thread, column_count);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
     }
@@ -2565,7 +2571,7 @@ __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uin
       for (uint32_t chunk = 0; chunk < 16; ++chunk) {
         mbarrier_wait(full + use_stage, use_parity);
         uint8_t* chunk_2 = ring + use_stage * 17024;
-        multiply_chunk_3(chunk, chunk, sums, arena, chunk_2, warp, lane);
+        multiply_chunk_3(chunk, chunk, sums, chunk_2, warp, lane, arena);
         warp_barrier();
         if (lane == 0) {
           mbarrier_arrive(empty + use_stage);
@@ -3876,22 +3882,22 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       for (uint32_t layer = 0; layer < 80; ++layer) {
         uint32_t layer_epoch = step_epoch + layer;
         qkv(thread, progress, block, step, layer, norms, block_waits, arena, embedding, next_token, lane, warp,
-            exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity,
-            page_table, kv);
-        attention(thread, progress, block, step, layer, arena, kv_plans, plan_index, tiles, layer_epoch, exchange_words,
-            lane, warp, use_stage, full, use_parity, ring, empty);
+            column_count, exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, turn, summed, finisher,
+            turn_parity, page_table, kv);
+        attention(thread, progress, block, step, layer, arena, kv_plans, plan_index, tiles, lane, layer_epoch,
+            exchange_words, warp, use_stage, full, use_parity, ring, empty);
         o(thread, progress, block, step, layer, block_waits, arena, lane, exchange_words, layer_epoch, full, use_stage,
             use_parity, ring, warp, empty, turn, summed, finisher, turn_parity);
         gate_up(thread, progress, block, step, layer, norms, block_waits, arena, lane, exchange_words, layer_epoch,
-            warp, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity);
+            warp, column_count, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity);
         down(thread, progress, block, step, layer, block_waits, arena, lane, exchange_words, layer_epoch, full,
             use_stage, use_parity, ring, warp, empty, turn, summed, finisher, turn_parity);
       }
       float best = -bits_float(0x7f800000);
       uint32_t best_token = 4294967295u;
       lm_head(thread, progress, block, step, head_from, logits, block_waits, arena, norms, lane, exchange_words,
-          step_epoch, warp, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity, options,
-          sequences, masks, logit_bias, token_counts, weighed, best, best_token);
+          step_epoch, warp, column_count, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity,
+          options, sequences, masks, logit_bias, token_counts, weighed, best, best_token);
       sampling(thread, progress, block, step, arena, best, best_token, lane, warp, options, column_count, sequences,
           weighed, step_epoch, exchange_words, cancelled, epoch, token_counts);
       take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, emitted, stop_ids, next_token,

@@ -23,17 +23,18 @@
 //     213248     5120  reductions  (over scratch)
 //     223488       40  reduction_barriers
 //     223536      256  residual
-//     223792      256  square_shares
-//     224048     1024  rope
-//     225072      512  statistics
-//     225584      592  records
-//     226176       64  warp_candidates
-//     226240       72  columns
-//     226320        8  chosen
-//     226336       16  step_done
-//     226352       12  next_token
-//              226364  total
-//              232448  a block has, 6084 free
+//     223792      256  partial_sums
+//     224048        8  scales
+//     224064     1024  rope
+//     225088      512  statistics
+//     225600      592  records
+//     226192       64  warp_candidates
+//     226256       72  columns
+//     226336        8  chosen
+//     226352       16  step_done
+//     226368       12  next_token
+//              226380  total
+//              232448  a block has, 6068 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -377,15 +378,16 @@ constexpr uint32_t NEWEST = 215296;
 constexpr uint32_t REDUCTIONS = 213248;
 constexpr uint32_t REDUCTION_BARRIERS = 223488;
 constexpr uint32_t RESIDUAL = 223536;
-constexpr uint32_t SQUARE_SHARES = 223792;
-constexpr uint32_t ROPE = 224048;
-constexpr uint32_t STATISTICS = 225072;
-constexpr uint32_t RECORDS = 225584;
-constexpr uint32_t WARP_CANDIDATES = 226176;
-constexpr uint32_t COLUMNS = 226240;
-constexpr uint32_t CHOSEN = 226320;
-constexpr uint32_t STEP_DONE = 226336;
-constexpr uint32_t NEXT_TOKEN = 226352;
+constexpr uint32_t PARTIAL_SUMS = 223792;
+constexpr uint32_t SCALES = 224048;
+constexpr uint32_t ROPE = 224064;
+constexpr uint32_t STATISTICS = 225088;
+constexpr uint32_t RECORDS = 225600;
+constexpr uint32_t WARP_CANDIDATES = 226192;
+constexpr uint32_t COLUMNS = 226256;
+constexpr uint32_t CHOSEN = 226336;
+constexpr uint32_t STEP_DONE = 226352;
+constexpr uint32_t NEXT_TOKEN = 226368;
 
 // An input of a sequence, or 0 where it has none left.
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t number, const int32_t* sequences,
@@ -769,20 +771,29 @@ __device__ __forceinline__ void normalise_unit(uint4* vector, uint32_t unit, uin
   vector[unit] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4)));
 }
 
-// Each warp's share of every column's mean of squares plus epsilon, for who finishes rows: [column][warp]. Ends
-// with a barrier of the consumer warps.
-__device__ __forceinline__ void share_squares(float squares, uint32_t lane, uint8_t* arena, uint32_t warp) {
+// 1/rms of every token from the threads' sums of squares: within warps, then over the warps in order.
+__device__ __forceinline__ void write_scales(float squares, uint8_t* arena, uint32_t lane, uint32_t warp,
+    uint32_t thread, uint32_t column_count) {
+  float* partial_sums = (float*)(arena + PARTIAL_SUMS);
+  float* scales = (float*)(arena + SCALES);
   float sum_of_token = squares;
   sum_of_token += shuffle_xor_f32(sum_of_token, 16);
   sum_of_token += shuffle_xor_f32(sum_of_token, 8);
   sum_of_token += shuffle_xor_f32(sum_of_token, 2);
   sum_of_token += shuffle_xor_f32(sum_of_token, 1);
   if (lane % 4 == 0 && lane < 8) {
-    uint32_t column = lane / 4;
-    float share = sum_of_token * 0.000244140625f + 1.25e-06f;
-    ((float*)(arena + SQUARE_SHARES))[column * 8 + warp] = share;
+    partial_sums[warp * 8 + lane / 4] = sum_of_token;
   }
   named_barrier(1, 256);
+  if (thread < column_count) {
+    float total = 0.0f;
+    #pragma unroll
+    for (uint32_t other = 0; other < 8; ++other) {
+      uint32_t warp_2 = other + thread / 8;
+      total += partial_sums[warp_2 * 8 + thread % 8];
+    }
+    scales[thread] = rsqrt_f32(total * 0.000244140625f + 1e-05f);
+  }
 }
 
 // A piece times the norm's weights into the vector, and its squares to the thread's sum.
@@ -799,37 +810,57 @@ __device__ __forceinline__ void normalise_unit_2(uint2* vector, uint32_t unit, u
   vector[unit] = make_u32x2(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)));
 }
 
-// Each warp's share of every column's mean of squares plus epsilon, for who finishes rows: [column][warp]. Ends
-// with a barrier of the consumer warps.
-__device__ __forceinline__ void share_squares_2(float squares, uint32_t lane, uint8_t* arena, uint32_t warp) {
+// 1/rms of every token from the threads' sums of squares: within warps, then over the warps in order.
+__device__ __forceinline__ void write_scales_2(float squares, uint8_t* arena, uint32_t lane, uint32_t warp,
+    uint32_t thread, uint32_t column_count) {
+  float* partial_sums = (float*)(arena + PARTIAL_SUMS);
+  float* scales = (float*)(arena + SCALES);
   float sum_of_token = squares;
   sum_of_token += shuffle_xor_f32(sum_of_token, 16);
   sum_of_token += shuffle_xor_f32(sum_of_token, 4);
   sum_of_token += shuffle_xor_f32(sum_of_token, 2);
   sum_of_token += shuffle_xor_f32(sum_of_token, 1);
   if (lane % 8 == 0 && lane < 16) {
-    uint32_t column = lane / 8;
-    float share = sum_of_token * 0.000244140625f + 1.25e-06f;
-    ((float*)(arena + SQUARE_SHARES))[column * 8 + warp] = share;
+    partial_sums[warp * 8 + lane / 8] = sum_of_token;
   }
   named_barrier(1, 256);
+  if (thread < column_count) {
+    float total = 0.0f;
+    #pragma unroll
+    for (uint32_t other = 0; other < 8; ++other) {
+      uint32_t warp_2 = other + thread / 8;
+      total += partial_sums[warp_2 * 8 + thread % 8];
+    }
+    scales[thread] = rsqrt_f32(total * 0.000244140625f + 1e-05f);
+  }
 }
 
-// Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
-__device__ __forceinline__ void multiply_chunk(uint32_t chunk, uint32_t place, float (&sums)[1][4], uint8_t* arena,
-    uint8_t* chunk_2, uint32_t warp, uint32_t lane) {
-  uint4* vector = (uint4*)(arena + VECTOR);
+// This warp's tiles of a chunk, and what they are multiplied with, to registers.
+__device__ __forceinline__ void hold_chunk(uint32_t chunk, uint32_t place, uint8_t* chunk_2, uint32_t warp,
+    uint32_t lane, uint4 (&weights)[2][2], uint4 (&values)[2], uint8_t* arena) {
   const uint4* fragments = (const uint4*)(chunk_2);
+  uint32_t read = 0;
   #pragma unroll
   for (uint32_t turn = 0; turn < 2; ++turn) {
     uint32_t pair = turn * 8 + warp;
     uint4 first = fragments[pair * 64 + lane];
     uint4 second = fragments[pair * 64 + 32 + lane];
-    uint4* units = vector + (place * 16 + pair) * 8;
-    uint4 values = units[lane % 8];
-    mma_bf16(sums[0], first, values.x, values.y);
-    mma_bf16(sums[0], second, values.z, values.w);
-    wait_for_u32(first.x ^ second.x);
+    weights[turn][0] = first;
+    weights[turn][1] = second;
+    values[turn] = ((uint4*)(arena + VECTOR) + (place * 16 + pair) * 8)[lane % 8];
+    read ^= first.x ^ second.x;
+  }
+  wait_for_u32(read);
+}
+
+// The products of what `_hold_chunk` brought.
+__device__ __forceinline__ void multiply_held(uint32_t chunk, float (&sums)[1][4], uint32_t warp,
+    uint4 (&weights)[2][2], uint4 (&values)[2]) {
+  #pragma unroll
+  for (uint32_t turn = 0; turn < 2; ++turn) {
+    uint32_t pair = turn * 8 + warp;
+    mma_bf16(sums[0], weights[turn][0], values[turn].x, values[turn].y);
+    mma_bf16(sums[0], weights[turn][1], values[turn].z, values[turn].w);
   }
 }
 
@@ -876,8 +907,7 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   uint32_t head = m_tile / 8;
   uint32_t m_tile_of_head = m_tile % 8;
-  float* place = (float*)(arena + SQUARE_SHARES) + column * 8;
-  float value = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
+  float value = row_sum * ((float*)(arena + SCALES))[column];
   uint32_t dim = m_tile_of_head * 16 + row;
   if (head < 40) {
     float rotated;
@@ -889,16 +919,16 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   float neighbour = shuffle_xor_f32(value, 1);
   uint32_t pair = pack_bf16x2(value, neighbour);
   if (lane < 16 && lane % 2 == 0) {
-    uint32_t place_2 = (column * 6144 + head * 128 + dim) / 2;
-    publish_flagged(exchange_words + (place_2 + 4128), pair, layer_epoch);
+    uint32_t place = (column * 6144 + head * 128 + dim) / 2;
+    publish_flagged(exchange_words + (place + 4128), pair, layer_epoch);
     if (head >= 32) {
       if (((uint32_t*)(arena + COLUMNS))[column * 9 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 9 + 2]) {
         uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 512;
         uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 9] / 16));
         uint64_t offset = (uint64_t)(layer) * 33554432 + (uint64_t)(page) * 32768;
         bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 2048 + ((uint32_t*)(arena + COLUMNS))[column * 9] % 16 * 128));
-        bf16* place_3 = head - 32 < 8 ? key : key + 16384;
-        ((uint32_t*)(place_3 + dim))[0] = pair;
+        bf16* place_2 = head - 32 < 8 ? key : key + 16384;
+        ((uint32_t*)(place_2 + dim))[0] = pair;
         fence_proxy_async();
       }
     }
@@ -983,7 +1013,7 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
         normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
       }
     }
-    share_squares(squares, lane, arena, warp);
+    write_scales(squares, arena, lane, warp, thread, column_count);
   } else {
     uint2* vector = (uint2*)(arena + VECTOR);
     float squares = 0.0f;
@@ -1007,7 +1037,7 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
         normalise_unit_2(vector, first_unit + number * 256, quads[number], weights[number], squares);
       }
     }
-    share_squares_2(squares, lane, arena, warp);
+    write_scales_2(squares, arena, lane, warp, thread, column_count);
   }
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
@@ -1022,14 +1052,17 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     }
     #pragma unroll 2
     for (uint32_t chunk = 0; chunk < 8; ++chunk) {
+      uint4 weights[2][2];
+      uint4 values[2];
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 16384;
-      multiply_chunk(chunk, chunk, sums, arena, chunk_2, warp, lane);
+      hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values, arena);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
       }
       advance(use_stage, use_parity);
+      multiply_held(chunk, sums, warp, weights, values);
     }
     reduce(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, exchange_words,
         layer_epoch, page_table, layer, kv);
@@ -1533,29 +1566,11 @@ __device__ __forceinline__ void fold(uint32_t epoch, uint8_t* arena, float (&wei
   named_barrier(1, 256);
 }
 
-// An item whose queries are there, with `width` column tiles a warp. Two of them share what is read and wait
-// together; an item of few rows would waste the second.
-__device__ __forceinline__ void attend_item(uint32_t cached_end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
-    uint8_t* arena, uint32_t lane, uint4* record, uint32_t step, uint4 what, uint32_t warp, uint32_t& use_stage,
-    uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t thread, uint64_t* exchange_words) {
-  uint4* shared = (uint4*)(arena + QUERIES);
-  uint32_t row = lane / 4 < 7 ? lane / 4 : 7;
-  uint4* query = shared + row * 16;
-  uint32_t limits[2];
-  uint32_t packed = lane % 4 * 2;
-  uint32_t present = packed < record[1].z - 1 ? packed : record[1].z - 1;
-  uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-  uint32_t position = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 4) * 9];
-  uint32_t following = position + 1;
-  uint32_t visible = following > record[2].w ? following - record[2].w : 0;
-  limits[0] = packed < record[1].z ? (end < visible ? end : visible) : 0;
-  uint32_t packed_2 = lane % 4 * 2 + 1;
-  uint32_t present_2 = packed_2 < record[1].z - 1 ? packed_2 : record[1].z - 1;
-  uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-  uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 4) * 9];
-  uint32_t following_2 = position_2 + 1;
-  uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
-  limits[1] = packed_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
+// This warp's share of an item whose queries are there.
+__device__ __forceinline__ void attend_rows(uint32_t cached_end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
+    uint4 what, uint32_t warp, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena,
+    uint32_t lane, uint4* query, uint32_t (&limits)[2], uint64_t* empty, uint4* record, uint32_t thread,
+    uint64_t* exchange_words) {
   float highest[2];
   float weight_sum[2] = {};
   float output[8][4] = {};
@@ -1707,9 +1722,27 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
     uint32_t newest_begin = what.w < record[3].x + record[3].y * step ? record[3].x + record[3].y * step : what.w;
     uint32_t newest_end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
     uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
+    uint4* shared = (uint4*)(arena + QUERIES);
+    uint32_t row = lane / 4 < 7 ? lane / 4 : 7;
+    uint4* query = shared + row * 16;
+    uint32_t limits[2];
+    uint32_t packed = lane % 4 * 2;
+    uint32_t present = packed < record[1].z - 1 ? packed : record[1].z - 1;
+    uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+    uint32_t position = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 4) * 9];
+    uint32_t following = position + 1;
+    uint32_t visible = following > record[2].w ? following - record[2].w : 0;
+    limits[0] = packed < record[1].z ? (end < visible ? end : visible) : 0;
+    uint32_t packed_2 = lane % 4 * 2 + 1;
+    uint32_t present_2 = packed_2 < record[1].z - 1 ? packed_2 : record[1].z - 1;
+    uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+    uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 4) * 9];
+    uint32_t following_2 = position_2 + 1;
+    uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
+    limits[1] = packed_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
     load_item(newest_begin, newest, layer_epoch, arena, record, thread, exchange_words, what, step);
-    attend_item(cached_end, newest_begin, newest, layer_epoch, arena, lane, record, step, what, warp, use_stage, full,
-        use_parity, ring, empty, thread, exchange_words);
+    attend_rows(cached_end, newest_begin, newest, layer_epoch, what, warp, use_stage, full, use_parity, ring, arena,
+        lane, query, limits, empty, record, thread, exchange_words);
   }
   // merge of partial states
   uint4 numbers_2 = ((uint4*)(arena + RECORDS))[0];
@@ -1902,14 +1935,17 @@ __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t s
     }
     #pragma unroll 2
     for (uint32_t chunk = 0; chunk < 8; ++chunk) {
+      uint4 weights[2][2];
+      uint4 values[2];
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 16384;
-      multiply_chunk(chunk, chunk, sums, arena, chunk_2, warp, lane);
+      hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values, arena);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
       }
       advance(use_stage, use_parity);
+      multiply_held(chunk, sums, warp, weights, values);
     }
     reduce_2(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, exchange_words,
         layer_epoch);
@@ -1939,8 +1975,7 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions
     half_sum += reductions[warp * 32 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
-  float* place = (float*)(arena + SQUARE_SHARES) + column * 8;
-  float value = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
+  float value = row_sum * ((float*)(arena + SCALES))[column];
   float other = shuffle_xor_f32(value, 8);
   float gated = divide_f32(value, 1.0f + exp_f32(-value)) * other;
   publish_rows_2(gated, m_tile * 8, lane, exchange_words, column, layer_epoch);
@@ -2011,7 +2046,7 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
       normalise_unit_2(vector, first_unit + number * 256, quads[number], weights[number], squares);
     }
   }
-  share_squares_2(squares, lane, arena, warp);
+  write_scales_2(squares, arena, lane, warp, thread, column_count);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -2025,14 +2060,17 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
     }
     #pragma unroll 2
     for (uint32_t chunk = 0; chunk < 8; ++chunk) {
+      uint4 weights_2[2][2];
+      uint4 values[2];
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 16384;
-      multiply_chunk(chunk, chunk, sums, arena, chunk_2, warp, lane);
+      hold_chunk(chunk, chunk, chunk_2, warp, lane, weights_2, values, arena);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
       }
       advance(use_stage, use_parity);
+      multiply_held(chunk, sums, warp, weights_2, values);
     }
     reduce_3(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, exchange_words,
         layer_epoch);
@@ -2202,26 +2240,32 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
   }
   #pragma unroll 2
   for (uint32_t chunk = 0; chunk < 7; ++chunk) {
+    uint4 weights[2][2];
+    uint4 values[2];
     mbarrier_wait(full + use_stage, use_parity);
     uint8_t* chunk_2 = ring + use_stage * 16384;
-    multiply_chunk(chunk, chunk, sums, arena, chunk_2, warp, lane);
+    hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values, arena);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(empty + use_stage);
     }
     advance(use_stage, use_parity);
+    multiply_held(chunk, sums, warp, weights, values);
   }
   if (position + 132 < 256) {
     #pragma unroll 2
     for (uint32_t chunk = 0; chunk < 7; ++chunk) {
+      uint4 weights[2][2];
+      uint4 values[2];
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 16384;
-      multiply_chunk(chunk, chunk, sums_2, arena, chunk_2, warp, lane);
+      hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values, arena);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
       }
       advance(use_stage, use_parity);
+      multiply_held(chunk, sums_2, warp, weights, values);
     }
   }
   named_barrier(1, 256);
@@ -2234,26 +2278,32 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
   }
   #pragma unroll 2
   for (uint32_t chunk = 7; chunk < 14; ++chunk) {
+    uint4 weights[2][2];
+    uint4 values[2];
     mbarrier_wait(full + use_stage, use_parity);
     uint8_t* chunk_2 = ring + use_stage * 16384;
-    multiply_chunk(chunk, chunk - 7, sums, arena, chunk_2, warp, lane);
+    hold_chunk(chunk, chunk - 7, chunk_2, warp, lane, weights, values, arena);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(empty + use_stage);
     }
     advance(use_stage, use_parity);
+    multiply_held(chunk, sums, warp, weights, values);
   }
   if (position + 132 < 256) {
     #pragma unroll 2
     for (uint32_t chunk = 7; chunk < 14; ++chunk) {
+      uint4 weights[2][2];
+      uint4 values[2];
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 16384;
-      multiply_chunk(chunk, chunk - 7, sums_2, arena, chunk_2, warp, lane);
+      hold_chunk(chunk, chunk - 7, chunk_2, warp, lane, weights, values, arena);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
       }
       advance(use_stage, use_parity);
+      multiply_held(chunk, sums_2, warp, weights, values);
     }
   }
   named_barrier(1, 256);
@@ -2266,26 +2316,32 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
   }
   #pragma unroll 2
   for (uint32_t chunk = 14; chunk < 21; ++chunk) {
+    uint4 weights[2][2];
+    uint4 values[2];
     mbarrier_wait(full + use_stage, use_parity);
     uint8_t* chunk_2 = ring + use_stage * 16384;
-    multiply_chunk(chunk, chunk - 14, sums, arena, chunk_2, warp, lane);
+    hold_chunk(chunk, chunk - 14, chunk_2, warp, lane, weights, values, arena);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(empty + use_stage);
     }
     advance(use_stage, use_parity);
+    multiply_held(chunk, sums, warp, weights, values);
   }
   if (position + 132 < 256) {
     #pragma unroll 2
     for (uint32_t chunk = 14; chunk < 21; ++chunk) {
+      uint4 weights[2][2];
+      uint4 values[2];
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 16384;
-      multiply_chunk(chunk, chunk - 14, sums_2, arena, chunk_2, warp, lane);
+      hold_chunk(chunk, chunk - 14, chunk_2, warp, lane, weights, values, arena);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
       }
       advance(use_stage, use_parity);
+      multiply_held(chunk, sums_2, warp, weights, values);
     }
   }
   named_barrier(1, 256);
@@ -2298,14 +2354,17 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
   }
   #pragma unroll 2
   for (uint32_t chunk = 21; chunk < 28; ++chunk) {
+    uint4 weights[2][2];
+    uint4 values[2];
     mbarrier_wait(full + use_stage, use_parity);
     uint8_t* chunk_2 = ring + use_stage * 16384;
-    multiply_chunk(chunk, chunk - 21, sums, arena, chunk_2, warp, lane);
+    hold_chunk(chunk, chunk - 21, chunk_2, warp, lane, weights, values, arena);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(empty + use_stage);
     }
     advance(use_stage, use_parity);
+    multiply_held(chunk, sums, warp, weights, values);
   }
   if (position + 132 < 256) {
     if (thread == 0) {
@@ -2313,14 +2372,17 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
     }
     #pragma unroll 2
     for (uint32_t chunk = 21; chunk < 28; ++chunk) {
+      uint4 weights[2][2];
+      uint4 values[2];
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 16384;
-      multiply_chunk(chunk, chunk - 21, sums_2, arena, chunk_2, warp, lane);
+      hold_chunk(chunk, chunk - 21, chunk_2, warp, lane, weights, values, arena);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
       }
       advance(use_stage, use_parity);
+      multiply_held(chunk, sums_2, warp, weights, values);
     }
   }
   reduce_4(position, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, exchange_words,
@@ -2448,8 +2510,7 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
     half_sum += reductions[warp * 32 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
-  float* place = (float*)(arena + SQUARE_SHARES) + column * 8;
-  float logit = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
+  float logit = row_sum * ((float*)(arena + SCALES))[column];
   uint32_t token = m_tile * 16 + row;
   if (logits != nullptr && lane < 16 && token < 128256) {
     uint64_t row_2 = (uint64_t)(step * 2 + column);
@@ -2528,7 +2589,7 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
         normalise_unit_2(vector, first_unit + number * 256, quads[number], weights[number], squares);
       }
     }
-    share_squares_2(squares, lane, arena, warp);
+    write_scales_2(squares, arena, lane, warp, thread, column_count);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
     }
@@ -2542,14 +2603,17 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
       }
       #pragma unroll 2
       for (uint32_t chunk = 0; chunk < 8; ++chunk) {
+        uint4 weights_2[2][2];
+        uint4 values[2];
         mbarrier_wait(full + use_stage, use_parity);
         uint8_t* chunk_2 = ring + use_stage * 16384;
-        multiply_chunk(chunk, chunk, sums, arena, chunk_2, warp, lane);
+        hold_chunk(chunk, chunk, chunk_2, warp, lane, weights_2, values, arena);
         warp_barrier();
         if (lane == 0) {
           mbarrier_arrive(empty + use_stage);
         }
         advance(use_stage, use_parity);
+        multiply_held(chunk, sums, warp, weights_2, values);
       }
       reduce_5(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, logits, step,
           options, sequences, masks, logit_bias, token_counts, weighed, best, best_token);

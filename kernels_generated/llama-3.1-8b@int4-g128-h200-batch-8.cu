@@ -23,17 +23,18 @@
 //     200576    10496  reductions
 //     211072       16  reduction_barriers
 //     211088     1024  residual
-//     212112      256  square_shares
-//     212368     4096  rope
-//     216464      512  statistics
-//     216976      592  records
-//     217568       64  warp_candidates
-//     217632      288  columns
-//     217920       32  chosen
-//     217952       16  step_done
-//     217968       36  next_token
-//              218004  total
-//              232448  a block has, 14444 free
+//     212112      256  partial_sums
+//     212368       32  scales
+//     212400     4096  rope
+//     216496      512  statistics
+//     217008      592  records
+//     217600       64  warp_candidates
+//     217664      288  columns
+//     217952       32  chosen
+//     217984       16  step_done
+//     218000       36  next_token
+//              218036  total
+//              232448  a block has, 14412 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -324,15 +325,16 @@ constexpr uint32_t NEWEST = 143232;
 constexpr uint32_t REDUCTIONS = 200576;
 constexpr uint32_t REDUCTION_BARRIERS = 211072;
 constexpr uint32_t RESIDUAL = 211088;
-constexpr uint32_t SQUARE_SHARES = 212112;
-constexpr uint32_t ROPE = 212368;
-constexpr uint32_t STATISTICS = 216464;
-constexpr uint32_t RECORDS = 216976;
-constexpr uint32_t WARP_CANDIDATES = 217568;
-constexpr uint32_t COLUMNS = 217632;
-constexpr uint32_t CHOSEN = 217920;
-constexpr uint32_t STEP_DONE = 217952;
-constexpr uint32_t NEXT_TOKEN = 217968;
+constexpr uint32_t PARTIAL_SUMS = 212112;
+constexpr uint32_t SCALES = 212368;
+constexpr uint32_t ROPE = 212400;
+constexpr uint32_t STATISTICS = 216496;
+constexpr uint32_t RECORDS = 217008;
+constexpr uint32_t WARP_CANDIDATES = 217600;
+constexpr uint32_t COLUMNS = 217664;
+constexpr uint32_t CHOSEN = 217952;
+constexpr uint32_t STEP_DONE = 217984;
+constexpr uint32_t NEXT_TOKEN = 218000;
 
 // An input of a sequence, or 0 where it has none left.
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t number, const int32_t* sequences,
@@ -720,30 +722,38 @@ __device__ __forceinline__ void normalise_unit(uint4* vector, uint32_t unit, uin
   vector[unit] = make_u32x4(multiply_bf16x2(make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4))).x, 1602248576), multiply_bf16x2(make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4))).y, 1568693632), multiply_bf16x2(make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4))).z, 1602248576), multiply_bf16x2(make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4))).w, 1568693632));
 }
 
-// Each warp's share of every column's mean of squares plus epsilon, for who finishes rows: [column][warp]. Ends
-// with a barrier of the consumer warps.
-__device__ __forceinline__ void share_squares(float squares, uint32_t lane, uint8_t* arena, uint32_t warp) {
+// 1/rms of every token from the threads' sums of squares: within warps, then over the warps in order.
+__device__ __forceinline__ void write_scales(float squares, uint8_t* arena, uint32_t lane, uint32_t warp,
+    uint32_t thread, uint32_t column_count) {
+  float* partial_sums = (float*)(arena + PARTIAL_SUMS);
+  float* scales = (float*)(arena + SCALES);
   float sum_of_token = squares;
   sum_of_token += shuffle_xor_f32(sum_of_token, 2);
   sum_of_token += shuffle_xor_f32(sum_of_token, 1);
   if (lane % 4 == 0 && lane < 32) {
-    uint32_t column = lane / 4;
-    float share = sum_of_token * 0.000244140625f + 1.25e-06f;
-    ((float*)(arena + SQUARE_SHARES))[column * 8 + warp] = share;
+    partial_sums[warp * 8 + lane / 4] = sum_of_token;
   }
   named_barrier(1, 256);
+  if (thread < column_count) {
+    float total = 0.0f;
+    #pragma unroll
+    for (uint32_t other = 0; other < 8; ++other) {
+      uint32_t warp_2 = other + thread / 8;
+      total += partial_sums[warp_2 * 8 + thread % 8];
+    }
+    scales[thread] = rsqrt_f32(total * 0.000244140625f + 1e-05f);
+  }
 }
 
 // Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
-__device__ __forceinline__ void multiply_chunk(uint32_t chunk, uint32_t place, float (&sums)[1][4], uint8_t* arena,
-    uint32_t warp, uint8_t* chunk_2, uint32_t lane) {
-  uint4* vector = (uint4*)(arena + VECTOR);
+__device__ __forceinline__ void multiply_chunk(uint32_t chunk, uint32_t place, float (&sums)[1][4], uint32_t warp,
+    uint8_t* chunk_2, uint8_t* arena, uint32_t lane) {
   uint32_t have_read = 0;
   #pragma unroll
   for (uint32_t turn = 0; turn < 2; ++turn) {
     uint32_t pair = turn * 8 + warp;
     uint8_t* first = chunk_2 + pair * 1056;
-    uint4* units = vector + (place * 16 + pair) * 128;
+    uint4* units = (uint4*)(arena + VECTOR) + (place * 16 + pair) * 128;
     uint4 words = ((const uint4*)(first))[lane];
     uint4 words_2 = ((const uint4*)(first))[lane + 32];
     have_read ^= words.x;
@@ -841,8 +851,7 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   uint32_t head = m_tile / 8;
   uint32_t m_tile_of_head = m_tile % 8;
-  float* place = (float*)(arena + SQUARE_SHARES) + column * 8;
-  float value = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
+  float value = row_sum * ((float*)(arena + SCALES))[column];
   uint32_t dim = m_tile_of_head * 16 + row;
   if (head < 40) {
     float rotated;
@@ -854,16 +863,16 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   float neighbour = shuffle_xor_f32(value, 1);
   uint32_t pair = pack_bf16x2(value, neighbour);
   if (lane < 16 && lane % 2 == 0) {
-    uint32_t place_2 = (column * 6144 + head * 128 + dim) / 2;
-    (exchange_words + (place_2 + 16448))[0] = pair;
+    uint32_t place = (column * 6144 + head * 128 + dim) / 2;
+    (exchange_words + (place + 16448))[0] = pair;
     if (head >= 32) {
       if (((uint32_t*)(arena + COLUMNS))[column * 9 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 9 + 2]) {
         uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 512;
         uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 9] / 16));
         uint64_t offset = (uint64_t)(layer) * 134217728 + (uint64_t)(page) * 32768;
         bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 2048 + ((uint32_t*)(arena + COLUMNS))[column * 9] % 16 * 128));
-        bf16* place_3 = head - 32 < 8 ? key : key + 16384;
-        ((uint32_t*)(place_3 + dim))[0] = pair;
+        bf16* place_2 = head - 32 < 8 ? key : key + 16384;
+        ((uint32_t*)(place_2 + dim))[0] = pair;
         fence_proxy_async();
       }
     }
@@ -988,7 +997,7 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
         normalise_unit(vector, first_unit_3 + number * 256, units[number], weights_3[number], squares);
       }
     }
-    share_squares(squares, lane, arena, warp);
+    write_scales(squares, arena, lane, warp, thread, column_count);
   } else {
     uint4* vector = (uint4*)(arena + VECTOR);
     float squares = 0.0f;
@@ -1048,7 +1057,7 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
         normalise_unit(vector, first_unit_3 + number * 256, units[number], weights_3[number], squares);
       }
     }
-    share_squares(squares, lane, arena, warp);
+    write_scales(squares, arena, lane, warp, thread, column_count);
   }
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
@@ -1065,7 +1074,7 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     for (uint32_t chunk = 0; chunk < 2; ++chunk) {
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 17024;
-      multiply_chunk(chunk, chunk, sums, arena, warp, chunk_2, lane);
+      multiply_chunk(chunk, chunk, sums, warp, chunk_2, arena, lane);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
@@ -1546,30 +1555,11 @@ __device__ __forceinline__ void fold(uint32_t epoch, uint8_t* arena, float (&wei
   named_barrier(1, 256);
 }
 
-// An item whose queries are there, with `width` column tiles a warp. Two of them share what is read and wait
-// together; an item of few rows would waste the second.
-__device__ __forceinline__ void attend_item(uint32_t cached_end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
-    uint32_t warp, uint8_t* arena, uint32_t lane, uint4* record, uint32_t step, uint4 what, uint32_t& use_stage,
-    uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t thread, uint32_t* exchange_words) {
-  uint32_t key_group = warp < 6 ? warp : 134217728;
-  uint4* shared = (uint4*)(arena + QUERIES);
-  uint32_t row = lane / 4 < 31 ? lane / 4 : 31;
-  uint4* query = shared + row * 16;
-  uint32_t limits[2];
-  uint32_t packed = lane % 4 * 2;
-  uint32_t present = packed < record[1].z - 1 ? packed : record[1].z - 1;
-  uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-  uint32_t position = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 4) * 9];
-  uint32_t following = position + 1;
-  uint32_t visible = following > record[2].w ? following - record[2].w : 0;
-  limits[0] = packed < record[1].z ? (end < visible ? end : visible) : 0;
-  uint32_t packed_2 = lane % 4 * 2 + 1;
-  uint32_t present_2 = packed_2 < record[1].z - 1 ? packed_2 : record[1].z - 1;
-  uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-  uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 4) * 9];
-  uint32_t following_2 = position_2 + 1;
-  uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
-  limits[1] = packed_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
+// This warp's share of an item whose queries are there.
+__device__ __forceinline__ void attend_rows(uint32_t cached_end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
+    uint4 what, uint32_t key_group, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring,
+    uint8_t* arena, uint32_t lane, uint4* query, uint32_t (&limits)[2], uint64_t* empty, uint32_t warp, uint4* record,
+    uint32_t thread, uint32_t* exchange_words) {
   float highest[2];
   float weight_sum[2] = {};
   float output[8][4] = {};
@@ -1881,56 +1871,12 @@ __device__ __forceinline__ void fold_2(uint32_t epoch, uint8_t* arena, float (&w
   named_barrier(1, 256);
 }
 
-// An item whose queries are there, with `width` column tiles a warp. Two of them share what is read and wait
-// together; an item of few rows would waste the second.
-__device__ __forceinline__ void attend_item_2(uint32_t cached_end, uint32_t newest_begin, uint32_t newest,
-    uint32_t epoch, uint4* record, uint32_t warp, uint8_t* arena, uint32_t lane, uint32_t step, uint4 what,
-    uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t thread,
-    uint32_t* exchange_words) {
-  uint32_t column_groups = 1;
-  if (record[1].z > 16) {
-    column_groups = 2;
-  }
-  uint32_t key_groups = 8 / column_groups < 6 ? 8 / column_groups : 6;
-  uint32_t warp_group = warp / column_groups;
-  uint32_t column_group = warp % column_groups;
-  uint32_t key_group = warp_group < key_groups ? warp_group : 134217728;
-  uint4* shared = (uint4*)(arena + QUERIES);
-  uint32_t row = column_group * 16 + lane / 4 < 31 ? column_group * 16 + lane / 4 : 31;
-  uint4* query = shared + row * 16;
-  uint32_t limits[2];
-  uint32_t packed = column_group * 16 + lane % 4 * 2;
-  uint32_t present = packed < record[1].z - 1 ? packed : record[1].z - 1;
-  uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-  uint32_t position = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 4) * 9];
-  uint32_t following = position + 1;
-  uint32_t visible = following > record[2].w ? following - record[2].w : 0;
-  limits[0] = packed < record[1].z ? (end < visible ? end : visible) : 0;
-  uint32_t packed_2 = column_group * 16 + lane % 4 * 2 + 1;
-  uint32_t present_2 = packed_2 < record[1].z - 1 ? packed_2 : record[1].z - 1;
-  uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-  uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 4) * 9];
-  uint32_t following_2 = position_2 + 1;
-  uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
-  limits[1] = packed_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
-  uint4* shared_2 = (uint4*)(arena + QUERIES);
-  uint32_t row_2 = (column_group * 2 + 1) * 8 + lane / 4 < 31 ? (column_group * 2 + 1) * 8 + lane / 4 : 31;
-  uint4* query_2 = shared_2 + row_2 * 16;
-  uint32_t limits_2[2];
-  uint32_t packed_3 = (column_group * 2 + 1) * 8 + lane % 4 * 2;
-  uint32_t present_3 = packed_3 < record[1].z - 1 ? packed_3 : record[1].z - 1;
-  uint32_t end_3 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-  uint32_t position_3 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_3 / 4) * 9];
-  uint32_t following_3 = position_3 + 1;
-  uint32_t visible_3 = following_3 > record[2].w ? following_3 - record[2].w : 0;
-  limits_2[0] = packed_3 < record[1].z ? (end_3 < visible_3 ? end_3 : visible_3) : 0;
-  uint32_t packed_4 = (column_group * 2 + 1) * 8 + lane % 4 * 2 + 1;
-  uint32_t present_4 = packed_4 < record[1].z - 1 ? packed_4 : record[1].z - 1;
-  uint32_t end_4 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-  uint32_t position_4 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_4 / 4) * 9];
-  uint32_t following_4 = position_4 + 1;
-  uint32_t visible_4 = following_4 > record[2].w ? following_4 - record[2].w : 0;
-  limits_2[1] = packed_4 < record[1].z ? (end_4 < visible_4 ? end_4 : visible_4) : 0;
+// This warp's share of an item whose queries are there.
+__device__ __forceinline__ void attend_rows_2(uint32_t cached_end, uint32_t newest_begin, uint32_t newest,
+    uint32_t epoch, uint4 what, uint32_t key_group, uint32_t key_groups, uint32_t column_groups, uint32_t column_group,
+    uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena, uint32_t lane,
+    uint4* query, uint4* query_2, uint32_t (&limits)[2], uint32_t (&limits_2)[2], uint64_t* empty, uint32_t warp,
+    uint32_t thread, uint4* record, uint32_t* exchange_words) {
   float highest[2];
   float weight_sum[2] = {};
   float output[8][4] = {};
@@ -2091,11 +2037,75 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
     uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
     load_item(newest_begin, newest, layer_epoch, arena, record, thread, exchange_words, what, step);
     if (record[1].z <= 8) {
-      attend_item(cached_end, newest_begin, newest, layer_epoch, warp, arena, lane, record, step, what, use_stage, full,
-          use_parity, ring, empty, thread, exchange_words);
+      uint32_t key_group = warp < 6 ? warp : 134217728;
+      uint4* shared = (uint4*)(arena + QUERIES);
+      uint32_t row = lane / 4 < 31 ? lane / 4 : 31;
+      uint4* query = shared + row * 16;
+      uint32_t limits[2];
+      uint32_t packed = lane % 4 * 2;
+      uint32_t present = packed < record[1].z - 1 ? packed : record[1].z - 1;
+      uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+      uint32_t position = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 4) * 9];
+      uint32_t following = position + 1;
+      uint32_t visible = following > record[2].w ? following - record[2].w : 0;
+      limits[0] = packed < record[1].z ? (end < visible ? end : visible) : 0;
+      uint32_t packed_2 = lane % 4 * 2 + 1;
+      uint32_t present_2 = packed_2 < record[1].z - 1 ? packed_2 : record[1].z - 1;
+      uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+      uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 4) * 9];
+      uint32_t following_2 = position_2 + 1;
+      uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
+      limits[1] = packed_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
+      attend_rows(cached_end, newest_begin, newest, layer_epoch, what, key_group, use_stage, full, use_parity, ring,
+          arena, lane, query, limits, empty, warp, record, thread, exchange_words);
     } else {
-      attend_item_2(cached_end, newest_begin, newest, layer_epoch, record, warp, arena, lane, step, what, use_stage,
-          full, use_parity, ring, empty, thread, exchange_words);
+      uint32_t column_groups = 1;
+      if (record[1].z > 16) {
+        column_groups = 2;
+      }
+      uint32_t key_groups = 8 / column_groups < 6 ? 8 / column_groups : 6;
+      uint32_t warp_group = warp / column_groups;
+      uint32_t column_group = warp % column_groups;
+      uint32_t key_group = warp_group < key_groups ? warp_group : 134217728;
+      uint4* shared = (uint4*)(arena + QUERIES);
+      uint32_t row = column_group * 16 + lane / 4 < 31 ? column_group * 16 + lane / 4 : 31;
+      uint4* query = shared + row * 16;
+      uint32_t limits[2];
+      uint32_t packed = column_group * 16 + lane % 4 * 2;
+      uint32_t present = packed < record[1].z - 1 ? packed : record[1].z - 1;
+      uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+      uint32_t position = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 4) * 9];
+      uint32_t following = position + 1;
+      uint32_t visible = following > record[2].w ? following - record[2].w : 0;
+      limits[0] = packed < record[1].z ? (end < visible ? end : visible) : 0;
+      uint32_t packed_2 = column_group * 16 + lane % 4 * 2 + 1;
+      uint32_t present_2 = packed_2 < record[1].z - 1 ? packed_2 : record[1].z - 1;
+      uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+      uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 4) * 9];
+      uint32_t following_2 = position_2 + 1;
+      uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
+      limits[1] = packed_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
+      uint4* shared_2 = (uint4*)(arena + QUERIES);
+      uint32_t row_2 = (column_group * 2 + 1) * 8 + lane / 4 < 31 ? (column_group * 2 + 1) * 8 + lane / 4 : 31;
+      uint4* query_2 = shared_2 + row_2 * 16;
+      uint32_t limits_2[2];
+      uint32_t packed_3 = (column_group * 2 + 1) * 8 + lane % 4 * 2;
+      uint32_t present_3 = packed_3 < record[1].z - 1 ? packed_3 : record[1].z - 1;
+      uint32_t end_3 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+      uint32_t position_3 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_3 / 4) * 9];
+      uint32_t following_3 = position_3 + 1;
+      uint32_t visible_3 = following_3 > record[2].w ? following_3 - record[2].w : 0;
+      limits_2[0] = packed_3 < record[1].z ? (end_3 < visible_3 ? end_3 : visible_3) : 0;
+      uint32_t packed_4 = (column_group * 2 + 1) * 8 + lane % 4 * 2 + 1;
+      uint32_t present_4 = packed_4 < record[1].z - 1 ? packed_4 : record[1].z - 1;
+      uint32_t end_4 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+      uint32_t position_4 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_4 / 4) * 9];
+      uint32_t following_4 = position_4 + 1;
+      uint32_t visible_4 = following_4 > record[2].w ? following_4 - record[2].w : 0;
+      limits_2[1] = packed_4 < record[1].z ? (end_4 < visible_4 ? end_4 : visible_4) : 0;
+      attend_rows_2(cached_end, newest_begin, newest, layer_epoch, what, key_group, key_groups, column_groups,
+          column_group, use_stage, full, use_parity, ring, arena, lane, query, query_2, limits, limits_2, empty, warp,
+          thread, record, exchange_words);
     }
   }
   // grid barrier
@@ -2332,7 +2342,7 @@ __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t s
     for (uint32_t chunk = 0; chunk < 2; ++chunk) {
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 17024;
-      multiply_chunk(chunk, chunk, sums, arena, warp, chunk_2, lane);
+      multiply_chunk(chunk, chunk, sums, warp, chunk_2, arena, lane);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
@@ -2374,8 +2384,7 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions
     half_sum += reductions[warp * 164 + column * 20 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
-  float* place = (float*)(arena + SQUARE_SHARES) + column * 8;
-  float value = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
+  float value = row_sum * ((float*)(arena + SCALES))[column];
   float other = shuffle_xor_f32(value, 8);
   float gated = divide_f32(value, 1.0f + exp_f32(-value)) * other;
   publish_rows_2(gated, m_tile * 8, lane, exchange_words, column);
@@ -2482,7 +2491,7 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
       normalise_unit(vector, first_unit_3 + number * 256, units[number], weights_3[number], squares);
     }
   }
-  share_squares(squares, lane, arena, warp);
+  write_scales(squares, arena, lane, warp, thread, column_count);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -2498,7 +2507,7 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
     for (uint32_t chunk = 0; chunk < 2; ++chunk) {
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 17024;
-      multiply_chunk(chunk, chunk, sums, arena, warp, chunk_2, lane);
+      multiply_chunk(chunk, chunk, sums, warp, chunk_2, arena, lane);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
@@ -2565,15 +2574,14 @@ __device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, u
 }
 
 // Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
-__device__ __forceinline__ void multiply_chunk_2(uint32_t chunk, uint32_t place, float (&sums)[1][4], uint8_t* arena,
-    uint32_t warp, uint8_t* chunk_2, uint32_t lane) {
-  uint4* vector = (uint4*)(arena + VECTOR);
+__device__ __forceinline__ void multiply_chunk_2(uint32_t chunk, uint32_t place, float (&sums)[1][4], uint32_t warp,
+    uint8_t* chunk_2, uint8_t* arena, uint32_t lane) {
   uint32_t have_read = 0;
   #pragma unroll
   for (uint32_t turn = 0; turn < 2; ++turn) {
     uint32_t pair = turn * 8 + warp;
     uint8_t* first = chunk_2 + pair * 1056;
-    uint4* units = vector + (place * 16 + pair) * 128;
+    uint4* units = (uint4*)(arena + VECTOR) + (place * 16 + pair) * 128;
     uint4 words = ((const uint4*)(first))[lane];
     uint4 words_2 = ((const uint4*)(first))[lane + 32];
     have_read ^= words.x;
@@ -2781,7 +2789,7 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
   for (uint32_t chunk = 0; chunk < 3; ++chunk) {
     mbarrier_wait(full + use_stage, use_parity);
     uint8_t* chunk_2 = ring + use_stage * 17024;
-    multiply_chunk_2(chunk, chunk, sums, arena, warp, chunk_2, lane);
+    multiply_chunk_2(chunk, chunk, sums, warp, chunk_2, arena, lane);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(empty + use_stage);
@@ -2793,7 +2801,7 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
     for (uint32_t chunk = 0; chunk < 3; ++chunk) {
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 17024;
-      multiply_chunk_2(chunk, chunk, sums_2, arena, warp, chunk_2, lane);
+      multiply_chunk_2(chunk, chunk, sums_2, warp, chunk_2, arena, lane);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
@@ -2813,7 +2821,7 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
   for (uint32_t chunk = 3; chunk < 6; ++chunk) {
     mbarrier_wait(full + use_stage, use_parity);
     uint8_t* chunk_2 = ring + use_stage * 17024;
-    multiply_chunk_2(chunk, chunk - 3, sums, arena, warp, chunk_2, lane);
+    multiply_chunk_2(chunk, chunk - 3, sums, warp, chunk_2, arena, lane);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(empty + use_stage);
@@ -2825,7 +2833,7 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
     for (uint32_t chunk = 3; chunk < 6; ++chunk) {
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 17024;
-      multiply_chunk_2(chunk, chunk - 3, sums_2, arena, warp, chunk_2, lane);
+      multiply_chunk_2(chunk, chunk - 3, sums_2, warp, chunk_2, arena, lane);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
@@ -2845,7 +2853,7 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
   for (uint32_t chunk = 6; chunk < 7; ++chunk) {
     mbarrier_wait(full + use_stage, use_parity);
     uint8_t* chunk_2 = ring + use_stage * 17024;
-    multiply_chunk_2(chunk, chunk - 6, sums, arena, warp, chunk_2, lane);
+    multiply_chunk_2(chunk, chunk - 6, sums, warp, chunk_2, arena, lane);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(empty + use_stage);
@@ -2860,7 +2868,7 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
     for (uint32_t chunk = 6; chunk < 7; ++chunk) {
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 17024;
-      multiply_chunk_2(chunk, chunk - 6, sums_2, arena, warp, chunk_2, lane);
+      multiply_chunk_2(chunk, chunk - 6, sums_2, warp, chunk_2, arena, lane);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
@@ -2907,16 +2915,15 @@ __device__ __forceinline__ void normalise_unit_2(uint4* vector, uint32_t unit, u
 }
 
 // Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
-__device__ __forceinline__ void multiply_chunk_3(uint32_t chunk, uint32_t place, float (&sums)[1][4], uint8_t* arena,
-    uint8_t* chunk_2, uint32_t warp, uint32_t lane) {
-  uint4* vector = (uint4*)(arena + VECTOR);
+__device__ __forceinline__ void multiply_chunk_3(uint32_t chunk, uint32_t place, float (&sums)[1][4], uint8_t* chunk_2,
+    uint32_t warp, uint32_t lane, uint8_t* arena) {
   const uint4* fragments = (const uint4*)(chunk_2);
   #pragma unroll
   for (uint32_t turn = 0; turn < 2; ++turn) {
     uint32_t pair = turn * 8 + warp;
     uint4 first = fragments[pair * 64 + lane];
     uint4 second = fragments[pair * 64 + 32 + lane];
-    uint4* units = vector + (place * 16 + pair) * 32;
+    uint4* units = (uint4*)(arena + VECTOR) + (place * 16 + pair) * 32;
     uint4 values = units[lane % 32];
     mma_bf16(sums[0], first, values.x, values.y);
     mma_bf16(sums[0], second, values.z, values.w);
@@ -3040,8 +3047,7 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
     half_sum += reductions[warp * 164 + column * 20 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
-  float* place = (float*)(arena + SQUARE_SHARES) + column * 8;
-  float logit = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
+  float logit = row_sum * ((float*)(arena + SCALES))[column];
   uint32_t token = m_tile * 16 + row;
   if (logits != nullptr && lane < 16 && token < 128256) {
     uint64_t row_2 = (uint64_t)(step * 8 + column);
@@ -3156,7 +3162,7 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
         normalise_unit_2(vector, first_unit_3 + number * 256, units[number], weights_3[number], squares);
       }
     }
-    share_squares(squares, lane, arena, warp);
+    write_scales(squares, arena, lane, warp, thread, column_count);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
     }
@@ -3172,7 +3178,7 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
       for (uint32_t chunk = 0; chunk < 8; ++chunk) {
         mbarrier_wait(full + use_stage, use_parity);
         uint8_t* chunk_2 = ring + use_stage * 17024;
-        multiply_chunk_3(chunk, chunk, sums, arena, chunk_2, warp, lane);
+        multiply_chunk_3(chunk, chunk, sums, chunk_2, warp, lane, arena);
         warp_barrier();
         if (lane == 0) {
           mbarrier_arrive(empty + use_stage);

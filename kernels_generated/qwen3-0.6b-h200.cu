@@ -3,7 +3,7 @@
 //
 // model: hidden 1024, ffn 3072, vocab 151936, heads 16, kv_heads 8, head_dim 128, layers 28
 // machine: h200, 132 blocks of 384 threads: 8 consumer warps
-// plan: consumer_warps 8, stage_bytes 16384, stages 12, in_flight 3, in_flight_waiting 2, producer_warps 4, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 2, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 68, start_residual 0, start_gate_up 68, start_head 68, trace False
+// plan: consumer_warps 8, stage_bytes 16384, stages 12, in_flight 2, in_flight_waiting 1, producer_warps 4, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 1, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 68, start_residual 0, start_gate_up 68, start_head 68, trace False
 // weights read a step: 1191968768 bytes, in 31457280 a layer
 // shared memory:
 //     offset    bytes  region
@@ -11,7 +11,7 @@
 //     196608      192  ring_barriers
 //     196800        4  block_waits
 //     196864    18432  scratch
-//     196864     4096  vector  (over scratch)
+//     196864     6144  vector  (over scratch)
 //     196864     2112  candidates  (over scratch)
 //     196864     8448  listed  (over scratch)
 //     205312     1152  list_rows  (over scratch)
@@ -20,20 +20,21 @@
 //     196864     8192  attention  (over scratch)
 //     205056     2048  queries  (over scratch)
 //     207104     8192  newest  (over scratch)
-//     200960     4608  reductions  (over scratch)
+//     203008     4608  reductions  (over scratch)
 //     215296       72  reduction_barriers
 //     215376       64  residual
-//     215440      256  square_shares
-//     215696      512  rope
-//     216208      512  statistics
-//     216720      592  records
-//     217312       64  warp_candidates
-//     217376       36  columns
-//     217424        4  chosen
-//     217440       16  step_done
-//     217456        8  next_token
-//              217464  total
-//              232448  a block has, 14984 free
+//     215440      256  partial_sums
+//     215696        4  scales
+//     215712      512  rope
+//     216224      512  statistics
+//     216736      592  records
+//     217328       64  warp_candidates
+//     217392       36  columns
+//     217440        4  chosen
+//     217456       16  step_done
+//     217472        8  next_token
+//              217480  total
+//              232448  a block has, 14968 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -368,18 +369,19 @@ constexpr uint32_t FILTER_SUMS = 206592;
 constexpr uint32_t ATTENTION = 196864;
 constexpr uint32_t QUERIES = 205056;
 constexpr uint32_t NEWEST = 207104;
-constexpr uint32_t REDUCTIONS = 200960;
+constexpr uint32_t REDUCTIONS = 203008;
 constexpr uint32_t REDUCTION_BARRIERS = 215296;
 constexpr uint32_t RESIDUAL = 215376;
-constexpr uint32_t SQUARE_SHARES = 215440;
-constexpr uint32_t ROPE = 215696;
-constexpr uint32_t STATISTICS = 216208;
-constexpr uint32_t RECORDS = 216720;
-constexpr uint32_t WARP_CANDIDATES = 217312;
-constexpr uint32_t COLUMNS = 217376;
-constexpr uint32_t CHOSEN = 217424;
-constexpr uint32_t STEP_DONE = 217440;
-constexpr uint32_t NEXT_TOKEN = 217456;
+constexpr uint32_t PARTIAL_SUMS = 215440;
+constexpr uint32_t SCALES = 215696;
+constexpr uint32_t ROPE = 215712;
+constexpr uint32_t STATISTICS = 216224;
+constexpr uint32_t RECORDS = 216736;
+constexpr uint32_t WARP_CANDIDATES = 217328;
+constexpr uint32_t COLUMNS = 217392;
+constexpr uint32_t CHOSEN = 217440;
+constexpr uint32_t STEP_DONE = 217456;
+constexpr uint32_t NEXT_TOKEN = 217472;
 
 // An input of a sequence, or 0 where it has none left.
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t number, const int32_t* sequences,
@@ -433,7 +435,7 @@ __device__ __forceinline__ void advance(uint32_t& stage, uint32_t& parity) {
 __device__ __forceinline__ void bound_requests(uint32_t* block_waits, uint32_t& under_way, uint64_t* full,
     uint32_t& landed_stage, uint32_t& landed_parity) {
   uint32_t waits = load_shared_u32(block_waits);
-  uint32_t most = waits != 0 ? 2u : 3u;
+  uint32_t most = waits != 0 ? 1u : 2u;
   #pragma unroll 1
   for (uint32_t i = most; i < under_way + 1; ++i) {
     mbarrier_wait(full + landed_stage, landed_parity);
@@ -476,11 +478,22 @@ __device__ __forceinline__ bool launch_is_over(uint32_t step, uint64_t* step_don
   return stop != 0;
 }
 
+// In the producer role: let chunks land until one more may be requested.
+__device__ __forceinline__ void bound_requests_2(uint32_t& under_way, uint64_t* full, uint32_t& landed_stage,
+    uint32_t& landed_parity) {
+  #pragma unroll 1
+  for (uint32_t i = 2; i < under_way + 1; ++i) {
+    mbarrier_wait(full + landed_stage, landed_parity);
+    advance(landed_stage, landed_parity);
+  }
+  under_way = under_way + 1 < 2 ? under_way + 1 : 2;
+}
+
 // The cached keys and values of this block's items, one item after the other.
 __device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step, const int32_t* kv_plans, uint32_t plan_index,
     uint32_t block, const int32_t* tiles, const int32_t* page_table, uint64_t* empty, uint32_t& fill_stage,
-    uint32_t& fill_parity, uint32_t* block_waits, uint32_t& under_way, uint64_t* full, uint32_t& landed_stage,
-    uint32_t& landed_parity, uint8_t* ring, bf16* kv) {
+    uint32_t& fill_parity, uint32_t& under_way, uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity,
+    uint8_t* ring, bf16* kv) {
   uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 2880 + block + 64));
   uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 2880 + block + 65));
   #pragma unroll 1
@@ -502,7 +515,7 @@ __device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step, const 
         pages[number_2] = load_constant_u32(page_table + (place.z + token / 16));
       }
       mbarrier_wait(empty + fill_stage, fill_parity);
-      bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
+      bound_requests_2(under_way, full, landed_stage, landed_parity);
       uint64_t* barrier = full + fill_stage;
       uint8_t* destination = ring + fill_stage * 16384;
       mbarrier_arrive_expect_tx(barrier, count * 512);
@@ -578,24 +591,19 @@ __device__ __forceinline__ void fetch_down(uint32_t block, const uint8_t* weight
   uint32_t position = block % 132;
   const uint8_t* matrix = weights + (layer_offset + 25165824);
   #pragma unroll 1
-  for (uint32_t slice = 0; slice < 2; ++slice) {
-    uint32_t first = slice * 3;
-    uint32_t end = first + 3 < 6 ? first + 3 : 6;
+  for (uint32_t m_tile = position; m_tile < 64; m_tile += 132) {
+    uint32_t wave = m_tile / 132;
+    uint64_t wave_bytes = (uint64_t)(wave) * 12976128;
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < 64; m_tile += 132) {
-      uint32_t wave = m_tile / 132;
-      uint64_t wave_bytes = (uint64_t)(wave) * 12976128;
-      #pragma unroll 1
-      for (uint32_t chunk = first; chunk < end; ++chunk) {
-        const uint8_t* source = matrix + (wave_bytes + (uint64_t)(64 * chunk * 16384 + position * 16384));
-        mbarrier_wait(empty + fill_stage, fill_parity);
-        bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
-        uint64_t* barrier = full + fill_stage;
-        uint8_t* destination = ring + fill_stage * 16384;
-        mbarrier_arrive_expect_tx(barrier, 16384);
-        bulk_copy(destination, source, 16384, barrier);
-        advance(fill_stage, fill_parity);
-      }
+    for (uint32_t chunk = 0; chunk < 6; ++chunk) {
+      const uint8_t* source = matrix + (wave_bytes + (uint64_t)(64 * chunk * 16384 + position * 16384));
+      mbarrier_wait(empty + fill_stage, fill_parity);
+      bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
+      uint64_t* barrier = full + fill_stage;
+      uint8_t* destination = ring + fill_stage * 16384;
+      mbarrier_arrive_expect_tx(barrier, 16384);
+      bulk_copy(destination, source, 16384, barrier);
+      advance(fill_stage, fill_parity);
     }
   }
 }
@@ -771,9 +779,11 @@ __device__ __forceinline__ void normalise_unit(uint4* vector, uint32_t unit, uin
   vector[unit] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4)));
 }
 
-// Each warp's share of every column's mean of squares plus epsilon, for who finishes rows: [column][warp]. Ends
-// with a barrier of the consumer warps.
-__device__ __forceinline__ void share_squares(float squares, uint32_t lane, uint8_t* arena, uint32_t warp) {
+// 1/rms of every token from the threads' sums of squares: within warps, then over the warps in order.
+__device__ __forceinline__ void write_scales(float squares, uint8_t* arena, uint32_t lane, uint32_t warp,
+    uint32_t thread, uint32_t column_count) {
+  float* partial_sums = (float*)(arena + PARTIAL_SUMS);
+  float* scales = (float*)(arena + SCALES);
   float sum_of_token = squares;
   sum_of_token += shuffle_xor_f32(sum_of_token, 16);
   sum_of_token += shuffle_xor_f32(sum_of_token, 8);
@@ -781,11 +791,18 @@ __device__ __forceinline__ void share_squares(float squares, uint32_t lane, uint
   sum_of_token += shuffle_xor_f32(sum_of_token, 2);
   sum_of_token += shuffle_xor_f32(sum_of_token, 1);
   if (lane % 4 == 0 && lane < 4) {
-    uint32_t column = lane / 4;
-    float share = sum_of_token * 0.0009765625f + 1.25e-07f;
-    ((float*)(arena + SQUARE_SHARES))[column * 8 + warp] = share;
+    partial_sums[warp * 8 + lane / 4] = sum_of_token;
   }
   named_barrier(1, 256);
+  if (thread < column_count) {
+    float total = 0.0f;
+    #pragma unroll
+    for (uint32_t other = 0; other < 8; ++other) {
+      uint32_t warp_2 = other + thread / 8;
+      total += partial_sums[warp_2 * 8 + thread % 8];
+    }
+    scales[thread] = rsqrt_f32(total * 0.0009765625f + 1e-06f);
+  }
 }
 
 // A piece times the norm's weights into the vector, and its squares to the thread's sum.
@@ -802,9 +819,11 @@ __device__ __forceinline__ void normalise_unit_2(uint2* vector, uint32_t unit, u
   vector[unit] = make_u32x2(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)));
 }
 
-// Each warp's share of every column's mean of squares plus epsilon, for who finishes rows: [column][warp]. Ends
-// with a barrier of the consumer warps.
-__device__ __forceinline__ void share_squares_2(float squares, uint32_t lane, uint8_t* arena, uint32_t warp) {
+// 1/rms of every token from the threads' sums of squares: within warps, then over the warps in order.
+__device__ __forceinline__ void write_scales_2(float squares, uint8_t* arena, uint32_t lane, uint32_t warp,
+    uint32_t thread, uint32_t column_count) {
+  float* partial_sums = (float*)(arena + PARTIAL_SUMS);
+  float* scales = (float*)(arena + SCALES);
   float sum_of_token = squares;
   sum_of_token += shuffle_xor_f32(sum_of_token, 16);
   sum_of_token += shuffle_xor_f32(sum_of_token, 8);
@@ -812,28 +831,46 @@ __device__ __forceinline__ void share_squares_2(float squares, uint32_t lane, ui
   sum_of_token += shuffle_xor_f32(sum_of_token, 2);
   sum_of_token += shuffle_xor_f32(sum_of_token, 1);
   if (lane % 8 == 0 && lane < 8) {
-    uint32_t column = lane / 8;
-    float share = sum_of_token * 0.0009765625f + 1.25e-07f;
-    ((float*)(arena + SQUARE_SHARES))[column * 8 + warp] = share;
+    partial_sums[warp * 8 + lane / 8] = sum_of_token;
   }
   named_barrier(1, 256);
+  if (thread < column_count) {
+    float total = 0.0f;
+    #pragma unroll
+    for (uint32_t other = 0; other < 8; ++other) {
+      uint32_t warp_2 = other + thread / 8;
+      total += partial_sums[warp_2 * 8 + thread % 8];
+    }
+    scales[thread] = rsqrt_f32(total * 0.0009765625f + 1e-06f);
+  }
 }
 
-// Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
-__device__ __forceinline__ void multiply_chunk(uint32_t chunk, uint32_t place, float (&sums)[1][4], uint8_t* arena,
-    uint8_t* chunk_2, uint32_t warp, uint32_t lane) {
-  uint4* vector = (uint4*)(arena + VECTOR);
+// This warp's tiles of a chunk, and what they are multiplied with, to registers.
+__device__ __forceinline__ void hold_chunk(uint32_t chunk, uint32_t place, uint8_t* chunk_2, uint32_t warp,
+    uint32_t lane, uint4 (&weights)[2][2], uint4 (&values)[2], uint8_t* arena) {
   const uint4* fragments = (const uint4*)(chunk_2);
+  uint32_t read = 0;
   #pragma unroll
   for (uint32_t turn = 0; turn < 2; ++turn) {
     uint32_t pair = turn * 8 + warp;
     uint4 first = fragments[pair * 64 + lane];
     uint4 second = fragments[pair * 64 + 32 + lane];
-    uint4* units = vector + (place * 16 + pair) * 4;
-    uint4 values = units[lane % 4];
-    mma_bf16(sums[0], first, values.x, values.y);
-    mma_bf16(sums[0], second, values.z, values.w);
-    wait_for_u32(first.x ^ second.x);
+    weights[turn][0] = first;
+    weights[turn][1] = second;
+    values[turn] = ((uint4*)(arena + VECTOR) + (place * 16 + pair) * 4)[lane % 4];
+    read ^= first.x ^ second.x;
+  }
+  wait_for_u32(read);
+}
+
+// The products of what `_hold_chunk` brought.
+__device__ __forceinline__ void multiply_held(uint32_t chunk, float (&sums)[1][4], uint32_t warp,
+    uint4 (&weights)[2][2], uint4 (&values)[2]) {
+  #pragma unroll
+  for (uint32_t turn = 0; turn < 2; ++turn) {
+    uint32_t pair = turn * 8 + warp;
+    mma_bf16(sums[0], weights[turn][0], values[turn].x, values[turn].y);
+    mma_bf16(sums[0], weights[turn][1], values[turn].z, values[turn].w);
   }
 }
 
@@ -862,15 +899,14 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   uint32_t head = m_tile / 8;
   uint32_t m_tile_of_head = m_tile % 8;
-  float* place = (float*)(arena + SQUARE_SHARES) + column * 8;
-  float value = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
+  float value = row_sum * ((float*)(arena + SCALES))[column];
   uint32_t paired = m_tile_of_head * 8 + row % 8 + (row >= 8 ? 64u : 0u);
   bool is_paired = head < 24;
   uint32_t dim = is_paired ? paired : m_tile_of_head * 16 + row;
   uint32_t pair = pack_bf16x2(value, shuffle_xor_f32(value, 1));
   if (lane < 16 && lane % 2 == 0) {
-    uint32_t place_2 = (column * 4096 + head * 128 + dim) / 2;
-    publish_flagged(exchange_words + (place_2 + 544), pair, layer_epoch);
+    uint32_t place = (column * 4096 + head * 128 + dim) / 2;
+    publish_flagged(exchange_words + (place + 544), pair, layer_epoch);
   }
 }
 
@@ -911,9 +947,9 @@ __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uin
 // Makes: qkv, and the keys and values in the cache.
 __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     const bf16* norms, const bf16* head_norms, uint32_t* block_waits, uint8_t* arena, const bf16* embedding,
-    uint32_t* next_token, uint32_t lane, uint32_t warp, uint64_t* exchange_words, uint32_t layer_epoch, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
-    uint32_t& finisher, uint32_t& turn_parity) {
+    uint32_t* next_token, uint32_t lane, uint32_t warp, uint32_t column_count, uint64_t* exchange_words,
+    uint32_t layer_epoch, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
+    uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 142 + layer * 5);
   }
@@ -944,7 +980,7 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
         normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
       }
     }
-    share_squares(squares, lane, arena, warp);
+    write_scales(squares, arena, lane, warp, thread, column_count);
   } else {
     uint2* vector = (uint2*)(arena + VECTOR);
     float squares = 0.0f;
@@ -964,7 +1000,7 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
     for (uint32_t number = 0; number < 1; ++number) {
       normalise_unit_2(vector, first_unit + number * 256, quads[number], weights[number], squares);
     }
-    share_squares_2(squares, lane, arena, warp);
+    write_scales_2(squares, arena, lane, warp, thread, column_count);
   }
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
@@ -979,14 +1015,17 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
     }
     #pragma unroll 2
     for (uint32_t chunk = 0; chunk < 2; ++chunk) {
+      uint4 weights[2][2];
+      uint4 values[2];
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 16384;
-      multiply_chunk(chunk, chunk, sums, arena, chunk_2, warp, lane);
+      hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values, arena);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
       }
       advance(use_stage, use_parity);
+      multiply_held(chunk, sums, warp, weights, values);
     }
     reduce(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch);
   }
@@ -1520,29 +1559,11 @@ __device__ __forceinline__ void fold(uint32_t epoch, uint8_t* arena, float (&wei
   named_barrier(1, 256);
 }
 
-// An item whose queries are there, with `width` column tiles a warp. Two of them share what is read and wait
-// together; an item of few rows would waste the second.
-__device__ __forceinline__ void attend_item(uint32_t cached_end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
-    uint8_t* arena, uint32_t lane, uint4* record, uint32_t step, uint4 what, uint32_t warp, uint32_t& use_stage,
-    uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t thread, uint64_t* exchange_words) {
-  uint4* shared = (uint4*)(arena + QUERIES);
-  uint32_t row = lane / 4 < 7 ? lane / 4 : 7;
-  uint4* query = shared + row * 16;
-  uint32_t limits[2];
-  uint32_t packed = lane % 4 * 2;
-  uint32_t present = packed < record[1].z - 1 ? packed : record[1].z - 1;
-  uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-  uint32_t position = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 2) * 9];
-  uint32_t following = position + 1;
-  uint32_t visible = following > record[2].w ? following - record[2].w : 0;
-  limits[0] = packed < record[1].z ? (end < visible ? end : visible) : 0;
-  uint32_t packed_2 = lane % 4 * 2 + 1;
-  uint32_t present_2 = packed_2 < record[1].z - 1 ? packed_2 : record[1].z - 1;
-  uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-  uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 2) * 9];
-  uint32_t following_2 = position_2 + 1;
-  uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
-  limits[1] = packed_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
+// This warp's share of an item whose queries are there.
+__device__ __forceinline__ void attend_rows(uint32_t cached_end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
+    uint4 what, uint32_t warp, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena,
+    uint32_t lane, uint4* query, uint32_t (&limits)[2], uint64_t* empty, uint4* record, uint32_t thread,
+    uint64_t* exchange_words) {
   float highest[2];
   float weight_sum[2] = {};
   float output[8][4] = {};
@@ -1697,10 +1718,9 @@ __device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, f
 // Waits for: the queries, newest keys and values of an item (qkv); the states of a row (partials).
 // Makes: attention, where keys were split by way of partials.
 __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
-    uint32_t layer, uint8_t* arena, const int32_t* kv_plans, uint32_t plan_index, const int32_t* tiles,
-    uint32_t layer_epoch, uint32_t warp, uint32_t lane, const bf16* head_norms, uint64_t* exchange_words,
-    uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
-    const int32_t* page_table, bf16* kv) {
+    uint32_t layer, uint8_t* arena, const int32_t* kv_plans, uint32_t plan_index, const int32_t* tiles, uint32_t lane,
+    uint32_t layer_epoch, uint32_t warp, const bf16* head_norms, uint64_t* exchange_words, uint32_t& use_stage,
+    uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, const int32_t* page_table, bf16* kv) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 142 + layer * 5 + 1);
   }
@@ -1721,10 +1741,28 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
     uint32_t newest_begin = what.w < record[3].x + record[3].y * step ? record[3].x + record[3].y * step : what.w;
     uint32_t newest_end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
     uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
+    uint4* shared = (uint4*)(arena + QUERIES);
+    uint32_t row = lane / 4 < 7 ? lane / 4 : 7;
+    uint4* query = shared + row * 16;
+    uint32_t limits[2];
+    uint32_t packed = lane % 4 * 2;
+    uint32_t present = packed < record[1].z - 1 ? packed : record[1].z - 1;
+    uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+    uint32_t position = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 2) * 9];
+    uint32_t following = position + 1;
+    uint32_t visible = following > record[2].w ? following - record[2].w : 0;
+    limits[0] = packed < record[1].z ? (end < visible ? end : visible) : 0;
+    uint32_t packed_2 = lane % 4 * 2 + 1;
+    uint32_t present_2 = packed_2 < record[1].z - 1 ? packed_2 : record[1].z - 1;
+    uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+    uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 2) * 9];
+    uint32_t following_2 = position_2 + 1;
+    uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
+    limits[1] = packed_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
     load_item(newest_begin, newest, layer_epoch, record, warp, lane, step, what, head_norms, layer, exchange_words,
         arena);
-    attend_item(cached_end, newest_begin, newest, layer_epoch, arena, lane, record, step, what, warp, use_stage, full,
-        use_parity, ring, empty, thread, exchange_words);
+    attend_rows(cached_end, newest_begin, newest, layer_epoch, what, warp, use_stage, full, use_parity, ring, arena,
+        lane, query, limits, empty, record, thread, exchange_words);
     append_newest(newest_begin, newest, thread, record, step, what, arena, page_table, layer, kv);
   }
   // merge of partial states
@@ -1907,14 +1945,17 @@ __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t 
       float sums[1][4] = {};
       #pragma unroll 2
       for (uint32_t chunk = 0; chunk < 4; ++chunk) {
+        uint4 weights[2][2];
+        uint4 values[2];
         mbarrier_wait(full + use_stage, use_parity);
         uint8_t* chunk_2 = ring + use_stage * 16384;
-        multiply_chunk(chunk, chunk, sums, arena, chunk_2, warp, lane);
+        hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values, arena);
         warp_barrier();
         if (lane == 0) {
           mbarrier_arrive(empty + use_stage);
         }
         advance(use_stage, use_parity);
+        multiply_held(chunk, sums, warp, weights, values);
       }
       reduce_2(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch);
     }
@@ -1944,8 +1985,7 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions
     half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
-  float* place = (float*)(arena + SQUARE_SHARES) + column * 8;
-  float value = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
+  float value = row_sum * ((float*)(arena + SCALES))[column];
   float other = shuffle_xor_f32(value, 8);
   float gated = divide_f32(value, 1.0f + exp_f32(-value)) * other;
   publish_rows_2(gated, m_tile * 8, lane, exchange_words, column, layer_epoch);
@@ -1979,8 +2019,9 @@ __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], u
 // Makes: gated.
 __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint32_t layer, const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t lane, uint64_t* exchange_words,
-    uint32_t layer_epoch, uint32_t warp, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring,
-    uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity) {
+    uint32_t layer_epoch, uint32_t warp, uint32_t column_count, uint64_t* full, uint32_t& use_stage,
+    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher,
+    uint32_t& turn_parity) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 142 + layer * 5 + 3);
   }
@@ -2007,7 +2048,7 @@ __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uin
   for (uint32_t number = 0; number < 1; ++number) {
     normalise_unit_2(vector, first_unit + number * 256, quads[number], weights[number], squares);
   }
-  share_squares_2(squares, lane, arena, warp);
+  write_scales_2(squares, arena, lane, warp, thread, column_count);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -2021,14 +2062,17 @@ __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uin
     }
     #pragma unroll 2
     for (uint32_t chunk = 0; chunk < 2; ++chunk) {
+      uint4 weights_2[2][2];
+      uint4 values[2];
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 16384;
-      multiply_chunk(chunk, chunk, sums, arena, chunk_2, warp, lane);
+      hold_chunk(chunk, chunk, chunk_2, warp, lane, weights_2, values, arena);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
       }
       advance(use_stage, use_parity);
+      multiply_held(chunk, sums, warp, weights_2, values);
     }
     reduce_3(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch);
   }
@@ -2045,46 +2089,10 @@ __device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, u
   }
   warp_barrier();
   uint2 quads[16];
-  wait_flagged_quads(quads, exchange_words + (first_unit * 2 + 73824), 512, 1, layer_epoch);
+  wait_flagged_quads(quads, exchange_words + (first_unit * 2 + 73824), 512, 3, layer_epoch);
   #pragma unroll
-  for (uint32_t number = 0; number < 1; ++number) {
+  for (uint32_t number = 0; number < 3; ++number) {
     vector[first_unit + number * 256] = quads[number];
-  }
-  if (thread + 256 < 384) {
-    uint32_t first_unit_2 = thread + 256;
-    uint2 quads_2[16];
-    wait_flagged_quads(quads_2, exchange_words + (first_unit_2 * 2 + 73824), 512, 1, layer_epoch);
-    #pragma unroll
-    for (uint32_t number = 0; number < 1; ++number) {
-      vector[first_unit_2 + number * 256] = quads_2[number];
-    }
-  }
-  named_barrier(1, 256);
-}
-
-// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, uint32_t lane, uint64_t* exchange_words,
-    uint32_t layer_epoch) {
-  uint2* vector = (uint2*)(arena + VECTOR);
-  uint32_t first_unit = thread;
-  if (lane == 0) {
-    wait_flagged4(exchange_words + ((first_unit / 2 + 192) * 4 + 73824), layer_epoch);
-  }
-  warp_barrier();
-  uint2 quads[16];
-  wait_flagged_quads(quads, exchange_words + ((first_unit + 384) * 2 + 73824), 512, 1, layer_epoch);
-  #pragma unroll
-  for (uint32_t number = 0; number < 1; ++number) {
-    vector[first_unit + number * 256] = quads[number];
-  }
-  if (thread + 256 < 384) {
-    uint32_t first_unit_2 = thread + 256;
-    uint2 quads_2[16];
-    wait_flagged_quads(quads_2, exchange_words + ((first_unit_2 + 384) * 2 + 73824), 512, 1, layer_epoch);
-    #pragma unroll
-    for (uint32_t number = 0; number < 1; ++number) {
-      vector[first_unit_2 + number * 256] = quads_2[number];
-    }
   }
   named_barrier(1, 256);
 }
@@ -2156,7 +2164,6 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
   }
   uint32_t position = block % 132;
   if (position < 64) {
-    float sums[1][4] = {};
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
@@ -2164,37 +2171,25 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
     }
-    #pragma unroll 2
-    for (uint32_t chunk = 0; chunk < 3; ++chunk) {
-      mbarrier_wait(full + use_stage, use_parity);
-      uint8_t* chunk_2 = ring + use_stage * 16384;
-      multiply_chunk(chunk, chunk, sums, arena, chunk_2, warp, lane);
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(empty + use_stage);
+    #pragma unroll 1
+    for (uint32_t m_tile = position; m_tile < 64; m_tile += 132) {
+      float sums[1][4] = {};
+      #pragma unroll 2
+      for (uint32_t chunk = 0; chunk < 6; ++chunk) {
+        uint4 weights[2][2];
+        uint4 values[2];
+        mbarrier_wait(full + use_stage, use_parity);
+        uint8_t* chunk_2 = ring + use_stage * 16384;
+        hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values, arena);
+        warp_barrier();
+        if (lane == 0) {
+          mbarrier_arrive(empty + use_stage);
+        }
+        advance(use_stage, use_parity);
+        multiply_held(chunk, sums, warp, weights, values);
       }
-      advance(use_stage, use_parity);
+      reduce_4(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch);
     }
-    named_barrier(1, 256);
-    if (thread == 0) {
-      store_shared_u32(block_waits, 1);
-    }
-    load_vector_3(arena, thread, lane, exchange_words, layer_epoch);
-    if (thread == 0) {
-      store_shared_u32(block_waits, 0);
-    }
-    #pragma unroll 2
-    for (uint32_t chunk = 3; chunk < 6; ++chunk) {
-      mbarrier_wait(full + use_stage, use_parity);
-      uint8_t* chunk_2 = ring + use_stage * 16384;
-      multiply_chunk(chunk, chunk - 3, sums, arena, chunk_2, warp, lane);
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(empty + use_stage);
-      }
-      advance(use_stage, use_parity);
-    }
-    reduce_4(position, sums, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch);
     named_barrier(1, 256);
   }
 }
@@ -2315,8 +2310,7 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
     half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
-  float* place = (float*)(arena + SQUARE_SHARES) + column * 8;
-  float logit = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
+  float logit = row_sum * ((float*)(arena + SCALES))[column];
   uint32_t token = m_tile * 16 + row;
   if (logits != nullptr && lane < 16 && token < 151936) {
     uint64_t row_2 = (uint64_t)(step + column);
@@ -2356,10 +2350,10 @@ __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], u
 // Makes: logits, where they are wanted, and candidates in registers.
 __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint32_t head_from, float* logits, uint32_t* block_waits, uint8_t* arena, const bf16* norms, uint32_t lane,
-    uint64_t* exchange_words, uint32_t step_epoch, uint32_t warp, uint64_t* full, uint32_t& use_stage,
-    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher,
-    uint32_t& turn_parity, uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias,
-    uint32_t* token_counts, float* weighed, float& best, uint32_t& best_token) {
+    uint64_t* exchange_words, uint32_t step_epoch, uint32_t warp, uint32_t column_count, uint64_t* full,
+    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
+    uint32_t& finisher, uint32_t& turn_parity, uint32_t options, const int32_t* sequences, const uint32_t* masks,
+    const float* logit_bias, uint32_t* token_counts, float* weighed, float& best, uint32_t& best_token) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 142 + 140);
   }
@@ -2386,7 +2380,7 @@ __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uin
     for (uint32_t number = 0; number < 1; ++number) {
       normalise_unit_2(vector, first_unit + number * 256, quads[number], weights[number], squares);
     }
-    share_squares_2(squares, lane, arena, warp);
+    write_scales_2(squares, arena, lane, warp, thread, column_count);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
     }
@@ -2400,14 +2394,17 @@ __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uin
       }
       #pragma unroll 2
       for (uint32_t chunk = 0; chunk < 2; ++chunk) {
+        uint4 weights_2[2][2];
+        uint4 values[2];
         mbarrier_wait(full + use_stage, use_parity);
         uint8_t* chunk_2 = ring + use_stage * 16384;
-        multiply_chunk(chunk, chunk, sums, arena, chunk_2, warp, lane);
+        hold_chunk(chunk, chunk, chunk_2, warp, lane, weights_2, values, arena);
         warp_barrier();
         if (lane == 0) {
           mbarrier_arrive(empty + use_stage);
         }
         advance(use_stage, use_parity);
+        multiply_held(chunk, sums, warp, weights_2, values);
       }
       reduce_5(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, logits, step, options, sequences,
           masks, logit_bias, token_counts, weighed, best, best_token);
@@ -3672,7 +3669,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             }
           }
           copy_items(layer, step, kv_plans, plan_index, block, tiles, page_table, empty, fill_stage, fill_parity,
-              block_waits, under_way, full, landed_stage, landed_parity, ring, kv);
+              under_way, full, landed_stage, landed_parity, ring, kv);
           // o
           fetch_o(block, weights, layer_offset, empty, fill_stage, fill_parity, block_waits, under_way, full,
               landed_stage, landed_parity, ring);
@@ -3714,22 +3711,22 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       for (uint32_t layer = 0; layer < 28; ++layer) {
         uint32_t layer_epoch = step_epoch + layer;
         qkv(thread, progress, block, step, layer, norms, head_norms, block_waits, arena, embedding, next_token, lane,
-            warp, exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, turn, summed, finisher,
-            turn_parity);
-        attention(thread, progress, block, step, layer, arena, kv_plans, plan_index, tiles, layer_epoch, warp, lane,
+            warp, column_count, exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, turn, summed,
+            finisher, turn_parity);
+        attention(thread, progress, block, step, layer, arena, kv_plans, plan_index, tiles, lane, layer_epoch, warp,
             head_norms, exchange_words, use_stage, full, use_parity, ring, empty, page_table, kv);
         o(thread, progress, block, step, layer, block_waits, arena, lane, exchange_words, layer_epoch, full, use_stage,
             use_parity, ring, warp, empty, turn, summed, finisher, turn_parity);
         gate_up(thread, progress, block, step, layer, norms, block_waits, arena, lane, exchange_words, layer_epoch,
-            warp, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity);
+            warp, column_count, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity);
         down(thread, progress, block, step, layer, block_waits, arena, lane, exchange_words, layer_epoch, full,
             use_stage, use_parity, ring, warp, empty, turn, summed, finisher, turn_parity);
       }
       float best = -bits_float(0x7f800000);
       uint32_t best_token = 4294967295u;
       lm_head(thread, progress, block, step, head_from, logits, block_waits, arena, norms, lane, exchange_words,
-          step_epoch, warp, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity, options,
-          sequences, masks, logit_bias, token_counts, weighed, best, best_token);
+          step_epoch, warp, column_count, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity,
+          options, sequences, masks, logit_bias, token_counts, weighed, best, best_token);
       sampling(thread, progress, block, step, arena, best, best_token, lane, warp, options, column_count, sequences,
           weighed, step_epoch, exchange_words, cancelled, epoch, token_counts);
       take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, emitted, stop_ids, next_token,

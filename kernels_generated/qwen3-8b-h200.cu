@@ -23,17 +23,18 @@
 //     209152     4608  reductions  (over scratch)
 //     223488       72  reduction_barriers
 //     223568      128  residual
-//     223696      256  square_shares
-//     223952      512  rope
-//     224464      512  statistics
-//     224976      592  records
-//     225568       64  warp_candidates
-//     225632       36  columns
-//     225680        4  chosen
-//     225696       16  step_done
-//     225712        8  next_token
-//              225720  total
-//              232448  a block has, 6728 free
+//     223696      256  partial_sums
+//     223952        4  scales
+//     223968      512  rope
+//     224480      512  statistics
+//     224992      592  records
+//     225584       64  warp_candidates
+//     225648       36  columns
+//     225696        4  chosen
+//     225712       16  step_done
+//     225728        8  next_token
+//              225736  total
+//              232448  a block has, 6712 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -371,15 +372,16 @@ constexpr uint32_t NEWEST = 215296;
 constexpr uint32_t REDUCTIONS = 209152;
 constexpr uint32_t REDUCTION_BARRIERS = 223488;
 constexpr uint32_t RESIDUAL = 223568;
-constexpr uint32_t SQUARE_SHARES = 223696;
-constexpr uint32_t ROPE = 223952;
-constexpr uint32_t STATISTICS = 224464;
-constexpr uint32_t RECORDS = 224976;
-constexpr uint32_t WARP_CANDIDATES = 225568;
-constexpr uint32_t COLUMNS = 225632;
-constexpr uint32_t CHOSEN = 225680;
-constexpr uint32_t STEP_DONE = 225696;
-constexpr uint32_t NEXT_TOKEN = 225712;
+constexpr uint32_t PARTIAL_SUMS = 223696;
+constexpr uint32_t SCALES = 223952;
+constexpr uint32_t ROPE = 223968;
+constexpr uint32_t STATISTICS = 224480;
+constexpr uint32_t RECORDS = 224992;
+constexpr uint32_t WARP_CANDIDATES = 225584;
+constexpr uint32_t COLUMNS = 225648;
+constexpr uint32_t CHOSEN = 225696;
+constexpr uint32_t STEP_DONE = 225712;
+constexpr uint32_t NEXT_TOKEN = 225728;
 
 // An input of a sequence, or 0 where it has none left.
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t number, const int32_t* sequences,
@@ -773,9 +775,11 @@ __device__ __forceinline__ void normalise_unit(uint4* vector, uint32_t unit, uin
   vector[unit] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4)));
 }
 
-// Each warp's share of every column's mean of squares plus epsilon, for who finishes rows: [column][warp]. Ends
-// with a barrier of the consumer warps.
-__device__ __forceinline__ void share_squares(float squares, uint32_t lane, uint8_t* arena, uint32_t warp) {
+// 1/rms of every token from the threads' sums of squares: within warps, then over the warps in order.
+__device__ __forceinline__ void write_scales(float squares, uint8_t* arena, uint32_t lane, uint32_t warp,
+    uint32_t thread, uint32_t column_count) {
+  float* partial_sums = (float*)(arena + PARTIAL_SUMS);
+  float* scales = (float*)(arena + SCALES);
   float sum_of_token = squares;
   sum_of_token += shuffle_xor_f32(sum_of_token, 16);
   sum_of_token += shuffle_xor_f32(sum_of_token, 8);
@@ -783,11 +787,18 @@ __device__ __forceinline__ void share_squares(float squares, uint32_t lane, uint
   sum_of_token += shuffle_xor_f32(sum_of_token, 2);
   sum_of_token += shuffle_xor_f32(sum_of_token, 1);
   if (lane % 4 == 0 && lane < 4) {
-    uint32_t column = lane / 4;
-    float share = sum_of_token * 0.000244140625f + 1.25e-07f;
-    ((float*)(arena + SQUARE_SHARES))[column * 8 + warp] = share;
+    partial_sums[warp * 8 + lane / 4] = sum_of_token;
   }
   named_barrier(1, 256);
+  if (thread < column_count) {
+    float total = 0.0f;
+    #pragma unroll
+    for (uint32_t other = 0; other < 8; ++other) {
+      uint32_t warp_2 = other + thread / 8;
+      total += partial_sums[warp_2 * 8 + thread % 8];
+    }
+    scales[thread] = rsqrt_f32(total * 0.000244140625f + 1e-06f);
+  }
 }
 
 // A piece times the norm's weights into the vector, and its squares to the thread's sum.
@@ -804,9 +815,11 @@ __device__ __forceinline__ void normalise_unit_2(uint2* vector, uint32_t unit, u
   vector[unit] = make_u32x2(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)));
 }
 
-// Each warp's share of every column's mean of squares plus epsilon, for who finishes rows: [column][warp]. Ends
-// with a barrier of the consumer warps.
-__device__ __forceinline__ void share_squares_2(float squares, uint32_t lane, uint8_t* arena, uint32_t warp) {
+// 1/rms of every token from the threads' sums of squares: within warps, then over the warps in order.
+__device__ __forceinline__ void write_scales_2(float squares, uint8_t* arena, uint32_t lane, uint32_t warp,
+    uint32_t thread, uint32_t column_count) {
+  float* partial_sums = (float*)(arena + PARTIAL_SUMS);
+  float* scales = (float*)(arena + SCALES);
   float sum_of_token = squares;
   sum_of_token += shuffle_xor_f32(sum_of_token, 16);
   sum_of_token += shuffle_xor_f32(sum_of_token, 8);
@@ -814,28 +827,46 @@ __device__ __forceinline__ void share_squares_2(float squares, uint32_t lane, ui
   sum_of_token += shuffle_xor_f32(sum_of_token, 2);
   sum_of_token += shuffle_xor_f32(sum_of_token, 1);
   if (lane % 8 == 0 && lane < 8) {
-    uint32_t column = lane / 8;
-    float share = sum_of_token * 0.000244140625f + 1.25e-07f;
-    ((float*)(arena + SQUARE_SHARES))[column * 8 + warp] = share;
+    partial_sums[warp * 8 + lane / 8] = sum_of_token;
   }
   named_barrier(1, 256);
+  if (thread < column_count) {
+    float total = 0.0f;
+    #pragma unroll
+    for (uint32_t other = 0; other < 8; ++other) {
+      uint32_t warp_2 = other + thread / 8;
+      total += partial_sums[warp_2 * 8 + thread % 8];
+    }
+    scales[thread] = rsqrt_f32(total * 0.000244140625f + 1e-06f);
+  }
 }
 
-// Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
-__device__ __forceinline__ void multiply_chunk(uint32_t chunk, uint32_t place, float (&sums)[1][4], uint8_t* arena,
-    uint8_t* chunk_2, uint32_t warp, uint32_t lane) {
-  uint4* vector = (uint4*)(arena + VECTOR);
+// This warp's tiles of a chunk, and what they are multiplied with, to registers.
+__device__ __forceinline__ void hold_chunk(uint32_t chunk, uint32_t place, uint8_t* chunk_2, uint32_t warp,
+    uint32_t lane, uint4 (&weights)[2][2], uint4 (&values)[2], uint8_t* arena) {
   const uint4* fragments = (const uint4*)(chunk_2);
+  uint32_t read = 0;
   #pragma unroll
   for (uint32_t turn = 0; turn < 2; ++turn) {
     uint32_t pair = turn * 8 + warp;
     uint4 first = fragments[pair * 64 + lane];
     uint4 second = fragments[pair * 64 + 32 + lane];
-    uint4* units = vector + (place * 16 + pair) * 4;
-    uint4 values = units[lane % 4];
-    mma_bf16(sums[0], first, values.x, values.y);
-    mma_bf16(sums[0], second, values.z, values.w);
-    wait_for_u32(first.x ^ second.x);
+    weights[turn][0] = first;
+    weights[turn][1] = second;
+    values[turn] = ((uint4*)(arena + VECTOR) + (place * 16 + pair) * 4)[lane % 4];
+    read ^= first.x ^ second.x;
+  }
+  wait_for_u32(read);
+}
+
+// The products of what `_hold_chunk` brought.
+__device__ __forceinline__ void multiply_held(uint32_t chunk, float (&sums)[1][4], uint32_t warp,
+    uint4 (&weights)[2][2], uint4 (&values)[2]) {
+  #pragma unroll
+  for (uint32_t turn = 0; turn < 2; ++turn) {
+    uint32_t pair = turn * 8 + warp;
+    mma_bf16(sums[0], weights[turn][0], values[turn].x, values[turn].y);
+    mma_bf16(sums[0], weights[turn][1], values[turn].z, values[turn].w);
   }
 }
 
@@ -864,15 +895,14 @@ __device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, 
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
   uint32_t head = m_tile / 8;
   uint32_t m_tile_of_head = m_tile % 8;
-  float* place = (float*)(arena + SQUARE_SHARES) + column * 8;
-  float value = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
+  float value = row_sum * ((float*)(arena + SCALES))[column];
   uint32_t paired = m_tile_of_head * 8 + row % 8 + (row >= 8 ? 64u : 0u);
   bool is_paired = head < 40;
   uint32_t dim = is_paired ? paired : m_tile_of_head * 16 + row;
   uint32_t pair = pack_bf16x2(value, shuffle_xor_f32(value, 1));
   if (lane < 16 && lane % 2 == 0) {
-    uint32_t place_2 = (column * 6144 + head * 128 + dim) / 2;
-    publish_flagged(exchange_words + (place_2 + 2080), pair, layer_epoch);
+    uint32_t place = (column * 6144 + head * 128 + dim) / 2;
+    publish_flagged(exchange_words + (place + 2080), pair, layer_epoch);
   }
 }
 
@@ -913,9 +943,9 @@ __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uin
 // Makes: qkv, and the keys and values in the cache.
 __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     const bf16* norms, const bf16* head_norms, uint32_t* block_waits, uint8_t* arena, const bf16* embedding,
-    uint32_t* next_token, uint32_t lane, uint32_t warp, uint64_t* exchange_words, uint32_t layer_epoch, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
-    uint32_t& finisher, uint32_t& turn_parity) {
+    uint32_t* next_token, uint32_t lane, uint32_t warp, uint32_t column_count, uint64_t* exchange_words,
+    uint32_t layer_epoch, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
+    uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 182 + layer * 5);
   }
@@ -944,7 +974,7 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
     for (uint32_t number = 0; number < 2; ++number) {
       normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
     }
-    share_squares(squares, lane, arena, warp);
+    write_scales(squares, arena, lane, warp, thread, column_count);
   } else {
     uint2* vector = (uint2*)(arena + VECTOR);
     float squares = 0.0f;
@@ -964,7 +994,7 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
     for (uint32_t number = 0; number < 4; ++number) {
       normalise_unit_2(vector, first_unit + number * 256, quads[number], weights[number], squares);
     }
-    share_squares_2(squares, lane, arena, warp);
+    write_scales_2(squares, arena, lane, warp, thread, column_count);
   }
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
@@ -979,14 +1009,17 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
     }
     #pragma unroll 2
     for (uint32_t chunk = 0; chunk < 8; ++chunk) {
+      uint4 weights[2][2];
+      uint4 values[2];
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 16384;
-      multiply_chunk(chunk, chunk, sums, arena, chunk_2, warp, lane);
+      hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values, arena);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
       }
       advance(use_stage, use_parity);
+      multiply_held(chunk, sums, warp, weights, values);
     }
     reduce(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch);
   }
@@ -1520,29 +1553,11 @@ __device__ __forceinline__ void fold(uint32_t epoch, uint8_t* arena, float (&wei
   named_barrier(1, 256);
 }
 
-// An item whose queries are there, with `width` column tiles a warp. Two of them share what is read and wait
-// together; an item of few rows would waste the second.
-__device__ __forceinline__ void attend_item(uint32_t cached_end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
-    uint8_t* arena, uint32_t lane, uint4* record, uint32_t step, uint4 what, uint32_t warp, uint32_t& use_stage,
-    uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t thread, uint64_t* exchange_words) {
-  uint4* shared = (uint4*)(arena + QUERIES);
-  uint32_t row = lane / 4 < 7 ? lane / 4 : 7;
-  uint4* query = shared + row * 16;
-  uint32_t limits[2];
-  uint32_t packed = lane % 4 * 2;
-  uint32_t present = packed < record[1].z - 1 ? packed : record[1].z - 1;
-  uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-  uint32_t position = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 4) * 9];
-  uint32_t following = position + 1;
-  uint32_t visible = following > record[2].w ? following - record[2].w : 0;
-  limits[0] = packed < record[1].z ? (end < visible ? end : visible) : 0;
-  uint32_t packed_2 = lane % 4 * 2 + 1;
-  uint32_t present_2 = packed_2 < record[1].z - 1 ? packed_2 : record[1].z - 1;
-  uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
-  uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 4) * 9];
-  uint32_t following_2 = position_2 + 1;
-  uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
-  limits[1] = packed_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
+// This warp's share of an item whose queries are there.
+__device__ __forceinline__ void attend_rows(uint32_t cached_end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
+    uint4 what, uint32_t warp, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena,
+    uint32_t lane, uint4* query, uint32_t (&limits)[2], uint64_t* empty, uint4* record, uint32_t thread,
+    uint64_t* exchange_words) {
   float highest[2];
   float weight_sum[2] = {};
   float output[8][4] = {};
@@ -1697,10 +1712,9 @@ __device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, f
 // Waits for: the queries, newest keys and values of an item (qkv); the states of a row (partials).
 // Makes: attention, where keys were split by way of partials.
 __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
-    uint32_t layer, uint8_t* arena, const int32_t* kv_plans, uint32_t plan_index, const int32_t* tiles,
-    uint32_t layer_epoch, uint32_t warp, uint32_t lane, const bf16* head_norms, uint64_t* exchange_words,
-    uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
-    const int32_t* page_table, bf16* kv) {
+    uint32_t layer, uint8_t* arena, const int32_t* kv_plans, uint32_t plan_index, const int32_t* tiles, uint32_t lane,
+    uint32_t layer_epoch, uint32_t warp, const bf16* head_norms, uint64_t* exchange_words, uint32_t& use_stage,
+    uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, const int32_t* page_table, bf16* kv) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 182 + layer * 5 + 1);
   }
@@ -1721,10 +1735,28 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
     uint32_t newest_begin = what.w < record[3].x + record[3].y * step ? record[3].x + record[3].y * step : what.w;
     uint32_t newest_end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
     uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
+    uint4* shared = (uint4*)(arena + QUERIES);
+    uint32_t row = lane / 4 < 7 ? lane / 4 : 7;
+    uint4* query = shared + row * 16;
+    uint32_t limits[2];
+    uint32_t packed = lane % 4 * 2;
+    uint32_t present = packed < record[1].z - 1 ? packed : record[1].z - 1;
+    uint32_t end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+    uint32_t position = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present / 4) * 9];
+    uint32_t following = position + 1;
+    uint32_t visible = following > record[2].w ? following - record[2].w : 0;
+    limits[0] = packed < record[1].z ? (end < visible ? end : visible) : 0;
+    uint32_t packed_2 = lane % 4 * 2 + 1;
+    uint32_t present_2 = packed_2 < record[1].z - 1 ? packed_2 : record[1].z - 1;
+    uint32_t end_2 = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
+    uint32_t position_2 = ((uint32_t*)(arena + COLUMNS))[(record[2].x + present_2 / 4) * 9];
+    uint32_t following_2 = position_2 + 1;
+    uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
+    limits[1] = packed_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
     load_item(newest_begin, newest, layer_epoch, record, warp, lane, step, what, head_norms, layer, exchange_words,
         arena);
-    attend_item(cached_end, newest_begin, newest, layer_epoch, arena, lane, record, step, what, warp, use_stage, full,
-        use_parity, ring, empty, thread, exchange_words);
+    attend_rows(cached_end, newest_begin, newest, layer_epoch, what, warp, use_stage, full, use_parity, ring, arena,
+        lane, query, limits, empty, record, thread, exchange_words);
     append_newest(newest_begin, newest, thread, record, step, what, arena, page_table, layer, kv);
   }
   // merge of partial states
@@ -1911,14 +1943,17 @@ __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t 
     }
     #pragma unroll 2
     for (uint32_t chunk = 0; chunk < 8; ++chunk) {
+      uint4 weights[2][2];
+      uint4 values[2];
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 16384;
-      multiply_chunk(chunk, chunk, sums, arena, chunk_2, warp, lane);
+      hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values, arena);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
       }
       advance(use_stage, use_parity);
+      multiply_held(chunk, sums, warp, weights, values);
     }
     reduce_2(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch);
   }
@@ -1947,8 +1982,7 @@ __device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions
     half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
-  float* place = (float*)(arena + SQUARE_SHARES) + column * 8;
-  float value = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
+  float value = row_sum * ((float*)(arena + SCALES))[column];
   float other = shuffle_xor_f32(value, 8);
   float gated = divide_f32(value, 1.0f + exp_f32(-value)) * other;
   publish_rows_2(gated, m_tile * 8, lane, exchange_words, column, layer_epoch);
@@ -1982,8 +2016,9 @@ __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], u
 // Makes: gated.
 __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint32_t layer, const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t lane, uint64_t* exchange_words,
-    uint32_t layer_epoch, uint32_t warp, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring,
-    uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity) {
+    uint32_t layer_epoch, uint32_t warp, uint32_t column_count, uint64_t* full, uint32_t& use_stage,
+    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher,
+    uint32_t& turn_parity) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 182 + layer * 5 + 3);
   }
@@ -2010,7 +2045,7 @@ __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uin
   for (uint32_t number = 0; number < 4; ++number) {
     normalise_unit_2(vector, first_unit + number * 256, quads[number], weights[number], squares);
   }
-  share_squares_2(squares, lane, arena, warp);
+  write_scales_2(squares, arena, lane, warp, thread, column_count);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -2024,14 +2059,17 @@ __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uin
     }
     #pragma unroll 2
     for (uint32_t chunk = 0; chunk < 8; ++chunk) {
+      uint4 weights_2[2][2];
+      uint4 values[2];
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 16384;
-      multiply_chunk(chunk, chunk, sums, arena, chunk_2, warp, lane);
+      hold_chunk(chunk, chunk, chunk_2, warp, lane, weights_2, values, arena);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
       }
       advance(use_stage, use_parity);
+      multiply_held(chunk, sums, warp, weights_2, values);
     }
     reduce_3(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch);
   }
@@ -2151,26 +2189,32 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
   }
   #pragma unroll 2
   for (uint32_t chunk = 0; chunk < 12; ++chunk) {
+    uint4 weights[2][2];
+    uint4 values[2];
     mbarrier_wait(full + use_stage, use_parity);
     uint8_t* chunk_2 = ring + use_stage * 16384;
-    multiply_chunk(chunk, chunk, sums, arena, chunk_2, warp, lane);
+    hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values, arena);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(empty + use_stage);
     }
     advance(use_stage, use_parity);
+    multiply_held(chunk, sums, warp, weights, values);
   }
   if (position + 132 < 256) {
     #pragma unroll 2
     for (uint32_t chunk = 0; chunk < 12; ++chunk) {
+      uint4 weights[2][2];
+      uint4 values[2];
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 16384;
-      multiply_chunk(chunk, chunk, sums_2, arena, chunk_2, warp, lane);
+      hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values, arena);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
       }
       advance(use_stage, use_parity);
+      multiply_held(chunk, sums_2, warp, weights, values);
     }
   }
   named_barrier(1, 256);
@@ -2183,14 +2227,17 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
   }
   #pragma unroll 2
   for (uint32_t chunk = 12; chunk < 24; ++chunk) {
+    uint4 weights[2][2];
+    uint4 values[2];
     mbarrier_wait(full + use_stage, use_parity);
     uint8_t* chunk_2 = ring + use_stage * 16384;
-    multiply_chunk(chunk, chunk - 12, sums, arena, chunk_2, warp, lane);
+    hold_chunk(chunk, chunk - 12, chunk_2, warp, lane, weights, values, arena);
     warp_barrier();
     if (lane == 0) {
       mbarrier_arrive(empty + use_stage);
     }
     advance(use_stage, use_parity);
+    multiply_held(chunk, sums, warp, weights, values);
   }
   if (position + 132 < 256) {
     if (thread == 0) {
@@ -2198,14 +2245,17 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
     }
     #pragma unroll 2
     for (uint32_t chunk = 12; chunk < 24; ++chunk) {
+      uint4 weights[2][2];
+      uint4 values[2];
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 16384;
-      multiply_chunk(chunk, chunk - 12, sums_2, arena, chunk_2, warp, lane);
+      hold_chunk(chunk, chunk - 12, chunk_2, warp, lane, weights, values, arena);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
       }
       advance(use_stage, use_parity);
+      multiply_held(chunk, sums_2, warp, weights, values);
     }
   }
   reduce_4(position, sums, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch);
@@ -2332,8 +2382,7 @@ __device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions
     half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
-  float* place = (float*)(arena + SQUARE_SHARES) + column * 8;
-  float logit = row_sum * rsqrt_f32(place[0] + place[1] + (place[2] + place[3]) + (place[4] + place[5] + (place[6] + place[7])));
+  float logit = row_sum * ((float*)(arena + SCALES))[column];
   uint32_t token = m_tile * 16 + row;
   if (logits != nullptr && lane < 16 && token < 151936) {
     uint64_t row_2 = (uint64_t)(step + column);
@@ -2373,10 +2422,10 @@ __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], u
 // Makes: logits, where they are wanted, and candidates in registers.
 __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint32_t head_from, float* logits, uint32_t* block_waits, uint8_t* arena, const bf16* norms, uint32_t lane,
-    uint64_t* exchange_words, uint32_t step_epoch, uint32_t warp, uint64_t* full, uint32_t& use_stage,
-    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher,
-    uint32_t& turn_parity, uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias,
-    uint32_t* token_counts, float* weighed, float& best, uint32_t& best_token) {
+    uint64_t* exchange_words, uint32_t step_epoch, uint32_t warp, uint32_t column_count, uint64_t* full,
+    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
+    uint32_t& finisher, uint32_t& turn_parity, uint32_t options, const int32_t* sequences, const uint32_t* masks,
+    const float* logit_bias, uint32_t* token_counts, float* weighed, float& best, uint32_t& best_token) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 182 + 180);
   }
@@ -2403,7 +2452,7 @@ __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uin
     for (uint32_t number = 0; number < 4; ++number) {
       normalise_unit_2(vector, first_unit + number * 256, quads[number], weights[number], squares);
     }
-    share_squares_2(squares, lane, arena, warp);
+    write_scales_2(squares, arena, lane, warp, thread, column_count);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
     }
@@ -2417,14 +2466,17 @@ __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uin
       }
       #pragma unroll 2
       for (uint32_t chunk = 0; chunk < 8; ++chunk) {
+        uint4 weights_2[2][2];
+        uint4 values[2];
         mbarrier_wait(full + use_stage, use_parity);
         uint8_t* chunk_2 = ring + use_stage * 16384;
-        multiply_chunk(chunk, chunk, sums, arena, chunk_2, warp, lane);
+        hold_chunk(chunk, chunk, chunk_2, warp, lane, weights_2, values, arena);
         warp_barrier();
         if (lane == 0) {
           mbarrier_arrive(empty + use_stage);
         }
         advance(use_stage, use_parity);
+        multiply_held(chunk, sums, warp, weights_2, values);
       }
       reduce_5(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, logits, step, options, sequences,
           masks, logit_bias, token_counts, weighed, best, best_token);
@@ -3731,22 +3783,22 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       for (uint32_t layer = 0; layer < 36; ++layer) {
         uint32_t layer_epoch = step_epoch + layer;
         qkv(thread, progress, block, step, layer, norms, head_norms, block_waits, arena, embedding, next_token, lane,
-            warp, exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, turn, summed, finisher,
-            turn_parity);
-        attention(thread, progress, block, step, layer, arena, kv_plans, plan_index, tiles, layer_epoch, warp, lane,
+            warp, column_count, exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, turn, summed,
+            finisher, turn_parity);
+        attention(thread, progress, block, step, layer, arena, kv_plans, plan_index, tiles, lane, layer_epoch, warp,
             head_norms, exchange_words, use_stage, full, use_parity, ring, empty, page_table, kv);
         o(thread, progress, block, step, layer, block_waits, arena, lane, exchange_words, layer_epoch, full, use_stage,
             use_parity, ring, warp, empty, turn, summed, finisher, turn_parity);
         gate_up(thread, progress, block, step, layer, norms, block_waits, arena, lane, exchange_words, layer_epoch,
-            warp, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity);
+            warp, column_count, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity);
         down(thread, progress, block, step, layer, block_waits, arena, lane, exchange_words, layer_epoch, full,
             use_stage, use_parity, ring, warp, empty, turn, summed, finisher, turn_parity);
       }
       float best = -bits_float(0x7f800000);
       uint32_t best_token = 4294967295u;
       lm_head(thread, progress, block, step, head_from, logits, block_waits, arena, norms, lane, exchange_words,
-          step_epoch, warp, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity, options,
-          sequences, masks, logit_bias, token_counts, weighed, best, best_token);
+          step_epoch, warp, column_count, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity,
+          options, sequences, masks, logit_bias, token_counts, weighed, best, best_token);
       sampling(thread, progress, block, step, arena, best, best_token, lane, warp, options, column_count, sequences,
           weighed, step_epoch, exchange_words, cancelled, epoch, token_counts);
       take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, emitted, stop_ids, next_token,

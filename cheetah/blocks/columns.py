@@ -41,11 +41,6 @@ def vector_words(elements: int, tokens: int) -> int:
     return -(-elements // VECTOR_COLUMNS) * (VECTOR_COLUMNS // 2) * tokens
 
 
-def warps_of_column(machine: Machine) -> int:
-    """Consumer warps that load parts of one column: all of them, unless a step has more columns than a product."""
-    return machine.plan.consumer_warps * min(machine.plan.tokens, COLUMNS) // machine.plan.tokens
-
-
 @dataclass(frozen=True, eq=False)
 class Columns:
     """The columns of a launch; the records are the launch's tables."""

@@ -84,6 +84,7 @@ class Exchange(ABC):
         by_halves: Collection[str] = (),
     ) -> None:
         self.machine, self.scope = machine, scope
+        self.by_units = by_halves
         self.by_halves = by_halves if self.word == ty.u64 else ()
         self.workspace = workspace
         self.vectors = self._lay_out(sizes)
@@ -158,12 +159,15 @@ class Exchange(ABC):
         """Units `unit`, `unit + stride`, ... (`count` of them, at most UNITS) into the array `data`."""
 
     def has_quads(self, name: str) -> bool:
-        """Whether a vector is read by quads: neighbouring lanes load neighbouring 16 bytes."""
-        return False
+        """Whether a vector is read by quads: with flagged words a lane's unit would be two loads with another between
+        those of its neighbour, and each 32 bytes of L2 would be read twice (qwen3-0.6b on an H200: 0.509 against 0.493
+        ms a step). Of more tokens, a warp's quads would be of fewer columns than its units. Both kinds read alike, so
+        that their sums of squares have the same bits."""
+        return self.machine.plan.tokens <= QUAD and name not in self.by_units
 
+    @abstractmethod
     def read_quads(self, name: str, data: Any, quad: ch.Value, stride: int, count: int, epoch: ch.Value) -> None:
         """Quads `quad`, `quad + stride`, ... (`count` of them, at most 2 * UNITS) into the array `data` (u32x2)."""
-        raise NotImplementedError(f"{type(self).__name__} has no quads")
 
     @abstractmethod
     def read_places(self, name: str, data: Any, places: Any, count: ch.Value, epoch: ch.Value) -> None:
@@ -202,12 +206,6 @@ class FlaggedExchange(Exchange):
         words = self.place(name, ch.cast(ty.u32, unit) * 4)
         apart = HALVES_APART if name in self.by_halves else 2
         prim.wait_flagged_units(data, words, apart, stride * 4, count, epoch, scope=self.scope)
-
-    def has_quads(self, name: str) -> bool:
-        """A lane's unit would be two loads with another between those of its neighbour: each 32 bytes of L2 would be
-        read twice (qwen3-0.6b on an H200: 0.509 against 0.493 ms a step). Of more tokens, a warp's quads would be of
-        fewer columns than its units."""
-        return self.machine.plan.tokens <= QUAD and name not in self.by_halves
 
     def read_quads(self, name: str, data: Any, quad: ch.Value, stride: int, count: int, epoch: ch.Value) -> None:
         words = self.place(name, ch.cast(ty.u32, quad) * 2)
@@ -278,6 +276,12 @@ class BarrierExchange(Exchange):
     def read_units(self, name: str, data: Any, unit: ch.Value, stride: int, count: int, epoch: ch.Value) -> None:
         with ch.for_(count, unroll=True) as number:
             data[number] = self.read4(name, unit + number * stride, epoch)
+
+    @ch.inline
+    def read_quads(self, name: str, data: Any, quad: ch.Value, stride: int, count: int, epoch: ch.Value) -> None:
+        words = ch.reinterpret(ty.ptr(ty.u32x2), self.place(name, ch.cast(ty.u32, quad) * 2))
+        with ch.for_(count, unroll=True) as number:
+            data[number] = words[number * stride]
 
     @ch.inline
     def read_places(self, name: str, data: Any, places: Any, count: ch.Value, epoch: ch.Value) -> None:

@@ -17,6 +17,8 @@ BARRIER_TOKENS = 8
 """From so many tokens on, blocks exchange vectors by the grid barrier unless told otherwise."""
 SMALL_LAYER_BYTES = 1_200_000
 """Weights of a layer that each block reads: below this, waiting weighs more than reading."""
+TINY_LAYER_BYTES = 500_000
+"""Below this, waiting is most of a step: as few requests as keep the memory busy at all."""
 SHORT_LAYER_BYTES = 2_500_000
 """The same of quantised weights: below this, few requests while a block waits."""
 EMULATOR_STAGES = 8
@@ -45,7 +47,7 @@ def default_plan(gpu: Gpu, shape: ModelShape, *, reserve: Reserve = kernel_regio
     draft.check(shape, gpu)
     stages = chosen["stages"] if "stages" in chosen else _default_stages(shape, draft, gpu, reserve)
     in_flight = chosen.get("in_flight", max(1, min(_default_in_flight(shape, gpu, draft), stages - 1)))
-    waiting = chosen.get("in_flight_waiting", _default_waiting(shape, gpu, in_flight))
+    waiting = chosen.get("in_flight_waiting", _default_waiting(shape, gpu, in_flight, chosen["tokens"]))
     plan = replace(draft, stages=stages, in_flight=in_flight, in_flight_waiting=waiting)
     shared_map(shape, plan, gpu, reserve)
     return plan
@@ -84,17 +86,28 @@ def _default_stages(shape: ModelShape, draft: Plan, gpu: Gpu, reserve: Reserve) 
 def _default_in_flight(shape: ModelShape, gpu: Gpu, draft: Plan) -> int:
     """64 KB: 4 chunks of 16 KB or 2 of 32 KB measured best on an H200. A small model waits more than it reads, and its
     exchanges are faster beside 48 KB (Llama 3.2 1B: 0.629 against 0.636 ms a step); so are those of several tokens (8B,
-    batch 4: 3.66 against 3.70 ms). On the emulator, 3 small chunks."""
+    batch 4: 3.66 against 3.70 ms). Where layers are tiny, 32 KB (qwen3-0.6b, and one while waiting: 0.488 to 0.473).
+    On the emulator, 3 small chunks."""
     if gpu.emulated:
         return 3
+    if _has_tiny_layers(shape, gpu, draft.tokens):
+        return max(2, round(32 * 1024 / draft.stage_bytes))
     kilobytes = 48 if draft.tokens > 1 or _layer_bytes(shape, gpu) < SMALL_LAYER_BYTES else 64
     return max(2, round(kilobytes * 1024 / draft.stage_bytes))
 
 
-def _default_waiting(shape: ModelShape, gpu: Gpu, in_flight: int) -> int:
+def _has_tiny_layers(shape: ModelShape, gpu: Gpu, tokens: int) -> bool:
+    """Measured with bf16 weights and a single token a step."""
+    few = _layer_bytes(shape, gpu) < TINY_LAYER_BYTES
+    return few and tokens == 1 and not shape.formats and not gpu.emulated
+
+
+def _default_waiting(shape: ModelShape, gpu: Gpu, in_flight: int, tokens: int) -> int:
     """One chunk fewer while the block waits, if that leaves two: worth 0.7 % on 8B, 1 % on 3B, 2 % on 1B, and 0.5 %
     with 4 and 8 tokens. Two where quantised layers are read faster than vectors come (8B, int4: 1.337 to 1.311 ms a
-    step, fp8 1.929 to 1.883); on 70B that costs 1 %."""
+    step, fp8 1.929 to 1.883); on 70B that costs 1 %. A single one beside tiny layers (qwen3-0.6b)."""
+    if _has_tiny_layers(shape, gpu, tokens):
+        return 1
     layer_bytes = (
         _layer_bytes(shape, gpu)
         * shape.format_of("gate_up").tile_bytes
@@ -114,14 +127,17 @@ def default_down_slices(shape: ModelShape, tokens: int, gpu: Gpu) -> int:
     vectors come in parts of two fifths of the memory, a single one of a quarter (8B: 1 part 1.337, 2 1.354 ms a step;
     two tokens 1 1.538, 4 1.689; 8 tokens 2 2.188, 3 2.139, 4 2.230; 70B, a token: 1 9.79, 2 9.23); beside 8 bits in two
     parts of half of it at most (fp8, 8 tokens: 2 2.647, 4 2.890). bf16, a single token: two, so that the first half is
-    multiplied before the second one exists (8B 0.4 %, 1B 0.8 %); several: as many as let the vectors fit where the
-    others do."""
+    multiplied before the second one exists (8B 0.4 %, 1B 0.8 %), but one where layers are tiny and the second half is
+    there before the first is multiplied (qwen3-0.6b 0.473 against 0.440); several: as many as let the vectors fit where
+    the others do."""
     down = shape.format_of("down")
     if isinstance(down, QuantizedTiles):
         vectors = ceil_div(shape.ffn, down.columns) * down.vector_units(shape.ffn, tokens) * 16
         if down.bits == 4:
             return ceil_div(vectors, gpu.shared_bytes // 4 if tokens == 1 else gpu.shared_bytes * 2 // 5)
         return max(1 if gpu.emulated else 2, ceil_div(vectors, gpu.shared_bytes // 2))
+    if _has_tiny_layers(shape, gpu, tokens):
+        return 1
     if tokens > 1:
         return ceil_div(shape.padded_ffn, max(shape.padded_hidden, shape.padded_query_rows))
     return 1 if gpu.emulated else 2

@@ -30,10 +30,10 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
 
     scratch: the input of a product (bf16), or what attention needs, or all blocks' candidates, or what filters need.
     reductions: buffers of the warps' row sums, with an mbarrier each; only products use them, as the input, behind
-    which they lie if there is room. residual: the block's rows (f32). square_shares: every warp's share of a token's
-    mean of squares. rope: cos and sin of every token's position. warp_candidates: of every warp and column. columns:
-    what the step's tokens are. chosen: what was sampled. step_done: two mbarriers. next_token: of every column, then
-    whether the launch ends.
+    which they lie if there is room. residual: the block's rows (f32). partial_sums: of squares; scales: 1/rms of every
+    token. rope: cos and sin of every token's position. warp_candidates: of every warp and column. columns: what the
+    step's tokens are. chosen: what was sampled. step_done: two mbarriers. next_token: of every column, then whether the
+    launch ends.
     """
     vector_bytes = longest_vector_bytes(shape, plan)
     attention = attention_regions(shape, plan, vector_bytes)
@@ -57,7 +57,8 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
         ),
         Region("reduction_barriers", plan.reductions * 8),
         Region("residual", residual_rows * plan.tokens * 4),
-        Region("square_shares", plan.consumer_warps * COLUMNS * 4),
+        Region("partial_sums", plan.consumer_warps * COLUMNS * 4),
+        Region("scales", plan.tokens * 4),
         Region("rope", plan.tokens * shape.head_dim * 4),
         *attention_records(plan),
         Region("warp_candidates", max(plan.consumer_warps, plan.tokens) * 8),

@@ -54,6 +54,14 @@ class Split:
         return len(self.owned(block))
 
     @property
+    def free_from(self) -> int:
+        """The blocks from this one on own no M-tile; `blocks` if the last one does."""
+        first = self.blocks
+        while first and self.position(first - 1) >= self.m_tiles:
+            first -= 1
+        return first
+
+    @property
     def imbalance(self) -> float:
         """The largest share over the mean share, less 1: 0.0 when all are equal."""
         return self.waves * self.blocks / self.m_tiles - 1.0

@@ -301,3 +301,10 @@ def test_a_field_of_another_kind_is_refused_by_name(field: str, value: object, w
     fields = {"consumer_warps": 8, "stage_bytes": 16384, "stages": 4, field: value}
     with pytest.raises(PlanError, match=f"Plan: {wanted}"):
         Plan.from_dict(fields)
+
+
+def test_few_chunks_are_requested_beside_tiny_layers():
+    shape = ModelShape(hidden=1024, ffn=3072, vocab=151936, heads=16, kv_heads=8, head_dim=128, layers=28)
+    plans = [plan_for(shape), plan_for(shape, tokens=2), plan_for(LLAMA_1B)]
+    assert [(plan.in_flight, plan.in_flight_waiting) for plan in plans] == [(2, 1), (3, 2), (3, 2)]
+    assert [plan.down_slices for plan in plans] == [1, 2, 2]

@@ -38,6 +38,13 @@ def test_start_moves_the_first_m_tile():
     assert list(Split(5, 4, 1).owned(3)) == [0, 4]
 
 
+def test_blocks_behind_the_last_owner_are_free():
+    assert [Split(3, 5, start).free_from for start in range(5)] == [3, 5, 5, 5, 4]
+    assert Split(9, 5).free_from == 5
+    split = Split(3, 5, 4)
+    assert not split.owned(4) and split.owned(3)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

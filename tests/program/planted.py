@@ -415,7 +415,7 @@ BUGS = (
     Bug("weights fetched ahead are not used up", ("schedules",), ((r"if \(step \+ 1 < steps\)", "if (false)"),)),
     # -- shared memory of a block
     Bug("no barrier between loading and multiplying", BOTH, change=load_without_meeting),
-    Bug("no barrier after the sums of squares", BOTH, without(MEET, before=r"\] = share;\s*\}\s*")),
+    Bug("no barrier after the sums of squares", BOTH, without(MEET, before=r"\] = sum_of_token;\s*\}\s*")),
     Bug("one reduction buffer", BOTH, ((r"(float\* reductions = [^;]*) \+ turn \* 32;", r"\1;"),)),
     Bug("rows finished before all warps have summed", BOTH, without(r"mbarrier_wait\(summed \+ turn, turn_parity\);")),
     Bug("one warp's sums are enough", BOTH, ((r"(mbarrier_init\(summed \+ reduction), 2\)", r"\1, 1)"),)),

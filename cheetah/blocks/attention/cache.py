@@ -15,6 +15,8 @@ CACHED_KEYS = "keys and values"
 """What the ring's stages hold for attention."""
 
 
+KEYS_IN_FLIGHT = 2
+"""Stages of keys that may be requested also while the block waits: a single one would keep a long context waiting."""
 MOST_COPIES = 8
 """Pages of a stage whose copies are written out one by one in the kernel."""
 
@@ -118,7 +120,7 @@ class KvCache:
             with ch.for_(copies, unroll=True) as number:
                 token = ch.minimum(first + number * size, end - 1)
                 pages[number] = prim.load_constant_u32(self.page_table + (table + token // size))
-            with ring.fill(count * (2 * self.token_bytes)) as (stage, barrier):
+            with ring.fill(count * (2 * self.token_bytes), KEYS_IN_FLIGHT) as (stage, barrier):
                 with ch.for_(copies, unroll=True) as number:
                     with ch.if_(number * size < count):
                         run = ch.minimum(count - number * size, size)
@@ -135,7 +137,7 @@ class KvCache:
             page = ch.var(ty.u32, prim.load_constant_u32(self.page_table + (table + begin // size)))
             with ch.for_(begin, end, self._stage_tokens, unroll=1) as first:
                 count = ch.minimum(end - first, self._stage_tokens)
-                with ring.fill(count * (2 * self.token_bytes)) as (stage, barrier):
+                with ring.fill(count * (2 * self.token_bytes), KEYS_IN_FLIGHT) as (stage, barrier):
                     done = ch.var(ty.u32, 0)
                     with ch.while_(done < count):
                         token = first + done

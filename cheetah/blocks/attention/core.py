@@ -113,28 +113,42 @@ class Attention:
             newest_begin = ch.maximum(item.begin, item.tile.cached)
             newest_end = ch.minimum(item.end, item.tile.cached + item.tile.new)
             newest = ch.select(newest_begin < newest_end, newest_end - newest_begin, ty.u32(0))
+            keys = (cached_end, newest_begin, newest, epoch)
+            is_narrow = self.sizes.max_rows <= COLUMNS
+            work = self._work(item, 1) if is_narrow else None  # looked up before the wait
             self._load_item(item, newest_begin, newest, epoch)
             self.timeline.stamp_first("ready")
             self.ring.uses(CACHED_KEYS)
-            if self.sizes.max_rows <= COLUMNS:
-                self._attend_item(item, 1, cached_end, newest_begin, newest, epoch)
+            if work is not None:
+                self._attend_rows(item, *work, *keys)
             else:
                 with ch.if_(item.rows <= COLUMNS):
-                    self._attend_item(item, 1, cached_end, newest_begin, newest, epoch)
+                    self._attend_rows(item, *self._work(item, 1), *keys)
                 with ch.else_():
-                    self._attend_item(item, 2, cached_end, newest_begin, newest, epoch)
+                    self._attend_rows(item, *self._work(item, 2), *keys)
             if self.port.heads is not None:
                 self._append_newest(self.port.heads, item, newest_begin, newest)
 
-    @ch.function
-    def _attend_item(
-        self, item: Item, width: int, cached_end: ch.Expr, newest_begin: ch.Expr, newest: ch.Expr, epoch: ch.Expr
-    ) -> None:
-        """An item whose queries are there, with `width` column tiles a warp. Two of them share what is read and wait
-        together; an item of few rows would waste the second."""
+    @ch.inline
+    def _work(self, item: Item, width: int) -> tuple[Share, list[Queries]]:
+        """This warp's share of an item, with `width` column tiles a warp, and what it knows of their rows. Two of them
+        share what is read and wait together; an item of few rows would waste the second."""
         share = self.sharing.share(item, width)
-        queries = [self._queries(item, share.column_group * width + number) for number in range(width)]
-        states = [self.product.new_state() for _ in range(width)]
+        return share, [self._queries(item, share.column_group * width + number) for number in range(width)]
+
+    @ch.function
+    def _attend_rows(
+        self,
+        item: Item,
+        share: Share,
+        queries: Sequence[Queries],
+        cached_end: ch.Expr,
+        newest_begin: ch.Expr,
+        newest: ch.Expr,
+        epoch: ch.Expr,
+    ) -> None:
+        """This warp's share of an item whose queries are there."""
+        states = [self.product.new_state() for _ in queries]
         self._attend_keys(item.begin, cached_end, newest_begin, newest, share, queries, states)
         self.folder.fold(item, share, states, epoch)
 

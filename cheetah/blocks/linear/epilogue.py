@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from cheetah import lang as ch
-from cheetah.blocks.columns import fragment_word, warps_of_column
+from cheetah.blocks.columns import fragment_word
 from cheetah.blocks.exchange import Published
 from cheetah.blocks.linear.interface import Epilogue, Rows
 from cheetah.blocks.machine import Machine
@@ -57,15 +57,8 @@ def publish_rows(machine: Machine, into: Published, rows: Rows, value: ch.Expr, 
 
 @ch.inline
 def scaled(machine: Machine, rows: Rows) -> Any:
-    """The rows of a product whose input was normalised: times 1/rms of their token, from the warps' shares of the mean
-    of its squares. Made here, so that no warp waits for another before it multiplies."""
-    shares = warps_of_column(machine)
-    place = machine.region("square_shares", ty.f32) + rows.column * shares
-    terms = [place[number] for number in range(shares)]
-    while len(terms) > 1:
-        pairs = zip(terms[::2], terms[1::2], strict=False)
-        terms = [low + high for low, high in pairs] + terms[len(terms) // 2 * 2 :]
-    return rows.sum * prim.rsqrt_f32(terms[0])
+    """The rows of a product whose input was normalised: times 1/rms of their token."""
+    return rows.sum * machine.region("scales", ty.f32)[rows.column]
 
 
 @ch.function

@@ -14,12 +14,14 @@ The loops over M-tiles and chunks stay (almost) rolled: unrolled, the kernel is 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.columns import Columns
 from cheetah.blocks.linear.formats import fragments_of
+from cheetah.blocks.linear.formats.bf16 import Bf16Fragments, HeldTiles
 from cheetah.blocks.linear.fragments import Activations
 from cheetah.blocks.linear.interface import Epilogue, Linear, Prologue, Rows
 from cheetah.blocks.ring import Cursor, Ring, Stage
@@ -151,9 +153,7 @@ class Matvec(Linear):
                 with ch.if_(m_tile + layout.blocks >= layout.m_tiles):  # the last one: the next wait is near
                     self.ring.begin_waiting()
             with ch.for_(layout.chunks, unroll=2) as chunk:
-                with self.ring.use() as stage:
-                    self.timeline.stamp_first("first_chunk")
-                    self._multiply_chunk(layout, chunk, chunk, stage, sums)
+                self._use_chunk(layout, chunk, chunk, sums)
             self.timeline.stamp_here("last_chunk")
             self._reduce(layout, m_tile, sums, epilogue)
 
@@ -173,9 +173,7 @@ class Matvec(Linear):
                     if number == layout.slices - 1 and wave == layout.waves - 1 > 0:
                         self.ring.begin_waiting()
                     with ch.for_(first, end, unroll=2) as chunk:
-                        with self.ring.use() as stage:
-                            self.timeline.stamp_first("first_chunk")
-                            self._multiply_chunk(layout, chunk, chunk - first, stage, sums[wave])
+                        self._use_chunk(layout, chunk, chunk - first, sums[wave])
         self.timeline.stamp_here("last_chunk")
         for wave in range(layout.waves):
             with self._has_m_tile(layout, position, wave):
@@ -194,25 +192,62 @@ class Matvec(Linear):
         full = layout.wave_width(wave) == layout.blocks or wave == 0
         return nullcontext() if full else ch.if_(position + wave * layout.blocks < layout.m_tiles)
 
+    @ch.inline
+    def _use_chunk(self, layout: MatrixLayout, chunk: ch.Expr, place: ch.Expr, sums: Any) -> None:
+        """The next stage, chunk `chunk` of an M-tile, by the vectors in shared memory, in which it is number `place`.
+
+        Where a warp has registers for its tiles, and all weights are bf16, the stage is given back before they are
+        multiplied.
+        """
+        tiles = layout.tiles_per_chunk // self.machine.plan.consumer_warps
+        held = HeldTiles.of(tiles) if self.columns.tiles == 1 and not self.machine.shape.formats else None
+        with self.ring.use() as stage:
+            self.timeline.stamp_first("first_chunk")
+            if held is None:
+                self._multiply_chunk(layout, chunk, place, stage, sums)
+            else:
+                self._hold_chunk(layout, chunk, place, stage, held)
+        if held is not None:
+            self._multiply_held(layout, chunk, held, sums)
+
+    @contextmanager
+    @ch.inline
+    def _own_tiles(self, layout: MatrixLayout, chunk: ch.Expr) -> Iterator[tuple[ch.Expr, ch.Expr]]:
+        """This warp's tiles of a chunk: (its number among them, its number in the chunk)."""
+        machine = self.machine
+        with ch.for_(layout.tiles_per_chunk // machine.plan.consumer_warps, unroll=True) as turn:
+            pair = turn * machine.plan.consumer_warps + machine.warp
+            full = layout.last_chunk_tiles == layout.tiles_per_chunk
+            with nullcontext() if full else ch.if_(pair < layout.chunk_tiles(chunk)):
+                yield turn, pair
+
+    def _activations(self, layout: MatrixLayout, place: ch.Expr, pair: ch.Expr) -> Activations:
+        """The vectors beside tile `pair` of the chunk whose number in shared memory is `place`."""
+        vector = self.machine.region("vector", ty.u32x4)
+        units_per_tile = layout.format.vector_units(layout.columns, self.columns.limit)
+        return Activations(self.columns, vector + (place * layout.tiles_per_chunk + pair) * units_per_tile)
+
+    @ch.function
+    def _hold_chunk(self, layout: MatrixLayout, chunk: ch.Expr, place: ch.Expr, stage: Stage, held: HeldTiles) -> None:
+        """This warp's tiles of a chunk, and what they are multiplied with, to registers."""
+        fragments = Bf16Fragments(stage, self.machine.lane, layout.format)
+        read = ch.var(ty.u32, 0)
+        with self._own_tiles(layout, chunk) as (turn, pair):
+            fragments.hold(pair, self._activations(layout, place, pair), held, turn, read)
+        stage.has_read(read)
+
+    @ch.function
+    def _multiply_held(self, layout: MatrixLayout, chunk: ch.Expr, held: HeldTiles, sums: Any) -> None:
+        """The products of what `_hold_chunk` brought."""
+        with self._own_tiles(layout, chunk) as (turn, _):
+            held.multiply(turn, sums)
+
     @ch.function
     def _multiply_chunk(self, layout: MatrixLayout, chunk: ch.Expr, place: ch.Expr, stage: Stage, sums: Any) -> None:
         """Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`."""
-        machine = self.machine
-        vector = machine.region("vector", ty.u32x4)
-        fragments = fragments_of(layout, self.columns.limit, stage, machine.lane)
-        with ch.for_(layout.tiles_per_chunk // machine.plan.consumer_warps, unroll=True) as turn:
-            pair = turn * machine.plan.consumer_warps + machine.warp
-
-            def multiply_tile() -> None:
-                units_per_tile = layout.format.vector_units(layout.columns, self.columns.limit)
-                units = Activations(self.columns, vector + (place * layout.tiles_per_chunk + pair) * units_per_tile)
-                fragments.multiply(pair, units, sums)
-
-            if layout.last_chunk_tiles == layout.tiles_per_chunk:
-                multiply_tile()
-            else:
-                with ch.if_(pair < layout.chunk_tiles(chunk)):
-                    multiply_tile()
+        fragments = fragments_of(layout, self.columns.limit, stage, self.machine.lane)
+        with self._own_tiles(layout, chunk) as (_, pair):
+            fragments.multiply(pair, self._activations(layout, place, pair), sums)
         if layout.format.factor_bytes:
             with ch.if_(chunk == layout.chunks - 1):
                 fragments.finish_rows(layout.last_chunk_tiles, self.columns, sums)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from cheetah import lang as ch
-from cheetah.blocks.columns import QUAD, UNIT, UNITS_PER_TILE, Columns, warps_of_column
+from cheetah.blocks.columns import QUAD, UNIT, UNITS_PER_TILE, Columns
 from cheetah.blocks.linear.formats.vectors import store_unit
 from cheetah.blocks.linear.interface import Prologue
 from cheetah.blocks.linear.order import Order
@@ -242,11 +242,11 @@ def load_normalised(
     norm: ch.Expr,
     source: Source,
 ) -> None:
-    """RMSNorm: x * weight into shared memory, and what `scaled` makes every token's 1/rms of.
+    """RMSNorm: x * weight into shared memory, and every token's 1/rms into the region `scales`.
 
     The products are multiplied by 1/rms afterwards, which keeps it off their path. The mean of squares runs over
     `true_elements`; padding is zero. `norm` points to the bf16 weights. They are loaded before the vector is waited
-    for. Ends with a barrier of the consumer warps.
+    for. Ends with a barrier of the consumer warps for the vector; `scales` are seen after the next one.
     """
     machine, order = columns.machine, _order_of(columns, part)
     vector = machine.region("vector", part.element)
@@ -268,7 +268,7 @@ def load_normalised(
                     weighted = _times_weights(data[number], weights[number], squares, part.piece)
                     words = ch.const(ty.u32x4, weighted, name="words")
                     order.put(words, places[number])
-    _share_squares(columns, part, squares, true_elements, epsilon)
+    _write_scales(columns, part, squares, true_elements, epsilon)
     if order is not None:
         order.convert()
 
@@ -303,7 +303,7 @@ def addresses_of_units(columns: Columns, source: ch.Expr, piece: int = UNIT) -> 
 class _Batch:
     """Pieces `first`, `first + consumer_threads`, ... of a thread: `count` of them, for an array of the part.
 
-    leads: the vector's first batch, and every thread has it, so that whole warps can wait together.
+    leads: the vector's first batch, of whole warps, so that they can wait together.
     """
 
     columns: Columns
@@ -332,7 +332,7 @@ def _batches(columns: Columns, part: Part, most_units: int = UNITS) -> Iterator[
         full = (begin + size) * threads <= units
         with nullcontext() if full else ch.if_(machine.thread + begin * threads < units):
             first = ch.const(ty.u32, machine.thread + begin * threads, name="first_unit")
-            yield _Batch(columns, part, first, size, full and begin == 0)
+            yield _Batch(columns, part, first, size, begin == 0 and (full or units % 32 == 0))
         begin += size
     if part.available % VECTOR_COLUMNS:
         yield from _last_pair(columns, part, units)
@@ -418,18 +418,23 @@ def _load_places(order: Order | None, batch: _Batch) -> Any:
 
 
 @ch.function
-def _share_squares(columns: Columns, part: Part, squares: Any, true_elements: int, epsilon: float) -> None:
-    """Each warp's share of every column's mean of squares plus epsilon, for who finishes rows: [column][warp]. Ends
-    with a barrier of the consumer warps."""
-    machine, shares = columns.machine, warps_of_column(columns.machine)
-    in_warp = columns.limit * shares // machine.plan.consumer_warps  # columns of one warp's pieces
-    classes = machine.plan.consumer_warps // shares  # so many neighbouring warps have different ones
+def _write_scales(columns: Columns, part: Part, squares: Any, true_elements: int, epsilon: float) -> None:
+    """1/rms of every token from the threads' sums of squares: within warps, then over the warps in order."""
+    machine, tokens = columns.machine, columns.limit
+    partial_sums = machine.region("partial_sums", ty.f32)
+    scales = machine.region("scales", ty.f32)
+    in_warp = min(tokens, COLUMNS)  # tokens of one warp's pieces
+    classes = tokens // in_warp  # so many neighbouring warps have those of different tokens
     sum_of_token = ch.var(ty.f32, squares)
     for mask in (16, 8, 4, 2, 1):
         if mask < part.pieces_per_tile or mask >= part.pieces_per_tile * in_warp:
             sum_of_token += prim.shuffle_xor_f32(sum_of_token, mask)
     with ch.if_((machine.lane % part.pieces_per_tile == 0) & (machine.lane < part.pieces_per_tile * in_warp)):
-        column = machine.warp % classes * in_warp + machine.lane // part.pieces_per_tile
-        share = sum_of_token * (1.0 / true_elements) + epsilon / shares
-        machine.region("square_shares", ty.f32)[column * shares + machine.warp // classes] = share
+        partial_sums[machine.warp * COLUMNS + machine.lane // part.pieces_per_tile] = sum_of_token
     machine.meet()
+    with ch.if_(machine.thread < columns.count):
+        total = ch.var(ty.f32, 0.0)
+        with ch.for_(machine.plan.consumer_warps // classes, unroll=True) as other:
+            warp = other * classes + machine.thread // COLUMNS
+            total += partial_sums[warp * COLUMNS + machine.thread % COLUMNS]
+        scales[machine.thread] = prim.rsqrt_f32(total * (1.0 / true_elements) + epsilon)

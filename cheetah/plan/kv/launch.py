@@ -64,13 +64,16 @@ def kv_plans_for_launch(
     minimum: int = 64,
     chunk: int | None = None,
     item_cost: int = 0,
+    free_from: int = 0,
 ) -> list[tuple[int, KvPlan]]:
     """(first step, plan) for a launch of `steps` steps; tile i of the plans is `tiles[i]`, which ascend by level.
 
-    A plan is valid until a rounded begin or end changes. The other arguments are those of `kv_plan`.
+    A plan is valid until a rounded begin or end changes. The other arguments are those of `kv_plan` and `Scheduling`.
     """
     require_positive("KV plans of a launch", steps=steps)
-    scheduling = Scheduling(kv_heads, blocks, align, minimum, chunk=chunk or 0, item_cost=item_cost)
+    scheduling = Scheduling(
+        kv_heads, blocks, align, minimum, chunk=chunk or 0, item_cost=item_cost, free_from=free_from
+    )
     return [
         (
             step,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from cheetah import lang as ch
@@ -13,6 +14,28 @@ LANE_LOADS = BF16.tile_bytes // 16
 """16-byte words of a tile: the lanes' of its first half, then those of its second."""
 
 
+@dataclass(frozen=True, eq=False)
+class HeldTiles:
+    """A warp's tiles of a chunk in registers, and the operands of 8 columns that they are multiplied with."""
+
+    weights: Any
+    values: Any
+
+    @classmethod
+    @ch.inline
+    def of(cls, tiles: int) -> HeldTiles:
+        """Room for so many."""
+        weights = ch.array(ty.u32x4, tiles, 2)
+        values = ch.array(ty.u32x4, tiles)
+        return cls(weights, values)
+
+    def multiply(self, number: ch.Expr, sums: Any) -> None:
+        """sums [1, 4] += tile `number` of them."""
+        weights, values = self.weights[number], self.values[number]
+        prim.mma_bf16(sums[0], weights[0], values.x, values.y)
+        prim.mma_bf16(sums[0], weights[1], values.z, values.w)
+
+
 class Bf16Fragments(Fragments):
     """Tiles of 16 x 32, packed by `cheetah.models.formats.bf16`."""
 
@@ -20,6 +43,17 @@ class Bf16Fragments(Fragments):
     def declare(self) -> None:
         fragments = ch.reinterpret(ty.ptr(ty.u32x4), self.stage.address)
         self.fragments = fragments
+
+    @ch.inline
+    def hold(self, tile: ch.Expr, activations: Activations, held: HeldTiles, number: ch.Expr, read: Any) -> None:
+        """Tile `tile` of the stage becomes number `number` of those held; `read` (u32) becomes a word of all that was
+        read."""
+        first = self.fragments[tile * LANE_LOADS + self.lane]
+        second = self.fragments[tile * LANE_LOADS + 32 + self.lane]
+        held.weights[number][0] = first
+        held.weights[number][1] = second
+        held.values[number] = activations.operand(activations.units, 0)
+        read ^= first.x ^ second.x
 
     @ch.inline
     def multiply(self, tile: ch.Expr, activations: Activations, sums: Any) -> None:
