@@ -145,7 +145,9 @@ def default_down_slices(shape: ModelShape, tokens: int, gpu: Gpu) -> int:
 
 def default_sync(shape: ModelShape, tokens: int, gpu: Gpu) -> str:
     """Flagged words double what every block reads: with 8 tokens that costs more than the grid barrier's longer trips
-    (8B, batch 8: 4.09 against 3.89 ms a step), beside quantised weights with 4 (int4 2.271 against 1.950, fp8 2.803
-    against 2.589)."""
-    from_tokens = BARRIER_TOKENS // 2 if shape.formats else BARRIER_TOKENS
+    (8B, batch 8: 4.09 against 3.89 ms a step), beside weights of 8 bits with 4 (fp8 2.803 against 2.589, units not yet
+    by halves). Beside 4 bits they are faster with 4 (8B, int4: 1.709 against 1.822)."""
+    down = shape.format_of("down")
+    has_8_bits = isinstance(down, QuantizedTiles) and down.bits == 8
+    from_tokens = BARRIER_TOKENS // 2 if has_8_bits else BARRIER_TOKENS
     return "barrier" if tokens >= from_tokens and not gpu.emulated else "flags"

@@ -159,14 +159,16 @@ def test_a_vector_of_one_token_is_brought_in_halves_and_of_several_in_parts_no_l
     assert slices == [1, 1, 1, 4, 1]
 
 
-def test_vectors_beside_4_bit_weights_come_in_few_parts_by_the_grid_barrier_from_four_on():
+def test_vectors_beside_4_bit_weights_come_in_few_parts_by_the_grid_barrier_with_eight():
     shape = replace(LLAMA_8B, formats=tuple((name, "int4-g128") for name in ("qkv", "o", "gate_up", "down")))
     plans = [plan_for(shape, tokens=tokens) for tokens in (1, 2, 4, 8)]
     assert [(plan.down_slices, plan.sync) for plan in plans] == [
         *((1, "flags"), (1, "flags")),
-        *((2, "barrier"), (3, "barrier")),
+        *((2, "flags"), (3, "barrier")),
     ]
     assert [plan.in_flight_waiting for plan in plans] == [2, 2, 2, 2]
+    of_8_bits = replace(shape, formats=tuple((name, "fp8") for name, _ in shape.formats))
+    assert [plan_for(of_8_bits, tokens=tokens).sync for tokens in (2, 4, 8)] == ["flags", "barrier", "barrier"]
     assert plan_for(LLAMA_8B).in_flight_waiting == 3
 
 
