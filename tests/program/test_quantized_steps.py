@@ -42,6 +42,10 @@ CASES: dict[str, tuple[ModelConfig, Formats, dict[str, Any]]] = {
         *(model(144, 280, act_order=True), (*MIXED[1:3], ("down", "int4-g32"))),
         {"batch": 3, "tokens": 4, "down_slices": 2},
     ),
+    "act-order, eight tokens": (
+        *(model(256, 512, heads=4, act_order=True), (("qkv", "int4-g64"), ("o", "int4-g64"), ("gate_up", "int8-g32"))),
+        {"tokens": 8},
+    ),
     "act-order, two tokens, biases": (
         *(replace(qwen2(4, 2), hidden_size=256, act_order=True), (("qkv", "int4-g64"), ("o", "int8-g32"))),
         {"tokens": 2},
@@ -57,7 +61,9 @@ def rig(case: str) -> Rig:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", tiered(CASES, ["qwen2, barrier", "qwen3, keys of eight bits"]))
+@pytest.mark.parametrize(
+    "case", tiered(CASES, ["qwen2, barrier", "qwen3, keys of eight bits", "act-order, two tokens, biases"])
+)
 def test_logits_of_every_position(case: str) -> None:
     ready = rig(case)
     ids = token_ids(12, ready.config.vocab_size)
