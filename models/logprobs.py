@@ -4,11 +4,7 @@ What vLLM calls raw_logprobs. Knows nothing of devices or text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
-from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +12,6 @@ from numpy.typing import NDArray
 MOST_LOGPROBS = 20
 """Likeliest tokens that may be asked for beside the one that was chosen."""
 
-MOST_WORKERS = 8
 _GROUP = 64
 
 
@@ -47,16 +42,6 @@ def token_logprobs(logits: NDArray[np.float32], token: int, count: int) -> Token
     found = [float(logits[place]) - normalizer for place in (token, *top)]
     rank = int(np.count_nonzero(logits >= logits[token]))
     return TokenLogprobs(token, found[0], rank, tuple(zip(map(int, top), found[1:], strict=True)))
-
-
-def logprobs_of(rows: Iterable[NDArray[np.float32]], tokens: Iterable[int], count: int) -> list[TokenLogprobs]:
-    """`token_logprobs` of each row and its token, on several processors: most of it is numpy's, which needs no GIL."""
-    return list(_workers().map(token_logprobs, rows, tokens, repeat(count)))
-
-
-@cache
-def _workers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(MOST_WORKERS, "logprobs")
 
 
 def likeliest(logits: NDArray[np.float32], count: int) -> NDArray[np.intp]:

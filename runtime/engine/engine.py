@@ -18,7 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain, count
+from itertools import accumulate, chain, count, repeat
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from cheetah.errors import CheetahError
 from cheetah.manifest import NO_PAGE
-from cheetah.models.logprobs import TokenLogprobs, logprobs_of, token_logprobs
+from cheetah.models.logprobs import TokenLogprobs, token_logprobs
 from cheetah.runtime import interrupts
 from cheetah.runtime.device.interface import LaunchCancelled
 from cheetah.runtime.engine.completion import Completion
@@ -736,7 +736,7 @@ class Engine:
             if logits is not None and most is not None and group[0].reads_logprobs:
                 judged = part.inputs[1:] if following is None else following
                 rows = launcher.logits_after(flight, number, range(len(judged)))
-                group[0].prompt_logprobs += logprobs_of(rows, judged, most)
+                group[0].prompt_logprobs += map(token_logprobs, rows, judged, repeat(most))
         self._turn = self._turn if logits is None else 1 - self._turn
         return results
 

@@ -17,7 +17,7 @@ from tiny_models import tiny_weights, write_checkpoint
 from tiny_tokenizers import byte_level
 
 from cheetah.models.dense.reference import Reference
-from cheetah.models.logprobs import TokenLogprobs, likeliest, logprobs_of, token_logprobs
+from cheetah.models.logprobs import TokenLogprobs, likeliest, token_logprobs
 from cheetah.models.rounding import round_to_bf16
 from cheetah.runtime import LLM, Logprob, SamplingParams
 from cheetah.runtime.engine.launcher import Sampling
@@ -43,13 +43,6 @@ def check(found: TokenLogprobs, row: NDArray[np.float64], token: int, count: int
 
 
 few = st.floats(-20, 20, width=16) | st.sampled_from([0.0, 1.0, -np.inf])
-
-
-def test_several_rows_are_judged_as_one_by_one() -> None:
-    rows = np.random.default_rng(0).normal(size=(40, 300)).astype(np.float32)
-    tokens = range(100, 140)
-    expected = [token_logprobs(row, token, 3) for row, token in zip(rows, tokens, strict=True)]
-    assert logprobs_of(iter(rows), tokens, 3) == expected
 
 
 @given(arrays(np.float32, st.integers(1, 300), elements=few), st.integers(0, 25))
