@@ -35,7 +35,10 @@ BUGS = (
     bug(
         "a block without a tile does not wait",
         UNEQUAL,
-        (rf"if \(thread == 0\) \{{{WAITS}", r"if (thread == 0 && (block < 2 * token_tiles || phase % 2 != 0)) {\1"),
+        (
+            rf"(\+ phase \+ 1;\s*)if \(thread == 0\) \{{{WAITS}",
+            r"\1if (thread == 0 && (block < 2 * token_tiles || phase % 2 != 0)) {\2",
+        ),
     ),
     bug("the halves of k exchanged in operand B", FLOAT32, (r"(descriptor\w*) \+ (64|80)\b", r"\1 + (144 - \2)")),
     bug("the units of operand B read across", FLOAT32, (r"(memory\w* \+ 8192), 128, 512\)", r"\1, 512, 128)")),
