@@ -111,3 +111,20 @@ def test_a_bug_that_changes_nothing_is_refused() -> None:
         Bug("no bug", ()).rig()
     with pytest.raises(AssertionError, match="nothing in the kernel matches 'no such text'"):
         Bug("old text", (), (("no such text", ""),)).rig()
+
+
+def test_every_text_that_a_bug_replaces_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of those that `make test-all` alone looks for: a kernel that is written otherwise leaves none behind.
+    No kernel is compiled."""
+
+    class Made(Exception):
+        pass
+
+    def made(*arguments: object, **options: object) -> None:
+        raise Made
+
+    monkeypatch.setattr("tests.program.rig.compile_program", made)
+    for bug in BUGS:
+        if not bug.change:
+            with pytest.raises(Made):
+                bug.rig()
