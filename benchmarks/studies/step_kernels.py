@@ -121,7 +121,7 @@ class Piece(StepParts):
         return {
             "qkv": lambda: linear(matrices.qkv, self.input_of(layer), self.project_heads(layer)),
             "attention": lambda: self.attend(self.step, layer),
-            "o": lambda: linear(matrices.o, self.heads(), add_residual(machine, after_o)),
+            "o": lambda: linear(matrices.o, self.heads(layer), add_residual(machine, after_o)),
             "gate_up": lambda: linear(matrices.gate_up, ffn_input, swiglu(machine, self.vector("gated"))),
             "down": lambda: linear(matrices.down, self.gated(), add_residual(machine, hidden)),
         }

@@ -41,7 +41,7 @@ def default_plan(gpu: Gpu, shape: ModelShape, *, reserve: Reserve = kernel_regio
     require_positive("Plan", **{name: chosen[name] for name in used_here if name in chosen})
     chosen.setdefault("tokens", next((size for size in STEP_TOKENS if size >= chosen.get("batch", 1)), MAX_BATCH))
     chosen.setdefault("down_slices", default_down_slices(shape, chosen["tokens"], gpu))
-    chosen.setdefault("sync", default_sync(shape, chosen["tokens"], gpu))
+    chosen.setdefault("sync", default_sync(chosen["tokens"], gpu))
     chosen.setdefault("stage_bytes", _default_stage_bytes(shape, gpu, chosen["consumer_warps"]))
     draft = Plan.from_dict({**chosen, "stages": 2, "in_flight": 1, "in_flight_waiting": 0})
     draft.check(shape, gpu)
@@ -143,11 +143,8 @@ def default_down_slices(shape: ModelShape, tokens: int, gpu: Gpu) -> int:
     return 1 if gpu.emulated else 2
 
 
-def default_sync(shape: ModelShape, tokens: int, gpu: Gpu) -> str:
+def default_sync(tokens: int, gpu: Gpu) -> str:
     """Flagged words double what every block reads: with 8 tokens that costs more than the grid barrier's longer trips
-    (8B, batch 8: 4.09 against 3.89 ms a step), beside weights of 8 bits with 4 (fp8 2.803 against 2.589, units not yet
-    by halves). Beside 4 bits they are faster with 4 (8B, int4: 1.709 against 1.822)."""
-    down = shape.format_of("down")
-    has_8_bits = isinstance(down, QuantizedTiles) and down.bits == 8
-    from_tokens = BARRIER_TOKENS // 2 if has_8_bits else BARRIER_TOKENS
-    return "barrier" if tokens >= from_tokens and not gpu.emulated else "flags"
+    (8B, batch 8: 4.09 against 3.89 ms a step; int4 2.200 against 2.145). With 4 they are faster (8B: 3.70 against 3.76;
+    int4 1.709 against 1.822, fp8 2.360 against 2.438)."""
+    return "barrier" if tokens >= BARRIER_TOKENS and not gpu.emulated else "flags"
