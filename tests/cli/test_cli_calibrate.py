@@ -65,7 +65,7 @@ def test_the_demo_model_from_a_text(tmp_path: Path) -> None:
     assert "has scales of keys and values already" in refused("calibrate", out, *options[:2], "-o", tmp_path / "more")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.compiler
 def test_a_scale_a_head_beside_quantised_weights(tmp_path: Path) -> None:
     quantised, out = tmp_path / "int4", tmp_path / "scaled"

@@ -63,7 +63,7 @@ def test_a_wait_for_what_never_comes_is_a_deadlock() -> None:
     assert {failure.kind for failure in verdict.exploration.failures} == {"Deadlock"}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_missing_wait_gives_other_bits_or_a_misuse() -> None:
     verdict = checked(changed(generated(), r"mbarrier_wait\(full \+ use_stage, use_parity\);", ""), seeds=3)
     assert not verdict.exploration.ok, str(verdict)
