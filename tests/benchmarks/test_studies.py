@@ -167,6 +167,7 @@ def test_variants_take_turns_and_warm_up_is_not_counted() -> None:
 
 
 @pytest.mark.compiler
+@pytest.mark.exhaustive
 def test_a_study_that_fails_stops_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

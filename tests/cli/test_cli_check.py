@@ -75,7 +75,7 @@ def test_a_wrong_count_of_steps_is_a_fault() -> None:
     assert {failure.kind for failure in verdict.exploration.failures} == {"KernelFault"}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_race_detector_runs_on_the_same_launches() -> None:
     config = LlamaConfig(16, 16, 1, 1, 1, 64, 16, max_position_embeddings=96)
     right, tensors = generate_kernel(config, "emulator-2", consumer_warps=2, stage_bytes=4096), random_tensors(config)

@@ -124,7 +124,7 @@ def test_launches_of_two_programs_may_alternate() -> None:
     np.testing.assert_array_equal(x, np.full(8, 36))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_portable_switch_gives_the_same_results(tmp_path: Path) -> None:
     mode = replace(build.PLAIN, name="portable", runtime_flags=("-O2", "-DCHEETAH_EMULATOR_UCONTEXT"))
     kernel = LoadedProgram("planted", PARAMETERS, build.build_program(TEXT, "planted", PARAMETERS, mode, tmp_path))

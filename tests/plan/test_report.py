@@ -120,7 +120,7 @@ def test_the_plot_is_written(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_plot_that_cannot_be_written_is_a_clear_error(tmp_path):
     pytest.importorskip("matplotlib")
     with pytest.raises(PlanError, match="cannot be written to .*none"):

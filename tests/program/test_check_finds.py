@@ -28,7 +28,8 @@ EXHAUSTIVE = (
     *("the first column's norm for all", "a query that sees a key too many"),
     *("the wrong parity of a stage ahead", "keys cached in the first sequence's pages"),
     *("draws keyed by the position before", "a whole stage announced for the last keys"),
-    "products that do not wait for their loads",
+    *("products that do not wait for their loads", "no warp barrier before the step's end is told"),
+    *("the norm's epsilon left out", "the highest id on ties"),
 )
 """Of each there is one of its kind that `make test` looks for."""
 

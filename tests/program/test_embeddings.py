@@ -65,6 +65,7 @@ def test_the_last_or_the_mean_of_the_hidden_states(
     assert relative_error(units, mean / np.linalg.norm(mean, axis=1, keepdims=True)) < TOLERANCE
 
 
+@pytest.mark.exhaustive
 def test_a_prompt_in_several_passes_has_the_same_vector(llm: LLM, prompts: list[list[int]]) -> None:
     """By the same kernel, which does not say where one ended."""
     passes = llm.engine.engine._passes[-1]

@@ -6,6 +6,7 @@ import pytest
 
 from cheetah.errors import CheetahError
 from tests.program.planted_sampling import BUGS, DETECTORS, VARIABLE, SamplingBug, planted_rig
+from tests.tiers import tiered
 
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 
@@ -19,13 +20,25 @@ def finding(detector: str) -> str | None:
         return str(error)
 
 
+EXHAUSTIVE = (
+    *("the mask of the token before", "presence is taken off from the second time on", "counted by every block"),
+    *("noise is not written down", "a list weighs what one lane does", "a lane's second was not left out"),
+    *("everything listed is all there is", "min_p beyond the lists", "the same candidate again"),
+    *("a pivot counts itself", "the bracket's end is not brought nearer", "an order of any launch"),
+    "the order of the sequence beside",
+)
+"""Of each there is one of its kind that `make test` looks for."""
+
+
 @pytest.mark.parametrize("detector", DETECTORS)
 def test_nothing_is_found_in_the_kernel_as_it_is(detector: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     assert finding(detector) is None
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name.replace(" ", "-"))
+@pytest.mark.parametrize(
+    "bug", tiered(BUGS, [bug for bug in BUGS if bug.name in EXHAUSTIVE]), ids=lambda bug: bug.name.replace(" ", "-")
+)
 def test_a_planted_bug_is_found(bug: SamplingBug, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(BUGS.index(bug) + 1))
     assert finding(bug.found_by)

@@ -184,6 +184,7 @@ def _alone(request: Request) -> tuple[int, ...]:
     return rig.run()[number]
 
 
+@pytest.mark.exhaustive
 def test_others_make_tokens_between_passes_of_the_size_that_was_asked_for(noted: list[tuple[int, ...]]) -> None:
     rig = Rig(chunk_tokens=48)
     rig.engine.add(request(3, 90))
