@@ -114,6 +114,7 @@ def test_the_table_of_layers_names_every_part() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
+@pytest.mark.slow
 def test_commands_can_be_typed(page: str) -> None:
     problems = []
     for program, *arguments in typed_commands(page):

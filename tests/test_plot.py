@@ -102,6 +102,7 @@ def test_a_picture_is_written(tmp_path: Path) -> None:
     assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.slow
 def test_the_emulator_is_not_drawn(tmp_path: Path) -> None:
     source = written(tmp_path / "a.jsonl", record(1, 10.0, note="emulated: not a speed"))
     assert read_records([source]) == []

@@ -158,6 +158,7 @@ def test_a_small_model_stays_as_it_is() -> None:
         (("--max-context", "8"), "needs max_context and max_steps of at least"),
     ],
 )
+@pytest.mark.slow
 def test_what_cannot_be_checked_is_refused(arguments: tuple[str, ...], words: str) -> None:
     result = refused("check", "demo", "--seeds", "1", "--no-sanitizer", *arguments)
     assert words in result

@@ -25,6 +25,7 @@ def header_command(text: str) -> str:
     return next(line.partition(": ")[2] for line in text.splitlines() if "Regenerate with" in line)
 
 
+@pytest.mark.slow
 def test_writes_a_kernel_and_its_manifest(tmp_path: Path) -> None:
     files = generate(tmp_path, "demo")
     assert {path.name for path in files.values()} == {"demo-h200.cu", "demo-h200.json"}
@@ -89,6 +90,7 @@ def test_a_folder_is_named_without_its_path(tmp_path: Path) -> None:
         assert Manifest.read(files[".json"]).command == "cheetah generate My-Model"
 
 
+@pytest.mark.slow
 def test_of_a_hub_id_the_configuration_alone_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fetched = []
 
@@ -130,12 +132,14 @@ def test_what_cannot_be_generated_is_refused(tmp_path: Path, arguments: tuple[st
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     folder = tmp_path / "file" / "below"
     assert f"cannot write to {folder}: Not a directory" in refused("generate", "demo", "-o", folder)
 
 
+@pytest.mark.slow
 def test_prints_each_choice_and_each_file(tmp_path: Path) -> None:
     text = cheetah("generate", "demo", "-o", tmp_path, "--no-compile").stdout
     for field, value in Manifest.read(tmp_path / "demo-h200.json").plan.items():
@@ -143,6 +147,7 @@ def test_prints_each_choice_and_each_file(tmp_path: Path) -> None:
     assert f"wrote {tmp_path / 'demo-h200.cu'}" in text and f"wrote {tmp_path / 'demo-h200.json'}" in text
 
 
+@pytest.mark.slow
 def test_writes_the_cubin_with_its_resources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     resources = ResourceReport(99, 16, 0, 0, 0)
     cubin = Cubin("decode_step", b"code", "NVRTC 1", (), resources, 0.1, cached=False, path=None)
@@ -158,6 +163,7 @@ def test_writes_the_cubin_with_its_resources(tmp_path: Path, monkeypatch: pytest
     assert "99 registers" in text and "no spills" in text and f"{shared + 16} bytes of shared memory" in text
 
 
+@pytest.mark.slow
 def test_without_a_compiler_there_is_no_cubin_and_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cheetah.runtime.build.compile.shutil.which", lambda name: None)
     result = cheetah("generate", "demo", "-o", tmp_path, "--compiler", "nvcc")
@@ -165,6 +171,7 @@ def test_without_a_compiler_there_is_no_cubin_and_no_error(tmp_path: Path, monke
     assert not (tmp_path / "demo-h200.cubin").exists()
 
 
+@pytest.mark.slow
 def test_what_to_install_is_printed_as_it_is_to_be_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Square brackets are nothing special in a message."""
 
@@ -176,6 +183,7 @@ def test_what_to_install_is_printed_as_it_is_to_be_typed(tmp_path: Path, monkeyp
     assert "no cubin: no nvrtc: pip install '.[cuda]'; with a CUDA toolkit: --compiler nvcc" in text
 
 
+@pytest.mark.slow
 def test_a_batch_is_in_the_file_name_and_the_command_and_the_tokens_follow_by_rule(tmp_path: Path) -> None:
     text = cheetah("generate", "demo", "-o", tmp_path, "--batch", "3", "--tokens", "4", "--no-compile").stdout
     manifest = Manifest.read(tmp_path / "demo-h200-batch-3.json")

@@ -48,6 +48,7 @@ def test_draws_the_shares(tmp_path: Path) -> None:
     assert (tmp_path / "shares.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_bytes_by_format() -> None:
     text = cheetah("inspect", "llama-3.1-8b@int4-g128").stdout
     layers = 32 * (4096 * (6144 + 4096 + 2 * 14336) + 14336 * 4096)  # 4 bits each, and a scale of 16 bits for 128

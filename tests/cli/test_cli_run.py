@@ -41,11 +41,13 @@ def test_the_limits_that_the_help_names_are_the_plan_s() -> None:
     assert MOST_TOGETHER == MAX_BATCH and f"1 to {MAX_BATCH};" in hints["batch"].__metadata__[0].help
 
 
+@pytest.mark.slow
 def test_reads_the_prompt_from_stdin(completion: str) -> None:
     result = cheetah("run", "demo", "-", "--max-tokens", "12", "--temperature", "0", *EMULATOR, stdin=PROMPT + "\n")
     assert result.stdout == completion + "\n"
 
 
+@pytest.mark.slow
 def test_a_stop_text_ends_it(completion: str) -> None:
     stop = completion.split()[2]
     result = cheetah("run", "demo", PROMPT, "--max-tokens", "12", "--temperature", "0", "--stop", stop, *EMULATOR)

@@ -39,6 +39,7 @@ def test_plans_are_those_of_the_algorithm_written_out_plainly():
         assert {name: getattr(plan, name).tolist() for name in ARRAYS} == plain
 
 
+@pytest.mark.slow
 def test_the_same_tiles_give_the_same_bytes():
     draw = np.random.default_rng(3)
     for _ in range(300):
@@ -49,6 +50,7 @@ def test_the_same_tiles_give_the_same_bytes():
             assert getattr(first, name).dtype == np.int32
 
 
+@pytest.mark.slow
 def test_costs_change_only_the_assignment():
     draw = np.random.default_rng(4)
     for _ in range(300):
@@ -59,6 +61,7 @@ def test_costs_change_only_the_assignment():
         assert first.merge_src.tolist() == second.merge_src.tolist()
 
 
+@pytest.mark.slow
 def test_a_fixed_chunk_cuts_each_tile_as_if_it_were_alone():
     draw = np.random.default_rng(5)
     for _ in range(200):

@@ -209,6 +209,7 @@ def carried_out(plan, records, keys, queries, group, step):
     return output
 
 
+@pytest.mark.slow
 def test_a_plan_carried_out_is_attention():
     """Several levels, chunks by rule and fixed, tiles of several sequences and sequences of several tiles."""
     draw = np.random.default_rng(3)

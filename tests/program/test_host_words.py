@@ -69,6 +69,7 @@ def test_a_launch_ends_when_all_are_cancelled_and_a_late_order_means_nothing() -
     assert [result.token_ids for result in run(launcher, again)] == [result.token_ids for result in others]
 
 
+@pytest.mark.slow
 def test_reading_a_prompt_is_cancelled_too() -> None:
     session = rig("flags").session()
     wanted = parts(session, STEPS)

@@ -277,6 +277,7 @@ def test_families(family: str) -> None:
     assert relative_error(states, reference_states(config, 71)[30:]) < STATES_TOLERANCE
 
 
+@pytest.mark.slow
 def test_hidden_states_of_any_columns_of_several_sequences() -> None:
     """The columns that are named, in their order; the same bits whatever else is read and wanted."""
     rig, ids = rig_of(SMALL), token_ids(61, SMALL.vocab_size)

@@ -58,6 +58,7 @@ def assembled(device: FakeDevice, generate: Any = generate_kernel) -> None:
     assemble(tiny_weights(), device=device, generate_kernel=generate, quiet=True)
 
 
+@pytest.mark.slow
 def test_a_kernel_beside_the_first_is_waited_for_when_it_is_launched_first() -> None:
     compiled = threading.Event()
 

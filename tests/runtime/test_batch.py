@@ -232,6 +232,7 @@ def test_with_fixed_items_nothing_is_read_together() -> None:
     assert all(tile.new for launch in rig.device.launches for tile in launch["tiles"])
 
 
+@pytest.mark.slow
 def test_with_fixed_items_a_prompt_takes_one_step_more_at_most() -> None:
     prompts = [tuple(range(length)) for length in (1, 2, 8, 9, 10, 16, 17, 40)]
     steps: dict[int, list[int]] = {0: [], 64: []}
@@ -246,6 +247,7 @@ def test_with_fixed_items_a_prompt_takes_one_step_more_at_most() -> None:
 
 
 @pytest.mark.parametrize("page_size", [5, 16])
+@pytest.mark.slow
 def test_with_fixed_items_a_step_of_a_prompt_begins_at_its_columns_and_has_them_all(page_size: int) -> None:
     rig = Rig(batch=2, tokens=8, kv_chunk=64, page_size=page_size, cached=True)
     requests = [Request(tuple(range(length)), 5, Sampling()) for length in (90, 87, 78, 41)]

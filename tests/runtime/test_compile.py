@@ -258,6 +258,7 @@ def test_waiting_for_another_process_is_said(tmp_path: Path) -> None:
 
 
 @needs_nvcc
+@pytest.mark.slow
 def test_nvcc_compiles_the_same(tmp_path: Path) -> None:
     cubin, lines = messages(HOPPER, "hopper", tmp_path, compiler="nvcc")
     assert cubin.image[:4] == b"\x7fELF"
@@ -266,6 +267,7 @@ def test_nvcc_compiles_the_same(tmp_path: Path) -> None:
 
 
 @needs_nvcc
+@pytest.mark.slow
 def test_nvcc_errors_carry_the_log(tmp_path: Path) -> None:
     with pytest.raises(CompileError, match='identifier "two" is undefined'):
         messages(SCALE.replace("2.0f", "two"), "scale", tmp_path, compiler="nvcc")

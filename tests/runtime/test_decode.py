@@ -93,6 +93,7 @@ def test_more_stop_ids_than_the_device_holds_still_stop() -> None:
 
 
 @pytest.mark.parametrize("launch_steps", [1, 3, 64])
+@pytest.mark.slow
 def test_none_of_the_first_min_tokens_is_a_stop_id(launch_steps: int) -> None:
     stops = tuple(set(expected(PROMPT, 30)))
     for least in (0, 1, 2, 6):
@@ -193,6 +194,7 @@ def test_a_launch_that_hangs_is_reported_and_nothing_runs_after_it() -> None:
         tokens_of(one.complete(Request(PROMPT, 3, Sampling())))
 
 
+@pytest.mark.slow
 def test_a_launch_is_waited_for_before_an_interrupt_is_raised_and_the_next_request_is_right() -> None:
     """Ctrl-C while the kernel runs: every launch in turn."""
     device = FakeDevice()

@@ -143,6 +143,7 @@ def test_what_it_is() -> None:
     assert 0 < info.free_bytes <= info.total_bytes
 
 
+@pytest.mark.slow
 def test_only_slow_compiling_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     spoken = threading.Event()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import pytest
 from fake_kernel import FakeDevice, generate_kernel
 from tiny_models import tiny_weights
 
@@ -139,6 +140,7 @@ def steps_left(one: Engine) -> tuple[int, list[Event]]:
     return flying.flight.placed[0].steps - flying.flight.given[0], events
 
 
+@pytest.mark.slow
 def test_a_launch_makes_way_for_who_can_begin() -> None:
     asked = [Request((5, 17, 250), 60, Sampling(0.9, 4, penalties=Penalties(1.3, 0.5, 0.25)))]
     asked.append(Request((7, 81), 50, Sampling()))

@@ -279,6 +279,7 @@ def batch_llm(folder: Path) -> LLM:
     return opened(folder, batch=4)
 
 
+@pytest.mark.slow
 def test_a_list_runs_together_and_comes_back_in_order(folder: Path, llm: LLM) -> None:
     prompts: list[Any] = ["hello", [1, 2, 3], "the quick brown fox jumped", [7], "x", [5] * 40]
     params = SamplingParams(max_tokens=15, temperature=1.1, seed=3)

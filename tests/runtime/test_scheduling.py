@@ -81,6 +81,7 @@ def test_completions_of_one_prompt_give_way_to_each_other() -> None:
     assert rig.pool.available_pages == rig.pool.pages
 
 
+@pytest.mark.slow
 def test_an_old_completion_that_came_back_is_before_younger_ones() -> None:
     rig = Rig(pages=6, batch=2, launch_steps=8)
     first, second, third = (Request((number + 1, 5), 60, Sampling()) for number in range(3))

@@ -93,6 +93,7 @@ def test_a_watcher_that_is_told_one_token_late_is_found() -> None:
 
 
 @pytest.mark.parametrize("kv_chunk", [None, 16])
+@pytest.mark.slow
 def test_who_gives_its_pages_back_goes_on_by_its_rule_and_is_told_nothing_twice(kv_chunk: int | None) -> None:
     rig = Rig(pages=4, batch=2, launch_steps=4, **({"kv_chunk": kv_chunk} if kv_chunk else {}))
     requests = [Request(SHORT, 40, Sampling(1.1, 3)), Request((1, 2), 40, Sampling(1.2, 4))]

@@ -180,6 +180,7 @@ def change(value: Any, draw: random.Random) -> None:
             del value[name]
 
 
+@pytest.mark.slow
 def test_keys() -> None:
     with quick_llm() as llm, served(llm, api_keys=("first", "second")) as running:
         with httpx.Client(base_url=running.address) as http:
@@ -194,6 +195,7 @@ def test_keys() -> None:
                 openai.OpenAI(base_url=running.url, api_key=key).models.list()
 
 
+@pytest.mark.slow
 def test_a_full_queue_says_when_to_try_again() -> None:
     device = GatedDevice()
     with quick_llm(device) as llm, served(llm, most_waiting=1) as running:
@@ -212,6 +214,7 @@ def test_a_full_queue_says_when_to_try_again() -> None:
 
 
 @pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.slow
 def test_a_client_that_goes_away_is_cancelled(streams: bool) -> None:
     device = GatedDevice()
     with quick_llm(device) as llm, served(llm) as running:
@@ -230,6 +233,7 @@ def test_a_client_that_goes_away_is_cancelled(streams: bool) -> None:
         assert 'finished_reason="abort",model_name="demo"} 1.0' in text
 
 
+@pytest.mark.slow
 def test_an_engine_that_hangs_is_ill_and_one_that_fails_is_given_up() -> None:
     device = GatedDevice()
     with quick_llm(device) as llm, served(llm, stuck_after_s=0.05) as running:
@@ -251,6 +255,7 @@ def test_an_engine_that_hangs_is_ill_and_one_that_fails_is_given_up() -> None:
             client.completions.create(model="demo", prompt="x")
 
 
+@pytest.mark.slow
 def test_requests_under_way_are_finished_when_the_server_is_told_to_stop() -> None:
     device = GatedDevice(seconds=0.02)
     with quick_llm(device, launch_steps=2) as llm, served(llm) as running:

@@ -21,6 +21,7 @@ def test_a_soak_loses_nothing() -> None:
     assert record["told to try again"]
 
 
+@pytest.mark.slow
 def test_a_soak_tells_an_answer_that_is_not_the_one_alone() -> None:
     with quick_llm(batch=3, kv_chunk=64) as llm, served(llm) as running:
         soak = Soak(running.address, 300, requests=12, kinds=1, longest=6)

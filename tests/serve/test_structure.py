@@ -113,6 +113,7 @@ def test_neighbours_are_not_changed_by_structured_ones(running: Served) -> None:
     assert [output.text for output in llm.generate("A long time ago", structured).outputs] == texts
 
 
+@pytest.mark.slow
 def test_a_tag_within_free_text(running: Served, client: openai.OpenAI) -> None:
     """A bias towards what the trigger is made of lets the text reach it soon; what follows is forced."""
     form: Any = {"type": "structural_tag", "triggers": ["A"]}

@@ -75,6 +75,7 @@ def test_noise_depends_on_each_of_seed_position_and_token():
     assert len(noises) == 12
 
 
+@pytest.mark.slow
 def test_samples_follow_the_softmax():
     logits = np.array([1.0, 0.0, 2.0, -1.0], dtype=np.float32)
     temperature, count = 0.7, 4000
