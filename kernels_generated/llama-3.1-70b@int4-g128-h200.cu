@@ -396,11 +396,11 @@ constexpr uint32_t STEP_DONE = 222256;
 constexpr uint32_t NEXT_TOKEN = 222272;
 
 // An input of a sequence, or 0 where it has none left.
-__device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t number, const int32_t* sequences,
+__device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t index, const int32_t* sequences,
     int32_t* tokens) {
   uint32_t token = 0;
-  if (number < load_constant_u32(sequences + (sequence * 24 + 2))) {
-    uint32_t place = sequence * 65 + number;
+  if (index < load_constant_u32(sequences + (sequence * 24 + 2))) {
+    uint32_t place = sequence * 65 + index;
     token = (uint32_t)(tokens[place]) < 128255 ? (uint32_t)(tokens[place]) : 128255;
   }
   return token;
@@ -411,8 +411,8 @@ __device__ __forceinline__ void take_first(uint32_t thread, uint32_t column_coun
     uint32_t* next_token, const int32_t* sequences, int32_t* tokens, uint8_t* arena) {
   if (thread < column_count) {
     uint32_t sequence = load_constant_u32(columns + thread * 4);
-    uint32_t number = load_constant_u32(columns + (thread * 4 + 1));
-    next_token[thread] = given(sequence, number, sequences, tokens);
+    uint32_t index = load_constant_u32(columns + (thread * 4 + 1));
+    next_token[thread] = given(sequence, index, sequences, tokens);
     uint32_t* state = (uint32_t*)(arena + COLUMNS) + thread * 9;
     state[7] = 0;
     state[8] = 0;
@@ -499,8 +499,8 @@ __device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step, const 
   uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 2880 + block + 64));
   uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 2880 + block + 65));
   #pragma unroll 1
-  for (uint32_t number = first_item; number < last_item; ++number) {
-    const int32_t* record = kv_plans + (plan_index * 2880 + number * 8 + 256);
+  for (uint32_t index = first_item; index < last_item; ++index) {
+    const int32_t* record = kv_plans + (plan_index * 2880 + index * 8 + 256);
     uint4 what = load_constant_u32x4(record);
     uint4 rest = load_constant_u32x4(record + 4);
     const int32_t* record_2 = tiles + what.y * 8;
@@ -512,9 +512,9 @@ __device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step, const 
       uint32_t count = end - first < 32 ? end - first : 32;
       uint32_t pages[2];
       #pragma unroll
-      for (uint32_t number_2 = 0; number_2 < 2; ++number_2) {
-        uint32_t token = first + number_2 * 16 < end - 1 ? first + number_2 * 16 : end - 1;
-        pages[number_2] = load_constant_u32(page_table + (place.z + token / 16));
+      for (uint32_t index_2 = 0; index_2 < 2; ++index_2) {
+        uint32_t token = first + index_2 * 16 < end - 1 ? first + index_2 * 16 : end - 1;
+        pages[index_2] = load_constant_u32(page_table + (place.z + token / 16));
       }
       mbarrier_wait(empty + fill_stage, fill_parity);
       bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
@@ -522,12 +522,12 @@ __device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step, const 
       uint8_t* destination = ring + fill_stage * 17024;
       mbarrier_arrive_expect_tx(barrier, count * 512);
       #pragma unroll
-      for (uint32_t number_2 = 0; number_2 < 2; ++number_2) {
-        if (number_2 * 16 < count) {
-          uint32_t run = count - number_2 * 16 < 16 ? count - number_2 * 16 : 16;
-          uint64_t offset = (uint64_t)(layer) * 16777216 + (uint64_t)(pages[number_2]) * 32768;
+      for (uint32_t index_2 = 0; index_2 < 2; ++index_2) {
+        if (index_2 * 16 < count) {
+          uint32_t run = count - index_2 * 16 < 16 ? count - index_2 * 16 : 16;
+          uint64_t offset = (uint64_t)(layer) * 16777216 + (uint64_t)(pages[index_2]) * 32768;
           bf16* key = kv + (offset + (uint64_t)(what.z * 2048));
-          uint8_t* keys_2 = destination + number_2 * 4096;
+          uint8_t* keys_2 = destination + index_2 * 4096;
           bulk_copy(keys_2, key, run * 256, barrier);
           bulk_copy(keys_2 + 8192, key + 16384, run * 256, barrier);
         }
@@ -652,11 +652,11 @@ __device__ __forceinline__ void begin_step(uint32_t step, uint8_t* arena, uint32
   if (thread < column_count) {
     uint32_t sequence = load_constant_u32(columns + thread * 4);
     uint32_t per_step = load_constant_u32(sequences + (sequence * 24 + 1));
-    uint32_t number = step * per_step + load_constant_u32(columns + (thread * 4 + 1));
+    uint32_t index = step * per_step + load_constant_u32(columns + (thread * 4 + 1));
     uint32_t* words = state + thread * 9;
-    uint32_t position = load_constant_u32(sequences + sequence * 24) + number;
+    uint32_t position = load_constant_u32(sequences + sequence * 24) + index;
     words[0] = position < 8191 ? position : 8191;
-    words[1] = number;
+    words[1] = index;
     words[2] = load_constant_u32(sequences + (sequence * 24 + 3));
     words[3] = load_constant_u32(sequences + (sequence * 24 + 5));
     words[4] = load_constant_u32(sequences + (sequence * 24 + 6));
@@ -666,16 +666,16 @@ __device__ __forceinline__ void begin_step(uint32_t step, uint8_t* arena, uint32
 }
 
 // A tile's record, in two units of 16 bytes.
-__device__ __forceinline__ void keep_tile(uint4* place, uint32_t number, const int32_t* tiles) {
-  const int32_t* record = tiles + number * 8;
+__device__ __forceinline__ void keep_tile(uint4* place, uint32_t index, const int32_t* tiles) {
+  const int32_t* record = tiles + index * 8;
   place[0] = load_constant_u32x4(record);
   place[1] = load_constant_u32x4(record + 4);
 }
 
 // An item's record and its tile's, in four units of 16 bytes.
-__device__ __forceinline__ void keep_item(uint4* place, uint32_t number, const int32_t* kv_plans, uint32_t plan_index,
+__device__ __forceinline__ void keep_item(uint4* place, uint32_t index, const int32_t* kv_plans, uint32_t plan_index,
     const int32_t* tiles) {
-  const int32_t* record = kv_plans + (plan_index * 2880 + number * 8 + 256);
+  const int32_t* record = kv_plans + (plan_index * 2880 + index * 8 + 256);
   uint4 what = load_constant_u32x4(record);
   place[0] = what;
   place[1] = load_constant_u32x4(record + 4);
@@ -686,13 +686,13 @@ __device__ __forceinline__ void keep_item(uint4* place, uint32_t number, const i
 __device__ __forceinline__ void keep_merge(uint32_t job, uint32_t merge_rows, uint8_t* arena, uint32_t warp,
     const int32_t* kv_plans, uint32_t plan_index, uint32_t lane, const int32_t* tiles) {
   uint4* place = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
-  uint32_t number = load_constant_u32(kv_plans + (plan_index * 2880 + job / merge_rows * 2 + 2496));
+  uint32_t index = load_constant_u32(kv_plans + (plan_index * 2880 + job / merge_rows * 2 + 2496));
   uint32_t head = load_constant_u32(kv_plans + (plan_index * 2880 + job / merge_rows * 2 + 2497));
   uint32_t begin = load_constant_u32(kv_plans + (plan_index * 2880 + job / merge_rows + 2432));
   uint32_t end = load_constant_u32(kv_plans + (plan_index * 2880 + job / merge_rows + 2433));
   if (lane == 0) {
     place[0] = make_u32x4(head, job % merge_rows, begin, end);
-    keep_tile(place + 1, number, tiles);
+    keep_tile(place + 1, index, tiles);
   }
   uint32_t* sources = (uint32_t*)(place + 3);
   if (lane < (end - begin < 20 ? end - begin : 20)) {
@@ -725,9 +725,9 @@ __device__ __forceinline__ void keep(uint8_t* arena, const int32_t* kv_plans, ui
 __device__ __forceinline__ void load_angles(uint8_t* arena, uint32_t thread, uint32_t column_count, const float* rope) {
   float* angles = (float*)(arena + ROPE);
   #pragma unroll 1
-  for (uint32_t number = thread; number < column_count * 128; number += 256) {
-    uint32_t position = ((uint32_t*)(arena + COLUMNS))[number / 128 * 9];
-    angles[number] = rope[(uint64_t)(position) * 128 + (uint64_t)(number % 128)];
+  for (uint32_t index = thread; index < column_count * 128; index += 256) {
+    uint32_t position = ((uint32_t*)(arena + COLUMNS))[index / 128 * 9];
+    angles[index] = rope[(uint64_t)(position) * 128 + (uint64_t)(index % 128)];
   }
 }
 
@@ -1025,18 +1025,18 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
     uint32_t first_unit = thread;
     uint4 weights[8];
     #pragma unroll
-    for (uint32_t number = 0; number < 4; ++number) {
-      weights[number] = load_constant_u32x4(norms + (first_unit + number * 256) * 8);
+    for (uint32_t index = 0; index < 4; ++index) {
+      weights[index] = load_constant_u32x4(norms + (first_unit + index * 256) * 8);
     }
     uint4 units[8];
     const bf16* embedded = embedding + (uint64_t)(next_token[0]) * 8192;
     #pragma unroll
-    for (uint32_t number = 0; number < 4; ++number) {
-      units[number] = load_constant_u32x4(embedded + (first_unit + number * 256) * 8);
+    for (uint32_t index = 0; index < 4; ++index) {
+      units[index] = load_constant_u32x4(embedded + (first_unit + index * 256) * 8);
     }
     #pragma unroll
-    for (uint32_t number = 0; number < 4; ++number) {
-      normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
+    for (uint32_t index = 0; index < 4; ++index) {
+      normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
     }
     write_scales(squares, arena, lane, warp, thread, column_count);
   } else {
@@ -1045,8 +1045,8 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
     uint32_t first_unit = thread;
     uint4 weights[8];
     #pragma unroll
-    for (uint32_t number = 0; number < 4; ++number) {
-      weights[number] = load_constant_u32x4(norms + layer * 16384 + (first_unit + number * 256) * 8);
+    for (uint32_t index = 0; index < 4; ++index) {
+      weights[index] = load_constant_u32x4(norms + layer * 16384 + (first_unit + index * 256) * 8);
     }
     if (lane == 0) {
       uint32_t word = first_unit * 4;
@@ -1057,8 +1057,8 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
     uint32_t word = first_unit * 4;
     wait_flagged_units(units, exchange_words + (word / 128 * 128 + word % 4 / 2 * 64 + word % 128 / 4 * 2 + word % 2 + 32), 64, 1024, 4, layer_epoch - 1);
     #pragma unroll
-    for (uint32_t number = 0; number < 4; ++number) {
-      normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
+    for (uint32_t index = 0; index < 4; ++index) {
+      normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
     }
     write_scales(squares, arena, lane, warp, thread, column_count);
   }
@@ -1090,11 +1090,11 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
   named_barrier(1, 256);
 }
 
-// Unit `number` of the newest keys, then of the newest values: as rows of a stage have them, bf16 or codes.
-__device__ __forceinline__ void load_newest_unit(uint32_t newest_begin, uint32_t number, uint32_t newest_units,
+// Unit `index` of the newest keys, then of the newest values: as rows of a stage have them, bf16 or codes.
+__device__ __forceinline__ void load_newest_unit(uint32_t newest_begin, uint32_t index, uint32_t newest_units,
     uint32_t epoch, uint4* record, uint32_t step, uint64_t* exchange_words, uint4 what, uint8_t* arena) {
-  bool is_value = number >= newest_units;
-  uint32_t unit = is_value ? number - newest_units : number;
+  bool is_value = index >= newest_units;
+  uint32_t unit = is_value ? index - newest_units : index;
   uint32_t column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + unit / 16;
   uint4 words = wait_flagged4(exchange_words + ((column * 1280 + ((is_value ? 72u : 64u) + what.z) * 16 + unit % 16) * 4 + 4128), epoch);
   uint4* keys = (uint4*)(arena + NEWEST);
@@ -1113,13 +1113,13 @@ __device__ __forceinline__ void load_item(uint32_t newest_begin, uint32_t newest
   uint32_t query_units = record[1].z * 16;
   uint32_t newest_units = newest * 16;
   #pragma unroll 1
-  for (uint32_t number = thread; number < query_units + newest_units * 2; number += 256) {
-    if (number < query_units) {
-      uint32_t row = number / 16;
+  for (uint32_t index = thread; index < query_units + newest_units * 2; index += 256) {
+    if (index < query_units) {
+      uint32_t row = index / 16;
       uint32_t column = record[2].x + row / 8;
-      queries[number] = wait_flagged4(exchange_words + ((column * 1280 + (what.z * 8 + row % 8) * 16 + number % 16) * 4 + 4128), epoch);
+      queries[index] = wait_flagged4(exchange_words + ((column * 1280 + (what.z * 8 + row % 8) * 16 + index % 16) * 4 + 4128), epoch);
     } else {
-      load_newest_unit(newest_begin, number - query_units, newest_units, epoch, record, step, exchange_words, what,
+      load_newest_unit(newest_begin, index - query_units, newest_units, epoch, record, step, exchange_words, what,
           arena);
     }
   }
@@ -1130,8 +1130,8 @@ __device__ __forceinline__ void load_item(uint32_t newest_begin, uint32_t newest
 __device__ __forceinline__ uint32_t arrivals(uint32_t first_tile, uint32_t last_tile, uint32_t warp) {
   uint32_t tiles = (last_tile < first_tile + 1 ? first_tile + 1 : last_tile) - first_tile;
   uint32_t groups = tiles < 8 ? tiles : 8;
-  uint32_t number = (warp + 8 - first_tile % 8) % 8;
-  return 8 / groups + (number < 8 % groups ? 1u : 0u);
+  uint32_t index = (warp + 8 - first_tile % 8) % 8;
+  return 8 / groups + (index < 8 % groups ? 1u : 0u);
 }
 
 // Lanes of odd rows read the two units in the opposite order: no bank conflicts.
@@ -1209,21 +1209,21 @@ __device__ __forceinline__ void multiply_part_4(uint32_t (&low)[4], uint32_t (&h
 // Logits times log2 e, and -inf (without softmax: weights, and 0) where a key is not seen.
 __device__ __forceinline__ void scale_and_mask(float (&logits)[4], uint32_t valid, uint32_t key, uint32_t lane,
     uint32_t (&limits)[2]) {
-  uint32_t number = lane / 4;
+  uint32_t index = lane / 4;
   uint32_t limits_2[2];
   limits_2[0] = limits[0] < key + valid ? limits[0] : key + valid;
   limits_2[1] = limits[1] < key + valid ? limits[1] : key + valid;
-  bool is_seen = key + number < limits_2[0];
+  bool is_seen = key + index < limits_2[0];
   float logit = logits[0] * 0.12751743f;
   logits[0] = is_seen ? logit : -bits_float(0x7f800000);
-  bool is_seen_2 = key + number < limits_2[1];
+  bool is_seen_2 = key + index < limits_2[1];
   float logit_2 = logits[1] * 0.12751743f;
   logits[1] = is_seen_2 ? logit_2 : -bits_float(0x7f800000);
-  uint32_t tile_key = number + 8;
+  uint32_t tile_key = index + 8;
   bool is_seen_3 = key + tile_key < limits_2[0];
   float logit_3 = logits[2] * 0.12751743f;
   logits[2] = is_seen_3 ? logit_3 : -bits_float(0x7f800000);
-  uint32_t tile_key_2 = number + 8;
+  uint32_t tile_key_2 = index + 8;
   bool is_seen_4 = key + tile_key_2 < limits_2[1];
   float logit_4 = logits[3] * 0.12751743f;
   logits[3] = is_seen_4 ? logit_4 : -bits_float(0x7f800000);
@@ -1449,9 +1449,9 @@ __device__ __forceinline__ void lay_down_statistics(uint8_t* arena, float (&weig
     total += shuffle_xor_f32(total, 4);
     total += shuffle_xor_f32(total, 8);
     total += shuffle_xor_f32(total, 16);
-    uint32_t number = lane * 2 + column;
-    if (number < 8) {
-      uint32_t place = (warp * 8 + number) * 2;
+    uint32_t index = lane * 2 + column;
+    if (index < 8) {
+      uint32_t place = (warp * 8 + index) * 2;
       words[place] = highest[column];
       words[place + 1] = total;
     }
@@ -1514,7 +1514,7 @@ __device__ __forceinline__ void publish_partial(uint32_t row, uint32_t dim_pair,
   }
 }
 
-// Column tile `number` of every group: its column c was laid down by the warps column_group, column_group +
+// Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint32_t thread, uint8_t* arena, uint4 what,
     uint64_t* exchange_words) {
@@ -1579,12 +1579,12 @@ __device__ __forceinline__ void replace_merge(uint32_t job, uint32_t merge_rows,
 // partial row of the tile's first packed row.
 __device__ __forceinline__ uint32_t sources(uint32_t first, uint32_t count, uint32_t lane, uint8_t* arena,
     uint32_t warp, const int32_t* kv_plans, uint32_t plan_index, uint4* record) {
-  uint32_t number = first + (lane < count - 1 ? lane : count - 1);
+  uint32_t index = first + (lane < count - 1 ? lane : count - 1);
   uint32_t source;
-  if (number < 20) {
-    source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[number];
+  if (index < 20) {
+    source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[index];
   } else {
-    source = load_constant_u32(kv_plans + (plan_index * 2880 + (record[0].z + number) + 2560));
+    source = load_constant_u32(kv_plans + (plan_index * 2880 + (record[0].z + index) + 2560));
   }
   return source;
 }
@@ -1608,12 +1608,12 @@ __device__ __forceinline__ void add(float values_0, float values_1, float values
 // partial row of the tile's first packed row.
 __device__ __forceinline__ uint32_t sources_2(uint32_t first, uint32_t count, uint32_t lane, uint8_t* arena,
     uint32_t warp, const int32_t* kv_plans, uint32_t plan_index, uint4* record) {
-  uint32_t number = first + (lane < count - 1 ? lane : count - 1) * 4;
+  uint32_t index = first + (lane < count - 1 ? lane : count - 1) * 4;
   uint32_t source;
-  if (number < 20) {
-    source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[number];
+  if (index < 20) {
+    source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[index];
   } else {
-    source = load_constant_u32(kv_plans + (plan_index * 2880 + (record[0].z + number) + 2560));
+    source = load_constant_u32(kv_plans + (plan_index * 2880 + (record[0].z + index) + 2560));
   }
   return source;
 }
@@ -1647,8 +1647,8 @@ __device__ __forceinline__ void add_2(float values_0, float values_1, float valu
 __device__ __forceinline__ void fold_team(uint8_t* arena, uint32_t warp, uint32_t lane, float& highest,
     float& weight_sum, float (&sums)[4]) {
   #pragma unroll
-  for (uint32_t number = 1; number < 4; ++number) {
-    uint4* place = (uint4*)(arena + ATTENTION) + (warp + number) * 33;
+  for (uint32_t index = 1; index < 4; ++index) {
+    uint4* place = (uint4*)(arena + ATTENTION) + (warp + index) * 33;
     uint4 part = place[lane];
     uint4 shared = place[32];
     add_2(bits_float(part.x), bits_float(part.y), bits_float(part.z), bits_float(part.w), bits_float(shared.x),
@@ -1752,17 +1752,17 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
             uint32_t places[8];
             places[0] = ((value + record[0].y) * 33 + 32) * 4;
             #pragma unroll
-            for (uint32_t number = 0; number < 5; ++number) {
-              uint32_t source = shuffle_u32(value, number);
-              places[number + 1] = ((source + record[0].y) * 33 + lane % 32) * 4;
+            for (uint32_t index = 0; index < 5; ++index) {
+              uint32_t source = shuffle_u32(value, index);
+              places[index + 1] = ((source + record[0].y) * 33 + lane % 32) * 4;
             }
             wait_flagged_places(states, exchange_words + 9248, places, 6, layer_epoch);
             #pragma unroll
-            for (uint32_t number = 0; number < 5; ++number) {
-              if (number < count) {
-                float lse = bits_float(shuffle_u32(states[0].x, number));
-                add(bits_float(states[number + 1].x), bits_float(states[number + 1].y),
-                    bits_float(states[number + 1].z), bits_float(states[number + 1].w), lse, highest, weight_sum, sums);
+            for (uint32_t index = 0; index < 5; ++index) {
+              if (index < count) {
+                float lse = bits_float(shuffle_u32(states[0].x, index));
+                add(bits_float(states[index + 1].x), bits_float(states[index + 1].y), bits_float(states[index + 1].z),
+                    bits_float(states[index + 1].w), lse, highest, weight_sum, sums);
               }
             }
           }
@@ -1777,17 +1777,17 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
           uint32_t places[8];
           places[0] = ((value + record[0].y) * 33 + 32) * 4;
           #pragma unroll
-          for (uint32_t number = 0; number < 5; ++number) {
-            uint32_t source = shuffle_u32(value, number);
-            places[number + 1] = ((source + record[0].y) * 33 + lane % 32) * 4;
+          for (uint32_t index = 0; index < 5; ++index) {
+            uint32_t source = shuffle_u32(value, index);
+            places[index + 1] = ((source + record[0].y) * 33 + lane % 32) * 4;
           }
           wait_flagged_places(states, exchange_words + 9248, places, 6, layer_epoch);
           #pragma unroll
-          for (uint32_t number = 0; number < 5; ++number) {
-            if (number < count) {
-              float lse = bits_float(shuffle_u32(states[0].x, number));
-              add(bits_float(states[number + 1].x), bits_float(states[number + 1].y), bits_float(states[number + 1].z),
-                  bits_float(states[number + 1].w), lse, highest, weight_sum, sums);
+          for (uint32_t index = 0; index < 5; ++index) {
+            if (index < count) {
+              float lse = bits_float(shuffle_u32(states[0].x, index));
+              add(bits_float(states[index + 1].x), bits_float(states[index + 1].y), bits_float(states[index + 1].z),
+                  bits_float(states[index + 1].w), lse, highest, weight_sum, sums);
             }
           }
         }
@@ -1824,8 +1824,8 @@ __device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uin
   uint32_t word = first_unit * 4;
   wait_flagged_units(units, exchange_words + (word / 128 * 128 + word % 4 / 2 * 64 + word % 128 / 4 * 2 + word % 2 + 288032), 64, 1024, 4, layer_epoch);
   #pragma unroll
-  for (uint32_t number = 0; number < 4; ++number) {
-    store_digits(vector, first_unit + number * 256, units[number]);
+  for (uint32_t index = 0; index < 4; ++index) {
+    store_digits(vector, first_unit + index * 256, units[index]);
   }
   named_barrier(1, 256);
 }
@@ -2001,8 +2001,8 @@ __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uin
   uint32_t first_unit = thread;
   uint4 weights[8];
   #pragma unroll
-  for (uint32_t number = 0; number < 4; ++number) {
-    weights[number] = load_constant_u32x4(norms + (layer * 2 + 1) * 8192 + (first_unit + number * 256) * 8);
+  for (uint32_t index = 0; index < 4; ++index) {
+    weights[index] = load_constant_u32x4(norms + (layer * 2 + 1) * 8192 + (first_unit + index * 256) * 8);
   }
   if (lane == 0) {
     uint32_t word = first_unit * 4;
@@ -2013,8 +2013,8 @@ __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uin
   uint32_t word = first_unit * 4;
   wait_flagged_units(units, exchange_words + (word / 128 * 128 + word % 4 / 2 * 64 + word % 128 / 4 * 2 + word % 2 + 292128), 64, 1024, 4, layer_epoch);
   #pragma unroll
-  for (uint32_t number = 0; number < 4; ++number) {
-    normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
+  for (uint32_t index = 0; index < 4; ++index) {
+    normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
   }
   write_scales(squares, arena, lane, warp, thread, column_count);
   if (thread == 0) {
@@ -2058,8 +2058,8 @@ __device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, u
   uint32_t word = first_unit * 4;
   wait_flagged_units(units, exchange_words + (word / 128 * 128 + word % 4 / 2 * 64 + word % 128 / 4 * 2 + word % 2 + 296224), 64, 1024, 7, layer_epoch);
   #pragma unroll
-  for (uint32_t number = 0; number < 7; ++number) {
-    store_digits(vector, first_unit + number * 256, units[number]);
+  for (uint32_t index = 0; index < 7; ++index) {
+    store_digits(vector, first_unit + index * 256, units[index]);
   }
   named_barrier(1, 256);
 }
@@ -2131,8 +2131,8 @@ __device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, u
   uint32_t word = (first_unit + 1792) * 4;
   wait_flagged_units(units, exchange_words + (word / 128 * 128 + word % 4 / 2 * 64 + word % 128 / 4 * 2 + word % 2 + 296224), 64, 1024, 7, layer_epoch);
   #pragma unroll
-  for (uint32_t number = 0; number < 7; ++number) {
-    store_digits(vector, first_unit + number * 256, units[number]);
+  for (uint32_t index = 0; index < 7; ++index) {
+    store_digits(vector, first_unit + index * 256, units[index]);
   }
   named_barrier(1, 256);
 }
@@ -2540,8 +2540,8 @@ __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uin
     uint32_t first_unit = thread;
     uint4 weights[8];
     #pragma unroll
-    for (uint32_t number = 0; number < 4; ++number) {
-      weights[number] = load_constant_u32x4(norms + 1310720 + (first_unit + number * 256) * 8);
+    for (uint32_t index = 0; index < 4; ++index) {
+      weights[index] = load_constant_u32x4(norms + 1310720 + (first_unit + index * 256) * 8);
     }
     if (lane == 0) {
       uint32_t word = first_unit * 4;
@@ -2552,8 +2552,8 @@ __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uin
     uint32_t word = first_unit * 4;
     wait_flagged_units(units, exchange_words + (word / 128 * 128 + word % 4 / 2 * 64 + word % 128 / 4 * 2 + word % 2 + 32), 64, 1024, 4, step_epoch + 79);
     #pragma unroll
-    for (uint32_t number = 0; number < 4; ++number) {
-      normalise_unit_2(vector, first_unit + number * 256, units[number], weights[number], squares);
+    for (uint32_t index = 0; index < 4; ++index) {
+      normalise_unit_2(vector, first_unit + index * 256, units[index], weights[index], squares);
     }
     write_scales(squares, arena, lane, warp, thread, column_count);
     if (thread == 0) {
@@ -2891,21 +2891,21 @@ __device__ __forceinline__ void read(uint32_t column, uint32_t epoch, uint32_t s
   #pragma unroll 1
   for (uint32_t first = own; first < own + 1280; first += 1280) {
     #pragma unroll
-    for (uint32_t number = 0; number < 5; ++number) {
-      places[number] = (first_unit + (first + number * 256 < 1055 ? first + number * 256 : 1055)) * 4;
+    for (uint32_t index = 0; index < 5; ++index) {
+      places[index] = (first_unit + (first + index * 256 < 1055 ? first + index * 256 : 1055)) * 4;
     }
     wait_flagged_places(data, exchange_words + 311616, places, 5, epoch);
     #pragma unroll
-    for (uint32_t number = 0; number < 5; ++number) {
-      if (first + number * 256 < 1056) {
-        listed[(first + number * 256) * 2] = bits_float(data[number].x);
-        listed[(first + number * 256) * 2 + 1] = bits_float(data[number].y);
-        bool is_owner = ((first + number * 256) / 8 + 16) % 132 == m_tile % 132;
+    for (uint32_t index = 0; index < 5; ++index) {
+      if (first + index * 256 < 1056) {
+        listed[(first + index * 256) * 2] = bits_float(data[index].x);
+        listed[(first + index * 256) * 2 + 1] = bits_float(data[index].y);
+        bool is_owner = ((first + index * 256) / 8 + 16) % 132 == m_tile % 132;
         if (role < 2 || (role == 2 && is_owner)) {
-          float more = bits_float(data[number].w);
-          float both = highest < (role == 0 ? bits_float(data[number].x) : more) ? (role == 0 ? bits_float(data[number].x) : more) : highest;
+          float more = bits_float(data[index].w);
+          float both = highest < (role == 0 ? bits_float(data[index].x) : more) ? (role == 0 ? bits_float(data[index].x) : more) : highest;
           if (both > -bits_float(0x7f800000)) {
-            weight = weight * exp_f32(highest - both) + more * exp_f32((role == 0 ? bits_float(data[number].x) : more) - both);
+            weight = weight * exp_f32(highest - both) + more * exp_f32((role == 0 ? bits_float(data[index].x) : more) - both);
             highest = both;
           }
         }
@@ -3379,7 +3379,7 @@ __device__ __forceinline__ uint32_t add_groups(uint32_t column, uint32_t lane, u
 }
 
 // A round up to the exchange: every warp weighs its rows, the first of a column's warps publishes.
-__device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t number, uint8_t* arena, float* weighed,
+__device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t index, uint8_t* arena, float* weighed,
     const int32_t* sequences, uint32_t warp, uint32_t lane, uint32_t block, uint64_t* exchange_words) {
   #pragma unroll 1
   for (uint32_t column = 0; column < 1; ++column) {
@@ -3394,7 +3394,7 @@ __device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t number, uint8
       if (((uint32_t*)(arena + FILTERS) + column * 16)[1] != 0) {
         uint32_t word = add_groups(column, lane, arena);
         if (lane < 16) {
-          uint32_t place = ((number % 2 + column) * 132 + block) * 16 + lane;
+          uint32_t place = ((index % 2 + column) * 132 + block) * 16 + lane;
           publish_flagged(exchange_words + (place + 320064), word, epoch);
         }
       }
@@ -3417,27 +3417,27 @@ __device__ __forceinline__ void take_unit(uint4 unit, float (&sums)[4], float& b
 }
 
 // This warp's share of all blocks' words of a column, together, into the region `filter_sums`.
-__device__ __forceinline__ void read_2(uint32_t column, uint32_t epoch, uint32_t number, uint32_t warp, uint32_t lane,
+__device__ __forceinline__ void read_2(uint32_t column, uint32_t epoch, uint32_t index, uint32_t warp, uint32_t lane,
     uint64_t* exchange_words, uint8_t* arena) {
   float sums[4] = {};
   float best = -bits_float(0x7f800000);
   uint32_t token = 4294967295u;
   float distance = bits_float(0x7f800000);
-  uint32_t first_unit = (number % 2 + column) * 528;
+  uint32_t first_unit = (index % 2 + column) * 528;
   uint4 data[8];
   uint32_t places[8];
   uint32_t own = warp * 32 + lane;
   #pragma unroll 1
   for (uint32_t first = own; first < own + 768; first += 768) {
     #pragma unroll
-    for (uint32_t number_2 = 0; number_2 < 3; ++number_2) {
-      places[number_2] = (first_unit + (first + number_2 * 256 < 527 ? first + number_2 * 256 : 527)) * 4;
+    for (uint32_t index_2 = 0; index_2 < 3; ++index_2) {
+      places[index_2] = (first_unit + (first + index_2 * 256 < 527 ? first + index_2 * 256 : 527)) * 4;
     }
     wait_flagged_places(data, exchange_words + 320064, places, 3, epoch);
     #pragma unroll
-    for (uint32_t number_2 = 0; number_2 < 3; ++number_2) {
-      if (first + number_2 * 256 < 528) {
-        take_unit(data[number_2], sums, best, token, distance);
+    for (uint32_t index_2 = 0; index_2 < 3; ++index_2) {
+      if (first + index_2 * 256 < 528) {
+        take_unit(data[index_2], sums, best, token, distance);
       }
     }
   }
@@ -3534,12 +3534,12 @@ __device__ __forceinline__ void judge_2(uint32_t column, uint32_t word, uint8_t*
   float top_p = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 13)));
   uint32_t value = shuffle_u32(word, 1);
   float distance = bits_float(shuffle_u32(word, 2));
-  uint32_t number = lane < 5 ? lane : 5;
-  float count = bits_float(shuffle_u32(word, number * 2 + 4));
-  float weight = bits_float(shuffle_u32(word, number * 2 + 5));
+  uint32_t index = lane < 5 ? lane : 5;
+  float count = bits_float(shuffle_u32(word, index * 2 + 4));
+  float weight = bits_float(shuffle_u32(word, index * 2 + 5));
   float of_candidate = bits_float(shuffle_u32(word, 5));
   float of_all = bits_float(shuffle_u32(word, 14));
-  float at = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[10 + number]);
+  float at = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[10 + index]);
   if (top_k == 0.0f || top_k > of_all) {
     top_k = of_all;
   }
@@ -3562,12 +3562,12 @@ __device__ __forceinline__ void judge_2(uint32_t column, uint32_t word, uint8_t*
 }
 
 // The end of a round: a column's warps read what all blocks published, and the first of them decides.
-__device__ __forceinline__ void judge_all(uint32_t epoch, uint32_t number, uint8_t* arena, uint32_t warp, uint32_t lane,
+__device__ __forceinline__ void judge_all(uint32_t epoch, uint32_t index, uint8_t* arena, uint32_t warp, uint32_t lane,
     uint64_t* exchange_words, const int32_t* sequences) {
   #pragma unroll 1
   for (uint32_t column = 0; column < 1; ++column) {
     if (((uint32_t*)(arena + FILTERS) + column * 16)[1] != 0) {
-      read_2(column, epoch, number, warp, lane, exchange_words, arena);
+      read_2(column, epoch, index, warp, lane, exchange_words, arena);
     }
   }
   named_barrier(1, 256);
@@ -3698,15 +3698,15 @@ __device__ __forceinline__ void sampling(uint32_t thread, uint32_t* progress, ui
 __device__ __forceinline__ void take(uint32_t column, uint32_t& going_on, uint8_t* arena, const int32_t* sequences,
     uint32_t block, int32_t* tokens, uint32_t* emitted, const int32_t* stop_ids, uint32_t* next_token) {
   uint32_t sequence = ((uint32_t*)(arena + COLUMNS))[column * 9 + 6];
-  uint32_t number = ((uint32_t*)(arena + COLUMNS))[column * 9 + 1];
+  uint32_t index = ((uint32_t*)(arena + COLUMNS))[column * 9 + 1];
   uint32_t total = ((uint32_t*)(arena + COLUMNS))[column * 9 + 2];
   uint32_t given_2 = load_constant_u32(sequences + (sequence * 24 + 2));
   uint32_t per_step = load_constant_u32(sequences + (sequence * 24 + 1));
   uint32_t sampled = ((uint32_t*)(arena + CHOSEN))[column];
   uint32_t stopped = ((uint32_t*)(arena + COLUMNS))[column * 9 + 7];
-  if (number + 1 >= given_2 && number < total) {
+  if (index + 1 >= given_2 && index < total) {
     if (block == 0) {
-      uint32_t place = sequence * 65 + number + 1;
+      uint32_t place = sequence * 65 + index + 1;
       tokens[place] = (int32_t)(sampled);
       store_relaxed_u32_sys(emitted + place, sampled);
     }
@@ -3719,7 +3719,7 @@ __device__ __forceinline__ void take(uint32_t column, uint32_t& going_on, uint8_
       }
     }
   }
-  uint32_t following = number + per_step;
+  uint32_t following = index + per_step;
   if (following >= total || sampled == 4294967294u) {
     stopped = 1;
   }

@@ -390,11 +390,11 @@ constexpr uint32_t STEP_DONE = 225504;
 constexpr uint32_t NEXT_TOKEN = 225520;
 
 // An input of a sequence, or 0 where it has none left.
-__device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t number, const int32_t* sequences,
+__device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t index, const int32_t* sequences,
     int32_t* tokens) {
   uint32_t token = 0;
-  if (number < load_constant_u32(sequences + (sequence * 24 + 2))) {
-    uint32_t place = sequence * 257 + number;
+  if (index < load_constant_u32(sequences + (sequence * 24 + 2))) {
+    uint32_t place = sequence * 257 + index;
     token = (uint32_t)(tokens[place]) < 128255 ? (uint32_t)(tokens[place]) : 128255;
   }
   return token;
@@ -405,8 +405,8 @@ __device__ __forceinline__ void take_first(uint32_t thread, uint32_t column_coun
     uint32_t* next_token, const int32_t* sequences, int32_t* tokens, uint8_t* arena) {
   if (thread < column_count) {
     uint32_t sequence = load_constant_u32(columns + thread * 4);
-    uint32_t number = load_constant_u32(columns + (thread * 4 + 1));
-    next_token[thread] = given(sequence, number, sequences, tokens);
+    uint32_t index = load_constant_u32(columns + (thread * 4 + 1));
+    next_token[thread] = given(sequence, index, sequences, tokens);
     uint32_t* state = (uint32_t*)(arena + COLUMNS) + thread * 9;
     state[7] = 0;
     state[8] = 0;
@@ -492,8 +492,8 @@ __device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step, const 
   uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 4352 + block + 64));
   uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 4352 + block + 65));
   #pragma unroll 1
-  for (uint32_t number = first_item; number < last_item; ++number) {
-    const int32_t* record = kv_plans + (plan_index * 4352 + number * 8 + 256);
+  for (uint32_t index = first_item; index < last_item; ++index) {
+    const int32_t* record = kv_plans + (plan_index * 4352 + index * 8 + 256);
     uint4 what = load_constant_u32x4(record);
     uint4 rest = load_constant_u32x4(record + 4);
     const int32_t* record_2 = tiles + what.y * 8;
@@ -505,9 +505,9 @@ __device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step, const 
       uint32_t count = end - first < 32 ? end - first : 32;
       uint32_t pages[2];
       #pragma unroll
-      for (uint32_t number_2 = 0; number_2 < 2; ++number_2) {
-        uint32_t token = first + number_2 * 16 < end - 1 ? first + number_2 * 16 : end - 1;
-        pages[number_2] = load_constant_u32(page_table + (place.z + token / 16));
+      for (uint32_t index_2 = 0; index_2 < 2; ++index_2) {
+        uint32_t token = first + index_2 * 16 < end - 1 ? first + index_2 * 16 : end - 1;
+        pages[index_2] = load_constant_u32(page_table + (place.z + token / 16));
       }
       mbarrier_wait(empty + fill_stage, fill_parity);
       bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
@@ -515,12 +515,12 @@ __device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step, const 
       uint8_t* destination = ring + fill_stage * 16384;
       mbarrier_arrive_expect_tx(barrier, count * 512);
       #pragma unroll
-      for (uint32_t number_2 = 0; number_2 < 2; ++number_2) {
-        if (number_2 * 16 < count) {
-          uint32_t run = count - number_2 * 16 < 16 ? count - number_2 * 16 : 16;
-          uint64_t offset = (uint64_t)(layer) * 67108864 + (uint64_t)(pages[number_2]) * 32768;
+      for (uint32_t index_2 = 0; index_2 < 2; ++index_2) {
+        if (index_2 * 16 < count) {
+          uint32_t run = count - index_2 * 16 < 16 ? count - index_2 * 16 : 16;
+          uint64_t offset = (uint64_t)(layer) * 67108864 + (uint64_t)(pages[index_2]) * 32768;
           bf16* key = kv + (offset + (uint64_t)(what.z * 2048));
-          uint8_t* keys_2 = destination + number_2 * 4096;
+          uint8_t* keys_2 = destination + index_2 * 4096;
           bulk_copy(keys_2, key, run * 256, barrier);
           bulk_copy(keys_2 + 8192, key + 16384, run * 256, barrier);
         }
@@ -642,11 +642,11 @@ __device__ __forceinline__ void begin_step(uint32_t step, uint8_t* arena, uint32
   if (thread < column_count) {
     uint32_t sequence = load_constant_u32(columns + thread * 4);
     uint32_t per_step = load_constant_u32(sequences + (sequence * 24 + 1));
-    uint32_t number = step * per_step + load_constant_u32(columns + (thread * 4 + 1));
+    uint32_t index = step * per_step + load_constant_u32(columns + (thread * 4 + 1));
     uint32_t* words = state + thread * 9;
-    uint32_t position = load_constant_u32(sequences + sequence * 24) + number;
+    uint32_t position = load_constant_u32(sequences + sequence * 24) + index;
     words[0] = position < 8191 ? position : 8191;
-    words[1] = number;
+    words[1] = index;
     words[2] = load_constant_u32(sequences + (sequence * 24 + 3));
     words[3] = load_constant_u32(sequences + (sequence * 24 + 5));
     words[4] = load_constant_u32(sequences + (sequence * 24 + 6));
@@ -656,16 +656,16 @@ __device__ __forceinline__ void begin_step(uint32_t step, uint8_t* arena, uint32
 }
 
 // A tile's record, in two units of 16 bytes.
-__device__ __forceinline__ void keep_tile(uint4* place, uint32_t number, const int32_t* tiles) {
-  const int32_t* record = tiles + number * 8;
+__device__ __forceinline__ void keep_tile(uint4* place, uint32_t index, const int32_t* tiles) {
+  const int32_t* record = tiles + index * 8;
   place[0] = load_constant_u32x4(record);
   place[1] = load_constant_u32x4(record + 4);
 }
 
 // An item's record and its tile's, in four units of 16 bytes.
-__device__ __forceinline__ void keep_item(uint4* place, uint32_t number, const int32_t* kv_plans, uint32_t plan_index,
+__device__ __forceinline__ void keep_item(uint4* place, uint32_t index, const int32_t* kv_plans, uint32_t plan_index,
     const int32_t* tiles) {
-  const int32_t* record = kv_plans + (plan_index * 4352 + number * 8 + 256);
+  const int32_t* record = kv_plans + (plan_index * 4352 + index * 8 + 256);
   uint4 what = load_constant_u32x4(record);
   place[0] = what;
   place[1] = load_constant_u32x4(record + 4);
@@ -676,13 +676,13 @@ __device__ __forceinline__ void keep_item(uint4* place, uint32_t number, const i
 __device__ __forceinline__ void keep_merge(uint32_t job, uint32_t merge_rows, uint8_t* arena, uint32_t warp,
     const int32_t* kv_plans, uint32_t plan_index, uint32_t lane, const int32_t* tiles) {
   uint4* place = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
-  uint32_t number = load_constant_u32(kv_plans + (plan_index * 4352 + job / merge_rows * 2 + 3008));
+  uint32_t index = load_constant_u32(kv_plans + (plan_index * 4352 + job / merge_rows * 2 + 3008));
   uint32_t head = load_constant_u32(kv_plans + (plan_index * 4352 + job / merge_rows * 2 + 3009));
   uint32_t begin = load_constant_u32(kv_plans + (plan_index * 4352 + job / merge_rows + 2880));
   uint32_t end = load_constant_u32(kv_plans + (plan_index * 4352 + job / merge_rows + 2881));
   if (lane == 0) {
     place[0] = make_u32x4(head, job % merge_rows, begin, end);
-    keep_tile(place + 1, number, tiles);
+    keep_tile(place + 1, index, tiles);
   }
   uint32_t* sources = (uint32_t*)(place + 3);
   if (lane < (end - begin < 20 ? end - begin : 20)) {
@@ -715,9 +715,9 @@ __device__ __forceinline__ void keep(uint8_t* arena, const int32_t* kv_plans, ui
 __device__ __forceinline__ void load_angles(uint8_t* arena, uint32_t thread, uint32_t column_count, const float* rope) {
   float* angles = (float*)(arena + ROPE);
   #pragma unroll 1
-  for (uint32_t number = thread; number < column_count * 128; number += 256) {
-    uint32_t position = ((uint32_t*)(arena + COLUMNS))[number / 128 * 9];
-    angles[number] = rope[(uint64_t)(position) * 128 + (uint64_t)(number % 128)];
+  for (uint32_t index = thread; index < column_count * 128; index += 256) {
+    uint32_t position = ((uint32_t*)(arena + COLUMNS))[index / 128 * 9];
+    angles[index] = rope[(uint64_t)(position) * 128 + (uint64_t)(index % 128)];
   }
 }
 
@@ -994,8 +994,8 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     uint32_t first_unit = thread;
     uint4 weights[8];
     #pragma unroll
-    for (uint32_t number = 0; number < 6; ++number) {
-      weights[number] = load_constant_u32x4(own_units + (first_unit + number * 256 - thread) / 4 * 8);
+    for (uint32_t index = 0; index < 6; ++index) {
+      weights[index] = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 4 * 8);
     }
     if (thread / 4 % 4 < column_count) {
       uint4 units[8];
@@ -1003,19 +1003,19 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
       uint32_t pair_2 = thread / 16;
       const bf16* own_units_2 = embedded + (pair_2 * 4 + thread % 4) * 8;
       #pragma unroll
-      for (uint32_t number = 0; number < 6; ++number) {
-        units[number] = load_constant_u32x4(own_units_2 + (first_unit + number * 256 - thread) / 4 * 8);
+      for (uint32_t index = 0; index < 6; ++index) {
+        units[index] = load_constant_u32x4(own_units_2 + (first_unit + index * 256 - thread) / 4 * 8);
       }
       #pragma unroll
-      for (uint32_t number = 0; number < 6; ++number) {
-        normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
+      for (uint32_t index = 0; index < 6; ++index) {
+        normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
       }
     }
     uint32_t first_unit_2 = thread + 1536;
     uint4 weights_2[8];
     #pragma unroll
-    for (uint32_t number = 0; number < 2; ++number) {
-      weights_2[number] = load_constant_u32x4(own_units + (first_unit_2 + number * 256 - thread) / 4 * 8);
+    for (uint32_t index = 0; index < 2; ++index) {
+      weights_2[index] = load_constant_u32x4(own_units + (first_unit_2 + index * 256 - thread) / 4 * 8);
     }
     if (thread / 4 % 4 < column_count) {
       uint4 units[8];
@@ -1023,12 +1023,12 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
       uint32_t pair_2 = thread / 16;
       const bf16* own_units_2 = embedded + (pair_2 * 4 + thread % 4) * 8;
       #pragma unroll
-      for (uint32_t number = 0; number < 2; ++number) {
-        units[number] = load_constant_u32x4(own_units_2 + (first_unit_2 + number * 256 - thread) / 4 * 8);
+      for (uint32_t index = 0; index < 2; ++index) {
+        units[index] = load_constant_u32x4(own_units_2 + (first_unit_2 + index * 256 - thread) / 4 * 8);
       }
       #pragma unroll
-      for (uint32_t number = 0; number < 2; ++number) {
-        normalise_unit(vector, first_unit_2 + number * 256, units[number], weights_2[number], squares);
+      for (uint32_t index = 0; index < 2; ++index) {
+        normalise_unit(vector, first_unit_2 + index * 256, units[index], weights_2[index], squares);
       }
     }
     write_scales(squares, arena, lane, warp, thread, column_count);
@@ -1040,8 +1040,8 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     uint32_t first_unit = thread;
     uint2 weights[16];
     #pragma unroll
-    for (uint32_t number = 0; number < 12; ++number) {
-      weights[number] = load_constant_u32x2(own_units + (first_unit + number * 256 - thread) / 4 * 4);
+    for (uint32_t index = 0; index < 12; ++index) {
+      weights[index] = load_constant_u32x2(own_units + (first_unit + index * 256 - thread) / 4 * 4);
     }
     if (lane == 0) {
       wait_flagged4(exchange_words + (first_unit / 2 * 4 + 32), layer_epoch - 1);
@@ -1051,22 +1051,22 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
       uint2 quads[16];
       wait_flagged_quads(quads, exchange_words + (first_unit * 2 + 32), 512, 12, layer_epoch - 1);
       #pragma unroll
-      for (uint32_t number = 0; number < 12; ++number) {
-        normalise_unit_2(vector, first_unit + number * 256, quads[number], weights[number], squares);
+      for (uint32_t index = 0; index < 12; ++index) {
+        normalise_unit_2(vector, first_unit + index * 256, quads[index], weights[index], squares);
       }
     }
     uint32_t first_unit_2 = thread + 3072;
     uint2 weights_2[16];
     #pragma unroll
-    for (uint32_t number = 0; number < 4; ++number) {
-      weights_2[number] = load_constant_u32x2(own_units + (first_unit_2 + number * 256 - thread) / 4 * 4);
+    for (uint32_t index = 0; index < 4; ++index) {
+      weights_2[index] = load_constant_u32x2(own_units + (first_unit_2 + index * 256 - thread) / 4 * 4);
     }
     if (thread / 8 % 4 < column_count) {
       uint2 quads[16];
       wait_flagged_quads(quads, exchange_words + (first_unit_2 * 2 + 32), 512, 4, layer_epoch - 1);
       #pragma unroll
-      for (uint32_t number = 0; number < 4; ++number) {
-        normalise_unit_2(vector, first_unit_2 + number * 256, quads[number], weights_2[number], squares);
+      for (uint32_t index = 0; index < 4; ++index) {
+        normalise_unit_2(vector, first_unit_2 + index * 256, quads[index], weights_2[index], squares);
       }
     }
     write_scales_2(squares, arena, lane, warp, thread, column_count);
@@ -1102,11 +1102,11 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
   named_barrier(1, 256);
 }
 
-// Unit `number` of the newest keys, then of the newest values: as rows of a stage have them, bf16 or codes.
-__device__ __forceinline__ void load_newest_unit(uint32_t newest_begin, uint32_t number, uint32_t newest_units,
+// Unit `index` of the newest keys, then of the newest values: as rows of a stage have them, bf16 or codes.
+__device__ __forceinline__ void load_newest_unit(uint32_t newest_begin, uint32_t index, uint32_t newest_units,
     uint32_t epoch, uint4* record, uint32_t step, uint64_t* exchange_words, uint4 what, uint8_t* arena) {
-  bool is_value = number >= newest_units;
-  uint32_t unit = is_value ? number - newest_units : number;
+  bool is_value = index >= newest_units;
+  uint32_t unit = is_value ? index - newest_units : index;
   uint32_t column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + unit / 16;
   uint4 words = wait_flagged4(exchange_words + ((column * 768 + ((is_value ? 40u : 32u) + what.z) * 16 + unit % 16) * 4 + 8224), epoch);
   uint4* keys = (uint4*)(arena + NEWEST);
@@ -1125,13 +1125,13 @@ __device__ __forceinline__ void load_item(uint32_t newest_begin, uint32_t newest
   uint32_t query_units = record[1].z * 16;
   uint32_t newest_units = newest * 16;
   #pragma unroll 1
-  for (uint32_t number = thread; number < query_units + newest_units * 2; number += 256) {
-    if (number < query_units) {
-      uint32_t row = number / 16;
+  for (uint32_t index = thread; index < query_units + newest_units * 2; index += 256) {
+    if (index < query_units) {
+      uint32_t row = index / 16;
       uint32_t column = record[2].x + row / 4;
-      queries[number] = wait_flagged4(exchange_words + ((column * 768 + (what.z * 4 + row % 4) * 16 + number % 16) * 4 + 8224), epoch);
+      queries[index] = wait_flagged4(exchange_words + ((column * 768 + (what.z * 4 + row % 4) * 16 + index % 16) * 4 + 8224), epoch);
     } else {
-      load_newest_unit(newest_begin, number - query_units, newest_units, epoch, record, step, exchange_words, what,
+      load_newest_unit(newest_begin, index - query_units, newest_units, epoch, record, step, exchange_words, what,
           arena);
     }
   }
@@ -1142,8 +1142,8 @@ __device__ __forceinline__ void load_item(uint32_t newest_begin, uint32_t newest
 __device__ __forceinline__ uint32_t arrivals(uint32_t first_tile, uint32_t last_tile, uint32_t warp) {
   uint32_t tiles = (last_tile < first_tile + 1 ? first_tile + 1 : last_tile) - first_tile;
   uint32_t groups = tiles < 8 ? tiles : 8;
-  uint32_t number = (warp + 8 - first_tile % 8) % 8;
-  return 8 / groups + (number < 8 % groups ? 1u : 0u);
+  uint32_t index = (warp + 8 - first_tile % 8) % 8;
+  return 8 / groups + (index < 8 % groups ? 1u : 0u);
 }
 
 // Lanes of odd rows read the two units in the opposite order: no bank conflicts.
@@ -1221,21 +1221,21 @@ __device__ __forceinline__ void multiply_part_4(uint32_t (&low)[4], uint32_t (&h
 // Logits times log2 e, and -inf (without softmax: weights, and 0) where a key is not seen.
 __device__ __forceinline__ void scale_and_mask(float (&logits)[4], uint32_t valid, uint32_t key, uint32_t lane,
     uint32_t (&limits)[2]) {
-  uint32_t number = lane / 4;
+  uint32_t index = lane / 4;
   uint32_t limits_2[2];
   limits_2[0] = limits[0] < key + valid ? limits[0] : key + valid;
   limits_2[1] = limits[1] < key + valid ? limits[1] : key + valid;
-  bool is_seen = key + number < limits_2[0];
+  bool is_seen = key + index < limits_2[0];
   float logit = logits[0] * 0.12751743f;
   logits[0] = is_seen ? logit : -bits_float(0x7f800000);
-  bool is_seen_2 = key + number < limits_2[1];
+  bool is_seen_2 = key + index < limits_2[1];
   float logit_2 = logits[1] * 0.12751743f;
   logits[1] = is_seen_2 ? logit_2 : -bits_float(0x7f800000);
-  uint32_t tile_key = number + 8;
+  uint32_t tile_key = index + 8;
   bool is_seen_3 = key + tile_key < limits_2[0];
   float logit_3 = logits[2] * 0.12751743f;
   logits[2] = is_seen_3 ? logit_3 : -bits_float(0x7f800000);
-  uint32_t tile_key_2 = number + 8;
+  uint32_t tile_key_2 = index + 8;
   bool is_seen_4 = key + tile_key_2 < limits_2[1];
   float logit_4 = logits[3] * 0.12751743f;
   logits[3] = is_seen_4 ? logit_4 : -bits_float(0x7f800000);
@@ -1461,9 +1461,9 @@ __device__ __forceinline__ void lay_down_statistics(uint8_t* arena, float (&weig
     total += shuffle_xor_f32(total, 4);
     total += shuffle_xor_f32(total, 8);
     total += shuffle_xor_f32(total, 16);
-    uint32_t number = lane * 2 + column;
-    if (number < 8) {
-      uint32_t place = (warp * 8 + number) * 2;
+    uint32_t index = lane * 2 + column;
+    if (index < 8) {
+      uint32_t place = (warp * 8 + index) * 2;
       words[place] = highest[column];
       words[place + 1] = total;
     }
@@ -1523,7 +1523,7 @@ __device__ __forceinline__ void publish_partial(uint32_t row, uint32_t dim_pair,
   }
 }
 
-// Column tile `number` of every group: its column c was laid down by the warps column_group, column_group +
+// Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint32_t thread, uint8_t* arena,
     uint64_t* exchange_words, uint4 what) {
@@ -1559,7 +1559,7 @@ __device__ __forceinline__ void lay_down_3(uint8_t* arena, uint32_t lane, uint32
   }
 }
 
-// Column tile `number` of every group: its column c was laid down by the warps column_group, column_group +
+// Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint4* record, uint32_t thread, uint8_t* arena,
     uint64_t* exchange_words, uint4 what) {
@@ -1619,8 +1619,8 @@ __device__ __forceinline__ uint32_t arrivals_2(uint32_t first_tile, uint32_t las
   uint32_t tiles = (last_tile < first_tile + 1 ? first_tile + 1 : last_tile) - first_tile;
   uint32_t groups = tiles < key_groups ? tiles : key_groups;
   uint32_t members = groups * column_groups;
-  uint32_t number = (key_group + key_groups - first_tile % key_groups) % key_groups;
-  uint32_t rank = number * column_groups + column_group;
+  uint32_t index = (key_group + key_groups - first_tile % key_groups) % key_groups;
+  uint32_t rank = index * column_groups + column_group;
   return 8 / members + (rank < 8 % members ? 1u : 0u);
 }
 
@@ -1843,7 +1843,7 @@ __device__ __forceinline__ void fold_states_2(uint32_t first, uint32_t stride, u
   lse_out = lse;
 }
 
-// Column tile `number` of every group: its column c was laid down by the warps column_group, column_group +
+// Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices_3(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
     uint8_t* arena, uint64_t* exchange_words, uint4 what) {
@@ -1870,7 +1870,7 @@ __device__ __forceinline__ void fold_slices_3(uint32_t epoch, uint32_t column_gr
   }
 }
 
-// Column tile `number` of every group: its column c was laid down by the warps column_group, column_group +
+// Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices_4(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
     uint8_t* arena, uint64_t* exchange_words, uint4 what) {
@@ -1897,7 +1897,7 @@ __device__ __forceinline__ void fold_slices_4(uint32_t epoch, uint32_t column_gr
   }
 }
 
-// Column tile `number` of every group: its column c was laid down by the warps column_group, column_group +
+// Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices_5(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
     uint8_t* arena, uint64_t* exchange_words, uint4 what) {
@@ -1924,7 +1924,7 @@ __device__ __forceinline__ void fold_slices_5(uint32_t epoch, uint32_t column_gr
   }
 }
 
-// Column tile `number` of every group: its column c was laid down by the warps column_group, column_group +
+// Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices_6(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
     uint8_t* arena, uint64_t* exchange_words, uint4 what) {
@@ -2013,12 +2013,12 @@ __device__ __forceinline__ void replace_merge(uint32_t job, uint32_t merge_rows,
 // partial row of the tile's first packed row.
 __device__ __forceinline__ uint32_t sources(uint32_t first, uint32_t count, uint32_t lane, uint8_t* arena,
     uint32_t warp, const int32_t* kv_plans, uint32_t plan_index, uint4* record) {
-  uint32_t number = first + (lane < count - 1 ? lane : count - 1);
+  uint32_t index = first + (lane < count - 1 ? lane : count - 1);
   uint32_t source;
-  if (number < 20) {
-    source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[number];
+  if (index < 20) {
+    source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[index];
   } else {
-    source = load_constant_u32(kv_plans + (plan_index * 4352 + (record[0].z + number) + 3136));
+    source = load_constant_u32(kv_plans + (plan_index * 4352 + (record[0].z + index) + 3136));
   }
   return source;
 }
@@ -2042,12 +2042,12 @@ __device__ __forceinline__ void add(float values_0, float values_1, float values
 // partial row of the tile's first packed row.
 __device__ __forceinline__ uint32_t sources_2(uint32_t first, uint32_t count, uint32_t lane, uint8_t* arena,
     uint32_t warp, const int32_t* kv_plans, uint32_t plan_index, uint4* record) {
-  uint32_t number = first + (lane < count - 1 ? lane : count - 1) * 4;
+  uint32_t index = first + (lane < count - 1 ? lane : count - 1) * 4;
   uint32_t source;
-  if (number < 20) {
-    source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[number];
+  if (index < 20) {
+    source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[index];
   } else {
-    source = load_constant_u32(kv_plans + (plan_index * 4352 + (record[0].z + number) + 3136));
+    source = load_constant_u32(kv_plans + (plan_index * 4352 + (record[0].z + index) + 3136));
   }
   return source;
 }
@@ -2081,8 +2081,8 @@ __device__ __forceinline__ void add_2(float values_0, float values_1, float valu
 __device__ __forceinline__ void fold_team(uint8_t* arena, uint32_t warp, uint32_t lane, float& highest,
     float& weight_sum, float (&sums)[4]) {
   #pragma unroll
-  for (uint32_t number = 1; number < 4; ++number) {
-    uint4* place = (uint4*)(arena + ATTENTION) + (warp + number) * 33;
+  for (uint32_t index = 1; index < 4; ++index) {
+    uint4* place = (uint4*)(arena + ATTENTION) + (warp + index) * 33;
     uint4 part = place[lane];
     uint4 shared = place[32];
     add_2(bits_float(part.x), bits_float(part.y), bits_float(part.z), bits_float(part.w), bits_float(shared.x),
@@ -2234,17 +2234,17 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
             uint32_t places[8];
             places[0] = ((value + record[0].y) * 33 + 32) * 4;
             #pragma unroll
-            for (uint32_t number = 0; number < 5; ++number) {
-              uint32_t source = shuffle_u32(value, number);
-              places[number + 1] = ((source + record[0].y) * 33 + lane % 32) * 4;
+            for (uint32_t index = 0; index < 5; ++index) {
+              uint32_t source = shuffle_u32(value, index);
+              places[index + 1] = ((source + record[0].y) * 33 + lane % 32) * 4;
             }
             wait_flagged_places(states, exchange_words + 20512, places, 6, layer_epoch);
             #pragma unroll
-            for (uint32_t number = 0; number < 5; ++number) {
-              if (number < count) {
-                float lse = bits_float(shuffle_u32(states[0].x, number));
-                add(bits_float(states[number + 1].x), bits_float(states[number + 1].y),
-                    bits_float(states[number + 1].z), bits_float(states[number + 1].w), lse, highest, weight_sum, sums);
+            for (uint32_t index = 0; index < 5; ++index) {
+              if (index < count) {
+                float lse = bits_float(shuffle_u32(states[0].x, index));
+                add(bits_float(states[index + 1].x), bits_float(states[index + 1].y), bits_float(states[index + 1].z),
+                    bits_float(states[index + 1].w), lse, highest, weight_sum, sums);
               }
             }
           }
@@ -2259,17 +2259,17 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
           uint32_t places[8];
           places[0] = ((value + record[0].y) * 33 + 32) * 4;
           #pragma unroll
-          for (uint32_t number = 0; number < 5; ++number) {
-            uint32_t source = shuffle_u32(value, number);
-            places[number + 1] = ((source + record[0].y) * 33 + lane % 32) * 4;
+          for (uint32_t index = 0; index < 5; ++index) {
+            uint32_t source = shuffle_u32(value, index);
+            places[index + 1] = ((source + record[0].y) * 33 + lane % 32) * 4;
           }
           wait_flagged_places(states, exchange_words + 20512, places, 6, layer_epoch);
           #pragma unroll
-          for (uint32_t number = 0; number < 5; ++number) {
-            if (number < count) {
-              float lse = bits_float(shuffle_u32(states[0].x, number));
-              add(bits_float(states[number + 1].x), bits_float(states[number + 1].y), bits_float(states[number + 1].z),
-                  bits_float(states[number + 1].w), lse, highest, weight_sum, sums);
+          for (uint32_t index = 0; index < 5; ++index) {
+            if (index < count) {
+              float lse = bits_float(shuffle_u32(states[0].x, index));
+              add(bits_float(states[index + 1].x), bits_float(states[index + 1].y), bits_float(states[index + 1].z),
+                  bits_float(states[index + 1].w), lse, highest, weight_sum, sums);
             }
           }
         }
@@ -2305,8 +2305,8 @@ __device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uin
     uint2 quads[16];
     wait_flagged_quads(quads, exchange_words + (first_unit * 2 + 611872), 512, 16, layer_epoch);
     #pragma unroll
-    for (uint32_t number = 0; number < 16; ++number) {
-      vector[first_unit + number * 256] = quads[number];
+    for (uint32_t index = 0; index < 16; ++index) {
+      vector[first_unit + index * 256] = quads[index];
     }
   }
   named_barrier(1, 256);
@@ -2496,8 +2496,8 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   uint32_t first_unit = thread;
   uint2 weights[16];
   #pragma unroll
-  for (uint32_t number = 0; number < 12; ++number) {
-    weights[number] = load_constant_u32x2(own_units + (first_unit + number * 256 - thread) / 4 * 4);
+  for (uint32_t index = 0; index < 12; ++index) {
+    weights[index] = load_constant_u32x2(own_units + (first_unit + index * 256 - thread) / 4 * 4);
   }
   if (lane == 0) {
     wait_flagged4(exchange_words + (first_unit / 2 * 4 + 620064), layer_epoch);
@@ -2507,22 +2507,22 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
     uint2 quads[16];
     wait_flagged_quads(quads, exchange_words + (first_unit * 2 + 620064), 512, 12, layer_epoch);
     #pragma unroll
-    for (uint32_t number = 0; number < 12; ++number) {
-      normalise_unit_2(vector, first_unit + number * 256, quads[number], weights[number], squares);
+    for (uint32_t index = 0; index < 12; ++index) {
+      normalise_unit_2(vector, first_unit + index * 256, quads[index], weights[index], squares);
     }
   }
   uint32_t first_unit_2 = thread + 3072;
   uint2 weights_2[16];
   #pragma unroll
-  for (uint32_t number = 0; number < 4; ++number) {
-    weights_2[number] = load_constant_u32x2(own_units + (first_unit_2 + number * 256 - thread) / 4 * 4);
+  for (uint32_t index = 0; index < 4; ++index) {
+    weights_2[index] = load_constant_u32x2(own_units + (first_unit_2 + index * 256 - thread) / 4 * 4);
   }
   if (thread / 8 % 4 < column_count) {
     uint2 quads[16];
     wait_flagged_quads(quads, exchange_words + (first_unit_2 * 2 + 620064), 512, 4, layer_epoch);
     #pragma unroll
-    for (uint32_t number = 0; number < 4; ++number) {
-      normalise_unit_2(vector, first_unit_2 + number * 256, quads[number], weights_2[number], squares);
+    for (uint32_t index = 0; index < 4; ++index) {
+      normalise_unit_2(vector, first_unit_2 + index * 256, quads[index], weights_2[index], squares);
     }
   }
   write_scales_2(squares, arena, lane, warp, thread, column_count);
@@ -2570,8 +2570,8 @@ __device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, u
     uint2 quads[16];
     wait_flagged_quads(quads, exchange_words + (first_unit * 2 + 628256), 512, 14, layer_epoch);
     #pragma unroll
-    for (uint32_t number = 0; number < 14; ++number) {
-      vector[first_unit + number * 256] = quads[number];
+    for (uint32_t index = 0; index < 14; ++index) {
+      vector[first_unit + index * 256] = quads[index];
     }
   }
   named_barrier(1, 256);
@@ -2590,8 +2590,8 @@ __device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, u
     uint2 quads[16];
     wait_flagged_quads(quads, exchange_words + ((first_unit + 3584) * 2 + 628256), 512, 14, layer_epoch);
     #pragma unroll
-    for (uint32_t number = 0; number < 14; ++number) {
-      vector[first_unit + number * 256] = quads[number];
+    for (uint32_t index = 0; index < 14; ++index) {
+      vector[first_unit + index * 256] = quads[index];
     }
   }
   named_barrier(1, 256);
@@ -2610,8 +2610,8 @@ __device__ __forceinline__ void load_vector_4(uint8_t* arena, uint32_t thread, u
     uint2 quads[16];
     wait_flagged_quads(quads, exchange_words + ((first_unit + 7168) * 2 + 628256), 512, 14, layer_epoch);
     #pragma unroll
-    for (uint32_t number = 0; number < 14; ++number) {
-      vector[first_unit + number * 256] = quads[number];
+    for (uint32_t index = 0; index < 14; ++index) {
+      vector[first_unit + index * 256] = quads[index];
     }
   }
   named_barrier(1, 256);
@@ -2630,8 +2630,8 @@ __device__ __forceinline__ void load_vector_5(uint8_t* arena, uint32_t thread, u
     uint2 quads[16];
     wait_flagged_quads(quads, exchange_words + ((first_unit + 10752) * 2 + 628256), 512, 14, layer_epoch);
     #pragma unroll
-    for (uint32_t number = 0; number < 14; ++number) {
-      vector[first_unit + number * 256] = quads[number];
+    for (uint32_t index = 0; index < 14; ++index) {
+      vector[first_unit + index * 256] = quads[index];
     }
   }
   named_barrier(1, 256);
@@ -3053,8 +3053,8 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     uint32_t first_unit = thread;
     uint2 weights[16];
     #pragma unroll
-    for (uint32_t number = 0; number < 12; ++number) {
-      weights[number] = load_constant_u32x2(own_units + (first_unit + number * 256 - thread) / 4 * 4);
+    for (uint32_t index = 0; index < 12; ++index) {
+      weights[index] = load_constant_u32x2(own_units + (first_unit + index * 256 - thread) / 4 * 4);
     }
     if (lane == 0) {
       wait_flagged4(exchange_words + (first_unit / 2 * 4 + 32), step_epoch + 31);
@@ -3064,22 +3064,22 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
       uint2 quads[16];
       wait_flagged_quads(quads, exchange_words + (first_unit * 2 + 32), 512, 12, step_epoch + 31);
       #pragma unroll
-      for (uint32_t number = 0; number < 12; ++number) {
-        normalise_unit_2(vector, first_unit + number * 256, quads[number], weights[number], squares);
+      for (uint32_t index = 0; index < 12; ++index) {
+        normalise_unit_2(vector, first_unit + index * 256, quads[index], weights[index], squares);
       }
     }
     uint32_t first_unit_2 = thread + 3072;
     uint2 weights_2[16];
     #pragma unroll
-    for (uint32_t number = 0; number < 4; ++number) {
-      weights_2[number] = load_constant_u32x2(own_units + (first_unit_2 + number * 256 - thread) / 4 * 4);
+    for (uint32_t index = 0; index < 4; ++index) {
+      weights_2[index] = load_constant_u32x2(own_units + (first_unit_2 + index * 256 - thread) / 4 * 4);
     }
     if (thread / 8 % 4 < column_count) {
       uint2 quads[16];
       wait_flagged_quads(quads, exchange_words + (first_unit_2 * 2 + 32), 512, 4, step_epoch + 31);
       #pragma unroll
-      for (uint32_t number = 0; number < 4; ++number) {
-        normalise_unit_2(vector, first_unit_2 + number * 256, quads[number], weights_2[number], squares);
+      for (uint32_t index = 0; index < 4; ++index) {
+        normalise_unit_2(vector, first_unit_2 + index * 256, quads[index], weights_2[index], squares);
       }
     }
     write_scales_2(squares, arena, lane, warp, thread, column_count);
@@ -3421,21 +3421,21 @@ __device__ __forceinline__ void read(uint32_t column, uint32_t epoch, uint32_t s
   #pragma unroll 1
   for (uint32_t first = own; first < own + 640; first += 320) {
     #pragma unroll
-    for (uint32_t number = 0; number < 5; ++number) {
-      places[number] = (first_unit + (first + number * 64 < 527 ? first + number * 64 : 527)) * 4;
+    for (uint32_t index = 0; index < 5; ++index) {
+      places[index] = (first_unit + (first + index * 64 < 527 ? first + index * 64 : 527)) * 4;
     }
     wait_flagged_places(data, exchange_words + 659040, places, 5, epoch);
     #pragma unroll
-    for (uint32_t number = 0; number < 5; ++number) {
-      if (first + number * 64 < 528) {
-        listed[(first + number * 64) * 2] = bits_float(data[number].x);
-        listed[(first + number * 64) * 2 + 1] = bits_float(data[number].y);
-        bool is_owner = ((first + number * 64) / 4 + 8) % 132 == m_tile % 132;
+    for (uint32_t index = 0; index < 5; ++index) {
+      if (first + index * 64 < 528) {
+        listed[(first + index * 64) * 2] = bits_float(data[index].x);
+        listed[(first + index * 64) * 2 + 1] = bits_float(data[index].y);
+        bool is_owner = ((first + index * 64) / 4 + 8) % 132 == m_tile % 132;
         if (role < 2 || (role == 2 && is_owner)) {
-          float more = bits_float(data[number].w);
-          float both = highest < (role == 0 ? bits_float(data[number].x) : more) ? (role == 0 ? bits_float(data[number].x) : more) : highest;
+          float more = bits_float(data[index].w);
+          float both = highest < (role == 0 ? bits_float(data[index].x) : more) ? (role == 0 ? bits_float(data[index].x) : more) : highest;
           if (both > -bits_float(0x7f800000)) {
-            weight = weight * exp_f32(highest - both) + more * exp_f32((role == 0 ? bits_float(data[number].x) : more) - both);
+            weight = weight * exp_f32(highest - both) + more * exp_f32((role == 0 ? bits_float(data[index].x) : more) - both);
             highest = both;
           }
         }
@@ -3912,8 +3912,8 @@ __device__ __forceinline__ uint32_t add_groups(uint32_t column, uint32_t lane, u
 }
 
 // A round up to the exchange: every warp weighs its rows, the first of a column's warps publishes.
-__device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t number, uint32_t warp, uint8_t* arena,
-    float* weighed, const int32_t* sequences, uint32_t lane, uint32_t block, uint64_t* exchange_words) {
+__device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t index, uint32_t warp, uint8_t* arena, float* weighed,
+    const int32_t* sequences, uint32_t lane, uint32_t block, uint64_t* exchange_words) {
   #pragma unroll 1
   for (uint32_t column = warp % 4; column < 4; column += 4) {
     if (((uint32_t*)(arena + FILTERS) + column * 16)[1] != 0) {
@@ -3927,7 +3927,7 @@ __device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t number, uint3
       if (((uint32_t*)(arena + FILTERS) + column * 16)[1] != 0) {
         uint32_t word = add_groups(column, lane, arena);
         if (lane < 16) {
-          uint32_t place = ((number % 2 * 4 + column) * 132 + block) * 16 + lane;
+          uint32_t place = ((index % 2 * 4 + column) * 132 + block) * 16 + lane;
           publish_flagged(exchange_words + (place + 675936), word, epoch);
         }
       }
@@ -3950,27 +3950,27 @@ __device__ __forceinline__ void take_unit(uint4 unit, float (&sums)[4], float& b
 }
 
 // This warp's share of all blocks' words of a column, together, into the region `filter_sums`.
-__device__ __forceinline__ void read_2(uint32_t column, uint32_t epoch, uint32_t number, uint32_t warp, uint32_t lane,
+__device__ __forceinline__ void read_2(uint32_t column, uint32_t epoch, uint32_t index, uint32_t warp, uint32_t lane,
     uint64_t* exchange_words, uint8_t* arena) {
   float sums[4] = {};
   float best = -bits_float(0x7f800000);
   uint32_t token = 4294967295u;
   float distance = bits_float(0x7f800000);
-  uint32_t first_unit = (number % 2 * 4 + column) * 528;
+  uint32_t first_unit = (index % 2 * 4 + column) * 528;
   uint4 data[8];
   uint32_t places[8];
   uint32_t own = warp / 4 * 32 + lane;
   #pragma unroll 1
   for (uint32_t first = own; first < own + 640; first += 320) {
     #pragma unroll
-    for (uint32_t number_2 = 0; number_2 < 5; ++number_2) {
-      places[number_2] = (first_unit + (first + number_2 * 64 < 527 ? first + number_2 * 64 : 527)) * 4;
+    for (uint32_t index_2 = 0; index_2 < 5; ++index_2) {
+      places[index_2] = (first_unit + (first + index_2 * 64 < 527 ? first + index_2 * 64 : 527)) * 4;
     }
     wait_flagged_places(data, exchange_words + 675936, places, 5, epoch);
     #pragma unroll
-    for (uint32_t number_2 = 0; number_2 < 5; ++number_2) {
-      if (first + number_2 * 64 < 528) {
-        take_unit(data[number_2], sums, best, token, distance);
+    for (uint32_t index_2 = 0; index_2 < 5; ++index_2) {
+      if (first + index_2 * 64 < 528) {
+        take_unit(data[index_2], sums, best, token, distance);
       }
     }
   }
@@ -4067,12 +4067,12 @@ __device__ __forceinline__ void judge_2(uint32_t column, uint32_t word, uint8_t*
   float top_p = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 13)));
   uint32_t value = shuffle_u32(word, 1);
   float distance = bits_float(shuffle_u32(word, 2));
-  uint32_t number = lane < 5 ? lane : 5;
-  float count = bits_float(shuffle_u32(word, number * 2 + 4));
-  float weight = bits_float(shuffle_u32(word, number * 2 + 5));
+  uint32_t index = lane < 5 ? lane : 5;
+  float count = bits_float(shuffle_u32(word, index * 2 + 4));
+  float weight = bits_float(shuffle_u32(word, index * 2 + 5));
   float of_candidate = bits_float(shuffle_u32(word, 5));
   float of_all = bits_float(shuffle_u32(word, 14));
-  float at = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[10 + number]);
+  float at = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[10 + index]);
   if (top_k == 0.0f || top_k > of_all) {
     top_k = of_all;
   }
@@ -4095,12 +4095,12 @@ __device__ __forceinline__ void judge_2(uint32_t column, uint32_t word, uint8_t*
 }
 
 // The end of a round: a column's warps read what all blocks published, and the first of them decides.
-__device__ __forceinline__ void judge_all(uint32_t epoch, uint32_t number, uint32_t warp, uint8_t* arena, uint32_t lane,
+__device__ __forceinline__ void judge_all(uint32_t epoch, uint32_t index, uint32_t warp, uint8_t* arena, uint32_t lane,
     uint64_t* exchange_words, const int32_t* sequences) {
   #pragma unroll 1
   for (uint32_t column = warp % 4; column < 4; column += 4) {
     if (((uint32_t*)(arena + FILTERS) + column * 16)[1] != 0) {
-      read_2(column, epoch, number, warp, lane, exchange_words, arena);
+      read_2(column, epoch, index, warp, lane, exchange_words, arena);
     }
   }
   named_barrier(1, 256);
@@ -4233,15 +4233,15 @@ __device__ __forceinline__ void sampling(uint32_t* progress, uint32_t block, uin
 __device__ __forceinline__ void take(uint32_t column, uint32_t& going_on, uint8_t* arena, const int32_t* sequences,
     uint32_t block, int32_t* tokens, uint32_t* emitted, const int32_t* stop_ids, uint32_t* next_token) {
   uint32_t sequence = ((uint32_t*)(arena + COLUMNS))[column * 9 + 6];
-  uint32_t number = ((uint32_t*)(arena + COLUMNS))[column * 9 + 1];
+  uint32_t index = ((uint32_t*)(arena + COLUMNS))[column * 9 + 1];
   uint32_t total = ((uint32_t*)(arena + COLUMNS))[column * 9 + 2];
   uint32_t given_2 = load_constant_u32(sequences + (sequence * 24 + 2));
   uint32_t per_step = load_constant_u32(sequences + (sequence * 24 + 1));
   uint32_t sampled = ((uint32_t*)(arena + CHOSEN))[column];
   uint32_t stopped = ((uint32_t*)(arena + COLUMNS))[column * 9 + 7];
-  if (number + 1 >= given_2 && number < total) {
+  if (index + 1 >= given_2 && index < total) {
     if (block == 0) {
-      uint32_t place = sequence * 257 + number + 1;
+      uint32_t place = sequence * 257 + index + 1;
       tokens[place] = (int32_t)(sampled);
       store_relaxed_u32_sys(emitted + place, sampled);
     }
@@ -4254,7 +4254,7 @@ __device__ __forceinline__ void take(uint32_t column, uint32_t& going_on, uint8_
       }
     }
   }
-  uint32_t following = number + per_step;
+  uint32_t following = index + per_step;
   if (following >= total || sampled == 4294967294u) {
     stopped = 1;
   }

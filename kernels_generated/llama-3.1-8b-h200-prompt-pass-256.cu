@@ -427,9 +427,9 @@ __device__ __forceinline__ void copy_activations(uint32_t block, uint32_t token_
       mbarrier_wait(empty + activations_stage, activations_parity);
       mbarrier_arrive_expect_tx(barrier, count * 8192);
       #pragma unroll 1
-      for (uint32_t number = 0; number < count; ++number) {
-        uint8_t* place = ring + activations_stage * 32768 + (16384 + number * 8192);
-        uint64_t k_bytes = (uint64_t)(k_tile + number) * 16384;
+      for (uint32_t index = 0; index < count; ++index) {
+        uint8_t* place = ring + activations_stage * 32768 + (16384 + index * 8192);
+        uint64_t k_bytes = (uint64_t)(k_tile + index) * 16384;
         bulk_copy(place, source + k_bytes, 8192, barrier);
       }
       advance(activations_stage, activations_parity);
@@ -475,9 +475,9 @@ __device__ __forceinline__ void copy_activations_2(uint32_t block, uint32_t toke
       mbarrier_wait(empty + activations_stage, activations_parity);
       mbarrier_arrive_expect_tx(barrier, count * 8192);
       #pragma unroll 1
-      for (uint32_t number = 0; number < count; ++number) {
-        uint8_t* place = ring + activations_stage * 32768 + (16384 + number * 8192);
-        uint64_t k_bytes = (uint64_t)(k_tile + number) * 16384;
+      for (uint32_t index = 0; index < count; ++index) {
+        uint8_t* place = ring + activations_stage * 32768 + (16384 + index * 8192);
+        uint64_t k_bytes = (uint64_t)(k_tile + index) * 16384;
         bulk_copy(place, source + k_bytes, 8192, barrier);
       }
       advance(activations_stage, activations_parity);
@@ -500,9 +500,9 @@ __device__ __forceinline__ void copy_activations_3(uint32_t block, uint32_t toke
       mbarrier_wait(empty + activations_stage, activations_parity);
       mbarrier_arrive_expect_tx(barrier, count * 8192);
       #pragma unroll 1
-      for (uint32_t number = 0; number < count; ++number) {
-        uint8_t* place = ring + activations_stage * 32768 + (16384 + number * 8192);
-        uint64_t k_bytes = (uint64_t)(k_tile + number) * 16384;
+      for (uint32_t index = 0; index < count; ++index) {
+        uint8_t* place = ring + activations_stage * 32768 + (16384 + index * 8192);
+        uint64_t k_bytes = (uint64_t)(k_tile + index) * 16384;
         bulk_copy(place, source + k_bytes, 8192, barrier);
       }
       advance(activations_stage, activations_parity);
@@ -527,9 +527,9 @@ __device__ __forceinline__ void copy_activations_4(uint32_t block, uint32_t toke
       mbarrier_wait(empty + activations_stage, activations_parity);
       mbarrier_arrive_expect_tx(barrier, count * 8192);
       #pragma unroll 1
-      for (uint32_t number = 0; number < count; ++number) {
-        uint8_t* place = ring + activations_stage * 32768 + (16384 + number * 8192);
-        uint64_t k_bytes = (uint64_t)(k_tile + number) * 16384;
+      for (uint32_t index = 0; index < count; ++index) {
+        uint8_t* place = ring + activations_stage * 32768 + (16384 + index * 8192);
+        uint64_t k_bytes = (uint64_t)(k_tile + index) * 16384;
         bulk_copy(place, source + k_bytes, 8192, barrier);
       }
       advance(activations_stage, activations_parity);

@@ -424,9 +424,9 @@ __device__ __forceinline__ void copy_activations(uint32_t block, uint32_t token_
       mbarrier_wait(empty + activations_stage, activations_parity);
       mbarrier_arrive_expect_tx(barrier, count * 16384);
       #pragma unroll 1
-      for (uint32_t number = 0; number < count; ++number) {
-        uint8_t* place = ring + activations_stage * 49152 + (16384 + number * 16384);
-        uint64_t k_bytes = (uint64_t)(k_tile + number) * 32768;
+      for (uint32_t index = 0; index < count; ++index) {
+        uint8_t* place = ring + activations_stage * 49152 + (16384 + index * 16384);
+        uint64_t k_bytes = (uint64_t)(k_tile + index) * 32768;
         bulk_copy(place, source + k_bytes, 16384, barrier);
       }
       advance(activations_stage, activations_parity);
@@ -472,9 +472,9 @@ __device__ __forceinline__ void copy_activations_2(uint32_t block, uint32_t toke
       mbarrier_wait(empty + activations_stage, activations_parity);
       mbarrier_arrive_expect_tx(barrier, count * 16384);
       #pragma unroll 1
-      for (uint32_t number = 0; number < count; ++number) {
-        uint8_t* place = ring + activations_stage * 49152 + (16384 + number * 16384);
-        uint64_t k_bytes = (uint64_t)(k_tile + number) * 32768;
+      for (uint32_t index = 0; index < count; ++index) {
+        uint8_t* place = ring + activations_stage * 49152 + (16384 + index * 16384);
+        uint64_t k_bytes = (uint64_t)(k_tile + index) * 32768;
         bulk_copy(place, source + k_bytes, 16384, barrier);
       }
       advance(activations_stage, activations_parity);
@@ -497,9 +497,9 @@ __device__ __forceinline__ void copy_activations_3(uint32_t block, uint32_t toke
       mbarrier_wait(empty + activations_stage, activations_parity);
       mbarrier_arrive_expect_tx(barrier, count * 16384);
       #pragma unroll 1
-      for (uint32_t number = 0; number < count; ++number) {
-        uint8_t* place = ring + activations_stage * 49152 + (16384 + number * 16384);
-        uint64_t k_bytes = (uint64_t)(k_tile + number) * 32768;
+      for (uint32_t index = 0; index < count; ++index) {
+        uint8_t* place = ring + activations_stage * 49152 + (16384 + index * 16384);
+        uint64_t k_bytes = (uint64_t)(k_tile + index) * 32768;
         bulk_copy(place, source + k_bytes, 16384, barrier);
       }
       advance(activations_stage, activations_parity);
@@ -524,9 +524,9 @@ __device__ __forceinline__ void copy_activations_4(uint32_t block, uint32_t toke
       mbarrier_wait(empty + activations_stage, activations_parity);
       mbarrier_arrive_expect_tx(barrier, count * 16384);
       #pragma unroll 1
-      for (uint32_t number = 0; number < count; ++number) {
-        uint8_t* place = ring + activations_stage * 49152 + (16384 + number * 16384);
-        uint64_t k_bytes = (uint64_t)(k_tile + number) * 32768;
+      for (uint32_t index = 0; index < count; ++index) {
+        uint8_t* place = ring + activations_stage * 49152 + (16384 + index * 16384);
+        uint64_t k_bytes = (uint64_t)(k_tile + index) * 32768;
         bulk_copy(place, source + k_bytes, 16384, barrier);
       }
       advance(activations_stage, activations_parity);

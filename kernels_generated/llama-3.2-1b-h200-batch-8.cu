@@ -319,11 +319,11 @@ constexpr uint32_t STEP_DONE = 231808;
 constexpr uint32_t NEXT_TOKEN = 231824;
 
 // An input of a sequence, or 0 where it has none left.
-__device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t number, const int32_t* sequences,
+__device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t index, const int32_t* sequences,
     int32_t* tokens) {
   uint32_t token = 0;
-  if (number < load_constant_u32(sequences + (sequence * 24 + 2))) {
-    uint32_t place = sequence * 513 + number;
+  if (index < load_constant_u32(sequences + (sequence * 24 + 2))) {
+    uint32_t place = sequence * 513 + index;
     token = (uint32_t)(tokens[place]) < 128255 ? (uint32_t)(tokens[place]) : 128255;
   }
   return token;
@@ -334,8 +334,8 @@ __device__ __forceinline__ void take_first(uint32_t thread, uint32_t column_coun
     uint32_t* next_token, const int32_t* sequences, int32_t* tokens, uint8_t* arena) {
   if (thread < column_count) {
     uint32_t sequence = load_constant_u32(columns + thread * 4);
-    uint32_t number = load_constant_u32(columns + (thread * 4 + 1));
-    next_token[thread] = given(sequence, number, sequences, tokens);
+    uint32_t index = load_constant_u32(columns + (thread * 4 + 1));
+    next_token[thread] = given(sequence, index, sequences, tokens);
     uint32_t* state = (uint32_t*)(arena + COLUMNS) + thread * 9;
     state[7] = 0;
     state[8] = 0;
@@ -421,8 +421,8 @@ __device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step, const 
   uint32_t first_item = load_constant_u32(kv_plans + (plan_index * 6208 + block + 64));
   uint32_t last_item = load_constant_u32(kv_plans + (plan_index * 6208 + block + 65));
   #pragma unroll 1
-  for (uint32_t number = first_item; number < last_item; ++number) {
-    const int32_t* record = kv_plans + (plan_index * 6208 + number * 8 + 256);
+  for (uint32_t index = first_item; index < last_item; ++index) {
+    const int32_t* record = kv_plans + (plan_index * 6208 + index * 8 + 256);
     uint4 what = load_constant_u32x4(record);
     uint4 rest = load_constant_u32x4(record + 4);
     const int32_t* record_2 = tiles + what.y * 8;
@@ -434,9 +434,9 @@ __device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step, const 
       uint32_t count = end - first < 64 ? end - first : 64;
       uint32_t pages[4];
       #pragma unroll
-      for (uint32_t number_2 = 0; number_2 < 4; ++number_2) {
-        uint32_t token = first + number_2 * 16 < end - 1 ? first + number_2 * 16 : end - 1;
-        pages[number_2] = load_constant_u32(page_table + (place.z + token / 16));
+      for (uint32_t index_2 = 0; index_2 < 4; ++index_2) {
+        uint32_t token = first + index_2 * 16 < end - 1 ? first + index_2 * 16 : end - 1;
+        pages[index_2] = load_constant_u32(page_table + (place.z + token / 16));
       }
       mbarrier_wait(empty + fill_stage, fill_parity);
       bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
@@ -444,12 +444,12 @@ __device__ __forceinline__ void copy_items(uint32_t layer, uint32_t step, const 
       uint8_t* destination = ring + fill_stage * 16384;
       mbarrier_arrive_expect_tx(barrier, count * 256);
       #pragma unroll
-      for (uint32_t number_2 = 0; number_2 < 4; ++number_2) {
-        if (number_2 * 16 < count) {
-          uint32_t run = count - number_2 * 16 < 16 ? count - number_2 * 16 : 16;
-          uint64_t offset = (uint64_t)(layer) * 67108864 + (uint64_t)(pages[number_2]) * 16384;
+      for (uint32_t index_2 = 0; index_2 < 4; ++index_2) {
+        if (index_2 * 16 < count) {
+          uint32_t run = count - index_2 * 16 < 16 ? count - index_2 * 16 : 16;
+          uint64_t offset = (uint64_t)(layer) * 67108864 + (uint64_t)(pages[index_2]) * 16384;
           bf16* key = kv + (offset + (uint64_t)(what.z * 1024));
-          uint8_t* keys_2 = destination + number_2 * 2048;
+          uint8_t* keys_2 = destination + index_2 * 2048;
           bulk_copy(keys_2, key, run * 128, barrier);
           bulk_copy(keys_2 + 8192, key + 8192, run * 128, barrier);
         }
@@ -569,11 +569,11 @@ __device__ __forceinline__ void begin_step(uint32_t step, uint8_t* arena, uint32
   if (thread < column_count) {
     uint32_t sequence = load_constant_u32(columns + thread * 4);
     uint32_t per_step = load_constant_u32(sequences + (sequence * 24 + 1));
-    uint32_t number = step * per_step + load_constant_u32(columns + (thread * 4 + 1));
+    uint32_t index = step * per_step + load_constant_u32(columns + (thread * 4 + 1));
     uint32_t* words = state + thread * 9;
-    uint32_t position = load_constant_u32(sequences + sequence * 24) + number;
+    uint32_t position = load_constant_u32(sequences + sequence * 24) + index;
     words[0] = position < 8191 ? position : 8191;
-    words[1] = number;
+    words[1] = index;
     words[2] = load_constant_u32(sequences + (sequence * 24 + 3));
     words[3] = load_constant_u32(sequences + (sequence * 24 + 5));
     words[4] = load_constant_u32(sequences + (sequence * 24 + 6));
@@ -583,16 +583,16 @@ __device__ __forceinline__ void begin_step(uint32_t step, uint8_t* arena, uint32
 }
 
 // A tile's record, in two units of 16 bytes.
-__device__ __forceinline__ void keep_tile(uint4* place, uint32_t number, const int32_t* tiles) {
-  const int32_t* record = tiles + number * 8;
+__device__ __forceinline__ void keep_tile(uint4* place, uint32_t index, const int32_t* tiles) {
+  const int32_t* record = tiles + index * 8;
   place[0] = load_constant_u32x4(record);
   place[1] = load_constant_u32x4(record + 4);
 }
 
 // An item's record and its tile's, in four units of 16 bytes.
-__device__ __forceinline__ void keep_item(uint4* place, uint32_t number, const int32_t* kv_plans, uint32_t plan_index,
+__device__ __forceinline__ void keep_item(uint4* place, uint32_t index, const int32_t* kv_plans, uint32_t plan_index,
     const int32_t* tiles) {
-  const int32_t* record = kv_plans + (plan_index * 6208 + number * 8 + 256);
+  const int32_t* record = kv_plans + (plan_index * 6208 + index * 8 + 256);
   uint4 what = load_constant_u32x4(record);
   place[0] = what;
   place[1] = load_constant_u32x4(record + 4);
@@ -603,13 +603,13 @@ __device__ __forceinline__ void keep_item(uint4* place, uint32_t number, const i
 __device__ __forceinline__ void keep_merge(uint32_t job, uint32_t merge_rows, uint8_t* arena, uint32_t warp,
     const int32_t* kv_plans, uint32_t plan_index, uint32_t lane, const int32_t* tiles) {
   uint4* place = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
-  uint32_t number = load_constant_u32(kv_plans + (plan_index * 6208 + job / merge_rows * 2 + 3584));
+  uint32_t index = load_constant_u32(kv_plans + (plan_index * 6208 + job / merge_rows * 2 + 3584));
   uint32_t head = load_constant_u32(kv_plans + (plan_index * 6208 + job / merge_rows * 2 + 3585));
   uint32_t begin = load_constant_u32(kv_plans + (plan_index * 6208 + job / merge_rows + 3392));
   uint32_t end = load_constant_u32(kv_plans + (plan_index * 6208 + job / merge_rows + 3393));
   if (lane == 0) {
     place[0] = make_u32x4(head, job % merge_rows, begin, end);
-    keep_tile(place + 1, number, tiles);
+    keep_tile(place + 1, index, tiles);
   }
   uint32_t* sources = (uint32_t*)(place + 3);
   if (lane < (end - begin < 20 ? end - begin : 20)) {
@@ -642,9 +642,9 @@ __device__ __forceinline__ void keep(uint8_t* arena, const int32_t* kv_plans, ui
 __device__ __forceinline__ void load_angles(uint8_t* arena, uint32_t thread, uint32_t column_count, const float* rope) {
   float* angles = (float*)(arena + ROPE);
   #pragma unroll 1
-  for (uint32_t number = thread; number < column_count * 64; number += 256) {
-    uint32_t position = ((uint32_t*)(arena + COLUMNS))[number / 64 * 9];
-    angles[number] = rope[(uint64_t)(position) * 64 + (uint64_t)(number % 64)];
+  for (uint32_t index = thread; index < column_count * 64; index += 256) {
+    uint32_t position = ((uint32_t*)(arena + COLUMNS))[index / 64 * 9];
+    angles[index] = rope[(uint64_t)(position) * 64 + (uint64_t)(index % 64)];
   }
 }
 
@@ -879,8 +879,8 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     uint32_t first_unit = thread;
     uint4 weights[8];
     #pragma unroll
-    for (uint32_t number = 0; number < 6; ++number) {
-      weights[number] = load_constant_u32x4(own_units + (first_unit + number * 256 - thread) / 8 * 8);
+    for (uint32_t index = 0; index < 6; ++index) {
+      weights[index] = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 8 * 8);
     }
     if (thread / 4 % 8 < column_count) {
       uint4 units[8];
@@ -888,19 +888,19 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
       uint32_t pair_2 = thread / 32;
       const bf16* own_units_2 = embedded + (pair_2 * 4 + thread % 4) * 8;
       #pragma unroll
-      for (uint32_t number = 0; number < 6; ++number) {
-        units[number] = load_constant_u32x4(own_units_2 + (first_unit + number * 256 - thread) / 8 * 8);
+      for (uint32_t index = 0; index < 6; ++index) {
+        units[index] = load_constant_u32x4(own_units_2 + (first_unit + index * 256 - thread) / 8 * 8);
       }
       #pragma unroll
-      for (uint32_t number = 0; number < 6; ++number) {
-        normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
+      for (uint32_t index = 0; index < 6; ++index) {
+        normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
       }
     }
     uint32_t first_unit_2 = thread + 1536;
     uint4 weights_2[8];
     #pragma unroll
-    for (uint32_t number = 0; number < 2; ++number) {
-      weights_2[number] = load_constant_u32x4(own_units + (first_unit_2 + number * 256 - thread) / 8 * 8);
+    for (uint32_t index = 0; index < 2; ++index) {
+      weights_2[index] = load_constant_u32x4(own_units + (first_unit_2 + index * 256 - thread) / 8 * 8);
     }
     if (thread / 4 % 8 < column_count) {
       uint4 units[8];
@@ -908,12 +908,12 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
       uint32_t pair_2 = thread / 32;
       const bf16* own_units_2 = embedded + (pair_2 * 4 + thread % 4) * 8;
       #pragma unroll
-      for (uint32_t number = 0; number < 2; ++number) {
-        units[number] = load_constant_u32x4(own_units_2 + (first_unit_2 + number * 256 - thread) / 8 * 8);
+      for (uint32_t index = 0; index < 2; ++index) {
+        units[index] = load_constant_u32x4(own_units_2 + (first_unit_2 + index * 256 - thread) / 8 * 8);
       }
       #pragma unroll
-      for (uint32_t number = 0; number < 2; ++number) {
-        normalise_unit(vector, first_unit_2 + number * 256, units[number], weights_2[number], squares);
+      for (uint32_t index = 0; index < 2; ++index) {
+        normalise_unit(vector, first_unit_2 + index * 256, units[index], weights_2[index], squares);
       }
     }
     write_scales(squares, arena, lane, warp, thread, column_count);
@@ -925,37 +925,37 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     uint32_t first_unit = thread;
     uint4 weights[8];
     #pragma unroll
-    for (uint32_t number = 0; number < 6; ++number) {
-      weights[number] = load_constant_u32x4(own_units + (first_unit + number * 256 - thread) / 8 * 8);
+    for (uint32_t index = 0; index < 6; ++index) {
+      weights[index] = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 8 * 8);
     }
     if (thread / 4 % 8 < column_count) {
       uint4 units[8];
       #pragma unroll
-      for (uint32_t number = 0; number < 6; ++number) {
-        uint4 words = ((const uint4*)(exchange_words + ((first_unit + number * 256) * 4 + 64)))[0];
-        units[number] = words;
+      for (uint32_t index = 0; index < 6; ++index) {
+        uint4 words = ((const uint4*)(exchange_words + ((first_unit + index * 256) * 4 + 64)))[0];
+        units[index] = words;
       }
       #pragma unroll
-      for (uint32_t number = 0; number < 6; ++number) {
-        normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
+      for (uint32_t index = 0; index < 6; ++index) {
+        normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
       }
     }
     uint32_t first_unit_2 = thread + 1536;
     uint4 weights_2[8];
     #pragma unroll
-    for (uint32_t number = 0; number < 2; ++number) {
-      weights_2[number] = load_constant_u32x4(own_units + (first_unit_2 + number * 256 - thread) / 8 * 8);
+    for (uint32_t index = 0; index < 2; ++index) {
+      weights_2[index] = load_constant_u32x4(own_units + (first_unit_2 + index * 256 - thread) / 8 * 8);
     }
     if (thread / 4 % 8 < column_count) {
       uint4 units[8];
       #pragma unroll
-      for (uint32_t number = 0; number < 2; ++number) {
-        uint4 words = ((const uint4*)(exchange_words + ((first_unit_2 + number * 256) * 4 + 64)))[0];
-        units[number] = words;
+      for (uint32_t index = 0; index < 2; ++index) {
+        uint4 words = ((const uint4*)(exchange_words + ((first_unit_2 + index * 256) * 4 + 64)))[0];
+        units[index] = words;
       }
       #pragma unroll
-      for (uint32_t number = 0; number < 2; ++number) {
-        normalise_unit(vector, first_unit_2 + number * 256, units[number], weights_2[number], squares);
+      for (uint32_t index = 0; index < 2; ++index) {
+        normalise_unit(vector, first_unit_2 + index * 256, units[index], weights_2[index], squares);
       }
     }
     write_scales(squares, arena, lane, warp, thread, column_count);
@@ -999,11 +999,11 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
   named_barrier(1, 256);
 }
 
-// Unit `number` of the newest keys, then of the newest values: as rows of a stage have them, bf16 or codes.
-__device__ __forceinline__ void load_newest_unit(uint32_t newest_begin, uint32_t number, uint32_t newest_units,
+// Unit `index` of the newest keys, then of the newest values: as rows of a stage have them, bf16 or codes.
+__device__ __forceinline__ void load_newest_unit(uint32_t newest_begin, uint32_t index, uint32_t newest_units,
     uint32_t epoch, uint4* record, uint32_t step, uint32_t* exchange_words, uint4 what, uint8_t* arena) {
-  bool is_value = number >= newest_units;
-  uint32_t unit = is_value ? number - newest_units : number;
+  bool is_value = index >= newest_units;
+  uint32_t unit = is_value ? index - newest_units : index;
   uint32_t column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + unit / 8;
   uint4 words = ((const uint4*)(exchange_words + ((column * 384 + ((is_value ? 40u : 32u) + what.z) * 8 + unit % 8) * 4 + 8256)))[0];
   uint4* keys = (uint4*)(arena + NEWEST);
@@ -1022,14 +1022,14 @@ __device__ __forceinline__ void load_item(uint32_t newest_begin, uint32_t newest
   uint32_t query_units = record[1].z * 8;
   uint32_t newest_units = newest * 8;
   #pragma unroll 1
-  for (uint32_t number = thread; number < query_units + newest_units * 2; number += 256) {
-    if (number < query_units) {
-      uint32_t row = number / 8;
+  for (uint32_t index = thread; index < query_units + newest_units * 2; index += 256) {
+    if (index < query_units) {
+      uint32_t row = index / 8;
       uint32_t column = record[2].x + row / 4;
-      uint4 words = ((const uint4*)(exchange_words + ((column * 384 + (what.z * 4 + row % 4) * 8 + number % 8) * 4 + 8256)))[0];
-      queries[number] = words;
+      uint4 words = ((const uint4*)(exchange_words + ((column * 384 + (what.z * 4 + row % 4) * 8 + index % 8) * 4 + 8256)))[0];
+      queries[index] = words;
     } else {
-      load_newest_unit(newest_begin, number - query_units, newest_units, epoch, record, step, exchange_words, what,
+      load_newest_unit(newest_begin, index - query_units, newest_units, epoch, record, step, exchange_words, what,
           arena);
     }
   }
@@ -1040,8 +1040,8 @@ __device__ __forceinline__ void load_item(uint32_t newest_begin, uint32_t newest
 __device__ __forceinline__ uint32_t arrivals(uint32_t first_tile, uint32_t last_tile, uint32_t warp) {
   uint32_t tiles = (last_tile < first_tile + 1 ? first_tile + 1 : last_tile) - first_tile;
   uint32_t groups = tiles < 8 ? tiles : 8;
-  uint32_t number = (warp + 8 - first_tile % 8) % 8;
-  return 8 / groups + (number < 8 % groups ? 1u : 0u);
+  uint32_t index = (warp + 8 - first_tile % 8) % 8;
+  return 8 / groups + (index < 8 % groups ? 1u : 0u);
 }
 
 // Lanes of odd rows read the two units in the opposite order: no bank conflicts.
@@ -1083,21 +1083,21 @@ __device__ __forceinline__ void multiply_part_2(uint32_t (&low)[4], uint32_t (&h
 // Logits times log2 e, and -inf (without softmax: weights, and 0) where a key is not seen.
 __device__ __forceinline__ void scale_and_mask(float (&logits)[4], uint32_t valid, uint32_t key, uint32_t lane,
     uint32_t (&limits)[2]) {
-  uint32_t number = lane / 4;
+  uint32_t index = lane / 4;
   uint32_t limits_2[2];
   limits_2[0] = limits[0] < key + valid ? limits[0] : key + valid;
   limits_2[1] = limits[1] < key + valid ? limits[1] : key + valid;
-  bool is_seen = key + number < limits_2[0];
+  bool is_seen = key + index < limits_2[0];
   float logit = logits[0] * 0.18033688f;
   logits[0] = is_seen ? logit : -bits_float(0x7f800000);
-  bool is_seen_2 = key + number < limits_2[1];
+  bool is_seen_2 = key + index < limits_2[1];
   float logit_2 = logits[1] * 0.18033688f;
   logits[1] = is_seen_2 ? logit_2 : -bits_float(0x7f800000);
-  uint32_t tile_key = number + 8;
+  uint32_t tile_key = index + 8;
   bool is_seen_3 = key + tile_key < limits_2[0];
   float logit_3 = logits[2] * 0.18033688f;
   logits[2] = is_seen_3 ? logit_3 : -bits_float(0x7f800000);
-  uint32_t tile_key_2 = number + 8;
+  uint32_t tile_key_2 = index + 8;
   bool is_seen_4 = key + tile_key_2 < limits_2[1];
   float logit_4 = logits[3] * 0.18033688f;
   logits[3] = is_seen_4 ? logit_4 : -bits_float(0x7f800000);
@@ -1284,9 +1284,9 @@ __device__ __forceinline__ void lay_down_statistics(uint8_t* arena, float (&weig
     total += shuffle_xor_f32(total, 4);
     total += shuffle_xor_f32(total, 8);
     total += shuffle_xor_f32(total, 16);
-    uint32_t number = lane * 2 + column;
-    if (number < 8) {
-      uint32_t place = (warp * 8 + number) * 2;
+    uint32_t index = lane * 2 + column;
+    if (index < 8) {
+      uint32_t place = (warp * 8 + index) * 2;
       words[place] = highest[column];
       words[place + 1] = total;
     }
@@ -1346,7 +1346,7 @@ __device__ __forceinline__ void publish_partial(uint32_t row, uint32_t dim_pair,
   }
 }
 
-// Column tile `number` of every group: its column c was laid down by the warps column_group, column_group +
+// Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint32_t thread, uint8_t* arena,
     uint32_t* exchange_words, uint4 what) {
@@ -1402,8 +1402,8 @@ __device__ __forceinline__ uint32_t arrivals_2(uint32_t first_tile, uint32_t las
   uint32_t tiles = (last_tile < first_tile + 1 ? first_tile + 1 : last_tile) - first_tile;
   uint32_t groups = tiles < key_groups ? tiles : key_groups;
   uint32_t members = groups * column_groups;
-  uint32_t number = (key_group + key_groups - first_tile % key_groups) % key_groups;
-  uint32_t rank = number * column_groups + column_group;
+  uint32_t index = (key_group + key_groups - first_tile % key_groups) % key_groups;
+  uint32_t rank = index * column_groups + column_group;
   return 8 / members + (rank < 8 % members ? 1u : 0u);
 }
 
@@ -1584,7 +1584,7 @@ __device__ __forceinline__ void fold_states_2(uint32_t first, uint32_t stride, u
   lse_out = lse;
 }
 
-// Column tile `number` of every group: its column c was laid down by the warps column_group, column_group +
+// Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
     uint8_t* arena, uint32_t* exchange_words, uint4 what) {
@@ -1611,7 +1611,7 @@ __device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint32_t column_gr
   }
 }
 
-// Column tile `number` of every group: its column c was laid down by the warps column_group, column_group +
+// Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
 // column_groups, ..., as their column c.
 __device__ __forceinline__ void fold_slices_3(uint32_t epoch, uint32_t column_groups, uint32_t thread, uint4* record,
     uint8_t* arena, uint32_t* exchange_words, uint4 what) {
@@ -1692,12 +1692,12 @@ __device__ __forceinline__ void replace_merge(uint32_t job, uint32_t merge_rows,
 // partial row of the tile's first packed row.
 __device__ __forceinline__ uint32_t sources(uint32_t first, uint32_t count, uint32_t lane, uint8_t* arena,
     uint32_t warp, const int32_t* kv_plans, uint32_t plan_index, uint4* record) {
-  uint32_t number = first + (lane < count - 1 ? lane : count - 1);
+  uint32_t index = first + (lane < count - 1 ? lane : count - 1);
   uint32_t source;
-  if (number < 20) {
-    source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[number];
+  if (index < 20) {
+    source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[index];
   } else {
-    source = load_constant_u32(kv_plans + (plan_index * 6208 + (record[0].z + number) + 3840));
+    source = load_constant_u32(kv_plans + (plan_index * 6208 + (record[0].z + index) + 3840));
   }
   return source;
 }
@@ -1721,12 +1721,12 @@ __device__ __forceinline__ void add(float values_0, float values_1, float values
 // partial row of the tile's first packed row.
 __device__ __forceinline__ uint32_t sources_2(uint32_t first, uint32_t count, uint32_t lane, uint8_t* arena,
     uint32_t warp, const int32_t* kv_plans, uint32_t plan_index, uint4* record) {
-  uint32_t number = first + (lane < count - 1 ? lane : count - 1) * 4;
+  uint32_t index = first + (lane < count - 1 ? lane : count - 1) * 4;
   uint32_t source;
-  if (number < 20) {
-    source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[number];
+  if (index < 20) {
+    source = ((const uint32_t*)((uint4*)(arena + RECORDS) + (21 + warp / 4 * 8) + 3))[index];
   } else {
-    source = load_constant_u32(kv_plans + (plan_index * 6208 + (record[0].z + number) + 3840));
+    source = load_constant_u32(kv_plans + (plan_index * 6208 + (record[0].z + index) + 3840));
   }
   return source;
 }
@@ -1760,8 +1760,8 @@ __device__ __forceinline__ void add_2(float values_0, float values_1, float valu
 __device__ __forceinline__ void fold_team(uint8_t* arena, uint32_t warp, uint32_t lane, float& highest,
     float& weight_sum, float (&sums)[4]) {
   #pragma unroll
-  for (uint32_t number = 1; number < 4; ++number) {
-    uint4* place = (uint4*)(arena + ATTENTION) + (warp + number) * 33;
+  for (uint32_t index = 1; index < 4; ++index) {
+    uint4* place = (uint4*)(arena + ATTENTION) + (warp + index) * 33;
     uint4 part = place[lane];
     uint4 shared = place[32];
     add_2(bits_float(part.x), bits_float(part.y), bits_float(part.z), bits_float(part.w), bits_float(shared.x),
@@ -1924,23 +1924,23 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
             uint32_t places[8];
             places[0] = ((value + record[0].y) * 17 + 16) * 4;
             #pragma unroll
-            for (uint32_t number = 0; number < 5; ++number) {
-              uint32_t source = shuffle_u32(value, number);
-              places[number + 1] = ((source + record[0].y) * 17 + lane % 16) * 4;
+            for (uint32_t index = 0; index < 5; ++index) {
+              uint32_t source = shuffle_u32(value, index);
+              places[index + 1] = ((source + record[0].y) * 17 + lane % 16) * 4;
             }
             #pragma unroll
-            for (uint32_t number = 0; number < 8; ++number) {
-              if (number < 6) {
-                uint4 words = ((const uint4*)(exchange_words + (places[number] / 4 * 4 + 20544)))[0];
-                states[number] = words;
+            for (uint32_t index = 0; index < 8; ++index) {
+              if (index < 6) {
+                uint4 words = ((const uint4*)(exchange_words + (places[index] / 4 * 4 + 20544)))[0];
+                states[index] = words;
               }
             }
             #pragma unroll
-            for (uint32_t number = 0; number < 5; ++number) {
-              if (number < count) {
-                float lse = bits_float(shuffle_u32(states[0].x, number));
-                add(bits_float(states[number + 1].x), bits_float(states[number + 1].y),
-                    bits_float(states[number + 1].z), bits_float(states[number + 1].w), lse, highest, weight_sum, sums);
+            for (uint32_t index = 0; index < 5; ++index) {
+              if (index < count) {
+                float lse = bits_float(shuffle_u32(states[0].x, index));
+                add(bits_float(states[index + 1].x), bits_float(states[index + 1].y), bits_float(states[index + 1].z),
+                    bits_float(states[index + 1].w), lse, highest, weight_sum, sums);
               }
             }
           }
@@ -1955,23 +1955,23 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
           uint32_t places[8];
           places[0] = ((value + record[0].y) * 17 + 16) * 4;
           #pragma unroll
-          for (uint32_t number = 0; number < 5; ++number) {
-            uint32_t source = shuffle_u32(value, number);
-            places[number + 1] = ((source + record[0].y) * 17 + lane % 16) * 4;
+          for (uint32_t index = 0; index < 5; ++index) {
+            uint32_t source = shuffle_u32(value, index);
+            places[index + 1] = ((source + record[0].y) * 17 + lane % 16) * 4;
           }
           #pragma unroll
-          for (uint32_t number = 0; number < 8; ++number) {
-            if (number < 6) {
-              uint4 words = ((const uint4*)(exchange_words + (places[number] / 4 * 4 + 20544)))[0];
-              states[number] = words;
+          for (uint32_t index = 0; index < 8; ++index) {
+            if (index < 6) {
+              uint4 words = ((const uint4*)(exchange_words + (places[index] / 4 * 4 + 20544)))[0];
+              states[index] = words;
             }
           }
           #pragma unroll
-          for (uint32_t number = 0; number < 5; ++number) {
-            if (number < count) {
-              float lse = bits_float(shuffle_u32(states[0].x, number));
-              add(bits_float(states[number + 1].x), bits_float(states[number + 1].y), bits_float(states[number + 1].z),
-                  bits_float(states[number + 1].w), lse, highest, weight_sum, sums);
+          for (uint32_t index = 0; index < 5; ++index) {
+            if (index < count) {
+              float lse = bits_float(shuffle_u32(states[0].x, index));
+              add(bits_float(states[index + 1].x), bits_float(states[index + 1].y), bits_float(states[index + 1].z),
+                  bits_float(states[index + 1].w), lse, highest, weight_sum, sums);
             }
           }
         }
@@ -2010,13 +2010,13 @@ __device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uin
   if (thread / 4 % 8 < column_count) {
     uint4 units[8];
     #pragma unroll
-    for (uint32_t number = 0; number < 8; ++number) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit + number * 256) * 4 + 629824)))[0];
-      units[number] = words;
+    for (uint32_t index = 0; index < 8; ++index) {
+      uint4 words = ((const uint4*)(exchange_words + ((first_unit + index * 256) * 4 + 629824)))[0];
+      units[index] = words;
     }
     #pragma unroll
-    for (uint32_t number = 0; number < 8; ++number) {
-      vector[first_unit + number * 256] = units[number];
+    for (uint32_t index = 0; index < 8; ++index) {
+      vector[first_unit + index * 256] = units[index];
     }
   }
   named_barrier(1, 256);
@@ -2210,37 +2210,37 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   uint32_t first_unit = thread;
   uint4 weights[8];
   #pragma unroll
-  for (uint32_t number = 0; number < 6; ++number) {
-    weights[number] = load_constant_u32x4(own_units + (first_unit + number * 256 - thread) / 8 * 8);
+  for (uint32_t index = 0; index < 6; ++index) {
+    weights[index] = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 8 * 8);
   }
   if (thread / 4 % 8 < column_count) {
     uint4 units[8];
     #pragma unroll
-    for (uint32_t number = 0; number < 6; ++number) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit + number * 256) * 4 + 638016)))[0];
-      units[number] = words;
+    for (uint32_t index = 0; index < 6; ++index) {
+      uint4 words = ((const uint4*)(exchange_words + ((first_unit + index * 256) * 4 + 638016)))[0];
+      units[index] = words;
     }
     #pragma unroll
-    for (uint32_t number = 0; number < 6; ++number) {
-      normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
+    for (uint32_t index = 0; index < 6; ++index) {
+      normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
     }
   }
   uint32_t first_unit_2 = thread + 1536;
   uint4 weights_2[8];
   #pragma unroll
-  for (uint32_t number = 0; number < 2; ++number) {
-    weights_2[number] = load_constant_u32x4(own_units + (first_unit_2 + number * 256 - thread) / 8 * 8);
+  for (uint32_t index = 0; index < 2; ++index) {
+    weights_2[index] = load_constant_u32x4(own_units + (first_unit_2 + index * 256 - thread) / 8 * 8);
   }
   if (thread / 4 % 8 < column_count) {
     uint4 units[8];
     #pragma unroll
-    for (uint32_t number = 0; number < 2; ++number) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit_2 + number * 256) * 4 + 638016)))[0];
-      units[number] = words;
+    for (uint32_t index = 0; index < 2; ++index) {
+      uint4 words = ((const uint4*)(exchange_words + ((first_unit_2 + index * 256) * 4 + 638016)))[0];
+      units[index] = words;
     }
     #pragma unroll
-    for (uint32_t number = 0; number < 2; ++number) {
-      normalise_unit(vector, first_unit_2 + number * 256, units[number], weights_2[number], squares);
+    for (uint32_t index = 0; index < 2; ++index) {
+      normalise_unit(vector, first_unit_2 + index * 256, units[index], weights_2[index], squares);
     }
   }
   write_scales(squares, arena, lane, warp, thread, column_count);
@@ -2290,13 +2290,13 @@ __device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, u
   if (thread / 4 % 8 < column_count) {
     uint4 units[8];
     #pragma unroll
-    for (uint32_t number = 0; number < 8; ++number) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit + number * 256) * 4 + 646208)))[0];
-      units[number] = words;
+    for (uint32_t index = 0; index < 8; ++index) {
+      uint4 words = ((const uint4*)(exchange_words + ((first_unit + index * 256) * 4 + 646208)))[0];
+      units[index] = words;
     }
     #pragma unroll
-    for (uint32_t number = 0; number < 8; ++number) {
-      vector[first_unit + number * 256] = units[number];
+    for (uint32_t index = 0; index < 8; ++index) {
+      vector[first_unit + index * 256] = units[index];
     }
   }
   named_barrier(1, 256);
@@ -2310,13 +2310,13 @@ __device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, u
   if (thread / 4 % 8 < column_count) {
     uint4 units[8];
     #pragma unroll
-    for (uint32_t number = 0; number < 8; ++number) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit + 2048 + number * 256) * 4 + 646208)))[0];
-      units[number] = words;
+    for (uint32_t index = 0; index < 8; ++index) {
+      uint4 words = ((const uint4*)(exchange_words + ((first_unit + 2048 + index * 256) * 4 + 646208)))[0];
+      units[index] = words;
     }
     #pragma unroll
-    for (uint32_t number = 0; number < 8; ++number) {
-      vector[first_unit + number * 256] = units[number];
+    for (uint32_t index = 0; index < 8; ++index) {
+      vector[first_unit + index * 256] = units[index];
     }
   }
   named_barrier(1, 256);
@@ -2330,13 +2330,13 @@ __device__ __forceinline__ void load_vector_4(uint8_t* arena, uint32_t thread, u
   if (thread / 4 % 8 < column_count) {
     uint4 units[8];
     #pragma unroll
-    for (uint32_t number = 0; number < 8; ++number) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit + 4096 + number * 256) * 4 + 646208)))[0];
-      units[number] = words;
+    for (uint32_t index = 0; index < 8; ++index) {
+      uint4 words = ((const uint4*)(exchange_words + ((first_unit + 4096 + index * 256) * 4 + 646208)))[0];
+      units[index] = words;
     }
     #pragma unroll
-    for (uint32_t number = 0; number < 8; ++number) {
-      vector[first_unit + number * 256] = units[number];
+    for (uint32_t index = 0; index < 8; ++index) {
+      vector[first_unit + index * 256] = units[index];
     }
   }
   named_barrier(1, 256);
@@ -2350,13 +2350,13 @@ __device__ __forceinline__ void load_vector_5(uint8_t* arena, uint32_t thread, u
   if (thread / 4 % 8 < column_count) {
     uint4 units[8];
     #pragma unroll
-    for (uint32_t number = 0; number < 8; ++number) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit + 6144 + number * 256) * 4 + 646208)))[0];
-      units[number] = words;
+    for (uint32_t index = 0; index < 8; ++index) {
+      uint4 words = ((const uint4*)(exchange_words + ((first_unit + 6144 + index * 256) * 4 + 646208)))[0];
+      units[index] = words;
     }
     #pragma unroll
-    for (uint32_t number = 0; number < 8; ++number) {
-      vector[first_unit + number * 256] = units[number];
+    for (uint32_t index = 0; index < 8; ++index) {
+      vector[first_unit + index * 256] = units[index];
     }
   }
   named_barrier(1, 256);
@@ -2715,37 +2715,37 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     uint32_t first_unit = thread;
     uint4 weights[8];
     #pragma unroll
-    for (uint32_t number = 0; number < 6; ++number) {
-      weights[number] = load_constant_u32x4(own_units + (first_unit + number * 256 - thread) / 8 * 8);
+    for (uint32_t index = 0; index < 6; ++index) {
+      weights[index] = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 8 * 8);
     }
     if (thread / 4 % 8 < column_count) {
       uint4 units[8];
       #pragma unroll
-      for (uint32_t number = 0; number < 6; ++number) {
-        uint4 words = ((const uint4*)(exchange_words + ((first_unit + number * 256) * 4 + 64)))[0];
-        units[number] = words;
+      for (uint32_t index = 0; index < 6; ++index) {
+        uint4 words = ((const uint4*)(exchange_words + ((first_unit + index * 256) * 4 + 64)))[0];
+        units[index] = words;
       }
       #pragma unroll
-      for (uint32_t number = 0; number < 6; ++number) {
-        normalise_unit(vector, first_unit + number * 256, units[number], weights[number], squares);
+      for (uint32_t index = 0; index < 6; ++index) {
+        normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
       }
     }
     uint32_t first_unit_2 = thread + 1536;
     uint4 weights_2[8];
     #pragma unroll
-    for (uint32_t number = 0; number < 2; ++number) {
-      weights_2[number] = load_constant_u32x4(own_units + (first_unit_2 + number * 256 - thread) / 8 * 8);
+    for (uint32_t index = 0; index < 2; ++index) {
+      weights_2[index] = load_constant_u32x4(own_units + (first_unit_2 + index * 256 - thread) / 8 * 8);
     }
     if (thread / 4 % 8 < column_count) {
       uint4 units[8];
       #pragma unroll
-      for (uint32_t number = 0; number < 2; ++number) {
-        uint4 words = ((const uint4*)(exchange_words + ((first_unit_2 + number * 256) * 4 + 64)))[0];
-        units[number] = words;
+      for (uint32_t index = 0; index < 2; ++index) {
+        uint4 words = ((const uint4*)(exchange_words + ((first_unit_2 + index * 256) * 4 + 64)))[0];
+        units[index] = words;
       }
       #pragma unroll
-      for (uint32_t number = 0; number < 2; ++number) {
-        normalise_unit(vector, first_unit_2 + number * 256, units[number], weights_2[number], squares);
+      for (uint32_t index = 0; index < 2; ++index) {
+        normalise_unit(vector, first_unit_2 + index * 256, units[index], weights_2[index], squares);
       }
     }
     write_scales(squares, arena, lane, warp, thread, column_count);
@@ -3035,27 +3035,27 @@ __device__ __forceinline__ void read(uint32_t column, uint32_t epoch, uint32_t s
   #pragma unroll 1
   for (uint32_t first = own; first < own + 576; first += 192) {
     #pragma unroll
-    for (uint32_t number = 0; number < 6; ++number) {
-      places[number] = (first_unit + (first + number * 32 < 527 ? first + number * 32 : 527)) * 4;
+    for (uint32_t index = 0; index < 6; ++index) {
+      places[index] = (first_unit + (first + index * 32 < 527 ? first + index * 32 : 527)) * 4;
     }
     #pragma unroll
-    for (uint32_t number = 0; number < 8; ++number) {
-      if (number < 6) {
-        uint4 words = ((const uint4*)(exchange_words + (places[number] / 4 * 4 + 683200)))[0];
-        data[number] = words;
+    for (uint32_t index = 0; index < 8; ++index) {
+      if (index < 6) {
+        uint4 words = ((const uint4*)(exchange_words + (places[index] / 4 * 4 + 683200)))[0];
+        data[index] = words;
       }
     }
     #pragma unroll
-    for (uint32_t number = 0; number < 6; ++number) {
-      if (first + number * 32 < 528) {
-        listed[(first + number * 32) * 2] = bits_float(data[number].x);
-        listed[(first + number * 32) * 2 + 1] = bits_float(data[number].y);
-        bool is_owner = ((first + number * 32) / 4 + 4) % 132 == m_tile % 132;
+    for (uint32_t index = 0; index < 6; ++index) {
+      if (first + index * 32 < 528) {
+        listed[(first + index * 32) * 2] = bits_float(data[index].x);
+        listed[(first + index * 32) * 2 + 1] = bits_float(data[index].y);
+        bool is_owner = ((first + index * 32) / 4 + 4) % 132 == m_tile % 132;
         if (role < 2 || (role == 2 && is_owner)) {
-          float more = bits_float(data[number].w);
-          float both = highest < (role == 0 ? bits_float(data[number].x) : more) ? (role == 0 ? bits_float(data[number].x) : more) : highest;
+          float more = bits_float(data[index].w);
+          float both = highest < (role == 0 ? bits_float(data[index].x) : more) ? (role == 0 ? bits_float(data[index].x) : more) : highest;
           if (both > -bits_float(0x7f800000)) {
-            weight = weight * exp_f32(highest - both) + more * exp_f32((role == 0 ? bits_float(data[number].x) : more) - both);
+            weight = weight * exp_f32(highest - both) + more * exp_f32((role == 0 ? bits_float(data[index].x) : more) - both);
             highest = both;
           }
         }
@@ -3533,8 +3533,8 @@ __device__ __forceinline__ uint32_t add_groups(uint32_t column, uint32_t lane, u
 }
 
 // A round up to the exchange: every warp weighs its rows, the first of a column's warps publishes.
-__device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t number, uint32_t warp, uint8_t* arena,
-    float* weighed, const int32_t* sequences, uint32_t lane, uint32_t block, uint32_t* exchange_words) {
+__device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t index, uint32_t warp, uint8_t* arena, float* weighed,
+    const int32_t* sequences, uint32_t lane, uint32_t block, uint32_t* exchange_words) {
   #pragma unroll 1
   for (uint32_t column = warp % 8; column < 8; column += 8) {
     if (((uint32_t*)(arena + FILTERS) + column * 16)[1] != 0) {
@@ -3548,7 +3548,7 @@ __device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t number, uint3
       if (((uint32_t*)(arena + FILTERS) + column * 16)[1] != 0) {
         uint32_t word = add_groups(column, lane, arena);
         if (lane < 16) {
-          uint32_t place = ((number % 2 * 8 + column) * 132 + block) * 16 + lane;
+          uint32_t place = ((index % 2 * 8 + column) * 132 + block) * 16 + lane;
           (exchange_words + (place + 716992))[0] = word;
         }
       }
@@ -3571,33 +3571,33 @@ __device__ __forceinline__ void take_unit(uint4 unit, float (&sums)[4], float& b
 }
 
 // This warp's share of all blocks' words of a column, together, into the region `filter_sums`.
-__device__ __forceinline__ void read_2(uint32_t column, uint32_t epoch, uint32_t number, uint32_t warp, uint32_t lane,
+__device__ __forceinline__ void read_2(uint32_t column, uint32_t epoch, uint32_t index, uint32_t warp, uint32_t lane,
     uint32_t* exchange_words, uint8_t* arena) {
   float sums[4] = {};
   float best = -bits_float(0x7f800000);
   uint32_t token = 4294967295u;
   float distance = bits_float(0x7f800000);
-  uint32_t first_unit = (number % 2 * 8 + column) * 528;
+  uint32_t first_unit = (index % 2 * 8 + column) * 528;
   uint4 data[8];
   uint32_t places[8];
   uint32_t own = warp / 8 * 32 + lane;
   #pragma unroll 1
   for (uint32_t first = own; first < own + 576; first += 192) {
     #pragma unroll
-    for (uint32_t number_2 = 0; number_2 < 6; ++number_2) {
-      places[number_2] = (first_unit + (first + number_2 * 32 < 527 ? first + number_2 * 32 : 527)) * 4;
+    for (uint32_t index_2 = 0; index_2 < 6; ++index_2) {
+      places[index_2] = (first_unit + (first + index_2 * 32 < 527 ? first + index_2 * 32 : 527)) * 4;
     }
     #pragma unroll
-    for (uint32_t number_2 = 0; number_2 < 8; ++number_2) {
-      if (number_2 < 6) {
-        uint4 words = ((const uint4*)(exchange_words + (places[number_2] / 4 * 4 + 716992)))[0];
-        data[number_2] = words;
+    for (uint32_t index_2 = 0; index_2 < 8; ++index_2) {
+      if (index_2 < 6) {
+        uint4 words = ((const uint4*)(exchange_words + (places[index_2] / 4 * 4 + 716992)))[0];
+        data[index_2] = words;
       }
     }
     #pragma unroll
-    for (uint32_t number_2 = 0; number_2 < 6; ++number_2) {
-      if (first + number_2 * 32 < 528) {
-        take_unit(data[number_2], sums, best, token, distance);
+    for (uint32_t index_2 = 0; index_2 < 6; ++index_2) {
+      if (first + index_2 * 32 < 528) {
+        take_unit(data[index_2], sums, best, token, distance);
       }
     }
   }
@@ -3694,12 +3694,12 @@ __device__ __forceinline__ void judge_2(uint32_t column, uint32_t word, uint8_t*
   float top_p = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 13)));
   uint32_t value = shuffle_u32(word, 1);
   float distance = bits_float(shuffle_u32(word, 2));
-  uint32_t number = lane < 5 ? lane : 5;
-  float count = bits_float(shuffle_u32(word, number * 2 + 4));
-  float weight = bits_float(shuffle_u32(word, number * 2 + 5));
+  uint32_t index = lane < 5 ? lane : 5;
+  float count = bits_float(shuffle_u32(word, index * 2 + 4));
+  float weight = bits_float(shuffle_u32(word, index * 2 + 5));
   float of_candidate = bits_float(shuffle_u32(word, 5));
   float of_all = bits_float(shuffle_u32(word, 14));
-  float at = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[10 + number]);
+  float at = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[10 + index]);
   if (top_k == 0.0f || top_k > of_all) {
     top_k = of_all;
   }
@@ -3722,12 +3722,12 @@ __device__ __forceinline__ void judge_2(uint32_t column, uint32_t word, uint8_t*
 }
 
 // The end of a round: a column's warps read what all blocks published, and the first of them decides.
-__device__ __forceinline__ void judge_all(uint32_t epoch, uint32_t number, uint32_t warp, uint8_t* arena, uint32_t lane,
+__device__ __forceinline__ void judge_all(uint32_t epoch, uint32_t index, uint32_t warp, uint8_t* arena, uint32_t lane,
     uint32_t* exchange_words, const int32_t* sequences) {
   #pragma unroll 1
   for (uint32_t column = warp % 8; column < 8; column += 8) {
     if (((uint32_t*)(arena + FILTERS) + column * 16)[1] != 0) {
-      read_2(column, epoch, number, warp, lane, exchange_words, arena);
+      read_2(column, epoch, index, warp, lane, exchange_words, arena);
     }
   }
   named_barrier(1, 256);
@@ -3867,15 +3867,15 @@ __device__ __forceinline__ void sampling(uint32_t* progress, uint32_t block, uin
 __device__ __forceinline__ void take(uint32_t column, uint32_t& going_on, uint8_t* arena, const int32_t* sequences,
     uint32_t block, int32_t* tokens, uint32_t* emitted, const int32_t* stop_ids, uint32_t* next_token) {
   uint32_t sequence = ((uint32_t*)(arena + COLUMNS))[column * 9 + 6];
-  uint32_t number = ((uint32_t*)(arena + COLUMNS))[column * 9 + 1];
+  uint32_t index = ((uint32_t*)(arena + COLUMNS))[column * 9 + 1];
   uint32_t total = ((uint32_t*)(arena + COLUMNS))[column * 9 + 2];
   uint32_t given_2 = load_constant_u32(sequences + (sequence * 24 + 2));
   uint32_t per_step = load_constant_u32(sequences + (sequence * 24 + 1));
   uint32_t sampled = ((uint32_t*)(arena + CHOSEN))[column];
   uint32_t stopped = ((uint32_t*)(arena + COLUMNS))[column * 9 + 7];
-  if (number + 1 >= given_2 && number < total) {
+  if (index + 1 >= given_2 && index < total) {
     if (block == 0) {
-      uint32_t place = sequence * 513 + number + 1;
+      uint32_t place = sequence * 513 + index + 1;
       tokens[place] = (int32_t)(sampled);
       store_relaxed_u32_sys(emitted + place, sampled);
     }
@@ -3888,7 +3888,7 @@ __device__ __forceinline__ void take(uint32_t column, uint32_t& going_on, uint8_
       }
     }
   }
-  uint32_t following = number + per_step;
+  uint32_t following = index + per_step;
   if (following >= total || sampled == 4294967294u) {
     stopped = 1;
   }

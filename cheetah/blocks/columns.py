@@ -92,12 +92,12 @@ class Columns:
             column = machine.thread
             sequence = ch.const(ty.u32, self.record(column, "sequence"), name="sequence")
             per_step = ch.const(ty.u32, self.sequence(sequence, "per_step"), name="per_step")
-            number = step * per_step + self.record(column, "number")
+            index = step * per_step + self.record(column, "number")
             words = state + column * STATE_WORDS
             # Columns without a token left compute something: within the tables, please.
-            position = ch.const(ty.u32, self.sequence(sequence, "length") + number, name="position")
+            position = ch.const(ty.u32, self.sequence(sequence, "length") + index, name="position")
             words[POSITION] = ch.minimum(position, machine.plan.max_context - 1)
-            words[NUMBER] = number
+            words[NUMBER] = index
             words[TOTAL] = self.sequence(sequence, "total")
             words[TEMPERATURE] = self.sequence(sequence, "temperature")
             words[SEED_LOW] = self.sequence(sequence, "seed_low")

@@ -274,20 +274,20 @@ class BarrierExchange(Exchange):
 
     @ch.inline
     def read_units(self, name: str, data: Any, unit: ch.Value, stride: int, count: int, epoch: ch.Value) -> None:
-        with ch.for_(count, unroll=True) as number:
-            data[number] = self.read4(name, unit + number * stride, epoch)
+        with ch.for_(count, unroll=True) as index:
+            data[index] = self.read4(name, unit + index * stride, epoch)
 
     @ch.inline
     def read_quads(self, name: str, data: Any, quad: ch.Value, stride: int, count: int, epoch: ch.Value) -> None:
         words = ch.reinterpret(ty.ptr(ty.u32x2), self.place(name, ch.cast(ty.u32, quad) * 2))
-        with ch.for_(count, unroll=True) as number:
-            data[number] = words[number * stride]
+        with ch.for_(count, unroll=True) as index:
+            data[index] = words[index * stride]
 
     @ch.inline
     def read_places(self, name: str, data: Any, places: Any, count: ch.Value, epoch: ch.Value) -> None:
-        with ch.for_(UNITS, unroll=True) as number:
-            with ch.if_(number < count):
-                data[number] = self.read4(name, places[number] // 4, epoch)
+        with ch.for_(UNITS, unroll=True) as index:
+            with ch.if_(index < count):
+                data[index] = self.read4(name, places[index] // 4, epoch)
 
 
 def make_exchange(

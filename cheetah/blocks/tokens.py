@@ -60,8 +60,8 @@ class Tokens:
         machine = self.machine
         with ch.if_(machine.thread < self.columns.count):
             sequence = ch.const(ty.u32, self.columns.record(machine.thread, "sequence"), name="sequence")
-            number = ch.const(ty.u32, self.columns.record(machine.thread, "number"), name="number")
-            self.next_token[machine.thread] = self._given(sequence, number)
+            index = ch.const(ty.u32, self.columns.record(machine.thread, "number"), name="index")
+            self.next_token[machine.thread] = self._given(sequence, index)
             state = machine.region("columns", ty.u32) + machine.thread * STATE_WORDS
             state[STOPPED] = 0
             state[CANCELLED] = 0
@@ -122,15 +122,15 @@ class Tokens:
         """One lane, one column: note what was sampled after its token, and the token that it has in the next step."""
         machine, launch, columns = self.machine, self.launch, self.columns
         sequence = ch.const(ty.u32, columns.state(column, SEQUENCE), name="sequence")
-        number = ch.const(ty.u32, columns.state(column, NUMBER), name="number")
+        index = ch.const(ty.u32, columns.state(column, NUMBER), name="index")
         total = ch.const(ty.u32, columns.state(column, TOTAL), name="total")
         given = ch.const(ty.u32, columns.sequence(sequence, "given"), name="given")
         per_step = ch.const(ty.u32, columns.sequence(sequence, "per_step"), name="per_step")
         sampled = ch.const(ty.u32, machine.region("chosen", ty.u32)[column], name="sampled")
         stopped = ch.var(ty.u32, columns.state(column, STOPPED))
-        with ch.if_((number + 1 >= given) & (number < total)):
+        with ch.if_((index + 1 >= given) & (index < total)):
             with ch.if_(machine.block == 0):
-                place = sequence * (machine.plan.launch_tokens + 1) + number + 1
+                place = sequence * (machine.plan.launch_tokens + 1) + index + 1
                 launch.tokens[place] = ty.i32(sampled)
                 self.host.emit(place, sampled)
             first_stop = ch.const(ty.u32, columns.sequence(sequence, "stop_first"), name="first_stop")
@@ -138,7 +138,7 @@ class Tokens:
             with ch.for_(stop_count, unroll=1) as stop:
                 with ch.if_(ty.u32(launch.stop_ids[first_stop + stop]) == sampled):
                     stopped.set(1)
-        following = number + per_step
+        following = index + per_step
         with ch.if_((following >= total) | (sampled == CANCELLED_TOKEN)):
             stopped.set(1)
         machine.region("columns", ty.u32)[column * STATE_WORDS + STOPPED] = stopped
@@ -151,12 +151,12 @@ class Tokens:
             self.next_token[column] = self._given(sequence, following)
 
     @ch.function
-    def _given(self, sequence: ch.Expr, number: ch.Expr) -> Any:
+    def _given(self, sequence: ch.Expr, index: ch.Expr) -> Any:
         """An input of a sequence, or 0 where it has none left."""
         launch = self.launch
         token = ch.var(ty.u32, 0)
-        with ch.if_(number < self.columns.sequence(sequence, "given")):
-            place = sequence * (self.machine.plan.launch_tokens + 1) + number
+        with ch.if_(index < self.columns.sequence(sequence, "given")):
+            place = sequence * (self.machine.plan.launch_tokens + 1) + index
             token.set(ch.minimum(ty.u32(launch.tokens[place]), self.rows - 1))
         return token
 
@@ -182,5 +182,5 @@ class Embeddings:
         limit, threads = self.tokens.columns.limit, self.tokens.machine.consumer_threads
         embedded = self.tokens.embedding(unit // (VECTOR_COLUMNS // UNIT) % limit)
         embedded_at = addresses_of_units(self.tokens.columns, embedded)
-        with ch.for_(count, unroll=True, name="number") as number:
-            data[number] = prim.load_constant_u32x4(embedded_at(unit + number * threads))
+        with ch.for_(count, unroll=True, name="index") as index:
+            data[index] = prim.load_constant_u32x4(embedded_at(unit + index * threads))

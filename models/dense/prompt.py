@@ -367,13 +367,13 @@ class Pass:
     @ch.inline
     def _emit_hidden_states(self) -> None:
         """In the consumer role: the last phase."""
-        number = ty.u32(self.sizes.phase_count - 1)
+        index = ty.u32(self.sizes.phase_count - 1)
         self.machine.renew()
-        self.timeline.stamp(number, "begin")
+        self.timeline.stamp(index, "begin")
         self.barrier.begin_phase()
-        self.timeline.stamp(number, "ready")
+        self.timeline.stamp(index, "ready")
         self._store_hidden_states()
-        self.timeline.stamp(number, "done")
+        self.timeline.stamp(index, "done")
         self.barrier.end_phase()
 
     @ch.function
@@ -419,12 +419,12 @@ class Pass:
     @ch.inline
     def _emit_products(self, layer: Any, phase: Any) -> None:
         """A product, or the sum of one's parts."""
-        adds = [number for number, one in enumerate(self.sizes.phases) if one.adds]
+        adds = [index for index, one in enumerate(self.sizes.phases) if one.adds]
         if not adds:
             return self.product.multiply(self._cases(layer, phase), phase)
         is_sum = phase == adds[0]
-        for number in adds[1:]:
-            is_sum = is_sum | (phase == number)
+        for index in adds[1:]:
+            is_sum = is_sum | (phase == index)
         with ch.if_(is_sum):
             parts, residual = self._section("parts", ty.f32), self._section("residual", ty.f32)
             AddParts(self.of_few, parts, residual).finish(self._cases(layer, phase, adds=True), phase)
@@ -437,14 +437,14 @@ class Pass:
         finishes = self._finishes(layer, phase, self.of_few if adds else self.product)
         to_be_added = StoreParts(self.machine, self._section("parts", ty.f32))
         cases = []
-        for number, one in enumerate(phases):
+        for index, one in enumerate(phases):
             if one.matrix is not None and one.adds == adds:
                 parts, finish = self.sizes.parts(one.matrix), finishes[one.matrix]
                 is_stored = parts > 1 and not adds
                 onto = one.matrix in ("o", "down") and not is_stored
                 matrix = self.matrices.named(one.matrix)
                 chosen, weights = to_be_added if is_stored else finish, self._weights(matrix, layer)
-                cases.append(Case(matrix, chosen, onto, number, parts, weights, self.sizes.height(one.matrix)))
+                cases.append(Case(matrix, chosen, onto, index, parts, weights, self.sizes.height(one.matrix)))
         return cases
 
     def _finishes(self, layer: Any, phase: Any, product: TileProduct) -> dict[str, Finish]:
@@ -532,10 +532,10 @@ class Pass:
     def _embedded(self, row: Any, group: Any) -> Any:
         """Rows `row` and `row` + 8 of the two tokens of this lane; rows that there are not are zero."""
         launch, values = self.launch, []
-        for number in range(ACCUMULATORS):
-            token = group * GROUP_TOKENS + self.machine.lane % 4 * 2 + number % 2
+        for index in range(ACCUMULATORS):
+            token = group * GROUP_TOKENS + self.machine.lane % 4 * 2 + index % 2
             token_id = prim.load_constant_u32(launch.ids + token)
-            of_row = row + number // 2 * (M_TILE_ROWS // 2)
+            of_row = row + index // 2 * (M_TILE_ROWS // 2)
             place = ty.u64(token_id) * self.shape.padded_hidden + ty.u64(ch.minimum(of_row, self.shape.hidden - 1))
             value = ch.select(of_row < self.shape.hidden, prim.bf16_to_f32(launch.embedding[place]), ty.f32(0.0))
             values.append(ch.const(ty.f32, value, name="value"))

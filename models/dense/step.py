@@ -258,8 +258,8 @@ class HeadParts:
 
         return finish
 
-    def _norm(self, number: Any) -> Any:
-        return self.launch.norms + number * self.shape.padded_hidden
+    def _norm(self, index: Any) -> Any:
+        return self.launch.norms + index * self.shape.padded_hidden
 
 
 class StepParts(HeadParts):
@@ -313,9 +313,9 @@ class StepParts(HeadParts):
         """cos and sin of every column's position."""
         machine, head_dim = self.machine, self.shape.head_dim
         angles = machine.region("rope", ty.f32)
-        with ch.for_(machine.thread, self.launch.column_count * head_dim, machine.consumer_threads, unroll=1) as number:
-            position = self.columns.state(number // head_dim, POSITION)
-            angles[number] = self.launch.rope[ty.u64(position) * head_dim + ty.u64(number % head_dim)]
+        with ch.for_(machine.thread, self.launch.column_count * head_dim, machine.consumer_threads, unroll=1) as index:
+            position = self.columns.state(index // head_dim, POSITION)
+            angles[index] = self.launch.rope[ty.u64(position) * head_dim + ty.u64(index % head_dim)]
 
     @ch.function
     def start_residual(self) -> None:

@@ -117,15 +117,15 @@ class KvCache:
         with ch.for_(begin, end, self._stage_tokens, unroll=1) as first:
             count = ch.minimum(end - first, self._stage_tokens)
             pages = ch.array(ty.u32, copies)
-            with ch.for_(copies, unroll=True) as number:
-                token = ch.minimum(first + number * size, end - 1)
-                pages[number] = prim.load_constant_u32(self.page_table + (table + token // size))
+            with ch.for_(copies, unroll=True) as index:
+                token = ch.minimum(first + index * size, end - 1)
+                pages[index] = prim.load_constant_u32(self.page_table + (table + token // size))
             with ring.fill(count * (2 * self.token_bytes), KEYS_IN_FLIGHT) as (stage, barrier):
-                with ch.for_(copies, unroll=True) as number:
-                    with ch.if_(number * size < count):
-                        run = ch.minimum(count - number * size, size)
-                        key = self._key_in_page(layer, head, pages[number], ty.u32(0))
-                        self._copy(stage, barrier, key, number * size, run)
+                with ch.for_(copies, unroll=True) as index:
+                    with ch.if_(index * size < count):
+                        run = ch.minimum(count - index * size, size)
+                        key = self._key_in_page(layer, head, pages[index], ty.u32(0))
+                        self._copy(stage, barrier, key, index * size, run)
 
     @ch.inline
     def _copy_runs(

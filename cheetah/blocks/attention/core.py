@@ -134,7 +134,7 @@ class Attention:
         """This warp's share of an item, with `width` column tiles a warp, and what it knows of their rows. Two of them
         share what is read and wait together; an item of few rows would waste the second."""
         share = self.sharing.share(item, width)
-        return share, [self._queries(item, share.column_group * width + number) for number in range(width)]
+        return share, [self._queries(item, share.column_group * width + index) for index in range(width)]
 
     @ch.function
     def _attend_rows(
@@ -166,13 +166,13 @@ class Attention:
             self._load_transformed(item, queries, epoch)
         query_units = item.rows * sizes.head_units if self.variant.query_transform is None else ty.u32(0)
         newest_units = newest * sizes.head_units if self.port.has_newest else ty.u32(0)
-        with ch.for_(machine.thread, query_units + newest_units * 2, machine.consumer_threads, unroll=1) as number:
-            with ch.if_(number < query_units):
-                row = number // sizes.head_units
-                queries[number] = self._query_unit(item, row, number % sizes.head_units, epoch)
+        with ch.for_(machine.thread, query_units + newest_units * 2, machine.consumer_threads, unroll=1) as index:
+            with ch.if_(index < query_units):
+                row = index // sizes.head_units
+                queries[index] = self._query_unit(item, row, index % sizes.head_units, epoch)
             if self.port.has_newest:
                 with ch.else_():
-                    self._load_newest_unit(item, newest_begin, number - query_units, newest_units, epoch)
+                    self._load_newest_unit(item, newest_begin, index - query_units, newest_units, epoch)
         machine.meet()
 
     @ch.inline
@@ -187,10 +187,10 @@ class Attention:
         units = key_end + newest * sizes.head_units
         with ch.for_(machine.warp * 32, units, machine.consumer_threads, unroll=1) as first:
             own = first + machine.lane
-            number = ch.minimum(own, units - 1)
-            is_value = number >= key_end
-            newest_unit = number - ch.select(is_value, key_end, query_units)
-            unit = LoadedUnit(number, number < query_units, is_value, newest_unit)
+            index = ch.minimum(own, units - 1)
+            is_value = index >= key_end
+            newest_unit = index - ch.select(is_value, key_end, query_units)
+            unit = LoadedUnit(index, index < query_units, is_value, newest_unit)
             raw = self._raw_head(item, newest_begin, unit)
             values = heads.finish(raw, epoch)
             with ch.if_(own < units):
@@ -236,10 +236,10 @@ class Attention:
         that read it, one. It is done when the item's output is published: nobody waits for the cache in this step."""
         machine, sizes = self.machine, self.sizes
         units = newest * sizes.head_units
-        with ch.for_(machine.thread, units * 2, machine.consumer_threads, unroll=1) as number:
-            is_value = number >= units
-            newest_unit = number - ch.select(is_value, units, ty.u32(0))
-            unit = LoadedUnit(number, False, is_value, newest_unit)
+        with ch.for_(machine.thread, units * 2, machine.consumer_threads, unroll=1) as index:
+            is_value = index >= units
+            newest_unit = index - ch.select(is_value, units, ty.u32(0))
+            unit = LoadedUnit(index, False, is_value, newest_unit)
             raw = self._raw_head(item, newest_begin, unit)
             with ch.if_(raw.column - item.tile.first_column < item.tile.columns):
                 place = self._newest_place(unit)
@@ -261,9 +261,9 @@ class Attention:
         """Both units of rotated pairs together, through the variant's query_transform."""
         machine, sizes = self.machine, self.sizes
         half = sizes.head_units // 2
-        with ch.for_(machine.thread, item.rows * half, machine.consumer_threads, unroll=1) as number:
-            row = number // half
-            unit = number % half
+        with ch.for_(machine.thread, item.rows * half, machine.consumer_threads, unroll=1) as index:
+            row = index // half
+            unit = index % half
             near = self._query_unit(item, row, unit, epoch)
             far = self._query_unit(item, row, unit + half, epoch)
             values = self._row_context(item.tile, item.head, row)
@@ -273,12 +273,12 @@ class Attention:
 
     @ch.function
     def _load_newest_unit(
-        self, item: Item, newest_begin: ch.Expr, number: ch.Expr, newest_units: ch.Expr, epoch: ch.Expr
+        self, item: Item, newest_begin: ch.Expr, index: ch.Expr, newest_units: ch.Expr, epoch: ch.Expr
     ) -> None:
-        """Unit `number` of the newest keys, then of the newest values: as rows of a stage have them, bf16 or codes."""
+        """Unit `index` of the newest keys, then of the newest values: as rows of a stage have them, bf16 or codes."""
         sizes = self.sizes
-        is_value = number >= newest_units
-        unit = ch.select(is_value, number - newest_units, number)
+        is_value = index >= newest_units
+        unit = ch.select(is_value, index - newest_units, index)
         column = item.tile.new_column + (newest_begin - item.tile.cached) + unit // sizes.head_units
         words = self.port.newest_unit(column, item.head, is_value, unit % sizes.head_units, epoch)
         if not sizes.codes:
@@ -320,10 +320,10 @@ class Attention:
 
         limits = ch.array(ty.u32, 2)
         contexts = []
-        for number in range(2):
-            packed = column_tile * COLUMNS + machine.lane % 4 * 2 + number
+        for index in range(2):
+            packed = column_tile * COLUMNS + machine.lane % 4 * 2 + index
             present = ch.minimum(packed, item.rows - 1)
-            limits[number] = ch.select(packed < item.rows, self._limit(item, present), ty.u32(0))
+            limits[index] = ch.select(packed < item.rows, self._limit(item, present), ty.u32(0))
             contexts.append(self._row_context(item.tile, item.head, present, self.variant.needs_query_context))
         scale = self._codes_scale(item.head, value=False)
         return Queries(unit, limits, scale, tuple(contexts), self._token_context(item), item.tile.offset)

@@ -41,14 +41,14 @@ class Folder:
         """Fold the key groups' states, in ascending order, as many dims at a time as there is room for, and publish the
         result."""
         machine, every = self.machine, self.slices_together
-        for number, state in enumerate(states):
+        for index, state in enumerate(states):
             if self.softmax:
                 self._lay_down_statistics(state)
             for first in range(0, self.sizes.slices, every):
                 slices = range(first, min(first + every, self.sizes.slices))
                 self._lay_down(slices, state)
                 machine.meet()
-                self._fold_slices(slices, item, share, number, epoch)
+                self._fold_slices(slices, item, share, index, epoch)
                 machine.meet()
 
     @property
@@ -71,9 +71,9 @@ class Folder:
             total = ch.var(ty.f32, state.weight_sum[column])
             for mask in (4, 8, 16):
                 total += prim.shuffle_xor_f32(total, mask)
-            number = machine.lane * 2 + column
-            with ch.if_(number < self.columns):
-                place = (machine.warp * self.columns + number) * 2
+            index = machine.lane * 2 + column
+            with ch.if_(index < self.columns):
+                place = (machine.warp * self.columns + index) * 2
                 words[place] = state.highest[column]
                 words[place + 1] = total
 
@@ -95,8 +95,8 @@ class Folder:
                         place[half] = prim.make_u32x4(*(prim.float_bits(value) for value in tiles))
 
     @ch.function
-    def _fold_slices(self, slices: range, item: Item, share: Share, number: int, epoch: ch.Expr) -> None:
-        """Column tile `number` of every group: its column c was laid down by the warps column_group, column_group +
+    def _fold_slices(self, slices: range, item: Item, share: Share, index: int, epoch: ch.Expr) -> None:
+        """Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
         column_groups, ..., as their column c."""
         machine = self.machine
         slice_pairs = SLICE_DIMS // 2
@@ -107,7 +107,7 @@ class Folder:
             pair = output % pairs
             row = place
             if share.width > 1:
-                row = (place // COLUMNS * share.width + number) * COLUMNS + place % COLUMNS
+                row = (place // COLUMNS * share.width + index) * COLUMNS + place % COLUMNS
             with ch.if_(row < item.rows) if share.width > 1 else nullcontext():
                 stride = self.columns if share.width == 1 else share.column_groups * COLUMNS
                 self._fold_pair(slices, item, row, place, pair, stride, epoch)

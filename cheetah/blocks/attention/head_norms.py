@@ -71,12 +71,12 @@ class HeadNorms:
         values = widened(words)
         scale = self._scale(values)
         scaled = ch.array(ty.f32, UNIT)
-        for number, weight in enumerate(_numbers(weights)):
-            scaled[number] = values[number] * scale * weight
+        for index, weight in enumerate(_numbers(weights)):
+            scaled[index] = values[index] * scale * weight
         rotated = self._rotated(scaled, raw)
         is_value = raw.head >= shape.heads + shape.kv_heads
-        for number in range(UNIT):
-            values[number] = ch.select(is_value, values[number], rotated[number])
+        for index in range(UNIT):
+            values[index] = ch.select(is_value, values[index], rotated[index])
         return values
 
     @ch.inline
@@ -84,8 +84,8 @@ class HeadNorms:
         """1/rms of the lanes' head."""
         head_dim = self.machine.shape.head_dim
         squares = ch.var(ty.f32, 0.0)
-        for number in range(UNIT):
-            squares += values[number] * values[number]
+        for index in range(UNIT):
+            squares += values[index] * values[index]
         mask = 1
         while mask < head_dim // UNIT:
             squares += prim.shuffle_xor_f32(squares, mask)
@@ -100,22 +100,22 @@ class HeadNorms:
         angles = self.machine.region("rope", ty.f32x2) + (raw.column * half + raw.unit % (half // UNIT) * UNIT)
         is_second = raw.unit >= half // UNIT
         rotated = ch.array(ty.f32, UNIT)
-        for number in range(UNIT):
-            angle = angles[number]
-            partner = prim.shuffle_xor_f32(values[number], half // UNIT)
-            rotated[number] = values[number] * angle.x + ch.select(is_second, partner, -partner) * angle.y
+        for index in range(UNIT):
+            angle = angles[index]
+            partner = prim.shuffle_xor_f32(values[index], half // UNIT)
+            rotated[index] = values[index] * angle.x + ch.select(is_second, partner, -partner) * angle.y
         return rotated
 
 
 def packed(values: Any) -> list[Any]:
     """Eight numbers as the words of a unit: bf16."""
-    return [prim.pack_bf16x2(values[number], values[number + 1]) for number in range(0, UNIT, 2)]
+    return [prim.pack_bf16x2(values[index], values[index + 1]) for index in range(0, UNIT, 2)]
 
 
 def codes_of(values: Any, scale: ch.Expr) -> list[Any]:
     """Eight numbers as two words of e4m3 codes, which are multiplied by `scale`."""
-    quotients = [prim.divide_f32(values[number], scale) for number in range(UNIT)]
-    pairs = [ty.u32(prim.e4m3x2_from_f32(*quotients[number : number + 2])) for number in range(0, UNIT, 2)]
+    quotients = [prim.divide_f32(values[index], scale) for index in range(UNIT)]
+    pairs = [ty.u32(prim.e4m3x2_from_f32(*quotients[index : index + 2])) for index in range(0, UNIT, 2)]
     return [pairs[0] | (pairs[1] << 16), pairs[2] | (pairs[3] << 16)]
 
 
@@ -123,8 +123,8 @@ def codes_of(values: Any, scale: ch.Expr) -> list[Any]:
 def widened(words: ch.Expr) -> Any:
     """A unit of bf16 as f32[8]."""
     values = ch.array(ty.f32, UNIT)
-    for number, value in enumerate(_numbers(words)):
-        values[number] = value
+    for index, value in enumerate(_numbers(words)):
+        values[index] = value
     return values
 
 

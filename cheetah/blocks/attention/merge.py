@@ -76,10 +76,10 @@ class Merger:
         with ch.for_(0, own, MERGED_TOGETHER, unroll=1) as first:
             count = ch.minimum(own - first, MERGED_TOGETHER)
             states = self._read_states(merge, self.schedule.sources(merge, start + first * every, every, count), epoch)
-            with ch.for_(MERGED_TOGETHER, unroll=True) as number:
-                with ch.if_(number < count):
-                    lse = prim.bits_float(prim.shuffle_u32(states[0].x, number)) if self.softmax else None
-                    folded.add([prim.bits_float(getattr(states[number + 1], member)) for member in "xyzw"], lse)
+            with ch.for_(MERGED_TOGETHER, unroll=True) as index:
+                with ch.if_(index < count):
+                    lse = prim.bits_float(prim.shuffle_u32(states[0].x, index)) if self.softmax else None
+                    folded.add([prim.bits_float(getattr(states[index + 1], member)) for member in "xyzw"], lse)
 
     @ch.inline
     def _read_states(self, merge: Merge, sources: ch.Expr, epoch: ch.Expr) -> Any:
@@ -89,9 +89,9 @@ class Merger:
         places = ch.array(ty.u32, UNITS)
         row_units = partial_words(self.head_dim) // 4
         places[0] = ((sources + merge.row) * row_units + self.head_dim // 4) * 4
-        with ch.for_(MERGED_TOGETHER, unroll=True) as number:
-            source = prim.shuffle_u32(sources, number)
-            places[number + 1] = ((source + merge.row) * row_units + self._merge_lane) * 4
+        with ch.for_(MERGED_TOGETHER, unroll=True) as index:
+            source = prim.shuffle_u32(sources, index)
+            places[index + 1] = ((source + merge.row) * row_units + self._merge_lane) * 4
         self.exchange.read_places("partials", states, places, MERGED_TOGETHER + 1, epoch)
         return states
 
@@ -113,8 +113,8 @@ class Merger:
     def _fold_team(self, folded: Folded) -> None:
         """What the other warps of the team laid down, into the first one's."""
         machine = self.machine
-        with ch.for_(1, machine.plan.merge_warps, unroll=True) as number:
-            place = self._folded_place(machine.warp + number)
+        with ch.for_(1, machine.plan.merge_warps, unroll=True) as index:
+            place = self._folded_place(machine.warp + index)
             part = place[machine.lane]
             values = [prim.bits_float(getattr(part, member)) for member in "xyzw"]
             if self.softmax:

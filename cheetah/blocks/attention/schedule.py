@@ -121,9 +121,9 @@ class Schedule:
         return prim.load_constant_u32(self._place(role, section, index))
 
     @ch.inline
-    def _tile(self, number: ch.Expr, step: ch.Value) -> Tile:
+    def _tile(self, index: ch.Expr, step: ch.Value) -> Tile:
         """A tile record, in two loads of 16 bytes."""
-        record = self.tile_records + number * TILE_WORDS
+        record = self.tile_records + index * TILE_WORDS
         place = prim.load_constant_u32x4(record)
         keys = prim.load_constant_u32x4(record + 4)
         return self._tile_of(place, keys, step)
@@ -163,18 +163,18 @@ class Schedule:
             self._keep_merge(self._first_job(), header.w)
 
     @ch.function
-    def _keep_item(self, place: ch.Expr, number: ch.Expr) -> None:
+    def _keep_item(self, place: ch.Expr, index: ch.Expr) -> None:
         """An item's record and its tile's, in four units of 16 bytes."""
-        record = self._place(self.machine.consumer, "items", number * ITEM_WORDS)
+        record = self._place(self.machine.consumer, "items", index * ITEM_WORDS)
         what = prim.load_constant_u32x4(record)
         place[0] = what
         place[1] = prim.load_constant_u32x4(record + 4)
         self._keep_tile(place + 2, what.y)
 
     @ch.function
-    def _keep_tile(self, place: ch.Expr, number: ch.Expr) -> None:
+    def _keep_tile(self, place: ch.Expr, index: ch.Expr) -> None:
         """A tile's record, in two units of 16 bytes."""
-        record = self.tile_records + number * TILE_WORDS
+        record = self.tile_records + index * TILE_WORDS
         place[0] = prim.load_constant_u32x4(record)
         place[1] = prim.load_constant_u32x4(record + 4)
 
@@ -182,10 +182,10 @@ class Schedule:
     def _keep_merge(self, job: ch.Expr, merge_rows: ch.Expr) -> None:
         """Called by a whole warp of the team."""
         machine, place = self.machine, self._kept_merge
-        number, head, begin, end = self._merge_words(job // merge_rows)
+        index, head, begin, end = self._merge_words(job // merge_rows)
         with ch.if_(machine.lane == 0):
             place[0] = prim.make_u32x4(head, job % merge_rows, begin, end)
-            self._keep_tile(place + 1, number)
+            self._keep_tile(place + 1, index)
         sources = ch.reinterpret(ty.ptr_mut(ty.u32), place + 3)
         with ch.if_(machine.lane < ch.minimum(end - begin, KEPT_SOURCES)):
             sources[machine.lane] = self._source(begin + machine.lane)
@@ -202,8 +202,8 @@ class Schedule:
             return
         first_item = self._word(role, "work_indptr", self.machine.block)
         last_item = self._word(role, "work_indptr", self.machine.block + 1)
-        with ch.for_(first_item, last_item, unroll=1) as number:
-            record = self._place(role, "items", number * ITEM_WORDS)
+        with ch.for_(first_item, last_item, unroll=1) as index:
+            record = self._place(role, "items", index * ITEM_WORDS)
             what = prim.load_constant_u32x4(record)
             rest = prim.load_constant_u32x4(record + 4)
             yield Item(self._tile(what.y, step), what.z, what.w, rest.x, rest.y, rest.z)
@@ -276,22 +276,22 @@ class Schedule:
     def _merge_words(self, merge: ch.Expr) -> tuple[Any, Any, Any, Any]:
         """Tile, head, first and last source of a merge."""
         role = self.machine.consumer
-        number = self._word(role, "merges", merge * 2)
+        index = self._word(role, "merges", merge * 2)
         head = self._word(role, "merges", merge * 2 + 1)
         begin = self._word(role, "merge_indptr", merge)
         end = self._word(role, "merge_indptr", merge + 1)
-        return number, head, begin, end
+        return index, head, begin, end
 
     @ch.function
     def sources(self, merge: Merge, first: ch.Expr, every: ch.Expr, count: ch.Expr) -> Any:
         """`count` sources of a merge, numbers `first`, `first + every`, ... Lane n: the n-th of them, or the last: the
         partial row of the tile's first packed row."""
-        number = first + ch.minimum(self.machine.lane, count - 1) * every
+        index = first + ch.minimum(self.machine.lane, count - 1) * every
         source = ch.var(ty.u32)
-        with ch.if_(number < KEPT_SOURCES):
-            source.set(ch.reinterpret(ty.ptr(ty.u32), self._kept_merge + 3)[number])
+        with ch.if_(index < KEPT_SOURCES):
+            source.set(ch.reinterpret(ty.ptr(ty.u32), self._kept_merge + 3)[index])
         with ch.else_():
-            source.set(self._source(merge.begin + number))
+            source.set(self._source(merge.begin + index))
         return source
 
     def _source(self, index: ch.Value) -> Any:

@@ -72,6 +72,6 @@ class Sharing:
         groups = ch.minimum(tiles, share.key_groups)
         members = groups * share.column_groups
         # The stage's first tile belongs to key group first_tile % key_groups, the next one to the next.
-        number = (share.key_group + share.key_groups - first_tile % share.key_groups) % share.key_groups
-        rank = number * share.column_groups + share.column_group
+        index = (share.key_group + share.key_groups - first_tile % share.key_groups) % share.key_groups
+        rank = index * share.column_groups + share.column_group
         return warps // members + ch.select(rank < warps % members, ty.u32(1), ty.u32(0))

@@ -172,6 +172,6 @@ def append(cache: KvCache, columns: Columns, layer: Any, kv_row: Any, column: An
         key = cache.key(layer, kv_row % kv_heads, table, columns.state(column, POSITION))
         place = ch.select(kv_row < kv_heads, key, cache.value(key))
         words = data if isinstance(data, list) else [data]
-        for number, word in enumerate(words):
-            ch.reinterpret(ty.ptr_mut(word.type), place + dim)[number] = word
+        for index, word in enumerate(words):
+            ch.reinterpret(ty.ptr_mut(word.type), place + dim)[index] = word
         prim.fence_proxy_async()  # a later step reads this with the copy engine

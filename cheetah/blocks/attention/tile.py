@@ -186,16 +186,16 @@ class TileProduct:
         self, rows: Rows, first_row: ch.Expr, valid: ch.Expr, key: ch.Expr, queries: Sequence[Queries], sums: list[Any]
     ) -> None:
         """The same with key_transform, which needs all units of a key together."""
-        parts, number = self.sizes.parts, self.machine.lane // 4
+        parts, index = self.sizes.parts, self.machine.lane // 4
         keys = []
         for half in range(2):
             words = ch.array(ty.u32, parts, 4)
             for both in range(max(1, parts // 2)):
-                read = self._key_words(rows, first_row + number + 8 * half, both)
+                read = self._key_words(rows, first_row + index + 8 * half, both)
                 for part in range(min(2, parts)):
                     for word in range(4):
                         words[both * 2 + part][word] = read[part][word]
-            self._transform_keys(words, key + ch.minimum(number + 8 * half, valid - 1), queries[0])
+            self._transform_keys(words, key + ch.minimum(index + 8 * half, valid - 1), queries[0])
             keys.append(words)
         for part in range(parts):
             self._multiply_part(keys[0][part], keys[1][part], part, queries, sums)
@@ -298,12 +298,12 @@ class TileProduct:
 
         Keys beyond the valid ones are stale memory, NaN perhaps: select, never multiply.
         """
-        number = self.machine.lane // 4
+        index = self.machine.lane // 4
         limits = ch.array(ty.u32, 2)
         for column in range(2):
             limits[column] = ch.minimum(queries.limits[column], key + valid)
         for element in range(4):
-            tile_key = number + element // 2 * 8
+            tile_key = index + element // 2 * 8
             context = self._logit_context(element % 2, key + ch.minimum(tile_key, valid - 1), queries)
             is_seen = key + tile_key < limits[element % 2]
             if self.variant.logits_mask is not None:
@@ -364,12 +364,12 @@ class TileProduct:
         exist have weight 0; their rows are stale, and 0 * NaN is NaN: the last row that exists is read instead.
         """
         words = ch.array(ty.u32, self.sizes.slices, 4, 4)
-        for number in range(4):
-            tile_key = ch.minimum(self.machine.lane % 4 * 2 + (number % 2 + number // 2 * 8), valid - 1)
+        for index in range(4):
+            tile_key = ch.minimum(self.machine.lane % 4 * 2 + (index % 2 + index // 2 * 8), valid - 1)
             row = first_row + tile_key
-            self._read_values(rows, row, words, number)
+            self._read_values(rows, row, words, index)
             if self.variant.value_transform is not None:
-                self._transform_values(words, number, key + tile_key, queries)
+                self._transform_values(words, index, key + tile_key, queries)
         for slice_ in range(self.sizes.slices):
             with ch.for_(SLICE_TILES, unroll=True) as tile:
                 low_early = self._pair(words[slice_], 0, tile)
@@ -388,42 +388,42 @@ class TileProduct:
         return packed
 
     @ch.function
-    def _read_values(self, rows: Rows, row: ch.Expr, words: Any, number: int) -> None:
+    def _read_values(self, rows: Rows, row: ch.Expr, words: Any, index: int) -> None:
         """Units slices * r, slices * r + 1, ... of a value, as bf16 pairs into words[slice][number]."""
         slices, lane = self.sizes.slices, self.machine.lane
         if rows.codes:
-            self._read_value_codes(rows, row, words, number)
+            self._read_value_codes(rows, row, words, index)
             return
         units = ch.reinterpret(ty.ptr(ty.u32x4), rows.values) + (row * self.sizes.head_units + lane // 4 * slices)
         if slices == 1:
             read = units[0]
             for word, member in enumerate("xyzw"):
-                words[0][number][word] = getattr(read, member)
+                words[0][index][word] = getattr(read, member)
             return
         # Lanes t = 2 and 3 read the two units in the opposite order: half the bank conflicts.
         is_late = lane % 4 // 2
         first = units[is_late]
         second = units[1 - is_late]
         for word, member in enumerate("xyzw"):
-            words[0][number][word] = ch.select(is_late == 0, getattr(first, member), getattr(second, member))
-            words[1][number][word] = ch.select(is_late == 0, getattr(second, member), getattr(first, member))
+            words[0][index][word] = ch.select(is_late == 0, getattr(first, member), getattr(second, member))
+            words[1][index][word] = ch.select(is_late == 0, getattr(second, member), getattr(first, member))
 
     @ch.inline
-    def _read_value_codes(self, rows: Rows, row: ch.Expr, words: Any, number: int) -> None:
+    def _read_value_codes(self, rows: Rows, row: ch.Expr, words: Any, index: int) -> None:
         slices, lane = self.sizes.slices, self.machine.lane
         element = {1: ty.u32x2, 2: ty.u32x4}[slices]
         read = ch.reinterpret(ty.ptr(element), rows.values)[row * 8 + lane // 4]
         for quarter, member in enumerate("xyzw"[: 2 * slices]):
-            self._widen(getattr(read, member), words[quarter // 2][number], quarter % 2 * 2)
+            self._widen(getattr(read, member), words[quarter // 2][index], quarter % 2 * 2)
 
     @ch.inline
-    def _transform_values(self, words: Any, number: int, key: ch.Expr, queries: Queries) -> None:
+    def _transform_values(self, words: Any, index: int, key: ch.Expr, queries: Queries) -> None:
         function = self.variant.value_transform
         assert function is not None
         for slice_ in range(self.sizes.slices):
             first_dim = (self.machine.lane // 4 * self.sizes.slices + slice_) * 8
             for word in range(4):
-                pair = words[slice_][number][word]
+                pair = words[slice_][index][word]
 
                 def place(element: int, first_dim: Any = first_dim, word: int = word) -> At:
                     values = {
@@ -435,7 +435,7 @@ class TileProduct:
 
                 low = function(prim.bf16x2_low(pair), place(0))
                 high = function(prim.bf16x2_high(pair), place(1))
-                words[slice_][number][word] = prim.pack_bf16x2(low, high)
+                words[slice_][index][word] = prim.pack_bf16x2(low, high)
 
     # -- queries ------------------------------------------------------------------------------------------------------
 

@@ -138,8 +138,8 @@ class WarpColumns:
         places = ch.array(ty.u32, UNITS)
         own = self.group * 32 + self.machine.lane
         with ch.for_(own, own + rounds * count * stride, count * stride, unroll=1, name="first") as first:
-            with ch.for_(count, unroll=True) as number:
-                places[number] = (first_unit + ch.minimum(first + number * stride, ty.u32(units - 1))) * 4
+            with ch.for_(count, unroll=True) as index:
+                places[index] = (first_unit + ch.minimum(first + index * stride, ty.u32(units - 1))) * 4
             exchange.read_places(vector, data, places, count, epoch)
-            with ch.for_(count, unroll=True) as number, ch.if_(first + number * stride < units):
-                yield first + number * stride, data[number]
+            with ch.for_(count, unroll=True) as index, ch.if_(first + index * stride < units):
+                yield first + index * stride, data[index]

@@ -78,10 +78,10 @@ class Rounds:
         self._propose(column, token, distance, limit)
         with ch.if_(lane == 0):
             known = {HIGHEST: highest, LIMIT: limit, BELOW: 0.0, ABOVE: math.inf, LEAST: 1.0, MOST: math.inf}
-            for word, number in {**known, PIVOT + TESTED - 1: math.inf}.items():
-                state[word] = prim.float_bits(number)
-            for number in range(1, PIVOTS + 1):
-                state[PIVOT + number] = prim.float_bits(FIRST_PIVOT * 2**number)
+            for word, index in {**known, PIVOT + TESTED - 1: math.inf}.items():
+                state[word] = prim.float_bits(index)
+            for index in range(1, PIVOTS + 1):
+                state[PIVOT + index] = prim.float_bits(FIRST_PIVOT * 2**index)
             state[OPEN] = 1
             chosen[column] = NO_TOKEN
 
@@ -93,12 +93,12 @@ class Rounds:
         Rounds take turns with two vectors: a block that publishes round r + 2 has read all blocks' words of round
         r + 1, and each of them was published after its block had read those of round r. Each round has its epoch; the
         one before the first is that of the candidates."""
-        with ch.for_(FILTER_ROUNDS, unroll=1, name="round") as number:
+        with ch.for_(FILTER_ROUNDS, unroll=1, name="round") as index:
             with ch.if_(self._is_done()):
                 ch.break_()
-            self._weigh_all(epoch + 1 + number, number)
+            self._weigh_all(epoch + 1 + index, index)
             self.exchange.meet()
-            self._judge_all(epoch + 1 + number, number)
+            self._judge_all(epoch + 1 + index, index)
             self.machine.meet()
 
     @ch.function
@@ -114,7 +114,7 @@ class Rounds:
     # What a block weighs and publishes --------------------------------------------------------------------------------
 
     @ch.function
-    def _weigh_all(self, epoch: ch.Expr, number: ch.Value) -> None:
+    def _weigh_all(self, epoch: ch.Expr, index: ch.Value) -> None:
         """A round up to the exchange: every warp weighs its rows, the first of a column's warps publishes."""
         machine = self.machine
         with self.warps.of_warp() as column:
@@ -125,7 +125,7 @@ class Rounds:
             with ch.if_(self._is_open(column)):
                 word = self._add_groups(column, OF_BLOCK)
                 with ch.if_(machine.lane < FILTER_WORDS):
-                    place = (self._vector(column, number) + machine.block) * FILTER_WORDS + machine.lane
+                    place = (self._vector(column, index) + machine.block) * FILTER_WORDS + machine.lane
                     self.exchange.publish("filters", place, word, epoch)
 
     @ch.function
@@ -147,10 +147,10 @@ class Rounds:
                 pair = pairs[token]
                 distance = highest - pair.x
                 weight = prim.exp_f32(-distance)
-                for number, limit in enumerate([*tested, math.inf]):
+                for index, limit in enumerate([*tested, math.inf]):
                     with ch.if_(distance < limit):
-                        sums[2 * number] += 1.0
-                        sums[2 * number + 1] += weight
+                        sums[2 * index] += 1.0
+                        sums[2 * index + 1] += weight
                 with ch.if_((distance < tested[0]) & (pair.y > best)):
                     best.set(pair.y)
                     best_token.set(token)
@@ -178,13 +178,13 @@ class Rounds:
     @ch.function
     def _sum_of_lanes(self, sums: Any) -> Any:
         """Number l // 2 of the sums over all lanes, on lane l: lanes that meet share out what they add."""
-        lane, kept = self.machine.lane, [sums[number] for number in range(2 * TESTED)]
+        lane, kept = self.machine.lane, [sums[index] for index in range(2 * TESTED)]
         for mask in (16, 8, 4, 2):
             half = mask // 2
-            others = [kept[number] if number < len(kept) else ty.f32(0.0) for number in range(2 * half)]
+            others = [kept[index] if index < len(kept) else ty.f32(0.0) for index in range(2 * half)]
             kept = []
-            for number in range(half):
-                first, second = others[number], others[number + half]
+            for index in range(half):
+                first, second = others[index], others[index + half]
                 is_upper = (lane & mask) != 0
                 given = ch.const(ty.f32, ch.select(is_upper, first, second), name="given")
                 own = ch.const(ty.f32, ch.select(is_upper, second, first), name="own")
@@ -211,7 +211,7 @@ class Rounds:
     # What all blocks decide -------------------------------------------------------------------------------------------
 
     @ch.function
-    def _read(self, column: ch.Expr, epoch: ch.Expr, number: ch.Value) -> None:
+    def _read(self, column: ch.Expr, epoch: ch.Expr, index: ch.Value) -> None:
         """This warp's share of all blocks' words of a column, together, into the region `filter_sums`.
 
         Lane l reads units l, l + 32, ... of the groups in turn: the same unit of different blocks, of which there are
@@ -221,7 +221,7 @@ class Rounds:
         best = ch.var(ty.f32, -math.inf)
         token = ch.var(ty.u32, NO_TOKEN)
         distance = ch.var(ty.f32, math.inf)
-        units, first_unit = machine.gpu.blocks * UNITS_OF_BLOCK, self._vector(column, number) * UNITS_OF_BLOCK
+        units, first_unit = machine.gpu.blocks * UNITS_OF_BLOCK, self._vector(column, index) * UNITS_OF_BLOCK
         with self.warps.reading(self.exchange, "filters", first_unit, units, epoch) as (_, unit):
             self._take_unit(unit, sums, best, token, distance)
         with ch.if_(machine.lane % UNITS_OF_BLOCK != 0):
@@ -249,11 +249,11 @@ class Rounds:
             distance.set(prim.bits_float(unit.z))
 
     @ch.function
-    def _judge_all(self, epoch: ch.Expr, number: ch.Value) -> None:
+    def _judge_all(self, epoch: ch.Expr, index: ch.Value) -> None:
         """The end of a round: a column's warps read what all blocks published, and the first of them decides."""
         with self.warps.of_warp() as column:
             with ch.if_(self._is_open(column)):
-                self._read(column, epoch, number)
+                self._read(column, epoch, index)
         self.machine.meet()
         with self.warps.of_first_group() as column:
             with ch.if_(self._is_open(column)):
@@ -268,12 +268,12 @@ class Rounds:
         top_k = ch.var(ty.f32, ty.f32(self.adjustments.of(column, "top_k")))
         top_p = ch.const(ty.f32, prim.bits_float(self.adjustments.of(column, "top_p")), name="top_p")
         token, distance = prim.shuffle_u32(word, TOKEN), prim.bits_float(prim.shuffle_u32(word, DISTANCE))
-        number = ch.const(ty.u32, ch.minimum(lane, ty.u32(TESTED - 1)), name="number")
-        count = prim.bits_float(prim.shuffle_u32(word, number * 2 + SUMS))
-        weight = prim.bits_float(prim.shuffle_u32(word, number * 2 + (SUMS + 1)))
+        index = ch.const(ty.u32, ch.minimum(lane, ty.u32(TESTED - 1)), name="index")
+        count = prim.bits_float(prim.shuffle_u32(word, index * 2 + SUMS))
+        weight = prim.bits_float(prim.shuffle_u32(word, index * 2 + (SUMS + 1)))
         of_candidate = prim.bits_float(prim.shuffle_u32(word, SUMS + 1))
         of_all = prim.bits_float(prim.shuffle_u32(word, FILTER_WORDS - 2))
-        at = ch.const(ty.f32, self._number(column, PIVOT + number), name="at")
+        at = ch.const(ty.f32, self._number(column, PIVOT + index), name="at")
         tested = Tested(at, count, weight)
         with ch.if_((top_k == 0.0) | (top_k > of_all)):
             top_k.set(of_all)
@@ -306,10 +306,10 @@ class Rounds:
         """Narrow down where the top-k end, and what they weigh; then from where on nothing is kept, because too many
         are nearer, or weigh too much. The further, the more, so the bounds of a warp are those of its lanes."""
         holds_all, holds_no_more = tested.count >= top_k, tested.count <= top_k
-        for variable, number in ((known.above, tested.at), (known.most, tested.weight)):
-            variable.set(-highest_of_warp(-ch.select(holds_all, ch.minimum(variable, number), variable)))
-        for variable, number in ((known.below, tested.at), (known.least, tested.weight)):
-            variable.set(highest_of_warp(ch.select(holds_no_more, ch.maximum(variable, number), variable)))
+        for variable, index in ((known.above, tested.at), (known.most, tested.weight)):
+            variable.set(-highest_of_warp(-ch.select(holds_all, ch.minimum(variable, index), variable)))
+        for variable, index in ((known.below, tested.at), (known.least, tested.weight)):
+            variable.set(highest_of_warp(ch.select(holds_no_more, ch.maximum(variable, index), variable)))
         middle = (known.below + known.above) * 0.5
         with ch.if_((known.above < math.inf) & ((middle <= known.below) | (middle >= known.above))):
             known.least.set(known.most)  # no number lies between: the last of the top-k and its ties are at `below`
@@ -360,6 +360,6 @@ class Rounds:
         place = (column * self.warps.groups + group) * 2 + whose
         return self.machine.region("filter_sums", ty.u32) + place * FILTER_WORDS
 
-    def _vector(self, column: ch.Expr, number: ch.Value) -> Any:
+    def _vector(self, column: ch.Expr, index: ch.Value) -> Any:
         """The first of all blocks' places of a column in the vector of a round."""
-        return (ch.cast(ty.u32, number) % 2 * self.warps.columns.limit + column) * self.machine.gpu.blocks
+        return (ch.cast(ty.u32, index) % 2 * self.warps.columns.limit + column) * self.machine.gpu.blocks

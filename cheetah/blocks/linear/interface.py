@@ -38,8 +38,8 @@ class Prologue(ABC):
         """Called when the phase begins, also by blocks that own no M-tile: what can be asked for early."""
 
     @abstractmethod
-    def load(self, matrix: MatrixLayout, number: int) -> None:
-        """Bring slice `number` of the input of `matrix`, ending with a barrier of the consumer warps."""
+    def load(self, matrix: MatrixLayout, index: int) -> None:
+        """Bring slice `index` of the input of `matrix`, ending with a barrier of the consumer warps."""
 
 
 class Linear(ABC):

@@ -161,16 +161,16 @@ class Matvec(Linear):
     def _multiply_sliced(self, layout: MatrixLayout, position: ch.Expr, prologue: Prologue, epilogue: Epilogue) -> None:
         """Slices outside, M-tiles inside."""
         sums = [ch.array(ty.f32, self.columns.tiles, 4, zero=True, name="sums") for _ in range(layout.waves)]
-        for number in range(layout.slices):
-            first, end = layout.slice_range(number)
+        for index in range(layout.slices):
+            first, end = layout.slice_range(index)
             if first == end:
                 break  # rounding left none for this one and those behind it
-            if number > 0:
+            if index > 0:
                 self.machine.meet()  # everybody has read the last part before it is loaded over
-            self._load(layout, prologue, number)
+            self._load(layout, prologue, index)
             for wave in range(layout.waves):
                 with self._has_m_tile(layout, position, wave):
-                    if number == layout.slices - 1 and wave == layout.waves - 1 > 0:
+                    if index == layout.slices - 1 and wave == layout.waves - 1 > 0:
                         self.ring.begin_waiting()
                     with ch.for_(first, end, unroll=2) as chunk:
                         self._use_chunk(layout, chunk, chunk - first, sums[wave])
@@ -179,11 +179,11 @@ class Matvec(Linear):
             with self._has_m_tile(layout, position, wave):
                 self._reduce(layout, position + wave * layout.blocks, sums[wave], epilogue)
 
-    def _load(self, layout: MatrixLayout, prologue: Prologue, number: int) -> None:
+    def _load(self, layout: MatrixLayout, prologue: Prologue, index: int) -> None:
         self.ring.begin_waiting()
-        prologue.load(layout, number)
+        prologue.load(layout, index)
         self.ring.end_waiting()
-        if number == 0:
+        if index == 0:
             self.timeline.stamp_here("ready")
 
     @staticmethod
@@ -282,10 +282,10 @@ class Matvec(Linear):
         for tile in range(self.columns.tiles):
             first = machine.lane % 4 * 2 + tile * COLUMNS
             with nullcontext() if tokens >= COLUMNS else ch.if_(first < tokens):
-                for number in range(min(tokens, 2)):
-                    place = row + (first + number) * machine.plan.column_sums
-                    reductions[place] = sums[tile][number]
-                    reductions[place + 8] = sums[tile][number + 2]
+                for index in range(min(tokens, 2)):
+                    place = row + (first + index) * machine.plan.column_sums
+                    reductions[place] = sums[tile][index]
+                    reductions[place + 8] = sums[tile][index + 2]
 
     @ch.function
     def _finish_rows(

@@ -91,16 +91,16 @@ class Order:
         data = ch.array(ty.u32x4, -(-units // threads), name="units")
 
         def each() -> Iterator[tuple[int, ch.Expr]]:
-            for number in range(-(-units // threads)):
-                unit = machine.thread + number * threads
-                with nullcontext() if (number + 1) * threads <= units else ch.if_(unit < units):
-                    yield number, unit
+            for index in range(-(-units // threads)):
+                unit = machine.thread + index * threads
+                with nullcontext() if (index + 1) * threads <= units else ch.if_(unit < units):
+                    yield index, unit
 
-        for number, unit in each():
-            data[number] = vector[unit]
+        for index, unit in each():
+            data[index] = vector[unit]
         machine.meet()  # everybody has read
-        for number, unit in each():
-            store_unit(columns, vector, unit, data[number], self.kind)
+        for index, unit in each():
+            store_unit(columns, vector, unit, data[index], self.kind)
 
 
 @ch.function

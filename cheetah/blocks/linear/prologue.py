@@ -80,7 +80,7 @@ class RmsNorm(Prologue):
         if self.following is not None:
             prefetch(self.columns.machine, self.following, self._padded * 2)
 
-    def load(self, matrix: MatrixLayout, number: int) -> None:
+    def load(self, matrix: MatrixLayout, index: int) -> None:
         kind = matrix.vector_kind(self.columns.limit)
         part = Part(matrix.padded_columns, self.available, kind=kind, places=self.places)
         part = by_best_pieces(part, self.source)
@@ -101,9 +101,9 @@ class Slices(Prologue):
     available: int
     places: ch.Expr | None = None
 
-    def load(self, matrix: MatrixLayout, number: int) -> None:
+    def load(self, matrix: MatrixLayout, index: int) -> None:
         chunk_elements = matrix.tiles_per_chunk * matrix.format.columns
-        first, end = (chunk * chunk_elements for chunk in matrix.slice_range(number))
+        first, end = (chunk * chunk_elements for chunk in matrix.slice_range(index))
         end = min(end, matrix.padded_columns)
         first_unit = first // UNIT * self.columns.limit
         part = Part(
@@ -126,11 +126,11 @@ class Either(Prologue):
     def prepare(self) -> None:
         self.otherwise.prepare()
 
-    def load(self, matrix: MatrixLayout, number: int) -> None:
+    def load(self, matrix: MatrixLayout, index: int) -> None:
         with ch.if_(self.condition):
-            self.then.load(matrix, number)
+            self.then.load(matrix, index)
         with ch.else_():
-            self.otherwise.load(matrix, number)
+            self.otherwise.load(matrix, index)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,8 +146,8 @@ class Prefetching(Prologue):
         for address, size_bytes in self.vectors:
             prefetch(self.machine, address, size_bytes)
 
-    def load(self, matrix: MatrixLayout, number: int) -> None:
-        self.inner.load(matrix, number)
+    def load(self, matrix: MatrixLayout, index: int) -> None:
+        self.inner.load(matrix, index)
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,8 +209,8 @@ def _read_pieces(columns: Columns, part: Part, batch: _Batch, source: Source) ->
         source.read(data, batch.first + part.first_unit, batch.count)
     if columns.limit > 1:
         with ch.else_():
-            for number in range(batch.count):
-                data[number] = prim.make_u32x4(0, 0, 0, 0)
+            for index in range(batch.count):
+                data[index] = prim.make_u32x4(0, 0, 0, 0)
     yield data
 
 
@@ -223,11 +223,11 @@ def load_vector(columns: Columns, part: Part, source: Source) -> None:
         places = _load_places(order, batch)
         batch.wait(source.wait)
         with _read_pieces(columns, part, batch, source) as data:
-            with _each(machine, batch) as (number, unit):
+            with _each(machine, batch) as (index, unit):
                 if order is None:
-                    store_unit(columns, vector, unit, data[number], part.kind)
+                    store_unit(columns, vector, unit, data[index], part.kind)
                 else:
-                    order.put(data[number], places[number])
+                    order.put(data[index], places[index])
     machine.meet()
     if order is not None:
         order.convert()
@@ -256,18 +256,18 @@ def load_normalised(
     load_weights = prim.load_constant_u32x4 if part.piece == UNIT else prim.load_constant_u32x2
     for batch in _batches(columns, part, most):
         weights = part.array()
-        with _each(machine, batch) as (number, unit):
-            weights[number] = load_weights(weights_at(unit))
+        with _each(machine, batch) as (index, unit):
+            weights[index] = load_weights(weights_at(unit))
         places = _load_places(order, batch)
         batch.wait(source.wait)
         with _read_pieces(columns, part, batch, source) as data:
-            with _each(machine, batch) as (number, unit):
+            with _each(machine, batch) as (index, unit):
                 if order is None:
-                    _normalise_unit(columns, vector, unit, data[number], weights[number], squares, part)
+                    _normalise_unit(columns, vector, unit, data[index], weights[index], squares, part)
                 else:
-                    weighted = _times_weights(data[number], weights[number], squares, part.piece)
+                    weighted = _times_weights(data[index], weights[index], squares, part.piece)
                     words = ch.const(ty.u32x4, weighted, name="words")
-                    order.put(words, places[number])
+                    order.put(words, places[index])
     _write_scales(columns, part, squares, true_elements, epsilon)
     if order is not None:
         order.convert()
@@ -365,8 +365,8 @@ def _clear_behind(columns: Columns, part: Part) -> None:
 @contextmanager
 def _each(machine: Machine, batch: _Batch) -> Iterator[tuple[ch.Expr, ch.Expr]]:
     """(number in the array, unit) of each of the batch."""
-    with ch.for_(batch.count, unroll=True, name="number") as number:
-        yield number, batch.first + number * machine.consumer_threads
+    with ch.for_(batch.count, unroll=True, name="index") as index:
+        yield index, batch.first + index * machine.consumer_threads
 
 
 @ch.function
@@ -412,8 +412,8 @@ def _load_places(order: Order | None, batch: _Batch) -> Any:
         return None
     places = order.places_array(UNITS)
     natural = addresses_of_units(order.columns, order.places)
-    with _each(order.columns.machine, batch) as (number, unit):
-        places[number] = order.load_places(unit, natural(unit))
+    with _each(order.columns.machine, batch) as (index, unit):
+        places[index] = order.load_places(unit, natural(unit))
     return places
 
 

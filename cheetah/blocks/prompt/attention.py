@@ -212,13 +212,13 @@ class PassAttention:
             partial = partial | (first_key + self.window <= rows.first + (QUERY_TOKENS - 1))
         with ch.if_(partial):
             with ch.for_(self.key_tile // 8, unroll=True, name="group") as group:
-                for number in range(4):
-                    key = first_key + group * 8 + self.machine.lane % 4 * 2 + number % 2
-                    position = rows.position + number // 2 * 8
+                for index in range(4):
+                    key = first_key + group * 8 + self.machine.lane % 4 * 2 + index % 2
+                    position = rows.position + index // 2 * 8
                     seen = key <= position
                     if self.window is not None:
                         seen = seen & (key + self.window > position)
-                    place = group * 4 + number
+                    place = group * 4 + index
                     logits[place] = ch.select(seen, logits[place], ty.f32(-math.inf))
 
     @ch.inline
@@ -226,23 +226,23 @@ class PassAttention:
         """The weights of a tile of keys, from `first_key` on, as operand A; `rows` say what that makes of the sums."""
         self._mask(logits, rows, first_key)
         scale = rows.scale
-        origins = [self._new_origin(logits, rows, number, scale) for number in range(2)]
+        origins = [self._new_origin(logits, rows, index, scale) for index in range(2)]
         with ch.for_(self.key_tile // 8, unroll=True, name="group") as group:
-            for number in range(4):
-                place = group * 4 + number
-                logits[place] = prim.exp2_f32(logits[place] * scale - origins[number // 2])
-                rows.sums[number // 2] += logits[place]
+            for index in range(4):
+                place = group * 4 + index
+                logits[place] = prim.exp2_f32(logits[place] * scale - origins[index // 2])
+                rows.sums[index // 2] += logits[place]
         for step in range(self.key_tile // 16):
             words = [prim.pack_bf16x2(logits[step * 8 + pair], logits[step * 8 + pair + 1]) for pair in (0, 2, 4, 6)]
             weights[step] = prim.make_u32x4(*words)
 
     @ch.inline
-    def _new_origin(self, logits: Any, rows: _Rows, number: int, scale: Any) -> Any:
+    def _new_origin(self, logits: Any, rows: _Rows, index: int, scale: Any) -> Any:
         """The largest logit of a row so far, scaled; the sum of its exponentials is brought to it."""
-        largest = ch.var(ty.f32, rows.largest[number])
+        largest = ch.var(ty.f32, rows.largest[index])
         with ch.for_(self.key_tile // 8, unroll=True, name="group") as group:
             for low in range(2):
-                largest.set(prim.maximum_f32(largest, logits[group * 4 + number * 2 + low]))
+                largest.set(prim.maximum_f32(largest, logits[group * 4 + index * 2 + low]))
         for mask in (1, 2):
             largest.set(prim.maximum_f32(largest, prim.shuffle_xor_f32(largest, mask)))
         # A row that has seen no key yet has the largest logit -inf: the exponents below must be numbers.
@@ -250,36 +250,36 @@ class PassAttention:
         origin = ch.const(ty.f32, ch.select(seen, largest * scale, ty.f32(0.0)), name="origin")
         # Exactly 1 where nothing larger was found, also if the compiler fuses the product: tiles in which a row sees no
         # key, of which it has more or fewer as its prompt was cut into passes, must change nothing.
-        shrink = prim.exp2_f32(rows.largest[number] * scale - origin)
-        rows.shrinks[number] = ch.select(largest > rows.largest[number], shrink, ty.f32(1.0))
-        rows.largest[number] = largest
-        rows.sums[number] *= rows.shrinks[number]
+        shrink = prim.exp2_f32(rows.largest[index] * scale - origin)
+        rows.shrinks[index] = ch.select(largest > rows.largest[index], shrink, ty.f32(1.0))
+        rows.largest[index] = largest
+        rows.sums[index] *= rows.shrinks[index]
         return origin
 
     @ch.inline
     def _bring_to_origin(self, output: Any, rows: _Rows) -> None:
         """What was summed of the values before, on the scale of the newest weights."""
         with ch.for_(self.heads.shape.head_dim // 8, unroll=True, name="group") as group:
-            for number in range(4):
-                output[group * 4 + number] *= rows.shrinks[number // 2]
+            for index in range(4):
+                output[group * 4 + index] *= rows.shrinks[index // 2]
 
     @ch.inline
     def _store(self, output: Any, rows: _Rows, head: ch.Expr, tile: TilePlace) -> None:
         """The rows' outputs in token order: four groups of 8 dims are a K-tile, a lane's unit of it."""
         lane, plan = self.machine.lane, self.machine.plan
         k_tiles = self.heads.shape.head_dim // VECTOR_COLUMNS
-        for number in range(2):
-            total = ch.var(ty.f32, rows.sums[number])
+        for index in range(2):
+            total = ch.var(ty.f32, rows.sums[index])
             for mask in (1, 2):
                 total += prim.shuffle_xor_f32(total, mask)
             inverse = ch.const(ty.f32, self._inverse(total, head), name="inverse")
-            in_tile = self.machine.warp * QUERY_TOKENS + number * GROUP_TOKENS
+            in_tile = self.machine.warp * QUERY_TOKENS + index * GROUP_TOKENS
             group = (tile.column + in_tile) // GROUP_TOKENS
             with ch.if_(in_tile + lane // 4 < tile.count):
                 for k_tile in range(k_tiles):
                     words = []
                     for dims in range(4):
-                        place = (k_tile * 4 + dims) * 4 + number * 2
+                        place = (k_tile * 4 + dims) * 4 + index * 2
                         words.append(prim.pack_bf16x2(output[place] * inverse, output[place + 1] * inverse))
                     if self.places is not None:
                         self._scatter(words, (head * k_tiles + k_tile) * VECTOR_COLUMNS, group)
@@ -313,7 +313,7 @@ class _Rows:
         largest = ch.array(ty.f32, 2)
         shrinks = ch.array(ty.f32, 2)
         sums = ch.array(ty.f32, 2, zero=True)
-        for number in range(2):
-            largest[number] = ty.f32(-math.inf)
+        for index in range(2):
+            largest[index] = ty.f32(-math.inf)
         self.first, self.position = first_row, position
         self.largest, self.sums, self.shrinks = largest, sums, shrinks

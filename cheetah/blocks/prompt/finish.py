@@ -195,8 +195,8 @@ class StoreResidual(Finish):
         """The norm's weights of rows g and g + 8."""
         row = m_tile * M_TILE_ROWS + self.machine.lane // 4
         weights = ch.array(ty.f32, 2)
-        for number in range(2):
-            weights[number] = prim.bf16_to_f32(self.norm[row + number * HALF])
+        for index in range(2):
+            weights[index] = prim.bf16_to_f32(self.norm[row + index * HALF])
         return weights
 
     @ch.inline
@@ -209,7 +209,7 @@ class StoreResidual(Finish):
         ch.reinterpret(ty.ptr_mut(ty.f32x4), self.residual)[place + ty.u64(machine.lane)] = kept
         rounded = [_rounded(value) for value in sums.values]
         lay_down_squares(machine, sums, rounded)
-        values = tuple(value * sums.of_rows[number // 2] for number, value in enumerate(rounded))
+        values = tuple(value * sums.of_rows[index // 2] for index, value in enumerate(rounded))
         weighted = replace(sums, values=values)
         if self.places is None:
             store_rows(machine, self.into, weighted)
@@ -240,12 +240,12 @@ def lay_down_squares(machine: PassMachine, sums: Sums, values: Sequence[Any]) ->
     # index it made an address for each of a tile's tokens, kept in registers and, where those were few, spilled.
     of_lane = machine.region("squares", ty.f32) + (machine.warp * machine.plan.tile_tokens + machine.lane * 2)
     kept = ch.const(of_lane.type, of_lane, name="kept")
-    for number in range(2):
-        square = ch.var(ty.f32, values[number] * values[number] + values[number + 2] * values[number + 2])
+    for index in range(2):
+        square = ch.var(ty.f32, values[index] * values[index] + values[index + 2] * values[index + 2])
         for mask in (4, 8, 16):
             square += prim.shuffle_xor_f32(square, mask)
         with ch.if_(machine.lane < 4):
-            kept[sums.in_tile * GROUP_TOKENS + number] = square
+            kept[sums.in_tile * GROUP_TOKENS + index] = square
 
 
 @ch.inline

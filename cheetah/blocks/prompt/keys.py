@@ -39,24 +39,24 @@ class PassTokens:
     tile_count: ch.Expr
 
     @ch.inline
-    def group(self, number: Any) -> GroupPlace:
+    def group(self, index: Any) -> GroupPlace:
         """Of 8 columns."""
-        of_group = ch.const(ty.u32x4, _row(self.groups, number))
+        of_group = ch.const(ty.u32x4, _row(self.groups, index))
         return GroupPlace(*_members(of_group))
 
     @ch.inline
-    def segment(self, number: Any) -> SegmentPlace:
-        of_segment = ch.const(ty.u32x4, _row(self.segments, number))
+    def segment(self, index: Any) -> SegmentPlace:
+        of_segment = ch.const(ty.u32x4, _row(self.segments, index))
         return SegmentPlace(*_members(of_segment))
 
     @ch.inline
-    def tile(self, number: Any) -> TilePlace:
-        of_tile = ch.const(ty.u32x4, _row(self.tiles, number))
+    def tile(self, index: Any) -> TilePlace:
+        of_tile = ch.const(ty.u32x4, _row(self.tiles, index))
         return TilePlace(*_members(of_tile))
 
 
-def _row(table: ch.Expr, number: Any) -> Any:
-    return ch.reinterpret(ty.ptr(ty.u32x4), table)[number]
+def _row(table: ch.Expr, index: Any) -> Any:
+    return ch.reinterpret(ty.ptr(ty.u32x4), table)[index]
 
 
 def _members(row: Any) -> tuple[Any, ...]:
@@ -170,8 +170,8 @@ class PassHeadNorms:
         kind = ch.select(m_tile // self._m_tiles < self.shape.heads, ty.u32(0), ty.u32(1))
         dim = (layer * 2 + kind) * self.shape.head_dim + m_tile % self._m_tiles * HALF + self.machine.lane // 4
         weights = ch.array(ty.f32, 2)
-        for number in range(2):
-            weights[number] = prim.bf16_to_f32(self.weights[dim + number * (self.shape.head_dim // 2)])
+        for index in range(2):
+            weights[index] = prim.bf16_to_f32(self.weights[dim + index * (self.shape.head_dim // 2)])
         return weights
 
     @ch.inline
@@ -182,8 +182,8 @@ class PassHeadNorms:
         kept = machine.region("squares", ty.f32) + first_warp * machine.plan.tile_tokens
         scales = ch.reinterpret(ty.ptr(ty.f32x2), kept)
         scale = ch.const(ty.f32x2, scales[sums.in_tile * (GROUP_TOKENS // 2) + lane % 4], name="scale")
-        for number in range(4):
-            rows[number] = rows[number] * (scale.x if number % 2 == 0 else scale.y) * weights[number // 2]
+        for index in range(4):
+            rows[index] = rows[index] * (scale.x if index % 2 == 0 else scale.y) * weights[index // 2]
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,8 +238,8 @@ class StoreHeads(Finish):
         head = sums.m_tile // m_tiles_per_head
         m_tile_of_head = sums.m_tile % m_tiles_per_head
         rows = ch.array(ty.f32, 4)
-        for number, value in enumerate(self._with_biases(sums)):
-            rows[number] = value
+        for index, value in enumerate(self._with_biases(sums)):
+            rows[index] = value
         is_paired = head < shape.heads + shape.kv_heads
         with ch.if_(is_paired):
             if self.norms is not None:
@@ -247,7 +247,7 @@ class StoreHeads(Finish):
             self._rotate(sums.of_group.angles, rows)
         if self.heads.scales is not None:
             self._quantise(rows, head)
-        low, high = exchanged_rows(machine, *(rows[number] for number in range(4)))
+        low, high = exchanged_rows(machine, *(rows[index] for index in range(4)))
         # Rows g and g + 8 of a rotated head are a pair, half a head apart; of a value they are neighbours.
         first_unit = ch.select(is_paired, m_tile_of_head, m_tile_of_head * 2)
         second_unit = ch.select(is_paired, m_tile_of_head + m_tiles_per_head, m_tile_of_head * 2 + 1)
@@ -261,8 +261,8 @@ class StoreHeads(Finish):
             return _Rows(norms)
         row = self.layer * self.heads.shape.qkv_rows + m_tile * M_TILE_ROWS + self.heads.machine.lane // 4
         biases = ch.array(ty.f32, 2)
-        for number in range(2):
-            biases[number] = prim.bf16_to_f32(self.biases[row + number * HALF])
+        for index in range(2):
+            biases[index] = prim.bf16_to_f32(self.biases[row + index * HALF])
         return _Rows(norms, biases)
 
     @ch.inline
@@ -272,8 +272,8 @@ class StoreHeads(Finish):
         place = self.tokens.group(group)
         frequency = m_tile % (self.heads.shape.head_dim // M_TILE_ROWS) * HALF + lane // 4
         loaded = []
-        for number in range(2):
-            position = ch.minimum(place.position + lane % 4 * 2 + number, self.max_context - 1)
+        for index in range(2):
+            position = ch.minimum(place.position + lane % 4 * 2 + index, self.max_context - 1)
             angles = ch.reinterpret(ty.ptr(ty.f32x2), self.rope)
             loaded.append(ch.const(ty.f32x2, angles[position * half + frequency], name="angle"))
         return _Group(place, loaded)
@@ -282,16 +282,16 @@ class StoreHeads(Finish):
         values = self.scales.scaled(sums)
         if self.biases is None:
             return values
-        return tuple(value + sums.of_rows.biases[number // 2] for number, value in enumerate(values))
+        return tuple(value + sums.of_rows.biases[index // 2] for index, value in enumerate(values))
 
     @ch.inline
     def _rotate(self, angles: Any, rows: Any) -> None:
         """RoPE (rotate-half): the pair (k, k + D/2) are rows g and g + 8."""
-        for number, angle in enumerate(angles):
-            first = ch.const(ty.f32, rows[number], name="first")
-            second = ch.const(ty.f32, rows[number + 2], name="second")
-            rows[number] = first * angle.x - second * angle.y
-            rows[number + 2] = second * angle.x + first * angle.y
+        for index, angle in enumerate(angles):
+            first = ch.const(ty.f32, rows[index], name="first")
+            second = ch.const(ty.f32, rows[index + 2], name="second")
+            rows[index] = first * angle.x - second * angle.y
+            rows[index + 2] = second * angle.x + first * angle.y
 
     @ch.inline
     def _quantise(self, rows: Any, head: ch.Expr) -> None:
@@ -299,11 +299,11 @@ class StoreHeads(Finish):
         shape = self.heads.shape
         with ch.if_(head >= shape.heads):
             scale = ch.const(ty.f32, self.heads.scale(head - shape.heads), name="scale")
-            for number in (0, 2):
-                codes = prim.e4m3x2_from_f32(*(prim.divide_f32(rows[number + more], scale) for more in range(2)))
+            for index in (0, 2):
+                codes = prim.e4m3x2_from_f32(*(prim.divide_f32(rows[index + more], scale) for more in range(2)))
                 pair = ch.const(ty.u32, prim.e4m3x4_to_bf16(codes).x, name="pair")
-                rows[number] = prim.bf16x2_low(pair)
-                rows[number + 1] = prim.bf16x2_high(pair)
+                rows[index] = prim.bf16x2_low(pair)
+                rows[index + 1] = prim.bf16x2_high(pair)
 
     @ch.inline
     def _store(self, head: ch.Expr, group: ch.Expr, place: GroupPlace, unit: ch.Expr, word: ch.Expr) -> None:
@@ -357,8 +357,8 @@ def bring_earlier_keys(
     pass, in core order, and zeros for values behind the last one up to the end of its key tile, whose weights are
     zero. So are those of keys that a window has left behind, in the key tile where the window of the segment's first
     token begins: they may not be cached any more."""
-    with ch.for_(tokens.segment_count, unroll=1, name="segment") as number:
-        segment = tokens.segment(number)
+    with ch.for_(tokens.segment_count, unroll=1, name="segment") as index:
+        segment = tokens.segment(index)
         _bring_cached(heads, segment, cache, layer, key_tile, window)
         _clear_behind(heads, segment, key_tile)
 

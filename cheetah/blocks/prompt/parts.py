@@ -95,5 +95,5 @@ class AddParts:
         words = ch.reinterpret(ty.ptr(ty.f32x4), source)
         with ch.for_(groups, unroll=True, name="group") as group:
             added = words[_place(machine, m_tile, token_tile * groups + group)]
-            for number, member in enumerate("xyzw"):
-                sums[group * ACCUMULATORS + number] += getattr(added, member)
+            for index, member in enumerate("xyzw"):
+                sums[group * ACCUMULATORS + index] += getattr(added, member)

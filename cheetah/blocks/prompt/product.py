@@ -174,9 +174,9 @@ class TileProduct:
             with ch.for_(part * k_tiles, end, STAGE_TILES, unroll=1, name="k_tile") as k_tile:
                 count = ch.minimum(end - k_tile, STAGE_TILES)
                 with self.ring.fill_activations(count * tile_bytes) as (stage, barrier):
-                    with ch.for_(count, unroll=1) as number:
-                        place = stage + (self.ring.weights_bytes + number * tile_bytes)
-                        k_bytes = ty.u64(k_tile + number) * (plan.groups * GROUP_BYTES)
+                    with ch.for_(count, unroll=1) as index:
+                        place = stage + (self.ring.weights_bytes + index * tile_bytes)
+                        k_bytes = ty.u64(k_tile + index) * (plan.groups * GROUP_BYTES)
                         prim.bulk_copy(place, source + k_bytes, tile_bytes, barrier)
             if given.residual is not None:
                 self._copy_residual(matrix, given.residual, row_tile, token_tile)
@@ -239,8 +239,8 @@ class TileProduct:
                 assert case.weights is not None, case.matrix.name
                 place = case.weights + self._factors_at(case.matrix, ch.minimum(m_tile, case.matrix.m_tiles - 1))
                 of_rows = ch.reinterpret(ty.ptr(ty.f32), place)
-                for number in range(2):
-                    factors[number] = of_rows[self.machine.lane // 4 + number * (M_TILE_ROWS // 2)]
+                for index in range(2):
+                    factors[index] = of_rows[self.machine.lane // 4 + index * (M_TILE_ROWS // 2)]
         return factors
 
     @staticmethod
@@ -255,8 +255,8 @@ class TileProduct:
         if factors is None:
             return
         with ch.for_(self.machine.plan.tile_groups, unroll=True, name="group") as group:
-            for number in range(ACCUMULATORS):
-                sums[group * ACCUMULATORS + number] *= factors[number // 2]
+            for index in range(ACCUMULATORS):
+                sums[group * ACCUMULATORS + index] *= factors[index // 2]
 
     @ch.inline
     def _sum_tile(self, phase: ch.Expr | None, cases: Sequence[Case], sums: Any) -> None:
@@ -269,17 +269,17 @@ class TileProduct:
         previous = ch.var(ty.u32, 0)
         first = self._first_tiles(cases)
         left = {case.phase: case.k_tiles - first for case in cases}
-        rests = {number: tiles % (2 * STAGE_TILES) for number, tiles in left.items()}
+        rests = {index: tiles % (2 * STAGE_TILES) for index, tiles in left.items()}
         self._multiply_stage(sums, even, previous, first, 0, is_first=True)
-        pairs = of_phase(phase, {number: tiles // (2 * STAGE_TILES) for number, tiles in left.items()})
+        pairs = of_phase(phase, {index: tiles // (2 * STAGE_TILES) for index, tiles in left.items()})
         with ch.for_(pairs, unroll=1):
             self._multiply_stage(sums, odd, previous, STAGE_TILES, 1)
             self._multiply_stage(sums, even, previous, STAGE_TILES, 0)
         for rest in sorted({rest for rest in rests.values() if rest}):
-            with _if_one_of(phase, [number for number in rests if rests[number] == rest], list(rests)):
-                for number, done in enumerate(range(0, rest, STAGE_TILES)):
-                    fragments = (odd, even)[number]
-                    self._multiply_stage(sums, fragments, previous, min(STAGE_TILES, rest - done), 1 - number)
+            with _if_one_of(phase, [index for index in rests if rests[index] == rest], list(rests)):
+                for index, done in enumerate(range(0, rest, STAGE_TILES)):
+                    fragments = (odd, even)[index]
+                    self._multiply_stage(sums, fragments, previous, min(STAGE_TILES, rest - done), 1 - index)
         prim.wgmma_wait_all()
         self.ring.release(previous)
 
@@ -333,8 +333,8 @@ class TileProduct:
         with ch.for_(groups, unroll=True, name="group") as group:
             added = words[group * 32 + self.machine.lane]
             place = (group + first) * ACCUMULATORS
-            for number, member in enumerate("xyzw"):
-                sums[place + number] += getattr(added, member)
+            for index, member in enumerate("xyzw"):
+                sums[place + index] += getattr(added, member)
             last += added.x
         prim.wait_for_u32(prim.float_bits(last))  # came of every load of the stage
         ring.release(stage)
@@ -364,15 +364,15 @@ class TileProduct:
     @ch.inline
     def _finish_groups(self, finish: Finish, place: TilePlace, sums: Any, first: int, count: int) -> None:
         of_rows = finish.load_rows(place.m_tile)
-        at_once = next(number for number in range(LOADED_AT_ONCE, 0, -1) if count % number == 0)
+        at_once = next(index for index in range(LOADED_AT_ONCE, 0, -1) if count % index == 0)
         with ch.for_(first, first + count, at_once, unroll=True, name="group") as group:
             of_pass = place.token_tile * self.machine.plan.tile_groups + group
-            loaded = [finish.load_group(place.m_tile, of_pass + number) for number in range(at_once)]
-            for number, of_group in enumerate(loaded):
-                finish.finish(self._sums(place, sums, group + number, of_rows, of_group))
+            loaded = [finish.load_group(place.m_tile, of_pass + index) for index in range(at_once)]
+            for index, of_group in enumerate(loaded):
+                finish.finish(self._sums(place, sums, group + index, of_rows, of_group))
 
     def _sums(self, place: TilePlace, sums: Any, group: Any, of_rows: Any, of_group: Any = None) -> Sums:
-        values = tuple(sums[group * ACCUMULATORS + number] for number in range(ACCUMULATORS))
+        values = tuple(sums[group * ACCUMULATORS + index] for index in range(ACCUMULATORS))
         of_pass = place.token_tile * self.machine.plan.tile_groups + group
         return Sums(place.m_tile + place.before, of_pass, group, values, of_rows, of_group)
 
@@ -388,9 +388,9 @@ class TilePlace:
     before: Any = 0
 
 
-def row_tile_and_part(number: Any, parts: Any) -> tuple[Any, Any]:
+def row_tile_and_part(index: Any, parts: Any) -> tuple[Any, Any]:
     """The parts of a row of tiles lie side by side."""
-    return (number, 0) if isinstance(parts, int) and parts == 1 else (number // parts, number % parts)
+    return (index, 0) if isinstance(parts, int) and parts == 1 else (index // parts, index % parts)
 
 
 def of_phase(phase: ch.Expr | None, values: Mapping[int, int]) -> Any:
@@ -399,8 +399,8 @@ def of_phase(phase: ch.Expr | None, values: Mapping[int, int]) -> Any:
     if len(set(values.values())) == 1 or phase is None:
         return chosen
     picked: Any = ty.u32(chosen)
-    for number, value in others:
-        picked = ch.select(phase == number, ty.u32(value), picked)
+    for index, value in others:
+        picked = ch.select(phase == index, ty.u32(value), picked)
     return picked
 
 
@@ -419,6 +419,6 @@ def _if_one_of(phase: ch.Expr | None, numbers: Sequence[int], there_are: Sequenc
     if phase is None or len(numbers) == len(there_are):
         return nullcontext()
     is_one = phase == numbers[0]
-    for number in numbers[1:]:
-        is_one = is_one | (phase == number)
+    for index in numbers[1:]:
+        is_one = is_one | (phase == index)
     return ch.if_(is_one)

@@ -44,9 +44,9 @@ class StageWeights(ABC):
         """In the consumer role: `steps` operands A of a warp's M-tile of a full stage, the M-tile's stages taking turns
         0 and 1."""
 
-    def place(self, stage: Any, number: Any) -> Any:
-        """Where the weights of the stage's M-tile `number` begin."""
-        return stage + number * self.slot.tile_bytes
+    def place(self, stage: Any, index: Any) -> Any:
+        """Where the weights of the stage's M-tile `index` begin."""
+        return stage + index * self.slot.tile_bytes
 
 
 class Bf16Weights(StageWeights):
@@ -92,7 +92,7 @@ class QuantizedWeights(StageWeights):
         tiles: Any = FRAGMENTS[self.format.name](of_stage, self.lane, self.slot)
         codes = ch.reinterpret(ty.ptr(ty.u32x4), slot)
         loads = range(self.slot.scales_at // LOAD_BYTES)
-        tiles.words = [ch.const(ty.u32x4, codes[self.lane + number * 32], name="words") for number in loads]
+        tiles.words = [ch.const(ty.u32x4, codes[self.lane + index * 32], name="words") for index in loads]
         groups, scales = self.format.groups, {}
         for part in range(steps // STEPS_PER_TILE):
             group = (turn * STAGE_TILES + part) * groups // (self.format.columns // VECTOR_COLUMNS)
@@ -108,11 +108,11 @@ def _operand(tiles: Any, terms: list[Any], scales: tuple[Any, Any] | None) -> An
     if scales is None and len(terms) == 1:
         return raised(terms[0], power, power)
     words = []
-    for number, member in enumerate("xyzw"):
+    for index, member in enumerate("xyzw"):
         # The whole power is no float: so half of it before the sum, which the excess of a group takes once.
         first = 2.0 ** (power // 2)
-        rest = 2.0 ** (power - power // 2) / (tiles.second_factor if number >= 2 else 1)
-        factor = rest if scales is None else scales[number % 2] * rest
+        rest = 2.0 ** (power - power // 2) / (tiles.second_factor if index >= 2 else 1)
+        factor = rest if scales is None else scales[index % 2] * rest
         low = _sum([prim.bf16x2_low(getattr(term, member)) * first for term in terms])
         high = _sum([prim.bf16x2_high(getattr(term, member)) * first for term in terms])
         words.append(prim.pack_bf16x2(low * factor, high * factor))

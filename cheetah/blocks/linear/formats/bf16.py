@@ -29,9 +29,9 @@ class HeldTiles:
         values = ch.array(ty.u32x4, tiles)
         return cls(weights, values)
 
-    def multiply(self, number: ch.Expr, sums: Any) -> None:
-        """sums [1, 4] += tile `number` of them."""
-        weights, values = self.weights[number], self.values[number]
+    def multiply(self, index: ch.Expr, sums: Any) -> None:
+        """sums [1, 4] += tile `index` of them."""
+        weights, values = self.weights[index], self.values[index]
         prim.mma_bf16(sums[0], weights[0], values.x, values.y)
         prim.mma_bf16(sums[0], weights[1], values.z, values.w)
 
@@ -45,14 +45,14 @@ class Bf16Fragments(Fragments):
         self.fragments = fragments
 
     @ch.inline
-    def hold(self, tile: ch.Expr, activations: Activations, held: HeldTiles, number: ch.Expr, read: Any) -> None:
-        """Tile `tile` of the stage becomes number `number` of those held; `read` (u32) becomes a word of all that was
+    def hold(self, tile: ch.Expr, activations: Activations, held: HeldTiles, index: ch.Expr, read: Any) -> None:
+        """Tile `tile` of the stage becomes number `index` of those held; `read` (u32) becomes a word of all that was
         read."""
         first = self.fragments[tile * LANE_LOADS + self.lane]
         second = self.fragments[tile * LANE_LOADS + 32 + self.lane]
-        held.weights[number][0] = first
-        held.weights[number][1] = second
-        held.values[number] = activations.operand(activations.units, 0)
+        held.weights[index][0] = first
+        held.weights[index][1] = second
+        held.values[index] = activations.operand(activations.units, 0)
         read ^= first.x ^ second.x
 
     @ch.inline

@@ -109,10 +109,10 @@ class DigitFragments(QuantizedFragments):
         scales = group_scales(self, first, group) if self.format.group_columns is not None else None
         for row, point in enumerate(points):
             for token, power in enumerate(powers):
-                number = 2 * row + token
-                value = ty.f32(products[number] - point * ones[number])
+                index = 2 * row + token
+                value = ty.f32(products[index] - point * ones[index])
                 factor = power if scales is None else power * scales[row]
-                sums[number] = sums[number] + factor * value
+                sums[index] = sums[index] + factor * value
 
     @ch.inline
     def finish_rows(self, tiles: int, columns: Columns, sums: Any) -> None:
@@ -121,10 +121,10 @@ class DigitFragments(QuantizedFragments):
         digit = self.lane % 4
         weight = ch.select(digit < DIGIT_COUNT, prim.bits_float((ty.u32(BIAS) + digit * 8) << EXPONENT_AT), 0.0)
         for row, factor in enumerate(factors):
-            for number in range(2 * row, 2 * row + columns.limit):
-                of_digit = ch.const(ty.f32, sums[0][number] * weight, name="of_digit")
+            for index in range(2 * row, 2 * row + columns.limit):
+                of_digit = ch.const(ty.f32, sums[0][index] * weight, name="of_digit")
                 of_pair = ch.const(ty.f32, of_digit + prim.shuffle_xor_f32(of_digit, 1), name="of_pair")
-                sums[0][number] = (of_pair + prim.shuffle_xor_f32(of_pair, 2)) * factor
+                sums[0][index] = (of_pair + prim.shuffle_xor_f32(of_pair, 2)) * factor
 
 
 @ch.function

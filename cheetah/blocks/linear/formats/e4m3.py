@@ -39,11 +39,11 @@ class E4m3Fragments(ChainedFragments):
         for words in self.words:
             self.read(words.x)
 
-    def fragments_of(self, first: Any, number: int, part: int) -> tuple[list[Any], list[Any]]:
+    def fragments_of(self, first: Any, index: int, part: int) -> tuple[list[Any], list[Any]]:
         words = self.words[part]
         return [self._fragment(words.x, words.y)], [self._fragment(words.z, words.w)]
 
-    def scales(self, first: Any, number: int) -> tuple[Any, Any] | None:
+    def scales(self, first: Any, index: int) -> tuple[Any, Any] | None:
         if self.format.group_columns is None:
             return None
         of_halves = ch.reinterpret(ty.ptr(ty.f32x2), first + self.format.scales_at)
@@ -94,10 +94,10 @@ class HalfFragments(E4m3Fragments):
                 prim.mma_f16(products, left, values.x, values.y)
                 prim.mma_f16(products, right, values.z, values.w)
                 of_columns = powers.of_columns(part)
-                for number in range(4):
-                    power = of_columns[number % 2]
-                    factor = power if scales is None else power * scales[number // 2]
-                    sums[group][number] = sums[group][number] + factor * products[number]
+                for index in range(4):
+                    power = of_columns[index % 2]
+                    factor = power if scales is None else power * scales[index // 2]
+                    sums[group][index] = sums[group][index] + factor * products[index]
 
 
 class _Powers:

@@ -38,17 +38,17 @@ class IntegerFragments(ChainedFragments):
     def load(self, first: Any) -> None:
         codes = ch.reinterpret(ty.ptr(ty.u32x4), first)
         loads = range(PARTS // self.parts_of_load)
-        self.words = [ch.const(ty.u32x4, codes[self.lane + number * 32], name="words") for number in loads]
+        self.words = [ch.const(ty.u32x4, codes[self.lane + index * 32], name="words") for index in loads]
         for words in self.words:
             self.read(words.x)
 
-    def scales(self, first: Any, number: int) -> tuple[Any, Any] | None:
-        self.excess = self._excess(first, number)
+    def scales(self, first: Any, index: int) -> tuple[Any, Any] | None:
+        self.excess = self._excess(first, index)
         if self.format.group_columns is None:
             return None
-        return group_scales(self, first, number)
+        return group_scales(self, first, index)
 
-    def fragments_of(self, first: Any, number: int, part: int) -> tuple[list[Any], list[Any]]:
+    def fragments_of(self, first: Any, index: int, part: int) -> tuple[list[Any], list[Any]]:
         left, right = self.codes_of(part)
         return [left, self.excess], [right, self.excess]
 
@@ -56,11 +56,11 @@ class IntegerFragments(ChainedFragments):
     def codes_of(self, part: int) -> tuple[Any, Any]:
         """A operands of the codes of a part: of this lane's first four columns, and of its others."""
 
-    def _excess(self, first: Any, number: int) -> Any:
+    def _excess(self, first: Any, index: int) -> Any:
         """The A operand that takes away the zero points of a group."""
         points: tuple[Any, Any] = (self.middle, self.middle)
         if self.format.is_asymmetric:
-            pair = group_zero_points(self, first, number)
+            pair = group_zero_points(self, first, index)
             points = pair & 0xFF, pair >> 8
         words = [point * (BOTH_HALVES * factor) | NEGATIVE for factor in (1, self.second_factor) for point in points]
         return make_fragment(words, name="excess")
@@ -93,17 +93,17 @@ class Int8Fragments(IntegerFragments):
         return make_fragment([(row >> shift if shift else row) & LOW_BYTES for shift in (0, 8) for row in rows])
 
 
-def group_scales(tiles: QuantizedFragments, first: Any, number: int) -> tuple[Any, Any]:
-    """The scales of group `number` of the tile at `first`, of rows g and g + 8."""
-    pairs = ch.reinterpret(ty.ptr(ty.u32), first + (tiles.format.scales_at + number * INTEGER_SCALE_BYTES))
+def group_scales(tiles: QuantizedFragments, first: Any, index: int) -> tuple[Any, Any]:
+    """The scales of group `index` of the tile at `first`, of rows g and g + 8."""
+    pairs = ch.reinterpret(ty.ptr(ty.u32), first + (tiles.format.scales_at + index * INTEGER_SCALE_BYTES))
     pair = ch.const(ty.u32, pairs[tiles.lane // 4], name="scale_pair")
     tiles.read(pair)
     return prim.f16x2_low(pair), prim.f16x2_high(pair)
 
 
-def group_zero_points(tiles: QuantizedFragments, first: Any, number: int) -> Any:
+def group_zero_points(tiles: QuantizedFragments, first: Any, index: int) -> Any:
     """Its zero points: that of row g in the lower byte, that of row g + 8 above (u32)."""
-    pairs = ch.reinterpret(ty.ptr(ty.u16), first + (tiles.format.zero_points_at + number * ZERO_POINT_BYTES))
+    pairs = ch.reinterpret(ty.ptr(ty.u16), first + (tiles.format.zero_points_at + index * ZERO_POINT_BYTES))
     pair = ch.const(ty.u32, ty.u32(pairs[tiles.lane // 4]), name="zero_points")
     tiles.read(pair)
     return pair

@@ -55,8 +55,8 @@ class QuantizedFragments(Fragments):
     def finish_rows(self, tiles: int, columns: Columns, sums: Any) -> None:
         low, high = self.row_factors(tiles)
         for group in range(columns.tiles):
-            for number in range(4):
-                sums[group][number] = sums[group][number] * (low if number < 2 else high)
+            for index in range(4):
+                sums[group][index] = sums[group][index] * (low if index < 2 else high)
 
     @ch.inline
     def row_factors(self, tiles: int) -> tuple[Any, Any]:
@@ -83,10 +83,10 @@ class ChainedFragments(QuantizedFragments):
         units = activations.units
         self.load(first)
         parts = PARTS // self.format.groups
-        for number in range(self.format.groups):
-            of_group = range(number * parts, (number + 1) * parts)
-            scales = self.scales(first, number)
-            products = self._multiply_parts(first, number, of_group, activations, units)
+        for index in range(self.format.groups):
+            of_group = range(index * parts, (index + 1) * parts)
+            scales = self.scales(first, index)
+            products = self._multiply_parts(first, index, of_group, activations, units)
             self._add(sums, products, scales)
 
     @abstractmethod
@@ -94,23 +94,23 @@ class ChainedFragments(QuantizedFragments):
         """Load the codes of the tile that begins at `first`."""
 
     @abstractmethod
-    def fragments_of(self, first: Any, number: int, part: int) -> tuple[Iterable[Fragment], Iterable[Fragment]]:
-        """What is multiplied with this lane's first four activations of a part of group `number`, and with the others:
+    def fragments_of(self, first: Any, index: int, part: int) -> tuple[Iterable[Fragment], Iterable[Fragment]]:
+        """What is multiplied with this lane's first four activations of a part of group `index`, and with the others:
         A operands whose products count together."""
 
     @abstractmethod
-    def scales(self, first: Any, number: int) -> tuple[Any, Any] | None:
-        """The scales of group `number` of the tile, of rows g and g + 8; None: the rows' factors say all."""
+    def scales(self, first: Any, index: int) -> tuple[Any, Any] | None:
+        """The scales of group `index` of the tile, of rows g and g + 8; None: the rows' factors say all."""
 
     def _multiply_parts(
-        self, first: Any, number: int, parts: range, activations: Activations, units: Any
+        self, first: Any, index: int, parts: range, activations: Activations, units: Any
     ) -> list[list[Any]]:
         """[chains][groups of columns] sums of the parts."""
         groups = activations.columns.tiles
         count = max(1, min(len(parts), CHAINS // groups))
         chains = [[ch.array(ty.f32, 4, zero=True, name="products") for _ in range(groups)] for _ in range(count)]
         for part in parts:
-            left, right = self.fragments_of(first, number, part)
+            left, right = self.fragments_of(first, index, part)
             for group, products in enumerate(chains[part % count]):
                 values = activations.operand(units, group, part)
                 for fragment in left:
@@ -122,9 +122,9 @@ class ChainedFragments(QuantizedFragments):
     def _add(self, sums: Any, chains: Sequence[Sequence[Any]], scales: tuple[Any, Any] | None) -> None:
         """sums += the products, times the scales of their rows."""
         for group in range(len(chains[0])):
-            for number in range(4):
-                total = chains[0][group][number]
+            for index in range(4):
+                total = chains[0][group][index]
                 for chain in chains[1:]:
-                    total = total + chain[group][number]
-                scaled = total if scales is None else scales[number // 2] * total
-                sums[group][number] = sums[group][number] + scaled
+                    total = total + chain[group][index]
+                scaled = total if scales is None else scales[index // 2] * total
+                sums[group][index] = sums[group][index] + scaled

@@ -39,8 +39,8 @@ def exponent_of_warp(pairs: list[Any], token: Any, tokens: int) -> Any:
     else:
         of_lane = ch.const(ty.u32, largest, name="largest")
         first, second = (
-            ch.const(ty.u32, prim.warp_maximum_u32(ch.select(token == number, of_lane, ty.u32(0))), name="most")
-            for number in range(2)
+            ch.const(ty.u32, prim.warp_maximum_u32(ch.select(token == index, of_lane, ty.u32(0))), name="most")
+            for index in range(2)
         )
         most = ch.select(token == 0, first, second)
     return ch.const(ty.u32, ch.maximum(most >> 24, LEAST_EXPONENT), name="exponent")
