@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
-from cheetah.plan import Plan
+from cheetah.plan import Gpu, Plan
 from cheetah.plan.kv.tables import MAX_STOP_IDS
 from cheetah.runtime.background import Started, started
 from cheetah.runtime.build.buffers import (
@@ -30,9 +30,11 @@ from cheetah.runtime.build.buffers import (
 )
 from cheetah.runtime.build.cubin import cache_folder
 from cheetah.runtime.build.kernels import (
+    DECODING,
     HEAD,
     PASSES,
     GenerateKernel,
+    Kernels,
     KernelsAsked,
     PassesAsked,
     choose_gpu,
@@ -65,7 +67,7 @@ STOP_IDS = MAX_STOP_IDS
 RATE_BYTES = 10**8
 """Of fewer bytes, the rate says nothing."""
 
-FIRST_LAUNCHED = ("solo", "decoding")
+FIRST_LAUNCHED = ("solo", DECODING)
 """Names of kernels, of which the start waits for the first that there is: a sequence by itself is decoded by it. The
 others are waited for when they are launched first."""
 
@@ -151,14 +153,10 @@ def assemble(
     try:
         info = opened.describe()
         machine = choose_gpu(info, gpu)
-        plan = dict(overrides or {})
-        plan_of_one = {name: value for name, value in plan.items() if name != "batch"}
-        if tuned:
-            plan_of_one = with_tuned(weights.config, machine, info.name, plan_of_one, _say(quiet))
-            plan = plan if "batch" in plan else plan_of_one
-        compilers = _Compilers(opened)
+        plan, plan_of_one = _plans(weights.config, machine, info, overrides or {}, tuned, _say(quiet))
         texts = KeptTexts(None if machine.emulated else cache_folder() / "texts")
         generate = keeping(texts, generate_kernel or own_generator())
+        compilers = _Compilers(opened)
         asked = KernelsAsked(
             *(weights.config, machine, generate, prompt_tokens, solo, plan_of_one),
             PassesAsked(prompt_passes, info.free_bytes),
@@ -167,54 +165,102 @@ def assemble(
             compilers.begin,
         )
         with watch("write the kernels"):
-            kernels = asked.kernels(plan)
-        memory = kernels.memory(weights.config)
-        if pool_follows_memory and (pages := _pages_that_fit(kernels.plan, memory, info.free_bytes)):
-            _say(quiet)(f"the cache has {pages} pages, not {kernels.plan.kv_pages}: there is no room for more")
-            kernels = asked.kernels({**plan, "pool_pages": pages})
-            memory = kernels.memory(weights.config)
-        memory.check(info.free_bytes, info.name)
+            kernels, memory = _fitting_kernels(asked, plan, info, pool_follows_memory)
         if not quiet:
             say_to_stderr(_memory_line(memory, info))
-        manifest = kernels.decoding.manifest
         with watch("allocate"):
-            allocate_buffers(opened, manifest, buffers)
-            shared = {name: buffers[name] for name in shared_buffers(weights.config) if name in buffers}
-            others = {name: dict(shared) for name in kernels.others}
-            for name, kernel in kernels.others.items():
-                _allocate_others(opened, name, kernel.manifest, others[name], buffers)
-            for name in PASSES:
-                if name in others:
-                    others[name]["hidden_states"] = others[HEAD]["hidden_states"]
-        started = time.monotonic()
-        with watch("weights"), _weights_progress(manifest, quiet) as progress:
-            (upload or upload_weights)(weights, manifest, buffers, progress, opened.lend, watch)
-        if _loaded_bytes(manifest) >= RATE_BYTES:
-            _say(quiet)(_loading_line(manifest, time.monotonic() - started))
+            buffers_of = _allocate(opened, weights.config, kernels, buffers)
+        _load(weights, kernels.decoding.manifest, buffers, quiet, upload or upload_weights, opened, watch)
         with watch("wait for compilers, load kernels"):
-            by_name = {"decoding": kernels.decoding, **kernels.others}
-            awaited = next(name for name in FIRST_LAUNCHED if name in by_name)
-            codes = {name: compilers.kernel(one, name == awaited) for name, one in by_name.items()}
+            codes = compilers.loaded(kernels)
     except BaseException:
         free_all(buffers)
         if owns_device:
             opened.close()
         raise
-    cache = new_cache(weights.config, kernels.plan)
     if timeout_s is None and not machine.emulated:
         timeout_s = GPU_TIMEOUT_S
+    launchers = _launchers(opened, weights.config, kernels, codes, buffers_of, timeout_s)
+    return Assembly(kernels.decoding.manifest, *launchers, memory, buffers, opened, owns_device)
 
-    def launched(
-        name: str,
-    ) -> tuple[Device, Kernel | Started[Kernel], Manifest, ModelConfig, dict[str, Buffer]]:
-        return opened, codes[name], by_name[name].manifest, weights.config, others.get(name, buffers)
 
+def _plans(
+    config: ModelConfig, machine: Gpu, info: DeviceInfo, overrides: Mapping[str, Any], tuned: bool, say: Say
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fields of the plan that is asked for, and of one for a sequence by itself. What was tuned was tuned for the
+    latter."""
+    plan = dict(overrides)
+    plan_of_one = {name: value for name, value in plan.items() if name != "batch"}
+    if tuned:
+        plan_of_one = with_tuned(config, machine, info.name, plan_of_one, say)
+    return plan if "batch" in plan else plan_of_one, plan_of_one
+
+
+def _fitting_kernels(
+    asked: KernelsAsked, plan: Mapping[str, Any], info: DeviceInfo, pool_follows_memory: bool
+) -> tuple[Kernels, MemoryEstimate]:
+    """The kernels, and what they need, which fits into the device's memory: else that is refused."""
+    kernels = asked.kernels(plan)
+    memory = kernels.memory(asked.config)
+    if pool_follows_memory and (pages := _pages_that_fit(kernels.plan, memory, info.free_bytes)):
+        asked.say(f"the cache has {pages} pages, not {kernels.plan.kv_pages}: there is no room for more")
+        kernels = asked.kernels({**plan, "pool_pages": pages})
+        memory = kernels.memory(asked.config)
+    memory.check(info.free_bytes, info.name)
+    return kernels, memory
+
+
+def _allocate(
+    device: Device, config: ModelConfig, kernels: Kernels, buffers: dict[str, Buffer]
+) -> dict[str, dict[str, Buffer]]:
+    """The buffers of each kernel by its name. `buffers` gets every one of them once, as they are made, to free them."""
+    allocate_buffers(device, kernels.decoding.manifest, buffers)
+    shared = {name: buffers[name] for name in shared_buffers(config) if name in buffers}
+    others = {name: dict(shared) for name in kernels.others}
+    for name, kernel in kernels.others.items():
+        _allocate_others(device, name, kernel.manifest, others[name], buffers)
+    for name in PASSES:
+        if name in others:
+            others[name]["hidden_states"] = others[HEAD]["hidden_states"]
+    return {DECODING: buffers, **others}
+
+
+def _load(
+    weights: Weights,
+    manifest: Manifest,
+    buffers: dict[str, Buffer],
+    quiet: bool,
+    upload: UploadWeights,
+    device: Device,
+    watch: Stopwatch,
+) -> None:
+    """Packs and uploads the weights, with a bar, and says how fast that was."""
+    started = time.monotonic()
+    with watch("weights"), _weights_progress(manifest, quiet) as progress:
+        upload(weights, manifest, buffers, progress, device.lend, watch)
+    if _loaded_bytes(manifest) >= RATE_BYTES:
+        _say(quiet)(_loading_line(manifest, time.monotonic() - started))
+
+
+def _launchers(
+    device: Device,
+    config: ModelConfig,
+    kernels: Kernels,
+    codes: Mapping[str, Kernel | Started[Kernel]],
+    buffers_of: Mapping[str, Mapping[str, Buffer]],
+    timeout_s: float | None,
+) -> tuple[Launcher, Launcher | None, Launcher | None, tuple[PassLauncher, ...]]:
+    """Launches of each kernel over one cache, in the order of `Assembly`'s fields."""
+
+    def launched(name: str) -> tuple[Device, Kernel | Started[Kernel], Manifest, ModelConfig, Mapping[str, Buffer]]:
+        return device, codes[name], kernels.by_name[name].manifest, config, buffers_of[name]
+
+    cache = new_cache(config, kernels.plan)
     of_steps = [name for name in codes if name not in (*PASSES, HEAD)]
-    launchers = {name: Launcher(*launched(name), cache, timeout_s) for name in of_steps}
-    first, prompts, alone = launchers["decoding"], launchers.get("prompts"), launchers.get("solo")
+    steps = {name: Launcher(*launched(name), cache, timeout_s) for name in of_steps}
     head = HeadLauncher(*launched(HEAD), timeout_s) if HEAD in codes else None
     passes = tuple(PassLauncher(*launched(name), timeout_s, head) for name in PASSES if name in codes)
-    return Assembly(manifest, first, prompts, alone, passes, memory, buffers, opened, owns_device)
+    return steps[DECODING], steps.get("prompts"), steps.get("solo"), passes
 
 
 @dataclass(frozen=True)
@@ -227,8 +273,13 @@ class _Compilers:
     def begin(self, kernel: Generated) -> None:
         self.begun.append((kernel, self.device.prepare(kernel.text, kernel.manifest)))
 
-    def kernel(self, wanted: Generated, is_awaited: bool) -> Kernel | Started[Kernel]:
-        """The kernel, loaded; or what waits for it and loads it, where it is not compiled yet and not awaited here."""
+    def loaded(self, kernels: Kernels) -> dict[str, Kernel | Started[Kernel]]:
+        """The kernels by name, loaded; or what waits for one and loads it, where it is not compiled yet and the first
+        token does not need it."""
+        awaited = next(name for name in FIRST_LAUNCHED if name in kernels.by_name)
+        return {name: self._loaded(kernel, name == awaited) for name, kernel in kernels.by_name.items()}
+
+    def _loaded(self, wanted: Generated, is_awaited: bool) -> Kernel | Started[Kernel]:
         compiled = next(compiled for kernel, compiled in self.begun if kernel is wanted)
         return compiled() if is_awaited or compiled.is_done else compiled
 

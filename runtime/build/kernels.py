@@ -38,6 +38,9 @@ PASS_SHARE = 8
 PASSES = ("short passes", "medium passes", "passes")
 """Among the names of kernels, those of passes over prompts: over few tokens, and over as many as may be."""
 
+DECODING = "decoding"
+"""The name of the kernel that decodes."""
+
 HEAD = "head"
 """That of the head by itself, which begins with what passes leave."""
 
@@ -53,8 +56,8 @@ class Kernels:
     others: Mapping[str, Generated]
 
     @property
-    def every(self) -> list[Generated]:
-        return [self.decoding, *self.others.values()]
+    def by_name(self) -> dict[str, Generated]:
+        return {DECODING: self.decoding, **self.others}
 
     @property
     def plan(self) -> Plan:
