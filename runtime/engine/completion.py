@@ -148,3 +148,27 @@ class Completion:
     def _timings(self) -> Timings:
         seconds = (self._prefill_s, self._decode_s)
         return Timings(len(self.request.prompt_ids), self.made, *seconds, self._launches, self.cached_tokens)
+
+
+Group = list[Completion]
+"""Completions of one request that begin together. While their prompt is read, the first has the cache."""
+
+
+def part_ways(group: Group) -> None:
+    """Gives each of a group a cache: the first has that of all, the others forks of it."""
+    first, cache = group[0], group[0].cache
+    assert cache is not None
+    for other in group[1:]:
+        if other.cache is None:
+            other.cache, other.cached_tokens = cache.fork(), first.cached_tokens
+
+
+def unread_last_token(group: Group) -> None:
+    """A prompt that has been read to its end, with nothing chosen behind it, is as if its last token had not."""
+    first, others = group[0], group[1:]
+    assert first.cache is not None
+    first.cache.truncate(len(first.ids) - 1)
+    for other in others:
+        if other.cache is not None:
+            other.cache.clear()
+            other.cache = None

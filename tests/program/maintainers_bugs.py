@@ -95,7 +95,7 @@ TRIED = (
         "before the lanes last met",
         without(r"warp_barrier\(\);", after=r"\s*if \(thread == 0\) \{\s*if \(block == 0\) \{\s*status"),
     ),
-    bug("products that do not wait for their loads", UNREAD, without(r"wait_for_u32\(first[^;]*;")),
+    bug("products that do not wait for their loads", UNREAD, without(r"wait_for_u32\((?:first|read)[^;]*;")),
     bug("attention that does not wait for its loads", UNREAD, without(r"wait_for_u32\(float_bits[^;]*;")),
     bug("no fence after a key is cached", UNFENCED, without(FENCE, before=r"= pair;\s*")),
     bug(
@@ -115,7 +115,7 @@ MORE = (
     bug("a chunk counted that nobody requested", "never had more than", (r"(uint32_t under_way) = 0;", r"\1 = 1;")),
     bug("a block that waits for ever", "never had more than", (r"store_shared_u32\(block_waits, 0\);", "")),
     bug("the fence before the store", UNFENCED, (rf"({STORE_KEY})\s*({FENCE})", r"\2 \1")),
-    bug("one lane waits for the loads of all", UNREAD, (r"(wait_for_u32\(first)", r"if (lane == 0) \1")),
+    bug("one lane waits for the loads of all", UNREAD, (r"(wait_for_u32\((?:first|read)\b)", r"if (lane == 0) \1")),
     bug("a whole stage announced for the last keys", "Deadlock", (r"(expect_tx\(barrier), count \* ", r"\1, 16 * ")),
     bug("values cached over their keys", "", (r"\? key : key \+ \d+;", "? key : key;")),
     bug("keys cached in the first sequence's pages", "", (rf"(uint32_t table) = {COLUMN} \+ 6\][^;]*;", r"\1 = 0;")),

@@ -104,7 +104,7 @@ def uneven_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("temperature", tiered([0.0, 1.2], [0.0]))
 def test_different_prompts_and_lengths_give_what_each_gives_alone(overrides: Any, temperature: float) -> None:
     rig = Rig(**overrides)
-    rig.desk.engine._chunk_tokens = 0  # all prompts are read before anyone decodes, whatever the clock says
+    rig.desk.engine._reader._chunk_tokens = 0  # all prompts are read before anyone decodes, whatever the clock says
     requests = [Request(prompt, 24 + 3 * i, Sampling(temperature, 2**40 + i)) for i, prompt in enumerate(PROMPTS)]
     assert rig.together(requests) == [alone(request) for request in requests]
     rig.check_all_pages_are_back()
