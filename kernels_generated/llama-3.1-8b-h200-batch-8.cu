@@ -2051,15 +2051,17 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
           thread, record, exchange_words);
     }
   }
-  // grid barrier
-  named_barrier(1, 256);
-  if (thread == 0) {
-    arrivals_due += 132;
-    add_release_u64(counter, 1);
-    wait_at_least_u64(counter, arrivals_due);
-  }
-  named_barrier(1, 256);
   // merge of partial states
+  // grid barrier
+  if (((uint4*)(arena + RECORDS))[0].z > 0) {
+    named_barrier(1, 256);
+    if (thread == 0) {
+      arrivals_due += 132;
+      add_release_u64(counter, 1);
+      wait_at_least_u64(counter, arrivals_due);
+    }
+    named_barrier(1, 256);
+  }
   uint4 numbers_2 = ((uint4*)(arena + RECORDS))[0];
   uint4* record = (uint4*)(arena + RECORDS) + (21 + warp / 4 * 8);
   uint32_t first_job = warp / 4 * 132 + block;

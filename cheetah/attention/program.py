@@ -299,7 +299,6 @@ def _emit(spec: AttentionSpec, machine: Machine, given: SimpleNamespace) -> None
         epoch = machine.region("epoch", ty.u32)[0]
         ch.comment("attention")
         attention.attend(0, epoch)
-        exchange.meet()
         ch.comment("merge of partial states")
         attention.merge(epoch)
     emit_roles(machine)

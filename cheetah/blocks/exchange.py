@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,8 +139,9 @@ class Exchange(ABC):
         """The same, and whoever reads it with `read4_acquire` sees all that happened before."""
 
     @abstractmethod
-    def meet(self) -> None:
-        """Between the writers of a vector and its readers: called by all consumer warps."""
+    def meet(self, when: ch.Value = True) -> None:
+        """Between the writers of a vector and its readers: called by all consumer warps. when: whether there are any,
+        the same in all blocks."""
 
     @abstractmethod
     def read4(self, name: str, unit: ch.Value, epoch: ch.Value) -> Any:
@@ -193,7 +195,7 @@ class FlaggedExchange(Exchange):
     def publish_release(self, name: str, index: ch.Value, data: ch.Value, epoch: ch.Value) -> None:
         prim.publish_flagged_release(self.place(name, index), data, epoch, scope=self.scope)
 
-    def meet(self) -> None:
+    def meet(self, when: ch.Value = True) -> None:
         """Each word is waited for by itself."""
 
     def read4(self, name: str, unit: ch.Value, epoch: ch.Value) -> Any:
@@ -253,14 +255,15 @@ class BarrierExchange(Exchange):
 
     publish_release = publish
 
-    def meet(self) -> None:
+    def meet(self, when: ch.Value = True) -> None:
         ch.comment("grid barrier")
-        self.machine.meet()
-        with ch.if_(self.machine.thread == 0):
-            self.arrivals_due += self.machine.gpu.blocks
-            prim.add_release_u64(self.counter, 1, scope=self.scope)
-            prim.wait_at_least_u64(self.counter, self.arrivals_due, scope=self.scope)
-        self.machine.meet()
+        with nullcontext() if when is True else ch.if_(when):
+            self.machine.meet()
+            with ch.if_(self.machine.thread == 0):
+                self.arrivals_due += self.machine.gpu.blocks
+                prim.add_release_u64(self.counter, 1, scope=self.scope)
+                prim.wait_at_least_u64(self.counter, self.arrivals_due, scope=self.scope)
+            self.machine.meet()
 
     @ch.inline
     def read4(self, name: str, unit: ch.Value, epoch: ch.Value) -> Any:

@@ -73,12 +73,7 @@ class Phases:
             self._note(self.names.index(name, self.layer))
             yield
             if meets:
-                self.meet()
-
-    def meet(self) -> None:
-        """Between the writers of what was published in this phase and its readers."""
-        with self.machine.consumer:
-            self.exchange.meet()
+                self.exchange.meet()
 
     @ch.inline
     def _note(self, phase: ch.Value) -> None:

@@ -366,8 +366,6 @@ class StepParts(HeadParts):
             self.port.layer = layer
             attention.attend(step, self.layer_epoch)
             self.timeline.stamp_here("attended")
-        self.phase.meet()
-        with machine.consumer:
             ch.comment("merge of partial states")
             attention.merge(self.layer_epoch)
             self.timeline.stamp_here("done")

@@ -169,7 +169,6 @@ def core_kernel(core: Core) -> SmallKernel:
             exchange.meet()
             machine.meet()
             attention.attend(ty.u32(0), epoch)
-            exchange.meet()
             attention.merge(epoch)
 
     plan = plan_of(

@@ -458,5 +458,6 @@ class Attention:
 
     @ch.inline
     def merge(self, epoch: ch.Expr) -> None:
-        """In the consumer role, after `attend`: the rows whose keys were split."""
+        """In the consumer role, after `attend`: the rows whose keys were split. Where there are none no block waits."""
+        self.exchange.meet(self.schedule.has_merges)
         Merger(self.machine, self.exchange, self.schedule, self.variant.softmax, self.finish).merge(epoch)

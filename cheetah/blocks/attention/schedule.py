@@ -240,6 +240,12 @@ class Schedule:
         """The warps of the team meet."""
         prim.named_barrier(self.team + TEAM_BARRIERS, self.machine.plan.merge_warps * 32)
 
+    @property
+    def has_merges(self) -> ch.Expr:
+        """In the consumer role: whether any block has merges in the present plan."""
+        jobs: ch.Expr = self._kept[0].z
+        return jobs > 0
+
     @contextmanager
     @ch.inline
     def merges(self) -> Iterator[Merge]:
