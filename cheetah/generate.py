@@ -12,7 +12,8 @@ from dataclasses import asdict
 from typing import Any
 
 from cheetah import lang as ch
-from cheetah.manifest import Launch, Manifest, sha256_of_text
+from cheetah.blocks import repack
+from cheetah.manifest import Launch, Manifest, Parameter, sha256_of_text
 from cheetah.models.config import ModelConfig
 from cheetah.models.registry import family_of
 from cheetah.package import Generated, KernelParameter
@@ -159,6 +160,38 @@ def generate_head(
     parameters, sizes = program.kernel_parameters(config, plan), program.sizes(config, machine, plan, rows)
     phases = program.phase_names(config)
     manifest = _described(config, machine, plan, text, command, program.KERNEL_NAME, parameters, sizes, phases)
+    return Generated(text, manifest)
+
+
+def generate_repacking(gpu: Gpu) -> Generated:
+    """The kernel that packs weights as `cheetah.plan.repacking` says."""
+    threads, team_threads = (64, 32) if gpu.emulated else (1024, 256)
+    about = "Packs weights from the bytes of a checkpoint's file. Generated; do not edit."
+    text = ch.render_file(repack.build_repack(threads, team_threads), header=about)
+    manifest = Manifest(
+        kernel=repack.KERNEL_NAME,
+        text_sha256=sha256_of_text(text),
+        generator=__version__,
+        command="cheetah.generate.generate_repacking",
+        gpu=asdict(gpu),
+        config={},
+        plan={},
+        launch=Launch(gpu.blocks, threads, 0, cooperative=False),
+        parameters=(
+            Parameter("staging", "const uint8_t*", "pointer", "u8", False, None, "tables, scales and codes"),
+            Parameter("weights", "uint8_t*", "pointer", "u8", True, None, "packed weights"),
+            *(
+                KernelParameter(type_, f"Repacking.{name}").parameter(name, {})
+                for name, type_ in repack.NUMBERS.items()
+            ),
+        ),
+        matrices=(),
+        layer_stride=0,
+        weight_bytes=0,
+        buffers=(),
+        phases=(),
+        step_bytes={},
+    )
     return Generated(text, manifest)
 
 

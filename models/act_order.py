@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from cheetah.models.config import ModelConfig
 from cheetah.models.family import QuantizedMatrix, Rows
-from cheetah.models.formats.quantized import Order, QuantizedRows
+from cheetah.models.formats.quantized import Order, RowPlanes
+from cheetah.models.repacking import ScaleRows, StoredMatrix, stored_matrix
 from cheetah.models.rounding import Bits
 
 ORDERED_INPUTS = ("qkv", "o", "gate_up")
@@ -46,7 +47,7 @@ class RowsInOrder:
     """A matrix with its rows in another order: row i is row `order[i]`. It is read whole when rows are first wanted,
     since those that lie side by side are then far apart."""
 
-    def __init__(self, matrix: Rows | QuantizedMatrix, order: Order) -> None:
+    def __init__(self, matrix: Rows | QuantizedMatrix | ScaleRows, order: Order) -> None:
         self.matrix, self.shape, self._order = matrix, matrix.shape, order
         self._lock = Lock()
 
@@ -54,17 +55,26 @@ class RowsInOrder:
         chosen = self._order[part]
         with self._lock:
             whole = self._whole
-        return whole.with_planes(lambda plane: plane[chosen]) if isinstance(whole, QuantizedRows) else whole[chosen]
+        return whole.with_planes(lambda plane: plane[chosen]) if isinstance(whole, RowPlanes) else whole[chosen]
+
+    @property
+    def stored(self) -> StoredMatrix | None:
+        """See `cheetah.models.repacking`."""
+        stored = stored_matrix(self.matrix)
+        if stored is None:
+            return None
+        scales = None if stored.scales is None else RowsInOrder(stored.scales, self._order)
+        return StoredMatrix(stored.codes.with_rows(self._order), scales)
 
     @cached_property
     def _whole(self) -> Any:
         rows = [copied(self.matrix[first : first + READ_ROWS]) for first in range(0, self.shape[0], READ_ROWS)]
-        if not isinstance(rows[0], QuantizedRows):
+        if not isinstance(rows[0], RowPlanes):
             return np.concatenate(rows)
         planes = iter([np.concatenate(parts) for parts in zip(*(part.planes for part in rows), strict=True)])
         return rows[0].with_planes(lambda plane: next(planes))
 
 
-def copied(rows: Bits | QuantizedRows) -> Any:
+def copied(rows: Bits | RowPlanes) -> Any:
     """Rows in memory of their own."""
-    return rows.with_planes(np.copy) if isinstance(rows, QuantizedRows) else rows.copy()
+    return rows.with_planes(np.copy) if isinstance(rows, RowPlanes) else rows.copy()

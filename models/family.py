@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from cheetah.models.config import ModelConfig
 from cheetah.models.formats.quantized import Order, QuantizationScheme, QuantizedRows
+from cheetah.models.repacking import Repacker
 from cheetah.models.rounding import F32, Bits, Rounding, exact
 from cheetah.piece_ring import Lend, ordinary_memory
 from cheetah.plan import Gpu, Plan, StepMatrices
@@ -194,11 +195,13 @@ class ModelFamily(ABC):
         rows: ReadRows | None = None,
         threads: int | None = None,
         lend: Lend = ordinary_memory,
+        repacker: Repacker | None = None,
         watch: Stopwatch | None = None,
     ) -> None:
         """Pack every tensor and hand the bytes out: `write(buffer, byte offset, uint8 [n])`, in the calling thread.
 
-        The bytes lie in pieces of the memory that `lend` gives; `watch` takes the seconds of what is done."""
+        The bytes lie in pieces of the memory that `lend` gives. repacker: packs what a file has in a way that it can
+        read. `watch` takes the seconds of what is done."""
 
     @property
     @abstractmethod

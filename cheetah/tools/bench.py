@@ -178,7 +178,7 @@ class DecodeBench:
         if weights is None:
             fill_random(self.config, self.manifest, self._buffers)
         else:
-            upload_weights(weights, self.manifest, self._buffers, lambda written: None, self.device.lend)
+            upload_weights(weights, self.manifest, self._buffers, lambda written: None, self.device)
         fill_with(self._buffers["kv"], random_cache(self.plan))
         timeout_s = None if self.gpu.emulated else GPU_TIMEOUT_S
         cache = new_cache(self.config, self.plan)

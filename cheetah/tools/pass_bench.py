@@ -71,7 +71,7 @@ class PassBench:
         if weights is None:
             fill_random(self.config, decoding, self._buffers)
         else:
-            upload_weights(weights, decoding, self._buffers, lambda written: None, device.lend)
+            upload_weights(weights, decoding, self._buffers, lambda written: None, device)
         fill_with(self._buffers["kv"], random_cache(self.plan))
         timeout_s = None if self.gpu.emulated else GPU_TIMEOUT_S
         timed = cast("Device", self._timed)

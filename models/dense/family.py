@@ -24,6 +24,7 @@ from cheetah.models.family import (
     Tensors,
     WriteBytes,
 )
+from cheetah.models.repacking import Repacker
 from cheetah.models.rounding import Rounding, exact
 from cheetah.piece_ring import Lend, ordinary_memory
 from cheetah.plan import Gpu, Plan, StepMatrices, step_matrices
@@ -72,9 +73,17 @@ class DenseFamily(ModelFamily):
         rows: ReadRows | None = None,
         threads: int | None = None,
         lend: Lend = ordinary_memory,
+        repacker: Repacker | None = None,
         watch: Stopwatch | None = None,
     ) -> None:
-        pack_all(config, matrices, tensor, write, progress, rows=rows, threads=threads, lend=lend, watch=watch)
+        pack_all(
+            *(config, matrices, tensor, write, progress),
+            rows=rows,
+            threads=threads,
+            lend=lend,
+            repacker=repacker,
+            watch=watch,
+        )
 
     @property
     def program(self) -> StepProgram:

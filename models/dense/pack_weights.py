@@ -4,8 +4,8 @@ Knows neither files nor devices: tensors come from one function and bytes go to 
 and pack blocks of whole rows; the calling thread hands finished pieces out, in order, so that an upload goes on while
 the next pieces are made, in memory that a GPU reads itself if the device lends it. What limits is neither memory nor
 arithmetic but Python's lock, which every operation of numpy lets go of and takes again: so operations are few and
-large. A GPU could permute the words itself after a plain upload; the emulator, the tests and a machine without a
-compiler would need this way beside it.
+large. Where a device packs (`cheetah.models.repacking`), matrices go up as their files have them, and threads only
+read; the emulator, and matrices that are no file's, are packed here.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -23,6 +24,8 @@ from numpy.typing import NDArray
 
 from cheetah.models.act_order import ORDERED_INPUTS, RowsInOrder, ordered_input, places_of_columns
 from cheetah.models.config import ModelConfig
+from cheetah.models.dense.pieces import BLOCK_BYTES, PIECE_BYTES, STAGING, Job, Piece, ranges
+from cheetah.models.dense.repacked import StagedMatrix, misplaced, staged_matrix
 from cheetah.models.dense.weights import (
     EMBEDDING,
     FINAL_NORM,
@@ -39,6 +42,7 @@ from cheetah.models.dense.weights import (
 from cheetah.models.family import Progress, QuantizedMatrix, ReadRows, ReadTensor, Rows, WriteBytes
 from cheetah.models.formats import Bytes, PackingError, format_of
 from cheetah.models.formats.quantized import Order, QuantizedRows
+from cheetah.models.repacking import Repacker, stored_matrix
 from cheetah.models.rounding import Bits
 from cheetah.models.scratch import scratch
 from cheetah.piece_ring import ALIGNMENT, Lend, PieceRing, ordinary_memory
@@ -46,11 +50,6 @@ from cheetah.plan import M_TILE_ROWS, MatrixLayout, StepMatrices
 from cheetah.plan.formats import QuantizedTiles
 from cheetah.stopwatch import Stopwatch
 
-BLOCK_BYTES = 4 * 2**20
-"""About what a thread packs at a time: some milliseconds of work in a few dozen operations, for threads wait for each
-other's between any two."""
-PIECE_BYTES = 16 * 2**20
-"""About what one call of `write` gets, or one wave of M-tiles where that is more."""
 BLOCKS_AHEAD = 3
 """For each thread, so much memory in pieces that are being made or wait for the calling thread."""
 PIECES_AHEAD = 3
@@ -70,6 +69,7 @@ def pack_all(
     rows: ReadRows | None = None,
     threads: int | None = None,
     lend: Lend = ordinary_memory,
+    repacker: Repacker | None = None,
     watch: Stopwatch | None = None,
 ) -> None:
     """Pack every weight and hand the bytes out: `write(buffer, byte offset, uint8 [n])`, in the calling thread.
@@ -78,13 +78,21 @@ def pack_all(
     memory is used again. rows: gives a matrix that is read in parts, in several threads; by default `tensor` does.
     threads: by default one a processor, at most 16. lend: where the memory for pieces comes from. Host memory: five
     blocks of about 4 MB a thread, of which three in pieces, but at least three of the largest pieces; what `tensor` and
-    `rows` hold of the matrices in work comes on top. `progress` gets the bytes just written. watch: takes the seconds
-    of all threads that read and that pack, and those of the calling one that waits for them and that uploads.
+    `rows` hold of the matrices in work comes on top. `progress` gets the bytes just written. repacker: packs what lies
+    in files as it can be packed there, if it has room for what goes up. watch: takes the seconds of all threads that
+    read and that pack, and those of the calling one that waits for them and that uploads.
     """
     watch = watch or Stopwatch()
     threads = threads or min(MOST_THREADS, os.cpu_count() or 1)
-    under_way = deque[tuple[_Piece, Bytes, list[Future[None]]]]()
+    under_way = deque[tuple[Piece, Bytes, list[Future[None]]]]()
     pool = ThreadPoolExecutor(threads, "pack")
+
+    def send(piece: Piece, packed: Bytes) -> None:
+        if piece.buffer != STAGING or repacker is None:
+            return write(piece.buffer, piece.offset, packed)
+        repacker.upload(piece.offset, packed)
+        if piece.work is not None:
+            repacker.repack(piece.work)
 
     def hand_out(ring: PieceRing) -> None:
         piece, packed, jobs = under_way.popleft()
@@ -92,15 +100,20 @@ def pack_all(
             for job in jobs:
                 job.result()
         with watch("upload"):
-            write(piece.buffer, piece.offset, packed)
+            send(piece, packed)
             ring.give_back()
-        if progress is not None:
-            progress(piece.nbytes)
+        if progress is not None and piece.packed_bytes:
+            progress(piece.packed_bytes)
 
-    nbytes = max(threads * BLOCKS_AHEAD * BLOCK_BYTES, PIECES_AHEAD * _largest_piece(config, matrices))
-    with lend(nbytes) as ring:
+    staged = _Staged() if repacker is None else _Staged.of(config, matrices, rows or tensor)
+    largest = max(_largest_piece(config, matrices), staged.table_bytes) + ALIGNMENT
+    with (
+        nullcontext(False) if repacker is None else repacker.room(staged.nbytes) as has_room,
+        lend(max(threads * BLOCKS_AHEAD * BLOCK_BYTES, PIECES_AHEAD * largest)) as ring,
+    ):
+        source = _Source(config, matrices, tensor, rows or tensor, staged if has_room else _Staged(), watch)
         try:
-            for piece in _pieces(config, matrices, tensor, rows or tensor, watch):
+            for piece in source.pieces():
                 while (packed := ring.take(piece.nbytes)) is None:
                     hand_out(ring)
                 under_way.append((piece, packed, [pool.submit(job, packed) for job in piece.jobs]))
@@ -111,45 +124,71 @@ def pack_all(
 
 
 def _largest_piece(config: ModelConfig, matrices: StepMatrices) -> int:
-    """Bytes that no piece exceeds, with what aligns it."""
+    """Bytes that no piece exceeds which is packed here."""
     vectors = (math.prod(shape) * 2 for shape in vector_shapes(config).values())
     waves = (min(one.blocks, one.m_tiles) * one.m_tile_bytes for one in (*matrices.of_layer, matrices.lm_head))
-    return max(PIECE_BYTES, config.padded_hidden * 2 * (2 * config.layers + 1), *vectors, *waves) + ALIGNMENT
-
-
-Job = Callable[[Bytes], None]
-"""Fills its share of a piece's memory."""
+    return max(PIECE_BYTES, config.padded_hidden * 2 * (2 * config.layers + 1), *vectors, *waves)
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """`nbytes` at `offset` of `buffer`, which the jobs make together."""
+class _Staged:
+    """Memory for matrices that a device packs: its staging memory, and of a piece with tables."""
 
-    buffer: str
-    offset: int
-    nbytes: int
-    jobs: tuple[Job, ...]
+    nbytes: int = 0
+    table_bytes: int = 0
+
+    @staticmethod
+    def of(config: ModelConfig, matrices: StepMatrices, rows: ReadRows) -> _Staged:
+        """For all that are quantised; the others of a model are alike, and files opened for each."""
+        found = [
+            staged
+            for layout, layer in _layouts(config, matrices)
+            if layer == 0 or isinstance(layout.format, QuantizedTiles)
+            if (staged := _Matrix.open(config, matrices, layout, layer, rows).staged) is not None
+        ]
+        return _Staged(*(max(sizes) for sizes in zip(*((one.nbytes, one.table_bytes) for one in found), strict=True)))
+
+    def has_room_for(self, matrix: StagedMatrix) -> bool:
+        return matrix.nbytes <= self.nbytes and matrix.table_bytes <= self.table_bytes
 
 
-def _pieces(
-    config: ModelConfig, matrices: StepMatrices, tensor: ReadTensor, rows: ReadRows, watch: Stopwatch
-) -> Iterator[_Piece]:
-    """Everything. A tensor is opened when its first piece is wanted, and let go with its last."""
-    yield from _embedding_pieces(config, cast(Rows, rows(EMBEDDING)))
-    yield _norms_piece(config, tensor)
-    if config.qkv_biases:
-        yield _biases_piece(config, tensor)
-    if config.head_norms:
-        yield _head_norms_piece(config, tensor)
-    if config.act_order:
-        yield _places_piece(config, rows)
+def _layouts(config: ModelConfig, matrices: StepMatrices) -> Iterator[tuple[MatrixLayout, int]]:
+    """All matrices in the order in which they are packed, with their layers."""
     for layer in range(config.layers):
-        for layout in matrices.of_layer:
-            yield from _matrix_pieces(config, layout, matrices.offset(layout.name, layer), layer, rows, watch)
-    yield from _matrix_pieces(config, matrices.lm_head, matrices.lm_head.offset, 0, rows, watch)
+        yield from ((layout, layer) for layout in matrices.of_layer)
+    yield matrices.lm_head, 0
 
 
-def _norms_piece(config: ModelConfig, tensor: ReadTensor) -> _Piece:
+@dataclass(frozen=True)
+class _Source:
+    """Where everything comes from. staged: room for matrices that a device packs."""
+
+    config: ModelConfig
+    matrices: StepMatrices
+    tensor: ReadTensor
+    rows: ReadRows
+    staged: _Staged
+    watch: Stopwatch
+
+    def pieces(self) -> Iterator[Piece]:
+        """Everything. A tensor is opened when its first piece is wanted, and let go with its last."""
+        config, tensor = self.config, self.tensor
+        yield from _embedding_pieces(config, cast(Rows, self.rows(EMBEDDING)))
+        yield _norms_piece(config, tensor)
+        if config.qkv_biases:
+            yield _biases_piece(config, tensor)
+        if config.head_norms:
+            yield _head_norms_piece(config, tensor)
+        if config.act_order:
+            yield _places_piece(config, self.rows)
+        for layout, layer in _layouts(config, self.matrices):
+            matrix = _Matrix.open(config, self.matrices, layout, layer, self.rows)
+            staged = matrix.staged
+            is_staged = staged is not None and self.staged.has_room_for(staged)
+            yield from staged.pieces(self.watch) if staged and is_staged else matrix.pieces(self.watch)
+
+
+def _norms_piece(config: ModelConfig, tensor: ReadTensor) -> Piece:
     names = [name.format(layer=layer) for layer in range(config.layers) for name in (INPUT_NORM, POST_ATTENTION_NORM)]
 
     def make(memory: Bytes) -> None:
@@ -158,10 +197,10 @@ def _norms_piece(config: ModelConfig, tensor: ReadTensor) -> _Piece:
         for row, name in zip(norms, (*names, FINAL_NORM), strict=True):
             row[: config.hidden_size] = tensor(name)
 
-    return _Piece("norms", 0, (len(names) + 1) * config.padded_hidden * 2, (make,))
+    return Piece("norms", 0, (len(names) + 1) * config.padded_hidden * 2, (make,))
 
 
-def _biases_piece(config: ModelConfig, tensor: ReadTensor) -> _Piece:
+def _biases_piece(config: ModelConfig, tensor: ReadTensor) -> Piece:
     """Every layer's biases in M-tile order: a bias is a matrix of one column."""
     shape = vector_shapes(config)["biases"]
 
@@ -170,10 +209,10 @@ def _biases_piece(config: ModelConfig, tensor: ReadTensor) -> _Piece:
             columns = [tensor(name.format(layer=layer))[:, None] for name in QKV_BIASES]
             row[:] = logical_matrix(config, "qkv", columns)[:, 0]
 
-    return _Piece("biases", 0, math.prod(shape) * 2, (make,))
+    return Piece("biases", 0, math.prod(shape) * 2, (make,))
 
 
-def _head_norms_piece(config: ModelConfig, tensor: ReadTensor) -> _Piece:
+def _head_norms_piece(config: ModelConfig, tensor: ReadTensor) -> Piece:
     shape = vector_shapes(config)["head_norms"]
 
     def make(memory: Bytes) -> None:
@@ -181,10 +220,10 @@ def _head_norms_piece(config: ModelConfig, tensor: ReadTensor) -> _Piece:
             for row, name in zip(of_layer, HEAD_NORMS, strict=True):
                 row[:] = tensor(name.format(layer=layer))
 
-    return _Piece("head_norms", 0, math.prod(shape) * 2, (make,))
+    return Piece("head_norms", 0, math.prod(shape) * 2, (make,))
 
 
-def _places_piece(config: ModelConfig, rows: ReadRows) -> _Piece:
+def _places_piece(config: ModelConfig, rows: ReadRows) -> Piece:
     """Where each ordered matrix has the elements of its input."""
     shape = vector_shapes(config)["places"]
 
@@ -196,7 +235,7 @@ def _places_piece(config: ModelConfig, rows: ReadRows) -> _Piece:
                 places[ordered_input(matrix, layer)] = places_of_columns(order, shape[1])
         places[-1] = places_of_columns(_order_of(config, "lm_head", 0, rows), shape[1])
 
-    return _Piece("places", 0, math.prod(shape) * 2, (make,))
+    return Piece("places", 0, math.prod(shape) * 2, (make,))
 
 
 def _order_of(config: ModelConfig, matrix: str, layer: int, rows: ReadRows) -> Order | None:
@@ -206,12 +245,16 @@ def _order_of(config: ModelConfig, matrix: str, layer: int, rows: ReadRows) -> O
     return cast(QuantizedMatrix, rows(matrix_tensors(config, matrix, layer)[0])).order
 
 
-def _embedding_pieces(config: ModelConfig, embedding: Rows) -> Iterator[_Piece]:
+def _embedding_pieces(config: ModelConfig, embedding: Rows) -> Iterator[Piece]:
     row_bytes = config.padded_hidden * 2
     count = max(1, PIECE_BYTES // row_bytes)
+    stored = stored_matrix(embedding)
+    read = stored.codes.open() if stored is not None and stored.codes.row_bytes == row_bytes else None
 
     def maker(first: int, stop: int) -> Job:
         def make(memory: Bytes) -> None:
+            if read is not None:  # straight into the piece
+                return read(first * row_bytes, memory)
             padded = memory.view(np.uint16).reshape(-1, config.padded_hidden)
             padded[:, : config.hidden_size] = embedding[first:stop]
             padded[:, config.hidden_size :] = 0
@@ -220,44 +263,52 @@ def _embedding_pieces(config: ModelConfig, embedding: Rows) -> Iterator[_Piece]:
 
     for first in range(0, config.vocab_size, count):
         stop = min(first + count, config.vocab_size)
-        yield _Piece("embedding", first * row_bytes, (stop - first) * row_bytes, (maker(first, stop),))
-
-
-def _matrix_pieces(
-    config: ModelConfig, layout: MatrixLayout, offset: int, layer: int, rows: ReadRows, watch: Stopwatch
-) -> Iterator[_Piece]:
-    groups = row_groups(config, layout.name)
-    if len(groups) != 2 * layout.m_tiles:
-        raise PackingError(f"matrix {layout.name!r}: {len(groups)} groups of rows for {layout.m_tiles} M-tiles")
-    names = matrix_tensors(config, layout.name, layer)
-    tensors = tuple(rows(name) for name in names)
-    if layout.name == "gate_up" and (order := _order_of(config, "down", layer, rows)) is not None:
-        tensors = tuple(RowsInOrder(one, order) for one in tensors)
-    for m_tiles in _ranges(
-        layout.m_tiles, layout.blocks * max(1, PIECE_BYTES // (layout.blocks * layout.m_tile_bytes))
-    ):
-        blocks = _ranges(len(m_tiles), max(1, BLOCK_BYTES // layout.m_tile_bytes))
-        first_wave = m_tiles.start // layout.blocks
-        jobs = (
-            _Block(layout, groups, names, tensors, m_tiles[block.start : block.stop], first_wave, watch)
-            for block in blocks
-        )
-        begin = offset + m_tiles.start * layout.m_tile_bytes
-        yield _Piece("weights", begin, len(m_tiles) * layout.m_tile_bytes, tuple(job.pack for job in jobs))
-
-
-def _ranges(count: int, size: int) -> list[range]:
-    return [range(first, min(count, first + size)) for first in range(0, count, size)]
+        yield Piece("embedding", first * row_bytes, (stop - first) * row_bytes, (maker(first, stop),))
 
 
 @dataclass(frozen=True)
-class _Block:
-    """Some M-tiles of a piece that begins with `first_wave`."""
+class _Matrix:
+    """A matrix of a layer. target: byte of the weights where it begins."""
 
     layout: MatrixLayout
     groups: RowGroups
     names: tuple[str, ...]
     tensors: tuple[Rows | QuantizedMatrix, ...]
+    target: int
+
+    @staticmethod
+    def open(config: ModelConfig, matrices: StepMatrices, layout: MatrixLayout, layer: int, rows: ReadRows) -> _Matrix:
+        groups = row_groups(config, layout.name)
+        if len(groups) != 2 * layout.m_tiles:
+            raise PackingError(f"matrix {layout.name!r}: {len(groups)} groups of rows for {layout.m_tiles} M-tiles")
+        names = matrix_tensors(config, layout.name, layer)
+        tensors = tuple(rows(name) for name in names)
+        if layout.name == "gate_up" and (order := _order_of(config, "down", layer, rows)) is not None:
+            tensors = tuple(RowsInOrder(one, order) for one in tensors)
+        return _Matrix(layout, groups, names, tensors, matrices.offset(layout.name, layer))
+
+    @property
+    def staged(self) -> StagedMatrix | None:
+        """The same for a device to pack, if it can."""
+        return staged_matrix(self.layout, self.groups, self.names, self.tensors, self.target)
+
+    def pieces(self, watch: Stopwatch) -> Iterator[Piece]:
+        """The matrix packed here."""
+        layout = self.layout
+        of_piece = layout.blocks * max(1, PIECE_BYTES // (layout.blocks * layout.m_tile_bytes))
+        for m_tiles in ranges(layout.m_tiles, of_piece):
+            blocks = ranges(len(m_tiles), max(1, BLOCK_BYTES // layout.m_tile_bytes))
+            first_wave = m_tiles.start // layout.blocks
+            jobs = (_Block(self, m_tiles[block.start : block.stop], first_wave, watch) for block in blocks)
+            begin = self.target + m_tiles.start * layout.m_tile_bytes
+            yield Piece("weights", begin, len(m_tiles) * layout.m_tile_bytes, tuple(job.pack for job in jobs))
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Some M-tiles of a matrix, in a piece that begins with `first_wave`."""
+
+    matrix: _Matrix
     m_tiles: range
     first_wave: int
     watch: Stopwatch
@@ -265,32 +316,33 @@ class _Block:
     def pack(self, memory: Bytes) -> None:
         """To their places in the piece's memory; PackingError names the tensors whose numbers have no place there."""
         with self.watch("read (all threads)"):
-            rows = self._quantized_rows() if isinstance(self.layout.format, QuantizedTiles) else self._rows()
+            rows = self._quantized_rows() if isinstance(self.matrix.layout.format, QuantizedTiles) else self._rows()
         try:
             with self.watch("pack (all threads)"):
-                format_of(self.layout).pack_m_tiles(self.layout, self.m_tiles, rows, memory, self.first_wave)
+                layout = self.matrix.layout
+                format_of(layout).pack_m_tiles(layout, self.m_tiles, rows, memory, self.first_wave)
         except PackingError as problem:
-            raise PackingError(f"{' or '.join(self.names)}, rows in the order of M-tiles: {problem}") from problem
+            raise misplaced(self.matrix.names, problem) from problem
 
     def _quantized_rows(self) -> QuantizedRows:
         """The M-tiles' rows, with rows of zeros up to the last; as they are read where they are in order."""
         begin, stop = self.m_tiles.start * M_TILE_ROWS, self.m_tiles.stop * M_TILE_ROWS
-        if len(self.tensors) == 1 and stop <= self.layout.rows:
-            rows = cast(QuantizedMatrix, self.tensors[0])[begin:stop]
+        if len(self.matrix.tensors) == 1 and stop <= self.matrix.layout.rows:
+            rows = cast(QuantizedMatrix, self.matrix.tensors[0])[begin:stop]
             return replace(rows, stored_codes=_aligned(rows.stored_codes))
-        rows = cast(QuantizedMatrix, self.tensors[0])[:0].room(stop - begin)
-        self.groups.gather(self.tensors, rows, range(2 * self.m_tiles.start, 2 * self.m_tiles.stop))
+        rows = cast(QuantizedMatrix, self.matrix.tensors[0])[:0].room(stop - begin)
+        self.matrix.groups.gather(self.matrix.tensors, rows, range(2 * self.m_tiles.start, 2 * self.m_tiles.stop))
         return rows
 
     def _rows(self) -> Bits:
         """The M-tiles' rows, padded: straight from the tensor where they are in order, else gathered by this thread."""
         begin, stop = self.m_tiles.start * M_TILE_ROWS, self.m_tiles.stop * M_TILE_ROWS
-        is_whole = stop <= self.layout.rows and self.layout.columns == self.layout.padded_columns
-        if is_whole and len(self.tensors) == 1:
-            return _aligned(cast(Rows, self.tensors[0])[begin:stop])
-        rows = scratch("rows", (stop - begin, self.layout.padded_columns), np.uint16)
-        rows[:, self.layout.columns :] = 0
-        self.groups.gather(self.tensors, rows, range(2 * self.m_tiles.start, 2 * self.m_tiles.stop))
+        is_whole = stop <= self.matrix.layout.rows and self.matrix.layout.columns == self.matrix.layout.padded_columns
+        if is_whole and len(self.matrix.tensors) == 1:
+            return _aligned(cast(Rows, self.matrix.tensors[0])[begin:stop])
+        rows = scratch("rows", (stop - begin, self.matrix.layout.padded_columns), np.uint16)
+        rows[:, self.matrix.layout.columns :] = 0
+        self.matrix.groups.gather(self.matrix.tensors, rows, range(2 * self.m_tiles.start, 2 * self.m_tiles.stop))
         return rows
 
 

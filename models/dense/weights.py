@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from cheetah.models.act_order import places_shape
 from cheetah.models.config import ModelConfig
 from cheetah.models.family import QuantizedMatrix, Rows
-from cheetah.models.formats.quantized import QuantizedRows, rows_of_element
+from cheetah.models.formats.quantized import RowPlanes, rows_of_element
+from cheetah.models.repacking import ScaleRows
 from cheetah.models.rounding import Bits
 from cheetah.plan import M_TILE_ROWS, StepMatrices
 
@@ -194,8 +195,22 @@ class _Run:
             places[0, rows:] = np.zeros((), plane.dtype)
 
 
-def _planes(rows: Bits | QuantizedRows) -> tuple[NDArray[Any], ...]:
-    return rows.planes if isinstance(rows, QuantizedRows) else (rows,)
+@dataclass(frozen=True)
+class SourceRows:
+    """Rows of tensor `source`: row `rows[i]` of it is row `places[i]` of some M-tiles."""
+
+    source: int
+    places: NDArray[np.int64]
+    rows: NDArray[np.int64]
+
+    @cached_property
+    def span(self) -> tuple[int, int]:
+        """The first of the tensor's rows, and the one behind the last."""
+        return int(self.rows.min()), int(self.rows.max()) + 1
+
+
+def _planes(rows: Bits | RowPlanes) -> tuple[NDArray[Any], ...]:
+    return rows.planes if isinstance(rows, RowPlanes) else (rows,)
 
 
 class RowGroups:
@@ -210,7 +225,21 @@ class RowGroups:
     def __len__(self) -> int:
         return len(self.source)
 
-    def gather(self, tensors: Sequence[Rows | QuantizedMatrix], rows: Bits | QuantizedRows, groups: range) -> None:
+    @lru_cache(maxsize=4096)  # noqa: B019 - as for `_reads`
+    def rows(self, m_tiles: range) -> tuple[SourceRows, ...]:
+        """What some M-tiles have of each tensor of which they have a row."""
+        groups = slice(2 * m_tiles.start, 2 * m_tiles.stop)
+        source, first, count = (np.array(one[groups]) for one in (self.source, self.first, self.count))
+        of_group = np.arange(GROUP_ROWS)
+        row, is_there = first[:, None] + of_group, of_group < count[:, None]
+        found = ((number, (is_there & (source == number)[:, None]).reshape(-1)) for number in np.unique(source))
+        return tuple(
+            SourceRows(int(number), np.flatnonzero(mine), row.reshape(-1)[mine]) for number, mine in found if mine.any()
+        )
+
+    def gather(
+        self, tensors: Sequence[Rows | QuantizedMatrix | ScaleRows], rows: Bits | RowPlanes, groups: range
+    ) -> None:
         """Copy some groups into `rows` [8 times as many, at least the tensors' columns]; padding columns stay."""
         for source, first, stop, runs in self._reads(groups.start, groups.stop):
             values = tensors[source][first:stop]

@@ -19,6 +19,12 @@ from cheetah.plan.formats import BF16
 class Bf16(WeightFormat):
     """16 x 32 weights a tile."""
 
+    code_bits = 8
+    code_columns = 2 * BF16.columns
+
+    def rows_of_codes(self, codes: Bytes) -> Bits:
+        return codes.view(np.uint16)
+
     def encode(self, rows: Bits) -> tuple[TilePart, ...]:
         units = units_of_lanes(rows.view(np.uint32))
         tiles = units.reshape(*units.shape[:2], rows.shape[1] // BF16.columns, 4, 2)  # M-tile, g; K-tile, t, tile h

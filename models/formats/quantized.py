@@ -8,9 +8,10 @@ on the way. Where codes come from is not known here, nor how a kernel keeps them
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import ml_dtypes
 import numpy as np
@@ -120,8 +121,49 @@ def in_natural_order(values: F32, order: Order | None) -> F32:
     return natural
 
 
+class RowPlanes(ABC):
+    """Some whole rows of one matrix as arrays, each [rows, ...]."""
+
+    @property
+    @abstractmethod
+    def planes(self) -> tuple[NDArray[Any], ...]:
+        """The arrays."""
+
+    @abstractmethod
+    def with_planes(self, made: Callable[[NDArray[Any]], NDArray[Any]]) -> Self:
+        """The same of other arrays, each `made` of one of these."""
+
+    def room(self, rows: int) -> Self:
+        """As many rows of the same kind; what is in them is not said, and the next call in this thread gives the same
+        memory."""
+        planes = (
+            scratch(f"plane {number} of rows", (rows // rows_of_element(plane), plane.shape[1]), plane.dtype)
+            for number, plane in enumerate(self.planes)
+        )
+        return self.with_planes(lambda plane: next(planes))
+
+
 @dataclass(frozen=True)
-class QuantizedRows:
+class RowScales(RowPlanes):
+    """What the codes of some whole rows are counted from and multiplied by; each field as `QuantizedRows` has it."""
+
+    kind: str
+    scales: NDArray[Any]
+    zero_points: NDArray[np.uint8] | None
+    group_columns: int
+
+    @property
+    def planes(self) -> tuple[NDArray[Any], ...]:
+        """Scales, and zero points if there are some."""
+        return (self.scales,) if self.zero_points is None else (self.scales, self.zero_points)
+
+    def with_planes(self, made: Callable[[NDArray[Any]], NDArray[Any]]) -> RowScales:
+        scales, *points = (made(plane) for plane in self.planes)
+        return replace(self, scales=scales, zero_points=points[0] if points else None)
+
+
+@dataclass(frozen=True)
+class QuantizedRows(RowPlanes):
     """Some whole rows of one matrix.
 
     stored_codes: uint8 [rows, columns]; int4: 0 .. 15, int8: the value + 128, fp8: the byte of e4m3. Or, of int4, words
@@ -180,24 +222,18 @@ class QuantizedRows:
         return nibbles.astype(np.uint8).reshape(self.shape)
 
     @property
+    def row_scales(self) -> RowScales:
+        """All but the codes."""
+        return RowScales(self.kind, self.scales, self.zero_points, self.group_columns)
+
+    @property
     def planes(self) -> tuple[NDArray[Any], ...]:
-        """The arrays, each [rows, ...]: codes as they are stored, scales, and zero points if there are some."""
-        points = () if self.zero_points is None else (self.zero_points,)
-        return (self.stored_codes, self.scales, *points)
+        """Codes as they are stored, scales, and zero points if there are some."""
+        return (self.stored_codes, *self.row_scales.planes)
 
     def with_planes(self, made: Callable[[NDArray[Any]], NDArray[Any]]) -> QuantizedRows:
-        """The same of other arrays, each `made` of one of these."""
         codes, scales, *points = (made(plane) for plane in self.planes)
         return replace(self, stored_codes=codes, scales=scales, zero_points=points[0] if points else None)
-
-    def room(self, rows: int) -> QuantizedRows:
-        """As many rows of the same kind; what is in them is not said, and the next call in this thread gives the same
-        memory."""
-        planes = (
-            scratch(f"plane {number} of rows", (rows // rows_of_element(plane), plane.shape[1]), plane.dtype)
-            for number, plane in enumerate(self.planes)
-        )
-        return self.with_planes(lambda plane: next(planes))
 
     def dequantized(self) -> F32:
         """float32 [rows, columns]: what the checkpoint says that the weights are. Exact for scales of 16 bits."""

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cheetah.models.formats.quantized import QuantizedRows
+from cheetah.models.formats.quantized import QuantizedRows, RowScales
 from cheetah.models.formats.tile_words import (
     HALF,
     Words,
@@ -50,19 +50,46 @@ class QuantizedFormat(WeightFormat):
     tile: QuantizedTiles
 
     def encode(self, rows: QuantizedRows) -> tuple[TilePart, ...]:
+        columns, stored = rows.shape[1], rows.stored_codes
+        k_tiles = -(-columns // self.tile.columns)
+        behind = self.behind_codes(rows.row_scales, k_tiles)
+        codes = _widened(stored, k_tiles * self.tile.columns * stored.shape[1] // columns)
+        words = int4_words(codes) if self.tile.kind == "int4" else byte_words(codes)
+        in_order = rows.has_words and not rows.even_first
+        in_tiles = int4_in_tiles if in_order else _IN_TILES[self.tile.kind]
+        return TilePart(0, in_tiles(words)), TilePart(self.tile.scales_at, behind)
+
+    @property
+    def code_bits(self) -> int:
+        return self.tile.bits
+
+    @property
+    def code_columns(self) -> int:
+        return self.tile.columns
+
+    def rows_of_codes(self, codes: Bytes) -> QuantizedRows:
+        scales = np.ones((len(codes), self.tile.groups), np.float16)
+        points = np.zeros(scales.shape, np.uint8) if self.tile.is_asymmetric else None
+        return QuantizedRows(self.tile.kind, codes, scales, points, codes.shape[1] // self.tile.groups)
+
+    def behind_codes(self, rows: RowScales, k_tiles: int) -> Bytes:
+        """What follows the codes of each K-tile of rows [M-tiles * 16, groups]: uint8 [M-tiles, k_tiles, bytes].
+        PackingError if it has no room for them."""
         self._check(rows)
-        padded = self._padded(rows)
-        behind = np.zeros((padded.m_tiles, padded.k_tiles, self.tile.tile_bytes - self.tile.scales_at), np.uint8)
+        m_tiles, groups = len(rows.scales) // M_TILE_ROWS, k_tiles * self.tile.groups
+        behind = np.zeros((m_tiles, k_tiles, self.tile.tile_bytes - self.tile.scales_at), np.uint8)
         if self.tile.group_columns is not None:
+            padded = _widened(rows.scales, groups)  # the padding's scales are zero
             scales = self._block_scales(padded) if self.tile.kind == "fp8" else self._group_scales(padded)
             behind[..., : scales.shape[-1]] = scales
-        if padded.zero_points is not None:
-            points = self._of_lanes(padded.zero_points)
-            behind[..., self.tile.zero_points_at - self.tile.scales_at :] = points.reshape(*behind.shape[:2], -1)
-        in_tiles = int4_in_tiles if padded.in_order else _IN_TILES[self.tile.kind]
-        return TilePart(0, in_tiles(padded.words)), TilePart(self.tile.scales_at, behind)
+        if rows.zero_points is not None:
+            points = rows.zero_points
+            # A row's only zero point is said in every tile.
+            points = np.repeat(points, groups, 1) if self.tile.group_columns is None else _widened(points, groups)
+            behind[..., self.tile.zero_points_at - self.tile.scales_at :] = self._of_lanes(points)
+        return behind
 
-    def row_factors(self, rows: QuantizedRows) -> Bytes:
+    def row_factors(self, rows: RowScales) -> Bytes:
         if self.tile.group_columns is None:
             factors = rows.scales[:, 0].astype(np.float32)
         elif self.tile.kind == "fp8":
@@ -101,7 +128,7 @@ class QuantizedFormat(WeightFormat):
 
     # -- rows of the checkpoint
 
-    def _check(self, rows: QuantizedRows) -> None:
+    def _check(self, rows: RowScales) -> None:
         wanted = self.tile.group_columns
         one_group = rows.scales.shape[1] == 1
         if rows.kind != self.tile.kind or not (one_group if wanted is None else rows.group_columns == wanted):
@@ -113,44 +140,29 @@ class QuantizedFormat(WeightFormat):
         if (rows.zero_points is not None) != self.tile.is_asymmetric:
             wanted_points = "zero points" if self.tile.is_asymmetric else "no zero points"
             raise PackingError(f"weight format {self.tile.name}: give rows with {wanted_points}")
-        if rows.shape[0] % M_TILE_ROWS:
-            raise PackingError(f"weight format {self.tile.name}: {rows.shape[0]} rows are no whole M-tiles")
+        if len(rows.scales) % M_TILE_ROWS:
+            raise PackingError(f"weight format {self.tile.name}: {len(rows.scales)} rows are no whole M-tiles")
 
-    def _padded(self, rows: QuantizedRows) -> _Padded:
-        """Columns filled up to whole K-tiles with codes of a scale of zero."""
-        count, columns = rows.shape
-        k_tiles = -(-columns // self.tile.columns)
-        stored = rows.stored_codes
-        codes = _widened(stored, k_tiles * self.tile.columns * stored.shape[1] // columns)
-        words = int4_words(codes) if self.tile.kind == "int4" else byte_words(codes)
-        in_order = rows.has_words and not rows.even_first
-        groups = k_tiles * self.tile.groups
-        points = rows.zero_points
-        if points is not None:
-            # A row's only zero point is said in every tile.
-            points = np.repeat(points, groups, 1) if self.tile.group_columns is None else _widened(points, groups)
-        return _Padded(count // M_TILE_ROWS, k_tiles, words, in_order, _widened(rows.scales, groups), points)
-
-    def _group_scales(self, rows: _Padded) -> Bytes:
+    def _group_scales(self, scales: NDArray[Any]) -> Bytes:
         """f16 up to the factor of the row."""
-        if rows.scales.dtype == np.float16:
-            return self._of_lanes(rows.scales).reshape(rows.m_tiles, rows.k_tiles, -1).view(np.uint8)
-        wide = rows.scales.astype(np.float32) / powers_of_two(rows.scales)[:, None]
+        if scales.dtype == np.float16:
+            return self._of_lanes(scales).view(np.uint8)
+        wide = scales.astype(np.float32) / powers_of_two(scales)[:, None]
         with np.errstate(over="ignore"):
             halves = wide.astype(np.float16)
         if not np.array_equal(halves.astype(np.float32), wide):
             row, group = np.argwhere(halves.astype(np.float32) != wide)[0]
             raise PackingError(
-                f"weight format {self.tile.name}: scale {rows.scales[row, group]} of row {row}, group {group}, is no "
+                f"weight format {self.tile.name}: scale {scales[row, group]} of row {row}, group {group}, is no "
                 f"f16 number times a power of two that the row shares: round the scales to f16 or bf16"
             )
-        return self._of_lanes(halves).reshape(rows.m_tiles, rows.k_tiles, -1).view(np.uint8)
+        return self._of_lanes(halves).view(np.uint8)
 
-    def _block_scales(self, rows: _Padded) -> Bytes:
-        scales = rows.scales.astype(np.float32).reshape(rows.m_tiles, 2, HALF, rows.k_tiles)
-        of_eights = scales.max(axis=2)
+    def _block_scales(self, scales: NDArray[Any]) -> Bytes:
+        of_halves = scales.astype(np.float32).reshape(len(scales) // M_TILE_ROWS, 2, HALF, -1)
+        of_eights = of_halves.max(axis=2)
         # Behind the last row there are rows whose scale is 0.
-        if ((scales != of_eights[:, :, None]) & (scales != 0)).any():
+        if ((of_halves != of_eights[:, :, None]) & (of_halves != 0)).any():
             raise PackingError(
                 f"weight format {self.tile.name}: scales differ within 8 rows that lie side by side in an M-tile: give "
                 f"blocks of a multiple of 8 rows"
@@ -158,29 +170,16 @@ class QuantizedFormat(WeightFormat):
         return np.ascontiguousarray(of_eights.transpose(0, 2, 1)).view(np.uint8)
 
     def _of_lanes(self, of_groups: NDArray[Any]) -> NDArray[Any]:
-        """[rows, groups] as [M-tiles, K-tiles, group of the tile, g, row g or g + 8]."""
+        """[rows, groups] as [M-tiles, K-tiles, all of a tile], there by group, g, and row g or g + 8."""
         m_tiles, groups = len(of_groups) // M_TILE_ROWS, self.tile.groups
         axes = of_groups.reshape(m_tiles, 2, HALF, -1, groups)
-        return np.ascontiguousarray(axes.transpose(0, 3, 4, 2, 1))
+        return np.ascontiguousarray(axes.transpose(0, 3, 4, 2, 1)).reshape(m_tiles, -1, groups * M_TILE_ROWS)
 
     def _of_rows(self, of_lanes: NDArray[Any]) -> NDArray[Any]:
         """The inverse of `_of_lanes`, for [M-tiles, K-tiles, all of a tile]."""
         m_tiles, k_tiles = of_lanes.shape[:2]
         axes = of_lanes.reshape(m_tiles, k_tiles, self.tile.groups, HALF, 2)
         return np.ascontiguousarray(axes.transpose(0, 4, 3, 1, 2)).reshape(m_tiles * M_TILE_ROWS, -1)
-
-
-@dataclass(frozen=True)
-class _Padded:
-    """Rows filled up to whole tiles. words: [rows, words], or EIGHT_ROWS of them; in_order: of eight columns, nibble j
-    of which is column j."""
-
-    m_tiles: int
-    k_tiles: int
-    words: NDArray[Any]
-    in_order: bool
-    scales: NDArray[Any]
-    zero_points: Bytes | None
 
 
 def powers_of_two(scales: NDArray[Any]) -> NDArray[np.float32]:

@@ -53,6 +53,40 @@ class WeightFormat(ABC):
         """uint8 [M-tiles, factor bytes] of rows: what lies behind an M-tile's last K-tile."""
         return np.empty((rows.shape[0] // M_TILE_ROWS, 0), np.uint8)
 
+    # -- codes one by one, for who packs them otherwise
+
+    @property
+    @abstractmethod
+    def code_bits(self) -> int:
+        """4 or 8: a weight of 16 bits is two codes."""
+
+    @property
+    @abstractmethod
+    def code_columns(self) -> int:
+        """Codes of a row of a K-tile."""
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of a K-tile's codes, with which it begins."""
+        return M_TILE_ROWS * self.code_columns * self.code_bits // 8
+
+    @abstractmethod
+    def rows_of_codes(self, codes: Bytes) -> Any:
+        """Rows that `encode` takes, of codes uint8 [16, code_columns]."""
+
+    def code_order(self) -> NDArray[np.uint32]:
+        """Where in a K-tile of 16 rows each of its codes belongs, in the order in which they lie in memory: the row
+        times 2^16, plus the column. Found by packing the numbers of codes, a digit at a time."""
+        numbers = np.arange(M_TILE_ROWS * self.code_columns, dtype=np.uint32).reshape(M_TILE_ROWS, -1)
+        order = np.zeros(numbers.size, np.uint32)
+        for digit in range(0, numbers.size.bit_length(), self.code_bits):
+            digits = (numbers >> digit & np.uint32((1 << self.code_bits) - 1)).astype(np.uint8)
+            tiles = np.ascontiguousarray(self.encode(self.rows_of_codes(digits))[0].tiles).reshape(-1).view(np.uint8)
+            found = np.stack([tiles & 15, tiles >> 4], -1).reshape(-1) if self.code_bits == 4 else tiles
+            order |= found.astype(np.uint32) << np.uint32(digit)
+        rows, columns = np.divmod(order, np.uint32(self.code_columns))
+        return rows << np.uint32(16) | columns
+
     def pack_m_tiles(self, layout: MatrixLayout, m_tiles: range, rows: Any, out: Bytes, first_wave: int = 0) -> None:
         """Pack some M-tiles to their places in `out`, the bytes of some waves from `first_wave` on.
 

@@ -237,7 +237,7 @@ def _load(
     """Packs and uploads the weights, with a bar, and says how fast that was."""
     started = time.monotonic()
     with watch("weights"), _weights_progress(manifest, quiet) as progress:
-        upload(weights, manifest, buffers, progress, device.lend, watch)
+        upload(weights, manifest, buffers, progress, device, watch, _say(quiet))
     if _loaded_bytes(manifest) >= RATE_BYTES:
         _say(quiet)(_loading_line(manifest, time.monotonic() - started))
 

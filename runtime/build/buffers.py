@@ -13,11 +13,13 @@ from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
 from cheetah.models.family import Rows
 from cheetah.models.registry import family_of
-from cheetah.piece_ring import Lend, ordinary_memory
+from cheetah.piece_ring import ordinary_memory
 from cheetah.plan import Plan, gpu_named
+from cheetah.runtime.build.repacking import Spare, new_repacker
 from cheetah.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
+    from cheetah.runtime.device import Say
     from cheetah.runtime.device.interface import Buffer, Device
 
 FILL_BYTES = {"zero": 0, "poison": 0xFF, "host": None}
@@ -40,7 +42,7 @@ class Weights(Protocol):
 Progress = Callable[[int], None]
 """Takes the number of bytes of weights that were just written."""
 
-UploadWeights = Callable[["Weights", Manifest, dict[str, "Buffer"], Progress, Lend, Stopwatch], None]
+UploadWeights = Callable[["Weights", Manifest, dict[str, "Buffer"], Progress, "Device", Stopwatch, "Say"], None]
 
 
 def new_buffer(device: Device, buffer: BufferSpec) -> Buffer:
@@ -63,16 +65,22 @@ def free_all(buffers: dict[str, Buffer]) -> None:
         buffers.popitem()[1].free()
 
 
+def _spare(buffers: Mapping[str, Buffer], manifest: Manifest) -> Spare:
+    """The cache, which is empty as long as weights are loaded."""
+    return Spare(buffers["kv"], FILL_BYTES[manifest.buffer("kv").fill])
+
+
 def upload_weights(
     weights: Weights,
     manifest: Manifest,
     buffers: Mapping[str, Buffer],
     progress: Progress,
-    lend: Lend = ordinary_memory,
+    device: Device | None = None,
     watch: Stopwatch | None = None,
+    say: Say = lambda line: None,
 ) -> None:
-    """Writes the family's tables, and packs every tensor into its buffer. lend: the device's, where it has memory from
-    which uploads are fastest."""
+    """Writes the family's tables, and packs every tensor into its buffer. device: whose the buffers are, where it can
+    do its part; `say` is told if it has no room for that."""
 
     def write(name: str, offset: int, data: NDArray[np.uint8]) -> None:
         buffers[name].upload(data, offset)
@@ -87,4 +95,12 @@ def upload_weights(
         buffers[name].upload(table)
     plan, gpu = Plan.from_dict(manifest.plan), gpu_named(manifest.gpu["name"])
     matrices = family.matrices(config, plan, gpu)
-    family.pack_weights(config, matrices, weights.tensor, write, progress, rows=rows, lend=lend, watch=watch)
+    family.pack_weights(
+        *(config, matrices, weights.tensor, write, progress),
+        rows=rows,
+        lend=ordinary_memory if device is None else device.lend,
+        repacker=None
+        if device is None
+        else new_repacker(device, gpu, buffers["weights"], _spare(buffers, manifest), say),
+        watch=watch,
+    )

@@ -352,6 +352,13 @@ def own_generator() -> GenerateKernel:
     return generate_kernel
 
 
+def repacking_kernel(gpu: Gpu) -> Generated:
+    """The kernel that packs weights on a device."""
+    from cheetah.generate import generate_repacking
+
+    return generate_repacking(gpu)
+
+
 def import_program(config: ModelConfig) -> None:
     """Import what `generate_kernel` writes a model's kernel with, which it would do itself."""
     own_generator()

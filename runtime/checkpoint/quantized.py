@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -22,10 +22,13 @@ from cheetah.models.formats.quantized import (
     Order,
     QuantizationScheme,
     QuantizedRows,
+    RowScales,
 )
 from cheetah.models.quantization import Storage
+from cheetah.models.repacking import StoredCodes, StoredMatrix
 from cheetah.models.scratch import scratch
 from cheetah.runtime.checkpoint.packed_words import (
+    AWQ_ORDER,
     Codes,
     codes_of_awq_words,
     codes_of_words,
@@ -74,8 +77,24 @@ class StoredQuantized(ABC):
         codes = rows.words if rows.has_words else rows.stored_codes
         return replace(rows, stored_codes=codes).with_planes(lambda plane: plane[wanted])
 
+    @property
+    def stored(self) -> StoredMatrix:
+        """See `cheetah.models.repacking`."""
+        return StoredMatrix(self._stored_codes(), _ScaleRows(self))
+
+    def row_scales(self, first: int, stop: int) -> RowScales:
+        """Of some rows all but their codes."""
+        begin, end = first // ALIGNED_ROWS * ALIGNED_ROWS, min(-(-stop // ALIGNED_ROWS) * ALIGNED_ROWS, self.shape[0])
+        scales, points = self._checked_scales(begin, end), self._zero_points(begin, end)
+        rows = RowScales(self.scheme.kind, scales, points, self.group_columns)
+        return rows.with_planes(lambda plane: plane[first - begin : max(first, stop) - begin])
+
     _even_first = False
     """Of words: see `QuantizedRows`."""
+
+    @abstractmethod
+    def _stored_codes(self) -> StoredCodes:
+        """Where the file has each code."""
 
     def _read_order(self) -> Order | None:
         """The columns that its own are of the module, where groups are of columns that do not lie side by side."""
@@ -129,6 +148,10 @@ class _OfInteger(StoredQuantized):
         if self.index_suffix not in self._tensors:
             return None
         return order_of_groups(self._tensors[self.index_suffix], self._storage, self.shape[1])
+
+    def _column_offsets(self, of_columns: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Of the module's columns, as the matrix has them."""
+        return of_columns if self.order is None else of_columns[self.order]
 
     def _in_order(self, codes: Codes) -> Codes:
         """Codes [rows, columns] of the module as the matrix has them."""
@@ -187,6 +210,11 @@ class _Transposed(_OfInteger):
     def _scales(self, first: int, stop: int) -> NDArray[Any]:
         return self._all_scales[:, first:stop].T
 
+    def _among_one_another(self, of_rows: NDArray[np.int64], of_columns: NDArray[np.int64]) -> StoredCodes:
+        """Where codes of `qweight` are."""
+        tensor = self._tensors["qweight"]
+        return StoredCodes(self._bits, tensor.nbytes, of_rows, of_columns, None, lambda: tensor.stored_rows().read)
+
     def _packed_rows(self, first: int, stop: int) -> slice:
         """Of words along the rows those of some whole ones."""
         per_word = 32 // self._bits
@@ -197,6 +225,13 @@ class GptqMatrix(_Transposed):
     """qweight int32 [columns / 8, rows]; zero points of rows 8c .. 8c+7 in word c (AutoGPTQ, qlinear_cuda_old.py)."""
 
     index_suffix = "g_idx"
+
+    def _stored_codes(self) -> StoredCodes:
+        rows, columns = self.shape
+        per_word = 32 // self._bits
+        word, place = np.divmod(np.arange(columns), per_word)
+        of_columns = self._column_offsets(word * (rows * per_word) + place)
+        return self._among_one_another(np.arange(rows) * per_word, of_columns)
 
     def _codes(self, first: int, stop: int) -> NDArray[Any]:
         words = self._words[:, first:stop]
@@ -213,6 +248,11 @@ class AwqMatrix(_Transposed):
     """qweight int32 [columns, rows / 8] and zero points in AWQ's order of nibbles (AutoAWQ, WQLinear_GEMM)."""
 
     _even_first = True
+
+    def _stored_codes(self) -> StoredCodes:
+        rows, columns = self.shape
+        word, output = np.divmod(np.arange(rows), 8)
+        return self._among_one_another(word * 8 + np.argsort(AWQ_ORDER)[output], np.arange(columns) * rows)
 
     def _codes(self, first: int, stop: int) -> NDArray[Any]:
         return words_along_inputs(self._words[:, self._packed_rows(first, stop)])
@@ -237,6 +277,14 @@ class PackedMatrix(_OfInteger):
     @property
     def _scale_tensor(self) -> StoredTensor:
         return self._tensors["weight_scale"]
+
+    def _stored_codes(self) -> StoredCodes:
+        rows, columns = self.shape
+        tensor, read = self._words.tensor, self._words.read
+        row_bytes = 4 * tensor.shape[1]
+        of_columns = self._column_offsets(np.arange(columns))
+        of_rows = np.arange(rows) * (row_bytes * 8 // self._bits)
+        return StoredCodes(self._bits, tensor.nbytes, of_rows, of_columns, row_bytes, lambda: read)
 
     def _codes(self, first: int, stop: int) -> NDArray[Any]:
         words = self._words[first:stop]
@@ -266,16 +314,31 @@ class Float8Matrix(StoredQuantized):
     def _scale_tensor(self) -> StoredTensor:
         return next(self._tensors[suffix] for suffix in ("weight_scale", "weight_scale_inv") if suffix in self._tensors)
 
+    def _stored_codes(self) -> StoredCodes:
+        rows, columns = self.shape
+        offsets = np.arange(rows) * columns, np.arange(columns)
+        return StoredCodes(8, rows * columns, *offsets, columns, lambda: self._read_numbers)
+
+    def _read_numbers(self, begin: int, memory: Codes) -> None:
+        self._bytes.read(begin, memory)
+        self._check_numbers(memory, begin)
+
     def _codes(self, first: int, stop: int) -> Codes:
         codes: Codes = self._bytes[first:stop]
-        if not _are_numbers(codes.reshape(-1)):
-            row, column = np.argwhere(codes & NOT_A_NUMBER == NOT_A_NUMBER)[0]
-            raise self._error(
-                self._tensors["weight"],
-                f"row {first + row}, column {column} is 0x{codes[row, column]:02x}, which is not a number in e4m3: "
-                "the file is damaged, or its weights overflowed when they were quantised",
-            )
+        self._check_numbers(codes.reshape(-1), first * self.shape[1])
         return codes
+
+    def _check_numbers(self, codes: Codes, begin: int) -> None:
+        """Of codes from number `begin` of the matrix on."""
+        if _are_numbers(codes):
+            return
+        place = int(np.argmax(codes & NOT_A_NUMBER == NOT_A_NUMBER))
+        row, column = divmod(begin + place, self.shape[1])
+        raise self._error(
+            self._tensors["weight"],
+            f"row {row}, column {column} is 0x{codes[place]:02x}, which is not a number in e4m3: "
+            "the file is damaged, or its weights overflowed when they were quantised",
+        )
 
     def _scales(self, first: int, stop: int) -> NDArray[Any]:
         stored = self._all_scales
@@ -284,6 +347,21 @@ class Float8Matrix(StoredQuantized):
         if stored.size == 1:
             return np.full((stop - first, 1), stored.reshape(-1)[0], stored.dtype)
         return stored.reshape(-1, 1)[first:stop]
+
+
+@dataclass(frozen=True)
+class _ScaleRows:
+    """The rows of a matrix without their codes."""
+
+    matrix: StoredQuantized
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.matrix.shape
+
+    def __getitem__(self, part: slice) -> RowScales:
+        first, stop, _ = part.indices(self.shape[0])
+        return self.matrix.row_scales(first, stop)
 
 
 def order_of_groups(indices: StoredTensor, storage: Storage, columns: int) -> Order | None:

@@ -1,0 +1,229 @@
+"""Packing by a device, in the emulator: the same bytes as packing by the host makes, from the files of every format."""
+
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+from quantized_checkpoints import (
+    CONFIG,
+    DOWN,
+    act_order_tensors,
+    awq,
+    awq_config,
+    compressed,
+    compressed_config,
+    drawn,
+    drawn_float8,
+    float8_config,
+    gptq,
+    gptq_config,
+    quantized_tensors,
+    write_quantized,
+)
+from written_checkpoints import random_values, write_model
+
+from benchmarks.loading import write_checkpoint
+from cheetah.models.formats import WEIGHT_FORMATS, PackingError
+from cheetah.models.llama import LlamaConfig
+from cheetah.plan import gpu_named
+from cheetah.runtime.build.repacking import Spare
+from cheetah.runtime.checkpoint.loading import LoadingError, open_checkpoint
+from cheetah.runtime.device.emulator import EmulatorDevice
+from cheetah.runtime.device.interface import DeviceError
+from tests.repacked_weights import packed
+
+GPU = gpu_named("emulator-2")
+GROUP = 32
+
+
+def check_alike(folder, works):
+    checkpoint = open_checkpoint(folder)
+    with EmulatorDevice() as device:
+        wanted, _, _ = packed(checkpoint, device, GPU, by_device=False)
+        found, done, _ = packed(checkpoint, device, GPU, by_device=True)
+    for name, expected in wanted.items():
+        assert np.array_equal(found[name], expected), name
+    assert done == works
+
+
+def of_integers(write, **drawing):
+    return quantized_tensors(lambda shape, seed: (write(drawn(shape, group=GROUP, seed=seed, **drawing)), None))[0]
+
+
+def of_float8(scale_shape, suffix):
+    def make(shape, seed):
+        codes, scales = drawn_float8(shape, scale_shape(shape), seed=seed)
+        return {"weight": codes, suffix: scales}, None
+
+    return quantized_tensors(make)[0]
+
+
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 128]}
+WHOLE = {"strategy": "channel", "group_size": None}
+SMALL = {
+    "gptq": lambda: (of_integers(lambda m: gptq(m, g_idx=False)), gptq_config(group_size=GROUP)),
+    "gptq, 8 bits, asymmetric": lambda: (
+        of_integers(lambda m: gptq(m, 8, g_idx=False), bits=8, asymmetric=True),
+        gptq_config(bits=8, sym=False, group_size=GROUP),
+    ),
+    "awq": lambda: (of_integers(awq, asymmetric=True), awq_config(group_size=GROUP)),
+    "packed": lambda: (of_integers(compressed), compressed_config(weights={"group_size": GROUP})),
+    "packed, 8 bits, a scale a row": lambda: (
+        quantized_tensors(
+            lambda shape, seed: (
+                compressed(drawn(shape, 8, group=0, scales=ml_dtypes.bfloat16, seed=seed), 8),
+                None,
+            )
+        )[0],
+        compressed_config(weights={"num_bits": 8, **WHOLE}),
+    ),
+    "fp8, a scale a row": lambda: (
+        of_float8(lambda shape: (shape[0], 1), "weight_scale"),
+        float8_config(strategy="channel"),
+    ),
+    "fp8 in blocks": lambda: (
+        of_float8(lambda shape: (-(-shape[0] // 16), -(-shape[1] // 128)), "weight_scale_inv"),
+        BLOCKS,
+    ),
+    "gptq in act-order": lambda: (
+        act_order_tensors(gptq, group=GROUP)[0],
+        gptq_config(desc_act=True, group_size=GROUP),
+    ),
+    "packed in act-order, 8 bits": lambda: (
+        act_order_tensors(lambda m, groups: compressed(m, 8, groups=groups), group=GROUP, bits=8)[0],
+        compressed_config(weights={"num_bits": 8, "group_size": GROUP, "actorder": "group"}),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+@pytest.mark.parametrize("name", SMALL)
+def test_every_way_of_storing_codes(tmp_path, name):
+    """Rows and columns that fill no tile."""
+    tensors, stated = SMALL[name]()
+    check_alike(write_quantized(tmp_path, tensors, stated), works=4 * CONFIG.layers + 1)
+
+
+# Waves of several M-tiles a block, several chunks an M-tile, the last of both not full.
+LARGE = LlamaConfig(256, 2432, 1, 2, 1, 128, 200, max_position_embeddings=128)
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+@pytest.mark.parametrize("form", ["gptq", "awq", "packed", "fp8-blocks", "bf16"])
+def test_many_chunks_and_waves(tmp_path, form, monkeypatch):
+    """In parts, where a matrix may go up so, of pieces that end anywhere."""
+    monkeypatch.setattr("cheetah.models.dense.repacked.PART_BYTES", 200_000)
+    monkeypatch.setattr("cheetah.models.dense.repacked.PIECE_BYTES", 50_001)
+    monkeypatch.setattr("cheetah.models.dense.repacked.BLOCK_BYTES", 7_001)
+    write_checkpoint(tmp_path, LARGE, form)
+    in_parts = {"gptq": 5, "awq": 5, "packed": 9, "fp8-blocks": 14, "bf16": 25}
+    check_alike(tmp_path, works=in_parts[form])
+
+
+def spoilt(tensors, name, change):
+    """The tensors with one of them changed in place."""
+    tensors[name] = tensors[name].copy()
+    change(tensors[name])
+    return tensors
+
+
+FAULTS = {
+    "a scale": (
+        "awq",
+        f"{DOWN}.scales",
+        lambda one: one.__setitem__((1, 5), np.inf),
+        "the scale of row 5, group 1 is inf",
+    ),
+    "a zero point": (
+        "gptq",
+        f"{DOWN}.qzeros",
+        lambda one: one.__setitem__((0, 0), 0),
+        "the zero point of row 0, group 0",
+    ),
+    "a byte of e4m3": (
+        "fp8, a scale a row",
+        f"{DOWN}.weight",
+        lambda one: one.view(np.uint8).__setitem__((47, 39), 0xFF),
+        f"tensor {DOWN}.weight: row 47, column 39 is 0xff, which is not a number in e4m3",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+@pytest.mark.parametrize("by_device", [False, True])
+@pytest.mark.parametrize("name", FAULTS)
+def test_numbers_that_are_refused(tmp_path, name, by_device):
+    """By the same words, whoever packs."""
+    form, tensor, change, message = FAULTS[name]
+    tensors, stated = SMALL[form]()
+    checkpoint = open_checkpoint(write_quantized(tmp_path, spoilt(tensors, tensor, change), stated))
+    with EmulatorDevice() as device, pytest.raises(LoadingError, match=re.escape(message)):
+        packed(checkpoint, device, GPU, by_device)
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+@pytest.mark.parametrize("by_device", [False, True])
+def test_scales_that_a_tile_has_no_room_for(tmp_path, by_device):
+    tensors = of_integers(compressed, scales=np.float32)
+    folder = write_quantized(tmp_path, tensors, compressed_config(weights={"group_size": GROUP}))
+    with EmulatorDevice() as device, pytest.raises(PackingError) as raised:
+        packed(open_checkpoint(folder), device, GPU, by_device)
+    assert "q_proj.weight or model.layers.0.self_attn.k_proj.weight" in str(raised.value)
+    assert "is no f16 number times a power of two" in str(raised.value)
+
+
+class Full(EmulatorDevice):
+    """Has no room for what is not poisoned: the staging memory."""
+
+    def allocate(self, nbytes, fill=None):
+        if fill is None:
+            raise DeviceError("no room for staging")
+        return super().allocate(nbytes, fill)
+
+
+def test_a_device_without_room_has_the_host_pack(tmp_path):
+    tensors, stated = SMALL["packed"]()
+    checkpoint = open_checkpoint(write_quantized(tmp_path, tensors, stated))
+    with EmulatorDevice() as device, Full() as full:
+        wanted, _, _ = packed(checkpoint, device, GPU, by_device=False)
+        found, works, said = packed(checkpoint, full, GPU, by_device=True)
+    assert works == 0 and all(np.array_equal(found[name], wanted[name]) for name in wanted)
+    assert said == ["weights are packed by the host, which takes longer: no room for staging"]
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_a_device_without_room_packs_in_what_is_spare(tmp_path):
+    """And leaves it as it was."""
+    tensors, stated = SMALL["packed"]()
+    checkpoint = open_checkpoint(write_quantized(tmp_path, tensors, stated))
+    with EmulatorDevice() as device, Full() as full:
+        spare = Spare(full.allocate(300_000, 0x77), 0x77)
+        wanted, _, _ = packed(checkpoint, device, GPU, by_device=False)
+        found, works, said = packed(checkpoint, full, GPU, True, spare)
+        too_small = Spare(full.allocate(1000, 0x77), 0x77)
+        _, no_works, _ = packed(checkpoint, full, GPU, True, too_small)
+        assert np.all(spare.buffer.download(np.uint8, 300_000) == 0x77)
+    assert works == 4 * CONFIG.layers + 1 and not said and no_works == 0
+    assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_numbers_that_have_to_be_rounded(tmp_path, dtype):
+    check_alike(write_model(tmp_path, random_values(dtype=dtype)), works=4 * CONFIG.layers + 1)
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_the_order_of_codes_has_each_once(name):
+    one = WEIGHT_FORMATS[name]
+    rows, columns = one.code_order() >> 16, one.code_order() & 0xFFFF
+    places = set(zip(rows.tolist(), columns.tolist(), strict=True))
+    assert len(places) == len(rows) == 16 * one.code_columns == one.code_bytes * 8 // one.code_bits
+    assert rows.max() == 15 and columns.max() == one.code_columns - 1
