@@ -23,7 +23,7 @@ from cheetah.cli import app
 from cheetah.extras import installing
 from cheetah.generate import choose_plan, describe_kernel
 from cheetah.models.config import ModelConfig
-from cheetah.models.registry import PRESETS, preset
+from cheetah.models.registry import PRESETS, preset, resolve_config
 from cheetah.package import Generated
 from cheetah.plan import gpu_named, shared_map
 from cheetah.runtime.build.kernels import generate_prompt_kernel, memory_needed
@@ -193,7 +193,7 @@ def described(config: ModelConfig, gpu: str, **plan: Any) -> Generated:
 @cache
 def memory_of(model: str) -> MemoryEstimate:
     """What `LLM` takes for a preset: with the second kernel, which reads prompts."""
-    config = preset(model)
+    config = resolve_config(model)
     decoding = described(config, "h200").manifest
     h200, nothing_asked = gpu_named("h200"), {}
     prompts = generate_prompt_kernel(config, h200, described, nothing_asked, decoding, None, lambda line: None)
@@ -210,6 +210,25 @@ def test_memory_in_the_readme(model: str) -> None:
     parts = [estimate.bytes_of(label) / 2**30 for label in ("weights", "embedding", "keys and values")]
     counted = [*parts[:2], estimate.kv_bytes_per_token / 2**10, parts[2], estimate.total_bytes / 2**30]
     assert [float(figure) for figure in row] == pytest.approx(counted, rel=0.01)
+
+
+def in_formats() -> list[Any]:
+    """The rows of the table of memory in 4 and 8 bits: of each, its models and its figures."""
+    table = README[README.index("In 4 and 8 bits, with") :].split("\n\n")[1]
+    rows = [row.split("|")[1:-1] for row in table.splitlines()[2:]]
+    return [pytest.param(names.strip(), figures, id=names.strip()) for names, *figures in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("names", "figures"), in_formats())
+def test_memory_in_formats_in_the_readme(names: str, figures: list[str]) -> None:
+    model, *formats = names.split("@")
+    for name in [f"{model}@{format.strip(', ')}" for format in formats] or [model]:
+        config, estimate = resolve_config(name), memory_of(name)
+        step_bytes = described(config, "h200").manifest.step_bytes
+        read = step_bytes["weights"] + 1024 * step_bytes["kv_per_token"]
+        counted = [size / 2**30 for size in (estimate.bytes_of("weights"), estimate.total_bytes, read)]
+        assert [float(figure.replace(" GB", "")) for figure in figures] == pytest.approx(counted, rel=0.004)
 
 
 @pytest.mark.parametrize("label", ["logits", "workspace"])

@@ -36,13 +36,14 @@ class Encoder(Protocol):
 def open_encoder(text: str, description: Mapping[str, Any]) -> Encoder:
     """The encoder that the text of a tokenizer.json describes; `description` is its JSON object.
 
-    CheetahError where the library cannot read it, where it passes a limit, or has no tokens.
+    CheetahError where the library cannot read it, where it passes a limit, or has no vocabulary.
     """
+    model = description.get("model")
+    if isinstance(model, Mapping) and not model.get("vocab"):
+        raise CheetahError("tokenizer.json: model.vocab is empty: no text has tokens in it; download the file again")
     encoder: Encoder = LibraryEncoder(text) if unusual_rule(description) is None else GuardedEncoder(text)
-    if not 0 < encoder.size <= LARGEST_ID:
-        raise CheetahError(
-            f"tokenizer.json: its ids end at {encoder.size - 1}: expected a vocabulary with ids from 0 to below 2**31"
-        )
+    if encoder.size > LARGEST_ID:
+        raise CheetahError(f"tokenizer.json: its ids end at {encoder.size - 1}: expected ids below 2**31")
     return encoder
 
 

@@ -70,6 +70,18 @@ def test_the_check_finds(bug: MaintainersBug, monkeypatch: pytest.MonkeyPatch) -
     assert any(words in str(found) for words in bug.words.split("|")), str(found)
 
 
+def test_every_text_that_a_bug_replaces_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of those that `make test-all` alone looks for. No kernel is compiled."""
+    monkeypatch.setattr("cheetah.tools.check.check_kernel", lambda *arguments, **options: None)
+    subject, gone = demo(), []
+    for bug in (one for one in (*TRIED, *MORE) if one.edits):
+        with monkeypatch.context() as patch:
+            changed = planted(bug, patch)
+            assert len([*check_model(subject, sanitizer=False)]) == len(changed) == 2
+        gone += [] if any(changed) else [bug.name]
+    assert not gone
+
+
 @pytest.mark.exhaustive
 def test_the_check_sees_copies_that_wait_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else is wrong with them, so that all schedules run: here few."""
