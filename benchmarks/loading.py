@@ -42,8 +42,8 @@ SCALE = 0x2000
 """Bits of 2**-7 in f16."""
 FLOAT_SCALE = 0x3C000000
 """Of the same in f32."""
-Parts = dict[str, tuple[str, tuple[int, ...], int | None]]
-"""Tensors of a module by suffix: dtype, shape, and what each of their elements is; None: random bits."""
+Parts = dict[str, tuple[str, tuple[int, ...], Any]]
+"""Tensors of a module by suffix: dtype, shape, and what each of their elements is, or all are; None: random bits."""
 
 
 def _gptq(rows: int, columns: int, bits: int = 4) -> Parts:
@@ -53,6 +53,12 @@ def _gptq(rows: int, columns: int, bits: int = 4) -> Parts:
         "qzeros": ("I32", (groups, rows // per_word), 0x77777777 if bits == 4 else 0x7F7F7F7F),
         "scales": ("F16", (groups, rows), SCALE),
     }
+
+
+def _gptq_in_order(rows: int, columns: int) -> Parts:
+    """In act-order, the same for all matrices of as many columns."""
+    groups = np.random.default_rng(columns).permutation(np.arange(columns) // GROUP)
+    return {**_gptq(rows, columns), "g_idx": ("I32", (columns,), groups)}
 
 
 def _awq(rows: int, columns: int) -> Parts:
@@ -98,6 +104,7 @@ _GROUPS = {"strategy": "group", "group_size": GROUP}
 FORMATS: dict[str, tuple[Callable[[int, int], Parts], dict[str, Any] | None]] = {
     "gptq": (_gptq, {**_GPTQ, "bits": 4}),
     "gptq8": (lambda rows, columns: _gptq(rows, columns, 8), {**_GPTQ, "bits": 8}),
+    "gptq-order": (_gptq_in_order, {**_GPTQ, "bits": 4, "desc_act": True}),
     "awq": (_awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}),
     "packed": (_packed, _compressed(4, "int", **_GROUPS)),
     "packed8": (lambda rows, columns: _packed(rows, columns, 8), _compressed(8, "int", **_GROUPS)),
@@ -142,7 +149,7 @@ def _contents(tensors: Parts) -> Iterator[np.ndarray[Any, Any]]:
     for dtype, shape, value in tensors.values():
         count = int(np.prod(shape))
         if value is not None:
-            yield np.full(count, value, f"<u{DTYPE_BYTES[dtype]}")
+            yield np.broadcast_to(value, count).astype(f"<u{DTYPE_BYTES[dtype]}")
             continue
         nbytes = count * DTYPE_BYTES[dtype]
         for first in range(0, nbytes, RANDOM_BYTES):

@@ -29,7 +29,8 @@ Bytes = NDArray[np.uint8]
 class Rows(Protocol):
     """A matrix that is read in parts, as bf16 bits: an array, or what reads or makes its rows when they are asked for.
 
-    What it gives may be overwritten when the same thread asks for other rows, of this or another matrix.
+    What it gives may be overwritten when the same thread asks for other rows, of this or another matrix. One that lies
+    in a file says so as `stored`, a `cheetah.models.repacking.StoredMatrix`.
     """
 
     @property

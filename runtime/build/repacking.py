@@ -65,6 +65,7 @@ class DeviceRepacker:
         self._compiled = self._device.prepare(generated.text, generated.manifest)
         try:
             yield True
+            self._device.synchronize()  # memory is free only behind what uses it, and kernels will want some
         finally:
             give_back()
 

@@ -112,14 +112,14 @@ LARGE = LlamaConfig(256, 2432, 1, 2, 1, 128, 200, max_position_embeddings=128)
 
 @pytest.mark.slow
 @pytest.mark.compiler
-@pytest.mark.parametrize("form", ["gptq", "awq", "packed", "fp8-blocks", "bf16"])
+@pytest.mark.parametrize("form", ["gptq", "gptq-order", "awq", "packed", "fp8-blocks", "bf16"])
 def test_many_chunks_and_waves(tmp_path, form, monkeypatch):
     """In parts, where a matrix may go up so, of pieces that end anywhere."""
     monkeypatch.setattr("cheetah.models.dense.repacked.PART_BYTES", 200_000)
     monkeypatch.setattr("cheetah.models.dense.repacked.PIECE_BYTES", 50_001)
     monkeypatch.setattr("cheetah.models.dense.repacked.BLOCK_BYTES", 7_001)
     write_checkpoint(tmp_path, LARGE, form)
-    in_parts = {"gptq": 5, "awq": 5, "packed": 9, "fp8-blocks": 14, "bf16": 25}
+    in_parts = {"gptq": 5, "gptq-order": 5, "awq": 5, "packed": 9, "fp8-blocks": 14, "bf16": 25}
     check_alike(tmp_path, works=in_parts[form])
 
 
