@@ -978,8 +978,8 @@ __device__ __forceinline__ void load_newest_unit(uint32_t newest_begin, uint32_t
   }
 }
 
-// Bring the item's queries to shared memory, and those newest keys and values that it has.
-__device__ __forceinline__ void load_item(uint32_t newest_begin, uint32_t newest, uint32_t epoch, uint8_t* arena,
+// Bring the item's queries to shared memory, and so many newest keys and values, unless a warp does.
+__device__ __forceinline__ void load_item(uint32_t epoch, uint32_t newest_begin, uint32_t newest, uint8_t* arena,
     uint4* record, uint32_t thread, uint32_t* exchange_words, uint4 what, uint32_t step) {
   uint4* queries = (uint4*)(arena + QUERIES);
   uint32_t query_units = record[1].z * 8;
@@ -1004,7 +1004,8 @@ __device__ __forceinline__ uint32_t arrivals(uint32_t first_tile, uint32_t last_
   uint32_t tiles = (last_tile < first_tile + 1 ? first_tile + 1 : last_tile) - first_tile;
   uint32_t groups = tiles < 8 ? tiles : 8;
   uint32_t index = (warp + 8 - first_tile % 8) % 8;
-  return 8 / groups + (index < 8 % groups ? 1u : 0u);
+  uint32_t each = (286335560u >> (groups - 1) * 4) & 15;
+  return each + (index < 8 - each * groups ? 1u : 0u);
 }
 
 // Lanes of odd rows read the two units in the opposite order: no bank conflicts.
@@ -1185,12 +1186,13 @@ __device__ __forceinline__ void attend(uint32_t first_row, uint32_t valid, uint3
   add_values(first_row, valid, key, weights_low, weights_high, lane, values, output);
 }
 
-// This warp's tiles of 16 keys: of the cached ones [begin, end), then of the newest, as if they were in one
-// more stage: so the code of a tile stands in the kernel once.
-__device__ __forceinline__ void attend_keys(uint32_t begin, uint32_t end, uint32_t newest_begin, uint32_t newest,
-    uint32_t warp, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena,
+// This warp's tiles of 16 keys: of the cached ones [item.begin, end), then of the newest, as if they were in
+// one more stage: so the code of a tile stands in the kernel once.
+__device__ __forceinline__ void attend_keys(uint32_t end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
+    uint4 what, uint32_t warp, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena,
     uint32_t lane, uint4* query, uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2],
     float (&output)[4][4], uint64_t* empty) {
+  uint32_t begin = what.w;
   uint32_t cached = begin < end ? end - begin : 0;
   uint32_t tiles = (cached + 15) / 16;
   uint32_t all_tiles = tiles + (newest + 15) / 16;
@@ -1269,34 +1271,35 @@ __device__ __forceinline__ void lay_down_2(uint8_t* arena, uint32_t lane, uint32
   }
 }
 
-// Fold the states of rows `first`, `first + stride`, ... of the laid down ones: (low, high, lse).
+// Fold the states of rows `first`, `first + stride`, ... of the laid down ones: (low, high), the highest logit
+// and the sum of weights. Without softmax the last two are 0.
 __device__ __forceinline__ void fold_states(uint32_t first, uint32_t pair, uint8_t* arena, float& result,
-    float& result_2, float& lse_out) {
+    float& result_2, float& highest_out, float& weight_sum_out) {
   float2* scratch = (float2*)(arena + ATTENTION);
   float2* statistics = (float2*)(arena + STATISTICS);
   float low = 0.0f;
   float high = 0.0f;
   float highest = -bits_float(0x7f800000);
   #pragma unroll
-  for (uint32_t other = first; other < 64; other += 8) {
-    highest = maximum_f32(highest, statistics[other].x);
+  for (uint32_t state = 0; state < 8; ++state) {
+    highest = maximum_f32(highest, statistics[first + state * 8].x);
   }
   float base = highest == -bits_float(0x7f800000) ? 0.0f : highest;
   float weight_sum = 0.0f;
   #pragma unroll
-  for (uint32_t other = first; other < 64; other += 8) {
-    float2 numbers = statistics[other];
+  for (uint32_t state = 0; state < 8; ++state) {
+    float2 numbers = statistics[first + state * 8];
     float weight = exp2_f32(numbers.x - base);
-    float2 part = scratch[other * 32 + pair];
+    float2 part = scratch[(first + state * 8) * 32 + pair];
     weight_sum += weight * numbers.y;
     low += weight * part.x;
     high += weight * part.y;
   }
   float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
-  float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
   result = low * inverse;
   result_2 = high * inverse;
-  lse_out = lse;
+  highest_out = highest;
+  weight_sum_out = weight_sum;
 }
 
 __device__ __forceinline__ void publish_partial(uint32_t row, uint32_t dim_pair, float low, float high, float lse,
@@ -1320,13 +1323,16 @@ __device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint3
     uint32_t pair = output % 32;
     float low;
     float high;
-    float lse;
-    fold_states(place, pair, arena, low, high, lse);
+    float highest;
+    float weight_sum;
+    fold_states(place, pair, arena, low, high, highest, weight_sum);
     uint32_t dim_pair = (pair % 32 / 4 + pair / 32) * 4 + pair % 32 % 4;
     if (record[1].y == 4294967295u) {
+      float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
       uint32_t column = record[2].x + place / 2;
       (exchange_words + (((((what.z * 2 + place % 2) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 2 + place % 2) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 2 + place % 2) * 64 + dim_pair * 2) % 8 / 2 + 294208))[0] = pack_bf16x2(low, high);
     } else {
+      float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
       publish_partial(record[1].y + place, dim_pair, low, high, lse, epoch, exchange_words);
     }
   }
@@ -1354,8 +1360,8 @@ __device__ __forceinline__ void attend_rows(uint32_t cached_end, uint32_t newest
   float output[4][4] = {};
   highest[0] = -bits_float(0x7f800000);
   highest[1] = -bits_float(0x7f800000);
-  attend_keys(what.w, cached_end, newest_begin, newest, warp, use_stage, full, use_parity, ring, arena, lane, query,
-      limits, highest, weight_sum, output, empty);
+  attend_keys(cached_end, newest_begin, newest, epoch, what, warp, use_stage, full, use_parity, ring, arena, lane,
+      query, limits, highest, weight_sum, output, empty);
   fold(epoch, arena, weight_sum, lane, warp, highest, output, record, thread, exchange_words, what);
 }
 
@@ -1367,7 +1373,8 @@ __device__ __forceinline__ uint32_t arrivals_2(uint32_t first_tile, uint32_t las
   uint32_t members = groups * column_groups;
   uint32_t index = (key_group + key_groups - first_tile % key_groups) % key_groups;
   uint32_t rank = index * column_groups + column_group;
-  return 8 / members + (rank < 8 % members ? 1u : 0u);
+  uint32_t each = (286335560u >> (members - 1) * 4) & 15;
+  return each + (rank < 8 - each * members ? 1u : 0u);
 }
 
 // 32 dims of 16 keys by those of the queries: low and high are what the lane has of keys r and r + 8.
@@ -1462,13 +1469,15 @@ __device__ __forceinline__ void attend_2(uint32_t first_row, uint32_t valid, uin
       output_2);
 }
 
-// This warp's tiles of 16 keys: of the cached ones [begin, end), then of the newest, as if they were in one
-// more stage: so the code of a tile stands in the kernel once.
-__device__ __forceinline__ void attend_keys_2(uint32_t begin, uint32_t end, uint32_t newest_begin, uint32_t newest,
-    uint32_t key_group, uint32_t key_groups, uint32_t column_groups, uint32_t column_group, uint32_t& use_stage,
-    uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena, uint32_t lane, uint4* query, uint4* query_2,
-    uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2], float (&output)[4][4], uint32_t (&limits_2)[2],
-    float (&highest_2)[2], float (&weight_sum_2)[2], float (&output_2)[4][4], uint64_t* empty) {
+// This warp's tiles of 16 keys: of the cached ones [item.begin, end), then of the newest, as if they were in
+// one more stage: so the code of a tile stands in the kernel once.
+__device__ __forceinline__ void attend_keys_2(uint32_t end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
+    uint4 what, uint32_t key_group, uint32_t key_groups, uint32_t column_groups, uint32_t column_group,
+    uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena, uint32_t lane,
+    uint4* query, uint4* query_2, uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2],
+    float (&output)[4][4], uint32_t (&limits_2)[2], float (&highest_2)[2], float (&weight_sum_2)[2],
+    float (&output_2)[4][4], uint64_t* empty) {
+  uint32_t begin = what.w;
   uint32_t cached = begin < end ? end - begin : 0;
   uint32_t tiles = (cached + 15) / 16;
   uint32_t all_tiles = tiles + (newest + 15) / 16;
@@ -1517,9 +1526,10 @@ __device__ __forceinline__ void attend_keys_2(uint32_t begin, uint32_t end, uint
   use_stage = place % 11;
 }
 
-// Fold the states of rows `first`, `first + stride`, ... of the laid down ones: (low, high, lse).
+// Fold the states of rows `first`, `first + stride`, ... of the laid down ones: (low, high), the highest logit
+// and the sum of weights. Without softmax the last two are 0.
 __device__ __forceinline__ void fold_states_2(uint32_t first, uint32_t stride, uint32_t pair, uint8_t* arena,
-    float& result, float& result_2, float& lse_out) {
+    float& result, float& result_2, float& highest_out, float& weight_sum_out) {
   float2* scratch = (float2*)(arena + ATTENTION);
   float2* statistics = (float2*)(arena + STATISTICS);
   float low = 0.0f;
@@ -1541,10 +1551,10 @@ __device__ __forceinline__ void fold_states_2(uint32_t first, uint32_t stride, u
     high += weight * part.y;
   }
   float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
-  float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
   result = low * inverse;
   result_2 = high * inverse;
-  lse_out = lse;
+  highest_out = highest;
+  weight_sum_out = weight_sum;
 }
 
 // Column tile `index` of every group: its column c was laid down by the warps column_group, column_group +
@@ -1561,13 +1571,16 @@ __device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint32_t column_gr
       uint32_t stride = column_groups * 8;
       float low;
       float high;
-      float lse;
-      fold_states_2(place, stride, pair, arena, low, high, lse);
+      float highest;
+      float weight_sum;
+      fold_states_2(place, stride, pair, arena, low, high, highest, weight_sum);
       uint32_t dim_pair = (pair % 32 / 4 + pair / 32) * 4 + pair % 32 % 4;
       if (record[1].y == 4294967295u) {
+        float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
         uint32_t column = record[2].x + row / 2;
         (exchange_words + (((((what.z * 2 + row % 2) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 2 + row % 2) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 2 + row % 2) * 64 + dim_pair * 2) % 8 / 2 + 294208))[0] = pack_bf16x2(low, high);
       } else {
+        float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
         publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
       }
     }
@@ -1588,13 +1601,16 @@ __device__ __forceinline__ void fold_slices_3(uint32_t epoch, uint32_t column_gr
       uint32_t stride = column_groups * 8;
       float low;
       float high;
-      float lse;
-      fold_states_2(place, stride, pair, arena, low, high, lse);
+      float highest;
+      float weight_sum;
+      fold_states_2(place, stride, pair, arena, low, high, highest, weight_sum);
       uint32_t dim_pair = (pair % 32 / 4 + pair / 32) * 4 + pair % 32 % 4;
       if (record[1].y == 4294967295u) {
+        float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
         uint32_t column = record[2].x + row / 2;
         (exchange_words + (((((what.z * 2 + row % 2) * 64 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 2 + row % 2) * 64 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 2 + row % 2) * 64 + dim_pair * 2) % 8 / 2 + 294208))[0] = pack_bf16x2(low, high);
       } else {
+        float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
         publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
       }
     }
@@ -1634,9 +1650,9 @@ __device__ __forceinline__ void attend_rows_2(uint32_t cached_end, uint32_t newe
   float output_2[4][4] = {};
   highest_2[0] = -bits_float(0x7f800000);
   highest_2[1] = -bits_float(0x7f800000);
-  attend_keys_2(what.w, cached_end, newest_begin, newest, key_group, key_groups, column_groups, column_group, use_stage,
-      full, use_parity, ring, arena, lane, query, query_2, limits, highest, weight_sum, output, limits_2, highest_2,
-      weight_sum_2, output_2, empty);
+  attend_keys_2(cached_end, newest_begin, newest, epoch, what, key_group, key_groups, column_groups, column_group,
+      use_stage, full, use_parity, ring, arena, lane, query, query_2, limits, highest, weight_sum, output, limits_2,
+      highest_2, weight_sum_2, output_2, empty);
   fold_2(epoch, arena, weight_sum, lane, warp, highest, output, column_groups, thread, record, exchange_words, what,
       weight_sum_2, highest_2, output_2);
 }
@@ -1782,7 +1798,7 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
     uint32_t newest_begin = what.w < record[3].x + record[3].y * step ? record[3].x + record[3].y * step : what.w;
     uint32_t newest_end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
     uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
-    load_item(newest_begin, newest, layer_epoch, arena, record, thread, exchange_words, what, step);
+    load_item(layer_epoch, newest_begin, newest, arena, record, thread, exchange_words, what, step);
     if (record[1].z <= 8) {
       uint4* shared = (uint4*)(arena + QUERIES);
       uint32_t row = lane / 4 < 15 ? lane / 4 : 15;

@@ -1047,6 +1047,29 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
   named_barrier(1, 256);
 }
 
+// Bring the item's queries to shared memory, and so many newest keys and values, unless a warp does.
+__device__ __forceinline__ void load_item(uint32_t epoch, uint8_t* arena, uint4* record, uint32_t thread,
+    uint64_t* exchange_words, uint4 what) {
+  uint4* queries = (uint4*)(arena + QUERIES);
+  uint32_t query_units = record[1].z * 16;
+  #pragma unroll 1
+  for (uint32_t index = thread; index < query_units; index += 256) {
+    uint32_t row = index / 16;
+    uint32_t column = record[2].x + row / 4;
+    queries[index] = wait_flagged4(exchange_words + ((column * 768 + (what.z * 4 + row % 4) * 16 + index % 16) * 4 + 2080), epoch);
+  }
+  named_barrier(1, 256);
+}
+
+// For how many warps this one gives back a stage with these tiles: those with a tile in it share out all.
+__device__ __forceinline__ uint32_t arrivals(uint32_t first_tile, uint32_t last_tile, uint32_t warp) {
+  uint32_t tiles = (last_tile < first_tile + 1 ? first_tile + 1 : last_tile) - first_tile;
+  uint32_t groups = tiles < 8 ? tiles : 8;
+  uint32_t index = (warp + 8 - first_tile % 8) % 8;
+  uint32_t each = (286335560u >> (groups - 1) * 4) & 15;
+  return each + (index < 8 - each * groups ? 1u : 0u);
+}
+
 // Unit `index` of the newest keys, then of the newest values: as rows of a stage have them, bf16 or codes.
 __device__ __forceinline__ void load_newest_unit(uint32_t newest_begin, uint32_t index, uint32_t newest_units,
     uint32_t epoch, uint4* record, uint32_t step, uint64_t* exchange_words, uint4 what, uint8_t* arena) {
@@ -1063,32 +1086,15 @@ __device__ __forceinline__ void load_newest_unit(uint32_t newest_begin, uint32_t
   }
 }
 
-// Bring the item's queries to shared memory, and those newest keys and values that it has.
-__device__ __forceinline__ void load_item(uint32_t newest_begin, uint32_t newest, uint32_t epoch, uint8_t* arena,
-    uint4* record, uint32_t thread, uint64_t* exchange_words, uint4 what, uint32_t step) {
-  uint4* queries = (uint4*)(arena + QUERIES);
-  uint32_t query_units = record[1].z * 16;
+// By the warp that attends them: the newest keys and values to shared memory.
+__device__ __forceinline__ void bring_newest(uint32_t newest_begin, uint32_t newest, uint32_t epoch, uint32_t lane,
+    uint4* record, uint32_t step, uint64_t* exchange_words, uint4 what, uint8_t* arena) {
   uint32_t newest_units = newest * 16;
   #pragma unroll 1
-  for (uint32_t index = thread; index < query_units + newest_units * 2; index += 256) {
-    if (index < query_units) {
-      uint32_t row = index / 16;
-      uint32_t column = record[2].x + row / 4;
-      queries[index] = wait_flagged4(exchange_words + ((column * 768 + (what.z * 4 + row % 4) * 16 + index % 16) * 4 + 2080), epoch);
-    } else {
-      load_newest_unit(newest_begin, index - query_units, newest_units, epoch, record, step, exchange_words, what,
-          arena);
-    }
+  for (uint32_t index = lane; index < newest_units * 2; index += 32) {
+    load_newest_unit(newest_begin, index, newest_units, epoch, record, step, exchange_words, what, arena);
   }
-  named_barrier(1, 256);
-}
-
-// For how many warps this one gives back a stage with these tiles: those with a tile in it share out all.
-__device__ __forceinline__ uint32_t arrivals(uint32_t first_tile, uint32_t last_tile, uint32_t warp) {
-  uint32_t tiles = (last_tile < first_tile + 1 ? first_tile + 1 : last_tile) - first_tile;
-  uint32_t groups = tiles < 8 ? tiles : 8;
-  uint32_t index = (warp + 8 - first_tile % 8) % 8;
-  return 8 / groups + (index < 8 % groups ? 1u : 0u);
+  warp_barrier();
 }
 
 // Lanes of odd rows read the two units in the opposite order: no bank conflicts.
@@ -1344,12 +1350,13 @@ __device__ __forceinline__ void attend(uint32_t first_row, uint32_t valid, uint3
   add_values(first_row, valid, key, weights_low, weights_high, lane, values, output);
 }
 
-// This warp's tiles of 16 keys: of the cached ones [begin, end), then of the newest, as if they were in one
-// more stage: so the code of a tile stands in the kernel once.
-__device__ __forceinline__ void attend_keys(uint32_t begin, uint32_t end, uint32_t newest_begin, uint32_t newest,
-    uint32_t warp, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena,
-    uint32_t lane, uint4* query, uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2],
-    float (&output)[8][4], uint64_t* empty) {
+// This warp's tiles of 16 keys: of the cached ones [item.begin, end), then of the newest, as if they were in
+// one more stage: so the code of a tile stands in the kernel once.
+__device__ __forceinline__ void attend_keys(uint32_t end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
+    uint4 what, uint32_t warp, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint32_t lane,
+    uint4* record, uint32_t step, uint64_t* exchange_words, uint8_t* arena, uint4* query, uint32_t (&limits)[2],
+    float (&highest)[2], float (&weight_sum)[2], float (&output)[8][4], uint64_t* empty) {
+  uint32_t begin = what.w;
   uint32_t cached = begin < end ? end - begin : 0;
   uint32_t tiles = (cached + 15) / 16;
   uint32_t all_tiles = tiles + (newest + 15) / 16;
@@ -1371,6 +1378,7 @@ __device__ __forceinline__ void attend_keys(uint32_t begin, uint32_t end, uint32
     uint8_t* keys = chunk;
     uint8_t* values = chunk + 8192;
     if (tile >= tiles) {
+      bring_newest(newest_begin, newest, epoch, lane, record, step, exchange_words, what, arena);
       uint8_t* newest_keys = arena + NEWEST;
       uint8_t* newest_values = arena + NEWEST + 4096;
       first_tile = tiles;
@@ -1433,34 +1441,35 @@ __device__ __forceinline__ void lay_down_2(uint8_t* arena, uint32_t lane, uint32
   }
 }
 
-// Fold the states of rows `first`, `first + stride`, ... of the laid down ones: (low, high, lse).
+// Fold the states of rows `first`, `first + stride`, ... of the laid down ones: (low, high), the highest logit
+// and the sum of weights. Without softmax the last two are 0.
 __device__ __forceinline__ void fold_states(uint32_t first, uint32_t pair, uint8_t* arena, float& result,
-    float& result_2, float& lse_out) {
+    float& result_2, float& highest_out, float& weight_sum_out) {
   float2* scratch = (float2*)(arena + ATTENTION);
   float2* statistics = (float2*)(arena + STATISTICS);
   float low = 0.0f;
   float high = 0.0f;
   float highest = -bits_float(0x7f800000);
   #pragma unroll
-  for (uint32_t other = first; other < 32; other += 4) {
-    highest = maximum_f32(highest, statistics[other].x);
+  for (uint32_t state = 0; state < 8; ++state) {
+    highest = maximum_f32(highest, statistics[first + state * 4].x);
   }
   float base = highest == -bits_float(0x7f800000) ? 0.0f : highest;
   float weight_sum = 0.0f;
   #pragma unroll
-  for (uint32_t other = first; other < 32; other += 4) {
-    float2 numbers = statistics[other];
+  for (uint32_t state = 0; state < 8; ++state) {
+    float2 numbers = statistics[first + state * 4];
     float weight = exp2_f32(numbers.x - base);
-    float2 part = scratch[other * 64 + pair];
+    float2 part = scratch[(first + state * 4) * 64 + pair];
     weight_sum += weight * numbers.y;
     low += weight * part.x;
     high += weight * part.y;
   }
   float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
-  float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
   result = low * inverse;
   result_2 = high * inverse;
-  lse_out = lse;
+  highest_out = highest;
+  weight_sum_out = weight_sum;
 }
 
 __device__ __forceinline__ void publish_partial(uint32_t row, uint32_t dim_pair, float low, float high, float lse,
@@ -1484,13 +1493,16 @@ __device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint3
     uint32_t pair = output % 64;
     float low;
     float high;
-    float lse;
-    fold_states(place, pair, arena, low, high, lse);
+    float highest;
+    float weight_sum;
+    fold_states(place, pair, arena, low, high, highest, weight_sum);
     uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32) * 4 + pair % 32 % 4;
     if (record[1].y == 4294967295u) {
+      float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
       uint32_t column = record[2].x + place / 4;
       publish_flagged(exchange_words + (((((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 32 + column) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) % 8 / 2 + 144544), pack_bf16x2(low, high), epoch);
     } else {
+      float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
       publish_partial(record[1].y + place, dim_pair, low, high, lse, epoch, exchange_words);
     }
   }
@@ -1510,16 +1522,16 @@ __device__ __forceinline__ void fold(uint32_t epoch, uint8_t* arena, float (&wei
 
 // This warp's share of an item whose queries are there.
 __device__ __forceinline__ void attend_rows(uint32_t cached_end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
-    uint4 what, uint32_t warp, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena,
-    uint32_t lane, uint4* query, uint32_t (&limits)[2], uint64_t* empty, uint4* record, uint32_t thread,
-    uint64_t* exchange_words) {
+    uint4 what, uint32_t warp, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint32_t lane,
+    uint4* record, uint32_t step, uint64_t* exchange_words, uint8_t* arena, uint4* query, uint32_t (&limits)[2],
+    uint64_t* empty, uint32_t thread) {
   float highest[2];
   float weight_sum[2] = {};
   float output[8][4] = {};
   highest[0] = -bits_float(0x7f800000);
   highest[1] = -bits_float(0x7f800000);
-  attend_keys(what.w, cached_end, newest_begin, newest, warp, use_stage, full, use_parity, ring, arena, lane, query,
-      limits, highest, weight_sum, output, empty);
+  attend_keys(cached_end, newest_begin, newest, epoch, what, warp, use_stage, full, use_parity, ring, lane, record,
+      step, exchange_words, arena, query, limits, highest, weight_sum, output, empty);
   fold(epoch, arena, weight_sum, lane, warp, highest, output, record, thread, exchange_words, what);
 }
 
@@ -1662,7 +1674,7 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
     uint32_t newest_end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
     uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
     uint4* shared = (uint4*)(arena + QUERIES);
-    uint32_t row = lane / 4 < 7 ? lane / 4 : 7;
+    uint32_t row = lane / 4 < 3 ? lane / 4 : 3;
     uint4* query = shared + row * 16;
     uint32_t limits[2];
     uint32_t packed = lane % 4 * 2;
@@ -1679,9 +1691,9 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
     uint32_t following_2 = position_2 + 1;
     uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
     limits[1] = packed_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
-    load_item(newest_begin, newest, layer_epoch, arena, record, thread, exchange_words, what, step);
-    attend_rows(cached_end, newest_begin, newest, layer_epoch, what, warp, use_stage, full, use_parity, ring, arena,
-        lane, query, limits, empty, record, thread, exchange_words);
+    load_item(layer_epoch, arena, record, thread, exchange_words, what);
+    attend_rows(cached_end, newest_begin, newest, layer_epoch, what, warp, use_stage, full, use_parity, ring, lane,
+        record, step, exchange_words, arena, query, limits, empty, thread);
   }
   // merge of partial states
   uint4 numbers_2 = ((uint4*)(arena + RECORDS))[0];

@@ -1032,28 +1032,21 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
   named_barrier(1, 256);
 }
 
-// Bring the item's queries to shared memory, and those newest keys and values that it has.
-__device__ __forceinline__ void load_item(uint32_t newest_begin, uint32_t newest, uint32_t epoch, uint4* record,
-    uint32_t warp, uint32_t lane, uint32_t step, uint4 what, const bf16* head_norms, uint32_t layer,
-    uint64_t* exchange_words, uint8_t* arena) {
+// Bring the item's queries to shared memory, and so many newest keys and values, unless a warp does.
+__device__ __forceinline__ void load_item(uint32_t epoch, uint4* record, uint32_t warp, uint32_t lane, uint4 what,
+    const bf16* head_norms, uint32_t layer, uint64_t* exchange_words, uint8_t* arena) {
   uint32_t query_units = record[1].z * 16;
-  uint32_t key_end = query_units + newest * 16;
-  uint32_t units = key_end + newest * 16;
   #pragma unroll 1
-  for (uint32_t first = warp * 32; first < units; first += 256) {
+  for (uint32_t first = warp * 32; first < query_units; first += 256) {
     uint32_t own = first + lane;
-    uint32_t index = own < units - 1 ? own : units - 1;
-    bool is_value = index >= key_end;
-    uint32_t newest_unit = index - (is_value ? key_end : query_units);
-    uint32_t newest_column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + newest_unit / 16;
-    uint32_t kv_head = 16 + (is_value ? 8u : 0u) + what.z;
+    uint32_t index = own < query_units - 1 ? own : query_units - 1;
     uint32_t place = index % 16;
     uint32_t row = index / 16;
-    uint32_t column = index < query_units ? record[2].x + row / 2 : newest_column;
-    uint32_t head = index < query_units ? what.z * 2 + row % 2 : kv_head;
-    uint32_t kind = head < 16 ? 0u : 1u;
+    uint32_t query_column = record[2].x + row / 2;
+    uint32_t query_head = what.z * 2 + row % 2;
+    uint32_t kind = query_head < 16 ? 0u : 1u;
     uint4 words = load_constant_u32x4(head_norms + ((layer * 2 + kind) * 128 + place * 8));
-    uint4 words_2 = wait_flagged4(exchange_words + ((column * 512 + head * 16 + place) * 4 + 544), epoch);
+    uint4 words_2 = wait_flagged4(exchange_words + ((query_column * 512 + query_head * 16 + place) * 4 + 544), epoch);
     float values[8];
     values[0] = bf16x2_low(words_2.x);
     values[1] = bf16x2_high(words_2.x);
@@ -1086,7 +1079,7 @@ __device__ __forceinline__ void load_item(uint32_t newest_begin, uint32_t newest
     scaled[5] = values[5] * scale * bf16x2_high(words.z);
     scaled[6] = values[6] * scale * bf16x2_low(words.w);
     scaled[7] = values[7] * scale * bf16x2_high(words.w);
-    float2* angles = (float2*)(arena + ROPE) + (column * 64 + place % 8 * 8);
+    float2* angles = (float2*)(arena + ROPE) + (query_column * 64 + place % 8 * 8);
     bool is_second = place >= 8;
     float rotated[8];
     float2 angle = angles[0];
@@ -1113,22 +1106,17 @@ __device__ __forceinline__ void load_item(uint32_t newest_begin, uint32_t newest
     float2 angle_8 = angles[7];
     float partner_8 = shuffle_xor_f32(scaled[7], 8);
     rotated[7] = scaled[7] * angle_8.x + (is_second ? partner_8 : -partner_8) * angle_8.y;
-    bool is_value_2 = head >= 24;
-    values[0] = is_value_2 ? values[0] : rotated[0];
-    values[1] = is_value_2 ? values[1] : rotated[1];
-    values[2] = is_value_2 ? values[2] : rotated[2];
-    values[3] = is_value_2 ? values[3] : rotated[3];
-    values[4] = is_value_2 ? values[4] : rotated[4];
-    values[5] = is_value_2 ? values[5] : rotated[5];
-    values[6] = is_value_2 ? values[6] : rotated[6];
-    values[7] = is_value_2 ? values[7] : rotated[7];
-    if (own < units) {
-      if (index < query_units) {
-        ((uint4*)(arena + QUERIES))[index] = make_u32x4(pack_bf16x2(values[0], values[1]), pack_bf16x2(values[2], values[3]), pack_bf16x2(values[4], values[5]), pack_bf16x2(values[6], values[7]));
-      } else {
-        uint4* place_2 = (is_value ? (uint4*)(arena + NEWEST) + 256 : (uint4*)(arena + NEWEST)) + newest_unit;
-        place_2[0] = make_u32x4(pack_bf16x2(values[0], values[1]), pack_bf16x2(values[2], values[3]), pack_bf16x2(values[4], values[5]), pack_bf16x2(values[6], values[7]));
-      }
+    bool is_value = query_head >= 24;
+    values[0] = is_value ? values[0] : rotated[0];
+    values[1] = is_value ? values[1] : rotated[1];
+    values[2] = is_value ? values[2] : rotated[2];
+    values[3] = is_value ? values[3] : rotated[3];
+    values[4] = is_value ? values[4] : rotated[4];
+    values[5] = is_value ? values[5] : rotated[5];
+    values[6] = is_value ? values[6] : rotated[6];
+    values[7] = is_value ? values[7] : rotated[7];
+    if (own < query_units) {
+      ((uint4*)(arena + QUERIES))[index] = make_u32x4(pack_bf16x2(values[0], values[1]), pack_bf16x2(values[2], values[3]), pack_bf16x2(values[4], values[5]), pack_bf16x2(values[6], values[7]));
     }
   }
   named_barrier(1, 256);
@@ -1139,7 +1127,101 @@ __device__ __forceinline__ uint32_t arrivals(uint32_t first_tile, uint32_t last_
   uint32_t tiles = (last_tile < first_tile + 1 ? first_tile + 1 : last_tile) - first_tile;
   uint32_t groups = tiles < 8 ? tiles : 8;
   uint32_t index = (warp + 8 - first_tile % 8) % 8;
-  return 8 / groups + (index < 8 % groups ? 1u : 0u);
+  uint32_t each = (286335560u >> (groups - 1) * 4) & 15;
+  return each + (index < 8 - each * groups ? 1u : 0u);
+}
+
+// By the warp that attends them: the newest keys and values to shared memory.
+__device__ __forceinline__ void bring_newest(uint32_t newest_begin, uint32_t newest, uint32_t epoch, uint32_t lane,
+    uint4* record, uint32_t step, uint4 what, const bf16* head_norms, uint32_t layer, uint64_t* exchange_words,
+    uint8_t* arena) {
+  uint32_t newest_units = newest * 16;
+  #pragma unroll 1
+  for (uint32_t first = 0; first < newest_units * 2; first += 32) {
+    uint32_t own = first + lane;
+    uint32_t index = own < newest_units * 2 - 1 ? own : newest_units * 2 - 1;
+    bool is_value = index >= newest_units;
+    uint32_t newest_unit = index - (is_value ? newest_units : 0);
+    uint32_t place = index % 16;
+    uint32_t newest_column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + newest_unit / 16;
+    uint32_t kv_head = 16 + (is_value ? 8u : 0u) + what.z;
+    uint32_t kind = kv_head < 16 ? 0u : 1u;
+    uint4 words = load_constant_u32x4(head_norms + ((layer * 2 + kind) * 128 + place * 8));
+    uint4 words_2 = wait_flagged4(exchange_words + ((newest_column * 512 + kv_head * 16 + place) * 4 + 544), epoch);
+    float values[8];
+    values[0] = bf16x2_low(words_2.x);
+    values[1] = bf16x2_high(words_2.x);
+    values[2] = bf16x2_low(words_2.y);
+    values[3] = bf16x2_high(words_2.y);
+    values[4] = bf16x2_low(words_2.z);
+    values[5] = bf16x2_high(words_2.z);
+    values[6] = bf16x2_low(words_2.w);
+    values[7] = bf16x2_high(words_2.w);
+    float squares = 0.0f;
+    squares += values[0] * values[0];
+    squares += values[1] * values[1];
+    squares += values[2] * values[2];
+    squares += values[3] * values[3];
+    squares += values[4] * values[4];
+    squares += values[5] * values[5];
+    squares += values[6] * values[6];
+    squares += values[7] * values[7];
+    squares += shuffle_xor_f32(squares, 1);
+    squares += shuffle_xor_f32(squares, 2);
+    squares += shuffle_xor_f32(squares, 4);
+    squares += shuffle_xor_f32(squares, 8);
+    float scale = rsqrt_f32(squares * 0.0078125f + 1e-06f);
+    float scaled[8];
+    scaled[0] = values[0] * scale * bf16x2_low(words.x);
+    scaled[1] = values[1] * scale * bf16x2_high(words.x);
+    scaled[2] = values[2] * scale * bf16x2_low(words.y);
+    scaled[3] = values[3] * scale * bf16x2_high(words.y);
+    scaled[4] = values[4] * scale * bf16x2_low(words.z);
+    scaled[5] = values[5] * scale * bf16x2_high(words.z);
+    scaled[6] = values[6] * scale * bf16x2_low(words.w);
+    scaled[7] = values[7] * scale * bf16x2_high(words.w);
+    float2* angles = (float2*)(arena + ROPE) + (newest_column * 64 + place % 8 * 8);
+    bool is_second = place >= 8;
+    float rotated[8];
+    float2 angle = angles[0];
+    float partner = shuffle_xor_f32(scaled[0], 8);
+    rotated[0] = scaled[0] * angle.x + (is_second ? partner : -partner) * angle.y;
+    float2 angle_2 = angles[1];
+    float partner_2 = shuffle_xor_f32(scaled[1], 8);
+    rotated[1] = scaled[1] * angle_2.x + (is_second ? partner_2 : -partner_2) * angle_2.y;
+    float2 angle_3 = angles[2];
+    float partner_3 = shuffle_xor_f32(scaled[2], 8);
+    rotated[2] = scaled[2] * angle_3.x + (is_second ? partner_3 : -partner_3) * angle_3.y;
+    float2 angle_4 = angles[3];
+    float partner_4 = shuffle_xor_f32(scaled[3], 8);
+    rotated[3] = scaled[3] * angle_4.x + (is_second ? partner_4 : -partner_4) * angle_4.y;
+    float2 angle_5 = angles[4];
+    float partner_5 = shuffle_xor_f32(scaled[4], 8);
+    rotated[4] = scaled[4] * angle_5.x + (is_second ? partner_5 : -partner_5) * angle_5.y;
+    float2 angle_6 = angles[5];
+    float partner_6 = shuffle_xor_f32(scaled[5], 8);
+    rotated[5] = scaled[5] * angle_6.x + (is_second ? partner_6 : -partner_6) * angle_6.y;
+    float2 angle_7 = angles[6];
+    float partner_7 = shuffle_xor_f32(scaled[6], 8);
+    rotated[6] = scaled[6] * angle_7.x + (is_second ? partner_7 : -partner_7) * angle_7.y;
+    float2 angle_8 = angles[7];
+    float partner_8 = shuffle_xor_f32(scaled[7], 8);
+    rotated[7] = scaled[7] * angle_8.x + (is_second ? partner_8 : -partner_8) * angle_8.y;
+    bool is_value_2 = kv_head >= 24;
+    values[0] = is_value_2 ? values[0] : rotated[0];
+    values[1] = is_value_2 ? values[1] : rotated[1];
+    values[2] = is_value_2 ? values[2] : rotated[2];
+    values[3] = is_value_2 ? values[3] : rotated[3];
+    values[4] = is_value_2 ? values[4] : rotated[4];
+    values[5] = is_value_2 ? values[5] : rotated[5];
+    values[6] = is_value_2 ? values[6] : rotated[6];
+    values[7] = is_value_2 ? values[7] : rotated[7];
+    if (own < newest_units * 2) {
+      uint4* place_2 = (is_value ? (uint4*)(arena + NEWEST) + 256 : (uint4*)(arena + NEWEST)) + newest_unit;
+      place_2[0] = make_u32x4(pack_bf16x2(values[0], values[1]), pack_bf16x2(values[2], values[3]), pack_bf16x2(values[4], values[5]), pack_bf16x2(values[6], values[7]));
+    }
+  }
+  warp_barrier();
 }
 
 // Lanes of odd rows read the two units in the opposite order: no bank conflicts.
@@ -1395,12 +1477,14 @@ __device__ __forceinline__ void attend(uint32_t first_row, uint32_t valid, uint3
   add_values(first_row, valid, key, weights_low, weights_high, lane, values, output);
 }
 
-// This warp's tiles of 16 keys: of the cached ones [begin, end), then of the newest, as if they were in one
-// more stage: so the code of a tile stands in the kernel once.
-__device__ __forceinline__ void attend_keys(uint32_t begin, uint32_t end, uint32_t newest_begin, uint32_t newest,
-    uint32_t warp, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena,
-    uint32_t lane, uint4* query, uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2],
-    float (&output)[8][4], uint64_t* empty) {
+// This warp's tiles of 16 keys: of the cached ones [item.begin, end), then of the newest, as if they were in
+// one more stage: so the code of a tile stands in the kernel once.
+__device__ __forceinline__ void attend_keys(uint32_t end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
+    uint4 what, uint32_t warp, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint32_t lane,
+    uint4* record, uint32_t step, const bf16* head_norms, uint32_t layer, uint64_t* exchange_words, uint8_t* arena,
+    uint4* query, uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2], float (&output)[8][4],
+    uint64_t* empty) {
+  uint32_t begin = what.w;
   uint32_t cached = begin < end ? end - begin : 0;
   uint32_t tiles = (cached + 15) / 16;
   uint32_t all_tiles = tiles + (newest + 15) / 16;
@@ -1422,6 +1506,7 @@ __device__ __forceinline__ void attend_keys(uint32_t begin, uint32_t end, uint32
     uint8_t* keys = chunk;
     uint8_t* values = chunk + 8192;
     if (tile >= tiles) {
+      bring_newest(newest_begin, newest, epoch, lane, record, step, what, head_norms, layer, exchange_words, arena);
       uint8_t* newest_keys = arena + NEWEST;
       uint8_t* newest_values = arena + NEWEST + 4096;
       first_tile = tiles;
@@ -1484,34 +1569,35 @@ __device__ __forceinline__ void lay_down_2(uint8_t* arena, uint32_t lane, uint32
   }
 }
 
-// Fold the states of rows `first`, `first + stride`, ... of the laid down ones: (low, high, lse).
+// Fold the states of rows `first`, `first + stride`, ... of the laid down ones: (low, high), the highest logit
+// and the sum of weights. Without softmax the last two are 0.
 __device__ __forceinline__ void fold_states(uint32_t first, uint32_t pair, uint8_t* arena, float& result,
-    float& result_2, float& lse_out) {
+    float& result_2, float& highest_out, float& weight_sum_out) {
   float2* scratch = (float2*)(arena + ATTENTION);
   float2* statistics = (float2*)(arena + STATISTICS);
   float low = 0.0f;
   float high = 0.0f;
   float highest = -bits_float(0x7f800000);
   #pragma unroll
-  for (uint32_t other = first; other < 16; other += 2) {
-    highest = maximum_f32(highest, statistics[other].x);
+  for (uint32_t state = 0; state < 8; ++state) {
+    highest = maximum_f32(highest, statistics[first + state * 2].x);
   }
   float base = highest == -bits_float(0x7f800000) ? 0.0f : highest;
   float weight_sum = 0.0f;
   #pragma unroll
-  for (uint32_t other = first; other < 16; other += 2) {
-    float2 numbers = statistics[other];
+  for (uint32_t state = 0; state < 8; ++state) {
+    float2 numbers = statistics[first + state * 2];
     float weight = exp2_f32(numbers.x - base);
-    float2 part = scratch[other * 64 + pair];
+    float2 part = scratch[(first + state * 2) * 64 + pair];
     weight_sum += weight * numbers.y;
     low += weight * part.x;
     high += weight * part.y;
   }
   float inverse = weight_sum == 0.0f ? 0.0f : divide_f32(1.0f, weight_sum);
-  float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
   result = low * inverse;
   result_2 = high * inverse;
-  lse_out = lse;
+  highest_out = highest;
+  weight_sum_out = weight_sum;
 }
 
 __device__ __forceinline__ void publish_partial(uint32_t row, uint32_t dim_pair, float low, float high, float lse,
@@ -1535,13 +1621,16 @@ __device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint3
     uint32_t pair = output % 64;
     float low;
     float high;
-    float lse;
-    fold_states(place, pair, arena, low, high, lse);
+    float highest;
+    float weight_sum;
+    fold_states(place, pair, arena, low, high, highest, weight_sum);
     uint32_t dim_pair = (pair % 32 / 4 * 2 + pair / 32) * 4 + pair % 32 % 4;
     if (record[1].y == 4294967295u) {
+      float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
       uint32_t column = record[2].x + place / 2;
       publish_flagged(exchange_words + (((((what.z * 2 + place % 2) * 128 + dim_pair * 2) / 32 + column) * 4 + ((what.z * 2 + place % 2) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 2 + place % 2) * 128 + dim_pair * 2) % 8 / 2 + 72288), pack_bf16x2(low, high), epoch);
     } else {
+      float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
       publish_partial(record[1].y + place, dim_pair, low, high, lse, epoch, exchange_words);
     }
   }
@@ -1561,46 +1650,55 @@ __device__ __forceinline__ void fold(uint32_t epoch, uint8_t* arena, float (&wei
 
 // This warp's share of an item whose queries are there.
 __device__ __forceinline__ void attend_rows(uint32_t cached_end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
-    uint4 what, uint32_t warp, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena,
-    uint32_t lane, uint4* query, uint32_t (&limits)[2], uint64_t* empty, uint4* record, uint32_t thread,
-    uint64_t* exchange_words) {
+    uint4 what, uint32_t warp, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint32_t lane,
+    uint4* record, uint32_t step, const bf16* head_norms, uint32_t layer, uint64_t* exchange_words, uint8_t* arena,
+    uint4* query, uint32_t (&limits)[2], uint64_t* empty, uint32_t thread) {
   float highest[2];
   float weight_sum[2] = {};
   float output[8][4] = {};
   highest[0] = -bits_float(0x7f800000);
   highest[1] = -bits_float(0x7f800000);
-  attend_keys(what.w, cached_end, newest_begin, newest, warp, use_stage, full, use_parity, ring, arena, lane, query,
-      limits, highest, weight_sum, output, empty);
+  attend_keys(cached_end, newest_begin, newest, epoch, what, warp, use_stage, full, use_parity, ring, lane, record,
+      step, head_norms, layer, exchange_words, arena, query, limits, highest, weight_sum, output, empty);
   fold(epoch, arena, weight_sum, lane, warp, highest, output, record, thread, exchange_words, what);
 }
 
 // Put the item's newest keys and values into the cache, if their column is one of the tile's own: of the tiles
-// that read it, one. It is done when the item's output is published: nobody waits for the cache in this step.
-__device__ __forceinline__ void append_newest(uint32_t newest_begin, uint32_t newest, uint32_t thread, uint4* record,
-    uint32_t step, uint4 what, uint8_t* arena, const int32_t* page_table, uint32_t layer, bf16* kv) {
-  uint32_t units = newest * 16;
-  #pragma unroll 1
-  for (uint32_t index = thread; index < units * 2; index += 256) {
-    bool is_value = index >= units;
-    uint32_t newest_unit = index - (is_value ? units : 0);
+// that read it, one. It is done when the item's output is published: nobody waits for the cache in this step, and
+// no warp for another's stores to it.
+__device__ __forceinline__ void append_newest(uint32_t newest_begin, uint32_t newest, uint32_t thread, uint8_t* arena,
+    uint4* record, uint32_t step, uint4 what, const int32_t* page_table, uint32_t layer, bf16* kv) {
+  uint32_t newest_units = newest * 16;
+  uint32_t words[1][4];
+  if (thread < newest_units * 2) {
+    bool is_value = thread >= newest_units;
+    uint32_t newest_unit = thread - (is_value ? newest_units : 0);
+    uint4* place = (is_value ? (uint4*)(arena + NEWEST) + 256 : (uint4*)(arena + NEWEST)) + newest_unit;
+    uint4 read = place[0];
+    words[0][0] = read.x;
+    words[0][1] = read.y;
+    words[0][2] = read.z;
+    words[0][3] = read.w;
+  }
+  named_barrier(1, 256);
+  if (thread < newest_units * 2) {
+    bool is_value = thread >= newest_units;
+    uint32_t newest_unit = thread - (is_value ? newest_units : 0);
+    uint32_t place = thread % 16;
     uint32_t newest_column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + newest_unit / 16;
     uint32_t kv_head = 16 + (is_value ? 8u : 0u) + what.z;
-    uint32_t place = index % 16;
     if (newest_column - record[2].x < record[2].y) {
-      uint4* place_2 = (is_value ? (uint4*)(arena + NEWEST) + 256 : (uint4*)(arena + NEWEST)) + newest_unit;
-      uint4 words = place_2[0];
       if (((uint32_t*)(arena + COLUMNS))[newest_column * 9 + 1] < ((uint32_t*)(arena + COLUMNS))[newest_column * 9 + 2]) {
         uint32_t table = ((uint32_t*)(arena + COLUMNS))[newest_column * 9 + 6] * 512;
         uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[newest_column * 9] / 16));
         uint64_t offset = (uint64_t)(layer) * 16777216 + (uint64_t)(page) * 32768;
         bf16* key = kv + (offset + (uint64_t)((kv_head - 16) % 8 * 2048 + ((uint32_t*)(arena + COLUMNS))[newest_column * 9] % 16 * 128));
-        bf16* place_3 = kv_head - 16 < 8 ? key : key + 16384;
-        ((uint4*)(place_3 + place * 8))[0] = make_u32x4(words.x, words.y, words.z, words.w);
+        bf16* place_2 = kv_head - 16 < 8 ? key : key + 16384;
+        ((uint4*)(place_2 + place * 8))[0] = make_u32x4(words[0][0], words[0][1], words[0][2], words[0][3]);
         fence_proxy_async();
       }
     }
   }
-  named_barrier(1, 256);
 }
 
 // The record at hand becomes that of another merge of this team.
@@ -1742,7 +1840,7 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
     uint32_t newest_end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
     uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
     uint4* shared = (uint4*)(arena + QUERIES);
-    uint32_t row = lane / 4 < 7 ? lane / 4 : 7;
+    uint32_t row = lane / 4 < 1 ? lane / 4 : 1;
     uint4* query = shared + row * 16;
     uint32_t limits[2];
     uint32_t packed = lane % 4 * 2;
@@ -1759,11 +1857,10 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
     uint32_t following_2 = position_2 + 1;
     uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
     limits[1] = packed_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
-    load_item(newest_begin, newest, layer_epoch, record, warp, lane, step, what, head_norms, layer, exchange_words,
-        arena);
-    attend_rows(cached_end, newest_begin, newest, layer_epoch, what, warp, use_stage, full, use_parity, ring, arena,
-        lane, query, limits, empty, record, thread, exchange_words);
-    append_newest(newest_begin, newest, thread, record, step, what, arena, page_table, layer, kv);
+    load_item(layer_epoch, record, warp, lane, what, head_norms, layer, exchange_words, arena);
+    attend_rows(cached_end, newest_begin, newest, layer_epoch, what, warp, use_stage, full, use_parity, ring, lane,
+        record, step, head_norms, layer, exchange_words, arena, query, limits, empty, thread);
+    append_newest(newest_begin, newest, thread, arena, record, step, what, page_table, layer, kv);
   }
   // merge of partial states
   uint4 numbers_2 = ((uint4*)(arena + RECORDS))[0];

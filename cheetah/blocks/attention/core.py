@@ -13,7 +13,8 @@ keys were split."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,6 @@ from cheetah.blocks.attention.tile import (
     Rows,
     TileProduct,
     WarpState,
-    packed_rows,
 )
 from cheetah.blocks.attention.variants import CAUSAL, Variant
 from cheetah.blocks.exchange import Exchange
@@ -39,7 +39,7 @@ from cheetah.blocks.machine import Machine
 from cheetah.blocks.ring import Ring
 from cheetah.blocks.timeline import NO_TIMELINE, Timeline
 from cheetah.lang import prim, ty
-from cheetah.plan.index import round_up
+from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.plan import COLUMNS
 from cheetah.plan.plan import KV_TILE_TOKENS as TILE_KEYS
 
@@ -48,8 +48,8 @@ __all__ = ["LSE_WORDS", "Attention", "AttentionPort", "AttentionShape", "partial
 
 @dataclass(frozen=True, eq=False)
 class LoadedUnit:
-    """A unit of what an item loads: its number among queries (False: there are none), newest keys and newest values;
-    what it is; its number among the newest keys, or among the newest values."""
+    """A unit of what an item loads: its number among all that are loaded together; whether it is one of a query (a bool
+    where that is known beforehand), or of a newest value; its number among the newest keys, or the newest values."""
 
     number: Any
     is_query: Any
@@ -114,9 +114,8 @@ class Attention:
             newest_end = ch.minimum(item.end, item.tile.cached + item.tile.new)
             newest = ch.select(newest_begin < newest_end, newest_end - newest_begin, ty.u32(0))
             keys = (cached_end, newest_begin, newest, epoch)
-            is_narrow = self.sizes.max_rows <= COLUMNS
-            work = self._work(item, 1) if is_narrow else None  # looked up before the wait
-            self._load_item(item, newest_begin, newest, epoch)
+            work = self._work(item, 1) if self.sizes.max_rows <= COLUMNS else None  # looked up before the wait
+            self._load_item(item, epoch, *((None, None) if self.newest_by_warp else (newest_begin, newest)))
             self.timeline.stamp_first("ready")
             self.ring.uses(CACHED_KEYS)
             if work is not None:
@@ -149,81 +148,154 @@ class Attention:
     ) -> None:
         """This warp's share of an item whose queries are there."""
         states = [self.product.new_state() for _ in queries]
-        self._attend_keys(item.begin, cached_end, newest_begin, newest, share, queries, states)
+        self._attend_keys(item, cached_end, newest_begin, newest, epoch, share, queries, states)
         self.folder.fold(item, share, states, epoch)
 
     # -- queries, and the newest keys and values --------------------------------------------------------------------
 
+    @property
+    def newest_by_warp(self) -> bool:
+        """Whether a warp brings the newest keys and values by itself, when it comes to them: those of an item are one
+        tile of 16 keys then, which one warp attends. They are published last, behind the queries, so what is cached is
+        attended while they are on their way."""
+        narrow = self.sizes.max_rows <= COLUMNS
+        return self.port.has_newest and narrow and self.machine.plan.tokens <= TILE_KEYS
+
     @ch.function
-    def _load_item(self, item: Item, newest_begin: ch.Expr, newest: ch.Expr, epoch: ch.Expr) -> None:
-        """Bring the item's queries to shared memory, and those newest keys and values that it has."""
+    def _load_item(self, item: Item, epoch: ch.Expr, newest_begin: ch.Expr | None, newest: ch.Expr | None) -> None:
+        """Bring the item's queries to shared memory, and so many newest keys and values, unless a warp does."""
         if self.port.heads is not None:
-            self._load_raw(self.port.heads, item, newest_begin, newest, epoch)
+            self._load_raw(self.port.heads, item, epoch, newest_begin, newest)
             return
         machine, sizes = self.machine, self.sizes
         queries = machine.region("queries", ty.u32x4)
         if self.variant.query_transform is not None:
             self._load_transformed(item, queries, epoch)
         query_units = item.rows * sizes.head_units if self.variant.query_transform is None else ty.u32(0)
-        newest_units = newest * sizes.head_units if self.port.has_newest else ty.u32(0)
+        newest_units = newest * sizes.head_units if newest is not None and self.port.has_newest else ty.u32(0)
         with ch.for_(machine.thread, query_units + newest_units * 2, machine.consumer_threads, unroll=1) as index:
-            with ch.if_(index < query_units):
+            with ch.if_(index < query_units) if newest is not None else nullcontext():
                 row = index // sizes.head_units
                 queries[index] = self._query_unit(item, row, index % sizes.head_units, epoch)
-            if self.port.has_newest:
+            if newest is not None and self.port.has_newest:
                 with ch.else_():
                     self._load_newest_unit(item, newest_begin, index - query_units, newest_units, epoch)
         machine.meet()
 
     @ch.inline
-    def _load_raw(self, heads: RawHeads, item: Item, newest_begin: ch.Expr, newest: ch.Expr, epoch: ch.Expr) -> None:
-        """The same of heads that are finished by who reads them: units of the queries, the newest keys, the values.
-
-        A warp takes whole heads; its lanes beyond the last unit repeat that one and keep nothing.
-        """
-        machine, sizes = self.machine, self.sizes
-        query_units = item.rows * sizes.head_units
-        key_end = query_units + newest * sizes.head_units
-        units = key_end + newest * sizes.head_units
-        with ch.for_(machine.warp * 32, units, machine.consumer_threads, unroll=1) as first:
-            own = first + machine.lane
-            index = ch.minimum(own, units - 1)
-            is_value = index >= key_end
-            newest_unit = index - ch.select(is_value, key_end, query_units)
-            unit = LoadedUnit(index, index < query_units, is_value, newest_unit)
+    def _load_raw(
+        self, heads: RawHeads, item: Item, epoch: ch.Expr, newest_begin: ch.Expr | None, newest: ch.Expr | None
+    ) -> None:
+        """The same of heads that are finished by who reads them: units of the queries, the newest keys, the values."""
+        machine, head_units = self.machine, self.sizes.head_units
+        query_units = item.rows * head_units
+        newest_units = None if newest is None else newest * head_units
+        units = query_units if newest_units is None else query_units + newest_units * 2
+        with self._own_units(machine.warp * 32, units, machine.consumer_threads) as (own, index):
+            if newest_units is None:
+                unit = LoadedUnit(index, True, False, None)
+            else:
+                unit = self._unit_of_all(index, query_units, newest_units)
             raw = self._raw_head(item, newest_begin, unit)
             values = heads.finish(raw, epoch)
             with ch.if_(own < units):
                 self._keep_unit(heads, unit, raw, values)
         machine.meet()
 
+    @contextmanager
     @ch.inline
-    def _raw_head(self, item: Item, newest_begin: ch.Expr, unit: LoadedUnit) -> RawHead:
+    def _own_units(self, start: ch.Value, units: ch.Expr, every: int) -> Iterator[tuple[Any, Any]]:
+        """The lane's of so many units, from `start` on 32 a warp: (its own, the last where that is beyond the last). A
+        warp takes whole heads, and lanes that repeat the last unit keep nothing."""
+        with ch.for_(start, units, every, unroll=1) as first:
+            own = first + self.machine.lane
+            index = ch.minimum(own, units - 1)
+            yield own, index
+
+    @ch.function
+    def _bring_newest(self, item: Item, newest_begin: ch.Expr, newest: ch.Expr, epoch: ch.Expr) -> None:
+        """By the warp that attends them: the newest keys and values to shared memory."""
+        machine, heads = self.machine, self.port.heads
+        newest_units = newest * self.sizes.head_units
+        if heads is None:
+            with ch.for_(machine.lane, newest_units * 2, 32, unroll=1) as index:
+                self._load_newest_unit(item, newest_begin, index, newest_units, epoch)
+        else:
+            with self._own_units(0, newest_units * 2, 32) as (own, index):
+                unit = self._newest_unit_of(index, newest_units)
+                raw = self._raw_head(item, newest_begin, unit)
+                values = heads.finish(raw, epoch)
+                with ch.if_(own < newest_units * 2):
+                    self._keep_unit(heads, unit, raw, values)
+        prim.warp_barrier()  # orders the lanes' stores before their reads
+
+    @ch.inline
+    def _unit_of_all(self, index: ch.Expr, query_units: ch.Expr, newest_units: ch.Expr) -> LoadedUnit:
+        """Unit `index` of the queries, then of the newest keys, then of the newest values."""
+        key_end = query_units + newest_units
+        is_value = index >= key_end
+        newest_unit = index - ch.select(is_value, key_end, query_units)
+        return LoadedUnit(index, index < query_units, is_value, newest_unit)
+
+    @ch.inline
+    def _newest_unit_of(self, index: ch.Expr, newest_units: ch.Expr) -> LoadedUnit:
+        """Unit `index` of the newest keys, then of the newest values."""
+        is_value = index >= newest_units
+        newest_unit = index - ch.select(is_value, newest_units, ty.u32(0))
+        return LoadedUnit(index, False, is_value, newest_unit)
+
+    @ch.inline
+    def _raw_head(self, item: Item, newest_begin: Any, unit: LoadedUnit) -> RawHead:
         """Where a unit is published."""
-        sizes, shape, tile = self.sizes, self.machine.shape, item.tile
-        newest_column = tile.new_column + (newest_begin - tile.cached) + unit.newest // sizes.head_units
-        kv_head = shape.heads + ch.select(unit.is_value, ty.u32(shape.kv_heads), ty.u32(0)) + item.head
-        place = unit.number % sizes.head_units
+        place = unit.number % self.sizes.head_units
+        if unit.is_query is True:
+            return RawHead(*self._query_head(item, unit), place)
+        newest_column, kv_head = self._newest_head(item, newest_begin, unit)
         if unit.is_query is False:
             return RawHead(newest_column, kv_head, place)
-        row = unit.number // sizes.head_units
-        column = ch.select(unit.is_query, tile.first_column + row // sizes.group, newest_column)
-        head = ch.select(unit.is_query, item.head * sizes.group + row % sizes.group, kv_head)
+        query_column, query_head = self._query_head(item, unit)
+        column = ch.select(unit.is_query, query_column, newest_column)
+        head = ch.select(unit.is_query, query_head, kv_head)
         return RawHead(column, head, place)
+
+    @ch.inline
+    def _query_head(self, item: Item, unit: LoadedUnit) -> tuple[Any, Any]:
+        """Column and head of a unit of the queries."""
+        group = self.sizes.group
+        row = unit.number // self.sizes.head_units
+        query_column = item.tile.first_column + row // group
+        query_head = item.head * group + row % group
+        return query_column, query_head
+
+    @ch.inline
+    def _newest_head(self, item: Item, newest_begin: ch.Expr, unit: LoadedUnit) -> tuple[Any, Any]:
+        """Column and head of a unit of the newest keys and values."""
+        shape, tile = self.machine.shape, item.tile
+        newest_column = tile.new_column + (newest_begin - tile.cached) + unit.newest // self.sizes.head_units
+        kv_head = shape.heads + ch.select(unit.is_value, ty.u32(shape.kv_heads), ty.u32(0)) + item.head
+        return newest_column, kv_head
 
     @ch.inline
     def _keep_unit(self, heads: RawHeads, unit: LoadedUnit, raw: RawHead, values: Any) -> None:
         """A finished unit to the item's queries, or to its newest keys and values, as the cache has them."""
-        with ch.if_(unit.is_query):
+        if unit.is_query is False:
+            self._keep_newest(heads, unit, raw, values)
+            return
+        with nullcontext() if unit.is_query is True else ch.if_(unit.is_query):
             self.machine.region("queries", ty.u32x4)[unit.number] = prim.make_u32x4(*packed(values))
-        with ch.else_():
-            words = heads.stored(values, raw)
-            place = self._newest_place(unit)
-            if self.sizes.codes:
-                place[0] = words[0]
-                place[1] = words[1]
-            else:
-                place[0] = prim.make_u32x4(*words)
+        if unit.is_query is not True:
+            with ch.else_():
+                self._keep_newest(heads, unit, raw, values)
+
+    @ch.inline
+    def _keep_newest(self, heads: RawHeads, unit: LoadedUnit, raw: RawHead, values: Any) -> None:
+        words = heads.stored(values, raw)
+        place = self._newest_place(unit)
+        if self.sizes.codes:
+            place[0] = words[0]
+            place[1] = words[1]
+        else:
+            place[0] = prim.make_u32x4(*words)
 
     def _newest_place(self, unit: LoadedUnit) -> Any:
         """Where a unit of the newest keys or values lies: two words of codes (u32*), or one of bf16 (u32x4*)."""
@@ -233,22 +305,35 @@ class Attention:
     @ch.function
     def _append_newest(self, heads: RawHeads, item: Item, newest_begin: ch.Expr, newest: ch.Expr) -> None:
         """Put the item's newest keys and values into the cache, if their column is one of the tile's own: of the tiles
-        that read it, one. It is done when the item's output is published: nobody waits for the cache in this step."""
+        that read it, one. It is done when the item's output is published: nobody waits for the cache in this step, and
+        no warp for another's stores to it."""
         machine, sizes = self.machine, self.sizes
-        units = newest * sizes.head_units
-        with ch.for_(machine.thread, units * 2, machine.consumer_threads, unroll=1) as index:
-            is_value = index >= units
-            newest_unit = index - ch.select(is_value, units, ty.u32(0))
-            unit = LoadedUnit(index, False, is_value, newest_unit)
-            raw = self._raw_head(item, newest_begin, unit)
-            with ch.if_(raw.column - item.tile.first_column < item.tile.columns):
-                place = self._newest_place(unit)
-                if sizes.codes:
-                    heads.append([place[0], place[1]], raw)
-                else:
-                    words = ch.const(ty.u32x4, place[0], name="words")
-                    heads.append([getattr(words, member) for member in "xyzw"], raw)
-        machine.meet()  # the next item's newest keys and values are laid over these
+        newest_units = newest * sizes.head_units
+        turns = ceil_div(machine.plan.tokens * 2 * sizes.head_units, machine.consumer_threads)
+        words = ch.array(ty.u32, turns, 2 if sizes.codes else 4, name="words")
+        for turn in range(turns):
+            index = machine.thread + turn * machine.consumer_threads
+            with ch.if_(index < newest_units * 2):
+                self._take_newest(self._newest_unit_of(index, newest_units), words[turn])
+        machine.meet()  # what comes next is laid over these
+        for turn in range(turns):
+            index = machine.thread + turn * machine.consumer_threads
+            with ch.if_(index < newest_units * 2):
+                raw = self._raw_head(item, newest_begin, self._newest_unit_of(index, newest_units))
+                with ch.if_(raw.column - item.tile.first_column < item.tile.columns):
+                    heads.append([words[turn][word] for word in range(2 if sizes.codes else 4)], raw)
+
+    @ch.inline
+    def _take_newest(self, unit: LoadedUnit, words: Any) -> None:
+        """The words of a unit of the newest keys or values."""
+        place = self._newest_place(unit)
+        if self.sizes.codes:
+            words[0] = place[0]
+            words[1] = place[1]
+        else:
+            read = place[0]
+            for word, member in enumerate("xyzw"):
+                words[word] = getattr(read, member)
 
     @ch.inline
     def _query_unit(self, item: Item, row: ch.Expr, unit: ch.Expr, epoch: ch.Expr) -> Any:
@@ -273,7 +358,7 @@ class Attention:
 
     @ch.function
     def _load_newest_unit(
-        self, item: Item, newest_begin: ch.Expr, index: ch.Expr, newest_units: ch.Expr, epoch: ch.Expr
+        self, item: Item, newest_begin: Any, index: ch.Expr, newest_units: ch.Expr, epoch: ch.Expr
     ) -> None:
         """Unit `index` of the newest keys, then of the newest values: as rows of a stage have them, bf16 or codes."""
         sizes = self.sizes
@@ -308,11 +393,12 @@ class Attention:
     def _queries(self, item: Item, column_tile: ch.Expr) -> Queries:
         """What this warp needs of its 8 rows: the operand of the products, read when needed, and what its columns see.
 
-        Rows beyond the item's are whatever lies there: they have columns of their own, which see no key.
+        Rows beyond the item's are whatever lies there: they have columns of their own, which see no key. Those that no
+        item has are read as the last that one has, which costs nothing.
         """
         machine, sizes = self.machine, self.sizes
         shared = machine.region("queries", ty.u32x4)
-        row = ch.minimum(column_tile * COLUMNS + machine.lane // 4, packed_rows(sizes) - 1)
+        row = ch.minimum(column_tile * COLUMNS + machine.lane // 4, sizes.max_rows - 1)
         query = shared + row * sizes.head_units
 
         def unit(part: int) -> Any:
@@ -382,20 +468,22 @@ class Attention:
     @ch.function
     def _attend_keys(
         self,
-        begin: ch.Expr,
+        item: Item,
         end: ch.Expr,
         newest_begin: ch.Expr,
         newest: ch.Expr,
+        epoch: ch.Expr,
         share: Share,
         queries: Sequence[Queries],
         states: Sequence[WarpState],
     ) -> None:
-        """This warp's tiles of 16 keys: of the cached ones [begin, end), then of the newest, as if they were in one
-        more stage: so the code of a tile stands in the kernel once.
+        """This warp's tiles of 16 keys: of the cached ones [item.begin, end), then of the newest, as if they were in
+        one more stage: so the code of a tile stands in the kernel once.
 
         A warp waits only for stages in which it has a tile.
         """
         machine, sizes, port = self.machine, self.sizes, self.port
+        begin = item.begin
         stage_tiles = sizes.stage_tokens // TILE_KEYS
         cached = ch.select(begin < end, end - begin, ty.u32(0))
         tiles = (cached + (TILE_KEYS - 1)) // TILE_KEYS
@@ -415,6 +503,8 @@ class Attention:
                 self.timeline.stamp_first("first_chunk")
                 if port.has_newest:
                     with ch.if_(tile >= tiles):
+                        if self.newest_by_warp:
+                            self._bring_newest(item, newest_begin, newest, epoch)
                         newest_keys, newest_values = self._newest_rows(ty.u8)
                         first_tile.set(tiles)
                         last_tile.set(all_tiles)

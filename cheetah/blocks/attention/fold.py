@@ -6,8 +6,8 @@ time as there is room for, and each pair of dims is folded by one thread over th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from cheetah import lang as ch
@@ -117,35 +117,35 @@ class Folder:
         self, slices: range, item: Item, row: ch.Expr, place: ch.Expr, pair: ch.Expr, stride: Any, epoch: ch.Expr
     ) -> None:
         slice_pairs = SLICE_DIMS // 2
-        low, high, lse = self._fold_states(place, stride, pair, slice_pairs * len(slices))
+        low, high, highest, weight_sum = self._fold_states(place, stride, pair, slice_pairs * len(slices))
         dim_pair = self.sizes.dim_pair(pair // slice_pairs + slices.start, pair % slice_pairs)
         with ch.if_(item.partial == WRITE_THROUGH):
-            self.finish(item.tile, item.head, row, dim_pair, low, high, lse, epoch)
+            self.finish(item.tile, item.head, row, dim_pair, low, high, self._lse(highest, weight_sum), epoch)
         with ch.else_():
+            lse = self._lse(highest, weight_sum)
             self._publish_partial(item.partial + row, dim_pair, low, high, lse, epoch)
 
     @ch.function
-    def _fold_states(self, first: ch.Expr, stride: Any, pair: ch.Expr, pairs: int) -> tuple[Any, Any, Any]:
-        """Fold the states of rows `first`, `first + stride`, ... of the laid down ones: (low, high, lse)."""
-        machine, sizes = self.machine, self.sizes
-        laid_down = sizes.warps * self.columns
-        unroll = True if isinstance(stride, int) else 1
+    def _fold_states(self, first: ch.Expr, stride: Any, pair: ch.Expr, pairs: int) -> tuple[Any, Any, Any, Any]:
+        """Fold the states of rows `first`, `first + stride`, ... of the laid down ones: (low, high), the highest logit
+        and the sum of weights. Without softmax the last two are 0."""
+        machine = self.machine
         scratch = machine.region("attention", ty.f32x2)
         statistics = machine.region("statistics", ty.f32x2)
         low = ch.var(ty.f32, 0.0)
         high = ch.var(ty.f32, 0.0)
         if not self.softmax:
-            with ch.for_(first, laid_down, stride, unroll=unroll) as other:
+            with self._states(first, stride) as other:
                 part = scratch[other * pairs + pair]
                 low += part.x
                 high += part.y
-            return low, high, ty.f32(0.0)
+            return low, high, ty.f32(0.0), ty.f32(0.0)
         highest = ch.var(ty.f32, -math.inf)
-        with ch.for_(first, laid_down, stride, unroll=unroll) as other:
+        with self._states(first, stride) as other:
             highest.set(prim.maximum_f32(highest, statistics[other].x))
         base = ch.select(highest == -math.inf, ty.f32(0.0), highest)
         weight_sum = ch.var(ty.f32, 0.0)
-        with ch.for_(first, laid_down, stride, unroll=unroll) as other:
+        with self._states(first, stride) as other:
             numbers = statistics[other]
             weight = prim.exp2_f32(numbers.x - base)
             part = scratch[other * pairs + pair]
@@ -153,8 +153,27 @@ class Folder:
             low += weight * part.x
             high += weight * part.y
         inverse = ch.select(weight_sum == 0.0, ty.f32(0.0), prim.divide_f32(1.0, weight_sum))
+        return low * inverse, high * inverse, highest, weight_sum
+
+    @contextmanager
+    @ch.inline
+    def _states(self, first: ch.Expr, stride: Any) -> Iterator[Any]:
+        """The laid down states of a row, ascending. Where their number is known they are read together: counted from
+        `first`, which is known to the block alone, each was waited for by itself (0.57 us of a fold of 8)."""
+        if isinstance(stride, int):
+            with ch.for_(self.sizes.warps * self.columns // stride, unroll=True, name="state") as state:
+                yield first + state * stride
+        else:
+            with ch.for_(first, self.sizes.warps * self.columns, stride, unroll=1) as other:
+                yield other
+
+    @ch.inline
+    def _lse(self, highest: ch.Expr, weight_sum: ch.Expr) -> Any:
+        """The natural logarithm of the sum of exponentials."""
+        if not self.softmax:
+            return ty.f32(0.0)
         lse = ch.select(weight_sum == 0.0, -math.inf, highest * LN_2 + prim.log_f32(weight_sum))
-        return low * inverse, high * inverse, lse
+        return lse
 
     @ch.function
     def _publish_partial(

@@ -74,4 +74,14 @@ class Sharing:
         # The stage's first tile belongs to key group first_tile % key_groups, the next one to the next.
         index = (share.key_group + share.key_groups - first_tile % share.key_groups) % share.key_groups
         rank = index * share.column_groups + share.column_group
-        return warps // members + ch.select(rank < warps % members, ty.u32(1), ty.u32(0))
+        each = self._quotient(warps, members)
+        return each + ch.select(rank < warps - each * members, ty.u32(1), ty.u32(0))
+
+    @staticmethod
+    def _quotient(number: int, divisor: ch.Expr) -> Any:
+        """number // divisor, which is from 1 to number: from a table, as division is a hundred cycles that a tile of
+        keys waits for."""
+        if number > 8:
+            return number // divisor
+        table = sum(number // value << 4 * (value - 1) for value in range(1, number + 1))
+        return (ty.u32(table) >> ((divisor - 1) * 4)) & 15

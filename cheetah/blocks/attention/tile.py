@@ -17,7 +17,6 @@ from cheetah import lang as ch
 from cheetah.blocks.attention.variants import At, Pair, Variant
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
-from cheetah.plan.plan import COLUMNS
 from cheetah.plan.regions import ATTENTION_SLICE_DIMS as SLICE_DIMS
 
 SLICE_TILES = SLICE_DIMS // 16
@@ -457,8 +456,3 @@ class TileProduct:
             new_near.append(prim.pack_bf16x2(low[0], high[0]))
             new_far.append(prim.pack_bf16x2(low[1], high[1]))
         return prim.make_u32x4(*new_near), prim.make_u32x4(*new_far)
-
-
-def packed_rows(sizes: AttentionShape) -> int:
-    """Rows of the queries' region: whole column tiles."""
-    return -(-sizes.max_rows // COLUMNS) * COLUMNS
