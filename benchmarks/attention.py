@@ -102,7 +102,12 @@ def measure(device: Any, case: Case, ceiling: ReadCeiling) -> dict[str, Any]:
 
 def graph_ms(device: Any, attention: BatchAttention) -> list[float]:
     """Milliseconds a launch, of launches in a CUDA graph."""
-    graph = device.capture(lambda: [attention.launch() for _ in range(LAUNCHES)])
+
+    def launches() -> None:
+        for _ in range(LAUNCHES):
+            attention.launch()
+
+    graph = device.capture(launches)
     samples = []
     for _ in range(WARMUP + SAMPLES):
         before = device.record()

@@ -140,7 +140,7 @@ def write_checkpoint(folder: Path, config: ModelConfig, form: str, plain: str = 
     with (folder / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for block in _contents(tensors):
-            file.write(memoryview(block))
+            file.write(block.data)
 
 
 def _contents(tensors: Parts) -> Iterator[np.ndarray[Any, Any]]:

@@ -105,7 +105,7 @@ def in_turns(works: Mapping[str, Work], options: argparse.Namespace) -> dict[str
     """Milliseconds of each work, `repetitions` times, each after a rest."""
     samples: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(options.warmup + options.repetitions):
-        for name in works if turn % 2 else reversed(works):
+        for name in works if turn % 2 else reversed([*works]):
             time.sleep(options.rest)
             milliseconds = works[name]()
             if turn >= options.warmup:
@@ -154,7 +154,7 @@ class _Torch:
         from benchmarks.baselines.weights import random_weights
 
         self._torch, self._config = torch, config
-        self._model: Any = build(config, random_weights(config, "cuda"))  # type: ignore[arg-type]
+        self._model: Any = build(config, random_weights(config, "cuda"))
         shapes = matrix_shapes(config).values()
         self._weights = [
             [torch.randn(shape, dtype=torch.bfloat16, device="cuda") * shape[1] ** -0.5 for shape in shapes]

@@ -20,7 +20,7 @@ from benchmarks.baselines.weights import random_weights
 
 if TYPE_CHECKING:
     from benchmarks.baselines.weights import Weights
-    from cheetah.models.llama import LlamaConfig
+    from cheetah.models.config import ModelConfig
 
 MOST_KL = {torch.float32: 1e-9, torch.bfloat16: 5e-3}
 
@@ -33,7 +33,7 @@ class Agreement:
     same: float
 
 
-def agreement(config: LlamaConfig, weights: Weights, ids: Sequence[int]) -> Agreement:
+def agreement(config: ModelConfig, weights: Weights, ids: Sequence[int]) -> Agreement:
     """Of both models' logits after each of `ids`."""
     with torch.no_grad():
         p = torch.log_softmax(logits_of_plain(config, weights, ids).double(), -1)
@@ -42,7 +42,7 @@ def agreement(config: LlamaConfig, weights: Weights, ids: Sequence[int]) -> Agre
     return Agreement(float(kl), float((p.argmax(-1) == q.argmax(-1)).double().mean()))
 
 
-def logits_of_plain(config: LlamaConfig, weights: Weights, ids: Sequence[int]) -> torch.Tensor:
+def logits_of_plain(config: ModelConfig, weights: Weights, ids: Sequence[int]) -> torch.Tensor:
     """[tokens, vocab], one step a token."""
     model = plain_llama.build(config, weights)
     state = plain_llama.new_state(model, len(ids))
@@ -54,7 +54,7 @@ def logits_of_plain(config: LlamaConfig, weights: Weights, ids: Sequence[int]) -
     return torch.stack(rows)
 
 
-def logits_of_transformers(config: LlamaConfig, weights: Weights, ids: Sequence[int]) -> torch.Tensor:
+def logits_of_transformers(config: ModelConfig, weights: Weights, ids: Sequence[int]) -> torch.Tensor:
     """[tokens, vocab], all tokens at once and without a cache."""
     model = transformers_llama.build(config, weights)
     tokens = torch.tensor([list(ids)], device=model.model.embed_tokens.weight.device)

@@ -22,7 +22,7 @@ from cheetah.errors import CheetahError
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from cheetah.models.llama import LlamaConfig
+    from cheetah.models.config import ModelConfig
 
 MODE = "reduce-overhead"
 ROUND_CAPACITY = 128  # whole blocks of a mask, where the clone's model takes one
@@ -57,7 +57,7 @@ def load_model_file(path: Path) -> ModuleType:
     return module
 
 
-def model_arguments(config: LlamaConfig, capacity: int) -> dict[str, Any]:
+def model_arguments(config: ModelConfig, capacity: int) -> dict[str, Any]:
     """Fields of its ModelArgs for a configuration, with `capacity` positions."""
     return {
         "block_size": capacity,
@@ -96,7 +96,7 @@ class GptFastSystem:
 
     name = "gpt-fast"
 
-    def __init__(self, config: LlamaConfig, clone: Path | None, device: str, compiled: bool = True) -> None:
+    def __init__(self, config: ModelConfig, clone: Path | None, device: str, compiled: bool = True) -> None:
         path = model_file(clone)
         self._config, self._device, self._compiled = config, device, compiled
         self._module, self.commit = load_model_file(path), commit_of(path)

@@ -19,7 +19,7 @@ from benchmarks.baselines.weights import EMBEDDING, HEAD, NORM
 
 if TYPE_CHECKING:
     from benchmarks.baselines.weights import Weights
-    from cheetah.models.llama import LlamaConfig
+    from cheetah.models.config import ModelConfig
 
 # Products of one row become reductions that the compiler writes and tunes itself: faster than the library's here.
 COMPILER_OPTIONS = {"coordinate_descent_tuning": True}
@@ -42,7 +42,7 @@ class Layer:
 class PlainLlama:
     """embedding, head: [vocab, hidden]. rope: float32 [positions, head_dim/2, 2]."""
 
-    config: LlamaConfig
+    config: ModelConfig
     embedding: torch.Tensor
     layers: tuple[Layer, ...]
     norm: torch.Tensor
@@ -86,7 +86,7 @@ def logits(model: PlainLlama, state: State) -> torch.Tensor:
 
 
 def attention(
-    config: LlamaConfig,
+    config: ModelConfig,
     layer: Layer,
     h: torch.Tensor,
     keys: torch.Tensor,
@@ -117,7 +117,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 
-def build(config: LlamaConfig, weights: Weights) -> PlainLlama:
+def build(config: ModelConfig, weights: Weights) -> PlainLlama:
     """The model of a checkpoint's tensors."""
 
     def layer(index: int) -> Layer:
@@ -157,7 +157,7 @@ class PlainSystem:
 
     name = "plain PyTorch + CUDA graphs"
 
-    def __init__(self, config: LlamaConfig, weights: Weights, compiled: bool = True) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, compiled: bool = True) -> None:
         self.model = build(config, weights)
         self._compiled = compiled
 

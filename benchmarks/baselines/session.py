@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.baselines.chain import Chain, Run, System, run
 from benchmarks.baselines.weights import random_weights, step_bytes
-from cheetah.models.llama import LlamaConfig
+from cheetah.models.config import ModelConfig
 from cheetah.runtime.build.kernels import choose_gpu
 from cheetah.runtime.device import open_device
 from cheetah.tools.bench import Measurement, ReadCeiling, Work
@@ -26,7 +26,7 @@ Say = Callable[[str], None]
 
 
 def make_system(
-    kind: str, config: LlamaConfig, device: str, compiled: bool = True, clone: Path | None = None
+    kind: str, config: ModelConfig, device: str, compiled: bool = True, clone: Path | None = None
 ) -> System:
     """One of SYSTEMS with random weights on "cuda" or "cpu". Its library is loaded now. clone: gpt-fast's folder."""
     if kind == "gpt-fast":
@@ -70,7 +70,7 @@ class Session:
     def __init__(
         self,
         kind: str,
-        config: LlamaConfig,
+        config: ModelConfig,
         model: str,
         device: str,
         compiled: bool,

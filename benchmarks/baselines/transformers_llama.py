@@ -15,14 +15,14 @@ from benchmarks.baselines.chain import FIRST_TOKEN
 
 if TYPE_CHECKING:
     from benchmarks.baselines.weights import Weights
-    from cheetah.models.llama import LlamaConfig
+    from cheetah.models.config import ModelConfig
 
 MODE = "reduce-overhead"
 ROUND_CAPACITY = 64
 WARMUP_STEPS = 4  # the first compiles, the second runs outside of a graph, the third is recorded
 
 
-def build(config: LlamaConfig, weights: Weights) -> Any:
+def build(config: ModelConfig, weights: Weights) -> Any:
     """transformers' model that holds these very tensors."""
     library = importlib.import_module("transformers")
     llama = importlib.import_module("transformers.models.llama.modeling_llama")
@@ -37,7 +37,7 @@ def build(config: LlamaConfig, weights: Weights) -> Any:
     return model.eval()
 
 
-def new_cache(model: Any, config: LlamaConfig, capacity: int) -> Any:
+def new_cache(model: Any, config: ModelConfig, capacity: int) -> Any:
     """A static cache of `capacity` tokens, initialised; keys and values are random numbers."""
     cache = importlib.import_module("transformers").StaticCache(config=model.config, max_cache_len=capacity)
     like = model.model.embed_tokens.weight
@@ -65,7 +65,7 @@ class TransformersSystem:
 
     name = "transformers static cache + torch.compile"
 
-    def __init__(self, config: LlamaConfig, weights: Weights, compiled: bool = True) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, compiled: bool = True) -> None:
         self.model, self._config = build(config, weights), config
         self._function: Callable[[Any, torch.Tensor, Any], torch.Tensor] = following_token
         if compiled:

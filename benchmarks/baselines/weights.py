@@ -9,14 +9,14 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cheetah.models.llama import LlamaConfig
+    from cheetah.models.config import ModelConfig
 
 SEED = 20
 Weights = dict[str, torch.Tensor]
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
-def shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+def shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of each weight; a tied head is none."""
     hidden, ffn = config.hidden_size, config.intermediate_size
     of_layer: dict[str, tuple[int, ...]] = {
@@ -39,7 +39,7 @@ def shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield HEAD, (config.vocab_size, hidden)
 
 
-def random_weights(config: LlamaConfig, device: str, dtype: torch.dtype = torch.bfloat16) -> Weights:
+def random_weights(config: ModelConfig, device: str, dtype: torch.dtype = torch.bfloat16) -> Weights:
     """Normal numbers of a scale that keeps activations near 1; norm weights of 1. A tied head is the embedding."""
     source = torch.Generator(device).manual_seed(SEED)
     weights: Weights = {}
@@ -53,7 +53,7 @@ def random_weights(config: LlamaConfig, device: str, dtype: torch.dtype = torch.
     return weights
 
 
-def step_bytes(config: LlamaConfig, context: int) -> int:
+def step_bytes(config: ModelConfig, context: int) -> int:
     """Bytes that a step must read, counted as `cheetah bench` counts: bf16 matrices, K and V of `context` tokens."""
     matrices = sum(shape[0] * shape[1] for name, shape in shapes(config) if len(shape) == 2 and name != EMBEDDING)
     tied = config.vocab_size * config.hidden_size if config.tied_embeddings else 0

@@ -73,7 +73,7 @@ async def measure_intrusion(
             finally:
                 long.set()
 
-        intruder, *streams = await asyncio.gather(intrude(), *(stream() for _ in range(load.clients)))
+        intruder, streams = await asyncio.gather(intrude(), asyncio.gather(*(stream() for _ in range(load.clients))))
     figures = _figures([one for own in streams for one in own], load.clients)
     record = {"work": "intrusion", **vars(load), "long_prompt": long_prompt}
     return {**record, **figures, "long_first_token_ms": _ms(intruder.first_token_s)}

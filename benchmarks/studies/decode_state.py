@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cheetah.manifest import Manifest
+from cheetah.models.config import ModelConfig
 from cheetah.models.llama import LlamaConfig
 from cheetah.plan import Gpu, Plan, step_matrices
 from cheetah.plan.kv import KvPlanLayout, kv_plans_for_launch, launch_tiles
@@ -29,7 +30,7 @@ class DecodeState:
     """Buffers by parameter name, as the manifest of the whole step lists them; further ones can be added."""
 
     device: Device
-    config: LlamaConfig
+    config: ModelConfig
     manifest: Manifest
     buffers: dict[str, Any]
 
@@ -92,7 +93,7 @@ class DecodeState:
 
 
 @contextmanager
-def decode_state(device: Device, config: LlamaConfig, manifest: Manifest) -> Iterator[DecodeState]:
+def decode_state(device: Device, config: ModelConfig, manifest: Manifest) -> Iterator[DecodeState]:
     """Allocated and filled; given back at the end."""
     buffers: dict[str, Any] = {}
     try:

@@ -15,7 +15,7 @@ from benchmarks.studies.measuring import Launch, Study, StudyError, Variant, in_
 from benchmarks.studies.step_kernels import MODEL
 from benchmarks.studies.unfused import Unfused
 from cheetah.generate import generate_kernel
-from cheetah.models.llama import LlamaConfig
+from cheetah.models.config import ModelConfig
 from cheetah.models.registry import preset
 from cheetah.package import Generated
 from cheetah.plan.kv.tables import epochs_of_step
@@ -39,7 +39,7 @@ def run(study: Study) -> None:
 class Fused:
     """The generated kernel of the whole step on the device, with exchange and tokens of its own."""
 
-    def __init__(self, state: DecodeState, config: LlamaConfig, generated: Generated, name: str = "fused") -> None:
+    def __init__(self, state: DecodeState, config: ModelConfig, generated: Generated, name: str = "fused") -> None:
         self.state, self.manifest, self.head_dim = state, generated.manifest, config.head_dim
         self.loaded = state.device.load(generated.text, generated.manifest)
         self.exchange = state.add(f"{name} exchange", generated.manifest.buffer("exchange").bytes)

@@ -130,7 +130,8 @@ def _paper_times(record: Record) -> str:
     if record["ceiling_gb_per_s"] is None:
         return ""
     first, layers, *_ = record["case"].values()
-    return paper.milliseconds({**paper.LINEAR_MS, **paper.STACKS_MS}.get((first, layers)))
+    times: dict[tuple[Any, Any], tuple[float, float, float]] = {**paper.LINEAR_MS, **paper.STACKS_MS}
+    return paper.milliseconds(times.get((first, layers)))
 
 
 def _paper_speeds(record: Record) -> str:

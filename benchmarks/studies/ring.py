@@ -14,7 +14,7 @@ from benchmarks.studies.decode_state import TINY, decode_state
 from benchmarks.studies.measuring import Launch, Study, StudyError, Variant
 from benchmarks.studies.model import Fused
 from cheetah.generate import generate_kernel
-from cheetah.models.llama import LlamaConfig
+from cheetah.models.config import ModelConfig
 from cheetah.models.registry import preset
 from cheetah.package import Generated
 from cheetah.plan import Plan, PlanError
@@ -50,7 +50,7 @@ def run(study: Study) -> None:
         study.compare(case, variants, state.buffers["weights"])
 
 
-def rings(study: Study, config: LlamaConfig) -> dict[str, Generated]:
+def rings(study: Study, config: ModelConfig) -> dict[str, Generated]:
     """The kernel of every ring of the grid that fits, by its description."""
     kernels: dict[str, Generated] = {}
     for stage_bytes, depths in (TINY_GRID if study.tiny else GRID).items():

@@ -20,10 +20,10 @@ from benchmarks.studies.measuring import Study, StudyError, Variant, in_graph, r
 from benchmarks.studies.step_kernels import STACKS, StepKernel, fused_stack
 from benchmarks.studies.unfused import Unfused
 from cheetah.generate import generate_kernel
+from cheetah.models.config import ModelConfig
 from cheetah.models.dense.reference import Reference, embedding, residual
 from cheetah.models.dense.weights import EMBEDDING, logical_matrix, matrix_tensors, tensor_shapes
 from cheetah.models.formats import pack_matrix
-from cheetah.models.llama import LlamaConfig
 from cheetah.models.registry import preset
 from cheetah.models.rounding import round_to_bf16, widen
 from cheetah.plan import Gpu, step_matrices
@@ -83,7 +83,7 @@ class StackReference(Reference):
         self.length, self.table = context, config.rope_table(context + 1)
 
 
-def _tensors(state: DecodeState, config: LlamaConfig) -> Callable[[str], NDArray[np.uint16]]:
+def _tensors(state: DecodeState, config: ModelConfig) -> Callable[[str], NDArray[np.uint16]]:
     """Tensors by name, bf16 bits: the state's embedding, norm weights of 1, and random matrices that all differ."""
     shapes = tensor_shapes(config)
     tile = random_bits(config.hidden_size**-0.5)

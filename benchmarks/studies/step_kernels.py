@@ -21,9 +21,9 @@ from cheetah.blocks.machine import Machine, emit_roles, start_machine
 from cheetah.blocks.sampling import Sampler
 from cheetah.blocks.tokens import Tokens
 from cheetah.lang import prim, ty
+from cheetah.models.config import ModelConfig
 from cheetah.models.dense.launch import Launch, kernel_parameters
 from cheetah.models.dense.step import StepParts, exchange_sizes
-from cheetah.models.llama import LlamaConfig
 from cheetah.plan import M_TILE_ROWS, Gpu, Plan, shared_map, step_matrices
 
 MODEL = ("qkv", "attention", "merge", "o", "gate_up", "down")
@@ -31,8 +31,8 @@ STACKS = {"attention": MODEL[:4], "glu": MODEL[4:]}
 """The phases of a stack's layer, as unfused kernels."""
 NEED_POSITIONS = ("qkv", "attention", "lm_head")
 NEED_RECORDS = ("attention", "merge")
-FUSED_PARAMETERS = {"epochs": ty.ptr_mut(ty.u32), "layers": ty.u32}
-PHASE_PARAMETERS = {"residual": ty.ptr_mut(ty.f32), "layer": ty.u32}
+FUSED_PARAMETERS: dict[str, ty.Type] = {"epochs": ty.ptr_mut(ty.u32), "layers": ty.u32}
+PHASE_PARAMETERS: dict[str, ty.Type] = {"residual": ty.ptr_mut(ty.f32), "layer": ty.u32}
 """What a kernel has beside the parameters of the decode step."""
 
 
@@ -49,12 +49,12 @@ class StepKernel:
     word_bytes: int
 
 
-def fused_stack(config: LlamaConfig, gpu: Gpu, plan: Plan, stack: str) -> StepKernel:
+def fused_stack(config: ModelConfig, gpu: Gpu, plan: Plan, stack: str) -> StepKernel:
     """One kernel for any number of layers of a stack ("attention" or "glu")."""
     return _step_kernel(FUSED_PARAMETERS, config, gpu, plan, partial(FusedStack, stack=stack))
 
 
-def phase_kernel(config: LlamaConfig, gpu: Gpu, plan: Plan, phase: str, stack: str | None = None) -> StepKernel:
+def phase_kernel(config: ModelConfig, gpu: Gpu, plan: Plan, phase: str, stack: str | None = None) -> StepKernel:
     """The kernel of one phase: of MODEL, "head" or "sampling". stack: the one that it is part of; None for the model.
 
     "sampling" runs with one block."""
@@ -62,17 +62,17 @@ def phase_kernel(config: LlamaConfig, gpu: Gpu, plan: Plan, phase: str, stack: s
     return _step_kernel(PHASE_PARAMETERS, config, gpu, plan, partial(OnePhase, phase=phase, stack=stack), blocks)
 
 
-def residual_words(config: LlamaConfig, gpu: Gpu, plan: Plan) -> int:
+def residual_words(config: ModelConfig, gpu: Gpu, plan: Plan) -> int:
     """Elements (f32) of the buffer `residual`: every block's rows."""
     return gpu.blocks * step_matrices(config.shape, plan, gpu).o.waves * M_TILE_ROWS
 
 
 def _step_kernel(
     others: dict[str, ty.Type],
-    config: LlamaConfig,
+    config: ModelConfig,
     gpu: Gpu,
     plan: Plan,
-    make: Callable[[LlamaConfig, Machine, Launch], FusedStack | OnePhase],
+    make: Callable[[ModelConfig, Machine, Launch], FusedStack | OnePhase],
     blocks: int | None = None,
 ) -> StepKernel:
     shape = config.shape
@@ -102,7 +102,7 @@ class Piece(StepParts):
 
     def __init__(
         self,
-        config: LlamaConfig,
+        config: ModelConfig,
         machine: Machine,
         launch: Launch,
         stack: str | None,
@@ -159,14 +159,14 @@ class KernelBoundary(BarrierExchange):
     def start(self) -> None:
         """Nothing: nobody meets."""
 
-    def meet(self) -> None:
+    def meet(self, when: ch.Value = True) -> None:
         """The kernel's end does it."""
 
 
 class OnePhase(Piece):
     """One phase of one layer."""
 
-    def __init__(self, config: LlamaConfig, machine: Machine, launch: Launch, phase: str, stack: str | None) -> None:
+    def __init__(self, config: ModelConfig, machine: Machine, launch: Launch, phase: str, stack: str | None) -> None:
         sizes = exchange_sizes(machine.shape, machine.gpu, machine.plan)
         super().__init__(config, machine, launch, stack, KernelBoundary(machine, launch.exchange, sizes))
         self.name = phase

@@ -34,6 +34,7 @@ def quantize(
     The embedding, the norms and lm_head stay as they are. The copy is a standard compressed-tensors checkpoint.
     """
     from cheetah.models.formats.quantized import scheme_of_name
+    from cheetah.runtime.build.memory import size_text
     from cheetah.tools.quantize import SCALES, quantization_job
 
     if clip not in CLIPS:
@@ -42,7 +43,7 @@ def quantize(
     began = time.monotonic()
     _write(job, out)
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
-    typer.echo(f"wrote {out}: {size / 1e9:.3f} GB in {format}, {time.monotonic() - began:.1f} s")
+    typer.echo(f"wrote {out}: {size_text(size)} in {format}, {time.monotonic() - began:.1f} s")
 
 
 def register(app: typer.Typer) -> None:

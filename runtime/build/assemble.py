@@ -140,7 +140,7 @@ def assemble(
     other kernel. solo: whether another kernel over the same shall decode a sequence that is by itself; by default on a
     GPU, where `kv_chunk` does not promise the same bits in any company. prompt_passes: whether a kernel over the same
     shall read prompts in passes, and another one few tokens where `kv_chunk` does not promise the same bits however
-    much is cached; by default on a GPU, where weights are bf16 and there can be one. A number: tokens of a pass; by
+    much is cached; by default on a GPU, where there can be one. A number: tokens of a pass; by
     default as many as memory allows. pool_follows_memory: the cache of several sequences has fewer pages where the
     device has no room for all, but as many as one sequence may need. upload: brings the weights into the
     buffers; by default `upload_weights`. watch: takes the seconds of each stage.
