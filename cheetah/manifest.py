@@ -136,7 +136,8 @@ class Manifest:
 
     kernel: the function's name in the text. text_sha256: of the kernel's text (UTF-8). generator: Cheetah's version.
     command: regenerates text and manifest. gpu, config, plan: the three configurations as plain JSON values.
-    matrices: for each packed weight matrix a dict of name, rows, columns, offset, layer_stride, layers, start.
+    matrices: for each packed weight matrix a dict of name, rows, columns, offset, layer_stride, layers, start;
+        tile_rows, 8, where M-tiles are narrow.
     layer_stride, weight_bytes: bytes from one layer to the next in the weights buffer, and of all of it.
     phases: names of the phases of a step, in order; progress[block] = step * len(phases) + phase.
     step_bytes: bytes that one step reads, by kind, e.g. {"weights": ...}. world_size: GPUs that share a kernel.

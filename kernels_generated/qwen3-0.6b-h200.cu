@@ -3,7 +3,7 @@
 //
 // model: hidden 1024, ffn 3072, vocab 151936, heads 16, kv_heads 8, head_dim 128, layers 28
 // machine: h200, 132 blocks of 384 threads: 8 consumer warps
-// plan: consumer_warps 8, stage_bytes 16384, stages 12, in_flight 2, in_flight_waiting 1, producer_warps 4, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 1, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 68, start_residual 0, start_gate_up 68, start_head 68, trace False
+// plan: consumer_warps 8, stage_bytes 16384, stages 12, in_flight 2, in_flight_waiting 1, producer_warps 4, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 1, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 4, start_residual 0, start_gate_up 4, start_head 4, trace False
 // weights read a step: 1191968768 bytes, in 31457280 a layer
 // shared memory:
 //     offset    bytes  region
@@ -22,19 +22,19 @@
 //     207104     8192  newest  (over scratch)
 //     203008     4608  reductions  (over scratch)
 //     215296       72  reduction_barriers
-//     215376       64  residual
-//     215440      256  partial_sums
-//     215696        4  scales
-//     215712      512  rope
-//     216224      512  statistics
-//     216736      592  records
-//     217328       64  warp_candidates
-//     217392       36  columns
-//     217440        4  chosen
-//     217456       16  step_done
-//     217472        8  next_token
-//              217480  total
-//              232448  a block has, 14968 free
+//     215376       32  residual
+//     215408      256  partial_sums
+//     215664        4  scales
+//     215680      512  rope
+//     216192      512  statistics
+//     216704      592  records
+//     217296       64  warp_candidates
+//     217360       36  columns
+//     217408        4  chosen
+//     217424       16  step_done
+//     217440        8  next_token
+//              217448  total
+//              232448  a block has, 15000 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -372,16 +372,16 @@ constexpr uint32_t NEWEST = 207104;
 constexpr uint32_t REDUCTIONS = 203008;
 constexpr uint32_t REDUCTION_BARRIERS = 215296;
 constexpr uint32_t RESIDUAL = 215376;
-constexpr uint32_t PARTIAL_SUMS = 215440;
-constexpr uint32_t SCALES = 215696;
-constexpr uint32_t ROPE = 215712;
-constexpr uint32_t STATISTICS = 216224;
-constexpr uint32_t RECORDS = 216736;
-constexpr uint32_t WARP_CANDIDATES = 217328;
-constexpr uint32_t COLUMNS = 217392;
-constexpr uint32_t CHOSEN = 217440;
-constexpr uint32_t STEP_DONE = 217456;
-constexpr uint32_t NEXT_TOKEN = 217472;
+constexpr uint32_t PARTIAL_SUMS = 215408;
+constexpr uint32_t SCALES = 215664;
+constexpr uint32_t ROPE = 215680;
+constexpr uint32_t STATISTICS = 216192;
+constexpr uint32_t RECORDS = 216704;
+constexpr uint32_t WARP_CANDIDATES = 217296;
+constexpr uint32_t COLUMNS = 217360;
+constexpr uint32_t CHOSEN = 217408;
+constexpr uint32_t STEP_DONE = 217424;
+constexpr uint32_t NEXT_TOKEN = 217440;
 
 // An input of a sequence, or 0 where it has none left.
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t index, const int32_t* sequences,
@@ -448,7 +448,7 @@ __device__ __forceinline__ void bound_requests(uint32_t* block_waits, uint32_t& 
 __device__ __forceinline__ void fetch_qkv(uint32_t block, const uint8_t* weights, uint64_t layer_offset,
     uint64_t* empty, uint32_t& fill_stage, uint32_t& fill_parity, uint32_t* block_waits, uint32_t& under_way,
     uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity, uint8_t* ring) {
-  uint32_t position = (block + 68) % 132;
+  uint32_t position = (block + 4) % 132;
   const uint8_t* matrix = weights + layer_offset;
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
@@ -542,12 +542,12 @@ __device__ __forceinline__ void fetch_o(uint32_t block, const uint8_t* weights, 
   uint32_t position = block % 132;
   const uint8_t* matrix = weights + (layer_offset + 8388608);
   #pragma unroll 1
-  for (uint32_t m_tile = position; m_tile < 64; m_tile += 132) {
+  for (uint32_t m_tile = position; m_tile < 128; m_tile += 132) {
     uint32_t wave = m_tile / 132;
-    uint64_t wave_bytes = (uint64_t)(wave) * 8650752;
+    uint64_t wave_bytes = (uint64_t)(wave) * 4325376;
     #pragma unroll 1
-    for (uint32_t chunk = 0; chunk < 4; ++chunk) {
-      const uint8_t* source = matrix + (wave_bytes + (uint64_t)(64 * chunk * 16384 + position * 16384));
+    for (uint32_t chunk = 0; chunk < 2; ++chunk) {
+      const uint8_t* source = matrix + (wave_bytes + (uint64_t)(128 * chunk * 16384 + position * 16384));
       mbarrier_wait(empty + fill_stage, fill_parity);
       bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
       uint64_t* barrier = full + fill_stage;
@@ -563,7 +563,7 @@ __device__ __forceinline__ void fetch_o(uint32_t block, const uint8_t* weights, 
 __device__ __forceinline__ void fetch_gate_up(uint32_t block, const uint8_t* weights, uint64_t layer_offset,
     uint64_t* empty, uint32_t& fill_stage, uint32_t& fill_parity, uint32_t* block_waits, uint32_t& under_way,
     uint64_t* full, uint32_t& landed_stage, uint32_t& landed_parity, uint8_t* ring) {
-  uint32_t position = (block + 68) % 132;
+  uint32_t position = (block + 4) % 132;
   const uint8_t* matrix = weights + (layer_offset + 12582912);
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 384; m_tile += 132) {
@@ -591,12 +591,12 @@ __device__ __forceinline__ void fetch_down(uint32_t block, const uint8_t* weight
   uint32_t position = block % 132;
   const uint8_t* matrix = weights + (layer_offset + 25165824);
   #pragma unroll 1
-  for (uint32_t m_tile = position; m_tile < 64; m_tile += 132) {
+  for (uint32_t m_tile = position; m_tile < 128; m_tile += 132) {
     uint32_t wave = m_tile / 132;
-    uint64_t wave_bytes = (uint64_t)(wave) * 12976128;
+    uint64_t wave_bytes = (uint64_t)(wave) * 6488064;
     #pragma unroll 1
-    for (uint32_t chunk = 0; chunk < 6; ++chunk) {
-      const uint8_t* source = matrix + (wave_bytes + (uint64_t)(64 * chunk * 16384 + position * 16384));
+    for (uint32_t chunk = 0; chunk < 3; ++chunk) {
+      const uint8_t* source = matrix + (wave_bytes + (uint64_t)(128 * chunk * 16384 + position * 16384));
       mbarrier_wait(empty + fill_stage, fill_parity);
       bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
       uint64_t* barrier = full + fill_stage;
@@ -612,7 +612,7 @@ __device__ __forceinline__ void fetch_down(uint32_t block, const uint8_t* weight
 __device__ __forceinline__ void fetch_lm_head(uint32_t block, const uint8_t* weights, uint64_t* empty,
     uint32_t& fill_stage, uint32_t& fill_parity, uint32_t* block_waits, uint32_t& under_way, uint64_t* full,
     uint32_t& landed_stage, uint32_t& landed_parity, uint8_t* ring) {
-  uint32_t position = (block + 68) % 132;
+  uint32_t position = (block + 4) % 132;
   const uint8_t* matrix = weights + 880803840;
   #pragma unroll 1
   for (uint32_t m_tile = position; m_tile < 9496; m_tile += 132) {
@@ -724,9 +724,9 @@ __device__ __forceinline__ void start_residual(uint8_t* arena, uint32_t thread, 
     const bf16* embedding, uint32_t* next_token) {
   float* residual = (float*)(arena + RESIDUAL);
   #pragma unroll 1
-  for (uint32_t place = thread; place < 16; place += 256) {
-    uint32_t m_tile = place / 16 * 132 + block % 132;
-    uint32_t row = m_tile * 16 + place % 16;
+  for (uint32_t place = thread; place < 8; place += 256) {
+    uint32_t m_tile = place / 8 * 132 + block % 132;
+    uint32_t row = m_tile * 8 + place % 8;
     if (row < 1024 && 0 < column_count) {
       residual[place] = bf16_to_f32((embedding + (uint64_t)(next_token[0]) * 1024)[row]);
     } else {
@@ -955,7 +955,7 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
   }
   prefetch(norms + (layer * 2 + 1) * 1024, thread, block);
   prefetch_2(head_norms + layer * 256, thread, block);
-  uint32_t position = (block + 68) % 132;
+  uint32_t position = (block + 4) % 132;
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
@@ -1963,12 +1963,42 @@ __device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uin
   named_barrier(1, 256);
 }
 
+// This warp's tiles of a chunk, and what they are multiplied with, to registers.
+__device__ __forceinline__ void hold_chunk_2(uint32_t chunk, uint32_t place, uint8_t* chunk_2, uint32_t warp,
+    uint32_t lane, uint4 (&weights)[2][2], uint4 (&values)[2], uint8_t* arena) {
+  const uint4* fragments = (const uint4*)(chunk_2);
+  uint32_t read = 0;
+  #pragma unroll
+  for (uint32_t turn = 0; turn < 2; ++turn) {
+    uint32_t pair = turn * 8 + warp;
+    uint4 first = fragments[pair * 64 + lane];
+    uint4 second = fragments[pair * 64 + 32 + lane];
+    weights[turn][0] = first;
+    weights[turn][1] = second;
+    values[turn] = ((uint4*)(arena + VECTOR) + (place * 16 + pair) * 8)[lane % 8];
+    read ^= first.x ^ second.x;
+  }
+  wait_for_u32(read);
+}
+
+// This warp's sums: [warp][column][row]. Lane 4g + t holds rows g and g + 8 of columns 2t and 2t + 1.
+__device__ __forceinline__ void lay_down_3(float* reductions, float (&sums)[1][4], uint32_t warp, uint32_t lane) {
+  uint32_t row = warp * 16 + lane / 4;
+  uint32_t first = lane % 4 * 2;
+  if (first < 2) {
+    float value = sums[0][0];
+    reductions[row] = value;
+    float value_2 = sums[0][3];
+    reductions[row + 8] = value_2;
+  }
+}
+
 // Publish `count` values, one a lane from lane 0 on, as pairs of bf16 beginning at element `first` (even).
 __device__ __forceinline__ void publish_rows(float value, uint32_t first, uint32_t lane, uint64_t* exchange_words,
     uint32_t column, uint32_t layer_epoch) {
   float neighbour = shuffle_xor_f32(value, 1);
   uint32_t pair = pack_bf16x2(value, neighbour);
-  if (lane < 16 && lane % 2 == 0) {
+  if (lane < 8 && lane % 2 == 0) {
     publish_flagged(exchange_words + ((((first + lane) / 32 + column) * 4 + (first + lane) / 8 % 4) * 4 + (first + lane) % 8 / 2 + 73312), pair, layer_epoch);
   }
 }
@@ -1985,14 +2015,17 @@ __device__ __forceinline__ void finish_rows_2(uint32_t m_tile, float* reductions
     half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
+  float value = shuffle_xor_f32(row_sum, 8);
+  uint32_t row_2 = row % 8;
+  float row_sum_2 = row_sum + value;
   float* residual = (float*)(arena + RESIDUAL);
-  float value = row_sum;
-  if (lane < 16) {
-    uint32_t place = m_tile / 132 * 16 + row + column;
-    value += residual[place];
-    residual[place] = value;
+  float value_2 = row_sum_2;
+  if (lane < 8) {
+    uint32_t place = m_tile / 132 * 8 + row_2 + column;
+    value_2 += residual[place];
+    residual[place] = value_2;
   }
-  publish_rows(value, m_tile * 16, lane, exchange_words, column, layer_epoch);
+  publish_rows(value_2, m_tile * 8, lane, exchange_words, column, layer_epoch);
 }
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
@@ -2000,7 +2033,7 @@ __device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], u
     uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint64_t* exchange_words,
     uint32_t layer_epoch) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
-  lay_down(reductions, sums, warp, lane);
+  lay_down_3(reductions, sums, warp, lane);
   warp_barrier();
   if (lane == 0) {
     mbarrier_arrive(summed + turn);
@@ -2029,7 +2062,7 @@ __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t 
     store_relaxed_u32(progress + block, step * 142 + layer * 5 + 2);
   }
   uint32_t position = block % 132;
-  if (position < 64) {
+  if (position < 128) {
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
@@ -2038,15 +2071,15 @@ __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t 
       store_shared_u32(block_waits, 0);
     }
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < 64; m_tile += 132) {
+    for (uint32_t m_tile = position; m_tile < 128; m_tile += 132) {
       float sums[1][4] = {};
       #pragma unroll 2
-      for (uint32_t chunk = 0; chunk < 4; ++chunk) {
+      for (uint32_t chunk = 0; chunk < 2; ++chunk) {
         uint4 weights[2][2];
         uint4 values[2];
         mbarrier_wait(full + use_stage, use_parity);
         uint8_t* chunk_2 = ring + use_stage * 16384;
-        hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values, arena);
+        hold_chunk_2(chunk, chunk, chunk_2, warp, lane, weights, values, arena);
         warp_barrier();
         if (lane == 0) {
           mbarrier_arrive(empty + use_stage);
@@ -2123,7 +2156,7 @@ __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uin
     store_relaxed_u32(progress + block, step * 142 + layer * 5 + 3);
   }
   prefetch(norms + (layer * 2 + 2) * 1024, thread, block);
-  uint32_t position = (block + 68) % 132;
+  uint32_t position = (block + 4) % 132;
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
@@ -2199,7 +2232,7 @@ __device__ __forceinline__ void publish_rows_3(float value, uint32_t first, uint
     uint32_t column, uint32_t layer_epoch) {
   float neighbour = shuffle_xor_f32(value, 1);
   uint32_t pair = pack_bf16x2(value, neighbour);
-  if (lane < 16 && lane % 2 == 0) {
+  if (lane < 8 && lane % 2 == 0) {
     publish_flagged(exchange_words + ((((first + lane) / 32 + column) * 4 + (first + lane) / 8 % 4) * 4 + (first + lane) % 8 / 2 + 32), pair, layer_epoch);
   }
 }
@@ -2216,14 +2249,17 @@ __device__ __forceinline__ void finish_rows_4(uint32_t m_tile, float* reductions
     half_sum += reductions[warp * 16 + column * 16 + row];
   }
   float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
+  float value = shuffle_xor_f32(row_sum, 8);
+  uint32_t row_2 = row % 8;
+  float row_sum_2 = row_sum + value;
   float* residual = (float*)(arena + RESIDUAL);
-  float value = row_sum;
-  if (lane < 16) {
-    uint32_t place = m_tile / 132 * 16 + row + column;
-    value += residual[place];
-    residual[place] = value;
+  float value_2 = row_sum_2;
+  if (lane < 8) {
+    uint32_t place = m_tile / 132 * 8 + row_2 + column;
+    value_2 += residual[place];
+    residual[place] = value_2;
   }
-  publish_rows_3(value, m_tile * 16, lane, exchange_words, column, layer_epoch);
+  publish_rows_3(value_2, m_tile * 8, lane, exchange_words, column, layer_epoch);
 }
 
 // The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
@@ -2231,7 +2267,7 @@ __device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], u
     uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint64_t* exchange_words,
     uint32_t layer_epoch) {
   float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
-  lay_down(reductions, sums, warp, lane);
+  lay_down_3(reductions, sums, warp, lane);
   warp_barrier();
   if (lane == 0) {
     mbarrier_arrive(summed + turn);
@@ -2260,7 +2296,7 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
     store_relaxed_u32(progress + block, step * 142 + layer * 5 + 4);
   }
   uint32_t position = block % 132;
-  if (position < 64) {
+  if (position < 128) {
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
@@ -2269,15 +2305,15 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
       store_shared_u32(block_waits, 0);
     }
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < 64; m_tile += 132) {
+    for (uint32_t m_tile = position; m_tile < 128; m_tile += 132) {
       float sums[1][4] = {};
       #pragma unroll 2
-      for (uint32_t chunk = 0; chunk < 6; ++chunk) {
+      for (uint32_t chunk = 0; chunk < 3; ++chunk) {
         uint4 weights[2][2];
         uint4 values[2];
         mbarrier_wait(full + use_stage, use_parity);
         uint8_t* chunk_2 = ring + use_stage * 16384;
-        hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values, arena);
+        hold_chunk_2(chunk, chunk, chunk_2, warp, lane, weights, values, arena);
         warp_barrier();
         if (lane == 0) {
           mbarrier_arrive(empty + use_stage);
@@ -2455,7 +2491,7 @@ __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uin
     store_relaxed_u32(progress + block, step * 142 + 140);
   }
   if (step >= head_from || logits != nullptr) {
-    uint32_t position = (block + 68) % 132;
+    uint32_t position = (block + 4) % 132;
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
@@ -2576,7 +2612,7 @@ __device__ __forceinline__ void best_of_warp_2(uint32_t lane, float& best, uint3
 
 // The nearest tokens of a warp's lanes and what all of theirs weigh, in shared memory. highest: that to which
 // a lane's weight is relative.
-__device__ __forceinline__ void lay_down_3(float highest, uint32_t* words, float weight, uint32_t lane, float& best,
+__device__ __forceinline__ void lay_down_4(float highest, uint32_t* words, float weight, uint32_t lane, float& best,
     uint32_t& best_token, float& best_scaled, float& first, float& first_noisy, uint32_t& first_token, float& second,
     float second_noisy, uint32_t& second_token, float left_out) {
   float above = highest_of_warp(highest);
@@ -2628,7 +2664,7 @@ __device__ __forceinline__ void list_rows(uint32_t column, float* weighed, const
   uint32_t best_token = 4294967295u;
   float best_scaled = -bits_float(0x7f800000);
   const float2* pairs = (const float2*)(weighed) + load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 151936;
-  uint32_t position = (block + 68) % 132;
+  uint32_t position = (block + 4) % 132;
   uint32_t own = warp * 32 + lane;
   #pragma unroll 1
   for (uint32_t first_2 = own; first_2 < 1152; first_2 += 1024) {
@@ -2673,7 +2709,7 @@ __device__ __forceinline__ void list_rows(uint32_t column, float* weighed, const
     }
   }
   float highest = first;
-  lay_down_3(highest, (uint32_t*)(arena + LIST_ROWS) + warp * 36, weight, lane, best, best_token, best_scaled, first,
+  lay_down_4(highest, (uint32_t*)(arena + LIST_ROWS) + warp * 36, weight, lane, best, best_token, best_scaled, first,
       first_noisy, first_token, second, second_noisy, second_token, left_out);
 }
 
@@ -2717,7 +2753,7 @@ __device__ __forceinline__ void join_lists(uint32_t lane, uint8_t* arena) {
     first_token = above_first ? words[2] : first_token;
   }
   warp_barrier();
-  lay_down_3(highest, (uint32_t*)(arena + LIST_ROWS), weight, lane, best, best_token, best_scaled, first, first_noisy,
+  lay_down_4(highest, (uint32_t*)(arena + LIST_ROWS), weight, lane, best, best_token, best_scaled, first, first_noisy,
       first_token, second, second_noisy, second_token, left_out);
 }
 
@@ -2825,7 +2861,7 @@ __device__ __forceinline__ void read(uint32_t column, uint32_t epoch, uint32_t s
       if (first + index * 256 < 1056) {
         listed[(first + index * 256) * 2] = bits_float(data[index].x);
         listed[(first + index * 256) * 2 + 1] = bits_float(data[index].y);
-        bool is_owner = ((first + index * 256) / 8 + 68) % 132 == m_tile % 132;
+        bool is_owner = ((first + index * 256) / 8 + 4) % 132 == m_tile % 132;
         if (role < 2 || (role == 2 && is_owner)) {
           float more = bits_float(data[index].w);
           float both = highest < (role == 0 ? bits_float(data[index].x) : more) ? (role == 0 ? bits_float(data[index].x) : more) : highest;
@@ -3213,7 +3249,7 @@ __device__ __forceinline__ void lay_down_best(uint32_t* words, float best, uint3
 }
 
 // The warp's sums and its best, a word each, in shared memory: [column, group, word].
-__device__ __forceinline__ void lay_down_4(uint32_t column, float (&sums)[12], float& best, uint32_t& best_token,
+__device__ __forceinline__ void lay_down_5(uint32_t column, float (&sums)[12], float& best, uint32_t& best_token,
     float& best_distance, uint32_t lane, uint8_t* arena, uint32_t warp) {
   best_of_warp_2(lane, best, best_token, best_distance);
   uint32_t* words = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + warp) * 32;
@@ -3239,7 +3275,7 @@ __device__ __forceinline__ void weigh_2(uint32_t column, uint8_t* arena, float* 
   float tested_5 = bits_float(((uint32_t*)(arena + FILTERS) + column * 16)[14]);
   const float2* pairs = (const float2*)(weighed) + load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 151936;
   uint32_t first = warp * 32 + lane;
-  uint32_t position = (block + 68) % 132;
+  uint32_t position = (block + 4) % 132;
   #pragma unroll 2
   for (uint32_t row = first; row < 1152; row += 256) {
     uint32_t token = (row / 16 * 132 + position) * 16 + row % 16;
@@ -3278,7 +3314,7 @@ __device__ __forceinline__ void weigh_2(uint32_t column, uint8_t* arena, float* 
       }
     }
   }
-  lay_down_4(column, sums, best, best_token, best_distance, lane, arena, warp);
+  lay_down_5(column, sums, best, best_token, best_distance, lane, arena, warp);
 }
 
 // Word number `lane` of what a column's groups have laid down, together, in order.
@@ -3539,7 +3575,7 @@ __device__ __forceinline__ void filter(uint8_t* arena, uint32_t step_epoch, uint
 // One thread of each block: count a token that was chosen, in the block that makes its logit.
 __device__ __forceinline__ void count(uint32_t column, uint32_t token, uint32_t block, const int32_t* sequences,
     uint8_t* arena, uint32_t* token_counts) {
-  bool is_ours = token / 16 % 132 == (block + 68) % 132;
+  bool is_ours = token / 16 % 132 == (block + 4) % 132;
   if ((load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 10)) & 4) != 0 && is_ours && token < 151936) {
     uint32_t following = ((uint32_t*)(arena + COLUMNS))[column * 9 + 1] + 1;
     uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 2));
@@ -3692,7 +3728,7 @@ __device__ __forceinline__ void take_tokens(uint32_t step, uint32_t warp, uint32
 __device__ __forceinline__ void skip(uint32_t block, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
     uint8_t* ring, uint32_t lane, uint64_t* empty) {
   #pragma unroll 1
-  for (uint32_t i = (block + 68) % 132; i < 256; i += 132) {
+  for (uint32_t i = (block + 4) % 132; i < 256; i += 132) {
     #pragma unroll 1
     for (uint32_t i_2 = 0; i_2 < 2; ++i_2) {
       mbarrier_wait(full + use_stage, use_parity);

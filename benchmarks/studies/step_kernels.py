@@ -24,7 +24,7 @@ from cheetah.lang import prim, ty
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.launch import Launch, kernel_parameters
 from cheetah.models.dense.step import StepParts, exchange_sizes
-from cheetah.plan import M_TILE_ROWS, Gpu, Plan, shared_map, step_matrices
+from cheetah.plan import Gpu, Plan, shared_map, step_matrices
 
 MODEL = ("qkv", "attention", "merge", "o", "gate_up", "down")
 STACKS = {"attention": MODEL[:4], "glu": MODEL[4:]}
@@ -64,7 +64,8 @@ def phase_kernel(config: ModelConfig, gpu: Gpu, plan: Plan, phase: str, stack: s
 
 def residual_words(config: ModelConfig, gpu: Gpu, plan: Plan) -> int:
     """Elements (f32) of the buffer `residual`: every block's rows."""
-    return gpu.blocks * step_matrices(config.shape, plan, gpu).o.waves * M_TILE_ROWS
+    o = step_matrices(config.shape, plan, gpu).o
+    return gpu.blocks * o.waves * o.tile_rows
 
 
 def _step_kernel(
@@ -243,7 +244,7 @@ class OnePhase(Piece):
 
     def _residual_places(self) -> tuple[Any, Any, int]:
         """The block's rows in shared memory and in the buffer, and how many places there are."""
-        places = self.matrices.o.waves * M_TILE_ROWS
+        places = self.matrices.o.waves * self.matrices.o.tile_rows
         kept = self.residual + self.machine.block * places
         return self.machine.region("residual", ty.f32), kept, places
 

@@ -8,6 +8,7 @@ from cheetah.plan.errors import require_positive
 from cheetah.plan.formats import BF16, M_TILE_ROWS, QuantizedTiles
 from cheetah.plan.gpu import Gpu
 from cheetah.plan.index import ceil_div, round_up
+from cheetah.plan.narrow import residual_split
 from cheetah.plan.plan import DEFAULT_CONTEXT, KV_TILE_TOKENS, MAX_BATCH, STEP_TOKENS, WARPGROUP, Plan
 from cheetah.plan.regions import Reserve, kernel_regions, shared_map
 from cheetah.plan.shape import ModelShape
@@ -64,7 +65,7 @@ def _machine_defaults(gpu: Gpu) -> dict[str, Any]:
 
 def default_starts(shape: ModelShape, gpu: Gpu) -> dict[str, int]:
     """Starts that give the first M-tiles of the others to the blocks which the last round of o and down leaves out."""
-    left_out = ceil_div(shape.hidden, M_TILE_ROWS) % gpu.blocks
+    left_out = residual_split(shape, gpu).m_tiles % gpu.blocks
     start = -left_out % gpu.blocks
     return {"start_qkv": start, "start_residual": 0, "start_gate_up": start, "start_head": start}
 

@@ -13,6 +13,8 @@ from cheetah.plan.errors import PlanError, require_positive
 
 M_TILE_ROWS = 16
 """Rows of an M-tile: the rows of the `mma.m16n8k16` weight operand."""
+NARROW_ROWS = M_TILE_ROWS // 2
+"""Rows of a narrow M-tile, which fill that operand with their weights in neighbouring columns, see `MatrixLayout`."""
 VECTOR_COLUMNS = 32
 """Columns that a vector is padded to, and that a K-tile has some of whole."""
 TILE_ALIGNMENT = 16

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from cheetah.plan.errors import PlanError, require_positive
-from cheetah.plan.formats import BF16, M_TILE_ROWS, TILE_ALIGNMENT, TileFormat
+from cheetah.plan.formats import BF16, M_TILE_ROWS, NARROW_ROWS, TILE_ALIGNMENT, TileFormat
 from cheetah.plan.index import Index, ceil_div
 from cheetah.plan.split import Split
 
@@ -22,7 +22,11 @@ class MatrixLayout:
     last one may be shorter, and ends in the format's `factor_bytes`. Rows are padded to 16 and columns to whole K-tiles
     with zeros. `offset` is the byte of the weights where it (of layer 0) begins. `slices` says in how many parts (of
     whole chunks) the vector is brought that the matrix is multiplied with: the chunks of a part are read for all
-    M-tiles of a block before those of the next part. Where they lie does not change."""
+    M-tiles of a block before those of the next part. Where they lie does not change.
+
+    tile_rows: of an M-tile, 16, or 8 of a *narrow* one. A K-tile of that holds twice as many columns of half as many
+    rows: its rows 0 to 7 are the weights in its first half of columns, its rows 8 to 15 those of the same rows in the
+    second. So the same bytes stand for a share of work half as high, of which more blocks can have as much."""
 
     name: str
     rows: int
@@ -33,6 +37,7 @@ class MatrixLayout:
     offset: int = 0
     slices: int = 1
     format: TileFormat = BF16
+    tile_rows: int = M_TILE_ROWS
 
     def __post_init__(self) -> None:
         place = f"MatrixLayout({self.name!r})"
@@ -45,6 +50,11 @@ class MatrixLayout:
             )
         if not 0 <= self.start < self.blocks:
             raise PlanError(f"{place}: start is {self.start} with {self.blocks} blocks: give 0 to {self.blocks - 1}")
+        if self.tile_rows not in (M_TILE_ROWS, NARROW_ROWS) or self.is_narrow and self.format != BF16:
+            raise PlanError(
+                f"{place}: tile_rows is {self.tile_rows} with weights in {self.format.name}: give {M_TILE_ROWS}, or "
+                f"{NARROW_ROWS} with those in {BF16.name}"
+            )
         if self.offset < 0 or self.offset % TILE_ALIGNMENT:
             raise PlanError(f"{place}: offset is {self.offset}: give a multiple of {TILE_ALIGNMENT} bytes, 0 or above")
 
@@ -55,6 +65,25 @@ class MatrixLayout:
 
     @property
     def m_tiles(self) -> int:
+        return ceil_div(self.rows, self.tile_rows)
+
+    @property
+    def is_narrow(self) -> bool:
+        return self.tile_rows == NARROW_ROWS
+
+    @property
+    def halves(self) -> int:
+        """Groups of columns that lie below one another in a K-tile: 2 of a narrow one, else 1."""
+        return M_TILE_ROWS // self.tile_rows
+
+    @property
+    def tile_columns(self) -> int:
+        """Columns of a K-tile."""
+        return self.format.columns * self.halves
+
+    @property
+    def full_m_tiles(self) -> int:
+        """Of 16 rows: M-tiles, or pairs of narrow ones."""
         return ceil_div(self.rows, M_TILE_ROWS)
 
     @property
@@ -64,15 +93,15 @@ class MatrixLayout:
     @property
     def k_tiles(self) -> int:
         """K-tiles of an M-tile."""
-        return ceil_div(self.columns, self.format.columns)
+        return ceil_div(self.columns, self.tile_columns)
 
     @property
     def padded_rows(self) -> int:
-        return self.m_tiles * M_TILE_ROWS
+        return self.m_tiles * self.tile_rows
 
     @property
     def padded_columns(self) -> int:
-        return self.k_tiles * self.format.columns
+        return self.k_tiles * self.tile_columns
 
     def vector_kind(self, tokens: int) -> str:
         """As what the vectors of so many tokens come; see `TileFormat.vector_kind`."""
@@ -87,6 +116,16 @@ class MatrixLayout:
     def chunks(self) -> int:
         """Chunks of an M-tile."""
         return ceil_div(self.k_tiles, self.tiles_per_chunk)
+
+    @property
+    def piece_tiles(self) -> int:
+        """K-tiles of a piece: as much of a chunk as has the columns of a chunk of M-tiles that are not narrow."""
+        return self.tiles_per_chunk // self.halves
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of an M-tile; the last one may be shorter."""
+        return ceil_div(self.k_tiles, self.piece_tiles)
 
     @property
     def slice_chunks(self) -> int:
@@ -123,6 +162,11 @@ class MatrixLayout:
         """K-tiles of chunk `chunk` (0 <= chunk < chunks); also for device expressions."""
         return _last_differs(chunk, self.chunks, self.tiles_per_chunk, self.last_chunk_tiles)
 
+    def tiles_of_piece(self, piece: Index) -> Index:
+        """K-tiles of a piece (0 <= piece < pieces); also for device expressions."""
+        last = self.k_tiles - (self.pieces - 1) * self.piece_tiles
+        return _last_differs(piece, self.pieces, self.piece_tiles, last)
+
     def chunk_bytes(self, chunk: Index) -> Index:
         """Bytes of chunk `chunk` (0 <= chunk < chunks); also for device expressions."""
         return _last_differs(chunk, self.chunks, self.stage_bytes, self.last_chunk_bytes)
@@ -154,6 +198,13 @@ class MatrixLayout:
         """Where a chunk begins inside its wave, which is far below 2**32 bytes."""
         return width * chunk * self.stage_bytes + position * self.chunk_bytes(chunk)
 
+    def piece_address(self, piece: Index, position: Index, width: Index) -> Index:
+        """Where a piece begins inside its wave, as `chunk_address`."""
+        if not self.is_narrow:
+            return self.chunk_address(piece, position, width)
+        in_chunk = piece % 2 * (self.piece_tiles * self.format.tile_bytes)
+        return self.chunk_address(piece // 2, position, width) + in_chunk
+
     def m_tile_address(self, m_tile: int, chunk: int) -> int:
         """`address` of a chunk of `m_tile`, for the packer."""
         wave, position = divmod(m_tile, self.blocks)
@@ -164,10 +215,10 @@ class MatrixLayout:
         return self.split.count(block) * self.m_tile_bytes
 
 
-def slice_columns(columns: int, stage_bytes: int, slices: int, format: TileFormat = BF16) -> int:
+def slice_columns(columns: int, stage_bytes: int, slices: int, format: TileFormat = BF16, halves: int = 1) -> int:
     """Elements of the longest of `slices` parts of a vector of `columns` (whole K-tiles), each whole chunks but the
-    last."""
-    chunk_columns = stage_bytes // format.tile_bytes * format.columns
+    last. halves: of a K-tile, as in `MatrixLayout`."""
+    chunk_columns = stage_bytes // format.tile_bytes * format.columns * halves
     return min(columns, ceil_div(ceil_div(columns, chunk_columns), slices) * chunk_columns)
 
 

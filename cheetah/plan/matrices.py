@@ -8,6 +8,7 @@ from cheetah.plan.formats import M_TILE_ROWS
 from cheetah.plan.gpu import Gpu
 from cheetah.plan.index import ceil_div
 from cheetah.plan.layout import MatrixLayout
+from cheetah.plan.narrow import RESIDUAL_MATRICES, residual_tile_rows
 from cheetah.plan.plan import Plan
 from cheetah.plan.shape import ModelShape
 
@@ -65,8 +66,8 @@ class StepMatrices:
         return 1 if layout.name == self.lm_head.name else self.layers
 
     def describe(self) -> tuple[dict[str, int | str], ...]:
-        """One plain entry a matrix: name, rows, columns, format, offset, layer_stride, layers,
-        start."""
+        """One plain entry a matrix: name, rows, columns, format, offset, layer_stride, layers, start; tile_rows of
+        narrow M-tiles."""
         return tuple(self._describe(layout) for layout in self)
 
     def _describe(self, layout: MatrixLayout) -> dict[str, int | str]:
@@ -80,12 +81,14 @@ class StepMatrices:
             "layer_stride": 0 if layout.name == self.lm_head.name else self.layer_stride,
             "layers": layers,
             "start": layout.start,
+            **({"tile_rows": layout.tile_rows} if layout.is_narrow else {}),
         }
 
 
 def step_matrices(shape: ModelShape, plan: Plan, gpu: Gpu) -> StepMatrices:
     """The layouts of a model's matrices under a plan. o and down share a start: a residual row's owner is one block."""
     plan.check(shape, gpu)
+    residual_rows = residual_tile_rows(shape, gpu)
 
     def layout(name: str, rows: int, columns: int, start: int, slices: int = 1) -> MatrixLayout:
         format = shape.format_of(name)
@@ -94,6 +97,7 @@ def step_matrices(shape: ModelShape, plan: Plan, gpu: Gpu) -> StepMatrices:
             *(name, rows, columns, gpu.blocks, chunk_bytes, start),
             slices=slices,
             format=format,
+            tile_rows=residual_rows if name in RESIDUAL_MATRICES else M_TILE_ROWS,
         )
 
     gate_up_rows = ceil_div(shape.ffn, GATE_UP_ROWS) * M_TILE_ROWS

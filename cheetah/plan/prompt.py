@@ -156,7 +156,7 @@ class PassPlan:
 
     def row_tiles(self, layout: MatrixLayout, height: int | None = None) -> int:
         """Tiles that cover the M-tiles of a matrix, `height` of them each, or as many as there is room for."""
-        return ceil_div(layout.m_tiles, height or self.tile_m_tiles)
+        return ceil_div(layout.full_m_tiles, height or self.tile_m_tiles)
 
     def cut(self, layout: MatrixLayout, blocks: int, sums_over_tile: bool) -> Cut:
         """How the product of a matrix is cut: so that the block with most work reads least. sums_over_tile: what
@@ -172,11 +172,11 @@ class PassPlan:
         return min(allowed, key=lambda cut: self._bytes_read(layout, blocks, cut))
 
     def _parts(self, layout: MatrixLayout, blocks: int, height: int) -> int:
-        """The most parts of as many whole chunks each, an item a block at most."""
-        if layout.last_chunk_tiles < layout.tiles_per_chunk:
+        """The most parts of as many whole pieces each, an item a block at most."""
+        if layout.k_tiles % layout.piece_tiles:
             return 1
         items = self.row_tiles(layout, height) * (self.cut_tokens // self.tile_tokens)
-        return max((count for count in range(1, blocks // items + 1) if layout.chunks % count == 0), default=1)
+        return max((count for count in range(1, blocks // items + 1) if layout.pieces % count == 0), default=1)
 
     def _bytes_read(self, layout: MatrixLayout, blocks: int, cut: Cut) -> float:
         """By the block with most items, of a stage's part of k; its activations too, which come from L2."""
@@ -190,7 +190,8 @@ class PassPlan:
 
     def check(self, layout: MatrixLayout) -> None:
         """PlanError where a stage's K-tiles of a matrix would not lie side by side in the weights."""
-        if layout.format == BF16 and layout.tiles_per_chunk % STAGE_TILES and layout.chunks > 1:
+        several = layout.chunks > 1 or layout.is_narrow
+        if layout.format == BF16 and layout.tiles_per_chunk % STAGE_TILES and several:
             raise PlanError(
                 f"a pass takes {STAGE_TILES} K-tiles a stage, and the chunks of {layout.name} have "
                 f"{layout.tiles_per_chunk}: give decoding stages of a multiple of "

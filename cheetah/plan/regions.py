@@ -6,6 +6,7 @@ from cheetah.plan.formats import M_TILE_ROWS
 from cheetah.plan.gpu import Gpu
 from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.layout import slice_columns
+from cheetah.plan.narrow import residual_split, residual_tile_rows
 from cheetah.plan.plan import COLUMNS, KV_TILE_TOKENS, Plan
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.shared_memory import BULK_ALIGNMENT, Region, SharedMap, ring_regions
@@ -35,11 +36,11 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
     step's tokens are. chosen: what was sampled. step_done: two mbarriers. next_token: of every column, then whether the
     launch ends.
     """
-    vector_bytes = longest_vector_bytes(shape, plan)
+    vector_bytes = longest_vector_bytes(shape, plan, gpu)
     attention = attention_regions(shape, plan, vector_bytes)
     candidates = gpu.blocks * max(plan.tokens, 2) * 8
     filtering = filter_regions(plan, gpu, candidates)
-    residual_rows = ceil_div(ceil_div(shape.hidden, M_TILE_ROWS), gpu.blocks) * M_TILE_ROWS
+    residual_rows = residual_split(shape, gpu).waves * residual_tile_rows(shape, gpu)
     filters = filtering[-1].skip + filtering[-1].nbytes
     scratch = max(vector_bytes, sum(region.nbytes for region in attention), filters)
     reductions = plan.reductions * plan.consumer_warps * plan.warp_sums * 4
@@ -124,13 +125,14 @@ def attention_records(plan: Plan) -> tuple[Region, ...]:
     return Region("statistics", plan.consumer_warps * COLUMNS * 8), Region("records", kept)
 
 
-def longest_vector_bytes(shape: ModelShape, plan: Plan) -> int:
+def longest_vector_bytes(shape: ModelShape, plan: Plan, gpu: Gpu) -> int:
     """The longest part of the vectors that is in shared memory at once, as the format of its matrix has it."""
     down = shape.format_of("down")
     chunk_bytes = down.chunk_bytes(plan.stage_bytes, plan.consumer_warps)
     parts = {name: shape.hidden for name in ("qkv", "gate_up", "lm_head")} | {"o": shape.query_rows}
     longest = [_vector_bytes(shape, plan, name, columns, columns) for name, columns in parts.items()]
-    part = slice_columns(round_up(shape.ffn, down.columns), chunk_bytes, plan.down_slices, down)
+    halves = M_TILE_ROWS // residual_tile_rows(shape, gpu)
+    part = slice_columns(round_up(shape.ffn, down.columns), chunk_bytes, plan.down_slices, down, halves)
     return max(*longest, _vector_bytes(shape, plan, "down", shape.ffn, part))
 
 

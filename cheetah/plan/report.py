@@ -147,6 +147,7 @@ class Report:
                 f"its input in {plan.down_slices} parts" if plan.down_slices > 1 else "its input whole",
             ),
             ("ring", f"{plan.stages} stages of {plan.stage_bytes} bytes, {plan.in_flight} in flight"),
+            *self._narrow_tiles(),
             ("consumer warps", str(plan.consumer_warps)),
             ("exchanges a step", f"{self.exchanges_per_step} ({plan.sync})"),
             ("weights a step", f"{nbytes.weights / 1e9:.3f} GB ({self._bytes_by_format()})"),
@@ -155,6 +156,11 @@ class Report:
             ("step at the ceiling", f"{self.ceiling_ms:.3f} ms"),
             ("tokens/s at the ceiling", f"{self.ceiling_tokens_per_s:.0f}"),
         )
+
+    def _narrow_tiles(self) -> tuple[tuple[str, str], ...]:
+        o = self.matrices.o
+        row = ("M-tiles of o, down", f"narrow: {o.tile_rows} rows, {o.waves} a block at most")
+        return (row,) if o.is_narrow else ()
 
     def _bytes_by_format(self) -> str:
         sizes: dict[str, int] = {}

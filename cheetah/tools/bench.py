@@ -24,7 +24,7 @@ from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
 from cheetah.models.formats import format_of
 from cheetah.models.registry import family_of
-from cheetah.plan import M_TILE_ROWS, Gpu, MatrixLayout, Plan, StepMatrices, gpu_named
+from cheetah.plan import Gpu, MatrixLayout, Plan, StepMatrices, gpu_named
 from cheetah.plan.defaults import default_context
 from cheetah.plan.formats import QuantizedTiles
 from cheetah.plan.plan import DEFAULT_STEPS, STEP_TOKENS
@@ -416,7 +416,7 @@ def _packed_wave(tensors: RandomTensors, layout: MatrixLayout, wave: int) -> NDA
     """The bytes of one wave of random rows."""
     width = int(layout.wave_width(wave))
     scheme, first = random_scheme(layout.format.name), wave * layout.blocks
-    rows = tensors.matrix_of(layout.name, scheme, (width * M_TILE_ROWS, layout.columns))[:]
+    rows = tensors.matrix_of(layout.name, scheme, (width * layout.tile_rows, layout.columns))[:]
     packed = np.empty(width * layout.m_tile_bytes, np.uint8)
     format_of(layout).pack_m_tiles(layout, range(first, first + width), rows, packed, wave)
     return packed

@@ -29,11 +29,13 @@ from cheetah.models.dense.repacked import StagedMatrix, misplaced, staged_matrix
 from cheetah.models.dense.weights import (
     EMBEDDING,
     FINAL_NORM,
+    GROUP_ROWS,
     HEAD_NORMS,
     INPUT_NORM,
     POST_ATTENTION_NORM,
     QKV_BIASES,
     RowGroups,
+    groups_of,
     logical_matrix,
     matrix_tensors,
     row_groups,
@@ -46,7 +48,7 @@ from cheetah.models.repacking import Repacker, stored_matrix
 from cheetah.models.rounding import Bits
 from cheetah.models.scratch import scratch
 from cheetah.piece_ring import ALIGNMENT, Lend, PieceRing, ordinary_memory
-from cheetah.plan import M_TILE_ROWS, MatrixLayout, StepMatrices
+from cheetah.plan import MatrixLayout, StepMatrices
 from cheetah.plan.formats import QuantizedTiles
 from cheetah.stopwatch import Stopwatch
 
@@ -279,7 +281,7 @@ class _Matrix:
     @staticmethod
     def open(config: ModelConfig, matrices: StepMatrices, layout: MatrixLayout, layer: int, rows: ReadRows) -> _Matrix:
         groups = row_groups(config, layout.name)
-        if len(groups) != 2 * layout.m_tiles:
+        if len(groups) * GROUP_ROWS != layout.m_tiles * layout.tile_rows:
             raise PackingError(f"matrix {layout.name!r}: {len(groups)} groups of rows for {layout.m_tiles} M-tiles")
         names = matrix_tensors(config, layout.name, layer)
         tensors = tuple(rows(name) for name in names)
@@ -326,24 +328,29 @@ class _Block:
 
     def _quantized_rows(self) -> QuantizedRows:
         """The M-tiles' rows, with rows of zeros up to the last; as they are read where they are in order."""
-        begin, stop = self.m_tiles.start * M_TILE_ROWS, self.m_tiles.stop * M_TILE_ROWS
+        begin, stop = self._row_range
         if len(self.matrix.tensors) == 1 and stop <= self.matrix.layout.rows:
             rows = cast(QuantizedMatrix, self.matrix.tensors[0])[begin:stop]
             return replace(rows, stored_codes=_aligned(rows.stored_codes))
         rows = cast(QuantizedMatrix, self.matrix.tensors[0])[:0].room(stop - begin)
-        self.matrix.groups.gather(self.matrix.tensors, rows, range(2 * self.m_tiles.start, 2 * self.m_tiles.stop))
+        self.matrix.groups.gather(self.matrix.tensors, rows, groups_of(self.matrix.layout, self.m_tiles))
         return rows
 
     def _rows(self) -> Bits:
         """The M-tiles' rows, padded: straight from the tensor where they are in order, else gathered by this thread."""
-        begin, stop = self.m_tiles.start * M_TILE_ROWS, self.m_tiles.stop * M_TILE_ROWS
+        begin, stop = self._row_range
         is_whole = stop <= self.matrix.layout.rows and self.matrix.layout.columns == self.matrix.layout.padded_columns
         if is_whole and len(self.matrix.tensors) == 1:
             return _aligned(cast(Rows, self.matrix.tensors[0])[begin:stop])
         rows = scratch("rows", (stop - begin, self.matrix.layout.padded_columns), np.uint16)
         rows[:, self.matrix.layout.columns :] = 0
-        self.matrix.groups.gather(self.matrix.tensors, rows, range(2 * self.m_tiles.start, 2 * self.m_tiles.stop))
+        self.matrix.groups.gather(self.matrix.tensors, rows, groups_of(self.matrix.layout, self.m_tiles))
         return rows
+
+    @property
+    def _row_range(self) -> tuple[int, int]:
+        """The M-tiles' first row, and the one behind their last."""
+        return self.m_tiles.start * self.matrix.layout.tile_rows, self.m_tiles.stop * self.matrix.layout.tile_rows
 
 
 def _aligned(rows: NDArray[Any]) -> NDArray[Any]:

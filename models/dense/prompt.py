@@ -229,7 +229,7 @@ class PassSizes:
         """M-tiles of all parts of each product that has several."""
         for matrix in self.matrices.of_layer:
             parts = self.parts(matrix.name)
-            yield 0 if parts == 1 else parts * matrix.m_tiles
+            yield 0 if parts == 1 else parts * matrix.full_m_tiles
 
     @property
     def offsets(self) -> dict[str, int]:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cheetah.models.dense.pieces import BLOCK_BYTES, PIECE_BYTES, STAGING, Job, Piece, ranges
-from cheetah.models.dense.weights import RowGroups, SourceRows
+from cheetah.models.dense.weights import RowGroups, SourceRows, groups_of
 from cheetah.models.formats import Bytes, PackingError, WeightFormat, format_of
 from cheetah.models.formats.quantized_tiles import QuantizedFormat
 from cheetah.models.repacking import Read, ScaleRows, StoredMatrix, stored_matrix
@@ -106,7 +106,7 @@ class _Part:
     def _sources(self) -> tuple[_Source, ...]:
         """What the M-tiles need of each tensor that they have rows of."""
         sources, place = list[_Source](), 0
-        for rows in self.matrix.groups.rows(self.m_tiles):
+        for rows in self.matrix.groups.rows(groups_of(self.matrix.layout, self.m_tiles)):
             codes = self.matrix.stored[rows.source].codes
             first, stop = rows.span
             begin, end = (
@@ -129,7 +129,7 @@ class _Part:
         return {
             "order": (M_TILE_ROWS * wanted.code_columns,),
             "rows": (len(self.m_tiles) * M_TILE_ROWS, 2),
-            "columns": (len(self.matrix.stored), layout.k_tiles * wanted.code_columns),
+            "columns": (len(self.matrix.stored) * layout.halves, layout.k_tiles * wanted.code_columns),
             "places": (len(self.m_tiles), layout.chunks),
         }
 
@@ -201,18 +201,23 @@ class _Part:
 
     def _row_table(self) -> NDArray[np.int64]:
         table = np.full(self._tables["rows"], NOTHING, np.int64)
-        per_byte = 8 // format_of(self.matrix.layout).code_bits
+        layout, per_byte = self.matrix.layout, 8 // format_of(self.matrix.layout).code_bits
         for source in self._sources:
             offsets = self.matrix.stored[source.rows.source].codes.row_offsets[source.rows.rows]
-            table[source.rows.places, 0] = offsets + (source.place - source.begin) * per_byte
-            table[source.rows.places, 1] = source.rows.source * self._tables["columns"][1]
+            for half in range(layout.halves):
+                m_tile, row = np.divmod(source.rows.places, layout.tile_rows)
+                places = m_tile * M_TILE_ROWS + half * layout.tile_rows + row
+                table[places, 0] = offsets + (source.place - source.begin) * per_byte
+                table[places, 1] = (source.rows.source * layout.halves + half) * self._tables["columns"][1]
         return table
 
     def _column_table(self) -> NDArray[np.int64]:
-        table = np.full(self._tables["columns"], NOTHING, np.int64)
+        """Of each tensor the columns of every K-tile's first half, if it has halves, then those of the second."""
+        halves, (rows, width) = self.matrix.layout.halves, self._tables["columns"]
+        table = np.full((rows // halves, width * halves), NOTHING, np.int64)
         for row, one in zip(table, self.matrix.stored, strict=True):
             row[: len(one.codes.column_offsets)] = one.codes.column_offsets
-        return table
+        return table.reshape(len(table), self.matrix.layout.k_tiles, halves, -1).swapaxes(1, 2).reshape(rows, width)
 
     def _places(self) -> NDArray[np.int64]:
         layout = self.matrix.layout
@@ -236,7 +241,8 @@ class _Part:
         def make(memory: Bytes) -> None:
             room = memory.reshape(-1, self._scale_bytes)[m_tiles.start : m_tiles.stop]
             with watch("scales (all threads)"):
-                self._put_scales(range(2 * (begin + m_tiles.start), 2 * (begin + m_tiles.stop)), room)
+                some = range(begin + m_tiles.start, begin + m_tiles.stop)
+                self._put_scales(groups_of(self.matrix.layout, some), room)
 
         return make
 

@@ -322,11 +322,12 @@ class StepParts(HeadParts):
         """The rows of the tokens' embeddings that this block owns, in f32."""
         machine, matrix, tokens = self.machine, self.matrices.o, self.columns.limit
         residual = machine.region("residual", ty.f32)
-        count = matrix.waves * M_TILE_ROWS * tokens
+        height = matrix.tile_rows
+        count = matrix.waves * height * tokens
         with ch.for_(machine.thread, count, machine.consumer_threads, unroll=1, name="place") as place:
             own_row = place // tokens
-            m_tile = matrix.m_tile(own_row // M_TILE_ROWS, matrix.position(machine.block))
-            row = m_tile * M_TILE_ROWS + own_row % M_TILE_ROWS
+            m_tile = matrix.m_tile(own_row // height, matrix.position(machine.block))
+            row = m_tile * height + own_row % height
             with ch.if_((row < self.shape.hidden) & (place % tokens < self.launch.column_count)):
                 residual[place] = prim.bf16_to_f32(self.tokens.embedding(place % tokens)[row])
             with ch.else_():

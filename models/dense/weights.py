@@ -22,7 +22,7 @@ from cheetah.models.family import QuantizedMatrix, Rows
 from cheetah.models.formats.quantized import RowPlanes, rows_of_element
 from cheetah.models.repacking import ScaleRows
 from cheetah.models.rounding import Bits
-from cheetah.plan import M_TILE_ROWS, StepMatrices
+from cheetah.plan import M_TILE_ROWS, MatrixLayout, StepMatrices
 
 __all__ = [
     "EMBEDDING",
@@ -197,7 +197,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class SourceRows:
-    """Rows of tensor `source`: row `rows[i]` of it is row `places[i]` of some M-tiles."""
+    """Rows of tensor `source`: row `rows[i]` of it is row `places[i]` of some groups."""
 
     source: int
     places: NDArray[np.int64]
@@ -226,10 +226,10 @@ class RowGroups:
         return len(self.source)
 
     @lru_cache(maxsize=4096)  # noqa: B019 - as for `_reads`
-    def rows(self, m_tiles: range) -> tuple[SourceRows, ...]:
-        """What some M-tiles have of each tensor of which they have a row."""
-        groups = slice(2 * m_tiles.start, 2 * m_tiles.stop)
-        source, first, count = (np.array(one[groups]) for one in (self.source, self.first, self.count))
+    def rows(self, groups: range) -> tuple[SourceRows, ...]:
+        """What some groups have of each tensor of which they have a row."""
+        some = slice(groups.start, groups.stop)
+        source, first, count = (np.array(one[some]) for one in (self.source, self.first, self.count))
         of_group = np.arange(GROUP_ROWS)
         row, is_there = first[:, None] + of_group, of_group < count[:, None]
         found = ((number, (is_there & (source == number)[:, None]).reshape(-1)) for number in np.unique(source))
@@ -289,6 +289,12 @@ class RowGroups:
         ):
             count, after = count + 1, after + step
         return count
+
+
+def groups_of(layout: MatrixLayout, m_tiles: range) -> range:
+    """The groups of 8 rows that some M-tiles of a matrix have."""
+    of_tile = layout.tile_rows // GROUP_ROWS
+    return range(m_tiles.start * of_tile, m_tiles.stop * of_tile)
 
 
 @lru_cache(maxsize=64)

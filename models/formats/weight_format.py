@@ -49,6 +49,14 @@ class WeightFormat(ABC):
     def meaning(self, weights: F32) -> F32:
         """What the kernel multiplies with where a tensor [rows, columns] has these values."""
 
+    def encode_narrow(self, rows: Any) -> tuple[TilePart, ...]:
+        """As `encode`, of rows [narrow M-tiles * 8, columns]. Only for formats that `MatrixLayout` lets have those."""
+        raise NotImplementedError("this weight format has no narrow M-tiles")
+
+    def decode_narrow(self, tiles: Bytes) -> Any:
+        """The inverse."""
+        raise NotImplementedError("this weight format has no narrow M-tiles")
+
     def row_factors(self, rows: Any) -> Bytes:
         """uint8 [M-tiles, factor bytes] of rows: what lies behind an M-tile's last K-tile."""
         return np.empty((rows.shape[0] // M_TILE_ROWS, 0), np.uint8)
@@ -90,16 +98,17 @@ class WeightFormat(ABC):
     def pack_m_tiles(self, layout: MatrixLayout, m_tiles: range, rows: Any, out: Bytes, first_wave: int = 0) -> None:
         """Pack some M-tiles to their places in `out`, the bytes of some waves from `first_wave` on.
 
-        rows: [M-tiles * 16, columns], C-contiguous; of bits the padding is included. Other threads may pack other
-        M-tiles."""
+        rows: [M-tiles * 16 (8 of narrow ones), columns], C-contiguous; of bits the padding is included. Other threads
+        may pack other M-tiles."""
         # Few and large copies: numpy lets go of Python's lock for each, and many threads wait for it behind each.
-        parts, factors = self.encode(rows), self.row_factors(rows)
+        parts = self.encode_narrow(rows) if layout.is_narrow else self.encode(rows)
+        factors = self.row_factors(rows) if layout.format.factor_bytes else None
         for places in places_of_waves(layout, m_tiles, out, first_wave):
             for part in parts:
                 taken, split = part.tiles[places.m_tiles, places.k_tiles], places.tiles.shape[:3]
                 of_part = places.tiles[..., part.begin : part.begin + part.nbytes].view(taken.dtype)
                 of_part.reshape(*split, *taken.shape[2:])[:] = taken.reshape(*split, *taken.shape[2:])
-            if places.factors is not None:
+            if places.factors is not None and factors is not None:
                 places.factors[:] = factors[places.m_tiles]
 
     def unpack(self, layout: MatrixLayout, packed: Bytes) -> Any:
@@ -111,7 +120,7 @@ class WeightFormat(ABC):
             tiles[places.m_tiles, places.k_tiles] = found
             if places.factors is not None:
                 factors[places.m_tiles] = places.factors
-        return self.decode(tiles, factors)
+        return self.decode_narrow(tiles) if layout.is_narrow else self.decode(tiles, factors)
 
 
 @dataclass(frozen=True)
@@ -132,11 +141,15 @@ def units_of_lanes(words: NDArray[np.uint32]) -> NDArray[np.complex128]:
 
     words: [M-tiles * 16, words]. Gives [M-tiles, g, words / 2], in memory of this thread that its next call overwrites.
     """
-    halves = words.reshape(-1, 2, M_TILE_ROWS // 2, words.shape[1])
+    return units_of_halves(words.reshape(-1, 2, M_TILE_ROWS // 2, words.shape[1]))
+
+
+def units_of_halves(halves: NDArray[np.uint32]) -> NDArray[np.complex128]:
+    """The same of [M-tiles, 2, g, ...]: the words of rows g, and those that lie below them."""
     pairs = scratch("words of rows g and g + 8", (len(halves), *halves.shape[2:], 2), np.uint32)
     for half in range(2):  # both at once would be copied two words at a time
         pairs[..., half] = halves[:, half]
-    return pairs.reshape(*pairs.shape[:2], 2 * words.shape[1]).view(UNIT)
+    return pairs.reshape(*pairs.shape[:2], math.prod(pairs.shape[2:])).view(UNIT)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from cheetah.models.formats import pack_matrix
 from cheetah.models.rounding import widen
 from cheetah.plan import VECTOR_COLUMNS, MatrixLayout, ModelShape, PlanError
 from cheetah.plan.index import round_up
-from tests.blocks.small_kernel import SmallKernel, filled, initialise, plan_of
+from cheetah.plan.narrow import residual_tile_rows
+from tests.blocks.small_kernel import SmallKernel, filled, gpu_of, initialise, plan_of
 from tests.program.rig import as_bf16, emulated_gpu, model, relative_error
 from tests.tolerances import MATVEC
 
@@ -50,6 +51,11 @@ CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "two slices": (50, 1000, 3, {"tokens": 4, "down_slices": 2}),
     "uneven slices, a last wave that some have": (70, 1250, 3, {"tokens": 8, "down_slices": 3}),
     "slices for one token": (33, 700, 2, {"down_slices": 4}),
+    "narrow": (48, 576, 2, {"start_residual": 1}),
+    "narrow, two tokens": (64, 320, 3, {"tokens": 2}),
+    "narrow, four tokens, two slices": (64, 1344, 3, {"tokens": 4, "down_slices": 2}),
+    "narrow, eight tokens": (48, 320, 2, {"tokens": 8}),
+    "narrow, sixteen tokens, three slices": (48, 640, 2, {"tokens": 16, "down_slices": 3}),
 }
 
 
@@ -67,13 +73,17 @@ def product(
     **how: Any,
 ) -> tuple[SmallKernel, MatrixLayout]:
     """y = W x for W [rows, elements] and several x: each row of y is stored by the block that owns it. parameters:
-    ORDERED for a matrix whose columns lie where `places` says. how: options of `SmallKernel`."""
+    ORDERED for a matrix whose columns lie where `places` says. how: options of `SmallKernel`. M-tiles are narrow where
+    the rule says so of a down projection of these sizes."""
     formats = () if format == "bf16" else (("down", format),)
-    shape = ModelShape(max(rows, 16), elements, 16, 1, 1, 64, 1, formats)
+    shape = ModelShape(max(rows, 16), elements, 16, 4, 1, 64, 1, formats)
     plan = plan_of(shape, blocks, **{"down_slices": 1, **fields})
     start, slices, tiles = plan.start_residual, plan.down_slices, shape.format_of("down")
     chunk_bytes = tiles.chunk_bytes(plan.stage_bytes, plan.consumer_warps)
-    layout = MatrixLayout("w", rows, elements, blocks, chunk_bytes, start, slices=slices, format=tiles)
+    height = residual_tile_rows(shape, gpu_of(blocks))
+    layout = MatrixLayout(
+        *("w", rows, elements, blocks, chunk_bytes, start), slices=slices, format=tiles, tile_rows=height
+    )
 
     def body(machine: Any, ring: Any, given: dict[str, Any]) -> None:
         columns = Columns(machine, given["column_count"], given["x"], given["x"])
@@ -85,8 +95,8 @@ def product(
                 data[number] = prim.load_constant_u32x4(given["x"] + (unit + number * machine.consumer_threads) * 4)
 
         def store(done: Any) -> None:
-            row = done.m_tile * 16 + done.row
-            with ch.if_((done.lane < 16) & (row < rows)):
+            row = done.m_tile * done.count + done.row
+            with ch.if_((done.lane < done.count) & (row < rows)):
                 given["y"][done.column * rows + row] = done.sum
 
         available = round_up(elements, VECTOR_COLUMNS)
@@ -109,6 +119,7 @@ def in_fragment_order(x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("case", CASES)
 def test_product_against_float64(case: str) -> None:
     kernel, layout = product(*CASES[case])
+    assert layout.is_narrow == case.startswith("narrow")
     draw = np.random.default_rng(1)
     tokens = kernel.plan.tokens
     matrix = as_bf16(draw.standard_normal((layout.rows, layout.columns)))

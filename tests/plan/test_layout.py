@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from cheetah.plan import MatrixLayout, PlanError
+from cheetah.plan.formats import tile_format
 from cheetah.plan.layout import slice_columns
 
 from .expressions import Symbol, evaluate
@@ -16,6 +17,9 @@ SMALL = [
         (1, 16, 17, 64, 80, 200), (1, 32, 33, 128, 130, 500), (1, 2, 3, 4, 7), (1024, 2048, 4096)
     )
     for start in {0, blocks - 1}
+] + [
+    MatrixLayout("w", rows, columns, blocks, stage_bytes, tile_rows=8)
+    for rows, columns, blocks, stage_bytes in itertools.product((1, 8, 24, 80), (1, 64, 130, 500), (1, 3), (1024, 4096))
 ]
 
 
@@ -89,7 +93,8 @@ def test_the_longest_slice_is_what_must_be_in_memory_at_once():
         for slices in (1, 2, 3, 8):
             sliced = replace(layout, slices=slices)
             pairs = [sum(map(sliced.chunk_tiles, range(*sliced.slice_range(number)))) for number in range(slices)]
-            assert slice_columns(layout.padded_columns, layout.stage_bytes, slices) == 32 * max(pairs), sliced
+            longest = slice_columns(layout.padded_columns, layout.stage_bytes, slices, halves=layout.halves)
+            assert longest == layout.tile_columns * max(pairs), sliced
 
 
 @pytest.mark.slow
@@ -107,6 +112,27 @@ def test_device_expressions_give_the_same_addresses():
         ]
 
 
+def test_pieces_are_the_k_tiles_of_chunks_in_order():
+    for layout in (one for one in SMALL if one.tiles_per_chunk >= one.halves):
+        tiles = []
+        for piece in range(layout.pieces):
+            chunk = piece // layout.halves
+            in_chunk = layout.piece_address(piece, 0, 1) - layout.chunk_address(chunk, 0, 1)
+            assert in_chunk + 1024 * layout.tiles_of_piece(piece) <= layout.chunk_bytes(chunk), layout
+            first = chunk * layout.tiles_per_chunk + in_chunk // 1024
+            tiles += range(first, first + layout.tiles_of_piece(piece))
+        assert tiles == list(range(layout.k_tiles)), layout
+
+
+def test_narrow_m_tiles_are_twice_as_many_of_half_the_bytes():
+    layout = MatrixLayout("w", rows=6 * 16, columns=10 * 64, blocks=4, stage_bytes=4096)
+    narrow = replace(layout, tile_rows=8)
+    assert (narrow.m_tiles, narrow.k_tiles, narrow.chunks, narrow.waves) == (12, 10, 3, 3)
+    assert (layout.m_tiles, layout.k_tiles, layout.chunks, layout.waves) == (6, 20, 5, 2)
+    assert (narrow.full_m_tiles, narrow.total_bytes) == (layout.m_tiles, layout.total_bytes)
+    assert (narrow.block_bytes(0), layout.block_bytes(0)) == (3 * 10240, 2 * 20480)
+
+
 def test_padding_reaches_whole_m_tiles_and_k_tiles():
     layout = MatrixLayout("w", rows=17, columns=33, blocks=2, stage_bytes=1024)
     assert (layout.padded_rows, layout.padded_columns, layout.total_bytes) == (32, 64, 4096)
@@ -121,6 +147,8 @@ def test_padding_reaches_whole_m_tiles_and_k_tiles():
         ({"start": 4}, "start is 4 with 4 blocks: give 0 to 3"),
         ({"slices": 0}, r"MatrixLayout\('w'\): slices is 0"),
         ({"offset": 520}, "offset is 520: give a multiple of 16"),
+        ({"tile_rows": 4}, "tile_rows is 4 with weights in bf16: give 16, or 8 with those in bf16"),
+        ({"tile_rows": 8, "format": tile_format("int8"), "stage_bytes": 8192}, "tile_rows is 8 with .* int8"),
     ],
 )
 def test_impossible_layouts_are_refused(change, message):

@@ -7,7 +7,7 @@ import pytest
 from cheetah.plan import GPUS, PlanError, default_plan, kv_plan, step_matrices
 from cheetah.plan.report import inspect_plan, plot_shares, step_bytes
 
-from .shapes import LLAMA_1B, LLAMA_8B, LLAMA_70B, TINY
+from .shapes import LLAMA_1B, LLAMA_3B, LLAMA_8B, LLAMA_70B, TINY
 
 
 def report_of(shape, gpu="h200", context=1, **overrides):
@@ -92,6 +92,11 @@ def test_summary_names_machine_bytes_and_rate():
     assert rows["machine"] == "h200: 132 blocks, 4720 GB/s"
     assert rows["columns"] == "1 tokens a step at most; attention tiles of 1"
     assert rows["slices of down"] == "its input in 2 parts"
+
+
+def test_summary_names_narrow_m_tiles_where_there_are():
+    assert dict(report_of(LLAMA_3B).summary())["M-tiles of o, down"] == "narrow: 8 rows, 3 a block at most"
+    assert "M-tiles of o, down" not in dict(report_of(LLAMA_8B).summary())
 
 
 def test_summary_names_columns_and_slices():

@@ -22,6 +22,7 @@ from cheetah.blocks.attention.schedule import Schedule
 from cheetah.blocks.attention.sharing import Sharing
 from cheetah.blocks.exchange import BarrierExchange, Exchange, FlaggedExchange
 from cheetah.blocks.linear import prologue
+from cheetah.blocks.linear.matvec import Matvec
 from cheetah.blocks.tokens import Tokens
 from cheetah.emulator import SCHEDULERS
 from cheetah.errors import CheetahError
@@ -110,6 +111,8 @@ def cancelling_weights(config: ModelConfig) -> RandomWeights:
     return weights
 
 
+NARROW = Setup(model(48, 320, 1, 4, 1, 64, 50), blocks=2, scored=20)
+"""o and down have M-tiles of 8 rows."""
 MANY = Cancelling(model(16, 16, 1, 8, 1, 64, 16), blocks=8, scored=120, consumer_warps=8, launch_steps=8)
 """Up to eight partial states folded at once, of eight query heads."""
 
@@ -297,6 +300,22 @@ def read_without_waiting(vector: str) -> Callable[[Patch], None]:
     return change
 
 
+def leave_out_half_of_the_columns(patch: Patch) -> None:
+    """Of a narrow M-tile, its rows by the second half."""
+    patch.setattr(Matvec, "_fold", lambda _, row, row_sum: (row % 8, row_sum))
+
+
+def swap_halves_of_the_columns(patch: Patch) -> None:
+    """The sums by one half are taken for those by the other."""
+    half_and_token = Matvec._half_and_token
+
+    def swapped(self: Any, group: int, index: int) -> tuple[Any, Any]:
+        half, token = half_and_token(self, group, index)
+        return 1 - half, token
+
+    patch.setattr(Matvec, "_half_and_token", swapped)
+
+
 def payload(exchange: FlaggedExchange, name: str, unit: Any) -> Any:
     """The payload of a unit as it stands in memory."""
     words = exchange.place(name, ch.cast(ty.u32, unit) * 4)
@@ -421,6 +440,9 @@ BUGS = (
     Bug("rows finished before all warps have summed", BOTH, without(r"mbarrier_wait\(summed \+ turn, turn_parity\);")),
     Bug("one warp's sums are enough", BOTH, ((r"(mbarrier_init\(summed \+ reduction), 2\)", r"\1, 1)"),)),
     Bug("token read before it is chosen", BOTH, without(MEET, before=r"mbarrier_arrive\(step_done\);[\s}]*")),
+    # -- narrow M-tiles
+    Bug("rows by half of their columns", ("reference",), change=leave_out_half_of_the_columns, setup=NARROW),
+    Bug("halves of columns swapped", ("reference",), change=swap_halves_of_the_columns, setup=NARROW),
     # -- exchanges
     Bug("no wait for gated", BOTH, change=read_without_waiting("gated")),
     Bug("no wait for the partial states", BOTH, change=read_without_waiting("partials")),

@@ -54,6 +54,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "rotated starts": ({}, {"blocks": 5, "start_qkv": 3, "start_residual": 4, "start_gate_up": 1, "start_head": 2}, 30),
     "llama3 rope": ({"rope": Rope(10000.0, "llama3", 8.0, 1.0, 4.0, 32)}, {"blocks": 3}, 60),
     "large epsilon": ({"rms_norm_eps": 0.1}, {}, 20),
+    "narrow M-tiles": ({"hidden": 48, "heads": 4, "ffn": 320}, {"down_slices": 2}, 20),
 }
 
 

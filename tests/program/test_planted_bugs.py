@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.program.planted import BUGS as COMMON_BUGS
-from tests.program.planted import IDLE, MANY, ROOMY, USUAL, Bug, Finding, Gauntlet, Setup, race_in
+from tests.program.planted import IDLE, MANY, NARROW, ROOMY, USUAL, Bug, Finding, Gauntlet, Setup, race_in
 from tests.program.planted_families import BIASED, FAMILY_BUGS, NORMED, WINDOWED
 from tests.tiers import tiered
 
@@ -31,6 +31,7 @@ EXHAUSTIVE = (
     *("stage given back before all lanes have read", "one warp's sums are enough"),
     *("weights fetched ahead are not used up", "no grid barrier before the merge"),
     *("newest key taken from the cache", "bias of the next head", "newest keys read before their warp has stored them"),
+    "halves of columns swapped",
 )
 """Of each there is one of its kind that `make test` looks for."""
 RACE_ONLY = tuple(bug for bug in BUGS if bug.found_by == ("race",))
@@ -39,6 +40,7 @@ SETUPS = {
     "roomy": ROOMY,
     "idle": IDLE,
     "many": MANY,
+    "narrow": NARROW,
     "normed": NORMED,
     "biased": BIASED,
     "windowed": WINDOWED,

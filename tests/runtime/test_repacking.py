@@ -1,6 +1,7 @@
 """Packing by a device, in the emulator: the same bytes as packing by the host makes, from the files of every format."""
 
 import re
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -108,19 +109,33 @@ def test_every_way_of_storing_codes(tmp_path, name):
 
 # Waves of several M-tiles a block, several chunks an M-tile, the last of both not full.
 LARGE = LlamaConfig(256, 2432, 1, 2, 1, 128, 200, max_position_embeddings=128)
+NARROW = replace(LARGE, hidden_size=272)
+"""o and down have M-tiles of 8 rows in bf16."""
+
+
+IN_PARTS = {
+    "gptq": (LARGE, "gptq", 5),
+    "gptq-order": (LARGE, "gptq-order", 5),
+    "awq": (LARGE, "awq", 5),
+    "packed": (LARGE, "packed", 9),
+    "fp8-blocks": (LARGE, "fp8-blocks", 14),
+    "bf16": (LARGE, "bf16", 25),
+    "narrow M-tiles": (NARROW, "bf16", 26),
+}
+"""Model, form of its files, and in how many parts they go up."""
 
 
 @pytest.mark.slow
 @pytest.mark.compiler
-@pytest.mark.parametrize("form", ["gptq", "gptq-order", "awq", "packed", "fp8-blocks", "bf16"])
-def test_many_chunks_and_waves(tmp_path, form, monkeypatch):
+@pytest.mark.parametrize("case", IN_PARTS)
+def test_many_chunks_and_waves(tmp_path, case, monkeypatch):
     """In parts, where a matrix may go up so, of pieces that end anywhere."""
     monkeypatch.setattr("cheetah.models.dense.repacked.PART_BYTES", 200_000)
     monkeypatch.setattr("cheetah.models.dense.repacked.PIECE_BYTES", 50_001)
     monkeypatch.setattr("cheetah.models.dense.repacked.BLOCK_BYTES", 7_001)
-    write_checkpoint(tmp_path, LARGE, form)
-    in_parts = {"gptq": 5, "gptq-order": 5, "awq": 5, "packed": 9, "fp8-blocks": 14, "bf16": 25}
-    check_alike(tmp_path, works=in_parts[form])
+    config, form, works = IN_PARTS[case]
+    write_checkpoint(tmp_path, config, form)
+    check_alike(tmp_path, works)
 
 
 def spoilt(tensors, name, change):

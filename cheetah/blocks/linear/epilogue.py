@@ -23,11 +23,11 @@ def add_residual(machine: Machine, into: Published) -> Epilogue:
     def finish(rows: Rows) -> None:
         residual = machine.region("residual", ty.f32)
         value = ch.var(ty.f32, rows.sum)
-        with ch.if_(rows.lane < M_TILE_ROWS):
-            place = (rows.wave * M_TILE_ROWS + rows.row) * machine.plan.tokens + rows.column
+        with ch.if_(rows.lane < rows.count):
+            place = (rows.wave * rows.count + rows.row) * machine.plan.tokens + rows.column
             value += residual[place]
             residual[place] = value
-        publish_rows(machine, into, rows, value, rows.m_tile * M_TILE_ROWS, M_TILE_ROWS)
+        publish_rows(machine, into, rows, value, rows.m_tile * rows.count, rows.count)
 
     return finish
 

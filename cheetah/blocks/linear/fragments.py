@@ -10,25 +10,38 @@ from cheetah import lang as ch
 from cheetah.blocks.columns import UNITS_PER_TILE, Columns
 from cheetah.blocks.ring import Stage
 from cheetah.plan.formats import TileFormat
+from cheetah.plan.index import ceil_div
 from cheetah.plan.plan import COLUMNS
 
 
 @dataclass(frozen=True, eq=False)
 class Activations:
-    """The vectors of all columns, from the K-tile's first element on, in fragment order (u32x4 units)."""
+    """The vectors of all columns, from the K-tile's first element on, in fragment order (u32x4 units). halves: of the
+    K-tile, see `MatrixLayout`; the vectors' second halves are columns behind those of the first."""
 
     columns: Columns
     units: ch.Expr
+    halves: int = 1
+
+    @property
+    def groups(self) -> int:
+        """Groups of 8 columns."""
+        return groups_of(self.columns.limit, self.halves)
 
     def operand(self, units: ch.Expr, group: int, part: int = 0) -> Any:
         """This lane's 8 elements of the tile's 32 columns number `part`, of a column of `group` (8 columns each): that
         of lane / 4, or one that stands for it where there are fewer. `units` is this, named."""
-        lane, tokens = self.columns.machine.lane, self.columns.limit
+        lane, tokens = self.columns.machine.lane, self.columns.limit * self.halves
         first = part * (UNITS_PER_TILE * tokens)
         if tokens == 1:
             return units[lane % UNITS_PER_TILE + first]
         unit = lane % (UNITS_PER_TILE * min(tokens, COLUMNS)) + group * (COLUMNS * UNITS_PER_TILE)
         return units[unit + first]
+
+
+def groups_of(tokens: int, halves: int = 1) -> int:
+    """Groups of 8 columns, each an accumulator of a product, of so many tokens' vectors in so many parts."""
+    return ceil_div(tokens * halves, COLUMNS)
 
 
 class Fragments(ABC):

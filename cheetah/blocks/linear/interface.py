@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cheetah import lang as ch
-from cheetah.plan import MatrixLayout
+from cheetah.plan import M_TILE_ROWS, MatrixLayout
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """What a finishing warp gets of an M-tile and a token: lane `l` and lane `l + 16` hold the sum of row `l % 16`.
+    """What a finishing warp gets of an M-tile of `count` rows and a token: lane `l` holds the sum of row `l % count`.
 
     wave counts the block's M-tiles of this matrix from 0. slot is which of its columns this is to the warp (static): a
     warp finishes the same columns of every M-tile.
@@ -25,6 +25,7 @@ class Rows:
     column: ch.Expr
     slot: int
     sum: ch.Expr
+    count: int = M_TILE_ROWS
 
 
 Epilogue = Callable[[Rows], None]

@@ -22,12 +22,13 @@ from cheetah import lang as ch
 from cheetah.blocks.columns import Columns
 from cheetah.blocks.linear.formats import fragments_of
 from cheetah.blocks.linear.formats.bf16 import Bf16Fragments, HeldTiles
-from cheetah.blocks.linear.fragments import Activations
+from cheetah.blocks.linear.fragments import Activations, groups_of
 from cheetah.blocks.linear.interface import Epilogue, Linear, Prologue, Rows
 from cheetah.blocks.ring import Cursor, Ring, Stage
 from cheetah.blocks.timeline import NO_TIMELINE, Timeline
 from cheetah.lang import prim, ty
 from cheetah.plan import M_TILE_ROWS, MatrixLayout
+from cheetah.plan.formats import NARROW_ROWS
 from cheetah.plan.plan import COLUMNS
 
 
@@ -148,7 +149,7 @@ class Matvec(Linear):
     def _multiply_whole(self, layout: MatrixLayout, position: ch.Expr, prologue: Prologue, epilogue: Epilogue) -> None:
         self._load(layout, prologue, 0)
         with ch.for_(position, layout.m_tiles, layout.blocks, unroll=1) as m_tile:
-            sums = ch.array(ty.f32, self.columns.tiles, 4, zero=True)
+            sums = ch.array(ty.f32, self._groups(layout), 4, zero=True)
             if layout.waves > 1:
                 with ch.if_(m_tile + layout.blocks >= layout.m_tiles):  # the last one: the next wait is near
                     self.ring.begin_waiting()
@@ -160,7 +161,8 @@ class Matvec(Linear):
     @ch.inline
     def _multiply_sliced(self, layout: MatrixLayout, position: ch.Expr, prologue: Prologue, epilogue: Epilogue) -> None:
         """Slices outside, M-tiles inside."""
-        sums = [ch.array(ty.f32, self.columns.tiles, 4, zero=True, name="sums") for _ in range(layout.waves)]
+        groups = self._groups(layout)
+        sums = [ch.array(ty.f32, groups, 4, zero=True, name="sums") for _ in range(layout.waves)]
         for index in range(layout.slices):
             first, end = layout.slice_range(index)
             if first == end:
@@ -196,11 +198,11 @@ class Matvec(Linear):
     def _use_chunk(self, layout: MatrixLayout, chunk: ch.Expr, place: ch.Expr, sums: Any) -> None:
         """The next stage, chunk `chunk` of an M-tile, by the vectors in shared memory, in which it is number `place`.
 
-        Where a warp has registers for its tiles, and all weights are bf16, the stage is given back before they are
+        Where all weights are bf16 and a warp has registers for its tiles, the stage is given back before they are
         multiplied.
         """
         tiles = layout.tiles_per_chunk // self.machine.plan.consumer_warps
-        held = HeldTiles.of(tiles) if self.columns.tiles == 1 and not self.machine.shape.formats else None
+        held = HeldTiles.of(tiles) if self._has_room_for_tiles(layout) else None
         with self.ring.use() as stage:
             self.timeline.stamp_first("first_chunk")
             if held is None:
@@ -210,6 +212,18 @@ class Matvec(Linear):
         if held is not None:
             self._multiply_held(layout, chunk, held, sums)
 
+    def _has_room_for_tiles(self, layout: MatrixLayout) -> bool:
+        """Whether a warp's tiles of a chunk go to registers. Of several tokens not beside the sums of several M-tiles
+        where a last chunk has fewer tiles: words spilled then (qwen3-4b, batch 4)."""
+        is_crowded = self._sums_wait(layout) and self.columns.limit > 1
+        is_uneven = layout.last_chunk_tiles < layout.tiles_per_chunk
+        return self._groups(layout) == 1 and not self.machine.shape.formats and not (is_crowded and is_uneven)
+
+    @staticmethod
+    def _sums_wait(layout: MatrixLayout) -> bool:
+        """Whether sums of several M-tiles are in registers from slice to slice."""
+        return layout.slices > 1 and layout.waves > 1
+
     @contextmanager
     @ch.inline
     def _own_tiles(self, layout: MatrixLayout, chunk: ch.Expr) -> Iterator[tuple[ch.Expr, ch.Expr]]:
@@ -218,14 +232,26 @@ class Matvec(Linear):
         with ch.for_(layout.tiles_per_chunk // machine.plan.consumer_warps, unroll=True) as turn:
             pair = turn * machine.plan.consumer_warps + machine.warp
             full = layout.last_chunk_tiles == layout.tiles_per_chunk
-            with nullcontext() if full else ch.if_(pair < layout.chunk_tiles(chunk)):
+            with nullcontext() if full else ch.if_(self._is_tile(layout, chunk, turn, pair)):
                 yield turn, pair
+
+    def _is_tile(self, layout: MatrixLayout, chunk: ch.Expr, turn: ch.Expr, pair: ch.Expr) -> Any:
+        """Whether a chunk has this tile; not asked where the last one has as many and sums of several M-tiles wait:
+        tiles held behind that question spilled (qwen3-4b)."""
+        sure = layout.last_chunk_tiles // self.machine.plan.consumer_warps
+        has_tile = pair < layout.chunk_tiles(chunk)
+        return (turn < sure) | has_tile if sure and self._sums_wait(layout) else has_tile
 
     def _activations(self, layout: MatrixLayout, place: ch.Expr, pair: ch.Expr) -> Activations:
         """The vectors beside tile `pair` of the chunk whose number in shared memory is `place`."""
         vector = self.machine.region("vector", ty.u32x4)
-        units_per_tile = layout.format.vector_units(layout.columns, self.columns.limit)
-        return Activations(self.columns, vector + (place * layout.tiles_per_chunk + pair) * units_per_tile)
+        units_per_tile = layout.format.vector_units(layout.columns, self.columns.limit) * layout.halves
+        units = vector + (place * layout.tiles_per_chunk + pair) * units_per_tile
+        return Activations(self.columns, units, layout.halves)
+
+    def _groups(self, layout: MatrixLayout) -> int:
+        """Groups of 8 columns that a matrix is multiplied with."""
+        return groups_of(self.columns.limit, layout.halves)
 
     @ch.function
     def _hold_chunk(self, layout: MatrixLayout, chunk: ch.Expr, place: ch.Expr, stage: Stage, held: HeldTiles) -> None:
@@ -259,7 +285,7 @@ class Matvec(Linear):
         machine, warps = self.machine, self.machine.plan.consumer_warps
         turn, finishers = self.turn, machine.plan.finishers
         reductions = machine.region("reductions", ty.f32) + turn.stage * (warps * machine.plan.warp_sums)
-        self._lay_down(reductions, sums)
+        self._lay_down(layout, reductions, sums)
         prim.warp_barrier()  # orders the lanes' sums before the arrival
         with ch.if_(machine.lane == 0):
             prim.mbarrier_arrive(self.summed + turn.stage)
@@ -275,9 +301,11 @@ class Matvec(Linear):
             self.finisher.set(0)
 
     @ch.function
-    def _lay_down(self, reductions: ch.Expr, sums: Any) -> None:
+    def _lay_down(self, layout: MatrixLayout, reductions: ch.Expr, sums: Any) -> None:
         """This warp's sums: [warp][column][row]. Lane 4g + t holds rows g and g + 8 of columns 2t and 2t + 1."""
         machine, tokens = self.machine, self.columns.limit
+        if layout.is_narrow:
+            return self._lay_down_halves(reductions, sums)
         row = machine.warp * machine.plan.warp_sums + machine.lane // 4
         for tile in range(self.columns.tiles):
             first = machine.lane % 4 * 2 + tile * COLUMNS
@@ -286,6 +314,30 @@ class Matvec(Linear):
                     place = row + (first + index) * machine.plan.column_sums
                     reductions[place] = sums[tile][index]
                     reductions[place + 8] = sums[tile][index + 2]
+
+    @ch.inline
+    def _lay_down_halves(self, reductions: ch.Expr, sums: Any) -> None:
+        """The same of a narrow M-tile. Of what `sums` has, rows 0 to 7 by the first halves of the vectors and rows 8 to
+        15 by the second are products of the matrix: the first half of a token is column `token` there, the second
+        column `tokens + token`."""
+        machine, tokens = self.machine, self.columns.limit
+        row = machine.warp * machine.plan.warp_sums + machine.lane // 4
+        for group in range(groups_of(tokens, 2)):
+            first = machine.lane % 4 * 2 + group * COLUMNS
+            with nullcontext() if 2 * tokens >= COLUMNS else ch.if_(first < 2 * tokens):
+                for index in range(2):
+                    half, token = self._half_and_token(group, index)
+                    of_half = [sums[group][index], sums[group][index + 2]]
+                    value = of_half[half] if isinstance(half, int) else ch.select(half == 0, *of_half)
+                    reductions[row + token * machine.plan.column_sums + half * NARROW_ROWS] = value
+
+    def _half_and_token(self, group: int, index: int) -> tuple[Any, Any]:
+        """What column 2 * (lane % 4) + index of a group is."""
+        tokens, column = self.columns.limit, self.machine.lane % 4 * 2 + index
+        if tokens >= COLUMNS:
+            half, before = divmod(group * COLUMNS, tokens)
+            return half, column + before
+        return (index, 0) if tokens == 1 else (column // tokens, column % tokens)
 
     @ch.function
     def _finish_rows(
@@ -300,4 +352,12 @@ class Matvec(Linear):
             warp = half * (plan.consumer_warps // 2) + other
             half_sum += reductions[warp * plan.warp_sums + column * plan.column_sums + row]
         row_sum = half_sum + prim.shuffle_xor_f32(half_sum, M_TILE_ROWS)
-        epilogue(Rows(m_tile, m_tile // layout.blocks, row, machine.lane, column, slot, row_sum))
+        if layout.is_narrow:
+            row, row_sum = self._fold(row, row_sum)
+        of_warp = machine.lane, column, slot
+        epilogue(Rows(m_tile, m_tile // layout.blocks, row, *of_warp, row_sum, layout.tile_rows))
+
+    @ch.inline
+    def _fold(self, row: ch.Expr, row_sum: ch.Expr) -> tuple[Any, Any]:
+        """Of a narrow M-tile: rows 8 to 15 are rows 0 to 7 by the other half of their columns."""
+        return row % NARROW_ROWS, row_sum + prim.shuffle_xor_f32(row_sum, NARROW_ROWS)

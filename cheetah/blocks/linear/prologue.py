@@ -102,7 +102,7 @@ class Slices(Prologue):
     places: ch.Expr | None = None
 
     def load(self, matrix: MatrixLayout, index: int) -> None:
-        chunk_elements = matrix.tiles_per_chunk * matrix.format.columns
+        chunk_elements = matrix.tiles_per_chunk * matrix.tile_columns
         first, end = (chunk * chunk_elements for chunk in matrix.slice_range(index))
         end = min(end, matrix.padded_columns)
         first_unit = first // UNIT * self.columns.limit

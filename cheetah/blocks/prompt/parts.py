@@ -72,7 +72,7 @@ class AddParts:
             sums = ch.array(ty.f32, plan.tile_groups * ACCUMULATORS, zero=True)
             for finish, its in by_finish(cases):
                 with in_phases(phase, its, cases):
-                    m_tiles = of_phase(phase, {case.phase: case.matrix.m_tiles for case in its})
+                    m_tiles = of_phase(phase, {case.phase: case.matrix.full_m_tiles for case in its})
                     place = TilePlace(m_tile, m_tiles, token_tile)
                     with ch.if_(m_tile < m_tiles):
                         self._load(place, its, phase, sums)

@@ -18,7 +18,7 @@ from typing import Any
 from cheetah import lang as ch
 from cheetah.blocks.prompt.machine import PassMachine
 from cheetah.blocks.prompt.ring import TileRing
-from cheetah.blocks.prompt.weights import STEPS_PER_TILE, stage_weights
+from cheetah.blocks.prompt.weights import STEPS_PER_TILE, pair_fragments, stage_weights
 from cheetah.lang import prim, ty
 from cheetah.plan import MatrixLayout, PlanError
 from cheetah.plan.formats import M_TILE_ROWS
@@ -140,10 +140,11 @@ class TileProduct:
         """In the weights role: a lane an M-tile, 64 columns a stage."""
         self.machine.plan.check(matrix)
         lane, plan = self.machine.lane, self.machine.plan
-        chunks = matrix.chunks // given.parts
+        pieces = matrix.pieces // given.parts
         with self.tiles(plan.row_tiles(matrix, given.height) * given.parts) as tile:
             row_tile, part = row_tile_and_part(tile // self.token_tiles, given.parts)
-            height = given.height or plan.tile_m_tiles
+            # Narrow M-tiles are twice as many, and two of them fill the room of one.
+            height = (given.height or plan.tile_m_tiles) * matrix.halves
             first = row_tile * height
             count = ch.minimum(ty.u32(matrix.m_tiles) - first, height)
             m_tile = ch.minimum(first + lane, matrix.m_tiles - 1)
@@ -151,9 +152,10 @@ class TileProduct:
             position = m_tile % matrix.blocks
             width = matrix.wave_width(wave)
             wave_bytes = matrix.wave_address(ty.u64(wave))
-            with ch.for_(part * chunks, (part + 1) * chunks, unroll=1, name="chunk") as chunk:
-                source = given.weights + (wave_bytes + ty.u64(matrix.chunk_address(chunk, position, width)))
-                self.weights.copy(self.ring, source, ty.u32(0) + matrix.chunk_tiles(chunk), count)
+            name = "piece" if matrix.is_narrow else "chunk"
+            with ch.for_(part * pieces, (part + 1) * pieces, unroll=1, name=name) as piece:
+                source = given.weights + (wave_bytes + ty.u64(matrix.piece_address(piece, position, width)))
+                self.weights.copy(self.ring, source, ty.u32(0) + matrix.tiles_of_piece(piece), count, matrix.halves)
             if given.residual is not None:
                 with ch.for_(plan.tile_groups // self.residual_groups, unroll=1):
                     with self.ring.fill_weights(0, lanes=1):
@@ -186,7 +188,7 @@ class TileProduct:
         """Behind the last k: what the sums are added to, some groups of tokens of every M-tile a stage."""
         plan, groups = self.machine.plan, self.residual_groups
         first = row_tile * plan.tile_m_tiles
-        m_tiles = ch.minimum(ty.u32(matrix.m_tiles) - first, plan.tile_m_tiles)
+        m_tiles = ch.minimum(ty.u32(matrix.full_m_tiles) - first, plan.tile_m_tiles)
         size = groups * ACCUMULATOR_BYTES
         with ch.for_(0, plan.tile_groups, groups, unroll=1, name="group") as group:
             with self.ring.fill_activations(m_tiles * size) as (stage, barrier):
@@ -220,7 +222,7 @@ class TileProduct:
             self._scale_rows(sums, factors)
             for finish, its in by_finish(cases):
                 with in_phases(phase, its, cases):
-                    m_tiles = of_phase(phase, {case.phase: case.matrix.m_tiles for case in its})
+                    m_tiles = of_phase(phase, {case.phase: case.matrix.full_m_tiles for case in its})
                     before = 0 if isinstance(part, int) else part * m_tiles
                     if any(case.height for case in its):
                         m_tiles = ch.minimum(ty.u32(0) + m_tiles, (row_tile + 1) * height)
@@ -267,19 +269,20 @@ class TileProduct:
         even = ch.array(ty.u32x4, STAGE_TILES * STEPS_PER_TILE)
         odd = ch.array(ty.u32x4, STAGE_TILES * STEPS_PER_TILE)
         previous = ch.var(ty.u32, 0)
+        paired = of_phase(phase, {case.phase: int(case.matrix.is_narrow) for case in cases})
         first = self._first_tiles(cases)
         left = {case.phase: case.k_tiles - first for case in cases}
         rests = {index: tiles % (2 * STAGE_TILES) for index, tiles in left.items()}
-        self._multiply_stage(sums, even, previous, first, 0, is_first=True)
+        self._multiply_stage(sums, even, previous, first, 0, paired, is_first=True)
         pairs = of_phase(phase, {index: tiles // (2 * STAGE_TILES) for index, tiles in left.items()})
         with ch.for_(pairs, unroll=1):
-            self._multiply_stage(sums, odd, previous, STAGE_TILES, 1)
-            self._multiply_stage(sums, even, previous, STAGE_TILES, 0)
+            self._multiply_stage(sums, odd, previous, STAGE_TILES, 1, paired)
+            self._multiply_stage(sums, even, previous, STAGE_TILES, 0, paired)
         for rest in sorted({rest for rest in rests.values() if rest}):
             with _if_one_of(phase, [index for index in rests if rests[index] == rest], list(rests)):
                 for index, done in enumerate(range(0, rest, STAGE_TILES)):
                     fragments = (odd, even)[index]
-                    self._multiply_stage(sums, fragments, previous, min(STAGE_TILES, rest - done), 1 - index)
+                    self._multiply_stage(sums, fragments, previous, min(STAGE_TILES, rest - done), 1 - index, paired)
         prim.wgmma_wait_all()
         self.ring.release(previous)
 
@@ -294,16 +297,18 @@ class TileProduct:
 
     @ch.inline
     def _multiply_stage(
-        self, sums: Any, fragments: Any, previous: Any, tiles: int, turn: int, *, is_first: bool = False
+        self, sums: Any, fragments: Any, previous: Any, tiles: int, turn: int, paired: Any, *, is_first: bool = False
     ) -> None:
         """Issue the products of a stage's K-tiles, then wait for those of the stage before and give that back. turn: 0
-        for the stages 0, 2, 4 ... of an M-tile, 1 for the others."""
+        for the stages 0, 2, 4 ... of an M-tile, 1 for the others. paired: whether M-tiles are pairs of narrow ones."""
         ring, plan = self.ring, self.machine.plan
         steps = tiles * STEPS_PER_TILE
         stage = ch.const(ty.u32, ring.using.stage, name="stage")
         ring.wait()
         memory = ring.memory + stage * ring.stage_bytes
         self.weights.load(memory, self.machine.warp, turn, steps, fragments)
+        if tiles == STAGE_TILES:  # narrow M-tiles have no less
+            pair_fragments(fragments, paired)
         # The registers were loaded before the products read them.
         prim.wgmma_fence()
         descriptor = prim.matrix_descriptor(memory + ring.weights_bytes, UNIT_BYTES, GROUP_BYTES)

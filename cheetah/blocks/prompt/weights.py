@@ -35,9 +35,9 @@ class StageWeights(ABC):
         self.slot: Any = stage_format(format)
 
     @abstractmethod
-    def copy(self, ring: TileRing, source: Any, tiles: Any, count: Any) -> None:
+    def copy(self, ring: TileRing, source: Any, tiles: Any, count: Any, halves: int = 1) -> None:
         """In the weights role: K-tiles that lie side by side from `source` on, in as many stages as they fill, for
-        `count` lanes."""
+        `count` lanes. halves: of a K-tile, see `MatrixLayout`."""
 
     @abstractmethod
     def load(self, stage: Any, warp: Any, turn: int, steps: int, fragments: Any) -> None:
@@ -50,15 +50,15 @@ class StageWeights(ABC):
 
 
 class Bf16Weights(StageWeights):
-    """Two K-tiles a stage, which lie side by side."""
+    """Two K-tiles a stage, which lie side by side; of a narrow M-tile one, beside that of its neighbour."""
 
     @ch.inline
-    def copy(self, ring: TileRing, source: Any, tiles: Any, count: Any) -> None:
-        tile_bytes = self.format.tile_bytes
-        with ch.for_(0, tiles, STAGE_TILES, unroll=1, name="k_tile") as k_tile:
-            size = ch.minimum(tiles - k_tile, STAGE_TILES) * tile_bytes
+    def copy(self, ring: TileRing, source: Any, tiles: Any, count: Any, halves: int = 1) -> None:
+        tile_bytes, at_once = self.format.tile_bytes, STAGE_TILES // halves
+        with ch.for_(0, tiles, at_once, unroll=1, name="k_tile") as k_tile:
+            size = ch.minimum(tiles - k_tile, at_once) * tile_bytes
             with ring.fill_weights(size * count, count) as (stage, barrier):
-                prim.bulk_copy(self.place(stage, self.lane), source + k_tile * tile_bytes, size, barrier)
+                prim.bulk_copy(stage + self.lane * (at_once * tile_bytes), source + k_tile * tile_bytes, size, barrier)
 
     def load(self, stage: Any, warp: Any, turn: int, steps: int, fragments: Any) -> None:
         words = ch.reinterpret(ty.ptr(ty.u32x4), self.place(stage, warp))
@@ -72,7 +72,7 @@ class QuantizedWeights(StageWeights):
     format: QuantizedTiles
 
     @ch.inline
-    def copy(self, ring: TileRing, source: Any, tiles: Any, count: Any) -> None:
+    def copy(self, ring: TileRing, source: Any, tiles: Any, count: Any, halves: int = 1) -> None:
         codes = self.slot.scales_at
         others = self.format.tile_bytes - self.format.scales_at
         with ch.for_(tiles, unroll=1, name="k_tile") as k_tile:
@@ -124,6 +124,23 @@ def _sum(values: list[Any]) -> Any:
     for value in values[1:]:
         total = total + value
     return total
+
+
+def pair_fragments(fragments: Any, paired: Any) -> None:
+    """If `paired`: operands A of 64 columns of two narrow M-tiles, as they were loaded, become those of their 16 rows.
+
+    Loaded are the first's for each 16 of k, then the second's; x and z are rows g by the first 32 columns, y and w
+    rows g by the others. The operands have rows g of the second where those have its other columns.
+    """
+    if isinstance(paired, int) and not paired:
+        return
+    for step in range(STEPS_PER_TILE):
+        of_first, of_second = fragments[step], fragments[step + STEPS_PER_TILE]
+        for later, earlier in (("y", "x"), ("w", "z")):
+            kept = ch.const(ty.u32, getattr(of_first, later), name="kept")
+            other = ch.const(ty.u32, getattr(of_second, earlier), name="other")
+            setattr(of_first, later, ch.select(paired != 0, other, kept))
+            setattr(of_second, earlier, ch.select(paired != 0, kept, other))
 
 
 def stage_weights(format: TileFormat, lane: ch.Expr) -> StageWeights:

@@ -26,6 +26,7 @@ layouts = st.builds(
     columns=st.integers(1, 200),
     blocks=st.integers(1, 7),
     stage_bytes=st.integers(1, 4).map(lambda pairs: pairs * 1024),
+    tile_rows=st.sampled_from([16, 8]),
 )
 
 pack_m_tiles = Bf16().pack_m_tiles
@@ -35,13 +36,14 @@ def slow_pack(layout, matrix):
     """One element at a time, as the contract writes it down."""
     packed = np.zeros(layout.total_bytes // 2, dtype=np.uint16)
     for row in range(layout.rows):
-        m_tile, r = divmod(row, 16)
+        m_tile, r = divmod(row, layout.tile_rows)
         for column in range(layout.columns):
-            pair, c = divmod(column, 32)
+            pair, c = divmod(column, layout.tile_columns)
+            half, c = divmod(c, 32)
             chunk, inner = divmod(pair, layout.tiles_per_chunk)
             t, h, low_high = c // 8, c % 8 // 4, c % 4
             lane = 4 * (r % 8) + t
-            word = (2 if low_high >= 2 else 0) + (1 if r >= 8 else 0)
+            word = (2 if low_high >= 2 else 0) + (1 if r >= 8 or half else 0)
             offset = layout.m_tile_address(m_tile, chunk) + inner * 1024 + h * 512 + lane * 16 + word * 4
             packed[offset // 2 + low_high % 2] = matrix[row, column]
     return packed.view(np.uint8)
@@ -74,9 +76,10 @@ def test_packing_in_pieces_is_packing_at_once(layout, data):
     cut = data.draw(st.integers(0, layout.waves))
     m_tiles = min(cut * layout.blocks, layout.m_tiles)
     pieces = np.full(layout.total_bytes, 0xFF, dtype=np.uint8)
-    pack_m_tiles(layout, range(m_tiles), matrix[: m_tiles * 16], pieces[: m_tiles * layout.m_tile_bytes])
+    rows = m_tiles * layout.tile_rows
+    pack_m_tiles(layout, range(m_tiles), matrix[:rows], pieces[: m_tiles * layout.m_tile_bytes])
     rest = range(m_tiles, layout.m_tiles)
-    pack_m_tiles(layout, rest, matrix[m_tiles * 16 :], pieces[m_tiles * layout.m_tile_bytes :], first_wave=cut)
+    pack_m_tiles(layout, rest, matrix[rows:], pieces[m_tiles * layout.m_tile_bytes :], first_wave=cut)
     assert np.array_equal(pieces, whole)
 
 
@@ -88,7 +91,8 @@ def test_any_m_tiles_find_their_places(layout, data):
     cuts = sorted({0, layout.m_tiles, *data.draw(st.lists(st.integers(0, layout.m_tiles)))})
     packed = np.full(layout.total_bytes, 0xFF, dtype=np.uint8)
     for first, stop in zip(cuts[:-1], cuts[1:], strict=True):
-        pack_m_tiles(layout, range(first, stop), matrix[first * 16 : stop * 16], packed)
+        height = layout.tile_rows
+        pack_m_tiles(layout, range(first, stop), matrix[first * height : stop * height], packed)
     assert np.array_equal(packed, whole)
 
 
@@ -99,6 +103,14 @@ def test_golden_words_of_one_tile_pair():
     assert words[1, 0].tolist() == [[4, 5], [260, 261], [6, 7], [262, 263]]
     g, t = 3, 2
     assert words[1, 4 * g + t, 3].tolist() == [32 * (g + 8) + 8 * t + 4 + 2, 32 * (g + 8) + 8 * t + 4 + 3]
+
+
+def test_golden_words_of_a_narrow_tile():
+    matrix = np.arange(8 * 64, dtype=np.uint16).reshape(8, 64)  # the value is 64 * row + column
+    words = pack_matrix(MatrixLayout("any", 8, 64, 1, 1024, tile_rows=8), matrix).view(np.uint16).reshape(2, 32, 4, 2)
+    assert words[0, 0].tolist() == [[0, 1], [32, 33], [2, 3], [34, 35]]
+    g, t = 3, 2
+    assert words[1, 4 * g + t, 3].tolist() == [64 * g + 32 + 8 * t + 4 + 2, 64 * g + 32 + 8 * t + 4 + 3]
 
 
 def test_wrong_sizes_are_refused():

@@ -60,7 +60,7 @@ class Bf16Fragments(Fragments):
         first = self.fragments[tile * LANE_LOADS + self.lane]
         second = self.fragments[tile * LANE_LOADS + 32 + self.lane]
         units = activations.units
-        for group in range(activations.columns.tiles):
+        for group in range(activations.groups):
             values = activations.operand(units, group)
             prim.mma_bf16(sums[group], first, values.x, values.y)
             prim.mma_bf16(sums[group], second, values.z, values.w)

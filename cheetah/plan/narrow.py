@@ -1,0 +1,41 @@
+"""Whether the matrices whose rows are added to the residual have narrow M-tiles, see `MatrixLayout`.
+
+o and down alone can: q, k and gate need the rows of an M-tile together. Both have the same tiles, so that a row of the
+residual lies with one block. Kernels that share weights share the model and the machine, which is all that is asked.
+"""
+
+from cheetah.plan.formats import BF16, M_TILE_ROWS, NARROW_ROWS
+from cheetah.plan.gpu import Gpu
+from cheetah.plan.index import ceil_div
+from cheetah.plan.shape import ModelShape
+from cheetah.plan.split import Split
+
+RESIDUAL_MATRICES = ("o", "down")
+LEAST_COLUMNS, LEAST_COLUMNS_EMULATED = 1024, 256
+"""Below, an M-tile is a chunk or two by rule, and half of it takes as long."""
+
+
+def residual_tile_rows(shape: ModelShape, gpu: Gpu) -> int:
+    """Rows of an M-tile of o and down: 8 where the blocks with most rows then have fewer of them, else 16."""
+    return NARROW_ROWS if _may_be_narrow(shape, gpu) and _saves_rows(shape, gpu) else M_TILE_ROWS
+
+
+def residual_split(shape: ModelShape, gpu: Gpu, start: int = 0) -> Split:
+    """Who owns which M-tiles of o and down, and so which rows of the residual."""
+    return Split(ceil_div(shape.hidden, residual_tile_rows(shape, gpu)), gpu.blocks, start)
+
+
+def _may_be_narrow(shape: ModelShape, gpu: Gpu) -> bool:
+    """Rows make whole pairs of narrow M-tiles, which passes over prompts take together, and columns whole K-tiles."""
+    lengths = (shape.query_rows, shape.ffn)
+    least = LEAST_COLUMNS_EMULATED if gpu.emulated else LEAST_COLUMNS
+    return (
+        all(shape.format_of(matrix) == BF16 for matrix in RESIDUAL_MATRICES)
+        and shape.hidden % M_TILE_ROWS == 0
+        and all(columns % (2 * BF16.columns) == 0 and columns >= least for columns in lengths)
+    )
+
+
+def _saves_rows(shape: ModelShape, gpu: Gpu) -> bool:
+    usual, narrow = (ceil_div(shape.hidden, rows * gpu.blocks) * rows for rows in (M_TILE_ROWS, NARROW_ROWS))
+    return narrow < usual
