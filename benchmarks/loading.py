@@ -86,8 +86,8 @@ def _fp8_blocks(rows: int, columns: int) -> Parts:
     return {"weight": ("F8_E4M3", (rows, columns), None), "weight_scale_inv": ("F32", blocks, FLOAT_SCALE)}
 
 
-def _bf16(rows: int, columns: int) -> Parts:
-    return {"weight": ("BF16", (rows, columns), None)}
+def _plain(dtype: str) -> Callable[[int, int], Parts]:
+    return lambda rows, columns: {"weight": (dtype, (rows, columns), None)}
 
 
 def _compressed(bits: int, kind: str, **weights: Any) -> dict[str, Any]:
@@ -113,7 +113,8 @@ FORMATS: dict[str, tuple[Callable[[int, int], Parts], dict[str, Any] | None]] = 
         _fp8_blocks,
         {"quant_method": "fp8", "weight_block_size": [GROUP, GROUP], "activation_scheme": "dynamic"},
     ),
-    "bf16": (_bf16, None),
+    "bf16": (_plain("BF16"), None),
+    "f16": (_plain("F16"), None),
 }
 """By name: the tensors of a module, and what config.json says of them."""
 DTYPE_BYTES = {"I32": 4, "F16": 2, "BF16": 2, "F32": 4, "F8_E4M3": 1}

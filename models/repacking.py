@@ -21,8 +21,8 @@ from cheetah.models.formats.quantized import Order, RowScales
 from cheetah.plan.repacking import Repacking
 
 Read = Callable[[int, Bytes], None]
-"""Fills memory with codes from a byte of them on; any thread may call it. What it reads is checked, and rounded to bf16
-if it is of 16 bits or more: bytes come in twos then."""
+"""Fills memory with codes from a byte of them on; any thread may call it. What it reads is checked. Weights of 16 bits
+come whole."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class StoredCodes:
 
     bits: of a code, 4 or 8; the first of a byte is in its lowest bits. nbytes: of all. row_offsets, column_offsets:
     int64 [rows], [columns of codes]; see above. row_bytes: bytes of a row, where each lies behind the row before; None:
-    the codes of rows lie among one another. open: begins to read, and gives what does.
+    the codes of rows lie among one another. open: begins to read, and gives what does. is_f16: whether weights are f16,
+    which who packs has to round to bf16.
     """
 
     bits: int
@@ -40,6 +41,7 @@ class StoredCodes:
     column_offsets: NDArray[np.int64]
     row_bytes: int | None
     open: Callable[[], Read]
+    is_f16: bool = False
 
     def with_rows(self, order: Order) -> StoredCodes:
         """The same with row `order[i]` as row i."""

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from cheetah import lang as ch
-from cheetah.lang import ty
+from cheetah.lang import prim, ty
 from cheetah.plan import M_TILE_ROWS
 from cheetah.plan.repacking import NOTHING, PLACE_BYTES, Repacking
 
@@ -65,6 +65,8 @@ def _emit(given: Any, teams: int, team_threads: int) -> None:
                         byte = ty.u32(codes[code >> in_byte])
                         bits = byte >> ((code & in_byte) * given.code_bits) & mask
                         packed |= bits << (number * given.code_bits)
+            with ch.if_(given.is_f16 != 0):
+                packed.set(prim.pack_bf16x2(prim.f16x2_low(packed), prim.f16x2_high(packed)))
             words[word] = packed
         scales = ch.reinterpret(ty.ptr(ty.u32), given.staging + (given.scales_at + m_tile * scale_bytes))
         with ch.for_(thread, given.behind_bytes // 4, team_threads) as word:

@@ -15,7 +15,8 @@ class Repacking:
     target: byte of the weights where the matrix begins. m_tiles, k_tiles: how many. code_bits, code_columns,
     code_bytes: of a K-tile, see `WeightFormat`; tile_bytes: of a whole one. tiles_per_chunk: K-tiles of every chunk but
     the last.
-    behind_bytes: behind the codes of a tile; factor_bytes: behind the last tile of an M-tile.
+    behind_bytes: behind the codes of a tile; factor_bytes: behind the last tile of an M-tile. is_f16: 1 where weights
+    are f16, to be rounded to bf16, else 0.
     order_at: u32, `code_order`. rows_at: u32 [rows, 2], where the row's codes begin, or NOTHING, and the first of its
     entries at columns_at: u32 [tensors, k_tiles * code_columns], what to add for a column, or NOTHING. places_at: u32
     [m_tiles, chunks], where a chunk begins, in PLACE_BYTES from the matrix' beginning. scales_at: u8 [m_tiles,
@@ -32,6 +33,7 @@ class Repacking:
     tiles_per_chunk: int
     behind_bytes: int
     factor_bytes: int
+    is_f16: int
     order_at: int
     rows_at: int
     columns_at: int

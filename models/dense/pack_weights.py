@@ -45,7 +45,7 @@ from cheetah.models.family import Progress, QuantizedMatrix, ReadRows, ReadTenso
 from cheetah.models.formats import Bytes, PackingError, format_of
 from cheetah.models.formats.quantized import Order, QuantizedRows
 from cheetah.models.repacking import Repacker, stored_matrix
-from cheetah.models.rounding import Bits
+from cheetah.models.rounding import Bits, round_f16
 from cheetah.models.scratch import scratch
 from cheetah.piece_ring import ALIGNMENT, Lend, PieceRing, ordinary_memory
 from cheetah.plan import MatrixLayout, StepMatrices
@@ -255,8 +255,11 @@ def _embedding_pieces(config: ModelConfig, embedding: Rows) -> Iterator[Piece]:
 
     def maker(first: int, stop: int) -> Job:
         def make(memory: Bytes) -> None:
-            if read is not None:  # straight into the piece
-                return read(first * row_bytes, memory)
+            if stored is not None and read is not None:
+                read(first * row_bytes, memory)  # straight into the piece
+                if stored.codes.is_f16:
+                    round_f16(memory.view(np.uint16), memory.view(np.uint16))
+                return
             padded = memory.view(np.uint16).reshape(-1, config.padded_hidden)
             padded[:, : config.hidden_size] = embedding[first:stop]
             padded[:, config.hidden_size :] = 0

@@ -79,7 +79,7 @@ def staged_matrix(
     wanted = format_of(layout)
     has_scales = isinstance(wanted, QuantizedFormat)
     fits = [one for one in stored if one.codes.bits == wanted.code_bits and (one.scales is not None) == has_scales]
-    if len(fits) != len(names):
+    if len(fits) != len(names) or len({one.codes.is_f16 for one in fits}) > 1:
         return None
     parts = StagedMatrix(layout, groups, names, tuple(fits), target)
     return parts if parts.can_be_numbered else None
@@ -174,6 +174,7 @@ class _Part:
             tiles_per_chunk=layout.tiles_per_chunk,
             behind_bytes=self._behind_bytes,
             factor_bytes=layout.format.factor_bytes,
+            is_f16=int(self.matrix.stored[0].codes.is_f16),
             **{f"{name}_at": offset for name, offset in self._offsets.items() if name != "end"},
         )
 

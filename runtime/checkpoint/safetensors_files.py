@@ -14,7 +14,6 @@ import threading
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ import numpy.typing as npt
 from cheetah.errors import CheetahError
 from cheetah.models.family import Rows
 from cheetah.models.repacking import StoredCodes, StoredMatrix
-from cheetah.models.scratch import scratch
+from cheetah.models.rounding import round_f16
 from cheetah.printable import shown, shown_name
 from cheetah.untrusted import parse_json, read_json
 
@@ -57,10 +56,6 @@ OTHER_FORMATS = (
     ("*.pt", "a Python pickle, which can run code"),
     ("*.gguf", "the format of llama.cpp"),
 )
-
-
-TABLE_PIECE = 2**16
-"""Numbers of F16 that are rounded at a time: their places in a table are 512 KB, which a core's cache has room for."""
 
 
 class LoadingError(CheetahError):
@@ -145,15 +140,16 @@ class _StoredRows:
         """See `cheetah.models.repacking`."""
         rows, columns = self.shape
         offsets = np.arange(rows) * (2 * columns), np.arange(2 * columns)
-        read = self._stored.read if self._is_bf16 else self._read_rounded
-        return StoredMatrix(StoredCodes(8, 2 * rows * columns, *offsets, 2 * columns, lambda: read), None)
+        dtype = self._stored.tensor.dtype
+        read = self._read_rounded if dtype == "F32" else self._stored.read
+        codes = StoredCodes(8, 2 * rows * columns, *offsets, 2 * columns, lambda: read, is_f16=dtype == "F16")
+        return StoredMatrix(codes, None)
 
     def _read_rounded(self, begin: int, memory: npt.NDArray[np.uint8]) -> None:
-        """Fill memory with bf16 from byte `begin` of them on; both are even."""
-        dtype = WEIGHT_DTYPES[self._stored.tensor.dtype]
-        stored = _thread_memory(memory.nbytes // 2 * dtype.itemsize)
-        self._stored.read(begin // 2 * dtype.itemsize, stored)
-        _round_into(memory.view(np.uint16), stored.view(dtype))
+        """Fill memory with bf16 from byte `begin` of them on, of F32; both are even."""
+        stored = _thread_memory(memory.nbytes * 2)
+        self._stored.read(begin * 2, stored)
+        _round_into(memory.view(np.uint16), stored.view(WEIGHT_DTYPES["F32"]))
 
     def __getitem__(self, part: slice) -> Bits:
         """Bits in memory of this thread, overwritten when it reads again."""
@@ -181,22 +177,9 @@ def _converted(stored: npt.NDArray[Any]) -> Bits:
 def _round_into(rounded: Bits, stored: npt.NDArray[Any]) -> None:
     """Numbers of F16 or F32, rounded to nearest even as bf16 bits."""
     if stored.dtype == np.float16:
-        table, places = _bf16_of_f16(), scratch("places in a table", (TABLE_PIECE,), np.intp)
-        for first in range(0, stored.size, TABLE_PIECE):
-            piece = stored[first : first + TABLE_PIECE].view(np.uint16)
-            places[: piece.size] = piece  # of another type, numpy would make new ones
-            np.take(table, places[: piece.size], out=rounded[first : first + piece.size], mode="clip")
-        return
+        return round_f16(stored.view(np.uint16), rounded)
     with np.errstate(over="ignore"):  # a float32 beyond bf16's range becomes infinite, as IEEE rounding says
         rounded.view(ml_dtypes.bfloat16)[:] = stored
-
-
-@cache
-def _bf16_of_f16() -> Bits:
-    """By the bits of each f16: three times as fast as rounding (F16 is what many quantised checkpoints have beside)."""
-    with np.errstate(invalid="ignore"):
-        numbers = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(ml_dtypes.bfloat16)
-    return np.asarray(numbers).view(np.uint16)
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,12 @@ from quantized_checkpoints import (
     quantized_tensors,
     write_quantized,
 )
-from written_checkpoints import random_values, write_model
+from written_checkpoints import EMBEDDING, Q, random_values, write_model
 
 from benchmarks.loading import write_checkpoint
 from cheetah.models.formats import WEIGHT_FORMATS, PackingError
 from cheetah.models.llama import LlamaConfig
+from cheetah.models.rounding import round_f16
 from cheetah.plan import gpu_named
 from cheetah.runtime.build.repacking import Spare
 from cheetah.runtime.checkpoint.loading import LoadingError, open_checkpoint
@@ -232,7 +233,30 @@ def test_a_device_without_room_packs_in_what_is_spare(tmp_path):
 @pytest.mark.compiler
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_numbers_that_have_to_be_rounded(tmp_path, dtype):
-    check_alike(write_model(tmp_path, random_values(dtype=dtype)), works=4 * CONFIG.layers + 1)
+    """The smallest, ties and the largest too."""
+    tensors = random_values(dtype=dtype)
+    for name in (f"{DOWN}.weight", EMBEDDING):
+        tensors[name][0, :6] = [6e-8, -3e-6, 1 + 2**-8, -1 - 3 * 2**-8, 65504, -np.inf]
+    check_alike(write_model(tmp_path, tensors), works=4 * CONFIG.layers + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_a_matrix_of_two_dtypes_is_packed_by_the_host(tmp_path):
+    tensors = random_values()
+    tensors[Q] = tensors[Q].astype(np.float16)
+    check_alike(write_model(tmp_path, tensors), works=4 * CONFIG.layers)
+
+
+def test_every_f16_is_rounded_as_numpy_does():
+    bits = np.arange(2**16, dtype=np.uint16)
+    with np.errstate(invalid="ignore"):
+        wanted = bits.view(np.float16).astype(np.float32).astype(ml_dtypes.bfloat16)
+    found = np.empty_like(bits)
+    round_f16(bits, found)
+    is_number = ~np.isnan(wanted)
+    assert np.array_equal(found[is_number], wanted.view(np.uint16)[is_number])
+    assert np.all(np.isnan(found.view(ml_dtypes.bfloat16)[~is_number]))
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
