@@ -472,12 +472,12 @@ __device__ __forceinline__ void copy_keys(uint32_t block, uint32_t tile_count, c
     uint32_t kv_head = tile % 32 / 4;
     #pragma unroll 1
     for (uint32_t key_tile = 0; key_tile < end; ++key_tile) {
-      uint64_t place = (uint64_t)(kv_head * 2048 + (of_tile.w + key_tile * 64) / 8) * 2048 + (uint64_t)((of_tile.w + key_tile * 64) % 8 * 16);
+      uint64_t offset = (uint64_t)(kv_head * 2048 + (of_tile.w + key_tile * 64) / 8) * 2048 + (uint64_t)((of_tile.w + key_tile * 64) % 8 * 16);
       uint64_t* barrier = full + activations_stage;
       mbarrier_wait(empty + activations_stage, activations_parity);
       mbarrier_arrive_expect_tx(barrier, 32768);
-      bulk_copy(ring + activations_stage * 49152, workspace + 67404800 + place, 16384, barrier);
-      bulk_copy(ring + activations_stage * 49152 + 16384, workspace + 100959232 + place, 16384, barrier);
+      bulk_copy(ring + activations_stage * 49152, workspace + 67404800 + offset, 16384, barrier);
+      bulk_copy(ring + activations_stage * 49152 + 16384, workspace + 100959232 + offset, 16384, barrier);
       advance(activations_stage, activations_parity);
     }
   }
@@ -606,8 +606,8 @@ __device__ __forceinline__ void store_rows(uint8_t* into, uint32_t lane, float v
   uint32_t row = lane / 4;
   uint32_t token = lane % 4 * 2 + lane / 4 % 2;
   uint64_t block = (uint64_t)(k_tile * 256 + group) * 512;
-  uint8_t* place = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
-  ((uint2*)(place))[0] = words;
+  uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
+  ((uint2*)(address))[0] = words;
 }
 
 // Every token's sum over the row tile: its M-tiles in order.
@@ -668,13 +668,13 @@ __device__ __forceinline__ void embed(uint32_t block, uint32_t of_few, uint32_t 
         uint64_t place_4 = (uint64_t)(token_id_4) * 4096 + (uint64_t)(of_row_4 < 4095 ? of_row_4 : 4095);
         float value_7 = of_row_4 < 4096 ? bf16_to_f32(embedding[place_4]) : 0.0f;
         float value_8 = value_7;
-        uint64_t place_5 = ((uint64_t)(m_tile) * 256 + (uint64_t)(group_2)) * 32;
+        uint64_t index = ((uint64_t)(m_tile) * 256 + (uint64_t)(group_2)) * 32;
         float4 kept;
         kept.x = value_2;
         kept.y = value_4;
         kept.z = value_6;
         kept.w = value_8;
-        ((float4*)((float*)(workspace + 1024)))[place_5 + (uint64_t)(lane)] = kept;
+        ((float4*)((float*)(workspace + 1024)))[index + (uint64_t)(lane)] = kept;
         float* of_lane = (float*)(arena + SQUARES) + (warp * 32 + lane * 2);
         float* kept_2 = of_lane;
         float square = bf16_to_f32(f32_to_bf16(value_2)) * bf16_to_f32(f32_to_bf16(value_2)) + bf16_to_f32(f32_to_bf16(value_6)) * bf16_to_f32(f32_to_bf16(value_6));
@@ -736,20 +736,20 @@ __device__ __forceinline__ void attend(uint32_t block, uint32_t tile_count, cons
     uint64_t keys = matrix_descriptor(memory, 128, 2048);
     wgmma_fence();
     wgmma_bf16_n64(logits, queries[0], keys, 0);
-    uint64_t place = keys + 16;
-    wgmma_bf16_n64(logits, queries[1], place, 1);
-    uint64_t place_2 = keys + 32;
-    wgmma_bf16_n64(logits, queries[2], place_2, 1);
-    uint64_t place_3 = keys + 48;
-    wgmma_bf16_n64(logits, queries[3], place_3, 1);
-    uint64_t place_4 = keys + 64;
-    wgmma_bf16_n64(logits, queries[4], place_4, 1);
-    uint64_t place_5 = keys + 80;
-    wgmma_bf16_n64(logits, queries[5], place_5, 1);
-    uint64_t place_6 = keys + 96;
-    wgmma_bf16_n64(logits, queries[6], place_6, 1);
-    uint64_t place_7 = keys + 112;
-    wgmma_bf16_n64(logits, queries[7], place_7, 1);
+    uint64_t descriptor = keys + 16;
+    wgmma_bf16_n64(logits, queries[1], descriptor, 1);
+    uint64_t descriptor_2 = keys + 32;
+    wgmma_bf16_n64(logits, queries[2], descriptor_2, 1);
+    uint64_t descriptor_3 = keys + 48;
+    wgmma_bf16_n64(logits, queries[3], descriptor_3, 1);
+    uint64_t descriptor_4 = keys + 64;
+    wgmma_bf16_n64(logits, queries[4], descriptor_4, 1);
+    uint64_t descriptor_5 = keys + 80;
+    wgmma_bf16_n64(logits, queries[5], descriptor_5, 1);
+    uint64_t descriptor_6 = keys + 96;
+    wgmma_bf16_n64(logits, queries[6], descriptor_6, 1);
+    uint64_t descriptor_7 = keys + 112;
+    wgmma_bf16_n64(logits, queries[7], descriptor_7, 1);
     wgmma_commit();
     advance(stage, parity);
     wgmma_wait_all();
@@ -759,22 +759,22 @@ __device__ __forceinline__ void attend(uint32_t block, uint32_t tile_count, cons
       for (uint32_t group = 0; group < 8; ++group) {
         uint32_t key = group * 8 + lane % 4 * 2;
         bool seen = key <= position;
-        uint32_t place_8 = group * 4;
-        logits[place_8] = seen ? logits[place_8] : -bits_float(0x7f800000);
+        uint32_t element = group * 4;
+        logits[element] = seen ? logits[element] : -bits_float(0x7f800000);
         uint32_t key_2 = group * 8 + lane % 4 * 2 + 1;
         bool seen_2 = key_2 <= position;
-        uint32_t place_9 = group * 4 + 1;
-        logits[place_9] = seen_2 ? logits[place_9] : -bits_float(0x7f800000);
+        uint32_t element_2 = group * 4 + 1;
+        logits[element_2] = seen_2 ? logits[element_2] : -bits_float(0x7f800000);
         uint32_t key_3 = group * 8 + lane % 4 * 2;
         uint32_t position_2 = position + 8;
         bool seen_3 = key_3 <= position_2;
-        uint32_t place_10 = group * 4 + 2;
-        logits[place_10] = seen_3 ? logits[place_10] : -bits_float(0x7f800000);
+        uint32_t element_3 = group * 4 + 2;
+        logits[element_3] = seen_3 ? logits[element_3] : -bits_float(0x7f800000);
         uint32_t key_4 = group * 8 + lane % 4 * 2 + 1;
         uint32_t position_3 = position + 8;
         bool seen_4 = key_4 <= position_3;
-        uint32_t place_11 = group * 4 + 3;
-        logits[place_11] = seen_4 ? logits[place_11] : -bits_float(0x7f800000);
+        uint32_t element_4 = group * 4 + 3;
+        logits[element_4] = seen_4 ? logits[element_4] : -bits_float(0x7f800000);
       }
     }
     float largest_2 = largest[0];
@@ -807,18 +807,18 @@ __device__ __forceinline__ void attend(uint32_t block, uint32_t tile_count, cons
     sums[1] = sums[1] * shrinks[1];
     #pragma unroll
     for (uint32_t group = 0; group < 8; ++group) {
-      uint32_t place_8 = group * 4;
-      logits[place_8] = exp2_f32(logits[place_8] * 0.12751743f - origin);
-      sums[0] = sums[0] + logits[place_8];
-      uint32_t place_9 = group * 4 + 1;
-      logits[place_9] = exp2_f32(logits[place_9] * 0.12751743f - origin);
-      sums[0] = sums[0] + logits[place_9];
-      uint32_t place_10 = group * 4 + 2;
-      logits[place_10] = exp2_f32(logits[place_10] * 0.12751743f - origin_2);
-      sums[1] = sums[1] + logits[place_10];
-      uint32_t place_11 = group * 4 + 3;
-      logits[place_11] = exp2_f32(logits[place_11] * 0.12751743f - origin_2);
-      sums[1] = sums[1] + logits[place_11];
+      uint32_t element = group * 4;
+      logits[element] = exp2_f32(logits[element] * 0.12751743f - origin);
+      sums[0] = sums[0] + logits[element];
+      uint32_t element_2 = group * 4 + 1;
+      logits[element_2] = exp2_f32(logits[element_2] * 0.12751743f - origin);
+      sums[0] = sums[0] + logits[element_2];
+      uint32_t element_3 = group * 4 + 2;
+      logits[element_3] = exp2_f32(logits[element_3] * 0.12751743f - origin_2);
+      sums[1] = sums[1] + logits[element_3];
+      uint32_t element_4 = group * 4 + 3;
+      logits[element_4] = exp2_f32(logits[element_4] * 0.12751743f - origin_2);
+      sums[1] = sums[1] + logits[element_4];
     }
     even[0] = make_u32x4(pack_bf16x2(logits[0], logits[1]), pack_bf16x2(logits[2], logits[3]), pack_bf16x2(logits[4], logits[5]), pack_bf16x2(logits[6], logits[7]));
     even[1] = make_u32x4(pack_bf16x2(logits[8], logits[9]), pack_bf16x2(logits[10], logits[11]), pack_bf16x2(logits[12], logits[13]), pack_bf16x2(logits[14], logits[15]));
@@ -834,32 +834,32 @@ __device__ __forceinline__ void attend(uint32_t block, uint32_t tile_count, cons
       uint64_t keys_2 = matrix_descriptor(memory_2, 128, 2048);
       wgmma_fence();
       wgmma_bf16_n64(logits, queries[0], keys_2, 0);
-      uint64_t place_8 = keys_2 + 16;
-      wgmma_bf16_n64(logits, queries[1], place_8, 1);
-      uint64_t place_9 = keys_2 + 32;
-      wgmma_bf16_n64(logits, queries[2], place_9, 1);
-      uint64_t place_10 = keys_2 + 48;
-      wgmma_bf16_n64(logits, queries[3], place_10, 1);
-      uint64_t place_11 = keys_2 + 64;
-      wgmma_bf16_n64(logits, queries[4], place_11, 1);
-      uint64_t place_12 = keys_2 + 80;
-      wgmma_bf16_n64(logits, queries[5], place_12, 1);
-      uint64_t place_13 = keys_2 + 96;
-      wgmma_bf16_n64(logits, queries[6], place_13, 1);
-      uint64_t place_14 = keys_2 + 112;
-      wgmma_bf16_n64(logits, queries[7], place_14, 1);
+      uint64_t descriptor_8 = keys_2 + 16;
+      wgmma_bf16_n64(logits, queries[1], descriptor_8, 1);
+      uint64_t descriptor_9 = keys_2 + 32;
+      wgmma_bf16_n64(logits, queries[2], descriptor_9, 1);
+      uint64_t descriptor_10 = keys_2 + 48;
+      wgmma_bf16_n64(logits, queries[3], descriptor_10, 1);
+      uint64_t descriptor_11 = keys_2 + 64;
+      wgmma_bf16_n64(logits, queries[4], descriptor_11, 1);
+      uint64_t descriptor_12 = keys_2 + 80;
+      wgmma_bf16_n64(logits, queries[5], descriptor_12, 1);
+      uint64_t descriptor_13 = keys_2 + 96;
+      wgmma_bf16_n64(logits, queries[6], descriptor_13, 1);
+      uint64_t descriptor_14 = keys_2 + 112;
+      wgmma_bf16_n64(logits, queries[7], descriptor_14, 1);
       wgmma_commit();
       advance(stage, parity);
       uint8_t* memory_3 = ring + previous * 49152 + 16384;
       uint64_t values = matrix_descriptor(memory_3, 2048, 128);
       wgmma_fence();
       wgmma_bf16_n128_transposed(output, even[0], values, 1);
-      uint64_t place_15 = values + 256;
-      wgmma_bf16_n128_transposed(output, even[1], place_15, 1);
-      uint64_t place_16 = values + 512;
-      wgmma_bf16_n128_transposed(output, even[2], place_16, 1);
-      uint64_t place_17 = values + 768;
-      wgmma_bf16_n128_transposed(output, even[3], place_17, 1);
+      uint64_t descriptor_15 = values + 256;
+      wgmma_bf16_n128_transposed(output, even[1], descriptor_15, 1);
+      uint64_t descriptor_16 = values + 512;
+      wgmma_bf16_n128_transposed(output, even[2], descriptor_16, 1);
+      uint64_t descriptor_17 = values + 768;
+      wgmma_bf16_n128_transposed(output, even[3], descriptor_17, 1);
       wgmma_commit();
       wgmma_wait_but_one();
       bool partial_2 = key + 63 > first_row;
@@ -868,22 +868,22 @@ __device__ __forceinline__ void attend(uint32_t block, uint32_t tile_count, cons
         for (uint32_t group = 0; group < 8; ++group) {
           uint32_t key_2 = key + group * 8 + lane % 4 * 2;
           bool seen_3 = key_2 <= position;
-          uint32_t place_18 = group * 4;
-          logits[place_18] = seen_3 ? logits[place_18] : -bits_float(0x7f800000);
+          uint32_t element = group * 4;
+          logits[element] = seen_3 ? logits[element] : -bits_float(0x7f800000);
           uint32_t key_3 = key + group * 8 + lane % 4 * 2 + 1;
           bool seen_4 = key_3 <= position;
-          uint32_t place_19 = group * 4 + 1;
-          logits[place_19] = seen_4 ? logits[place_19] : -bits_float(0x7f800000);
+          uint32_t element_2 = group * 4 + 1;
+          logits[element_2] = seen_4 ? logits[element_2] : -bits_float(0x7f800000);
           uint32_t key_4 = key + group * 8 + lane % 4 * 2;
           uint32_t position_2 = position + 8;
           bool seen_5 = key_4 <= position_2;
-          uint32_t place_20 = group * 4 + 2;
-          logits[place_20] = seen_5 ? logits[place_20] : -bits_float(0x7f800000);
+          uint32_t element_3 = group * 4 + 2;
+          logits[element_3] = seen_5 ? logits[element_3] : -bits_float(0x7f800000);
           uint32_t key_5 = key + group * 8 + lane % 4 * 2 + 1;
           uint32_t position_3 = position + 8;
           bool seen_6 = key_5 <= position_3;
-          uint32_t place_21 = group * 4 + 3;
-          logits[place_21] = seen_6 ? logits[place_21] : -bits_float(0x7f800000);
+          uint32_t element_4 = group * 4 + 3;
+          logits[element_4] = seen_6 ? logits[element_4] : -bits_float(0x7f800000);
         }
       }
       float largest_4 = largest[0];
@@ -916,18 +916,18 @@ __device__ __forceinline__ void attend(uint32_t block, uint32_t tile_count, cons
       sums[1] = sums[1] * shrinks[1];
       #pragma unroll
       for (uint32_t group = 0; group < 8; ++group) {
-        uint32_t place_18 = group * 4;
-        logits[place_18] = exp2_f32(logits[place_18] * 0.12751743f - origin_3);
-        sums[0] = sums[0] + logits[place_18];
-        uint32_t place_19 = group * 4 + 1;
-        logits[place_19] = exp2_f32(logits[place_19] * 0.12751743f - origin_3);
-        sums[0] = sums[0] + logits[place_19];
-        uint32_t place_20 = group * 4 + 2;
-        logits[place_20] = exp2_f32(logits[place_20] * 0.12751743f - origin_4);
-        sums[1] = sums[1] + logits[place_20];
-        uint32_t place_21 = group * 4 + 3;
-        logits[place_21] = exp2_f32(logits[place_21] * 0.12751743f - origin_4);
-        sums[1] = sums[1] + logits[place_21];
+        uint32_t element = group * 4;
+        logits[element] = exp2_f32(logits[element] * 0.12751743f - origin_3);
+        sums[0] = sums[0] + logits[element];
+        uint32_t element_2 = group * 4 + 1;
+        logits[element_2] = exp2_f32(logits[element_2] * 0.12751743f - origin_3);
+        sums[0] = sums[0] + logits[element_2];
+        uint32_t element_3 = group * 4 + 2;
+        logits[element_3] = exp2_f32(logits[element_3] * 0.12751743f - origin_4);
+        sums[1] = sums[1] + logits[element_3];
+        uint32_t element_4 = group * 4 + 3;
+        logits[element_4] = exp2_f32(logits[element_4] * 0.12751743f - origin_4);
+        sums[1] = sums[1] + logits[element_4];
       }
       odd[0] = make_u32x4(pack_bf16x2(logits[0], logits[1]), pack_bf16x2(logits[2], logits[3]), pack_bf16x2(logits[4], logits[5]), pack_bf16x2(logits[6], logits[7]));
       odd[1] = make_u32x4(pack_bf16x2(logits[8], logits[9]), pack_bf16x2(logits[10], logits[11]), pack_bf16x2(logits[12], logits[13]), pack_bf16x2(logits[14], logits[15]));
@@ -952,32 +952,32 @@ __device__ __forceinline__ void attend(uint32_t block, uint32_t tile_count, cons
       uint64_t keys_3 = matrix_descriptor(memory_4, 128, 2048);
       wgmma_fence();
       wgmma_bf16_n64(logits, queries[0], keys_3, 0);
-      uint64_t place_18 = keys_3 + 16;
-      wgmma_bf16_n64(logits, queries[1], place_18, 1);
-      uint64_t place_19 = keys_3 + 32;
-      wgmma_bf16_n64(logits, queries[2], place_19, 1);
-      uint64_t place_20 = keys_3 + 48;
-      wgmma_bf16_n64(logits, queries[3], place_20, 1);
-      uint64_t place_21 = keys_3 + 64;
-      wgmma_bf16_n64(logits, queries[4], place_21, 1);
-      uint64_t place_22 = keys_3 + 80;
-      wgmma_bf16_n64(logits, queries[5], place_22, 1);
-      uint64_t place_23 = keys_3 + 96;
-      wgmma_bf16_n64(logits, queries[6], place_23, 1);
-      uint64_t place_24 = keys_3 + 112;
-      wgmma_bf16_n64(logits, queries[7], place_24, 1);
+      uint64_t descriptor_18 = keys_3 + 16;
+      wgmma_bf16_n64(logits, queries[1], descriptor_18, 1);
+      uint64_t descriptor_19 = keys_3 + 32;
+      wgmma_bf16_n64(logits, queries[2], descriptor_19, 1);
+      uint64_t descriptor_20 = keys_3 + 48;
+      wgmma_bf16_n64(logits, queries[3], descriptor_20, 1);
+      uint64_t descriptor_21 = keys_3 + 64;
+      wgmma_bf16_n64(logits, queries[4], descriptor_21, 1);
+      uint64_t descriptor_22 = keys_3 + 80;
+      wgmma_bf16_n64(logits, queries[5], descriptor_22, 1);
+      uint64_t descriptor_23 = keys_3 + 96;
+      wgmma_bf16_n64(logits, queries[6], descriptor_23, 1);
+      uint64_t descriptor_24 = keys_3 + 112;
+      wgmma_bf16_n64(logits, queries[7], descriptor_24, 1);
       wgmma_commit();
       advance(stage, parity);
       uint8_t* memory_5 = ring + previous * 49152 + 16384;
       uint64_t values_2 = matrix_descriptor(memory_5, 2048, 128);
       wgmma_fence();
       wgmma_bf16_n128_transposed(output, odd[0], values_2, 1);
-      uint64_t place_25 = values_2 + 256;
-      wgmma_bf16_n128_transposed(output, odd[1], place_25, 1);
-      uint64_t place_26 = values_2 + 512;
-      wgmma_bf16_n128_transposed(output, odd[2], place_26, 1);
-      uint64_t place_27 = values_2 + 768;
-      wgmma_bf16_n128_transposed(output, odd[3], place_27, 1);
+      uint64_t descriptor_25 = values_2 + 256;
+      wgmma_bf16_n128_transposed(output, odd[1], descriptor_25, 1);
+      uint64_t descriptor_26 = values_2 + 512;
+      wgmma_bf16_n128_transposed(output, odd[2], descriptor_26, 1);
+      uint64_t descriptor_27 = values_2 + 768;
+      wgmma_bf16_n128_transposed(output, odd[3], descriptor_27, 1);
       wgmma_commit();
       wgmma_wait_but_one();
       bool partial_3 = key + 127 > first_row;
@@ -986,22 +986,22 @@ __device__ __forceinline__ void attend(uint32_t block, uint32_t tile_count, cons
         for (uint32_t group = 0; group < 8; ++group) {
           uint32_t key_2 = key + 64 + group * 8 + lane % 4 * 2;
           bool seen_5 = key_2 <= position;
-          uint32_t place_28 = group * 4;
-          logits[place_28] = seen_5 ? logits[place_28] : -bits_float(0x7f800000);
+          uint32_t element = group * 4;
+          logits[element] = seen_5 ? logits[element] : -bits_float(0x7f800000);
           uint32_t key_3 = key + 64 + group * 8 + lane % 4 * 2 + 1;
           bool seen_6 = key_3 <= position;
-          uint32_t place_29 = group * 4 + 1;
-          logits[place_29] = seen_6 ? logits[place_29] : -bits_float(0x7f800000);
+          uint32_t element_2 = group * 4 + 1;
+          logits[element_2] = seen_6 ? logits[element_2] : -bits_float(0x7f800000);
           uint32_t key_4 = key + 64 + group * 8 + lane % 4 * 2;
           uint32_t position_2 = position + 8;
           bool seen_7 = key_4 <= position_2;
-          uint32_t place_30 = group * 4 + 2;
-          logits[place_30] = seen_7 ? logits[place_30] : -bits_float(0x7f800000);
+          uint32_t element_3 = group * 4 + 2;
+          logits[element_3] = seen_7 ? logits[element_3] : -bits_float(0x7f800000);
           uint32_t key_5 = key + 64 + group * 8 + lane % 4 * 2 + 1;
           uint32_t position_3 = position + 8;
           bool seen_8 = key_5 <= position_3;
-          uint32_t place_31 = group * 4 + 3;
-          logits[place_31] = seen_8 ? logits[place_31] : -bits_float(0x7f800000);
+          uint32_t element_4 = group * 4 + 3;
+          logits[element_4] = seen_8 ? logits[element_4] : -bits_float(0x7f800000);
         }
       }
       float largest_6 = largest[0];
@@ -1034,18 +1034,18 @@ __device__ __forceinline__ void attend(uint32_t block, uint32_t tile_count, cons
       sums[1] = sums[1] * shrinks[1];
       #pragma unroll
       for (uint32_t group = 0; group < 8; ++group) {
-        uint32_t place_28 = group * 4;
-        logits[place_28] = exp2_f32(logits[place_28] * 0.12751743f - origin_5);
-        sums[0] = sums[0] + logits[place_28];
-        uint32_t place_29 = group * 4 + 1;
-        logits[place_29] = exp2_f32(logits[place_29] * 0.12751743f - origin_5);
-        sums[0] = sums[0] + logits[place_29];
-        uint32_t place_30 = group * 4 + 2;
-        logits[place_30] = exp2_f32(logits[place_30] * 0.12751743f - origin_6);
-        sums[1] = sums[1] + logits[place_30];
-        uint32_t place_31 = group * 4 + 3;
-        logits[place_31] = exp2_f32(logits[place_31] * 0.12751743f - origin_6);
-        sums[1] = sums[1] + logits[place_31];
+        uint32_t element = group * 4;
+        logits[element] = exp2_f32(logits[element] * 0.12751743f - origin_5);
+        sums[0] = sums[0] + logits[element];
+        uint32_t element_2 = group * 4 + 1;
+        logits[element_2] = exp2_f32(logits[element_2] * 0.12751743f - origin_5);
+        sums[0] = sums[0] + logits[element_2];
+        uint32_t element_3 = group * 4 + 2;
+        logits[element_3] = exp2_f32(logits[element_3] * 0.12751743f - origin_6);
+        sums[1] = sums[1] + logits[element_3];
+        uint32_t element_4 = group * 4 + 3;
+        logits[element_4] = exp2_f32(logits[element_4] * 0.12751743f - origin_6);
+        sums[1] = sums[1] + logits[element_4];
       }
       even[0] = make_u32x4(pack_bf16x2(logits[0], logits[1]), pack_bf16x2(logits[2], logits[3]), pack_bf16x2(logits[4], logits[5]), pack_bf16x2(logits[6], logits[7]));
       even[1] = make_u32x4(pack_bf16x2(logits[8], logits[9]), pack_bf16x2(logits[10], logits[11]), pack_bf16x2(logits[12], logits[13]), pack_bf16x2(logits[14], logits[15]));
@@ -1072,32 +1072,32 @@ __device__ __forceinline__ void attend(uint32_t block, uint32_t tile_count, cons
       uint64_t keys_2 = matrix_descriptor(memory_2, 128, 2048);
       wgmma_fence();
       wgmma_bf16_n64(logits, queries[0], keys_2, 0);
-      uint64_t place_8 = keys_2 + 16;
-      wgmma_bf16_n64(logits, queries[1], place_8, 1);
-      uint64_t place_9 = keys_2 + 32;
-      wgmma_bf16_n64(logits, queries[2], place_9, 1);
-      uint64_t place_10 = keys_2 + 48;
-      wgmma_bf16_n64(logits, queries[3], place_10, 1);
-      uint64_t place_11 = keys_2 + 64;
-      wgmma_bf16_n64(logits, queries[4], place_11, 1);
-      uint64_t place_12 = keys_2 + 80;
-      wgmma_bf16_n64(logits, queries[5], place_12, 1);
-      uint64_t place_13 = keys_2 + 96;
-      wgmma_bf16_n64(logits, queries[6], place_13, 1);
-      uint64_t place_14 = keys_2 + 112;
-      wgmma_bf16_n64(logits, queries[7], place_14, 1);
+      uint64_t descriptor_8 = keys_2 + 16;
+      wgmma_bf16_n64(logits, queries[1], descriptor_8, 1);
+      uint64_t descriptor_9 = keys_2 + 32;
+      wgmma_bf16_n64(logits, queries[2], descriptor_9, 1);
+      uint64_t descriptor_10 = keys_2 + 48;
+      wgmma_bf16_n64(logits, queries[3], descriptor_10, 1);
+      uint64_t descriptor_11 = keys_2 + 64;
+      wgmma_bf16_n64(logits, queries[4], descriptor_11, 1);
+      uint64_t descriptor_12 = keys_2 + 80;
+      wgmma_bf16_n64(logits, queries[5], descriptor_12, 1);
+      uint64_t descriptor_13 = keys_2 + 96;
+      wgmma_bf16_n64(logits, queries[6], descriptor_13, 1);
+      uint64_t descriptor_14 = keys_2 + 112;
+      wgmma_bf16_n64(logits, queries[7], descriptor_14, 1);
       wgmma_commit();
       advance(stage, parity);
       uint8_t* memory_3 = ring + previous * 49152 + 16384;
       uint64_t values = matrix_descriptor(memory_3, 2048, 128);
       wgmma_fence();
       wgmma_bf16_n128_transposed(output, even[0], values, 1);
-      uint64_t place_15 = values + 256;
-      wgmma_bf16_n128_transposed(output, even[1], place_15, 1);
-      uint64_t place_16 = values + 512;
-      wgmma_bf16_n128_transposed(output, even[2], place_16, 1);
-      uint64_t place_17 = values + 768;
-      wgmma_bf16_n128_transposed(output, even[3], place_17, 1);
+      uint64_t descriptor_15 = values + 256;
+      wgmma_bf16_n128_transposed(output, even[1], descriptor_15, 1);
+      uint64_t descriptor_16 = values + 512;
+      wgmma_bf16_n128_transposed(output, even[2], descriptor_16, 1);
+      uint64_t descriptor_17 = values + 768;
+      wgmma_bf16_n128_transposed(output, even[3], descriptor_17, 1);
       wgmma_commit();
       wgmma_wait_but_one();
       bool partial_2 = (end - 1) * 64 + 63 > first_row;
@@ -1106,22 +1106,22 @@ __device__ __forceinline__ void attend(uint32_t block, uint32_t tile_count, cons
         for (uint32_t group = 0; group < 8; ++group) {
           uint32_t key = (end - 1) * 64 + group * 8 + lane % 4 * 2;
           bool seen_3 = key <= position;
-          uint32_t place_18 = group * 4;
-          logits[place_18] = seen_3 ? logits[place_18] : -bits_float(0x7f800000);
+          uint32_t element = group * 4;
+          logits[element] = seen_3 ? logits[element] : -bits_float(0x7f800000);
           uint32_t key_2 = (end - 1) * 64 + group * 8 + lane % 4 * 2 + 1;
           bool seen_4 = key_2 <= position;
-          uint32_t place_19 = group * 4 + 1;
-          logits[place_19] = seen_4 ? logits[place_19] : -bits_float(0x7f800000);
+          uint32_t element_2 = group * 4 + 1;
+          logits[element_2] = seen_4 ? logits[element_2] : -bits_float(0x7f800000);
           uint32_t key_3 = (end - 1) * 64 + group * 8 + lane % 4 * 2;
           uint32_t position_2 = position + 8;
           bool seen_5 = key_3 <= position_2;
-          uint32_t place_20 = group * 4 + 2;
-          logits[place_20] = seen_5 ? logits[place_20] : -bits_float(0x7f800000);
+          uint32_t element_3 = group * 4 + 2;
+          logits[element_3] = seen_5 ? logits[element_3] : -bits_float(0x7f800000);
           uint32_t key_4 = (end - 1) * 64 + group * 8 + lane % 4 * 2 + 1;
           uint32_t position_3 = position + 8;
           bool seen_6 = key_4 <= position_3;
-          uint32_t place_21 = group * 4 + 3;
-          logits[place_21] = seen_6 ? logits[place_21] : -bits_float(0x7f800000);
+          uint32_t element_4 = group * 4 + 3;
+          logits[element_4] = seen_6 ? logits[element_4] : -bits_float(0x7f800000);
         }
       }
       float largest_4 = largest[0];
@@ -1154,18 +1154,18 @@ __device__ __forceinline__ void attend(uint32_t block, uint32_t tile_count, cons
       sums[1] = sums[1] * shrinks[1];
       #pragma unroll
       for (uint32_t group = 0; group < 8; ++group) {
-        uint32_t place_18 = group * 4;
-        logits[place_18] = exp2_f32(logits[place_18] * 0.12751743f - origin_3);
-        sums[0] = sums[0] + logits[place_18];
-        uint32_t place_19 = group * 4 + 1;
-        logits[place_19] = exp2_f32(logits[place_19] * 0.12751743f - origin_3);
-        sums[0] = sums[0] + logits[place_19];
-        uint32_t place_20 = group * 4 + 2;
-        logits[place_20] = exp2_f32(logits[place_20] * 0.12751743f - origin_4);
-        sums[1] = sums[1] + logits[place_20];
-        uint32_t place_21 = group * 4 + 3;
-        logits[place_21] = exp2_f32(logits[place_21] * 0.12751743f - origin_4);
-        sums[1] = sums[1] + logits[place_21];
+        uint32_t element = group * 4;
+        logits[element] = exp2_f32(logits[element] * 0.12751743f - origin_3);
+        sums[0] = sums[0] + logits[element];
+        uint32_t element_2 = group * 4 + 1;
+        logits[element_2] = exp2_f32(logits[element_2] * 0.12751743f - origin_3);
+        sums[0] = sums[0] + logits[element_2];
+        uint32_t element_3 = group * 4 + 2;
+        logits[element_3] = exp2_f32(logits[element_3] * 0.12751743f - origin_4);
+        sums[1] = sums[1] + logits[element_3];
+        uint32_t element_4 = group * 4 + 3;
+        logits[element_4] = exp2_f32(logits[element_4] * 0.12751743f - origin_4);
+        sums[1] = sums[1] + logits[element_4];
       }
       odd[0] = make_u32x4(pack_bf16x2(logits[0], logits[1]), pack_bf16x2(logits[2], logits[3]), pack_bf16x2(logits[4], logits[5]), pack_bf16x2(logits[6], logits[7]));
       odd[1] = make_u32x4(pack_bf16x2(logits[8], logits[9]), pack_bf16x2(logits[10], logits[11]), pack_bf16x2(logits[12], logits[13]), pack_bf16x2(logits[14], logits[15]));
@@ -1188,12 +1188,12 @@ __device__ __forceinline__ void attend(uint32_t block, uint32_t tile_count, cons
       uint64_t values_2 = matrix_descriptor(memory_4, 2048, 128);
       wgmma_fence();
       wgmma_bf16_n128_transposed(output, odd[0], values_2, 1);
-      uint64_t place_18 = values_2 + 256;
-      wgmma_bf16_n128_transposed(output, odd[1], place_18, 1);
-      uint64_t place_19 = values_2 + 512;
-      wgmma_bf16_n128_transposed(output, odd[2], place_19, 1);
-      uint64_t place_20 = values_2 + 768;
-      wgmma_bf16_n128_transposed(output, odd[3], place_20, 1);
+      uint64_t descriptor_18 = values_2 + 256;
+      wgmma_bf16_n128_transposed(output, odd[1], descriptor_18, 1);
+      uint64_t descriptor_19 = values_2 + 512;
+      wgmma_bf16_n128_transposed(output, odd[2], descriptor_19, 1);
+      uint64_t descriptor_20 = values_2 + 768;
+      wgmma_bf16_n128_transposed(output, odd[3], descriptor_20, 1);
       wgmma_commit();
       wgmma_wait_all();
       warp_barrier();
@@ -1205,12 +1205,12 @@ __device__ __forceinline__ void attend(uint32_t block, uint32_t tile_count, cons
       uint64_t values = matrix_descriptor(memory_2, 2048, 128);
       wgmma_fence();
       wgmma_bf16_n128_transposed(output, even[0], values, 1);
-      uint64_t place_8 = values + 256;
-      wgmma_bf16_n128_transposed(output, even[1], place_8, 1);
-      uint64_t place_9 = values + 512;
-      wgmma_bf16_n128_transposed(output, even[2], place_9, 1);
-      uint64_t place_10 = values + 768;
-      wgmma_bf16_n128_transposed(output, even[3], place_10, 1);
+      uint64_t descriptor_8 = values + 256;
+      wgmma_bf16_n128_transposed(output, even[1], descriptor_8, 1);
+      uint64_t descriptor_9 = values + 512;
+      wgmma_bf16_n128_transposed(output, even[2], descriptor_9, 1);
+      uint64_t descriptor_10 = values + 768;
+      wgmma_bf16_n128_transposed(output, even[3], descriptor_10, 1);
       wgmma_commit();
       wgmma_wait_all();
       warp_barrier();
@@ -1273,11 +1273,11 @@ __device__ __forceinline__ void bring_earlier_keys(uint32_t layer, uint32_t segm
     uint4 of_segment = ((const uint4*)(segments))[segment];
     uint32_t thread_2 = block * 256 + thread;
     uint32_t of_head = (of_segment.x + 7) / 8;
-    uint32_t places = of_head * 128;
+    uint32_t head_units = of_head * 128;
     #pragma unroll 1
-    for (uint32_t place = thread_2; place < places * 8; place += 33792) {
-      uint32_t kv_head = place / places;
-      uint32_t rest = place % places;
+    for (uint32_t index = thread_2; index < head_units * 8; index += 33792) {
+      uint32_t kv_head = index / head_units;
+      uint32_t rest = index % head_units;
       uint32_t key = rest / 128 * 8 + rest % 8;
       uint32_t unit = rest / 8 % 16;
       uint64_t core = (uint64_t)(kv_head * 2048 + (of_segment.w + key) / 8) * 2048 + (uint64_t)(unit * 128 + (of_segment.w + key) % 8 * 16);
@@ -1294,10 +1294,10 @@ __device__ __forceinline__ void bring_earlier_keys(uint32_t layer, uint32_t segm
     uint32_t total = of_segment.x + of_segment.y;
     uint32_t behind = (total + 63) / 64 * 64 - total;
     #pragma unroll 1
-    for (uint32_t place = thread_3; place < behind * 128; place += 33792) {
-      uint32_t unit = place % 16;
-      uint32_t kv_head = place / 16 % 8;
-      uint64_t core = (uint64_t)(kv_head * 2048 + (of_segment.w + total + place / 128) / 8) * 2048 + (uint64_t)(unit * 128 + (of_segment.w + total + place / 128) % 8 * 16);
+    for (uint32_t index = thread_3; index < behind * 128; index += 33792) {
+      uint32_t unit = index % 16;
+      uint32_t kv_head = index / 16 % 8;
+      uint64_t core = (uint64_t)(kv_head * 2048 + (of_segment.w + total + index / 128) / 8) * 2048 + (uint64_t)(unit * 128 + (of_segment.w + total + index / 128) % 8 * 16);
       ((uint4*)(workspace + 100959232 + core))[0] = make_u32x4(0, 0, 0, 0);
     }
   }
@@ -1323,8 +1323,8 @@ __device__ __forceinline__ void load(uint32_t token_tile, uint32_t& turn, uint32
 __device__ __forceinline__ void store_query(uint32_t head, uint32_t column, uint32_t unit, uint32_t word, uint32_t lane,
     uint8_t* workspace) {
   uint32_t pair = lane / 8;
-  uint64_t place = (uint64_t)((head * 128 + column / 16) * 8 + unit / 2) * 512 + (uint64_t)((column % 8 * 4 + pair) * 16 + (column / 8 % 2 + unit % 2 * 2) * 4);
-  ((uint32_t*)(workspace + 50594816 + place))[0] = word;
+  uint64_t offset = (uint64_t)((head * 128 + column / 16) * 8 + unit / 2) * 512 + (uint64_t)((column % 8 * 4 + pair) * 16 + (column / 8 % 2 + unit % 2 * 2) * 4);
+  ((uint32_t*)(workspace + 50594816 + offset))[0] = word;
 }
 
 __device__ __forceinline__ void store_kv(uint32_t head, uint32_t position, uint32_t table, uint32_t first_row,
@@ -1362,8 +1362,8 @@ __device__ __forceinline__ void store_rows_2(uint8_t* into, uint32_t lane, float
   uint32_t row = lane / 4;
   uint32_t token = lane % 4 * 2 + lane / 4 % 2;
   uint64_t block = (uint64_t)(k_tile * 256 + (token_tile * 32 + group)) * 512;
-  uint8_t* place = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
-  ((uint2*)(place))[0] = words;
+  uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
+  ((uint2*)(address))[0] = words;
 }
 
 // The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
@@ -1384,8 +1384,8 @@ __device__ __forceinline__ void store_rows_3(uint8_t* into, uint32_t lane, float
   uint32_t row = lane / 4;
   uint32_t token = lane % 4 * 2 + lane / 4 % 2;
   uint64_t block = (uint64_t)(k_tile * 256 + (token_tile * 32 + group) + 1) * 512;
-  uint8_t* place = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
-  ((uint2*)(place))[0] = words;
+  uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
+  ((uint2*)(address))[0] = words;
 }
 
 // The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
@@ -1406,8 +1406,8 @@ __device__ __forceinline__ void store_rows_4(uint8_t* into, uint32_t lane, float
   uint32_t row = lane / 4;
   uint32_t token = lane % 4 * 2 + lane / 4 % 2;
   uint64_t block = (uint64_t)(k_tile * 256 + (token_tile * 32 + group) + 2) * 512;
-  uint8_t* place = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
-  ((uint2*)(place))[0] = words;
+  uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
+  ((uint2*)(address))[0] = words;
 }
 
 // The 16 rows of an M-tile as 16 columns of a vector in token order, rounded to bf16.
@@ -1428,8 +1428,8 @@ __device__ __forceinline__ void store_rows_5(uint8_t* into, uint32_t lane, float
   uint32_t row = lane / 4;
   uint32_t token = lane % 4 * 2 + lane / 4 % 2;
   uint64_t block = (uint64_t)(k_tile * 256 + (token_tile * 32 + group) + 3) * 512;
-  uint8_t* place = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
-  ((uint2*)(place))[0] = words;
+  uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + half * 8;
+  ((uint2*)(address))[0] = words;
 }
 
 // Every token's sum over the row tile: its M-tiles in order.
@@ -1468,8 +1468,8 @@ __device__ __forceinline__ void store_gated(uint8_t* into, float first, float2 s
   uint32_t row = lane / 4;
   uint32_t token = lane % 4 * 2 + lane / 4 % 2;
   uint64_t block = (uint64_t)(m_tile / 4 * 256 + (token_tile * 32 + group)) * 512;
-  uint8_t* place = into + block + (uint64_t)(row / 2 * 128 + token * 16) + m_tile % 4 * 4;
-  ((uint32_t*)(place))[0] = word;
+  uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + m_tile % 4 * 4;
+  ((uint32_t*)(address))[0] = word;
 }
 
 // silu(gate) * up of an M-tile's 8 gate rows and their up rows, as 8 columns of a vector in token order.
@@ -1490,8 +1490,8 @@ __device__ __forceinline__ void store_gated_2(uint8_t* into, float first, float2
   uint32_t row = lane / 4;
   uint32_t token = lane % 4 * 2 + lane / 4 % 2;
   uint64_t block = (uint64_t)(m_tile / 4 * 256 + (token_tile * 32 + group) + 1) * 512;
-  uint8_t* place = into + block + (uint64_t)(row / 2 * 128 + token * 16) + m_tile % 4 * 4;
-  ((uint32_t*)(place))[0] = word;
+  uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + m_tile % 4 * 4;
+  ((uint32_t*)(address))[0] = word;
 }
 
 // silu(gate) * up of an M-tile's 8 gate rows and their up rows, as 8 columns of a vector in token order.
@@ -1512,8 +1512,8 @@ __device__ __forceinline__ void store_gated_3(uint8_t* into, float first, float2
   uint32_t row = lane / 4;
   uint32_t token = lane % 4 * 2 + lane / 4 % 2;
   uint64_t block = (uint64_t)(m_tile / 4 * 256 + (token_tile * 32 + group) + 2) * 512;
-  uint8_t* place = into + block + (uint64_t)(row / 2 * 128 + token * 16) + m_tile % 4 * 4;
-  ((uint32_t*)(place))[0] = word;
+  uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + m_tile % 4 * 4;
+  ((uint32_t*)(address))[0] = word;
 }
 
 // silu(gate) * up of an M-tile's 8 gate rows and their up rows, as 8 columns of a vector in token order.
@@ -1534,8 +1534,8 @@ __device__ __forceinline__ void store_gated_4(uint8_t* into, float first, float2
   uint32_t row = lane / 4;
   uint32_t token = lane % 4 * 2 + lane / 4 % 2;
   uint64_t block = (uint64_t)(m_tile / 4 * 256 + (token_tile * 32 + group) + 3) * 512;
-  uint8_t* place = into + block + (uint64_t)(row / 2 * 128 + token * 16) + m_tile % 4 * 4;
-  ((uint32_t*)(place))[0] = word;
+  uint8_t* address = into + block + (uint64_t)(row / 2 * 128 + token * 16) + m_tile % 4 * 4;
+  ((uint32_t*)(address))[0] = word;
 }
 
 // In the consumer role: the product of `phase`. All share one main loop: with one for each, a kernel took four
@@ -1912,13 +1912,13 @@ __device__ __forceinline__ void multiply(uint32_t phase, uint32_t block, uint32_
         #pragma unroll
         for (uint32_t group = 0; group < 8; group += 4) {
           uint32_t of_pass = token_tile * 32 + group;
-          uint64_t place = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group)) * 32;
+          uint64_t index = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group)) * 32;
           float4 kept;
           kept.x = sums[group * 4];
           kept.y = sums[group * 4 + 1];
           kept.z = sums[group * 4 + 2];
           kept.w = sums[group * 4 + 3];
-          ((float4*)((float*)(workspace + 1024)))[place + (uint64_t)(lane)] = kept;
+          ((float4*)((float*)(workspace + 1024)))[index + (uint64_t)(lane)] = kept;
           float* of_lane = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
           float* kept_2 = of_lane;
           float square = bf16_to_f32(f32_to_bf16(sums[group * 4])) * bf16_to_f32(f32_to_bf16(sums[group * 4])) + bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 2]));
@@ -1936,13 +1936,13 @@ __device__ __forceinline__ void multiply(uint32_t phase, uint32_t block, uint32_
             kept_2[group * 8 + 1] = square_2;
           }
           store_rows_2(workspace + 33555456, lane, sums, group, weights, m_tile, token_tile);
-          uint64_t place_2 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 1)) * 32;
+          uint64_t index_2 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 1)) * 32;
           float4 kept_3;
           kept_3.x = sums[(group + 1) * 4];
           kept_3.y = sums[(group + 1) * 4 + 1];
           kept_3.z = sums[(group + 1) * 4 + 2];
           kept_3.w = sums[(group + 1) * 4 + 3];
-          ((float4*)((float*)(workspace + 1024)))[place_2 + (uint64_t)(lane)] = kept_3;
+          ((float4*)((float*)(workspace + 1024)))[index_2 + (uint64_t)(lane)] = kept_3;
           float* of_lane_2 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
           float* kept_4 = of_lane_2;
           float square_3 = bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])) + bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2]));
@@ -1960,13 +1960,13 @@ __device__ __forceinline__ void multiply(uint32_t phase, uint32_t block, uint32_
             kept_4[(group + 1) * 8 + 1] = square_4;
           }
           store_rows_3(workspace + 33555456, lane, sums, group, weights, m_tile, token_tile);
-          uint64_t place_3 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 2)) * 32;
+          uint64_t index_3 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 2)) * 32;
           float4 kept_5;
           kept_5.x = sums[(group + 2) * 4];
           kept_5.y = sums[(group + 2) * 4 + 1];
           kept_5.z = sums[(group + 2) * 4 + 2];
           kept_5.w = sums[(group + 2) * 4 + 3];
-          ((float4*)((float*)(workspace + 1024)))[place_3 + (uint64_t)(lane)] = kept_5;
+          ((float4*)((float*)(workspace + 1024)))[index_3 + (uint64_t)(lane)] = kept_5;
           float* of_lane_3 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
           float* kept_6 = of_lane_3;
           float square_5 = bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])) + bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2]));
@@ -1984,13 +1984,13 @@ __device__ __forceinline__ void multiply(uint32_t phase, uint32_t block, uint32_
             kept_6[(group + 2) * 8 + 1] = square_6;
           }
           store_rows_4(workspace + 33555456, lane, sums, group, weights, m_tile, token_tile);
-          uint64_t place_4 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 3)) * 32;
+          uint64_t index_4 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 3)) * 32;
           float4 kept_7;
           kept_7.x = sums[(group + 3) * 4];
           kept_7.y = sums[(group + 3) * 4 + 1];
           kept_7.z = sums[(group + 3) * 4 + 2];
           kept_7.w = sums[(group + 3) * 4 + 3];
-          ((float4*)((float*)(workspace + 1024)))[place_4 + (uint64_t)(lane)] = kept_7;
+          ((float4*)((float*)(workspace + 1024)))[index_4 + (uint64_t)(lane)] = kept_7;
           float* of_lane_4 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
           float* kept_8 = of_lane_4;
           float square_7 = bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])) + bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2]));
@@ -2039,13 +2039,13 @@ __device__ __forceinline__ void multiply(uint32_t phase, uint32_t block, uint32_
         #pragma unroll
         for (uint32_t group = 8; group < 16; group += 4) {
           uint32_t of_pass = token_tile * 32 + group;
-          uint64_t place = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group)) * 32;
+          uint64_t index = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group)) * 32;
           float4 kept;
           kept.x = sums[group * 4];
           kept.y = sums[group * 4 + 1];
           kept.z = sums[group * 4 + 2];
           kept.w = sums[group * 4 + 3];
-          ((float4*)((float*)(workspace + 1024)))[place + (uint64_t)(lane)] = kept;
+          ((float4*)((float*)(workspace + 1024)))[index + (uint64_t)(lane)] = kept;
           float* of_lane = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
           float* kept_2 = of_lane;
           float square = bf16_to_f32(f32_to_bf16(sums[group * 4])) * bf16_to_f32(f32_to_bf16(sums[group * 4])) + bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 2]));
@@ -2063,13 +2063,13 @@ __device__ __forceinline__ void multiply(uint32_t phase, uint32_t block, uint32_
             kept_2[group * 8 + 1] = square_2;
           }
           store_rows_2(workspace + 33555456, lane, sums, group, weights, m_tile, token_tile);
-          uint64_t place_2 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 1)) * 32;
+          uint64_t index_2 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 1)) * 32;
           float4 kept_3;
           kept_3.x = sums[(group + 1) * 4];
           kept_3.y = sums[(group + 1) * 4 + 1];
           kept_3.z = sums[(group + 1) * 4 + 2];
           kept_3.w = sums[(group + 1) * 4 + 3];
-          ((float4*)((float*)(workspace + 1024)))[place_2 + (uint64_t)(lane)] = kept_3;
+          ((float4*)((float*)(workspace + 1024)))[index_2 + (uint64_t)(lane)] = kept_3;
           float* of_lane_2 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
           float* kept_4 = of_lane_2;
           float square_3 = bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])) + bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2]));
@@ -2087,13 +2087,13 @@ __device__ __forceinline__ void multiply(uint32_t phase, uint32_t block, uint32_
             kept_4[(group + 1) * 8 + 1] = square_4;
           }
           store_rows_3(workspace + 33555456, lane, sums, group, weights, m_tile, token_tile);
-          uint64_t place_3 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 2)) * 32;
+          uint64_t index_3 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 2)) * 32;
           float4 kept_5;
           kept_5.x = sums[(group + 2) * 4];
           kept_5.y = sums[(group + 2) * 4 + 1];
           kept_5.z = sums[(group + 2) * 4 + 2];
           kept_5.w = sums[(group + 2) * 4 + 3];
-          ((float4*)((float*)(workspace + 1024)))[place_3 + (uint64_t)(lane)] = kept_5;
+          ((float4*)((float*)(workspace + 1024)))[index_3 + (uint64_t)(lane)] = kept_5;
           float* of_lane_3 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
           float* kept_6 = of_lane_3;
           float square_5 = bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])) + bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2]));
@@ -2111,13 +2111,13 @@ __device__ __forceinline__ void multiply(uint32_t phase, uint32_t block, uint32_
             kept_6[(group + 2) * 8 + 1] = square_6;
           }
           store_rows_4(workspace + 33555456, lane, sums, group, weights, m_tile, token_tile);
-          uint64_t place_4 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 3)) * 32;
+          uint64_t index_4 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 3)) * 32;
           float4 kept_7;
           kept_7.x = sums[(group + 3) * 4];
           kept_7.y = sums[(group + 3) * 4 + 1];
           kept_7.z = sums[(group + 3) * 4 + 2];
           kept_7.w = sums[(group + 3) * 4 + 3];
-          ((float4*)((float*)(workspace + 1024)))[place_4 + (uint64_t)(lane)] = kept_7;
+          ((float4*)((float*)(workspace + 1024)))[index_4 + (uint64_t)(lane)] = kept_7;
           float* of_lane_4 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
           float* kept_8 = of_lane_4;
           float square_7 = bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])) + bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2]));
@@ -2166,13 +2166,13 @@ __device__ __forceinline__ void multiply(uint32_t phase, uint32_t block, uint32_
         #pragma unroll
         for (uint32_t group = 16; group < 24; group += 4) {
           uint32_t of_pass = token_tile * 32 + group;
-          uint64_t place = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group)) * 32;
+          uint64_t index = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group)) * 32;
           float4 kept;
           kept.x = sums[group * 4];
           kept.y = sums[group * 4 + 1];
           kept.z = sums[group * 4 + 2];
           kept.w = sums[group * 4 + 3];
-          ((float4*)((float*)(workspace + 1024)))[place + (uint64_t)(lane)] = kept;
+          ((float4*)((float*)(workspace + 1024)))[index + (uint64_t)(lane)] = kept;
           float* of_lane = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
           float* kept_2 = of_lane;
           float square = bf16_to_f32(f32_to_bf16(sums[group * 4])) * bf16_to_f32(f32_to_bf16(sums[group * 4])) + bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 2]));
@@ -2190,13 +2190,13 @@ __device__ __forceinline__ void multiply(uint32_t phase, uint32_t block, uint32_
             kept_2[group * 8 + 1] = square_2;
           }
           store_rows_2(workspace + 33555456, lane, sums, group, weights, m_tile, token_tile);
-          uint64_t place_2 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 1)) * 32;
+          uint64_t index_2 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 1)) * 32;
           float4 kept_3;
           kept_3.x = sums[(group + 1) * 4];
           kept_3.y = sums[(group + 1) * 4 + 1];
           kept_3.z = sums[(group + 1) * 4 + 2];
           kept_3.w = sums[(group + 1) * 4 + 3];
-          ((float4*)((float*)(workspace + 1024)))[place_2 + (uint64_t)(lane)] = kept_3;
+          ((float4*)((float*)(workspace + 1024)))[index_2 + (uint64_t)(lane)] = kept_3;
           float* of_lane_2 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
           float* kept_4 = of_lane_2;
           float square_3 = bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])) + bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2]));
@@ -2214,13 +2214,13 @@ __device__ __forceinline__ void multiply(uint32_t phase, uint32_t block, uint32_
             kept_4[(group + 1) * 8 + 1] = square_4;
           }
           store_rows_3(workspace + 33555456, lane, sums, group, weights, m_tile, token_tile);
-          uint64_t place_3 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 2)) * 32;
+          uint64_t index_3 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 2)) * 32;
           float4 kept_5;
           kept_5.x = sums[(group + 2) * 4];
           kept_5.y = sums[(group + 2) * 4 + 1];
           kept_5.z = sums[(group + 2) * 4 + 2];
           kept_5.w = sums[(group + 2) * 4 + 3];
-          ((float4*)((float*)(workspace + 1024)))[place_3 + (uint64_t)(lane)] = kept_5;
+          ((float4*)((float*)(workspace + 1024)))[index_3 + (uint64_t)(lane)] = kept_5;
           float* of_lane_3 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
           float* kept_6 = of_lane_3;
           float square_5 = bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])) + bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2]));
@@ -2238,13 +2238,13 @@ __device__ __forceinline__ void multiply(uint32_t phase, uint32_t block, uint32_
             kept_6[(group + 2) * 8 + 1] = square_6;
           }
           store_rows_4(workspace + 33555456, lane, sums, group, weights, m_tile, token_tile);
-          uint64_t place_4 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 3)) * 32;
+          uint64_t index_4 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 3)) * 32;
           float4 kept_7;
           kept_7.x = sums[(group + 3) * 4];
           kept_7.y = sums[(group + 3) * 4 + 1];
           kept_7.z = sums[(group + 3) * 4 + 2];
           kept_7.w = sums[(group + 3) * 4 + 3];
-          ((float4*)((float*)(workspace + 1024)))[place_4 + (uint64_t)(lane)] = kept_7;
+          ((float4*)((float*)(workspace + 1024)))[index_4 + (uint64_t)(lane)] = kept_7;
           float* of_lane_4 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
           float* kept_8 = of_lane_4;
           float square_7 = bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])) + bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2]));
@@ -2293,13 +2293,13 @@ __device__ __forceinline__ void multiply(uint32_t phase, uint32_t block, uint32_
         #pragma unroll
         for (uint32_t group = 24; group < 32; group += 4) {
           uint32_t of_pass = token_tile * 32 + group;
-          uint64_t place = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group)) * 32;
+          uint64_t index = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group)) * 32;
           float4 kept;
           kept.x = sums[group * 4];
           kept.y = sums[group * 4 + 1];
           kept.z = sums[group * 4 + 2];
           kept.w = sums[group * 4 + 3];
-          ((float4*)((float*)(workspace + 1024)))[place + (uint64_t)(lane)] = kept;
+          ((float4*)((float*)(workspace + 1024)))[index + (uint64_t)(lane)] = kept;
           float* of_lane = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
           float* kept_2 = of_lane;
           float square = bf16_to_f32(f32_to_bf16(sums[group * 4])) * bf16_to_f32(f32_to_bf16(sums[group * 4])) + bf16_to_f32(f32_to_bf16(sums[group * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[group * 4 + 2]));
@@ -2317,13 +2317,13 @@ __device__ __forceinline__ void multiply(uint32_t phase, uint32_t block, uint32_
             kept_2[group * 8 + 1] = square_2;
           }
           store_rows_2(workspace + 33555456, lane, sums, group, weights, m_tile, token_tile);
-          uint64_t place_2 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 1)) * 32;
+          uint64_t index_2 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 1)) * 32;
           float4 kept_3;
           kept_3.x = sums[(group + 1) * 4];
           kept_3.y = sums[(group + 1) * 4 + 1];
           kept_3.z = sums[(group + 1) * 4 + 2];
           kept_3.w = sums[(group + 1) * 4 + 3];
-          ((float4*)((float*)(workspace + 1024)))[place_2 + (uint64_t)(lane)] = kept_3;
+          ((float4*)((float*)(workspace + 1024)))[index_2 + (uint64_t)(lane)] = kept_3;
           float* of_lane_2 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
           float* kept_4 = of_lane_2;
           float square_3 = bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4])) + bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 1) * 4 + 2]));
@@ -2341,13 +2341,13 @@ __device__ __forceinline__ void multiply(uint32_t phase, uint32_t block, uint32_
             kept_4[(group + 1) * 8 + 1] = square_4;
           }
           store_rows_3(workspace + 33555456, lane, sums, group, weights, m_tile, token_tile);
-          uint64_t place_3 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 2)) * 32;
+          uint64_t index_3 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 2)) * 32;
           float4 kept_5;
           kept_5.x = sums[(group + 2) * 4];
           kept_5.y = sums[(group + 2) * 4 + 1];
           kept_5.z = sums[(group + 2) * 4 + 2];
           kept_5.w = sums[(group + 2) * 4 + 3];
-          ((float4*)((float*)(workspace + 1024)))[place_3 + (uint64_t)(lane)] = kept_5;
+          ((float4*)((float*)(workspace + 1024)))[index_3 + (uint64_t)(lane)] = kept_5;
           float* of_lane_3 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
           float* kept_6 = of_lane_3;
           float square_5 = bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4])) + bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 2) * 4 + 2]));
@@ -2365,13 +2365,13 @@ __device__ __forceinline__ void multiply(uint32_t phase, uint32_t block, uint32_
             kept_6[(group + 2) * 8 + 1] = square_6;
           }
           store_rows_4(workspace + 33555456, lane, sums, group, weights, m_tile, token_tile);
-          uint64_t place_4 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 3)) * 32;
+          uint64_t index_4 = ((uint64_t)(m_tile) * 256 + (uint64_t)(token_tile * 32 + group + 3)) * 32;
           float4 kept_7;
           kept_7.x = sums[(group + 3) * 4];
           kept_7.y = sums[(group + 3) * 4 + 1];
           kept_7.z = sums[(group + 3) * 4 + 2];
           kept_7.w = sums[(group + 3) * 4 + 3];
-          ((float4*)((float*)(workspace + 1024)))[place_4 + (uint64_t)(lane)] = kept_7;
+          ((float4*)((float*)(workspace + 1024)))[index_4 + (uint64_t)(lane)] = kept_7;
           float* of_lane_4 = (float*)(arena + SQUARES) + (warp * 256 + lane * 2);
           float* kept_8 = of_lane_4;
           float square_7 = bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4])) + bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2])) * bf16_to_f32(f32_to_bf16(sums[(group + 3) * 4 + 2]));

@@ -1666,10 +1666,10 @@ __device__ __forceinline__ uint32_t sources_2(uint32_t first, uint32_t count, ui
 // This warp's folded state, for the first warp of its team.
 __device__ __forceinline__ void lay_down_folded(uint8_t* arena, uint32_t warp, uint32_t lane, float (&sums)[4],
     float highest, float weight_sum) {
-  uint4* place = (uint4*)(arena + ATTENTION) + warp * 33;
-  place[lane] = make_u32x4(float_bits(sums[0]), float_bits(sums[1]), float_bits(sums[2]), float_bits(sums[3]));
+  uint4* address = (uint4*)(arena + ATTENTION) + warp * 33;
+  address[lane] = make_u32x4(float_bits(sums[0]), float_bits(sums[1]), float_bits(sums[2]), float_bits(sums[3]));
   if (lane == 0) {
-    place[32] = make_u32x4(float_bits(highest), float_bits(weight_sum), 0, 0);
+    address[32] = make_u32x4(float_bits(highest), float_bits(weight_sum), 0, 0);
   }
 }
 
@@ -1693,9 +1693,9 @@ __device__ __forceinline__ void fold_team(uint8_t* arena, uint32_t warp, uint32_
     float& weight_sum, float (&sums)[4]) {
   #pragma unroll
   for (uint32_t index = 1; index < 4; ++index) {
-    uint4* place = (uint4*)(arena + ATTENTION) + (warp + index) * 33;
-    uint4 part = place[lane];
-    uint4 shared = place[32];
+    uint4* address = (uint4*)(arena + ATTENTION) + (warp + index) * 33;
+    uint4 part = address[lane];
+    uint4 shared = address[32];
     add_2(bits_float(part.x), bits_float(part.y), bits_float(part.z), bits_float(part.w), bits_float(shared.x),
         bits_float(shared.y), highest, weight_sum, sums);
   }
@@ -1794,14 +1794,14 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
             uint32_t count = own - first < 5 ? own - first : 5;
             uint32_t value = sources(first, count, lane, arena, warp, kv_plans, plan_index, record);
             uint4 states[8];
-            uint32_t places[8];
-            places[0] = ((value + record[0].y) * 33 + 32) * 4;
+            uint32_t indices[8];
+            indices[0] = ((value + record[0].y) * 33 + 32) * 4;
             #pragma unroll
             for (uint32_t index = 0; index < 5; ++index) {
               uint32_t source = shuffle_u32(value, index);
-              places[index + 1] = ((source + record[0].y) * 33 + lane % 32) * 4;
+              indices[index + 1] = ((source + record[0].y) * 33 + lane % 32) * 4;
             }
-            wait_flagged_places(states, exchange_words + 5152, places, 6, layer_epoch);
+            wait_flagged_places(states, exchange_words + 5152, indices, 6, layer_epoch);
             #pragma unroll
             for (uint32_t index = 0; index < 5; ++index) {
               if (index < count) {
@@ -1819,14 +1819,14 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
           uint32_t count = own - first < 5 ? own - first : 5;
           uint32_t value = sources_2(warp % 4 + first * 4, count, lane, arena, warp, kv_plans, plan_index, record);
           uint4 states[8];
-          uint32_t places[8];
-          places[0] = ((value + record[0].y) * 33 + 32) * 4;
+          uint32_t indices[8];
+          indices[0] = ((value + record[0].y) * 33 + 32) * 4;
           #pragma unroll
           for (uint32_t index = 0; index < 5; ++index) {
             uint32_t source = shuffle_u32(value, index);
-            places[index + 1] = ((source + record[0].y) * 33 + lane % 32) * 4;
+            indices[index + 1] = ((source + record[0].y) * 33 + lane % 32) * 4;
           }
-          wait_flagged_places(states, exchange_words + 5152, places, 6, layer_epoch);
+          wait_flagged_places(states, exchange_words + 5152, indices, 6, layer_epoch);
           #pragma unroll
           for (uint32_t index = 0; index < 5; ++index) {
             if (index < count) {
@@ -2732,15 +2732,15 @@ __device__ __forceinline__ void lay_down_3(float highest, uint32_t* words, float
   float weight_2 = warp_sum_f32(part);
   best_of_warp_2(lane, best, best_token, best_scaled);
   #pragma unroll 1
-  for (uint32_t place = 0; place < 8; ++place) {
+  for (uint32_t rank = 0; rank < 8; ++rank) {
     uint32_t key = (float_bits(first) & 2147483648u) != 0 ? float_bits(first) ^ 4294967295u : float_bits(first) | 2147483648u;
     uint32_t own_key = key;
     uint32_t top_key = warp_maximum_u32(own_key);
     uint32_t turn = warp_maximum_u32(own_key == top_key ? 32 - lane : 0);
     if (turn + lane == 32) {
-      words[place * 4] = float_bits(first);
-      words[place * 4 + 1] = float_bits(first_noisy);
-      words[place * 4 + 2] = first_token;
+      words[rank * 4] = float_bits(first);
+      words[rank * 4 + 1] = float_bits(first_noisy);
+      words[rank * 4 + 2] = first_token;
       first = second;
       first_noisy = second_noisy;
       first_token = second_token;
@@ -2781,40 +2781,40 @@ __device__ __forceinline__ void list_rows(uint32_t column, float* weighed, const
     float noisy[4];
     uint32_t tokens[4];
     #pragma unroll
-    for (uint32_t place = 0; place < 4; ++place) {
-      uint32_t row = first_2 + place * 256;
+    for (uint32_t index = 0; index < 4; ++index) {
+      uint32_t row = first_2 + index * 256;
       uint32_t token = (row / 16 * 132 + position) * 16 + row % 16;
-      tokens[place] = token;
-      scaled[place] = -bits_float(0x7f800000);
-      noisy[place] = -bits_float(0x7f800000);
+      tokens[index] = token;
+      scaled[index] = -bits_float(0x7f800000);
+      noisy[index] = -bits_float(0x7f800000);
       if (token < 128256) {
-        scaled[place] = pairs[token].x;
-        noisy[place] = pairs[token].y;
+        scaled[index] = pairs[token].x;
+        noisy[index] = pairs[token].y;
       }
     }
     #pragma unroll
-    for (uint32_t place = 0; place < 4; ++place) {
-      if (scaled[place] > -bits_float(0x7f800000)) {
-        float highest = first < scaled[place] ? scaled[place] : first;
-        weight = weight * exp_f32(first - highest) + exp_f32(scaled[place] - highest);
-        if (noisy[place] > best) {
-          best = noisy[place];
-          best_token = tokens[place];
-          best_scaled = scaled[place];
+    for (uint32_t index = 0; index < 4; ++index) {
+      if (scaled[index] > -bits_float(0x7f800000)) {
+        float highest = first < scaled[index] ? scaled[index] : first;
+        weight = weight * exp_f32(first - highest) + exp_f32(scaled[index] - highest);
+        if (noisy[index] > best) {
+          best = noisy[index];
+          best_token = tokens[index];
+          best_scaled = scaled[index];
         }
       }
-      bool is_first = scaled[place] > first;
-      bool is_second = scaled[place] > second;
+      bool is_first = scaled[index] > first;
+      bool is_second = scaled[index] > second;
       bool above_first = is_first;
       bool above_second = is_second;
-      float dropped = above_second ? second : scaled[place];
+      float dropped = above_second ? second : scaled[index];
       left_out = left_out < dropped ? dropped : left_out;
-      second = above_first ? first : (above_second ? scaled[place] : second);
-      first = above_first ? scaled[place] : first;
-      second_noisy = above_first ? first_noisy : (above_second ? noisy[place] : second_noisy);
-      first_noisy = above_first ? noisy[place] : first_noisy;
-      second_token = above_first ? first_token : (above_second ? tokens[place] : second_token);
-      first_token = above_first ? tokens[place] : first_token;
+      second = above_first ? first : (above_second ? scaled[index] : second);
+      first = above_first ? scaled[index] : first;
+      second_noisy = above_first ? first_noisy : (above_second ? noisy[index] : second_noisy);
+      first_noisy = above_first ? noisy[index] : first_noisy;
+      second_token = above_first ? first_token : (above_second ? tokens[index] : second_token);
+      first_token = above_first ? tokens[index] : first_token;
     }
   }
   float highest = first;
@@ -2846,8 +2846,8 @@ __device__ __forceinline__ void join_lists(uint32_t lane, uint8_t* arena) {
     best_scaled = bits_float(words[11]);
   }
   #pragma unroll 1
-  for (uint32_t place = lane; place < 64; place += 32) {
-    uint32_t* words = (uint32_t*)(arena + LIST_ROWS) + place / 8 * 36 + place % 8 * 4;
+  for (uint32_t index = lane; index < 64; index += 32) {
+    uint32_t* words = (uint32_t*)(arena + LIST_ROWS) + index / 8 * 36 + index % 8 * 4;
     bool is_first = bits_float(words[0]) > first;
     bool is_second = bits_float(words[0]) > second;
     bool above_first = is_first;
@@ -2871,8 +2871,8 @@ __device__ __forceinline__ void publish_list(uint32_t column, uint32_t epoch, ui
     uint32_t block, uint64_t* exchange_words, uint8_t* arena) {
   warp_barrier();
   if (lane < 32) {
-    uint32_t place = ((step % 2 + column) * 1056 + block * 8) * 4 + lane;
-    publish_flagged(exchange_words + (place + 156864), ((uint32_t*)(arena + LIST_ROWS))[lane], epoch);
+    uint32_t index = ((step % 2 + column) * 1056 + block * 8) * 4 + lane;
+    publish_flagged(exchange_words + (index + 156864), ((uint32_t*)(arena + LIST_ROWS))[lane], epoch);
   }
   warp_barrier();
 }
@@ -3047,7 +3047,7 @@ __device__ __forceinline__ void said_3(uint32_t lane, uint8_t* arena, float& abo
   weight_out = weight;
 }
 
-// Of the listed tokens whose distance is below the limit: how many, what they weigh, the place of the most
+// Of the listed tokens whose distance is below the limit: how many, what they weigh, the index of the most
 // noisy one (`units` if there is none), and how many are as noisy as that.
 __device__ __forceinline__ void nearer(float highest, float limit, uint8_t* arena, uint32_t lane,
     uint32_t& total_count_out, float& total_weight_out, uint32_t& found_out, uint32_t& total_ties_out) {
@@ -3055,13 +3055,13 @@ __device__ __forceinline__ void nearer(float highest, float limit, uint8_t* aren
   uint32_t count = 0;
   float weight = 0.0f;
   float best = -bits_float(0x7f800000);
-  uint32_t best_place = 1056;
+  uint32_t best_index = 1056;
   uint32_t ties = 0;
   #pragma unroll 4
-  for (uint32_t place = lane; place < 1056; place += 32) {
-    float distance = highest - listed[place].x;
+  for (uint32_t index = lane; index < 1056; index += 32) {
+    float distance = highest - listed[index].x;
     if (distance < limit) {
-      float noisy = listed[place].y;
+      float noisy = listed[index].y;
       count += 1;
       weight += exp_f32(-distance);
       if (noisy == best) {
@@ -3069,7 +3069,7 @@ __device__ __forceinline__ void nearer(float highest, float limit, uint8_t* aren
       }
       if (noisy > best) {
         best = noisy;
-        best_place = place;
+        best_index = index;
         ties = 1;
       }
     }
@@ -3078,7 +3078,7 @@ __device__ __forceinline__ void nearer(float highest, float limit, uint8_t* aren
   bool is_best = own_key == warp_maximum_u32(own_key);
   uint32_t total_count = warp_sum_u32(count);
   float total_weight = warp_sum_f32(weight);
-  uint32_t found = 1056 - warp_maximum_u32(is_best ? 1056 - best_place : 0);
+  uint32_t found = 1056 - warp_maximum_u32(is_best ? 1056 - best_index : 0);
   uint32_t total_ties = warp_sum_u32(is_best ? ties : 0);
   total_count_out = total_count;
   total_weight_out = total_weight;
@@ -3101,8 +3101,8 @@ __device__ __forceinline__ void weigh_top(float highest, float known, uint32_t t
     uint32_t count = 0;
     float weight = 0.0f;
     #pragma unroll 2
-    for (uint32_t place = lane; place < 1056; place += 32) {
-      float distance = highest - listed[place].x;
+    for (uint32_t index = lane; index < 1056; index += 32) {
+      float distance = highest - listed[index].x;
       if (distance < at) {
         count += 1;
         weight += exp_f32(-distance);
@@ -3128,7 +3128,7 @@ __device__ __forceinline__ void weigh_top(float highest, float known, uint32_t t
   found_out = found;
 }
 
-// The place of the token that is taken, or AS_IT_IS for the most noisy one of all, which has this `distance`,
+// The index of the token that is taken, or AS_IT_IS for the most noisy one of all, which has this `distance`,
 // or LEFT_OPEN. All tokens that are nearer than `known` are listed.
 __device__ __forceinline__ uint32_t judge(float highest, float all_weigh, float distance, float known, uint32_t top_k,
     float reach, float top_p, uint8_t* arena, uint32_t lane) {
@@ -3464,8 +3464,8 @@ __device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t index, uint8_
       if (((uint32_t*)(arena + FILTERS) + column * 16)[1] != 0) {
         uint32_t word = add_groups(column, lane, arena);
         if (lane < 16) {
-          uint32_t place = ((index % 2 + column) * 132 + block) * 16 + lane;
-          publish_flagged(exchange_words + (place + 165312), word, epoch);
+          uint32_t word_index = ((index % 2 + column) * 132 + block) * 16 + lane;
+          publish_flagged(exchange_words + (word_index + 165312), word, epoch);
         }
       }
     }

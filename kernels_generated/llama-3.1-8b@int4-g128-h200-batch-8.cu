@@ -1966,10 +1966,10 @@ __device__ __forceinline__ uint32_t sources_2(uint32_t first, uint32_t count, ui
 // This warp's folded state, for the first warp of its team.
 __device__ __forceinline__ void lay_down_folded(uint8_t* arena, uint32_t warp, uint32_t lane, float (&sums)[4],
     float highest, float weight_sum) {
-  uint4* place = (uint4*)(arena + ATTENTION) + warp * 33;
-  place[lane] = make_u32x4(float_bits(sums[0]), float_bits(sums[1]), float_bits(sums[2]), float_bits(sums[3]));
+  uint4* address = (uint4*)(arena + ATTENTION) + warp * 33;
+  address[lane] = make_u32x4(float_bits(sums[0]), float_bits(sums[1]), float_bits(sums[2]), float_bits(sums[3]));
   if (lane == 0) {
-    place[32] = make_u32x4(float_bits(highest), float_bits(weight_sum), 0, 0);
+    address[32] = make_u32x4(float_bits(highest), float_bits(weight_sum), 0, 0);
   }
 }
 
@@ -1993,9 +1993,9 @@ __device__ __forceinline__ void fold_team(uint8_t* arena, uint32_t warp, uint32_
     float& weight_sum, float (&sums)[4]) {
   #pragma unroll
   for (uint32_t index = 1; index < 4; ++index) {
-    uint4* place = (uint4*)(arena + ATTENTION) + (warp + index) * 33;
-    uint4 part = place[lane];
-    uint4 shared = place[32];
+    uint4* address = (uint4*)(arena + ATTENTION) + (warp + index) * 33;
+    uint4 part = address[lane];
+    uint4 shared = address[32];
     add_2(bits_float(part.x), bits_float(part.y), bits_float(part.z), bits_float(part.w), bits_float(shared.x),
         bits_float(shared.y), highest, weight_sum, sums);
   }
@@ -2156,17 +2156,17 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
             uint32_t count = own - first < 5 ? own - first : 5;
             uint32_t value = sources(first, count, lane, arena, warp, kv_plans, plan_index, record);
             uint4 states[8];
-            uint32_t places[8];
-            places[0] = ((value + record[0].y) * 33 + 32) * 4;
+            uint32_t indices[8];
+            indices[0] = ((value + record[0].y) * 33 + 32) * 4;
             #pragma unroll
             for (uint32_t index = 0; index < 5; ++index) {
               uint32_t source = shuffle_u32(value, index);
-              places[index + 1] = ((source + record[0].y) * 33 + lane % 32) * 4;
+              indices[index + 1] = ((source + record[0].y) * 33 + lane % 32) * 4;
             }
             #pragma unroll
             for (uint32_t index = 0; index < 8; ++index) {
               if (index < 6) {
-                uint4 words = ((const uint4*)(exchange_words + (places[index] / 4 * 4 + 41024)))[0];
+                uint4 words = ((const uint4*)(exchange_words + (indices[index] / 4 * 4 + 41024)))[0];
                 states[index] = words;
               }
             }
@@ -2187,17 +2187,17 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
           uint32_t count = own - first < 5 ? own - first : 5;
           uint32_t value = sources_2(warp % 4 + first * 4, count, lane, arena, warp, kv_plans, plan_index, record);
           uint4 states[8];
-          uint32_t places[8];
-          places[0] = ((value + record[0].y) * 33 + 32) * 4;
+          uint32_t indices[8];
+          indices[0] = ((value + record[0].y) * 33 + 32) * 4;
           #pragma unroll
           for (uint32_t index = 0; index < 5; ++index) {
             uint32_t source = shuffle_u32(value, index);
-            places[index + 1] = ((source + record[0].y) * 33 + lane % 32) * 4;
+            indices[index + 1] = ((source + record[0].y) * 33 + lane % 32) * 4;
           }
           #pragma unroll
           for (uint32_t index = 0; index < 8; ++index) {
             if (index < 6) {
-              uint4 words = ((const uint4*)(exchange_words + (places[index] / 4 * 4 + 41024)))[0];
+              uint4 words = ((const uint4*)(exchange_words + (indices[index] / 4 * 4 + 41024)))[0];
               states[index] = words;
             }
           }
@@ -3287,15 +3287,15 @@ __device__ __forceinline__ void lay_down_3(float highest, uint32_t* words, float
   float weight_2 = warp_sum_f32(part);
   best_of_warp_2(lane, best, best_token, best_scaled);
   #pragma unroll 1
-  for (uint32_t place = 0; place < 4; ++place) {
+  for (uint32_t rank = 0; rank < 4; ++rank) {
     uint32_t key = (float_bits(first) & 2147483648u) != 0 ? float_bits(first) ^ 4294967295u : float_bits(first) | 2147483648u;
     uint32_t own_key = key;
     uint32_t top_key = warp_maximum_u32(own_key);
     uint32_t turn = warp_maximum_u32(own_key == top_key ? 32 - lane : 0);
     if (turn + lane == 32) {
-      words[place * 4] = float_bits(first);
-      words[place * 4 + 1] = float_bits(first_noisy);
-      words[place * 4 + 2] = first_token;
+      words[rank * 4] = float_bits(first);
+      words[rank * 4 + 1] = float_bits(first_noisy);
+      words[rank * 4 + 2] = first_token;
       first = second;
       first_noisy = second_noisy;
       first_token = second_token;
@@ -3336,40 +3336,40 @@ __device__ __forceinline__ void list_rows(uint32_t column, float* weighed, const
     float noisy[4];
     uint32_t tokens[4];
     #pragma unroll
-    for (uint32_t place = 0; place < 4; ++place) {
-      uint32_t row = first_2 + place * 32;
+    for (uint32_t index = 0; index < 4; ++index) {
+      uint32_t row = first_2 + index * 32;
       uint32_t token = (row / 16 * 132 + position) * 16 + row % 16;
-      tokens[place] = token;
-      scaled[place] = -bits_float(0x7f800000);
-      noisy[place] = -bits_float(0x7f800000);
+      tokens[index] = token;
+      scaled[index] = -bits_float(0x7f800000);
+      noisy[index] = -bits_float(0x7f800000);
       if (token < 128256) {
-        scaled[place] = pairs[token].x;
-        noisy[place] = pairs[token].y;
+        scaled[index] = pairs[token].x;
+        noisy[index] = pairs[token].y;
       }
     }
     #pragma unroll
-    for (uint32_t place = 0; place < 4; ++place) {
-      if (scaled[place] > -bits_float(0x7f800000)) {
-        float highest = first < scaled[place] ? scaled[place] : first;
-        weight = weight * exp_f32(first - highest) + exp_f32(scaled[place] - highest);
-        if (noisy[place] > best) {
-          best = noisy[place];
-          best_token = tokens[place];
-          best_scaled = scaled[place];
+    for (uint32_t index = 0; index < 4; ++index) {
+      if (scaled[index] > -bits_float(0x7f800000)) {
+        float highest = first < scaled[index] ? scaled[index] : first;
+        weight = weight * exp_f32(first - highest) + exp_f32(scaled[index] - highest);
+        if (noisy[index] > best) {
+          best = noisy[index];
+          best_token = tokens[index];
+          best_scaled = scaled[index];
         }
       }
-      bool is_first = scaled[place] > first;
-      bool is_second = scaled[place] > second;
+      bool is_first = scaled[index] > first;
+      bool is_second = scaled[index] > second;
       bool above_first = is_first;
       bool above_second = is_second;
-      float dropped = above_second ? second : scaled[place];
+      float dropped = above_second ? second : scaled[index];
       left_out = left_out < dropped ? dropped : left_out;
-      second = above_first ? first : (above_second ? scaled[place] : second);
-      first = above_first ? scaled[place] : first;
-      second_noisy = above_first ? first_noisy : (above_second ? noisy[place] : second_noisy);
-      first_noisy = above_first ? noisy[place] : first_noisy;
-      second_token = above_first ? first_token : (above_second ? tokens[place] : second_token);
-      first_token = above_first ? tokens[place] : first_token;
+      second = above_first ? first : (above_second ? scaled[index] : second);
+      first = above_first ? scaled[index] : first;
+      second_noisy = above_first ? first_noisy : (above_second ? noisy[index] : second_noisy);
+      first_noisy = above_first ? noisy[index] : first_noisy;
+      second_token = above_first ? first_token : (above_second ? tokens[index] : second_token);
+      first_token = above_first ? tokens[index] : first_token;
     }
   }
   float highest = first;
@@ -3382,8 +3382,8 @@ __device__ __forceinline__ void publish_list(uint32_t column, uint32_t epoch, ui
     uint32_t block, uint32_t* exchange_words, uint8_t* arena, uint32_t warp) {
   warp_barrier();
   if (lane < 16) {
-    uint32_t place = ((step % 2 * 8 + column) * 528 + block * 4) * 4 + lane;
-    (exchange_words + (place + 1318080))[0] = ((uint32_t*)(arena + LIST_ROWS) + warp % 8 * 36)[lane];
+    uint32_t index = ((step % 2 * 8 + column) * 528 + block * 4) * 4 + lane;
+    (exchange_words + (index + 1318080))[0] = ((uint32_t*)(arena + LIST_ROWS) + warp % 8 * 36)[lane];
   }
   warp_barrier();
 }
@@ -3560,7 +3560,7 @@ __device__ __forceinline__ void said_3(uint32_t lane, uint8_t* arena, uint32_t w
   weight_out = weight;
 }
 
-// Of the listed tokens whose distance is below the limit: how many, what they weigh, the place of the most
+// Of the listed tokens whose distance is below the limit: how many, what they weigh, the index of the most
 // noisy one (`units` if there is none), and how many are as noisy as that.
 __device__ __forceinline__ void nearer(float highest, float limit, uint8_t* arena, uint32_t warp, uint32_t lane,
     uint32_t& total_count_out, float& total_weight_out, uint32_t& found_out, uint32_t& total_ties_out) {
@@ -3568,13 +3568,13 @@ __device__ __forceinline__ void nearer(float highest, float limit, uint8_t* aren
   uint32_t count = 0;
   float weight = 0.0f;
   float best = -bits_float(0x7f800000);
-  uint32_t best_place = 528;
+  uint32_t best_index = 528;
   uint32_t ties = 0;
   #pragma unroll 4
-  for (uint32_t place = lane; place < 528; place += 32) {
-    float distance = highest - listed[place].x;
+  for (uint32_t index = lane; index < 528; index += 32) {
+    float distance = highest - listed[index].x;
     if (distance < limit) {
-      float noisy = listed[place].y;
+      float noisy = listed[index].y;
       count += 1;
       weight += exp_f32(-distance);
       if (noisy == best) {
@@ -3582,7 +3582,7 @@ __device__ __forceinline__ void nearer(float highest, float limit, uint8_t* aren
       }
       if (noisy > best) {
         best = noisy;
-        best_place = place;
+        best_index = index;
         ties = 1;
       }
     }
@@ -3591,7 +3591,7 @@ __device__ __forceinline__ void nearer(float highest, float limit, uint8_t* aren
   bool is_best = own_key == warp_maximum_u32(own_key);
   uint32_t total_count = warp_sum_u32(count);
   float total_weight = warp_sum_f32(weight);
-  uint32_t found = 528 - warp_maximum_u32(is_best ? 528 - best_place : 0);
+  uint32_t found = 528 - warp_maximum_u32(is_best ? 528 - best_index : 0);
   uint32_t total_ties = warp_sum_u32(is_best ? ties : 0);
   total_count_out = total_count;
   total_weight_out = total_weight;
@@ -3614,8 +3614,8 @@ __device__ __forceinline__ void weigh_top(float highest, float known, uint32_t t
     uint32_t count = 0;
     float weight = 0.0f;
     #pragma unroll 2
-    for (uint32_t place = lane; place < 528; place += 32) {
-      float distance = highest - listed[place].x;
+    for (uint32_t index = lane; index < 528; index += 32) {
+      float distance = highest - listed[index].x;
       if (distance < at) {
         count += 1;
         weight += exp_f32(-distance);
@@ -3641,7 +3641,7 @@ __device__ __forceinline__ void weigh_top(float highest, float known, uint32_t t
   found_out = found;
 }
 
-// The place of the token that is taken, or AS_IT_IS for the most noisy one of all, which has this `distance`,
+// The index of the token that is taken, or AS_IT_IS for the most noisy one of all, which has this `distance`,
 // or LEFT_OPEN. All tokens that are nearer than `known` are listed.
 __device__ __forceinline__ uint32_t judge(float highest, float all_weigh, float distance, float known, uint32_t top_k,
     float reach, float top_p, uint8_t* arena, uint32_t warp, uint32_t lane) {
@@ -3977,8 +3977,8 @@ __device__ __forceinline__ void weigh_all(uint32_t epoch, uint32_t index, uint32
       if (((uint32_t*)(arena + FILTERS) + column * 16)[1] != 0) {
         uint32_t word = add_groups(column, lane, arena);
         if (lane < 16) {
-          uint32_t place = ((index % 2 * 8 + column) * 132 + block) * 16 + lane;
-          (exchange_words + (place + 1351872))[0] = word;
+          uint32_t word_index = ((index % 2 * 8 + column) * 132 + block) * 16 + lane;
+          (exchange_words + (word_index + 1351872))[0] = word;
         }
       }
     }

@@ -86,39 +86,39 @@ class Merger:
         """Element 0: the LSE of the state that has the lane's number. Element n + 1: the lane's 4 dims of state n;
         where there are fewer, the last one stands for the missing: a number that is known keeps registers free."""
         states = ch.array(ty.u32x4, UNITS)
-        places = ch.array(ty.u32, UNITS)
+        indices = ch.array(ty.u32, UNITS)
         row_units = partial_words(self.head_dim) // 4
-        places[0] = ((sources + merge.row) * row_units + self.head_dim // 4) * 4
+        indices[0] = ((sources + merge.row) * row_units + self.head_dim // 4) * 4
         with ch.for_(MERGED_TOGETHER, unroll=True) as index:
             source = prim.shuffle_u32(sources, index)
-            places[index + 1] = ((source + merge.row) * row_units + self._merge_lane) * 4
-        self.exchange.read_places("partials", states, places, MERGED_TOGETHER + 1, epoch)
+            indices[index + 1] = ((source + merge.row) * row_units + self._merge_lane) * 4
+        self.exchange.read_places("partials", states, indices, MERGED_TOGETHER + 1, epoch)
         return states
 
-    def _folded_place(self, warp: ch.Expr) -> ch.Expr:
+    def _folded_address(self, warp: ch.Expr) -> ch.Expr:
         """Where (u32x4*) a warp's folded state lies while its team meets: a unit of every lane, then what all share."""
         return self.machine.region("attention", ty.u32x4) + warp * FOLDED_UNITS
 
     @ch.function
     def _lay_down_folded(self, folded: Folded) -> None:
         """This warp's folded state, for the first warp of its team."""
-        place = self._folded_place(self.machine.warp)
-        place[self.machine.lane] = prim.make_u32x4(*(prim.float_bits(folded.sums[word]) for word in range(4)))
+        address = self._folded_address(self.machine.warp)
+        address[self.machine.lane] = prim.make_u32x4(*(prim.float_bits(folded.sums[word]) for word in range(4)))
         if self.softmax:
             with ch.if_(self.machine.lane == 0):
                 words = prim.float_bits(folded.highest), prim.float_bits(folded.weight_sum)
-                place[FOLDED_UNITS - 1] = prim.make_u32x4(*words, 0, 0)
+                address[FOLDED_UNITS - 1] = prim.make_u32x4(*words, 0, 0)
 
     @ch.function
     def _fold_team(self, folded: Folded) -> None:
         """What the other warps of the team laid down, into the first one's."""
         machine = self.machine
         with ch.for_(1, machine.plan.merge_warps, unroll=True) as index:
-            place = self._folded_place(machine.warp + index)
-            part = place[machine.lane]
+            address = self._folded_address(machine.warp + index)
+            part = address[machine.lane]
             values = [prim.bits_float(getattr(part, member)) for member in "xyzw"]
             if self.softmax:
-                shared = place[FOLDED_UNITS - 1]
+                shared = address[FOLDED_UNITS - 1]
                 folded.add(values, prim.bits_float(shared.x), prim.bits_float(shared.y))
             else:
                 folded.add(values, None)

@@ -34,7 +34,7 @@ noisy token of all."""
 ROWS_AT_ONCE = 4
 SEARCH_STEPS = 64
 UNDECIDED, LEFT_OPEN, AS_IT_IS = 0xFFFFFFFF, 0xFFFFFFFE, 0xFFFFFFFD
-"""Instead of the place of a listed token."""
+"""Instead of the index of a listed token."""
 Leave = Callable[[Any, Any, Any], None]
 """What a warp does with a column that the lists leave open; given the column, the highest number of all, and how far
 below it that of the most noisy token lies."""
@@ -145,18 +145,18 @@ class ShortLists:
         with ch.for_(own, head.waves * M_TILE_ROWS, stride * ROWS_AT_ONCE, unroll=1) as first:
             scaled, noisy = (ch.array(ty.f32, ROWS_AT_ONCE, name=name) for name in ("scaled", "noisy"))
             tokens = ch.array(ty.u32, ROWS_AT_ONCE)
-            with ch.for_(ROWS_AT_ONCE, unroll=True) as place:
-                row = first + place * stride
+            with ch.for_(ROWS_AT_ONCE, unroll=True) as index:
+                row = first + index * stride
                 token = head.m_tile(row // M_TILE_ROWS, position) * M_TILE_ROWS + row % M_TILE_ROWS
-                tokens[place] = token
-                scaled[place] = -math.inf
-                noisy[place] = -math.inf
+                tokens[index] = token
+                scaled[index] = -math.inf
+                noisy[index] = -math.inf
                 with ch.if_(token < head.rows):
-                    scaled[place] = pairs[token].x
-                    noisy[place] = pairs[token].y
-            with ch.for_(ROWS_AT_ONCE, unroll=True) as place:
-                nearest.weigh(scaled[place], noisy[place], tokens[place])
-                nearest.take(scaled[place], noisy[place], tokens[place])
+                    scaled[index] = pairs[token].x
+                    noisy[index] = pairs[token].y
+            with ch.for_(ROWS_AT_ONCE, unroll=True) as index:
+                nearest.weigh(scaled[index], noisy[index], tokens[index])
+                nearest.take(scaled[index], noisy[index], tokens[index])
         highest = ch.var(ty.f32, nearest.first[0])
         self._lay_down(nearest, highest, self._row(self.warps.group))
 
@@ -174,8 +174,8 @@ class ShortLists:
             nearest.best[0].set(prim.bits_float(words[self.length * UNIT_WORDS]))
             nearest.best[1].set(words[self.length * UNIT_WORDS + 1])
             nearest.best[2].set(prim.bits_float(words[BEST_SCALED * UNIT_WORDS + MORE]))
-        with ch.for_(lane, self.warps.groups * self.length, 32, unroll=1) as place:
-            words = self._row(place // self.length) + place % self.length * UNIT_WORDS
+        with ch.for_(lane, self.warps.groups * self.length, 32, unroll=1) as index:
+            words = self._row(index // self.length) + index % self.length * UNIT_WORDS
             nearest.take(prim.bits_float(words[SCALED]), prim.bits_float(words[NOISY]), words[TOKEN])
         prim.warp_barrier()  # every lane has read its part before the first list is written over
         self._lay_down(nearest, highest, self._row(0))
@@ -191,15 +191,15 @@ class ShortLists:
             part.set(nearest.weight * prim.exp_f32(highest - above))
         weight = prim.warp_sum_f32(part)
         best_of_warp(lane, *nearest.best)
-        with ch.for_(self.length, unroll=1, name="place") as place:
+        with ch.for_(self.length, unroll=1, name="rank") as rank:
             key = ordered(nearest.first[0])
             own_key = ch.const(ty.u32, key, name="own_key")
             top_key = prim.warp_maximum_u32(own_key)
             turn = prim.warp_maximum_u32(ch.select(own_key == top_key, 32 - lane, ty.u32(0)))
             with ch.if_(turn + lane == 32):
-                words[place * UNIT_WORDS + SCALED] = prim.float_bits(nearest.first[0])
-                words[place * UNIT_WORDS + NOISY] = prim.float_bits(nearest.first[1])
-                words[place * UNIT_WORDS + TOKEN] = nearest.first[2]
+                words[rank * UNIT_WORDS + SCALED] = prim.float_bits(nearest.first[0])
+                words[rank * UNIT_WORDS + NOISY] = prim.float_bits(nearest.first[1])
+                words[rank * UNIT_WORDS + TOKEN] = nearest.first[2]
                 nearest.pop()
         left_out = highest_of_warp(ch.maximum(nearest.left_out, nearest.first[0]))
         with ch.if_(lane == 0):
@@ -215,8 +215,8 @@ class ShortLists:
         machine = self.machine
         prim.warp_barrier()  # the list is written
         with ch.if_(machine.lane < self.length * UNIT_WORDS):
-            place = (self._vector(column, step) + machine.block * self.length) * UNIT_WORDS + machine.lane
-            self.exchange.publish("short_lists", place, self._row(0)[machine.lane], epoch)
+            index = (self._vector(column, step) + machine.block * self.length) * UNIT_WORDS + machine.lane
+            self.exchange.publish("short_lists", index, self._row(0)[machine.lane], epoch)
         prim.warp_barrier()  # it is read: the warp's next column may lie over it
 
     # What all blocks decide -------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ class ShortLists:
     def _read(self, column: ch.Expr, epoch: ch.Expr, step: ch.Expr) -> None:
         """This warp's share of all blocks' lists of a column, into the region `listed`, and what they say besides.
 
-        The lists' lengths divide a warp, so each lane reads the same place of every list that it reads."""
+        The lists' lengths divide a warp, so each lane reads the same rank of every list that it reads."""
         machine, head = self.machine, self.adjustments.head
         listed = ch.reinterpret(ty.ptr_mut(ty.f32), self._listed)
         highest = ch.var(ty.f32, -math.inf)
@@ -247,10 +247,10 @@ class ShortLists:
         role = machine.lane % self.length
         m_tile = ch.const(ty.u32, machine.region("chosen", ty.u32)[column] // M_TILE_ROWS, name="m_tile")
         first_unit = self._vector(column, step)
-        with self.warps.reading(self.exchange, "short_lists", first_unit, self.units, epoch) as (place, words):
-            listed[place * 2] = prim.bits_float(words.x)
-            listed[place * 2 + 1] = prim.bits_float(words.y)
-            is_owner = head.position(place // self.length) == m_tile % head.blocks
+        with self.warps.reading(self.exchange, "short_lists", first_unit, self.units, epoch) as (unit, words):
+            listed[unit * 2] = prim.bits_float(words.x)
+            listed[unit * 2 + 1] = prim.bits_float(words.y)
+            is_owner = head.position(unit // self.length) == m_tile % head.blocks
             with ch.if_((role < BEST_SCALED) | ((role == BEST_SCALED) & is_owner)):
                 more = prim.bits_float(words.w)
                 self._add(highest, weight, ch.select(role == WEIGHT, prim.bits_float(words.x), more), more)
@@ -292,31 +292,31 @@ class ShortLists:
 
     @ch.function
     def _nearer(self, highest: ch.Expr, limit: ch.Expr) -> tuple[Any, Any, Any, Any]:
-        """Of the listed tokens whose distance is below the limit: how many, what they weigh, the place of the most
+        """Of the listed tokens whose distance is below the limit: how many, what they weigh, the index of the most
         noisy one (`units` if there is none), and how many are as noisy as that."""
         listed, lane = self._listed, self.machine.lane
         count = ch.var(ty.u32, 0)
         weight = ch.var(ty.f32, 0.0)
         best = ch.var(ty.f32, -math.inf)
-        best_place = ch.var(ty.u32, self.units)
+        best_index = ch.var(ty.u32, self.units)
         ties = ch.var(ty.u32, 0)
-        with ch.for_(lane, self.units, 32, unroll=4, name="place") as place:
-            distance = highest - listed[place].x
+        with ch.for_(lane, self.units, 32, unroll=4, name="index") as index:
+            distance = highest - listed[index].x
             with ch.if_(distance < limit):
-                noisy = listed[place].y
+                noisy = listed[index].y
                 count += 1
                 weight += prim.exp_f32(-distance)
                 with ch.if_(noisy == best):
                     ties += 1
                 with ch.if_(noisy > best):
                     best.set(noisy)
-                    best_place.set(place)
+                    best_index.set(index)
                     ties.set(1)
         own_key = ch.const(ty.u32, ordered(best), name="own_key")
         is_best = own_key == prim.warp_maximum_u32(own_key)
         total_count = prim.warp_sum_u32(count)
         total_weight = prim.warp_sum_f32(weight)
-        found = self.units - prim.warp_maximum_u32(ch.select(is_best, self.units - best_place, ty.u32(0)))
+        found = self.units - prim.warp_maximum_u32(ch.select(is_best, self.units - best_index, ty.u32(0)))
         total_ties = prim.warp_sum_u32(ch.select(is_best, ties, ty.u32(0)))
         return total_count, total_weight, found, total_ties
 
@@ -333,8 +333,8 @@ class ShortLists:
         with ch.for_(SEARCH_STEPS, unroll=1):
             count = ch.var(ty.u32, 0)
             weight = ch.var(ty.f32, 0.0)
-            with ch.for_(lane, self.units, 32, unroll=2, name="place") as place:
-                distance = highest - listed[place].x
+            with ch.for_(lane, self.units, 32, unroll=2, name="index") as index:
+                distance = highest - listed[index].x
                 with ch.if_(distance < at):
                     count += 1
                     weight += prim.exp_f32(-distance)
@@ -372,7 +372,7 @@ class ShortLists:
 
     @ch.function
     def _judge(self, highest: ch.Expr, all_weigh: ch.Expr, distance: ch.Expr, known: ch.Expr, asked: Asked) -> Any:
-        """The place of the token that is taken, or AS_IT_IS for the most noisy one of all, which has this `distance`,
+        """The index of the token that is taken, or AS_IT_IS for the most noisy one of all, which has this `distance`,
         or LEFT_OPEN. All tokens that are nearer than `known` are listed.
 
         The limit is where the lists end at first: the most noisy token below it is the first candidate, if all from
@@ -419,8 +419,8 @@ class ShortLists:
 
     def _row(self, group: ch.Value) -> Any:
         """Words of the column that this warp works on: a group's list, then what it has read of all lists."""
-        place = self.warps.slot * self.warps.groups + group
-        return self.machine.region("list_rows", ty.u32) + place * LIST_ROW_WORDS
+        row = self.warps.slot * self.warps.groups + group
+        return self.machine.region("list_rows", ty.u32) + row * LIST_ROW_WORDS
 
     @property
     def _listed(self) -> Any:

@@ -125,8 +125,8 @@ class Rounds:
             with ch.if_(self._is_open(column)):
                 word = self._add_groups(column, OF_BLOCK)
                 with ch.if_(machine.lane < FILTER_WORDS):
-                    place = (self._vector(column, index) + machine.block) * FILTER_WORDS + machine.lane
-                    self.exchange.publish("filters", place, word, epoch)
+                    word_index = (self._vector(column, index) + machine.block) * FILTER_WORDS + machine.lane
+                    self.exchange.publish("filters", word_index, word, epoch)
 
     @ch.function
     def _weigh(self, column: ch.Expr) -> None:
@@ -340,8 +340,8 @@ class Rounds:
             state[PIVOT + lane] = prim.float_bits(ch.select(high < math.inf, evenly, doubling))
         with ch.if_(lane == 0):
             numbers = {LIMIT: known.limit, BELOW: known.below, ABOVE: known.above}
-            for place, value in {**numbers, LEAST: known.least, MOST: known.most}.items():
-                state[place] = prim.float_bits(value)
+            for word, value in {**numbers, LEAST: known.least, MOST: known.most}.items():
+                state[word] = prim.float_bits(value)
 
     # Where things lie -------------------------------------------------------------------------------------------------
 
@@ -357,9 +357,9 @@ class Rounds:
 
     def _sums(self, column: ch.Expr, group: ch.Value, whose: int) -> Any:
         """Words of a column that a group of warps has laid down: of this block's rows, or of what it read."""
-        place = (column * self.warps.groups + group) * 2 + whose
-        return self.machine.region("filter_sums", ty.u32) + place * FILTER_WORDS
+        row = (column * self.warps.groups + group) * 2 + whose
+        return self.machine.region("filter_sums", ty.u32) + row * FILTER_WORDS
 
     def _vector(self, column: ch.Expr, index: ch.Value) -> Any:
-        """The first of all blocks' places of a column in the vector of a round."""
+        """The first of all blocks' words of a column in the vector of a round."""
         return (ch.cast(ty.u32, index) % 2 * self.warps.columns.limit + column) * self.machine.gpu.blocks

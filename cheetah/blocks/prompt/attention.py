@@ -87,10 +87,10 @@ class PassAttention:
             begin, end = self._key_tiles(tokens)
             kv_head = self._head(tile) // self.heads.shape.group
             with ch.for_(begin, end, unroll=1, name="key_tile") as key_tile:
-                place = self.heads.core(kv_head, tokens.first_row + key_tile * self.key_tile, 0)
+                offset = self.heads.core(kv_head, tokens.first_row + key_tile * self.key_tile, 0)
                 with self.ring.fill_activations(2 * self.tile_bytes) as (stage, barrier):
-                    prim.bulk_copy(stage, self.heads.keys + place, self.tile_bytes, barrier)
-                    prim.bulk_copy(stage + self.tile_bytes, self.heads.values + place, self.tile_bytes, barrier)
+                    prim.bulk_copy(stage, self.heads.keys + offset, self.tile_bytes, barrier)
+                    prim.bulk_copy(stage + self.tile_bytes, self.heads.values + offset, self.tile_bytes, barrier)
 
     # -- a tile -----------------------------------------------------------------------------------------------------
 
@@ -188,8 +188,8 @@ class PassAttention:
         keys = prim.matrix_descriptor(memory, CORE_BYTES, self.heads.group_bytes)
         prim.wgmma_fence()
         for step in range(self.heads.shape.head_dim // 16):
-            place = keys + step * (2 * CORE_BYTES // 16)
-            prim.wgmma_bf16(self.key_tile)(logits, queries[step], place, int(step > 0))
+            descriptor = keys + step * (2 * CORE_BYTES // 16)
+            prim.wgmma_bf16(self.key_tile)(logits, queries[step], descriptor, int(step > 0))
         prim.wgmma_commit()
         self.ring.using.advance()
 
@@ -200,8 +200,8 @@ class PassAttention:
         values = prim.matrix_descriptor(memory, self.heads.group_bytes, CORE_BYTES)
         prim.wgmma_fence()
         for step in range(self.key_tile // 16):
-            place = values + step * (2 * self.heads.group_bytes // 16)
-            prim.wgmma_bf16(self.heads.shape.head_dim, transposed=True)(output, weights[step], place, 1)
+            descriptor = values + step * (2 * self.heads.group_bytes // 16)
+            prim.wgmma_bf16(self.heads.shape.head_dim, transposed=True)(output, weights[step], descriptor, 1)
         prim.wgmma_commit()
 
     @ch.inline
@@ -218,8 +218,8 @@ class PassAttention:
                     seen = key <= position
                     if self.window is not None:
                         seen = seen & (key + self.window > position)
-                    place = group * 4 + index
-                    logits[place] = ch.select(seen, logits[place], ty.f32(-math.inf))
+                    element = group * 4 + index
+                    logits[element] = ch.select(seen, logits[element], ty.f32(-math.inf))
 
     @ch.inline
     def _weigh(self, logits: Any, weights: Any, rows: _Rows, first_key: ch.Expr) -> None:
@@ -229,9 +229,9 @@ class PassAttention:
         origins = [self._new_origin(logits, rows, index, scale) for index in range(2)]
         with ch.for_(self.key_tile // 8, unroll=True, name="group") as group:
             for index in range(4):
-                place = group * 4 + index
-                logits[place] = prim.exp2_f32(logits[place] * scale - origins[index // 2])
-                rows.sums[index // 2] += logits[place]
+                element = group * 4 + index
+                logits[element] = prim.exp2_f32(logits[element] * scale - origins[index // 2])
+                rows.sums[index // 2] += logits[element]
         for step in range(self.key_tile // 16):
             words = [prim.pack_bf16x2(logits[step * 8 + pair], logits[step * 8 + pair + 1]) for pair in (0, 2, 4, 6)]
             weights[step] = prim.make_u32x4(*words)
@@ -279,8 +279,8 @@ class PassAttention:
                 for k_tile in range(k_tiles):
                     words = []
                     for dims in range(4):
-                        place = (k_tile * 4 + dims) * 4 + index * 2
-                        words.append(prim.pack_bf16x2(output[place] * inverse, output[place + 1] * inverse))
+                        element = (k_tile * 4 + dims) * 4 + index * 2
+                        words.append(prim.pack_bf16x2(output[element] * inverse, output[element + 1] * inverse))
                     if self.places is not None:
                         self._scatter(words, (head * k_tiles + k_tile) * VECTOR_COLUMNS, group)
                         continue

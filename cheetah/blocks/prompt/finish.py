@@ -86,7 +86,7 @@ def exchanged_rows(
 
 
 @ch.inline
-def _place(machine: PassMachine, into: ch.Expr, k_tile: ch.Expr, group: ch.Expr) -> Any:
+def _address(machine: PassMachine, into: ch.Expr, k_tile: ch.Expr, group: ch.Expr) -> Any:
     """The address of this lane's unit and token in a group: its token is 2t, or 2t + 1 where its row is odd."""
     row, token = machine.lane // 4, machine.lane % 4 * 2 + machine.lane // 4 % 2
     block = ty.u64(k_tile * machine.plan.groups + group) * GROUP_BYTES
@@ -101,8 +101,8 @@ def store_rows(machine: PassMachine, into: ch.Expr, sums: Sums) -> None:
     words.x = low
     words.y = high
     k_tile, half = sums.m_tile // 2, sums.m_tile % 2
-    place = _place(machine, into, k_tile, sums.group) + half * 8
-    ch.reinterpret(ty.ptr_mut(ty.u32x2), place)[0] = words
+    address = _address(machine, into, k_tile, sums.group) + half * 8
+    ch.reinterpret(ty.ptr_mut(ty.u32x2), address)[0] = words
 
 
 @ch.function
@@ -141,8 +141,8 @@ def store_gated(machine: PassMachine, into: ch.Expr, sums: Sums) -> None:
     is_odd = machine.lane // 4 % 2 != 0
     word = ch.select(is_odd, prim.byte_permute(even, odd, 0x7632), prim.byte_permute(even, odd, 0x5410))
     tiles = VECTOR_COLUMNS // HALF
-    place = _place(machine, into, sums.m_tile // tiles, sums.group) + sums.m_tile % tiles * 4
-    ch.reinterpret(ty.ptr_mut(ty.u32), place)[0] = word
+    address = _address(machine, into, sums.m_tile // tiles, sums.group) + sums.m_tile % tiles * 4
+    ch.reinterpret(ty.ptr_mut(ty.u32), address)[0] = word
 
 
 def _gated(gate: ch.Expr, up: ch.Expr) -> Any:
@@ -202,11 +202,11 @@ class StoreResidual(Finish):
     @ch.inline
     def finish(self, sums: Sums) -> None:
         machine, plan = self.machine, self.machine.plan
-        place = (ty.u64(sums.m_tile) * plan.groups + ty.u64(sums.group)) * (ACCUMULATOR_BYTES // 16)
+        index = (ty.u64(sums.m_tile) * plan.groups + ty.u64(sums.group)) * (ACCUMULATOR_BYTES // 16)
         kept = ch.var(ty.f32x4)
         for member, value in zip("xyzw", sums.values, strict=True):
             setattr(kept, member, value)
-        ch.reinterpret(ty.ptr_mut(ty.f32x4), self.residual)[place + ty.u64(machine.lane)] = kept
+        ch.reinterpret(ty.ptr_mut(ty.f32x4), self.residual)[index + ty.u64(machine.lane)] = kept
         rounded = [_rounded(value) for value in sums.values]
         lay_down_squares(machine, sums, rounded)
         values = tuple(value * sums.of_rows[index // 2] for index, value in enumerate(rounded))

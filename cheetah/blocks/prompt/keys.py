@@ -318,10 +318,10 @@ class StoreHeads(Finish):
     @ch.function
     def _store_query(self, head: ch.Expr, column: ch.Expr, unit: ch.Expr, word: ch.Expr) -> None:
         heads, pair = self.heads, self.heads.machine.lane // 8  # of the unit's four
-        place = heads.query(head, column, unit // 2) + ty.u64(
+        offset = heads.query(head, column, unit // 2) + ty.u64(
             (column % 8 * 4 + pair) * 16 + (column // 8 % 2 + unit % 2 * 2) * 4
         )
-        ch.reinterpret(ty.ptr_mut(ty.u32), heads.queries + place)[0] = word
+        ch.reinterpret(ty.ptr_mut(ty.u32), heads.queries + offset)[0] = word
 
     @ch.function
     def _store_kv(
@@ -380,10 +380,10 @@ def _bring_cached(
         first_tile = first // key_tile * key_tile
     # Eight neighbouring threads have a core matrix: they write 128 bytes side by side.
     of_head = (segment.start - first_tile + (GROUP_TOKENS - 1)) // GROUP_TOKENS
-    places = of_head * (heads.units * GROUP_TOKENS)
-    with ch.for_(thread, places * heads.shape.kv_heads, threads, unroll=1, name="place") as place:
-        kv_head = place // places
-        rest = place % places
+    head_units = of_head * (heads.units * GROUP_TOKENS)
+    with ch.for_(thread, head_units * heads.shape.kv_heads, threads, unroll=1, name="index") as index:
+        kv_head = index // head_units
+        rest = index % head_units
         key = first_tile + rest // (heads.units * GROUP_TOKENS) * GROUP_TOKENS + rest % GROUP_TOKENS
         unit = rest // GROUP_TOKENS % heads.units
         core = heads.core(kv_head, segment.first_row + key, unit)
@@ -397,11 +397,11 @@ def _bring_cached(
 
 
 @ch.inline
-def _cached_unit(heads: PassHeads, place: ch.Expr) -> Any:
+def _cached_unit(heads: PassHeads, address: ch.Expr) -> Any:
     """A unit of the cache as bf16 numbers."""
     if heads.scales is None:
-        return ch.reinterpret(ty.ptr(ty.u32x4), place)[0]
-    codes = ch.const(ty.u32x2, ch.reinterpret(ty.ptr(ty.u32x2), place)[0], name="codes")
+        return ch.reinterpret(ty.ptr(ty.u32x4), address)[0]
+    codes = ch.const(ty.u32x2, ch.reinterpret(ty.ptr(ty.u32x2), address)[0], name="codes")
     low, high = (ch.const(ty.u32x2, prim.e4m3x4_to_bf16(word), name="pairs") for word in (codes.x, codes.y))
     return prim.make_u32x4(low.x, low.y, high.x, high.y)
 
@@ -412,8 +412,8 @@ def _clear_behind(heads: PassHeads, segment: SegmentPlace, key_tile: int) -> Non
     kv_heads = heads.shape.kv_heads
     total = segment.start + segment.count
     behind = (total + (key_tile - 1)) // key_tile * key_tile - total
-    with ch.for_(thread, behind * (heads.units * kv_heads), threads, unroll=1, name="place") as place:
-        unit = place % heads.units
-        kv_head = place // heads.units % kv_heads
-        core = heads.core(kv_head, segment.first_row + total + place // (heads.units * kv_heads), unit)
+    with ch.for_(thread, behind * (heads.units * kv_heads), threads, unroll=1, name="index") as index:
+        unit = index % heads.units
+        kv_head = index // heads.units % kv_heads
+        core = heads.core(kv_head, segment.first_row + total + index // (heads.units * kv_heads), unit)
         ch.reinterpret(ty.ptr_mut(ty.u32x4), heads.values + core)[0] = prim.make_u32x4(0, 0, 0, 0)
