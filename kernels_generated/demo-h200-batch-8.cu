@@ -3,7 +3,7 @@
 //
 // model: hidden 128, ffn 320, vocab 512, heads 4, kv_heads 2, head_dim 64, layers 3
 // machine: h200, 132 blocks of 384 threads: 8 consumer warps
-// plan: consumer_warps 8, stage_bytes 16384, stages 11, in_flight 3, in_flight_waiting 2, producer_warps 4, sync barrier, page_size 16, max_context 512, batch 8, tokens 8, down_slices 2, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 124, start_residual 0, start_gate_up 124, start_head 124, trace False
+// plan: consumer_warps 8, stage_bytes 16384, stages 11, in_flight 3, in_flight_waiting 2, producer_warps 4, sync barrier, page_size 16, max_context 512, batch 8, tokens 8, down_slices 1, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 124, start_residual 0, start_gate_up 124, start_head 124, trace False
 // weights read a step: 1458176 bytes, in 442368 a layer
 // shared memory:
 //     offset    bytes  region
@@ -22,19 +22,20 @@
 //     198912     4096  newest  (over scratch)
 //     185600    10496  reductions  (over scratch)
 //     216960       16  reduction_barriers
-//     216976      512  residual
-//     217488      256  partial_sums
-//     217744       32  scales
-//     217776     2048  rope
-//     219824      512  statistics
-//     220336      592  records
-//     220928       64  warp_candidates
-//     220992      288  columns
-//     221280       32  chosen
-//     221312       16  step_done
-//     221328       36  next_token
-//              221364  total
-//              232448  a block has, 11084 free
+//     216976       64  vector_barriers
+//     217040      512  residual
+//     217552      256  partial_sums
+//     217808       32  scales
+//     217840     2048  rope
+//     219888      512  statistics
+//     220400      592  records
+//     220992       64  warp_candidates
+//     221056      288  columns
+//     221344       32  chosen
+//     221376       16  step_done
+//     221392       36  next_token
+//              221428  total
+//              232448  a block has, 11020 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -163,8 +164,17 @@ __device__ __forceinline__ void bulk_copy(void* destination, const void* source,
     : "memory");
 }
 
+__device__ __forceinline__ void bulk_copy_shared(void* destination, const void* source, uint32_t bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+    :: "r"(shared_address(destination)), "l"(source), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+}
+
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+__device__ __forceinline__ void fence_proxy_async_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 __device__ __forceinline__ void prefetch_l2(const void* place) {
@@ -306,17 +316,18 @@ constexpr uint32_t QUERIES = 196864;
 constexpr uint32_t NEWEST = 198912;
 constexpr uint32_t REDUCTIONS = 185600;
 constexpr uint32_t REDUCTION_BARRIERS = 216960;
-constexpr uint32_t RESIDUAL = 216976;
-constexpr uint32_t PARTIAL_SUMS = 217488;
-constexpr uint32_t SCALES = 217744;
-constexpr uint32_t ROPE = 217776;
-constexpr uint32_t STATISTICS = 219824;
-constexpr uint32_t RECORDS = 220336;
-constexpr uint32_t WARP_CANDIDATES = 220928;
-constexpr uint32_t COLUMNS = 220992;
-constexpr uint32_t CHOSEN = 221280;
-constexpr uint32_t STEP_DONE = 221312;
-constexpr uint32_t NEXT_TOKEN = 221328;
+constexpr uint32_t VECTOR_BARRIERS = 216976;
+constexpr uint32_t RESIDUAL = 217040;
+constexpr uint32_t PARTIAL_SUMS = 217552;
+constexpr uint32_t SCALES = 217808;
+constexpr uint32_t ROPE = 217840;
+constexpr uint32_t STATISTICS = 219888;
+constexpr uint32_t RECORDS = 220400;
+constexpr uint32_t WARP_CANDIDATES = 220992;
+constexpr uint32_t COLUMNS = 221056;
+constexpr uint32_t CHOSEN = 221344;
+constexpr uint32_t STEP_DONE = 221376;
+constexpr uint32_t NEXT_TOKEN = 221392;
 
 // An input of a sequence, or 0 where it has none left.
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t index, const int32_t* sequences,
@@ -513,23 +524,19 @@ __device__ __forceinline__ void fetch_down(uint32_t block, const uint8_t* weight
   uint32_t position = block % 132;
   const uint8_t* matrix = weights + (layer_offset + 360448);
   #pragma unroll 1
-  for (uint32_t slice = 0; slice < 2; ++slice) {
-    uint32_t end = slice + 1 < 1 ? slice + 1 : 1;
+  for (uint32_t m_tile = position; m_tile < 8; m_tile += 132) {
+    uint32_t wave = m_tile / 132;
+    uint64_t wave_bytes = (uint64_t)(wave) * 1351680;
     #pragma unroll 1
-    for (uint32_t m_tile = position; m_tile < 8; m_tile += 132) {
-      uint32_t wave = m_tile / 132;
-      uint64_t wave_bytes = (uint64_t)(wave) * 1351680;
-      #pragma unroll 1
-      for (uint32_t chunk = slice; chunk < end; ++chunk) {
-        const uint8_t* source = matrix + (wave_bytes + (uint64_t)(8 * chunk * 16384 + position * 10240));
-        mbarrier_wait(empty + fill_stage, fill_parity);
-        bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
-        uint64_t* barrier = full + fill_stage;
-        uint8_t* destination = ring + fill_stage * 16384;
-        mbarrier_arrive_expect_tx(barrier, 10240);
-        bulk_copy(destination, source, 10240, barrier);
-        advance(fill_stage, fill_parity);
-      }
+    for (uint32_t chunk = 0; chunk < 1; ++chunk) {
+      const uint8_t* source = matrix + (wave_bytes + (uint64_t)(8 * chunk * 16384 + position * 10240));
+      mbarrier_wait(empty + fill_stage, fill_parity);
+      bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
+      uint64_t* barrier = full + fill_stage;
+      uint8_t* destination = ring + fill_stage * 16384;
+      mbarrier_arrive_expect_tx(barrier, 10240);
+      bulk_copy(destination, source, 10240, barrier);
+      advance(fill_stage, fill_parity);
     }
   }
 }
@@ -857,9 +864,10 @@ __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uin
 // Makes: qkv, and the keys and values in the cache.
 __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t column_count, const bf16* embedding,
-    uint32_t* next_token, uint32_t* exchange_words, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
-    uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity,
-    const int32_t* page_table, bf16* kv, uint64_t& arrivals_due, uint64_t* counter) {
+    uint32_t* next_token, uint64_t* landed, uint32_t* exchange_words, uint32_t& vector_parities, uint64_t* full,
+    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
+    uint32_t& finisher, uint32_t& turn_parity, const int32_t* page_table, bf16* kv, uint64_t& arrivals_due,
+    uint64_t* counter) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -901,30 +909,35 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
       }
       write_scales(squares, arena, lane, warp, thread, column_count);
     } else {
+      if (thread == 0) {
+        fence_proxy_async();
+        mbarrier_arrive_expect_tx(landed, 2048);
+        bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 64), 2048, landed);
+        mbarrier_arrive(landed + 1);
+        mbarrier_arrive(landed + 2);
+        mbarrier_arrive(landed + 3);
+        mbarrier_arrive(landed + 4);
+        mbarrier_arrive(landed + 5);
+        mbarrier_arrive(landed + 6);
+        mbarrier_arrive(landed + 7);
+      }
       uint4* vector = (uint4*)(arena + VECTOR);
       float squares = 0.0f;
       uint32_t pair = thread / 32;
       const bf16* own_units = norms + layer * 256 + (pair * 4 + thread % 4) * 8;
+      uint4 weights[1];
       if (thread < 128) {
-        uint32_t first_unit = thread;
-        uint4 weights[8];
-        #pragma unroll
-        for (uint32_t index = 0; index < 1; ++index) {
-          weights[index] = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 8 * 8);
-        }
-        if (thread / 4 % 8 < column_count) {
-          uint4 units[8];
-          #pragma unroll
-          for (uint32_t index = 0; index < 1; ++index) {
-            uint4 words = ((const uint4*)(exchange_words + ((first_unit + index * 256) * 4 + 64)))[0];
-            units[index] = words;
-          }
-          #pragma unroll
-          for (uint32_t index = 0; index < 1; ++index) {
-            normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
-          }
-        }
+        weights[0] = load_constant_u32x4(own_units + (thread - thread) / 8 * 8);
       }
+      mbarrier_wait(landed, vector_parities & 1);
+      uint4 units[1];
+      if (thread < 128) {
+        units[0] = vector[thread];
+      }
+      if (thread < 128) {
+        normalise_unit(vector, thread, units[0], weights[0], squares);
+      }
+      vector_parities ^= 3;
       write_scales(squares, arena, lane, warp, thread, column_count);
     }
     if (thread == 0) {
@@ -953,6 +966,7 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     named_barrier(1, 256);
   }
   // grid barrier
+  fence_proxy_async_global();
   named_barrier(1, 256);
   if (thread == 0) {
     arrivals_due += 132;
@@ -1870,6 +1884,7 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
   // merge of partial states
   // grid barrier
   if (((uint4*)(arena + RECORDS))[0].z > 0) {
+    fence_proxy_async_global();
     named_barrier(1, 256);
     if (thread == 0) {
       arrivals_due += 132;
@@ -1971,6 +1986,7 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
     named_barrier(1, 256);
   }
   // grid barrier
+  fence_proxy_async_global();
   named_barrier(1, 256);
   if (thread == 0) {
     arrivals_due += 132;
@@ -1980,24 +1996,24 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
   named_barrier(1, 256);
 }
 
-// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uint32_t column_count,
-    uint32_t* exchange_words) {
-  uint4* vector = (uint4*)(arena + VECTOR);
-  uint32_t first_unit = thread;
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 1; ++index) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit + index * 256) * 4 + 294208)))[0];
-      units[index] = words;
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 1; ++index) {
-      vector[first_unit + index * 256] = units[index];
-    }
+// A whole vector; then each warp has what it multiplies.
+__device__ __forceinline__ void load_copied(uint32_t thread, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words,
+    uint32_t& vector_parities) {
+  if (thread == 0) {
+    fence_proxy_async();
+    mbarrier_arrive_expect_tx(landed, 4096);
+    bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 294208), 4096, landed);
+    mbarrier_arrive(landed + 1);
+    mbarrier_arrive(landed + 2);
+    mbarrier_arrive(landed + 3);
+    mbarrier_arrive(landed + 4);
+    mbarrier_arrive(landed + 5);
+    mbarrier_arrive(landed + 6);
+    mbarrier_arrive(landed + 7);
   }
-  named_barrier(1, 256);
+  uint4* vector = (uint4*)(arena + VECTOR);
+  mbarrier_wait(landed, vector_parities & 1);
+  vector_parities ^= 3;
 }
 
 // This warp's tiles of a chunk, and what they are multiplied with, to registers.
@@ -2094,9 +2110,10 @@ __device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], u
 // Waits for: attention.
 // Makes: middle.
 __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    uint32_t* block_waits, uint8_t* arena, uint32_t column_count, uint32_t* exchange_words, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
-    uint32_t& finisher, uint32_t& turn_parity, uint64_t& arrivals_due, uint64_t* counter) {
+    uint32_t* block_waits, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words, uint32_t& vector_parities,
+    uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn,
+    uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count, uint64_t& arrivals_due,
+    uint64_t* counter) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2108,7 +2125,7 @@ __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t s
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
-    load_vector(arena, thread, column_count, exchange_words);
+    load_copied(thread, landed, arena, exchange_words, vector_parities);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
     }
@@ -2134,6 +2151,7 @@ __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t s
     named_barrier(1, 256);
   }
   // grid barrier
+  fence_proxy_async_global();
   named_barrier(1, 256);
   if (thread == 0) {
     arrivals_due += 132;
@@ -2200,9 +2218,10 @@ __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], u
 // Waits for: middle.
 // Makes: gated.
 __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t column_count, uint32_t* exchange_words,
-    uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn,
-    uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint64_t& arrivals_due, uint64_t* counter) {
+    const bf16* norms, uint32_t* block_waits, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words,
+    uint32_t& vector_parities, uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
+    uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity,
+    uint64_t& arrivals_due, uint64_t* counter) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2215,30 +2234,35 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
+    if (thread == 0) {
+      fence_proxy_async();
+      mbarrier_arrive_expect_tx(landed, 2048);
+      bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 295232), 2048, landed);
+      mbarrier_arrive(landed + 1);
+      mbarrier_arrive(landed + 2);
+      mbarrier_arrive(landed + 3);
+      mbarrier_arrive(landed + 4);
+      mbarrier_arrive(landed + 5);
+      mbarrier_arrive(landed + 6);
+      mbarrier_arrive(landed + 7);
+    }
     uint4* vector = (uint4*)(arena + VECTOR);
     float squares = 0.0f;
     uint32_t pair = thread / 32;
     const bf16* own_units = norms + (layer * 2 + 1) * 128 + (pair * 4 + thread % 4) * 8;
+    uint4 weights[1];
     if (thread < 128) {
-      uint32_t first_unit = thread;
-      uint4 weights[8];
-      #pragma unroll
-      for (uint32_t index = 0; index < 1; ++index) {
-        weights[index] = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 8 * 8);
-      }
-      if (thread / 4 % 8 < column_count) {
-        uint4 units[8];
-        #pragma unroll
-        for (uint32_t index = 0; index < 1; ++index) {
-          uint4 words = ((const uint4*)(exchange_words + ((first_unit + index * 256) * 4 + 295232)))[0];
-          units[index] = words;
-        }
-        #pragma unroll
-        for (uint32_t index = 0; index < 1; ++index) {
-          normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
-        }
-      }
+      weights[0] = load_constant_u32x4(own_units + (thread - thread) / 8 * 8);
     }
+    mbarrier_wait(landed, vector_parities & 1);
+    uint4 units[1];
+    if (thread < 128) {
+      units[0] = vector[thread];
+    }
+    if (thread < 128) {
+      normalise_unit(vector, thread, units[0], weights[0], squares);
+    }
+    vector_parities ^= 3;
     write_scales(squares, arena, lane, warp, thread, column_count);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
@@ -2248,23 +2272,24 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
       float sums[1][4] = {};
       #pragma unroll 2
       for (uint32_t chunk = 0; chunk < 1; ++chunk) {
-        uint4 weights[2][2];
+        uint4 weights_2[2][2];
         uint4 values[2];
         mbarrier_wait(full + use_stage, use_parity);
         uint8_t* chunk_2 = ring + use_stage * 16384;
-        hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values, arena);
+        hold_chunk(chunk, chunk, chunk_2, warp, lane, weights_2, values, arena);
         warp_barrier();
         if (lane == 0) {
           mbarrier_arrive(empty + use_stage);
         }
         advance(use_stage, use_parity);
-        multiply_held(chunk, sums, warp, weights, values);
+        multiply_held(chunk, sums, warp, weights_2, values);
       }
       reduce_3(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, exchange_words);
     }
     named_barrier(1, 256);
   }
   // grid barrier
+  fence_proxy_async_global();
   named_barrier(1, 256);
   if (thread == 0) {
     arrivals_due += 132;
@@ -2274,39 +2299,26 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   named_barrier(1, 256);
 }
 
-// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, uint32_t column_count,
-    uint32_t* exchange_words) {
+// A whole vector; then each warp has what it multiplies.
+__device__ __forceinline__ void load_copied_2(uint32_t thread, uint64_t* landed, uint8_t* arena,
+    uint32_t* exchange_words, uint32_t& vector_parities) {
+  if (thread == 0) {
+    fence_proxy_async();
+    mbarrier_arrive_expect_tx(landed, 4096);
+    bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 295744), 4096, landed);
+    mbarrier_arrive_expect_tx(landed + 1, 1024);
+    bulk_copy_shared(arena + VECTOR + 4096, (const uint8_t*)(exchange_words + 295744) + 4096, 1024, landed + 1);
+    mbarrier_arrive(landed + 2);
+    mbarrier_arrive(landed + 3);
+    mbarrier_arrive(landed + 4);
+    mbarrier_arrive(landed + 5);
+    mbarrier_arrive(landed + 6);
+    mbarrier_arrive(landed + 7);
+  }
   uint4* vector = (uint4*)(arena + VECTOR);
-  uint32_t first_unit = thread;
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 1; ++index) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit + index * 256) * 4 + 295744)))[0];
-      units[index] = words;
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 1; ++index) {
-      vector[first_unit + index * 256] = units[index];
-    }
-  }
-  if (thread + 256 < 320) {
-    uint32_t first_unit_2 = thread + 256;
-    if (thread / 4 % 8 < column_count) {
-      uint4 units[8];
-      #pragma unroll
-      for (uint32_t index = 0; index < 1; ++index) {
-        uint4 words = ((const uint4*)(exchange_words + ((first_unit_2 + index * 256) * 4 + 295744)))[0];
-        units[index] = words;
-      }
-      #pragma unroll
-      for (uint32_t index = 0; index < 1; ++index) {
-        vector[first_unit_2 + index * 256] = units[index];
-      }
-    }
-  }
-  named_barrier(1, 256);
+  mbarrier_wait(landed, vector_parities & 1);
+  mbarrier_wait(landed + 1, vector_parities & 1);
+  vector_parities ^= 3;
 }
 
 // This warp's tiles of a chunk, and what they are multiplied with, to registers.
@@ -2403,9 +2415,10 @@ __device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], u
 // Waits for: gated.
 // Makes: hidden.
 __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    uint32_t* block_waits, uint8_t* arena, uint32_t column_count, uint32_t* exchange_words, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
-    uint32_t& finisher, uint32_t& turn_parity, uint64_t& arrivals_due, uint64_t* counter) {
+    uint32_t* block_waits, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words, uint32_t& vector_parities,
+    uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn,
+    uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count, uint64_t& arrivals_due,
+    uint64_t* counter) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2414,32 +2427,36 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
   }
   uint32_t position = block % 132;
   if (position < 8) {
-    float sums[1][4] = {};
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
-    load_vector_2(arena, thread, column_count, exchange_words);
+    load_copied_2(thread, landed, arena, exchange_words, vector_parities);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
     }
-    #pragma unroll 2
-    for (uint32_t chunk = 0; chunk < 1; ++chunk) {
-      uint4 weights[2][2];
-      uint4 values[2];
-      mbarrier_wait(full + use_stage, use_parity);
-      uint8_t* chunk_2 = ring + use_stage * 16384;
-      hold_chunk_3(chunk, chunk, chunk_2, warp, lane, weights, values, arena);
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(empty + use_stage);
+    #pragma unroll 1
+    for (uint32_t m_tile = position; m_tile < 8; m_tile += 132) {
+      float sums[1][4] = {};
+      #pragma unroll 2
+      for (uint32_t chunk = 0; chunk < 1; ++chunk) {
+        uint4 weights[2][2];
+        uint4 values[2];
+        mbarrier_wait(full + use_stage, use_parity);
+        uint8_t* chunk_2 = ring + use_stage * 16384;
+        hold_chunk_3(chunk, chunk, chunk_2, warp, lane, weights, values, arena);
+        warp_barrier();
+        if (lane == 0) {
+          mbarrier_arrive(empty + use_stage);
+        }
+        advance(use_stage, use_parity);
+        multiply_held_3(chunk, sums, warp, weights, values);
       }
-      advance(use_stage, use_parity);
-      multiply_held_3(chunk, sums, warp, weights, values);
+      reduce_4(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, exchange_words);
     }
-    reduce_4(position, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, exchange_words);
     named_barrier(1, 256);
   }
   // grid barrier
+  fence_proxy_async_global();
   named_barrier(1, 256);
   if (thread == 0) {
     arrivals_due += 132;
@@ -2606,11 +2623,11 @@ __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], u
 // Waits for: hidden of the last layer.
 // Makes: logits, where they are wanted, and candidates in registers.
 __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint32_t step, uint32_t head_from,
-    float* logits, uint32_t* block_waits, uint8_t* arena, const bf16* norms, uint32_t column_count,
-    uint32_t* exchange_words, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
-    uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t options,
-    const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts, float* weighed,
-    float& best, uint32_t& best_token) {
+    float* logits, uint32_t* block_waits, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words, const bf16* norms,
+    uint32_t& vector_parities, uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
+    uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity,
+    uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts,
+    float* weighed, float& best, uint32_t& best_token) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2623,30 +2640,35 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
       if (thread == 0) {
         store_shared_u32(block_waits, 1);
       }
+      if (thread == 0) {
+        fence_proxy_async();
+        mbarrier_arrive_expect_tx(landed, 2048);
+        bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 64), 2048, landed);
+        mbarrier_arrive(landed + 1);
+        mbarrier_arrive(landed + 2);
+        mbarrier_arrive(landed + 3);
+        mbarrier_arrive(landed + 4);
+        mbarrier_arrive(landed + 5);
+        mbarrier_arrive(landed + 6);
+        mbarrier_arrive(landed + 7);
+      }
       uint4* vector = (uint4*)(arena + VECTOR);
       float squares = 0.0f;
       uint32_t pair = thread / 32;
       const bf16* own_units = norms + 768 + (pair * 4 + thread % 4) * 8;
+      uint4 weights[1];
       if (thread < 128) {
-        uint32_t first_unit = thread;
-        uint4 weights[8];
-        #pragma unroll
-        for (uint32_t index = 0; index < 1; ++index) {
-          weights[index] = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 8 * 8);
-        }
-        if (thread / 4 % 8 < column_count) {
-          uint4 units[8];
-          #pragma unroll
-          for (uint32_t index = 0; index < 1; ++index) {
-            uint4 words = ((const uint4*)(exchange_words + ((first_unit + index * 256) * 4 + 64)))[0];
-            units[index] = words;
-          }
-          #pragma unroll
-          for (uint32_t index = 0; index < 1; ++index) {
-            normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
-          }
-        }
+        weights[0] = load_constant_u32x4(own_units + (thread - thread) / 8 * 8);
       }
+      mbarrier_wait(landed, vector_parities & 1);
+      uint4 units[1];
+      if (thread < 128) {
+        units[0] = vector[thread];
+      }
+      if (thread < 128) {
+        normalise_unit(vector, thread, units[0], weights[0], squares);
+      }
+      vector_parities ^= 3;
       write_scales(squares, arena, lane, warp, thread, column_count);
       if (thread == 0) {
         store_shared_u32(block_waits, 0);
@@ -2656,17 +2678,17 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
         float sums[1][4] = {};
         #pragma unroll 2
         for (uint32_t chunk = 0; chunk < 1; ++chunk) {
-          uint4 weights[2][2];
+          uint4 weights_2[2][2];
           uint4 values[2];
           mbarrier_wait(full + use_stage, use_parity);
           uint8_t* chunk_2 = ring + use_stage * 16384;
-          hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values, arena);
+          hold_chunk(chunk, chunk, chunk_2, warp, lane, weights_2, values, arena);
           warp_barrier();
           if (lane == 0) {
             mbarrier_arrive(empty + use_stage);
           }
           advance(use_stage, use_parity);
-          multiply_held(chunk, sums, warp, weights, values);
+          multiply_held(chunk, sums, warp, weights_2, values);
         }
         reduce_5(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, logits, step,
             options, sequences, masks, logit_bias, token_counts, weighed, best, best_token);
@@ -3655,6 +3677,7 @@ __device__ __forceinline__ void filter(uint32_t warp, uint8_t* arena, uint32_t s
     }
     weigh_all(step_epoch + 4 + round, round, warp, arena, weighed, sequences, lane, block, exchange_words);
     // grid barrier
+    fence_proxy_async_global();
     named_barrier(1, 256);
     if (thread == 0) {
       arrivals_due += 132;
@@ -3729,6 +3752,7 @@ __device__ __forceinline__ void sampling(uint32_t* progress, uint32_t block, uin
     answer = load_relaxed_u32_sys(cancelled + sequence);
   }
   // grid barrier
+  fence_proxy_async_global();
   named_barrier(1, 256);
   if (thread == 0) {
     arrivals_due += 132;
@@ -3857,6 +3881,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
   uint32_t* exchange_words = (uint32_t*)(exchange);
+  uint64_t* landed = (uint64_t*)(arena + VECTOR_BARRIERS);
   uint64_t* full = (uint64_t*)(arena + RING_BARRIERS);
   uint64_t* empty = full + 11;
   uint8_t* ring = arena + RING;
@@ -3876,6 +3901,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
     }
     mbarrier_init(step_done, 1);
     mbarrier_init(step_done + 1, 1);
+    for (uint32_t piece = 0; piece < 8; ++piece) {
+      mbarrier_init(landed + piece, 1);
+    }
     mbarrier_fence_init();
   }
   take_first(thread, column_count, columns, next_token, sequences, tokens, arena);
@@ -3939,6 +3967,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       arrivals_due = (ticket / 132 + 1) * 132;
       wait_at_least_u64(counter, arrivals_due);
     }
+    uint32_t vector_parities = 0;
     named_barrier(1, 256);
     for (uint32_t step = 0; step < steps; ++step) {
       bool has_new_plan = follow_plan(plan_index, step, plan_count, kv_plans);
@@ -3953,23 +3982,24 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       named_barrier(1, 256);
       for (uint32_t layer = 0; layer < 3; ++layer) {
         uint32_t layer_epoch = step_epoch + layer;
-        qkv(progress, block, step, layer, norms, block_waits, arena, column_count, embedding, next_token,
-            exchange_words, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity, page_table,
-            kv, arrivals_due, counter);
+        qkv(progress, block, step, layer, norms, block_waits, arena, column_count, embedding, next_token, landed,
+            exchange_words, vector_parities, full, use_stage, use_parity, ring, empty, turn, summed, finisher,
+            turn_parity, page_table, kv, arrivals_due, counter);
         attention(progress, block, step, layer, arena, kv_plans, plan_index, tiles, layer_epoch, exchange_words,
             use_stage, full, use_parity, ring, empty, arrivals_due, counter);
-        o(progress, block, step, layer, block_waits, arena, column_count, exchange_words, full, use_stage, use_parity,
-            ring, empty, turn, summed, finisher, turn_parity, arrivals_due, counter);
-        gate_up(progress, block, step, layer, norms, block_waits, arena, column_count, exchange_words, full, use_stage,
-            use_parity, ring, empty, turn, summed, finisher, turn_parity, arrivals_due, counter);
-        down(progress, block, step, layer, block_waits, arena, column_count, exchange_words, full, use_stage,
-            use_parity, ring, empty, turn, summed, finisher, turn_parity, arrivals_due, counter);
+        o(progress, block, step, layer, block_waits, landed, arena, exchange_words, vector_parities, full, use_stage,
+            use_parity, ring, empty, turn, summed, finisher, turn_parity, column_count, arrivals_due, counter);
+        gate_up(progress, block, step, layer, norms, block_waits, landed, arena, exchange_words, vector_parities,
+            column_count, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity, arrivals_due,
+            counter);
+        down(progress, block, step, layer, block_waits, landed, arena, exchange_words, vector_parities, full, use_stage,
+            use_parity, ring, empty, turn, summed, finisher, turn_parity, column_count, arrivals_due, counter);
       }
       float best = -bits_float(0x7f800000);
       uint32_t best_token = 4294967295u;
-      lm_head(progress, block, step, head_from, logits, block_waits, arena, norms, column_count, exchange_words, full,
-          use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity, options, sequences, masks,
-          logit_bias, token_counts, weighed, best, best_token);
+      lm_head(progress, block, step, head_from, logits, block_waits, landed, arena, exchange_words, norms,
+          vector_parities, column_count, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity,
+          options, sequences, masks, logit_bias, token_counts, weighed, best, best_token);
       sampling(progress, block, step, arena, best, best_token, options, column_count, sequences, weighed, step_epoch,
           exchange_words, cancelled, arrivals_due, counter, epoch, token_counts);
       take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, emitted, stop_ids, next_token,

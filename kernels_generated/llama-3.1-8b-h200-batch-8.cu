@@ -3,7 +3,7 @@
 //
 // model: hidden 4096, ffn 14336, vocab 128256, heads 32, kv_heads 8, head_dim 128, layers 32
 // machine: h200, 132 blocks of 384 threads: 8 consumer warps
-// plan: consumer_warps 8, stage_bytes 16384, stages 9, in_flight 3, in_flight_waiting 2, producer_warps 4, sync barrier, page_size 16, max_context 8192, batch 8, tokens 8, down_slices 4, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 8, start_residual 0, start_gate_up 8, start_head 8, trace False
+// plan: consumer_warps 8, stage_bytes 16384, stages 9, in_flight 3, in_flight_waiting 2, producer_warps 4, sync barrier, page_size 16, max_context 8192, batch 8, tokens 8, down_slices 7, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 8, start_residual 0, start_gate_up 8, start_head 8, trace False
 // weights read a step: 15009316864 bytes, in 436207616 a layer
 // shared memory:
 //     offset    bytes  region
@@ -22,19 +22,20 @@
 //     188672     8192  newest  (over scratch)
 //     213248    10496  reductions
 //     223744       16  reduction_barriers
-//     223760     1024  residual
-//     224784      256  partial_sums
-//     225040       32  scales
-//     225072     4096  rope
-//     229168      512  statistics
-//     229680      592  records
-//     230272       64  warp_candidates
-//     230336      288  columns
-//     230624       32  chosen
-//     230656       16  step_done
-//     230672       36  next_token
-//              230708  total
-//              232448  a block has, 1740 free
+//     223760       64  vector_barriers
+//     223824     1024  residual
+//     224848      256  partial_sums
+//     225104       32  scales
+//     225136     4096  rope
+//     229232      512  statistics
+//     229744      592  records
+//     230336       64  warp_candidates
+//     230400      288  columns
+//     230688       32  chosen
+//     230720       16  step_done
+//     230736       36  next_token
+//              230772  total
+//              232448  a block has, 1676 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -163,8 +164,17 @@ __device__ __forceinline__ void bulk_copy(void* destination, const void* source,
     : "memory");
 }
 
+__device__ __forceinline__ void bulk_copy_shared(void* destination, const void* source, uint32_t bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+    :: "r"(shared_address(destination)), "l"(source), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+}
+
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+__device__ __forceinline__ void fence_proxy_async_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 __device__ __forceinline__ void prefetch_l2(const void* place) {
@@ -306,17 +316,18 @@ constexpr uint32_t QUERIES = 180480;
 constexpr uint32_t NEWEST = 188672;
 constexpr uint32_t REDUCTIONS = 213248;
 constexpr uint32_t REDUCTION_BARRIERS = 223744;
-constexpr uint32_t RESIDUAL = 223760;
-constexpr uint32_t PARTIAL_SUMS = 224784;
-constexpr uint32_t SCALES = 225040;
-constexpr uint32_t ROPE = 225072;
-constexpr uint32_t STATISTICS = 229168;
-constexpr uint32_t RECORDS = 229680;
-constexpr uint32_t WARP_CANDIDATES = 230272;
-constexpr uint32_t COLUMNS = 230336;
-constexpr uint32_t CHOSEN = 230624;
-constexpr uint32_t STEP_DONE = 230656;
-constexpr uint32_t NEXT_TOKEN = 230672;
+constexpr uint32_t VECTOR_BARRIERS = 223760;
+constexpr uint32_t RESIDUAL = 223824;
+constexpr uint32_t PARTIAL_SUMS = 224848;
+constexpr uint32_t SCALES = 225104;
+constexpr uint32_t ROPE = 225136;
+constexpr uint32_t STATISTICS = 229232;
+constexpr uint32_t RECORDS = 229744;
+constexpr uint32_t WARP_CANDIDATES = 230336;
+constexpr uint32_t COLUMNS = 230400;
+constexpr uint32_t CHOSEN = 230688;
+constexpr uint32_t STEP_DONE = 230720;
+constexpr uint32_t NEXT_TOKEN = 230736;
 
 // An input of a sequence, or 0 where it has none left.
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t index, const int32_t* sequences,
@@ -516,9 +527,9 @@ __device__ __forceinline__ void fetch_down(uint32_t block, const uint8_t* weight
   uint32_t position = block % 132;
   const uint8_t* matrix = weights + (layer_offset + 318767104);
   #pragma unroll 1
-  for (uint32_t slice = 0; slice < 4; ++slice) {
-    uint32_t first = slice * 7;
-    uint32_t end = first + 7 < 28 ? first + 7 : 28;
+  for (uint32_t slice = 0; slice < 7; ++slice) {
+    uint32_t first = slice * 4;
+    uint32_t end = first + 4 < 28 ? first + 4 : 28;
     #pragma unroll 1
     for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
       uint32_t wave = m_tile / 132;
@@ -859,9 +870,10 @@ __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uin
 // Makes: qkv, and the keys and values in the cache.
 __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t column_count, const bf16* embedding,
-    uint32_t* next_token, uint32_t* exchange_words, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
-    uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity,
-    const int32_t* page_table, bf16* kv, uint64_t& arrivals_due, uint64_t* counter) {
+    uint32_t* next_token, uint64_t* landed, uint32_t* exchange_words, uint32_t& vector_parities, uint64_t* full,
+    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
+    uint32_t& finisher, uint32_t& turn_parity, const int32_t* page_table, bf16* kv, uint64_t& arrivals_due,
+    uint64_t* counter) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -940,64 +952,147 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     }
     write_scales(squares, arena, lane, warp, thread, column_count);
   } else {
+    if (thread == 0) {
+      fence_proxy_async();
+      mbarrier_arrive_expect_tx(landed, 8192);
+      bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 64), 8192, landed);
+      mbarrier_arrive_expect_tx(landed + 1, 8192);
+      bulk_copy_shared(arena + VECTOR + 8192, (const uint8_t*)(exchange_words + 64) + 8192, 8192, landed + 1);
+      mbarrier_arrive_expect_tx(landed + 2, 8192);
+      bulk_copy_shared(arena + VECTOR + 16384, (const uint8_t*)(exchange_words + 64) + 16384, 8192, landed + 2);
+      mbarrier_arrive_expect_tx(landed + 3, 8192);
+      bulk_copy_shared(arena + VECTOR + 24576, (const uint8_t*)(exchange_words + 64) + 24576, 8192, landed + 3);
+      mbarrier_arrive_expect_tx(landed + 4, 8192);
+      bulk_copy_shared(arena + VECTOR + 32768, (const uint8_t*)(exchange_words + 8256), 8192, landed + 4);
+      mbarrier_arrive_expect_tx(landed + 5, 8192);
+      bulk_copy_shared(arena + VECTOR + 32768 + 8192, (const uint8_t*)(exchange_words + 8256) + 8192, 8192, landed + 5);
+      mbarrier_arrive_expect_tx(landed + 6, 8192);
+      bulk_copy_shared(arena + VECTOR + 32768 + 16384, (const uint8_t*)(exchange_words + 8256) + 16384, 8192, landed + 6);
+      mbarrier_arrive_expect_tx(landed + 7, 8192);
+      bulk_copy_shared(arena + VECTOR + 32768 + 24576, (const uint8_t*)(exchange_words + 8256) + 24576, 8192, landed + 7);
+    }
     uint4* vector = (uint4*)(arena + VECTOR);
     float squares = 0.0f;
     uint32_t pair = thread / 32;
     const bf16* own_units = norms + layer * 8192 + (pair * 4 + thread % 4) * 8;
-    uint32_t first_unit = thread;
-    uint4 weights[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      weights[index] = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 8 * 8);
-    }
-    if (thread / 4 % 8 < column_count) {
-      uint4 units[8];
-      #pragma unroll
-      for (uint32_t index = 0; index < 6; ++index) {
-        uint4 words = ((const uint4*)(exchange_words + ((first_unit + index * 256) * 4 + 64)))[0];
-        units[index] = words;
-      }
-      #pragma unroll
-      for (uint32_t index = 0; index < 6; ++index) {
-        normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
-      }
-    }
-    uint32_t first_unit_2 = thread + 1536;
-    uint4 weights_2[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      weights_2[index] = load_constant_u32x4(own_units + (first_unit_2 + index * 256 - thread) / 8 * 8);
-    }
-    if (thread / 4 % 8 < column_count) {
-      uint4 units[8];
-      #pragma unroll
-      for (uint32_t index = 0; index < 6; ++index) {
-        uint4 words = ((const uint4*)(exchange_words + ((first_unit_2 + index * 256) * 4 + 64)))[0];
-        units[index] = words;
-      }
-      #pragma unroll
-      for (uint32_t index = 0; index < 6; ++index) {
-        normalise_unit(vector, first_unit_2 + index * 256, units[index], weights_2[index], squares);
-      }
-    }
-    uint32_t first_unit_3 = thread + 3072;
-    uint4 weights_3[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 4; ++index) {
-      weights_3[index] = load_constant_u32x4(own_units + (first_unit_3 + index * 256 - thread) / 8 * 8);
-    }
-    if (thread / 4 % 8 < column_count) {
-      uint4 units[8];
-      #pragma unroll
-      for (uint32_t index = 0; index < 4; ++index) {
-        uint4 words = ((const uint4*)(exchange_words + ((first_unit_3 + index * 256) * 4 + 64)))[0];
-        units[index] = words;
-      }
-      #pragma unroll
-      for (uint32_t index = 0; index < 4; ++index) {
-        normalise_unit(vector, first_unit_3 + index * 256, units[index], weights_3[index], squares);
-      }
-    }
+    uint4 weights[2];
+    uint4 weights_2[2];
+    uint4 weights_3[2];
+    uint4 weights_4[2];
+    uint4 weights_5[2];
+    uint4 weights_6[2];
+    uint4 weights_7[2];
+    uint4 weights_8[2];
+    weights[0] = load_constant_u32x4(own_units + (thread - thread) / 8 * 8);
+    uint32_t unit = thread + 256;
+    weights[1] = load_constant_u32x4(own_units + (unit - thread) / 8 * 8);
+    uint32_t unit_2 = thread + 512;
+    weights_2[0] = load_constant_u32x4(own_units + (unit_2 - thread) / 8 * 8);
+    uint32_t unit_3 = thread + 768;
+    weights_2[1] = load_constant_u32x4(own_units + (unit_3 - thread) / 8 * 8);
+    uint32_t unit_4 = thread + 1024;
+    weights_3[0] = load_constant_u32x4(own_units + (unit_4 - thread) / 8 * 8);
+    uint32_t unit_5 = thread + 1280;
+    weights_3[1] = load_constant_u32x4(own_units + (unit_5 - thread) / 8 * 8);
+    uint32_t unit_6 = thread + 1536;
+    weights_4[0] = load_constant_u32x4(own_units + (unit_6 - thread) / 8 * 8);
+    uint32_t unit_7 = thread + 1792;
+    weights_4[1] = load_constant_u32x4(own_units + (unit_7 - thread) / 8 * 8);
+    uint32_t unit_8 = thread + 2048;
+    weights_5[0] = load_constant_u32x4(own_units + (unit_8 - thread) / 8 * 8);
+    uint32_t unit_9 = thread + 2304;
+    weights_5[1] = load_constant_u32x4(own_units + (unit_9 - thread) / 8 * 8);
+    uint32_t unit_10 = thread + 2560;
+    weights_6[0] = load_constant_u32x4(own_units + (unit_10 - thread) / 8 * 8);
+    uint32_t unit_11 = thread + 2816;
+    weights_6[1] = load_constant_u32x4(own_units + (unit_11 - thread) / 8 * 8);
+    uint32_t unit_12 = thread + 3072;
+    weights_7[0] = load_constant_u32x4(own_units + (unit_12 - thread) / 8 * 8);
+    uint32_t unit_13 = thread + 3328;
+    weights_7[1] = load_constant_u32x4(own_units + (unit_13 - thread) / 8 * 8);
+    uint32_t unit_14 = thread + 3584;
+    weights_8[0] = load_constant_u32x4(own_units + (unit_14 - thread) / 8 * 8);
+    uint32_t unit_15 = thread + 3840;
+    weights_8[1] = load_constant_u32x4(own_units + (unit_15 - thread) / 8 * 8);
+    mbarrier_wait(landed, vector_parities & 1);
+    uint4 units[2];
+    units[0] = vector[thread];
+    uint32_t unit_16 = thread + 256;
+    units[1] = vector[unit_16];
+    normalise_unit(vector, thread, units[0], weights[0], squares);
+    uint32_t unit_17 = thread + 256;
+    normalise_unit(vector, unit_17, units[1], weights[1], squares);
+    mbarrier_wait(landed + 1, vector_parities & 1);
+    uint4 units_2[2];
+    uint32_t unit_18 = thread + 512;
+    units_2[0] = vector[unit_18];
+    uint32_t unit_19 = thread + 768;
+    units_2[1] = vector[unit_19];
+    uint32_t unit_20 = thread + 512;
+    normalise_unit(vector, unit_20, units_2[0], weights_2[0], squares);
+    uint32_t unit_21 = thread + 768;
+    normalise_unit(vector, unit_21, units_2[1], weights_2[1], squares);
+    mbarrier_wait(landed + 2, vector_parities & 1);
+    uint4 units_3[2];
+    uint32_t unit_22 = thread + 1024;
+    units_3[0] = vector[unit_22];
+    uint32_t unit_23 = thread + 1280;
+    units_3[1] = vector[unit_23];
+    uint32_t unit_24 = thread + 1024;
+    normalise_unit(vector, unit_24, units_3[0], weights_3[0], squares);
+    uint32_t unit_25 = thread + 1280;
+    normalise_unit(vector, unit_25, units_3[1], weights_3[1], squares);
+    mbarrier_wait(landed + 3, vector_parities & 1);
+    uint4 units_4[2];
+    uint32_t unit_26 = thread + 1536;
+    units_4[0] = vector[unit_26];
+    uint32_t unit_27 = thread + 1792;
+    units_4[1] = vector[unit_27];
+    uint32_t unit_28 = thread + 1536;
+    normalise_unit(vector, unit_28, units_4[0], weights_4[0], squares);
+    uint32_t unit_29 = thread + 1792;
+    normalise_unit(vector, unit_29, units_4[1], weights_4[1], squares);
+    mbarrier_wait(landed + 4, (vector_parities >> 1) & 1);
+    uint4 units_5[2];
+    uint32_t unit_30 = thread + 2048;
+    units_5[0] = vector[unit_30];
+    uint32_t unit_31 = thread + 2304;
+    units_5[1] = vector[unit_31];
+    uint32_t unit_32 = thread + 2048;
+    normalise_unit(vector, unit_32, units_5[0], weights_5[0], squares);
+    uint32_t unit_33 = thread + 2304;
+    normalise_unit(vector, unit_33, units_5[1], weights_5[1], squares);
+    mbarrier_wait(landed + 5, (vector_parities >> 1) & 1);
+    uint4 units_6[2];
+    uint32_t unit_34 = thread + 2560;
+    units_6[0] = vector[unit_34];
+    uint32_t unit_35 = thread + 2816;
+    units_6[1] = vector[unit_35];
+    uint32_t unit_36 = thread + 2560;
+    normalise_unit(vector, unit_36, units_6[0], weights_6[0], squares);
+    uint32_t unit_37 = thread + 2816;
+    normalise_unit(vector, unit_37, units_6[1], weights_6[1], squares);
+    mbarrier_wait(landed + 6, (vector_parities >> 1) & 1);
+    uint4 units_7[2];
+    uint32_t unit_38 = thread + 3072;
+    units_7[0] = vector[unit_38];
+    uint32_t unit_39 = thread + 3328;
+    units_7[1] = vector[unit_39];
+    uint32_t unit_40 = thread + 3072;
+    normalise_unit(vector, unit_40, units_7[0], weights_7[0], squares);
+    uint32_t unit_41 = thread + 3328;
+    normalise_unit(vector, unit_41, units_7[1], weights_7[1], squares);
+    mbarrier_wait(landed + 7, (vector_parities >> 1) & 1);
+    uint4 units_8[2];
+    uint32_t unit_42 = thread + 3584;
+    units_8[0] = vector[unit_42];
+    uint32_t unit_43 = thread + 3840;
+    units_8[1] = vector[unit_43];
+    uint32_t unit_44 = thread + 3584;
+    normalise_unit(vector, unit_44, units_8[0], weights_8[0], squares);
+    uint32_t unit_45 = thread + 3840;
+    normalise_unit(vector, unit_45, units_8[1], weights_8[1], squares);
+    vector_parities ^= 3;
     write_scales(squares, arena, lane, warp, thread, column_count);
   }
   if (thread == 0) {
@@ -1030,6 +1125,7 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
   }
   named_barrier(1, 256);
   // grid barrier
+  fence_proxy_async_global();
   named_barrier(1, 256);
   if (thread == 0) {
     arrivals_due += 132;
@@ -2070,6 +2166,7 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
   // merge of partial states
   // grid barrier
   if (((uint4*)(arena + RECORDS))[0].z > 0) {
+    fence_proxy_async_global();
     named_barrier(1, 256);
     if (thread == 0) {
       arrivals_due += 132;
@@ -2171,6 +2268,7 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
     named_barrier(1, 256);
   }
   // grid barrier
+  fence_proxy_async_global();
   named_barrier(1, 256);
   if (thread == 0) {
     arrivals_due += 132;
@@ -2180,37 +2278,38 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
   named_barrier(1, 256);
 }
 
-// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uint32_t column_count,
-    uint32_t* exchange_words) {
+// A whole vector; then each warp has what it multiplies.
+__device__ __forceinline__ void load_copied(uint32_t thread, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words,
+    uint32_t& vector_parities) {
+  if (thread == 0) {
+    fence_proxy_async();
+    mbarrier_arrive_expect_tx(landed, 8192);
+    bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 1223744), 8192, landed);
+    mbarrier_arrive_expect_tx(landed + 1, 8192);
+    bulk_copy_shared(arena + VECTOR + 8192, (const uint8_t*)(exchange_words + 1223744) + 8192, 8192, landed + 1);
+    mbarrier_arrive_expect_tx(landed + 2, 8192);
+    bulk_copy_shared(arena + VECTOR + 16384, (const uint8_t*)(exchange_words + 1223744) + 16384, 8192, landed + 2);
+    mbarrier_arrive_expect_tx(landed + 3, 8192);
+    bulk_copy_shared(arena + VECTOR + 24576, (const uint8_t*)(exchange_words + 1223744) + 24576, 8192, landed + 3);
+    mbarrier_arrive_expect_tx(landed + 4, 8192);
+    bulk_copy_shared(arena + VECTOR + 32768, (const uint8_t*)(exchange_words + 1231936), 8192, landed + 4);
+    mbarrier_arrive_expect_tx(landed + 5, 8192);
+    bulk_copy_shared(arena + VECTOR + 32768 + 8192, (const uint8_t*)(exchange_words + 1231936) + 8192, 8192, landed + 5);
+    mbarrier_arrive_expect_tx(landed + 6, 8192);
+    bulk_copy_shared(arena + VECTOR + 32768 + 16384, (const uint8_t*)(exchange_words + 1231936) + 16384, 8192, landed + 6);
+    mbarrier_arrive_expect_tx(landed + 7, 8192);
+    bulk_copy_shared(arena + VECTOR + 32768 + 24576, (const uint8_t*)(exchange_words + 1231936) + 24576, 8192, landed + 7);
+  }
   uint4* vector = (uint4*)(arena + VECTOR);
-  uint32_t first_unit = thread;
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit + index * 256) * 4 + 1223744)))[0];
-      units[index] = words;
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      vector[first_unit + index * 256] = units[index];
-    }
-  }
-  uint32_t first_unit_2 = thread + 2048;
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit_2 + index * 256) * 4 + 1223744)))[0];
-      units[index] = words;
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      vector[first_unit_2 + index * 256] = units[index];
-    }
-  }
-  named_barrier(1, 256);
+  mbarrier_wait(landed, vector_parities & 1);
+  mbarrier_wait(landed + 1, vector_parities & 1);
+  mbarrier_wait(landed + 2, vector_parities & 1);
+  mbarrier_wait(landed + 3, vector_parities & 1);
+  mbarrier_wait(landed + 4, (vector_parities >> 1) & 1);
+  mbarrier_wait(landed + 5, (vector_parities >> 1) & 1);
+  mbarrier_wait(landed + 6, (vector_parities >> 1) & 1);
+  mbarrier_wait(landed + 7, (vector_parities >> 1) & 1);
+  vector_parities ^= 3;
 }
 
 // Publish `count` values, one a lane from lane 0 on, as pairs of bf16 beginning at element `first` (even).
@@ -2274,9 +2373,10 @@ __device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], u
 // Waits for: attention.
 // Makes: middle.
 __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    uint32_t* block_waits, uint8_t* arena, uint32_t column_count, uint32_t* exchange_words, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
-    uint32_t& finisher, uint32_t& turn_parity, uint64_t& arrivals_due, uint64_t* counter) {
+    uint32_t* block_waits, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words, uint32_t& vector_parities,
+    uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn,
+    uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count, uint64_t& arrivals_due,
+    uint64_t* counter) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2287,7 +2387,7 @@ __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t s
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
-  load_vector(arena, thread, column_count, exchange_words);
+  load_copied(thread, landed, arena, exchange_words, vector_parities);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -2317,6 +2417,7 @@ __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t s
   }
   named_barrier(1, 256);
   // grid barrier
+  fence_proxy_async_global();
   named_barrier(1, 256);
   if (thread == 0) {
     arrivals_due += 132;
@@ -2383,9 +2484,10 @@ __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], u
 // Waits for: middle.
 // Makes: gated.
 __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t column_count, uint32_t* exchange_words,
-    uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn,
-    uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint64_t& arrivals_due, uint64_t* counter) {
+    const bf16* norms, uint32_t* block_waits, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words,
+    uint32_t& vector_parities, uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
+    uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity,
+    uint64_t& arrivals_due, uint64_t* counter) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2397,64 +2499,147 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
+  if (thread == 0) {
+    fence_proxy_async();
+    mbarrier_arrive_expect_tx(landed, 8192);
+    bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 1240128), 8192, landed);
+    mbarrier_arrive_expect_tx(landed + 1, 8192);
+    bulk_copy_shared(arena + VECTOR + 8192, (const uint8_t*)(exchange_words + 1240128) + 8192, 8192, landed + 1);
+    mbarrier_arrive_expect_tx(landed + 2, 8192);
+    bulk_copy_shared(arena + VECTOR + 16384, (const uint8_t*)(exchange_words + 1240128) + 16384, 8192, landed + 2);
+    mbarrier_arrive_expect_tx(landed + 3, 8192);
+    bulk_copy_shared(arena + VECTOR + 24576, (const uint8_t*)(exchange_words + 1240128) + 24576, 8192, landed + 3);
+    mbarrier_arrive_expect_tx(landed + 4, 8192);
+    bulk_copy_shared(arena + VECTOR + 32768, (const uint8_t*)(exchange_words + 1248320), 8192, landed + 4);
+    mbarrier_arrive_expect_tx(landed + 5, 8192);
+    bulk_copy_shared(arena + VECTOR + 32768 + 8192, (const uint8_t*)(exchange_words + 1248320) + 8192, 8192, landed + 5);
+    mbarrier_arrive_expect_tx(landed + 6, 8192);
+    bulk_copy_shared(arena + VECTOR + 32768 + 16384, (const uint8_t*)(exchange_words + 1248320) + 16384, 8192, landed + 6);
+    mbarrier_arrive_expect_tx(landed + 7, 8192);
+    bulk_copy_shared(arena + VECTOR + 32768 + 24576, (const uint8_t*)(exchange_words + 1248320) + 24576, 8192, landed + 7);
+  }
   uint4* vector = (uint4*)(arena + VECTOR);
   float squares = 0.0f;
   uint32_t pair = thread / 32;
   const bf16* own_units = norms + (layer * 2 + 1) * 4096 + (pair * 4 + thread % 4) * 8;
-  uint32_t first_unit = thread;
-  uint4 weights[8];
-  #pragma unroll
-  for (uint32_t index = 0; index < 6; ++index) {
-    weights[index] = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 8 * 8);
-  }
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit + index * 256) * 4 + 1240128)))[0];
-      units[index] = words;
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
-    }
-  }
-  uint32_t first_unit_2 = thread + 1536;
-  uint4 weights_2[8];
-  #pragma unroll
-  for (uint32_t index = 0; index < 6; ++index) {
-    weights_2[index] = load_constant_u32x4(own_units + (first_unit_2 + index * 256 - thread) / 8 * 8);
-  }
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit_2 + index * 256) * 4 + 1240128)))[0];
-      units[index] = words;
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      normalise_unit(vector, first_unit_2 + index * 256, units[index], weights_2[index], squares);
-    }
-  }
-  uint32_t first_unit_3 = thread + 3072;
-  uint4 weights_3[8];
-  #pragma unroll
-  for (uint32_t index = 0; index < 4; ++index) {
-    weights_3[index] = load_constant_u32x4(own_units + (first_unit_3 + index * 256 - thread) / 8 * 8);
-  }
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 4; ++index) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit_3 + index * 256) * 4 + 1240128)))[0];
-      units[index] = words;
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 4; ++index) {
-      normalise_unit(vector, first_unit_3 + index * 256, units[index], weights_3[index], squares);
-    }
-  }
+  uint4 weights[2];
+  uint4 weights_2[2];
+  uint4 weights_3[2];
+  uint4 weights_4[2];
+  uint4 weights_5[2];
+  uint4 weights_6[2];
+  uint4 weights_7[2];
+  uint4 weights_8[2];
+  weights[0] = load_constant_u32x4(own_units + (thread - thread) / 8 * 8);
+  uint32_t unit = thread + 256;
+  weights[1] = load_constant_u32x4(own_units + (unit - thread) / 8 * 8);
+  uint32_t unit_2 = thread + 512;
+  weights_2[0] = load_constant_u32x4(own_units + (unit_2 - thread) / 8 * 8);
+  uint32_t unit_3 = thread + 768;
+  weights_2[1] = load_constant_u32x4(own_units + (unit_3 - thread) / 8 * 8);
+  uint32_t unit_4 = thread + 1024;
+  weights_3[0] = load_constant_u32x4(own_units + (unit_4 - thread) / 8 * 8);
+  uint32_t unit_5 = thread + 1280;
+  weights_3[1] = load_constant_u32x4(own_units + (unit_5 - thread) / 8 * 8);
+  uint32_t unit_6 = thread + 1536;
+  weights_4[0] = load_constant_u32x4(own_units + (unit_6 - thread) / 8 * 8);
+  uint32_t unit_7 = thread + 1792;
+  weights_4[1] = load_constant_u32x4(own_units + (unit_7 - thread) / 8 * 8);
+  uint32_t unit_8 = thread + 2048;
+  weights_5[0] = load_constant_u32x4(own_units + (unit_8 - thread) / 8 * 8);
+  uint32_t unit_9 = thread + 2304;
+  weights_5[1] = load_constant_u32x4(own_units + (unit_9 - thread) / 8 * 8);
+  uint32_t unit_10 = thread + 2560;
+  weights_6[0] = load_constant_u32x4(own_units + (unit_10 - thread) / 8 * 8);
+  uint32_t unit_11 = thread + 2816;
+  weights_6[1] = load_constant_u32x4(own_units + (unit_11 - thread) / 8 * 8);
+  uint32_t unit_12 = thread + 3072;
+  weights_7[0] = load_constant_u32x4(own_units + (unit_12 - thread) / 8 * 8);
+  uint32_t unit_13 = thread + 3328;
+  weights_7[1] = load_constant_u32x4(own_units + (unit_13 - thread) / 8 * 8);
+  uint32_t unit_14 = thread + 3584;
+  weights_8[0] = load_constant_u32x4(own_units + (unit_14 - thread) / 8 * 8);
+  uint32_t unit_15 = thread + 3840;
+  weights_8[1] = load_constant_u32x4(own_units + (unit_15 - thread) / 8 * 8);
+  mbarrier_wait(landed, vector_parities & 1);
+  uint4 units[2];
+  units[0] = vector[thread];
+  uint32_t unit_16 = thread + 256;
+  units[1] = vector[unit_16];
+  normalise_unit(vector, thread, units[0], weights[0], squares);
+  uint32_t unit_17 = thread + 256;
+  normalise_unit(vector, unit_17, units[1], weights[1], squares);
+  mbarrier_wait(landed + 1, vector_parities & 1);
+  uint4 units_2[2];
+  uint32_t unit_18 = thread + 512;
+  units_2[0] = vector[unit_18];
+  uint32_t unit_19 = thread + 768;
+  units_2[1] = vector[unit_19];
+  uint32_t unit_20 = thread + 512;
+  normalise_unit(vector, unit_20, units_2[0], weights_2[0], squares);
+  uint32_t unit_21 = thread + 768;
+  normalise_unit(vector, unit_21, units_2[1], weights_2[1], squares);
+  mbarrier_wait(landed + 2, vector_parities & 1);
+  uint4 units_3[2];
+  uint32_t unit_22 = thread + 1024;
+  units_3[0] = vector[unit_22];
+  uint32_t unit_23 = thread + 1280;
+  units_3[1] = vector[unit_23];
+  uint32_t unit_24 = thread + 1024;
+  normalise_unit(vector, unit_24, units_3[0], weights_3[0], squares);
+  uint32_t unit_25 = thread + 1280;
+  normalise_unit(vector, unit_25, units_3[1], weights_3[1], squares);
+  mbarrier_wait(landed + 3, vector_parities & 1);
+  uint4 units_4[2];
+  uint32_t unit_26 = thread + 1536;
+  units_4[0] = vector[unit_26];
+  uint32_t unit_27 = thread + 1792;
+  units_4[1] = vector[unit_27];
+  uint32_t unit_28 = thread + 1536;
+  normalise_unit(vector, unit_28, units_4[0], weights_4[0], squares);
+  uint32_t unit_29 = thread + 1792;
+  normalise_unit(vector, unit_29, units_4[1], weights_4[1], squares);
+  mbarrier_wait(landed + 4, (vector_parities >> 1) & 1);
+  uint4 units_5[2];
+  uint32_t unit_30 = thread + 2048;
+  units_5[0] = vector[unit_30];
+  uint32_t unit_31 = thread + 2304;
+  units_5[1] = vector[unit_31];
+  uint32_t unit_32 = thread + 2048;
+  normalise_unit(vector, unit_32, units_5[0], weights_5[0], squares);
+  uint32_t unit_33 = thread + 2304;
+  normalise_unit(vector, unit_33, units_5[1], weights_5[1], squares);
+  mbarrier_wait(landed + 5, (vector_parities >> 1) & 1);
+  uint4 units_6[2];
+  uint32_t unit_34 = thread + 2560;
+  units_6[0] = vector[unit_34];
+  uint32_t unit_35 = thread + 2816;
+  units_6[1] = vector[unit_35];
+  uint32_t unit_36 = thread + 2560;
+  normalise_unit(vector, unit_36, units_6[0], weights_6[0], squares);
+  uint32_t unit_37 = thread + 2816;
+  normalise_unit(vector, unit_37, units_6[1], weights_6[1], squares);
+  mbarrier_wait(landed + 6, (vector_parities >> 1) & 1);
+  uint4 units_7[2];
+  uint32_t unit_38 = thread + 3072;
+  units_7[0] = vector[unit_38];
+  uint32_t unit_39 = thread + 3328;
+  units_7[1] = vector[unit_39];
+  uint32_t unit_40 = thread + 3072;
+  normalise_unit(vector, unit_40, units_7[0], weights_7[0], squares);
+  uint32_t unit_41 = thread + 3328;
+  normalise_unit(vector, unit_41, units_7[1], weights_7[1], squares);
+  mbarrier_wait(landed + 7, (vector_parities >> 1) & 1);
+  uint4 units_8[2];
+  uint32_t unit_42 = thread + 3584;
+  units_8[0] = vector[unit_42];
+  uint32_t unit_43 = thread + 3840;
+  units_8[1] = vector[unit_43];
+  uint32_t unit_44 = thread + 3584;
+  normalise_unit(vector, unit_44, units_8[0], weights_8[0], squares);
+  uint32_t unit_45 = thread + 3840;
+  normalise_unit(vector, unit_45, units_8[1], weights_8[1], squares);
+  vector_parities ^= 3;
   write_scales(squares, arena, lane, warp, thread, column_count);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
@@ -2469,22 +2654,23 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
     }
     #pragma unroll 2
     for (uint32_t chunk = 0; chunk < 8; ++chunk) {
-      uint4 weights_4[2][2];
+      uint4 weights_9[2][2];
       uint4 values[2];
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 16384;
-      hold_chunk(chunk, chunk, chunk_2, warp, lane, weights_4, values, arena);
+      hold_chunk(chunk, chunk, chunk_2, warp, lane, weights_9, values, arena);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
       }
       advance(use_stage, use_parity);
-      multiply_held(chunk, sums, warp, weights_4, values);
+      multiply_held(chunk, sums, warp, weights_9, values);
     }
     reduce_3(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, exchange_words);
   }
   named_barrier(1, 256);
   // grid barrier
+  fence_proxy_async_global();
   named_barrier(1, 256);
   if (thread == 0) {
     arrivals_due += 132;
@@ -2494,136 +2680,34 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   named_barrier(1, 256);
 }
 
-// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, uint32_t column_count,
-    uint32_t* exchange_words) {
-  uint4* vector = (uint4*)(arena + VECTOR);
-  uint32_t first_unit = thread;
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit + index * 256) * 4 + 1256512)))[0];
-      units[index] = words;
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      vector[first_unit + index * 256] = units[index];
-    }
-  }
-  uint32_t first_unit_2 = thread + 2048;
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit_2 + index * 256) * 4 + 1256512)))[0];
-      units[index] = words;
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      vector[first_unit_2 + index * 256] = units[index];
-    }
-  }
-  named_barrier(1, 256);
+// Until this warp has what it multiplies of a part.
+__device__ __forceinline__ void wait(uint32_t part, uint8_t* arena, uint64_t* landed, uint32_t& vector_parities) {
+  uint32_t half = part % 2;
+  uint4* vector = (uint4*)(arena + VECTOR) + half * 2048;
+  mbarrier_wait(landed + half * 4, (vector_parities >> half) & 1);
+  mbarrier_wait(landed + (half * 4 + 1), (vector_parities >> half) & 1);
+  mbarrier_wait(landed + (half * 4 + 2), (vector_parities >> half) & 1);
+  mbarrier_wait(landed + (half * 4 + 3), (vector_parities >> half) & 1);
+  vector_parities ^= 1u << half;
 }
 
-// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, uint32_t column_count,
+// This warp has multiplied a part; once all have, the next but one comes in its place.
+__device__ __forceinline__ void release(uint32_t part, uint32_t thread, uint64_t* landed, uint8_t* arena,
     uint32_t* exchange_words) {
-  uint4* vector = (uint4*)(arena + VECTOR);
-  uint32_t first_unit = thread;
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit + 3584 + index * 256) * 4 + 1256512)))[0];
-      units[index] = words;
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      vector[first_unit + index * 256] = units[index];
-    }
-  }
-  uint32_t first_unit_2 = thread + 2048;
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit_2 + 3584 + index * 256) * 4 + 1256512)))[0];
-      units[index] = words;
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      vector[first_unit_2 + index * 256] = units[index];
-    }
-  }
   named_barrier(1, 256);
-}
-
-// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_4(uint8_t* arena, uint32_t thread, uint32_t column_count,
-    uint32_t* exchange_words) {
-  uint4* vector = (uint4*)(arena + VECTOR);
-  uint32_t first_unit = thread;
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit + 7168 + index * 256) * 4 + 1256512)))[0];
-      units[index] = words;
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      vector[first_unit + index * 256] = units[index];
+  if (part + 2 < 7) {
+    if (thread == 0) {
+      fence_proxy_async();
+      mbarrier_arrive_expect_tx(landed + (part + 2) % 2 * 4, 8192);
+      bulk_copy_shared(arena + VECTOR + (part + 2) % 2 * 32768, (const uint8_t*)(exchange_words + ((part + 2) * 8192 + 1256512)), 8192, landed + (part + 2) % 2 * 4);
+      mbarrier_arrive_expect_tx(landed + ((part + 2) % 2 * 4 + 1), 8192);
+      bulk_copy_shared(arena + VECTOR + (part + 2) % 2 * 32768 + 8192, (const uint8_t*)(exchange_words + ((part + 2) * 8192 + 1256512)) + 8192, 8192, landed + ((part + 2) % 2 * 4 + 1));
+      mbarrier_arrive_expect_tx(landed + ((part + 2) % 2 * 4 + 2), 8192);
+      bulk_copy_shared(arena + VECTOR + (part + 2) % 2 * 32768 + 16384, (const uint8_t*)(exchange_words + ((part + 2) * 8192 + 1256512)) + 16384, 8192, landed + ((part + 2) % 2 * 4 + 2));
+      mbarrier_arrive_expect_tx(landed + ((part + 2) % 2 * 4 + 3), 8192);
+      bulk_copy_shared(arena + VECTOR + (part + 2) % 2 * 32768 + 24576, (const uint8_t*)(exchange_words + ((part + 2) * 8192 + 1256512)) + 24576, 8192, landed + ((part + 2) % 2 * 4 + 3));
     }
   }
-  uint32_t first_unit_2 = thread + 2048;
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit_2 + 7168 + index * 256) * 4 + 1256512)))[0];
-      units[index] = words;
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      vector[first_unit_2 + index * 256] = units[index];
-    }
-  }
-  named_barrier(1, 256);
-}
-
-// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_5(uint8_t* arena, uint32_t thread, uint32_t column_count,
-    uint32_t* exchange_words) {
-  uint4* vector = (uint4*)(arena + VECTOR);
-  uint32_t first_unit = thread;
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit + 10752 + index * 256) * 4 + 1256512)))[0];
-      units[index] = words;
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      vector[first_unit + index * 256] = units[index];
-    }
-  }
-  uint32_t first_unit_2 = thread + 2048;
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit_2 + 10752 + index * 256) * 4 + 1256512)))[0];
-      units[index] = words;
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      vector[first_unit_2 + index * 256] = units[index];
-    }
-  }
-  named_barrier(1, 256);
 }
 
 // Publish `count` values, one a lane from lane 0 on, as pairs of bf16 beginning at element `first` (even).
@@ -2687,9 +2771,10 @@ __device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], u
 // Waits for: gated.
 // Makes: hidden.
 __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    uint32_t* block_waits, uint8_t* arena, uint32_t column_count, uint32_t* exchange_words, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
-    uint32_t& finisher, uint32_t& turn_parity, uint64_t& arrivals_due, uint64_t* counter) {
+    uint32_t* block_waits, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words, uint32_t& vector_parities,
+    uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn,
+    uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count, uint64_t& arrivals_due,
+    uint64_t* counter) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2702,156 +2787,72 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
-  load_vector_2(arena, thread, column_count, exchange_words);
   if (thread == 0) {
-    store_shared_u32(block_waits, 0);
+    fence_proxy_async();
+    mbarrier_arrive_expect_tx(landed, 8192);
+    bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 1256512), 8192, landed);
+    mbarrier_arrive_expect_tx(landed + 1, 8192);
+    bulk_copy_shared(arena + VECTOR + 8192, (const uint8_t*)(exchange_words + 1256512) + 8192, 8192, landed + 1);
+    mbarrier_arrive_expect_tx(landed + 2, 8192);
+    bulk_copy_shared(arena + VECTOR + 16384, (const uint8_t*)(exchange_words + 1256512) + 16384, 8192, landed + 2);
+    mbarrier_arrive_expect_tx(landed + 3, 8192);
+    bulk_copy_shared(arena + VECTOR + 24576, (const uint8_t*)(exchange_words + 1256512) + 24576, 8192, landed + 3);
+    mbarrier_arrive_expect_tx(landed + 4, 8192);
+    bulk_copy_shared(arena + VECTOR + 32768, (const uint8_t*)(exchange_words + 1264704), 8192, landed + 4);
+    mbarrier_arrive_expect_tx(landed + 5, 8192);
+    bulk_copy_shared(arena + VECTOR + 32768 + 8192, (const uint8_t*)(exchange_words + 1264704) + 8192, 8192, landed + 5);
+    mbarrier_arrive_expect_tx(landed + 6, 8192);
+    bulk_copy_shared(arena + VECTOR + 32768 + 16384, (const uint8_t*)(exchange_words + 1264704) + 16384, 8192, landed + 6);
+    mbarrier_arrive_expect_tx(landed + 7, 8192);
+    bulk_copy_shared(arena + VECTOR + 32768 + 24576, (const uint8_t*)(exchange_words + 1264704) + 24576, 8192, landed + 7);
   }
-  #pragma unroll 2
-  for (uint32_t chunk = 0; chunk < 7; ++chunk) {
-    uint4 weights[2][2];
-    uint4 values[2];
-    mbarrier_wait(full + use_stage, use_parity);
-    uint8_t* chunk_2 = ring + use_stage * 16384;
-    hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values, arena);
-    warp_barrier();
-    if (lane == 0) {
-      mbarrier_arrive(empty + use_stage);
+  #pragma unroll 1
+  for (uint32_t part = 0; part < 7; ++part) {
+    wait(part, arena, landed, vector_parities);
+    if (part == 0) {
+      if (thread == 0) {
+        store_shared_u32(block_waits, 0);
+      }
     }
-    advance(use_stage, use_parity);
-    multiply_held(chunk, sums, warp, weights, values);
-  }
-  if (position + 132 < 256) {
+    uint32_t first = part * 4;
+    uint32_t end = first + 4 < 28 ? first + 4 : 28;
+    uint32_t place = part % 2 * 4;
     #pragma unroll 2
-    for (uint32_t chunk = 0; chunk < 7; ++chunk) {
+    for (uint32_t chunk = first; chunk < end; ++chunk) {
       uint4 weights[2][2];
       uint4 values[2];
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 16384;
-      hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values, arena);
+      hold_chunk(chunk, chunk - first + place, chunk_2, warp, lane, weights, values, arena);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
       }
       advance(use_stage, use_parity);
-      multiply_held(chunk, sums_2, warp, weights, values);
+      multiply_held(chunk, sums, warp, weights, values);
     }
-  }
-  named_barrier(1, 256);
-  if (thread == 0) {
-    store_shared_u32(block_waits, 1);
-  }
-  load_vector_3(arena, thread, column_count, exchange_words);
-  if (thread == 0) {
-    store_shared_u32(block_waits, 0);
-  }
-  #pragma unroll 2
-  for (uint32_t chunk = 7; chunk < 14; ++chunk) {
-    uint4 weights[2][2];
-    uint4 values[2];
-    mbarrier_wait(full + use_stage, use_parity);
-    uint8_t* chunk_2 = ring + use_stage * 16384;
-    hold_chunk(chunk, chunk - 7, chunk_2, warp, lane, weights, values, arena);
-    warp_barrier();
-    if (lane == 0) {
-      mbarrier_arrive(empty + use_stage);
-    }
-    advance(use_stage, use_parity);
-    multiply_held(chunk, sums, warp, weights, values);
-  }
-  if (position + 132 < 256) {
-    #pragma unroll 2
-    for (uint32_t chunk = 7; chunk < 14; ++chunk) {
-      uint4 weights[2][2];
-      uint4 values[2];
-      mbarrier_wait(full + use_stage, use_parity);
-      uint8_t* chunk_2 = ring + use_stage * 16384;
-      hold_chunk(chunk, chunk - 7, chunk_2, warp, lane, weights, values, arena);
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(empty + use_stage);
+    if (position + 132 < 256) {
+      if (part == 6) {
+        if (thread == 0) {
+          store_shared_u32(block_waits, 1);
+        }
       }
-      advance(use_stage, use_parity);
-      multiply_held(chunk, sums_2, warp, weights, values);
-    }
-  }
-  named_barrier(1, 256);
-  if (thread == 0) {
-    store_shared_u32(block_waits, 1);
-  }
-  load_vector_4(arena, thread, column_count, exchange_words);
-  if (thread == 0) {
-    store_shared_u32(block_waits, 0);
-  }
-  #pragma unroll 2
-  for (uint32_t chunk = 14; chunk < 21; ++chunk) {
-    uint4 weights[2][2];
-    uint4 values[2];
-    mbarrier_wait(full + use_stage, use_parity);
-    uint8_t* chunk_2 = ring + use_stage * 16384;
-    hold_chunk(chunk, chunk - 14, chunk_2, warp, lane, weights, values, arena);
-    warp_barrier();
-    if (lane == 0) {
-      mbarrier_arrive(empty + use_stage);
-    }
-    advance(use_stage, use_parity);
-    multiply_held(chunk, sums, warp, weights, values);
-  }
-  if (position + 132 < 256) {
-    #pragma unroll 2
-    for (uint32_t chunk = 14; chunk < 21; ++chunk) {
-      uint4 weights[2][2];
-      uint4 values[2];
-      mbarrier_wait(full + use_stage, use_parity);
-      uint8_t* chunk_2 = ring + use_stage * 16384;
-      hold_chunk(chunk, chunk - 14, chunk_2, warp, lane, weights, values, arena);
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(empty + use_stage);
+      #pragma unroll 2
+      for (uint32_t chunk = first; chunk < end; ++chunk) {
+        uint4 weights[2][2];
+        uint4 values[2];
+        mbarrier_wait(full + use_stage, use_parity);
+        uint8_t* chunk_2 = ring + use_stage * 16384;
+        hold_chunk(chunk, chunk - first + place, chunk_2, warp, lane, weights, values, arena);
+        warp_barrier();
+        if (lane == 0) {
+          mbarrier_arrive(empty + use_stage);
+        }
+        advance(use_stage, use_parity);
+        multiply_held(chunk, sums_2, warp, weights, values);
       }
-      advance(use_stage, use_parity);
-      multiply_held(chunk, sums_2, warp, weights, values);
     }
-  }
-  named_barrier(1, 256);
-  if (thread == 0) {
-    store_shared_u32(block_waits, 1);
-  }
-  load_vector_5(arena, thread, column_count, exchange_words);
-  if (thread == 0) {
-    store_shared_u32(block_waits, 0);
-  }
-  #pragma unroll 2
-  for (uint32_t chunk = 21; chunk < 28; ++chunk) {
-    uint4 weights[2][2];
-    uint4 values[2];
-    mbarrier_wait(full + use_stage, use_parity);
-    uint8_t* chunk_2 = ring + use_stage * 16384;
-    hold_chunk(chunk, chunk - 21, chunk_2, warp, lane, weights, values, arena);
-    warp_barrier();
-    if (lane == 0) {
-      mbarrier_arrive(empty + use_stage);
-    }
-    advance(use_stage, use_parity);
-    multiply_held(chunk, sums, warp, weights, values);
-  }
-  if (position + 132 < 256) {
-    if (thread == 0) {
-      store_shared_u32(block_waits, 1);
-    }
-    #pragma unroll 2
-    for (uint32_t chunk = 21; chunk < 28; ++chunk) {
-      uint4 weights[2][2];
-      uint4 values[2];
-      mbarrier_wait(full + use_stage, use_parity);
-      uint8_t* chunk_2 = ring + use_stage * 16384;
-      hold_chunk(chunk, chunk - 21, chunk_2, warp, lane, weights, values, arena);
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(empty + use_stage);
-      }
-      advance(use_stage, use_parity);
-      multiply_held(chunk, sums_2, warp, weights, values);
-    }
+    release(part, thread, landed, arena, exchange_words);
   }
   reduce_4(position, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, exchange_words);
   if (position + 132 < 256) {
@@ -2860,6 +2861,7 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
   }
   named_barrier(1, 256);
   // grid barrier
+  fence_proxy_async_global();
   named_barrier(1, 256);
   if (thread == 0) {
     arrivals_due += 132;
@@ -3026,11 +3028,11 @@ __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], u
 // Waits for: hidden of the last layer.
 // Makes: logits, where they are wanted, and candidates in registers.
 __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint32_t step, uint32_t head_from,
-    float* logits, uint32_t* block_waits, uint8_t* arena, const bf16* norms, uint32_t column_count,
-    uint32_t* exchange_words, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
-    uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t options,
-    const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts, float* weighed,
-    float& best, uint32_t& best_token) {
+    float* logits, uint32_t* block_waits, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words, const bf16* norms,
+    uint32_t& vector_parities, uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
+    uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity,
+    uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts,
+    float* weighed, float& best, uint32_t& best_token) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -3042,64 +3044,147 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
+    if (thread == 0) {
+      fence_proxy_async();
+      mbarrier_arrive_expect_tx(landed, 8192);
+      bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 64), 8192, landed);
+      mbarrier_arrive_expect_tx(landed + 1, 8192);
+      bulk_copy_shared(arena + VECTOR + 8192, (const uint8_t*)(exchange_words + 64) + 8192, 8192, landed + 1);
+      mbarrier_arrive_expect_tx(landed + 2, 8192);
+      bulk_copy_shared(arena + VECTOR + 16384, (const uint8_t*)(exchange_words + 64) + 16384, 8192, landed + 2);
+      mbarrier_arrive_expect_tx(landed + 3, 8192);
+      bulk_copy_shared(arena + VECTOR + 24576, (const uint8_t*)(exchange_words + 64) + 24576, 8192, landed + 3);
+      mbarrier_arrive_expect_tx(landed + 4, 8192);
+      bulk_copy_shared(arena + VECTOR + 32768, (const uint8_t*)(exchange_words + 8256), 8192, landed + 4);
+      mbarrier_arrive_expect_tx(landed + 5, 8192);
+      bulk_copy_shared(arena + VECTOR + 32768 + 8192, (const uint8_t*)(exchange_words + 8256) + 8192, 8192, landed + 5);
+      mbarrier_arrive_expect_tx(landed + 6, 8192);
+      bulk_copy_shared(arena + VECTOR + 32768 + 16384, (const uint8_t*)(exchange_words + 8256) + 16384, 8192, landed + 6);
+      mbarrier_arrive_expect_tx(landed + 7, 8192);
+      bulk_copy_shared(arena + VECTOR + 32768 + 24576, (const uint8_t*)(exchange_words + 8256) + 24576, 8192, landed + 7);
+    }
     uint4* vector = (uint4*)(arena + VECTOR);
     float squares = 0.0f;
     uint32_t pair = thread / 32;
     const bf16* own_units = norms + 262144 + (pair * 4 + thread % 4) * 8;
-    uint32_t first_unit = thread;
-    uint4 weights[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      weights[index] = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 8 * 8);
-    }
-    if (thread / 4 % 8 < column_count) {
-      uint4 units[8];
-      #pragma unroll
-      for (uint32_t index = 0; index < 6; ++index) {
-        uint4 words = ((const uint4*)(exchange_words + ((first_unit + index * 256) * 4 + 64)))[0];
-        units[index] = words;
-      }
-      #pragma unroll
-      for (uint32_t index = 0; index < 6; ++index) {
-        normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
-      }
-    }
-    uint32_t first_unit_2 = thread + 1536;
-    uint4 weights_2[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      weights_2[index] = load_constant_u32x4(own_units + (first_unit_2 + index * 256 - thread) / 8 * 8);
-    }
-    if (thread / 4 % 8 < column_count) {
-      uint4 units[8];
-      #pragma unroll
-      for (uint32_t index = 0; index < 6; ++index) {
-        uint4 words = ((const uint4*)(exchange_words + ((first_unit_2 + index * 256) * 4 + 64)))[0];
-        units[index] = words;
-      }
-      #pragma unroll
-      for (uint32_t index = 0; index < 6; ++index) {
-        normalise_unit(vector, first_unit_2 + index * 256, units[index], weights_2[index], squares);
-      }
-    }
-    uint32_t first_unit_3 = thread + 3072;
-    uint4 weights_3[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 4; ++index) {
-      weights_3[index] = load_constant_u32x4(own_units + (first_unit_3 + index * 256 - thread) / 8 * 8);
-    }
-    if (thread / 4 % 8 < column_count) {
-      uint4 units[8];
-      #pragma unroll
-      for (uint32_t index = 0; index < 4; ++index) {
-        uint4 words = ((const uint4*)(exchange_words + ((first_unit_3 + index * 256) * 4 + 64)))[0];
-        units[index] = words;
-      }
-      #pragma unroll
-      for (uint32_t index = 0; index < 4; ++index) {
-        normalise_unit(vector, first_unit_3 + index * 256, units[index], weights_3[index], squares);
-      }
-    }
+    uint4 weights[2];
+    uint4 weights_2[2];
+    uint4 weights_3[2];
+    uint4 weights_4[2];
+    uint4 weights_5[2];
+    uint4 weights_6[2];
+    uint4 weights_7[2];
+    uint4 weights_8[2];
+    weights[0] = load_constant_u32x4(own_units + (thread - thread) / 8 * 8);
+    uint32_t unit = thread + 256;
+    weights[1] = load_constant_u32x4(own_units + (unit - thread) / 8 * 8);
+    uint32_t unit_2 = thread + 512;
+    weights_2[0] = load_constant_u32x4(own_units + (unit_2 - thread) / 8 * 8);
+    uint32_t unit_3 = thread + 768;
+    weights_2[1] = load_constant_u32x4(own_units + (unit_3 - thread) / 8 * 8);
+    uint32_t unit_4 = thread + 1024;
+    weights_3[0] = load_constant_u32x4(own_units + (unit_4 - thread) / 8 * 8);
+    uint32_t unit_5 = thread + 1280;
+    weights_3[1] = load_constant_u32x4(own_units + (unit_5 - thread) / 8 * 8);
+    uint32_t unit_6 = thread + 1536;
+    weights_4[0] = load_constant_u32x4(own_units + (unit_6 - thread) / 8 * 8);
+    uint32_t unit_7 = thread + 1792;
+    weights_4[1] = load_constant_u32x4(own_units + (unit_7 - thread) / 8 * 8);
+    uint32_t unit_8 = thread + 2048;
+    weights_5[0] = load_constant_u32x4(own_units + (unit_8 - thread) / 8 * 8);
+    uint32_t unit_9 = thread + 2304;
+    weights_5[1] = load_constant_u32x4(own_units + (unit_9 - thread) / 8 * 8);
+    uint32_t unit_10 = thread + 2560;
+    weights_6[0] = load_constant_u32x4(own_units + (unit_10 - thread) / 8 * 8);
+    uint32_t unit_11 = thread + 2816;
+    weights_6[1] = load_constant_u32x4(own_units + (unit_11 - thread) / 8 * 8);
+    uint32_t unit_12 = thread + 3072;
+    weights_7[0] = load_constant_u32x4(own_units + (unit_12 - thread) / 8 * 8);
+    uint32_t unit_13 = thread + 3328;
+    weights_7[1] = load_constant_u32x4(own_units + (unit_13 - thread) / 8 * 8);
+    uint32_t unit_14 = thread + 3584;
+    weights_8[0] = load_constant_u32x4(own_units + (unit_14 - thread) / 8 * 8);
+    uint32_t unit_15 = thread + 3840;
+    weights_8[1] = load_constant_u32x4(own_units + (unit_15 - thread) / 8 * 8);
+    mbarrier_wait(landed, vector_parities & 1);
+    uint4 units[2];
+    units[0] = vector[thread];
+    uint32_t unit_16 = thread + 256;
+    units[1] = vector[unit_16];
+    normalise_unit(vector, thread, units[0], weights[0], squares);
+    uint32_t unit_17 = thread + 256;
+    normalise_unit(vector, unit_17, units[1], weights[1], squares);
+    mbarrier_wait(landed + 1, vector_parities & 1);
+    uint4 units_2[2];
+    uint32_t unit_18 = thread + 512;
+    units_2[0] = vector[unit_18];
+    uint32_t unit_19 = thread + 768;
+    units_2[1] = vector[unit_19];
+    uint32_t unit_20 = thread + 512;
+    normalise_unit(vector, unit_20, units_2[0], weights_2[0], squares);
+    uint32_t unit_21 = thread + 768;
+    normalise_unit(vector, unit_21, units_2[1], weights_2[1], squares);
+    mbarrier_wait(landed + 2, vector_parities & 1);
+    uint4 units_3[2];
+    uint32_t unit_22 = thread + 1024;
+    units_3[0] = vector[unit_22];
+    uint32_t unit_23 = thread + 1280;
+    units_3[1] = vector[unit_23];
+    uint32_t unit_24 = thread + 1024;
+    normalise_unit(vector, unit_24, units_3[0], weights_3[0], squares);
+    uint32_t unit_25 = thread + 1280;
+    normalise_unit(vector, unit_25, units_3[1], weights_3[1], squares);
+    mbarrier_wait(landed + 3, vector_parities & 1);
+    uint4 units_4[2];
+    uint32_t unit_26 = thread + 1536;
+    units_4[0] = vector[unit_26];
+    uint32_t unit_27 = thread + 1792;
+    units_4[1] = vector[unit_27];
+    uint32_t unit_28 = thread + 1536;
+    normalise_unit(vector, unit_28, units_4[0], weights_4[0], squares);
+    uint32_t unit_29 = thread + 1792;
+    normalise_unit(vector, unit_29, units_4[1], weights_4[1], squares);
+    mbarrier_wait(landed + 4, (vector_parities >> 1) & 1);
+    uint4 units_5[2];
+    uint32_t unit_30 = thread + 2048;
+    units_5[0] = vector[unit_30];
+    uint32_t unit_31 = thread + 2304;
+    units_5[1] = vector[unit_31];
+    uint32_t unit_32 = thread + 2048;
+    normalise_unit(vector, unit_32, units_5[0], weights_5[0], squares);
+    uint32_t unit_33 = thread + 2304;
+    normalise_unit(vector, unit_33, units_5[1], weights_5[1], squares);
+    mbarrier_wait(landed + 5, (vector_parities >> 1) & 1);
+    uint4 units_6[2];
+    uint32_t unit_34 = thread + 2560;
+    units_6[0] = vector[unit_34];
+    uint32_t unit_35 = thread + 2816;
+    units_6[1] = vector[unit_35];
+    uint32_t unit_36 = thread + 2560;
+    normalise_unit(vector, unit_36, units_6[0], weights_6[0], squares);
+    uint32_t unit_37 = thread + 2816;
+    normalise_unit(vector, unit_37, units_6[1], weights_6[1], squares);
+    mbarrier_wait(landed + 6, (vector_parities >> 1) & 1);
+    uint4 units_7[2];
+    uint32_t unit_38 = thread + 3072;
+    units_7[0] = vector[unit_38];
+    uint32_t unit_39 = thread + 3328;
+    units_7[1] = vector[unit_39];
+    uint32_t unit_40 = thread + 3072;
+    normalise_unit(vector, unit_40, units_7[0], weights_7[0], squares);
+    uint32_t unit_41 = thread + 3328;
+    normalise_unit(vector, unit_41, units_7[1], weights_7[1], squares);
+    mbarrier_wait(landed + 7, (vector_parities >> 1) & 1);
+    uint4 units_8[2];
+    uint32_t unit_42 = thread + 3584;
+    units_8[0] = vector[unit_42];
+    uint32_t unit_43 = thread + 3840;
+    units_8[1] = vector[unit_43];
+    uint32_t unit_44 = thread + 3584;
+    normalise_unit(vector, unit_44, units_8[0], weights_8[0], squares);
+    uint32_t unit_45 = thread + 3840;
+    normalise_unit(vector, unit_45, units_8[1], weights_8[1], squares);
+    vector_parities ^= 3;
     write_scales(squares, arena, lane, warp, thread, column_count);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
@@ -3114,17 +3199,17 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
       }
       #pragma unroll 2
       for (uint32_t chunk = 0; chunk < 8; ++chunk) {
-        uint4 weights_4[2][2];
+        uint4 weights_9[2][2];
         uint4 values[2];
         mbarrier_wait(full + use_stage, use_parity);
         uint8_t* chunk_2 = ring + use_stage * 16384;
-        hold_chunk(chunk, chunk, chunk_2, warp, lane, weights_4, values, arena);
+        hold_chunk(chunk, chunk, chunk_2, warp, lane, weights_9, values, arena);
         warp_barrier();
         if (lane == 0) {
           mbarrier_arrive(empty + use_stage);
         }
         advance(use_stage, use_parity);
-        multiply_held(chunk, sums, warp, weights_4, values);
+        multiply_held(chunk, sums, warp, weights_9, values);
       }
       reduce_5(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, logits, step,
           options, sequences, masks, logit_bias, token_counts, weighed, best, best_token);
@@ -4112,6 +4197,7 @@ __device__ __forceinline__ void filter(uint32_t warp, uint8_t* arena, uint32_t s
     }
     weigh_all(step_epoch + 33 + round, round, warp, arena, weighed, sequences, lane, block, exchange_words);
     // grid barrier
+    fence_proxy_async_global();
     named_barrier(1, 256);
     if (thread == 0) {
       arrivals_due += 132;
@@ -4186,6 +4272,7 @@ __device__ __forceinline__ void sampling(uint32_t* progress, uint32_t block, uin
     answer = load_relaxed_u32_sys(cancelled + sequence);
   }
   // grid barrier
+  fence_proxy_async_global();
   named_barrier(1, 256);
   if (thread == 0) {
     arrivals_due += 132;
@@ -4314,6 +4401,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
   uint32_t* exchange_words = (uint32_t*)(exchange);
+  uint64_t* landed = (uint64_t*)(arena + VECTOR_BARRIERS);
   uint64_t* full = (uint64_t*)(arena + RING_BARRIERS);
   uint64_t* empty = full + 9;
   uint8_t* ring = arena + RING;
@@ -4333,6 +4421,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
     }
     mbarrier_init(step_done, 1);
     mbarrier_init(step_done + 1, 1);
+    for (uint32_t piece = 0; piece < 8; ++piece) {
+      mbarrier_init(landed + piece, 1);
+    }
     mbarrier_fence_init();
   }
   take_first(thread, column_count, columns, next_token, sequences, tokens, arena);
@@ -4396,6 +4487,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       arrivals_due = (ticket / 132 + 1) * 132;
       wait_at_least_u64(counter, arrivals_due);
     }
+    uint32_t vector_parities = 0;
     named_barrier(1, 256);
     for (uint32_t step = 0; step < steps; ++step) {
       bool has_new_plan = follow_plan(plan_index, step, plan_count, kv_plans);
@@ -4410,23 +4502,24 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       named_barrier(1, 256);
       for (uint32_t layer = 0; layer < 32; ++layer) {
         uint32_t layer_epoch = step_epoch + layer;
-        qkv(progress, block, step, layer, norms, block_waits, arena, column_count, embedding, next_token,
-            exchange_words, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity, page_table,
-            kv, arrivals_due, counter);
+        qkv(progress, block, step, layer, norms, block_waits, arena, column_count, embedding, next_token, landed,
+            exchange_words, vector_parities, full, use_stage, use_parity, ring, empty, turn, summed, finisher,
+            turn_parity, page_table, kv, arrivals_due, counter);
         attention(progress, block, step, layer, arena, kv_plans, plan_index, tiles, layer_epoch, exchange_words,
             use_stage, full, use_parity, ring, empty, arrivals_due, counter);
-        o(progress, block, step, layer, block_waits, arena, column_count, exchange_words, full, use_stage, use_parity,
-            ring, empty, turn, summed, finisher, turn_parity, arrivals_due, counter);
-        gate_up(progress, block, step, layer, norms, block_waits, arena, column_count, exchange_words, full, use_stage,
-            use_parity, ring, empty, turn, summed, finisher, turn_parity, arrivals_due, counter);
-        down(progress, block, step, layer, block_waits, arena, column_count, exchange_words, full, use_stage,
-            use_parity, ring, empty, turn, summed, finisher, turn_parity, arrivals_due, counter);
+        o(progress, block, step, layer, block_waits, landed, arena, exchange_words, vector_parities, full, use_stage,
+            use_parity, ring, empty, turn, summed, finisher, turn_parity, column_count, arrivals_due, counter);
+        gate_up(progress, block, step, layer, norms, block_waits, landed, arena, exchange_words, vector_parities,
+            column_count, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity, arrivals_due,
+            counter);
+        down(progress, block, step, layer, block_waits, landed, arena, exchange_words, vector_parities, full, use_stage,
+            use_parity, ring, empty, turn, summed, finisher, turn_parity, column_count, arrivals_due, counter);
       }
       float best = -bits_float(0x7f800000);
       uint32_t best_token = 4294967295u;
-      lm_head(progress, block, step, head_from, logits, block_waits, arena, norms, column_count, exchange_words, full,
-          use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity, options, sequences, masks,
-          logit_bias, token_counts, weighed, best, best_token);
+      lm_head(progress, block, step, head_from, logits, block_waits, landed, arena, exchange_words, norms,
+          vector_parities, column_count, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity,
+          options, sequences, masks, logit_bias, token_counts, weighed, best, best_token);
       sampling(progress, block, step, arena, best, best_token, options, column_count, sequences, weighed, step_epoch,
           exchange_words, cancelled, arrivals_due, counter, epoch, token_counts);
       take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, emitted, stop_ids, next_token,

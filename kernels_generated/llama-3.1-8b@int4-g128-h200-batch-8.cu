@@ -3,38 +3,39 @@
 //
 // model: hidden 4096, ffn 14336, vocab 128256, heads 32, kv_heads 8, head_dim 128, layers 32, qkv in int4-g128, o in int4-g128, gate_up in int4-g128, down in int4-g128
 // machine: h200, 132 blocks of 384 threads: 8 consumer warps
-// plan: consumer_warps 8, stage_bytes 17024, stages 6, in_flight 3, in_flight_waiting 2, producer_warps 4, sync barrier, page_size 16, max_context 8192, batch 8, tokens 8, down_slices 3, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 8, start_residual 0, start_gate_up 8, start_head 8, trace False
+// plan: consumer_warps 8, stage_bytes 17024, stages 8, in_flight 3, in_flight_waiting 2, producer_warps 4, sync barrier, page_size 16, max_context 8192, batch 8, tokens 8, down_slices 7, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 8, start_residual 0, start_gate_up 8, start_head 8, trace False
 // weights read a step: 4660396032 bytes, in 112803840 a layer
 // shared memory:
 //     offset    bytes  region
-//          0   102144  ring
-//     102144       96  ring_barriers
-//     102240        4  block_waits
-//     102272    98304  scratch
-//     102272    98304  vector  (over scratch)
-//     102272     8448  candidates  (over scratch)
-//     102272    33792  listed  (over scratch)
-//     136064     1152  list_rows  (over scratch)
-//     137216      512  filters  (over scratch)
-//     137728     1024  filter_sums  (over scratch)
-//     102272    32768  attention  (over scratch)
-//     135040     8192  queries  (over scratch)
-//     143232     8192  newest  (over scratch)
-//     200576    10496  reductions
-//     211072       16  reduction_barriers
-//     211088     1024  residual
-//     212112      256  partial_sums
-//     212368       32  scales
-//     212400     4096  rope
-//     216496      512  statistics
-//     217008      592  records
-//     217600       64  warp_candidates
-//     217664      288  columns
-//     217952       32  chosen
-//     217984       16  step_done
-//     218000       36  next_token
-//              218036  total
-//              232448  a block has, 14412 free
+//          0   136192  ring
+//     136192      128  ring_barriers
+//     136320        4  block_waits
+//     136448    65536  scratch
+//     136448    65536  vector  (over scratch)
+//     136448     8448  candidates  (over scratch)
+//     136448    33792  listed  (over scratch)
+//     170240     1152  list_rows  (over scratch)
+//     171392      512  filters  (over scratch)
+//     171904     1024  filter_sums  (over scratch)
+//     136448    32768  attention  (over scratch)
+//     169216     8192  queries  (over scratch)
+//     177408     8192  newest  (over scratch)
+//     201984    10496  reductions
+//     212480       16  reduction_barriers
+//     212496       64  vector_barriers
+//     212560     1024  residual
+//     213584      256  partial_sums
+//     213840       32  scales
+//     213872     4096  rope
+//     217968      512  statistics
+//     218480      592  records
+//     219072       64  warp_candidates
+//     219136      288  columns
+//     219424       32  chosen
+//     219456       16  step_done
+//     219472       36  next_token
+//              219508  total
+//              232448  a block has, 12940 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -163,8 +164,17 @@ __device__ __forceinline__ void bulk_copy(void* destination, const void* source,
     : "memory");
 }
 
+__device__ __forceinline__ void bulk_copy_shared(void* destination, const void* source, uint32_t bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+    :: "r"(shared_address(destination)), "l"(source), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+}
+
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+__device__ __forceinline__ void fence_proxy_async_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 __device__ __forceinline__ void prefetch_l2(const void* place) {
@@ -311,30 +321,31 @@ __device__ __forceinline__ void store_relaxed_u32_sys(uint32_t* place, uint32_t 
 #endif
 
 constexpr uint32_t RING = 0;
-constexpr uint32_t RING_BARRIERS = 102144;
-constexpr uint32_t BLOCK_WAITS = 102240;
-constexpr uint32_t VECTOR = 102272;
-constexpr uint32_t CANDIDATES = 102272;
-constexpr uint32_t LISTED = 102272;
-constexpr uint32_t LIST_ROWS = 136064;
-constexpr uint32_t FILTERS = 137216;
-constexpr uint32_t FILTER_SUMS = 137728;
-constexpr uint32_t ATTENTION = 102272;
-constexpr uint32_t QUERIES = 135040;
-constexpr uint32_t NEWEST = 143232;
-constexpr uint32_t REDUCTIONS = 200576;
-constexpr uint32_t REDUCTION_BARRIERS = 211072;
-constexpr uint32_t RESIDUAL = 211088;
-constexpr uint32_t PARTIAL_SUMS = 212112;
-constexpr uint32_t SCALES = 212368;
-constexpr uint32_t ROPE = 212400;
-constexpr uint32_t STATISTICS = 216496;
-constexpr uint32_t RECORDS = 217008;
-constexpr uint32_t WARP_CANDIDATES = 217600;
-constexpr uint32_t COLUMNS = 217664;
-constexpr uint32_t CHOSEN = 217952;
-constexpr uint32_t STEP_DONE = 217984;
-constexpr uint32_t NEXT_TOKEN = 218000;
+constexpr uint32_t RING_BARRIERS = 136192;
+constexpr uint32_t BLOCK_WAITS = 136320;
+constexpr uint32_t VECTOR = 136448;
+constexpr uint32_t CANDIDATES = 136448;
+constexpr uint32_t LISTED = 136448;
+constexpr uint32_t LIST_ROWS = 170240;
+constexpr uint32_t FILTERS = 171392;
+constexpr uint32_t FILTER_SUMS = 171904;
+constexpr uint32_t ATTENTION = 136448;
+constexpr uint32_t QUERIES = 169216;
+constexpr uint32_t NEWEST = 177408;
+constexpr uint32_t REDUCTIONS = 201984;
+constexpr uint32_t REDUCTION_BARRIERS = 212480;
+constexpr uint32_t VECTOR_BARRIERS = 212496;
+constexpr uint32_t RESIDUAL = 212560;
+constexpr uint32_t PARTIAL_SUMS = 213584;
+constexpr uint32_t SCALES = 213840;
+constexpr uint32_t ROPE = 213872;
+constexpr uint32_t STATISTICS = 217968;
+constexpr uint32_t RECORDS = 218480;
+constexpr uint32_t WARP_CANDIDATES = 219072;
+constexpr uint32_t COLUMNS = 219136;
+constexpr uint32_t CHOSEN = 219424;
+constexpr uint32_t STEP_DONE = 219456;
+constexpr uint32_t NEXT_TOKEN = 219472;
 
 // An input of a sequence, or 0 where it has none left.
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t index, const int32_t* sequences,
@@ -378,7 +389,7 @@ __device__ __forceinline__ bool follow_plan(uint32_t& plan_index, uint32_t step,
 // The next stage of the ring; behind the last comes the first, in the next pass.
 __device__ __forceinline__ void advance(uint32_t& stage, uint32_t& parity) {
   stage += 1;
-  if (stage == 6) {
+  if (stage == 8) {
     stage = 0;
     parity ^= 1;
   }
@@ -537,16 +548,15 @@ __device__ __forceinline__ void fetch_down(uint32_t block, const uint8_t* weight
   uint32_t position = block % 132;
   const uint8_t* matrix = weights + (layer_offset + 82493440);
   #pragma unroll 1
-  for (uint32_t slice = 0; slice < 3; ++slice) {
-    uint32_t first = slice * 3;
-    uint32_t end = first + 3 < 7 ? first + 3 : 7;
+  for (uint32_t slice = 0; slice < 7; ++slice) {
+    uint32_t end = slice + 1 < 7 ? slice + 1 : 7;
     #pragma unroll 1
     for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
       uint32_t wave = m_tile / 132;
       uint64_t wave_bytes = (uint64_t)(wave) * 15628800;
       uint32_t width = 132 - wave * 8;
       #pragma unroll 1
-      for (uint32_t chunk = first; chunk < end; ++chunk) {
+      for (uint32_t chunk = slice; chunk < end; ++chunk) {
         uint32_t chunk_bytes = 16896 + chunk / 6 * 128;
         const uint8_t* source = matrix + (wave_bytes + (uint64_t)(width * chunk * 16896 + position * (16896 + chunk / 6 * 128)));
         mbarrier_wait(empty + fill_stage, fill_parity);
@@ -918,9 +928,10 @@ __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uin
 // Makes: qkv, and the keys and values in the cache.
 __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t column_count, const bf16* embedding,
-    uint32_t* next_token, uint32_t* exchange_words, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
-    uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity,
-    const int32_t* page_table, bf16* kv, uint64_t& arrivals_due, uint64_t* counter) {
+    uint32_t* next_token, uint64_t* landed, uint32_t* exchange_words, uint32_t& vector_parities, uint64_t* full,
+    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
+    uint32_t& finisher, uint32_t& turn_parity, const int32_t* page_table, bf16* kv, uint64_t& arrivals_due,
+    uint64_t* counter) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -999,64 +1010,147 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     }
     write_scales(squares, arena, lane, warp, thread, column_count);
   } else {
+    if (thread == 0) {
+      fence_proxy_async();
+      mbarrier_arrive_expect_tx(landed, 8192);
+      bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 64), 8192, landed);
+      mbarrier_arrive_expect_tx(landed + 1, 8192);
+      bulk_copy_shared(arena + VECTOR + 8192, (const uint8_t*)(exchange_words + 64) + 8192, 8192, landed + 1);
+      mbarrier_arrive_expect_tx(landed + 2, 8192);
+      bulk_copy_shared(arena + VECTOR + 16384, (const uint8_t*)(exchange_words + 64) + 16384, 8192, landed + 2);
+      mbarrier_arrive_expect_tx(landed + 3, 8192);
+      bulk_copy_shared(arena + VECTOR + 24576, (const uint8_t*)(exchange_words + 64) + 24576, 8192, landed + 3);
+      mbarrier_arrive_expect_tx(landed + 4, 8192);
+      bulk_copy_shared(arena + VECTOR + 32768, (const uint8_t*)(exchange_words + 8256), 8192, landed + 4);
+      mbarrier_arrive_expect_tx(landed + 5, 8192);
+      bulk_copy_shared(arena + VECTOR + 32768 + 8192, (const uint8_t*)(exchange_words + 8256) + 8192, 8192, landed + 5);
+      mbarrier_arrive_expect_tx(landed + 6, 8192);
+      bulk_copy_shared(arena + VECTOR + 32768 + 16384, (const uint8_t*)(exchange_words + 8256) + 16384, 8192, landed + 6);
+      mbarrier_arrive_expect_tx(landed + 7, 8192);
+      bulk_copy_shared(arena + VECTOR + 32768 + 24576, (const uint8_t*)(exchange_words + 8256) + 24576, 8192, landed + 7);
+    }
     uint4* vector = (uint4*)(arena + VECTOR);
     float squares = 0.0f;
     uint32_t pair = thread / 32;
     const bf16* own_units = norms + layer * 8192 + (pair * 4 + thread % 4) * 8;
-    uint32_t first_unit = thread;
-    uint4 weights[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      weights[index] = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 8 * 8);
-    }
-    if (thread / 4 % 8 < column_count) {
-      uint4 units[8];
-      #pragma unroll
-      for (uint32_t index = 0; index < 6; ++index) {
-        uint4 words = ((const uint4*)(exchange_words + ((first_unit + index * 256) * 4 + 64)))[0];
-        units[index] = words;
-      }
-      #pragma unroll
-      for (uint32_t index = 0; index < 6; ++index) {
-        normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
-      }
-    }
-    uint32_t first_unit_2 = thread + 1536;
-    uint4 weights_2[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      weights_2[index] = load_constant_u32x4(own_units + (first_unit_2 + index * 256 - thread) / 8 * 8);
-    }
-    if (thread / 4 % 8 < column_count) {
-      uint4 units[8];
-      #pragma unroll
-      for (uint32_t index = 0; index < 6; ++index) {
-        uint4 words = ((const uint4*)(exchange_words + ((first_unit_2 + index * 256) * 4 + 64)))[0];
-        units[index] = words;
-      }
-      #pragma unroll
-      for (uint32_t index = 0; index < 6; ++index) {
-        normalise_unit(vector, first_unit_2 + index * 256, units[index], weights_2[index], squares);
-      }
-    }
-    uint32_t first_unit_3 = thread + 3072;
-    uint4 weights_3[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 4; ++index) {
-      weights_3[index] = load_constant_u32x4(own_units + (first_unit_3 + index * 256 - thread) / 8 * 8);
-    }
-    if (thread / 4 % 8 < column_count) {
-      uint4 units[8];
-      #pragma unroll
-      for (uint32_t index = 0; index < 4; ++index) {
-        uint4 words = ((const uint4*)(exchange_words + ((first_unit_3 + index * 256) * 4 + 64)))[0];
-        units[index] = words;
-      }
-      #pragma unroll
-      for (uint32_t index = 0; index < 4; ++index) {
-        normalise_unit(vector, first_unit_3 + index * 256, units[index], weights_3[index], squares);
-      }
-    }
+    uint4 weights[2];
+    uint4 weights_2[2];
+    uint4 weights_3[2];
+    uint4 weights_4[2];
+    uint4 weights_5[2];
+    uint4 weights_6[2];
+    uint4 weights_7[2];
+    uint4 weights_8[2];
+    weights[0] = load_constant_u32x4(own_units + (thread - thread) / 8 * 8);
+    uint32_t unit = thread + 256;
+    weights[1] = load_constant_u32x4(own_units + (unit - thread) / 8 * 8);
+    uint32_t unit_2 = thread + 512;
+    weights_2[0] = load_constant_u32x4(own_units + (unit_2 - thread) / 8 * 8);
+    uint32_t unit_3 = thread + 768;
+    weights_2[1] = load_constant_u32x4(own_units + (unit_3 - thread) / 8 * 8);
+    uint32_t unit_4 = thread + 1024;
+    weights_3[0] = load_constant_u32x4(own_units + (unit_4 - thread) / 8 * 8);
+    uint32_t unit_5 = thread + 1280;
+    weights_3[1] = load_constant_u32x4(own_units + (unit_5 - thread) / 8 * 8);
+    uint32_t unit_6 = thread + 1536;
+    weights_4[0] = load_constant_u32x4(own_units + (unit_6 - thread) / 8 * 8);
+    uint32_t unit_7 = thread + 1792;
+    weights_4[1] = load_constant_u32x4(own_units + (unit_7 - thread) / 8 * 8);
+    uint32_t unit_8 = thread + 2048;
+    weights_5[0] = load_constant_u32x4(own_units + (unit_8 - thread) / 8 * 8);
+    uint32_t unit_9 = thread + 2304;
+    weights_5[1] = load_constant_u32x4(own_units + (unit_9 - thread) / 8 * 8);
+    uint32_t unit_10 = thread + 2560;
+    weights_6[0] = load_constant_u32x4(own_units + (unit_10 - thread) / 8 * 8);
+    uint32_t unit_11 = thread + 2816;
+    weights_6[1] = load_constant_u32x4(own_units + (unit_11 - thread) / 8 * 8);
+    uint32_t unit_12 = thread + 3072;
+    weights_7[0] = load_constant_u32x4(own_units + (unit_12 - thread) / 8 * 8);
+    uint32_t unit_13 = thread + 3328;
+    weights_7[1] = load_constant_u32x4(own_units + (unit_13 - thread) / 8 * 8);
+    uint32_t unit_14 = thread + 3584;
+    weights_8[0] = load_constant_u32x4(own_units + (unit_14 - thread) / 8 * 8);
+    uint32_t unit_15 = thread + 3840;
+    weights_8[1] = load_constant_u32x4(own_units + (unit_15 - thread) / 8 * 8);
+    mbarrier_wait(landed, vector_parities & 1);
+    uint4 units[2];
+    units[0] = vector[thread];
+    uint32_t unit_16 = thread + 256;
+    units[1] = vector[unit_16];
+    normalise_unit(vector, thread, units[0], weights[0], squares);
+    uint32_t unit_17 = thread + 256;
+    normalise_unit(vector, unit_17, units[1], weights[1], squares);
+    mbarrier_wait(landed + 1, vector_parities & 1);
+    uint4 units_2[2];
+    uint32_t unit_18 = thread + 512;
+    units_2[0] = vector[unit_18];
+    uint32_t unit_19 = thread + 768;
+    units_2[1] = vector[unit_19];
+    uint32_t unit_20 = thread + 512;
+    normalise_unit(vector, unit_20, units_2[0], weights_2[0], squares);
+    uint32_t unit_21 = thread + 768;
+    normalise_unit(vector, unit_21, units_2[1], weights_2[1], squares);
+    mbarrier_wait(landed + 2, vector_parities & 1);
+    uint4 units_3[2];
+    uint32_t unit_22 = thread + 1024;
+    units_3[0] = vector[unit_22];
+    uint32_t unit_23 = thread + 1280;
+    units_3[1] = vector[unit_23];
+    uint32_t unit_24 = thread + 1024;
+    normalise_unit(vector, unit_24, units_3[0], weights_3[0], squares);
+    uint32_t unit_25 = thread + 1280;
+    normalise_unit(vector, unit_25, units_3[1], weights_3[1], squares);
+    mbarrier_wait(landed + 3, vector_parities & 1);
+    uint4 units_4[2];
+    uint32_t unit_26 = thread + 1536;
+    units_4[0] = vector[unit_26];
+    uint32_t unit_27 = thread + 1792;
+    units_4[1] = vector[unit_27];
+    uint32_t unit_28 = thread + 1536;
+    normalise_unit(vector, unit_28, units_4[0], weights_4[0], squares);
+    uint32_t unit_29 = thread + 1792;
+    normalise_unit(vector, unit_29, units_4[1], weights_4[1], squares);
+    mbarrier_wait(landed + 4, (vector_parities >> 1) & 1);
+    uint4 units_5[2];
+    uint32_t unit_30 = thread + 2048;
+    units_5[0] = vector[unit_30];
+    uint32_t unit_31 = thread + 2304;
+    units_5[1] = vector[unit_31];
+    uint32_t unit_32 = thread + 2048;
+    normalise_unit(vector, unit_32, units_5[0], weights_5[0], squares);
+    uint32_t unit_33 = thread + 2304;
+    normalise_unit(vector, unit_33, units_5[1], weights_5[1], squares);
+    mbarrier_wait(landed + 5, (vector_parities >> 1) & 1);
+    uint4 units_6[2];
+    uint32_t unit_34 = thread + 2560;
+    units_6[0] = vector[unit_34];
+    uint32_t unit_35 = thread + 2816;
+    units_6[1] = vector[unit_35];
+    uint32_t unit_36 = thread + 2560;
+    normalise_unit(vector, unit_36, units_6[0], weights_6[0], squares);
+    uint32_t unit_37 = thread + 2816;
+    normalise_unit(vector, unit_37, units_6[1], weights_6[1], squares);
+    mbarrier_wait(landed + 6, (vector_parities >> 1) & 1);
+    uint4 units_7[2];
+    uint32_t unit_38 = thread + 3072;
+    units_7[0] = vector[unit_38];
+    uint32_t unit_39 = thread + 3328;
+    units_7[1] = vector[unit_39];
+    uint32_t unit_40 = thread + 3072;
+    normalise_unit(vector, unit_40, units_7[0], weights_7[0], squares);
+    uint32_t unit_41 = thread + 3328;
+    normalise_unit(vector, unit_41, units_7[1], weights_7[1], squares);
+    mbarrier_wait(landed + 7, (vector_parities >> 1) & 1);
+    uint4 units_8[2];
+    uint32_t unit_42 = thread + 3584;
+    units_8[0] = vector[unit_42];
+    uint32_t unit_43 = thread + 3840;
+    units_8[1] = vector[unit_43];
+    uint32_t unit_44 = thread + 3584;
+    normalise_unit(vector, unit_44, units_8[0], weights_8[0], squares);
+    uint32_t unit_45 = thread + 3840;
+    normalise_unit(vector, unit_45, units_8[1], weights_8[1], squares);
+    vector_parities ^= 3;
     write_scales(squares, arena, lane, warp, thread, column_count);
   }
   if (thread == 0) {
@@ -1086,6 +1180,7 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
   }
   named_barrier(1, 256);
   // grid barrier
+  fence_proxy_async_global();
   named_barrier(1, 256);
   if (thread == 0) {
     arrivals_due += 132;
@@ -1133,10 +1228,10 @@ __device__ __forceinline__ void load_item(uint32_t epoch, uint32_t newest_begin,
 }
 
 // For how many warps this one gives back a stage with these tiles: those with a tile in it share out all.
-__device__ __forceinline__ uint32_t arrivals(uint32_t first_tile, uint32_t last_tile, uint32_t key_group) {
+__device__ __forceinline__ uint32_t arrivals(uint32_t first_tile, uint32_t last_tile, uint32_t warp) {
   uint32_t tiles = (last_tile < first_tile + 1 ? first_tile + 1 : last_tile) - first_tile;
-  uint32_t groups = tiles < 6 ? tiles : 6;
-  uint32_t index = (key_group + 6 - first_tile % 6) % 6;
+  uint32_t groups = tiles < 8 ? tiles : 8;
+  uint32_t index = (warp + 8 - first_tile % 8) % 8;
   uint32_t each = (286335560u >> (groups - 1) * 4) & 15;
   return each + (index < 8 - each * groups ? 1u : 0u);
 }
@@ -1397,14 +1492,14 @@ __device__ __forceinline__ void attend(uint32_t first_row, uint32_t valid, uint3
 // This warp's tiles of 16 keys: of the cached ones [item.begin, end), then of the newest, as if they were in
 // one more stage: so the code of a tile stands in the kernel once.
 __device__ __forceinline__ void attend_keys(uint32_t end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
-    uint4 what, uint32_t key_group, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring,
-    uint8_t* arena, uint32_t lane, uint4* query, uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2],
+    uint4 what, uint32_t warp, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena,
+    uint32_t lane, uint4* query, uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2],
     float (&output)[8][4], uint64_t* empty) {
   uint32_t begin = what.w;
   uint32_t cached = begin < end ? end - begin : 0;
   uint32_t tiles = (cached + 15) / 16;
   uint32_t all_tiles = tiles + (newest + 15) / 16;
-  uint32_t tile = key_group;
+  uint32_t tile = warp;
   while (tile < all_tiles) {
     uint32_t stage = tile / 2;
     uint32_t first_tile = stage * 2;
@@ -1412,11 +1507,11 @@ __device__ __forceinline__ void attend_keys(uint32_t end, uint32_t newest_begin,
     uint32_t first_key = begin + stage * 32;
     uint32_t count = end - first_key < 32 ? end - first_key : 32;
     bool is_cached = tile < tiles;
-    uint32_t arrivals_2 = arrivals(first_tile, last_tile, key_group);
+    uint32_t arrivals_2 = arrivals(first_tile, last_tile, warp);
     uint32_t place = use_stage + stage;
-    uint32_t stage_2 = place % 6;
+    uint32_t stage_2 = place % 8;
     if (is_cached) {
-      mbarrier_wait(full + stage_2, (use_parity + place / 6) % 2);
+      mbarrier_wait(full + stage_2, (use_parity + place / 8) % 2);
     }
     uint8_t* chunk = ring + stage_2 * 17024;
     uint8_t* keys = chunk;
@@ -1434,7 +1529,7 @@ __device__ __forceinline__ void attend_keys(uint32_t end, uint32_t newest_begin,
     while (tile < last_tile) {
       uint32_t row = (tile - first_tile) * 16;
       attend(row, count - row, first_key + row, lane, keys, query, limits, highest, weight_sum, output, values);
-      tile += 6;
+      tile += 8;
     }
     wait_for_u32(float_bits(output[0][0]));
     warp_barrier();
@@ -1443,8 +1538,8 @@ __device__ __forceinline__ void attend_keys(uint32_t end, uint32_t newest_begin,
     }
   }
   uint32_t place = use_stage + (cached + 31) / 32;
-  use_parity = (use_parity + place / 6) % 2;
-  use_stage = place % 6;
+  use_parity = (use_parity + place / 8) % 2;
+  use_stage = place % 8;
 }
 
 // Highest logit and weight sum of this warp, per column: statistics[warp][column].
@@ -1541,7 +1636,7 @@ __device__ __forceinline__ void fold_slices(uint32_t epoch, uint4* record, uint3
     if (record[1].y == 4294967295u) {
       float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
       uint32_t column = record[2].x + place / 4;
-      (exchange_words + (((((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) % 8 / 2 + 1223744))[0] = pack_bf16x2(low, high);
+      (exchange_words + (((((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) % 8 / 2 + 1223744))[0] = multiply_bf16x2(pack_bf16x2(low, high), (((((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + place % 4) * 128 + dim_pair * 2) % 8 / 2) % 2 == 0 ? 1602248576u : 1568693632u);
     } else {
       float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
       publish_partial(record[1].y + place, dim_pair, low, high, lse, epoch, exchange_words);
@@ -1563,15 +1658,15 @@ __device__ __forceinline__ void fold(uint32_t epoch, uint8_t* arena, float (&wei
 
 // This warp's share of an item whose queries are there.
 __device__ __forceinline__ void attend_rows(uint32_t cached_end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
-    uint4 what, uint32_t key_group, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring,
-    uint8_t* arena, uint32_t lane, uint4* query, uint32_t (&limits)[2], uint64_t* empty, uint32_t warp, uint4* record,
-    uint32_t thread, uint32_t* exchange_words) {
+    uint4 what, uint32_t warp, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena,
+    uint32_t lane, uint4* query, uint32_t (&limits)[2], uint64_t* empty, uint4* record, uint32_t thread,
+    uint32_t* exchange_words) {
   float highest[2];
   float weight_sum[2] = {};
   float output[8][4] = {};
   highest[0] = -bits_float(0x7f800000);
   highest[1] = -bits_float(0x7f800000);
-  attend_keys(cached_end, newest_begin, newest, epoch, what, key_group, use_stage, full, use_parity, ring, arena, lane,
+  attend_keys(cached_end, newest_begin, newest, epoch, what, warp, use_stage, full, use_parity, ring, arena, lane,
       query, limits, highest, weight_sum, output, empty);
   fold(epoch, arena, weight_sum, lane, warp, highest, output, record, thread, exchange_words, what);
 }
@@ -1744,9 +1839,9 @@ __device__ __forceinline__ void attend_keys_2(uint32_t end, uint32_t newest_begi
     bool is_cached = tile < tiles;
     uint32_t arrivals = arrivals_2(first_tile, last_tile, key_groups, column_groups, key_group, column_group);
     uint32_t place = use_stage + stage;
-    uint32_t stage_2 = place % 6;
+    uint32_t stage_2 = place % 8;
     if (is_cached) {
-      mbarrier_wait(full + stage_2, (use_parity + place / 6) % 2);
+      mbarrier_wait(full + stage_2, (use_parity + place / 8) % 2);
     }
     uint8_t* chunk = ring + stage_2 * 17024;
     uint8_t* keys = chunk;
@@ -1775,8 +1870,8 @@ __device__ __forceinline__ void attend_keys_2(uint32_t end, uint32_t newest_begi
     }
   }
   uint32_t place = use_stage + (cached + 31) / 32;
-  use_parity = (use_parity + place / 6) % 2;
-  use_stage = place % 6;
+  use_parity = (use_parity + place / 8) % 2;
+  use_stage = place % 8;
 }
 
 // Fold the states of rows `first`, `first + stride`, ... of the laid down ones: (low, high), the highest logit
@@ -1831,7 +1926,7 @@ __device__ __forceinline__ void fold_slices_2(uint32_t epoch, uint32_t column_gr
       if (record[1].y == 4294967295u) {
         float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
         uint32_t column = record[2].x + row / 4;
-        (exchange_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 1223744))[0] = pack_bf16x2(low, high);
+        (exchange_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 1223744))[0] = multiply_bf16x2(pack_bf16x2(low, high), (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2) % 2 == 0 ? 1602248576u : 1568693632u);
       } else {
         float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
         publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
@@ -1861,7 +1956,7 @@ __device__ __forceinline__ void fold_slices_3(uint32_t epoch, uint32_t column_gr
       if (record[1].y == 4294967295u) {
         float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
         uint32_t column = record[2].x + row / 4;
-        (exchange_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 1223744))[0] = pack_bf16x2(low, high);
+        (exchange_words + (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2 + 1223744))[0] = multiply_bf16x2(pack_bf16x2(low, high), (((((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((what.z * 4 + row % 4) * 128 + dim_pair * 2) % 8 / 2) % 2 == 0 ? 1602248576u : 1568693632u);
       } else {
         float lse = weight_sum == 0.0f ? -bits_float(0x7f800000) : highest * 0.6931472f + log_f32(weight_sum);
         publish_partial(record[1].y + row, dim_pair, low, high, lse, epoch, exchange_words);
@@ -2011,12 +2106,12 @@ __device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, f
     float low = sums[0] * inverse;
     float high = sums[1] * inverse;
     uint32_t column = record[1].x + record[0].y / 4;
-    (exchange_words + (((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) % 8 / 2 + 1223744))[0] = pack_bf16x2(low, high);
+    (exchange_words + (((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) % 8 / 2 + 1223744))[0] = multiply_bf16x2(pack_bf16x2(low, high), (((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 32 * 8 + column) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair * 2) % 8 / 2) % 2 == 0 ? 1602248576u : 1568693632u);
     uint32_t dim_pair_2 = lane % 32 * 2 + 1;
     float low_2 = sums[2] * inverse;
     float high_2 = sums[3] * inverse;
     uint32_t column_2 = record[1].x + record[0].y / 4;
-    (exchange_words + (((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 32 * 8 + column_2) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) % 8 / 2 + 1223744))[0] = pack_bf16x2(low_2, high_2);
+    (exchange_words + (((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 32 * 8 + column_2) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) % 8 / 2 + 1223744))[0] = multiply_bf16x2(pack_bf16x2(low_2, high_2), (((((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 32 * 8 + column_2) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) / 8 % 4) * 4 + ((record[0].x * 4 + record[0].y % 4) * 128 + dim_pair_2 * 2) % 8 / 2) % 2 == 0 ? 1602248576u : 1568693632u);
   }
 }
 
@@ -2053,7 +2148,6 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
     uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
     load_item(layer_epoch, newest_begin, newest, arena, record, thread, exchange_words, what, step);
     if (record[1].z <= 8) {
-      uint32_t key_group = warp < 6 ? warp : 134217728;
       uint4* shared = (uint4*)(arena + QUERIES);
       uint32_t row = lane / 4 < 31 ? lane / 4 : 31;
       uint4* query = shared + row * 16;
@@ -2072,14 +2166,14 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
       uint32_t following_2 = position_2 + 1;
       uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
       limits[1] = packed_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
-      attend_rows(cached_end, newest_begin, newest, layer_epoch, what, key_group, use_stage, full, use_parity, ring,
-          arena, lane, query, limits, empty, warp, record, thread, exchange_words);
+      attend_rows(cached_end, newest_begin, newest, layer_epoch, what, warp, use_stage, full, use_parity, ring, arena,
+          lane, query, limits, empty, record, thread, exchange_words);
     } else {
       uint32_t column_groups = 1;
       if (record[1].z > 16) {
         column_groups = 2;
       }
-      uint32_t key_groups = 8 / column_groups < 6 ? 8 / column_groups : 6;
+      uint32_t key_groups = 8 / column_groups < 10 ? 8 / column_groups : 10;
       uint32_t warp_group = warp / column_groups;
       uint32_t column_group = warp % column_groups;
       uint32_t key_group = warp_group < key_groups ? warp_group : 134217728;
@@ -2127,6 +2221,7 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
   // merge of partial states
   // grid barrier
   if (((uint4*)(arena + RECORDS))[0].z > 0) {
+    fence_proxy_async_global();
     named_barrier(1, 256);
     if (thread == 0) {
       arrivals_due += 132;
@@ -2228,6 +2323,7 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
     named_barrier(1, 256);
   }
   // grid barrier
+  fence_proxy_async_global();
   named_barrier(1, 256);
   if (thread == 0) {
     arrivals_due += 132;
@@ -2237,37 +2333,30 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
   named_barrier(1, 256);
 }
 
-// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uint32_t column_count,
-    uint32_t* exchange_words) {
+// A whole vector; then each warp has what it multiplies.
+__device__ __forceinline__ void load_copied(uint32_t thread, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words,
+    uint32_t& vector_parities) {
+  if (thread == 0) {
+    fence_proxy_async();
+    mbarrier_arrive_expect_tx(landed, 16384);
+    bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 1223744), 16384, landed);
+    mbarrier_arrive_expect_tx(landed + 1, 16384);
+    bulk_copy_shared(arena + VECTOR + 16384, (const uint8_t*)(exchange_words + 1223744) + 16384, 16384, landed + 1);
+    mbarrier_arrive_expect_tx(landed + 2, 16384);
+    bulk_copy_shared(arena + VECTOR + 32768, (const uint8_t*)(exchange_words + 1223744) + 32768, 16384, landed + 2);
+    mbarrier_arrive_expect_tx(landed + 3, 16384);
+    bulk_copy_shared(arena + VECTOR + 49152, (const uint8_t*)(exchange_words + 1223744) + 49152, 16384, landed + 3);
+    mbarrier_arrive(landed + 4);
+    mbarrier_arrive(landed + 5);
+    mbarrier_arrive(landed + 6);
+    mbarrier_arrive(landed + 7);
+  }
   uint4* vector = (uint4*)(arena + VECTOR);
-  uint32_t first_unit = thread;
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit + index * 256) * 4 + 1223744)))[0];
-      units[index] = words;
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      vector[first_unit + index * 256] = make_u32x4(multiply_bf16x2(units[index].x, 1602248576), multiply_bf16x2(units[index].y, 1568693632), multiply_bf16x2(units[index].z, 1602248576), multiply_bf16x2(units[index].w, 1568693632));
-    }
-  }
-  uint32_t first_unit_2 = thread + 2048;
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit_2 + index * 256) * 4 + 1223744)))[0];
-      units[index] = words;
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      vector[first_unit_2 + index * 256] = make_u32x4(multiply_bf16x2(units[index].x, 1602248576), multiply_bf16x2(units[index].y, 1568693632), multiply_bf16x2(units[index].z, 1602248576), multiply_bf16x2(units[index].w, 1568693632));
-    }
-  }
-  named_barrier(1, 256);
+  mbarrier_wait(landed, vector_parities & 1);
+  mbarrier_wait(landed + 1, vector_parities & 1);
+  mbarrier_wait(landed + 2, vector_parities & 1);
+  mbarrier_wait(landed + 3, vector_parities & 1);
+  vector_parities ^= 3;
 }
 
 // Publish `count` values, one a lane from lane 0 on, as pairs of bf16 beginning at element `first` (even).
@@ -2331,9 +2420,10 @@ __device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], u
 // Waits for: attention.
 // Makes: middle.
 __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    uint32_t* block_waits, uint8_t* arena, uint32_t column_count, uint32_t* exchange_words, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
-    uint32_t& finisher, uint32_t& turn_parity, uint64_t& arrivals_due, uint64_t* counter) {
+    uint32_t* block_waits, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words, uint32_t& vector_parities,
+    uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn,
+    uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count, uint64_t& arrivals_due,
+    uint64_t* counter) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2344,7 +2434,7 @@ __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t s
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
-  load_vector(arena, thread, column_count, exchange_words);
+  load_copied(thread, landed, arena, exchange_words, vector_parities);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
   }
@@ -2371,6 +2461,7 @@ __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t s
   }
   named_barrier(1, 256);
   // grid barrier
+  fence_proxy_async_global();
   named_barrier(1, 256);
   if (thread == 0) {
     arrivals_due += 132;
@@ -2386,7 +2477,7 @@ __device__ __forceinline__ void publish_rows_2(float value, uint32_t first, uint
   float neighbour = shuffle_xor_f32(value, 1);
   uint32_t pair = pack_bf16x2(value, neighbour);
   if (lane < 8 && lane % 2 == 0) {
-    (exchange_words + ((((first + lane) / 32 * 8 + column) * 4 + (first + lane) / 8 % 4) * 4 + (first + lane) % 8 / 2 + 1256512))[0] = pair;
+    (exchange_words + ((((first + lane) / 32 * 8 + column) * 4 + (first + lane) / 8 % 4) * 4 + (first + lane) % 8 / 2 + 1256512))[0] = multiply_bf16x2(pair, ((((first + lane) / 32 * 8 + column) * 4 + (first + lane) / 8 % 4) * 4 + (first + lane) % 8 / 2) % 2 == 0 ? 1602248576u : 1568693632u);
   }
 }
 
@@ -2437,9 +2528,10 @@ __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], u
 // Waits for: middle.
 // Makes: gated.
 __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t column_count, uint32_t* exchange_words,
-    uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn,
-    uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint64_t& arrivals_due, uint64_t* counter) {
+    const bf16* norms, uint32_t* block_waits, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words,
+    uint32_t& vector_parities, uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
+    uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity,
+    uint64_t& arrivals_due, uint64_t* counter) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2451,64 +2543,147 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
+  if (thread == 0) {
+    fence_proxy_async();
+    mbarrier_arrive_expect_tx(landed, 8192);
+    bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 1240128), 8192, landed);
+    mbarrier_arrive_expect_tx(landed + 1, 8192);
+    bulk_copy_shared(arena + VECTOR + 8192, (const uint8_t*)(exchange_words + 1240128) + 8192, 8192, landed + 1);
+    mbarrier_arrive_expect_tx(landed + 2, 8192);
+    bulk_copy_shared(arena + VECTOR + 16384, (const uint8_t*)(exchange_words + 1240128) + 16384, 8192, landed + 2);
+    mbarrier_arrive_expect_tx(landed + 3, 8192);
+    bulk_copy_shared(arena + VECTOR + 24576, (const uint8_t*)(exchange_words + 1240128) + 24576, 8192, landed + 3);
+    mbarrier_arrive_expect_tx(landed + 4, 8192);
+    bulk_copy_shared(arena + VECTOR + 32768, (const uint8_t*)(exchange_words + 1248320), 8192, landed + 4);
+    mbarrier_arrive_expect_tx(landed + 5, 8192);
+    bulk_copy_shared(arena + VECTOR + 32768 + 8192, (const uint8_t*)(exchange_words + 1248320) + 8192, 8192, landed + 5);
+    mbarrier_arrive_expect_tx(landed + 6, 8192);
+    bulk_copy_shared(arena + VECTOR + 32768 + 16384, (const uint8_t*)(exchange_words + 1248320) + 16384, 8192, landed + 6);
+    mbarrier_arrive_expect_tx(landed + 7, 8192);
+    bulk_copy_shared(arena + VECTOR + 32768 + 24576, (const uint8_t*)(exchange_words + 1248320) + 24576, 8192, landed + 7);
+  }
   uint4* vector = (uint4*)(arena + VECTOR);
   float squares = 0.0f;
   uint32_t pair = thread / 32;
   const bf16* own_units = norms + (layer * 2 + 1) * 4096 + (pair * 4 + thread % 4) * 8;
-  uint32_t first_unit = thread;
-  uint4 weights[8];
-  #pragma unroll
-  for (uint32_t index = 0; index < 6; ++index) {
-    weights[index] = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 8 * 8);
-  }
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit + index * 256) * 4 + 1240128)))[0];
-      units[index] = words;
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
-    }
-  }
-  uint32_t first_unit_2 = thread + 1536;
-  uint4 weights_2[8];
-  #pragma unroll
-  for (uint32_t index = 0; index < 6; ++index) {
-    weights_2[index] = load_constant_u32x4(own_units + (first_unit_2 + index * 256 - thread) / 8 * 8);
-  }
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit_2 + index * 256) * 4 + 1240128)))[0];
-      units[index] = words;
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      normalise_unit(vector, first_unit_2 + index * 256, units[index], weights_2[index], squares);
-    }
-  }
-  uint32_t first_unit_3 = thread + 3072;
-  uint4 weights_3[8];
-  #pragma unroll
-  for (uint32_t index = 0; index < 4; ++index) {
-    weights_3[index] = load_constant_u32x4(own_units + (first_unit_3 + index * 256 - thread) / 8 * 8);
-  }
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 4; ++index) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit_3 + index * 256) * 4 + 1240128)))[0];
-      units[index] = words;
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 4; ++index) {
-      normalise_unit(vector, first_unit_3 + index * 256, units[index], weights_3[index], squares);
-    }
-  }
+  uint4 weights[2];
+  uint4 weights_2[2];
+  uint4 weights_3[2];
+  uint4 weights_4[2];
+  uint4 weights_5[2];
+  uint4 weights_6[2];
+  uint4 weights_7[2];
+  uint4 weights_8[2];
+  weights[0] = load_constant_u32x4(own_units + (thread - thread) / 8 * 8);
+  uint32_t unit = thread + 256;
+  weights[1] = load_constant_u32x4(own_units + (unit - thread) / 8 * 8);
+  uint32_t unit_2 = thread + 512;
+  weights_2[0] = load_constant_u32x4(own_units + (unit_2 - thread) / 8 * 8);
+  uint32_t unit_3 = thread + 768;
+  weights_2[1] = load_constant_u32x4(own_units + (unit_3 - thread) / 8 * 8);
+  uint32_t unit_4 = thread + 1024;
+  weights_3[0] = load_constant_u32x4(own_units + (unit_4 - thread) / 8 * 8);
+  uint32_t unit_5 = thread + 1280;
+  weights_3[1] = load_constant_u32x4(own_units + (unit_5 - thread) / 8 * 8);
+  uint32_t unit_6 = thread + 1536;
+  weights_4[0] = load_constant_u32x4(own_units + (unit_6 - thread) / 8 * 8);
+  uint32_t unit_7 = thread + 1792;
+  weights_4[1] = load_constant_u32x4(own_units + (unit_7 - thread) / 8 * 8);
+  uint32_t unit_8 = thread + 2048;
+  weights_5[0] = load_constant_u32x4(own_units + (unit_8 - thread) / 8 * 8);
+  uint32_t unit_9 = thread + 2304;
+  weights_5[1] = load_constant_u32x4(own_units + (unit_9 - thread) / 8 * 8);
+  uint32_t unit_10 = thread + 2560;
+  weights_6[0] = load_constant_u32x4(own_units + (unit_10 - thread) / 8 * 8);
+  uint32_t unit_11 = thread + 2816;
+  weights_6[1] = load_constant_u32x4(own_units + (unit_11 - thread) / 8 * 8);
+  uint32_t unit_12 = thread + 3072;
+  weights_7[0] = load_constant_u32x4(own_units + (unit_12 - thread) / 8 * 8);
+  uint32_t unit_13 = thread + 3328;
+  weights_7[1] = load_constant_u32x4(own_units + (unit_13 - thread) / 8 * 8);
+  uint32_t unit_14 = thread + 3584;
+  weights_8[0] = load_constant_u32x4(own_units + (unit_14 - thread) / 8 * 8);
+  uint32_t unit_15 = thread + 3840;
+  weights_8[1] = load_constant_u32x4(own_units + (unit_15 - thread) / 8 * 8);
+  mbarrier_wait(landed, vector_parities & 1);
+  uint4 units[2];
+  units[0] = vector[thread];
+  uint32_t unit_16 = thread + 256;
+  units[1] = vector[unit_16];
+  normalise_unit(vector, thread, units[0], weights[0], squares);
+  uint32_t unit_17 = thread + 256;
+  normalise_unit(vector, unit_17, units[1], weights[1], squares);
+  mbarrier_wait(landed + 1, vector_parities & 1);
+  uint4 units_2[2];
+  uint32_t unit_18 = thread + 512;
+  units_2[0] = vector[unit_18];
+  uint32_t unit_19 = thread + 768;
+  units_2[1] = vector[unit_19];
+  uint32_t unit_20 = thread + 512;
+  normalise_unit(vector, unit_20, units_2[0], weights_2[0], squares);
+  uint32_t unit_21 = thread + 768;
+  normalise_unit(vector, unit_21, units_2[1], weights_2[1], squares);
+  mbarrier_wait(landed + 2, vector_parities & 1);
+  uint4 units_3[2];
+  uint32_t unit_22 = thread + 1024;
+  units_3[0] = vector[unit_22];
+  uint32_t unit_23 = thread + 1280;
+  units_3[1] = vector[unit_23];
+  uint32_t unit_24 = thread + 1024;
+  normalise_unit(vector, unit_24, units_3[0], weights_3[0], squares);
+  uint32_t unit_25 = thread + 1280;
+  normalise_unit(vector, unit_25, units_3[1], weights_3[1], squares);
+  mbarrier_wait(landed + 3, vector_parities & 1);
+  uint4 units_4[2];
+  uint32_t unit_26 = thread + 1536;
+  units_4[0] = vector[unit_26];
+  uint32_t unit_27 = thread + 1792;
+  units_4[1] = vector[unit_27];
+  uint32_t unit_28 = thread + 1536;
+  normalise_unit(vector, unit_28, units_4[0], weights_4[0], squares);
+  uint32_t unit_29 = thread + 1792;
+  normalise_unit(vector, unit_29, units_4[1], weights_4[1], squares);
+  mbarrier_wait(landed + 4, (vector_parities >> 1) & 1);
+  uint4 units_5[2];
+  uint32_t unit_30 = thread + 2048;
+  units_5[0] = vector[unit_30];
+  uint32_t unit_31 = thread + 2304;
+  units_5[1] = vector[unit_31];
+  uint32_t unit_32 = thread + 2048;
+  normalise_unit(vector, unit_32, units_5[0], weights_5[0], squares);
+  uint32_t unit_33 = thread + 2304;
+  normalise_unit(vector, unit_33, units_5[1], weights_5[1], squares);
+  mbarrier_wait(landed + 5, (vector_parities >> 1) & 1);
+  uint4 units_6[2];
+  uint32_t unit_34 = thread + 2560;
+  units_6[0] = vector[unit_34];
+  uint32_t unit_35 = thread + 2816;
+  units_6[1] = vector[unit_35];
+  uint32_t unit_36 = thread + 2560;
+  normalise_unit(vector, unit_36, units_6[0], weights_6[0], squares);
+  uint32_t unit_37 = thread + 2816;
+  normalise_unit(vector, unit_37, units_6[1], weights_6[1], squares);
+  mbarrier_wait(landed + 6, (vector_parities >> 1) & 1);
+  uint4 units_7[2];
+  uint32_t unit_38 = thread + 3072;
+  units_7[0] = vector[unit_38];
+  uint32_t unit_39 = thread + 3328;
+  units_7[1] = vector[unit_39];
+  uint32_t unit_40 = thread + 3072;
+  normalise_unit(vector, unit_40, units_7[0], weights_7[0], squares);
+  uint32_t unit_41 = thread + 3328;
+  normalise_unit(vector, unit_41, units_7[1], weights_7[1], squares);
+  mbarrier_wait(landed + 7, (vector_parities >> 1) & 1);
+  uint4 units_8[2];
+  uint32_t unit_42 = thread + 3584;
+  units_8[0] = vector[unit_42];
+  uint32_t unit_43 = thread + 3840;
+  units_8[1] = vector[unit_43];
+  uint32_t unit_44 = thread + 3584;
+  normalise_unit(vector, unit_44, units_8[0], weights_8[0], squares);
+  uint32_t unit_45 = thread + 3840;
+  normalise_unit(vector, unit_45, units_8[1], weights_8[1], squares);
+  vector_parities ^= 3;
   write_scales(squares, arena, lane, warp, thread, column_count);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
@@ -2536,6 +2711,7 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   }
   named_barrier(1, 256);
   // grid barrier
+  fence_proxy_async_global();
   named_barrier(1, 256);
   if (thread == 0) {
     arrivals_due += 132;
@@ -2545,50 +2721,13 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   named_barrier(1, 256);
 }
 
-// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, uint32_t column_count,
-    uint32_t* exchange_words) {
-  uint4* vector = (uint4*)(arena + VECTOR);
-  uint32_t first_unit = thread;
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit + index * 256) * 4 + 1256512)))[0];
-      units[index] = words;
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      vector[first_unit + index * 256] = make_u32x4(multiply_bf16x2(units[index].x, 1602248576), multiply_bf16x2(units[index].y, 1568693632), multiply_bf16x2(units[index].z, 1602248576), multiply_bf16x2(units[index].w, 1568693632));
-    }
-  }
-  uint32_t first_unit_2 = thread + 2048;
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit_2 + index * 256) * 4 + 1256512)))[0];
-      units[index] = words;
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      vector[first_unit_2 + index * 256] = make_u32x4(multiply_bf16x2(units[index].x, 1602248576), multiply_bf16x2(units[index].y, 1568693632), multiply_bf16x2(units[index].z, 1602248576), multiply_bf16x2(units[index].w, 1568693632));
-    }
-  }
-  uint32_t first_unit_3 = thread + 4096;
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit_3 + index * 256) * 4 + 1256512)))[0];
-      units[index] = words;
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      vector[first_unit_3 + index * 256] = make_u32x4(multiply_bf16x2(units[index].x, 1602248576), multiply_bf16x2(units[index].y, 1568693632), multiply_bf16x2(units[index].z, 1602248576), multiply_bf16x2(units[index].w, 1568693632));
-    }
-  }
-  named_barrier(1, 256);
+// Until this warp has what it multiplies of a part.
+__device__ __forceinline__ void wait(uint32_t part, uint8_t* arena, uint64_t* landed, uint32_t& vector_parities) {
+  uint32_t half = part % 2;
+  uint4* vector = (uint4*)(arena + VECTOR) + half * 2048;
+  mbarrier_wait(landed + half * 4, (vector_parities >> half) & 1);
+  mbarrier_wait(landed + (half * 4 + 1), (vector_parities >> half) & 1);
+  vector_parities ^= 1u << half;
 }
 
 // Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
@@ -2657,70 +2796,21 @@ __device__ __forceinline__ void multiply_chunk_2(uint32_t chunk, uint32_t place,
   wait_for_u32(have_read);
 }
 
-// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, uint32_t column_count,
+// This warp has multiplied a part; once all have, the next but one comes in its place.
+__device__ __forceinline__ void release(uint32_t part, uint32_t thread, uint64_t* landed, uint8_t* arena,
     uint32_t* exchange_words) {
-  uint4* vector = (uint4*)(arena + VECTOR);
-  uint32_t first_unit = thread;
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit + 6144 + index * 256) * 4 + 1256512)))[0];
-      units[index] = words;
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      vector[first_unit + index * 256] = make_u32x4(multiply_bf16x2(units[index].x, 1602248576), multiply_bf16x2(units[index].y, 1568693632), multiply_bf16x2(units[index].z, 1602248576), multiply_bf16x2(units[index].w, 1568693632));
-    }
-  }
-  uint32_t first_unit_2 = thread + 2048;
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit_2 + 6144 + index * 256) * 4 + 1256512)))[0];
-      units[index] = words;
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      vector[first_unit_2 + index * 256] = make_u32x4(multiply_bf16x2(units[index].x, 1602248576), multiply_bf16x2(units[index].y, 1568693632), multiply_bf16x2(units[index].z, 1602248576), multiply_bf16x2(units[index].w, 1568693632));
-    }
-  }
-  uint32_t first_unit_3 = thread + 4096;
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit_3 + 6144 + index * 256) * 4 + 1256512)))[0];
-      units[index] = words;
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      vector[first_unit_3 + index * 256] = make_u32x4(multiply_bf16x2(units[index].x, 1602248576), multiply_bf16x2(units[index].y, 1568693632), multiply_bf16x2(units[index].z, 1602248576), multiply_bf16x2(units[index].w, 1568693632));
-    }
-  }
   named_barrier(1, 256);
-}
-
-// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_4(uint8_t* arena, uint32_t thread, uint32_t column_count,
-    uint32_t* exchange_words) {
-  uint4* vector = (uint4*)(arena + VECTOR);
-  uint32_t first_unit = thread;
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit + 12288 + index * 256) * 4 + 1256512)))[0];
-      units[index] = words;
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      vector[first_unit + index * 256] = make_u32x4(multiply_bf16x2(units[index].x, 1602248576), multiply_bf16x2(units[index].y, 1568693632), multiply_bf16x2(units[index].z, 1602248576), multiply_bf16x2(units[index].w, 1568693632));
+  if (part + 2 < 7) {
+    if (thread == 0) {
+      fence_proxy_async();
+      mbarrier_arrive_expect_tx(landed + (part + 2) % 2 * 4, 16384);
+      bulk_copy_shared(arena + VECTOR + (part + 2) % 2 * 32768, (const uint8_t*)(exchange_words + ((part + 2) * 8192 + 1256512)), 16384, landed + (part + 2) % 2 * 4);
+      mbarrier_arrive_expect_tx(landed + ((part + 2) % 2 * 4 + 1), 16384);
+      bulk_copy_shared(arena + VECTOR + (part + 2) % 2 * 32768 + 16384, (const uint8_t*)(exchange_words + ((part + 2) * 8192 + 1256512)) + 16384, 16384, landed + ((part + 2) % 2 * 4 + 1));
+      mbarrier_arrive(landed + ((part + 2) % 2 * 4 + 2));
+      mbarrier_arrive(landed + ((part + 2) % 2 * 4 + 3));
     }
   }
-  named_barrier(1, 256);
 }
 
 // Publish `count` values, one a lane from lane 0 on, as pairs of bf16 beginning at element `first` (even).
@@ -2784,9 +2874,10 @@ __device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], u
 // Waits for: gated.
 // Makes: hidden.
 __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    uint32_t* block_waits, uint8_t* arena, uint32_t column_count, uint32_t* exchange_words, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
-    uint32_t& finisher, uint32_t& turn_parity, uint64_t& arrivals_due, uint64_t* counter) {
+    uint32_t* block_waits, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words, uint32_t& vector_parities,
+    uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn,
+    uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count, uint64_t& arrivals_due,
+    uint64_t* counter) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2799,100 +2890,61 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
-  load_vector_2(arena, thread, column_count, exchange_words);
   if (thread == 0) {
-    store_shared_u32(block_waits, 0);
+    fence_proxy_async();
+    mbarrier_arrive_expect_tx(landed, 16384);
+    bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 1256512), 16384, landed);
+    mbarrier_arrive_expect_tx(landed + 1, 16384);
+    bulk_copy_shared(arena + VECTOR + 16384, (const uint8_t*)(exchange_words + 1256512) + 16384, 16384, landed + 1);
+    mbarrier_arrive(landed + 2);
+    mbarrier_arrive(landed + 3);
+    mbarrier_arrive_expect_tx(landed + 4, 16384);
+    bulk_copy_shared(arena + VECTOR + 32768, (const uint8_t*)(exchange_words + 1264704), 16384, landed + 4);
+    mbarrier_arrive_expect_tx(landed + 5, 16384);
+    bulk_copy_shared(arena + VECTOR + 32768 + 16384, (const uint8_t*)(exchange_words + 1264704) + 16384, 16384, landed + 5);
+    mbarrier_arrive(landed + 6);
+    mbarrier_arrive(landed + 7);
   }
-  #pragma unroll 2
-  for (uint32_t chunk = 0; chunk < 3; ++chunk) {
-    mbarrier_wait(full + use_stage, use_parity);
-    uint8_t* chunk_2 = ring + use_stage * 17024;
-    multiply_chunk_2(chunk, chunk, sums, warp, chunk_2, arena, lane);
-    warp_barrier();
-    if (lane == 0) {
-      mbarrier_arrive(empty + use_stage);
+  #pragma unroll 1
+  for (uint32_t part = 0; part < 7; ++part) {
+    wait(part, arena, landed, vector_parities);
+    if (part == 0) {
+      if (thread == 0) {
+        store_shared_u32(block_waits, 0);
+      }
     }
-    advance(use_stage, use_parity);
-  }
-  if (position + 132 < 256) {
+    uint32_t end = part + 1 < 7 ? part + 1 : 7;
+    uint32_t place = part % 2;
     #pragma unroll 2
-    for (uint32_t chunk = 0; chunk < 3; ++chunk) {
+    for (uint32_t chunk = part; chunk < end; ++chunk) {
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 17024;
-      multiply_chunk_2(chunk, chunk, sums_2, warp, chunk_2, arena, lane);
+      multiply_chunk_2(chunk, chunk - part + place, sums, warp, chunk_2, arena, lane);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
       }
       advance(use_stage, use_parity);
     }
-  }
-  named_barrier(1, 256);
-  if (thread == 0) {
-    store_shared_u32(block_waits, 1);
-  }
-  load_vector_3(arena, thread, column_count, exchange_words);
-  if (thread == 0) {
-    store_shared_u32(block_waits, 0);
-  }
-  #pragma unroll 2
-  for (uint32_t chunk = 3; chunk < 6; ++chunk) {
-    mbarrier_wait(full + use_stage, use_parity);
-    uint8_t* chunk_2 = ring + use_stage * 17024;
-    multiply_chunk_2(chunk, chunk - 3, sums, warp, chunk_2, arena, lane);
-    warp_barrier();
-    if (lane == 0) {
-      mbarrier_arrive(empty + use_stage);
-    }
-    advance(use_stage, use_parity);
-  }
-  if (position + 132 < 256) {
-    #pragma unroll 2
-    for (uint32_t chunk = 3; chunk < 6; ++chunk) {
-      mbarrier_wait(full + use_stage, use_parity);
-      uint8_t* chunk_2 = ring + use_stage * 17024;
-      multiply_chunk_2(chunk, chunk - 3, sums_2, warp, chunk_2, arena, lane);
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(empty + use_stage);
+    if (position + 132 < 256) {
+      if (part == 6) {
+        if (thread == 0) {
+          store_shared_u32(block_waits, 1);
+        }
       }
-      advance(use_stage, use_parity);
-    }
-  }
-  named_barrier(1, 256);
-  if (thread == 0) {
-    store_shared_u32(block_waits, 1);
-  }
-  load_vector_4(arena, thread, column_count, exchange_words);
-  if (thread == 0) {
-    store_shared_u32(block_waits, 0);
-  }
-  #pragma unroll 2
-  for (uint32_t chunk = 6; chunk < 7; ++chunk) {
-    mbarrier_wait(full + use_stage, use_parity);
-    uint8_t* chunk_2 = ring + use_stage * 17024;
-    multiply_chunk_2(chunk, chunk - 6, sums, warp, chunk_2, arena, lane);
-    warp_barrier();
-    if (lane == 0) {
-      mbarrier_arrive(empty + use_stage);
-    }
-    advance(use_stage, use_parity);
-  }
-  if (position + 132 < 256) {
-    if (thread == 0) {
-      store_shared_u32(block_waits, 1);
-    }
-    #pragma unroll 2
-    for (uint32_t chunk = 6; chunk < 7; ++chunk) {
-      mbarrier_wait(full + use_stage, use_parity);
-      uint8_t* chunk_2 = ring + use_stage * 17024;
-      multiply_chunk_2(chunk, chunk - 6, sums_2, warp, chunk_2, arena, lane);
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(empty + use_stage);
+      #pragma unroll 2
+      for (uint32_t chunk = part; chunk < end; ++chunk) {
+        mbarrier_wait(full + use_stage, use_parity);
+        uint8_t* chunk_2 = ring + use_stage * 17024;
+        multiply_chunk_2(chunk, chunk - part + place, sums_2, warp, chunk_2, arena, lane);
+        warp_barrier();
+        if (lane == 0) {
+          mbarrier_arrive(empty + use_stage);
+        }
+        advance(use_stage, use_parity);
       }
-      advance(use_stage, use_parity);
     }
+    release(part, thread, landed, arena, exchange_words);
   }
   reduce_4(position, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, exchange_words);
   if (position + 132 < 256) {
@@ -2901,6 +2953,7 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
   }
   named_barrier(1, 256);
   // grid barrier
+  fence_proxy_async_global();
   named_barrier(1, 256);
   if (thread == 0) {
     arrivals_due += 132;
@@ -3106,11 +3159,11 @@ __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], u
 // Waits for: hidden of the last layer.
 // Makes: logits, where they are wanted, and candidates in registers.
 __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint32_t step, uint32_t head_from,
-    float* logits, uint32_t* block_waits, uint8_t* arena, const bf16* norms, uint32_t column_count,
-    uint32_t* exchange_words, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
-    uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t options,
-    const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts, float* weighed,
-    float& best, uint32_t& best_token) {
+    float* logits, uint32_t* block_waits, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words, const bf16* norms,
+    uint32_t& vector_parities, uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
+    uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity,
+    uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts,
+    float* weighed, float& best, uint32_t& best_token) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -3122,64 +3175,147 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
+    if (thread == 0) {
+      fence_proxy_async();
+      mbarrier_arrive_expect_tx(landed, 8192);
+      bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 64), 8192, landed);
+      mbarrier_arrive_expect_tx(landed + 1, 8192);
+      bulk_copy_shared(arena + VECTOR + 8192, (const uint8_t*)(exchange_words + 64) + 8192, 8192, landed + 1);
+      mbarrier_arrive_expect_tx(landed + 2, 8192);
+      bulk_copy_shared(arena + VECTOR + 16384, (const uint8_t*)(exchange_words + 64) + 16384, 8192, landed + 2);
+      mbarrier_arrive_expect_tx(landed + 3, 8192);
+      bulk_copy_shared(arena + VECTOR + 24576, (const uint8_t*)(exchange_words + 64) + 24576, 8192, landed + 3);
+      mbarrier_arrive_expect_tx(landed + 4, 8192);
+      bulk_copy_shared(arena + VECTOR + 32768, (const uint8_t*)(exchange_words + 8256), 8192, landed + 4);
+      mbarrier_arrive_expect_tx(landed + 5, 8192);
+      bulk_copy_shared(arena + VECTOR + 32768 + 8192, (const uint8_t*)(exchange_words + 8256) + 8192, 8192, landed + 5);
+      mbarrier_arrive_expect_tx(landed + 6, 8192);
+      bulk_copy_shared(arena + VECTOR + 32768 + 16384, (const uint8_t*)(exchange_words + 8256) + 16384, 8192, landed + 6);
+      mbarrier_arrive_expect_tx(landed + 7, 8192);
+      bulk_copy_shared(arena + VECTOR + 32768 + 24576, (const uint8_t*)(exchange_words + 8256) + 24576, 8192, landed + 7);
+    }
     uint4* vector = (uint4*)(arena + VECTOR);
     float squares = 0.0f;
     uint32_t pair = thread / 32;
     const bf16* own_units = norms + 262144 + (pair * 4 + thread % 4) * 8;
-    uint32_t first_unit = thread;
-    uint4 weights[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      weights[index] = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 8 * 8);
-    }
-    if (thread / 4 % 8 < column_count) {
-      uint4 units[8];
-      #pragma unroll
-      for (uint32_t index = 0; index < 6; ++index) {
-        uint4 words = ((const uint4*)(exchange_words + ((first_unit + index * 256) * 4 + 64)))[0];
-        units[index] = words;
-      }
-      #pragma unroll
-      for (uint32_t index = 0; index < 6; ++index) {
-        normalise_unit_2(vector, first_unit + index * 256, units[index], weights[index], squares);
-      }
-    }
-    uint32_t first_unit_2 = thread + 1536;
-    uint4 weights_2[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      weights_2[index] = load_constant_u32x4(own_units + (first_unit_2 + index * 256 - thread) / 8 * 8);
-    }
-    if (thread / 4 % 8 < column_count) {
-      uint4 units[8];
-      #pragma unroll
-      for (uint32_t index = 0; index < 6; ++index) {
-        uint4 words = ((const uint4*)(exchange_words + ((first_unit_2 + index * 256) * 4 + 64)))[0];
-        units[index] = words;
-      }
-      #pragma unroll
-      for (uint32_t index = 0; index < 6; ++index) {
-        normalise_unit_2(vector, first_unit_2 + index * 256, units[index], weights_2[index], squares);
-      }
-    }
-    uint32_t first_unit_3 = thread + 3072;
-    uint4 weights_3[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 4; ++index) {
-      weights_3[index] = load_constant_u32x4(own_units + (first_unit_3 + index * 256 - thread) / 8 * 8);
-    }
-    if (thread / 4 % 8 < column_count) {
-      uint4 units[8];
-      #pragma unroll
-      for (uint32_t index = 0; index < 4; ++index) {
-        uint4 words = ((const uint4*)(exchange_words + ((first_unit_3 + index * 256) * 4 + 64)))[0];
-        units[index] = words;
-      }
-      #pragma unroll
-      for (uint32_t index = 0; index < 4; ++index) {
-        normalise_unit_2(vector, first_unit_3 + index * 256, units[index], weights_3[index], squares);
-      }
-    }
+    uint4 weights[2];
+    uint4 weights_2[2];
+    uint4 weights_3[2];
+    uint4 weights_4[2];
+    uint4 weights_5[2];
+    uint4 weights_6[2];
+    uint4 weights_7[2];
+    uint4 weights_8[2];
+    weights[0] = load_constant_u32x4(own_units + (thread - thread) / 8 * 8);
+    uint32_t unit = thread + 256;
+    weights[1] = load_constant_u32x4(own_units + (unit - thread) / 8 * 8);
+    uint32_t unit_2 = thread + 512;
+    weights_2[0] = load_constant_u32x4(own_units + (unit_2 - thread) / 8 * 8);
+    uint32_t unit_3 = thread + 768;
+    weights_2[1] = load_constant_u32x4(own_units + (unit_3 - thread) / 8 * 8);
+    uint32_t unit_4 = thread + 1024;
+    weights_3[0] = load_constant_u32x4(own_units + (unit_4 - thread) / 8 * 8);
+    uint32_t unit_5 = thread + 1280;
+    weights_3[1] = load_constant_u32x4(own_units + (unit_5 - thread) / 8 * 8);
+    uint32_t unit_6 = thread + 1536;
+    weights_4[0] = load_constant_u32x4(own_units + (unit_6 - thread) / 8 * 8);
+    uint32_t unit_7 = thread + 1792;
+    weights_4[1] = load_constant_u32x4(own_units + (unit_7 - thread) / 8 * 8);
+    uint32_t unit_8 = thread + 2048;
+    weights_5[0] = load_constant_u32x4(own_units + (unit_8 - thread) / 8 * 8);
+    uint32_t unit_9 = thread + 2304;
+    weights_5[1] = load_constant_u32x4(own_units + (unit_9 - thread) / 8 * 8);
+    uint32_t unit_10 = thread + 2560;
+    weights_6[0] = load_constant_u32x4(own_units + (unit_10 - thread) / 8 * 8);
+    uint32_t unit_11 = thread + 2816;
+    weights_6[1] = load_constant_u32x4(own_units + (unit_11 - thread) / 8 * 8);
+    uint32_t unit_12 = thread + 3072;
+    weights_7[0] = load_constant_u32x4(own_units + (unit_12 - thread) / 8 * 8);
+    uint32_t unit_13 = thread + 3328;
+    weights_7[1] = load_constant_u32x4(own_units + (unit_13 - thread) / 8 * 8);
+    uint32_t unit_14 = thread + 3584;
+    weights_8[0] = load_constant_u32x4(own_units + (unit_14 - thread) / 8 * 8);
+    uint32_t unit_15 = thread + 3840;
+    weights_8[1] = load_constant_u32x4(own_units + (unit_15 - thread) / 8 * 8);
+    mbarrier_wait(landed, vector_parities & 1);
+    uint4 units[2];
+    units[0] = vector[thread];
+    uint32_t unit_16 = thread + 256;
+    units[1] = vector[unit_16];
+    normalise_unit_2(vector, thread, units[0], weights[0], squares);
+    uint32_t unit_17 = thread + 256;
+    normalise_unit_2(vector, unit_17, units[1], weights[1], squares);
+    mbarrier_wait(landed + 1, vector_parities & 1);
+    uint4 units_2[2];
+    uint32_t unit_18 = thread + 512;
+    units_2[0] = vector[unit_18];
+    uint32_t unit_19 = thread + 768;
+    units_2[1] = vector[unit_19];
+    uint32_t unit_20 = thread + 512;
+    normalise_unit_2(vector, unit_20, units_2[0], weights_2[0], squares);
+    uint32_t unit_21 = thread + 768;
+    normalise_unit_2(vector, unit_21, units_2[1], weights_2[1], squares);
+    mbarrier_wait(landed + 2, vector_parities & 1);
+    uint4 units_3[2];
+    uint32_t unit_22 = thread + 1024;
+    units_3[0] = vector[unit_22];
+    uint32_t unit_23 = thread + 1280;
+    units_3[1] = vector[unit_23];
+    uint32_t unit_24 = thread + 1024;
+    normalise_unit_2(vector, unit_24, units_3[0], weights_3[0], squares);
+    uint32_t unit_25 = thread + 1280;
+    normalise_unit_2(vector, unit_25, units_3[1], weights_3[1], squares);
+    mbarrier_wait(landed + 3, vector_parities & 1);
+    uint4 units_4[2];
+    uint32_t unit_26 = thread + 1536;
+    units_4[0] = vector[unit_26];
+    uint32_t unit_27 = thread + 1792;
+    units_4[1] = vector[unit_27];
+    uint32_t unit_28 = thread + 1536;
+    normalise_unit_2(vector, unit_28, units_4[0], weights_4[0], squares);
+    uint32_t unit_29 = thread + 1792;
+    normalise_unit_2(vector, unit_29, units_4[1], weights_4[1], squares);
+    mbarrier_wait(landed + 4, (vector_parities >> 1) & 1);
+    uint4 units_5[2];
+    uint32_t unit_30 = thread + 2048;
+    units_5[0] = vector[unit_30];
+    uint32_t unit_31 = thread + 2304;
+    units_5[1] = vector[unit_31];
+    uint32_t unit_32 = thread + 2048;
+    normalise_unit_2(vector, unit_32, units_5[0], weights_5[0], squares);
+    uint32_t unit_33 = thread + 2304;
+    normalise_unit_2(vector, unit_33, units_5[1], weights_5[1], squares);
+    mbarrier_wait(landed + 5, (vector_parities >> 1) & 1);
+    uint4 units_6[2];
+    uint32_t unit_34 = thread + 2560;
+    units_6[0] = vector[unit_34];
+    uint32_t unit_35 = thread + 2816;
+    units_6[1] = vector[unit_35];
+    uint32_t unit_36 = thread + 2560;
+    normalise_unit_2(vector, unit_36, units_6[0], weights_6[0], squares);
+    uint32_t unit_37 = thread + 2816;
+    normalise_unit_2(vector, unit_37, units_6[1], weights_6[1], squares);
+    mbarrier_wait(landed + 6, (vector_parities >> 1) & 1);
+    uint4 units_7[2];
+    uint32_t unit_38 = thread + 3072;
+    units_7[0] = vector[unit_38];
+    uint32_t unit_39 = thread + 3328;
+    units_7[1] = vector[unit_39];
+    uint32_t unit_40 = thread + 3072;
+    normalise_unit_2(vector, unit_40, units_7[0], weights_7[0], squares);
+    uint32_t unit_41 = thread + 3328;
+    normalise_unit_2(vector, unit_41, units_7[1], weights_7[1], squares);
+    mbarrier_wait(landed + 7, (vector_parities >> 1) & 1);
+    uint4 units_8[2];
+    uint32_t unit_42 = thread + 3584;
+    units_8[0] = vector[unit_42];
+    uint32_t unit_43 = thread + 3840;
+    units_8[1] = vector[unit_43];
+    uint32_t unit_44 = thread + 3584;
+    normalise_unit_2(vector, unit_44, units_8[0], weights_8[0], squares);
+    uint32_t unit_45 = thread + 3840;
+    normalise_unit_2(vector, unit_45, units_8[1], weights_8[1], squares);
+    vector_parities ^= 3;
     write_scales(squares, arena, lane, warp, thread, column_count);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
@@ -4189,6 +4325,7 @@ __device__ __forceinline__ void filter(uint32_t warp, uint8_t* arena, uint32_t s
     }
     weigh_all(step_epoch + 33 + round, round, warp, arena, weighed, sequences, lane, block, exchange_words);
     // grid barrier
+    fence_proxy_async_global();
     named_barrier(1, 256);
     if (thread == 0) {
       arrivals_due += 132;
@@ -4263,6 +4400,7 @@ __device__ __forceinline__ void sampling(uint32_t* progress, uint32_t block, uin
     answer = load_relaxed_u32_sys(cancelled + sequence);
   }
   // grid barrier
+  fence_proxy_async_global();
   named_barrier(1, 256);
   if (thread == 0) {
     arrivals_due += 132;
@@ -4391,8 +4529,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
   uint32_t* exchange_words = (uint32_t*)(exchange);
+  uint64_t* landed = (uint64_t*)(arena + VECTOR_BARRIERS);
   uint64_t* full = (uint64_t*)(arena + RING_BARRIERS);
-  uint64_t* empty = full + 6;
+  uint64_t* empty = full + 8;
   uint8_t* ring = arena + RING;
   uint32_t* block_waits = (uint32_t*)(arena + BLOCK_WAITS);
   uint64_t* summed = (uint64_t*)(arena + REDUCTION_BARRIERS);
@@ -4400,7 +4539,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
   uint32_t* next_token = (uint32_t*)(arena + NEXT_TOKEN);
   // barriers, and every column's first token
   if (thread == 0) {
-    for (uint32_t stage = 0; stage < 6; ++stage) {
+    for (uint32_t stage = 0; stage < 8; ++stage) {
       mbarrier_init(full + stage, 1);
       mbarrier_init(empty + stage, 8);
     }
@@ -4410,6 +4549,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
     }
     mbarrier_init(step_done, 1);
     mbarrier_init(step_done + 1, 1);
+    for (uint32_t piece = 0; piece < 8; ++piece) {
+      mbarrier_init(landed + piece, 1);
+    }
     mbarrier_fence_init();
   }
   take_first(thread, column_count, columns, next_token, sequences, tokens, arena);
@@ -4473,6 +4615,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       arrivals_due = (ticket / 132 + 1) * 132;
       wait_at_least_u64(counter, arrivals_due);
     }
+    uint32_t vector_parities = 0;
     named_barrier(1, 256);
     for (uint32_t step = 0; step < steps; ++step) {
       bool has_new_plan = follow_plan(plan_index, step, plan_count, kv_plans);
@@ -4487,23 +4630,24 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       named_barrier(1, 256);
       for (uint32_t layer = 0; layer < 32; ++layer) {
         uint32_t layer_epoch = step_epoch + layer;
-        qkv(progress, block, step, layer, norms, block_waits, arena, column_count, embedding, next_token,
-            exchange_words, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity, page_table,
-            kv, arrivals_due, counter);
+        qkv(progress, block, step, layer, norms, block_waits, arena, column_count, embedding, next_token, landed,
+            exchange_words, vector_parities, full, use_stage, use_parity, ring, empty, turn, summed, finisher,
+            turn_parity, page_table, kv, arrivals_due, counter);
         attention(progress, block, step, layer, arena, kv_plans, plan_index, tiles, layer_epoch, exchange_words,
             use_stage, full, use_parity, ring, empty, arrivals_due, counter);
-        o(progress, block, step, layer, block_waits, arena, column_count, exchange_words, full, use_stage, use_parity,
-            ring, empty, turn, summed, finisher, turn_parity, arrivals_due, counter);
-        gate_up(progress, block, step, layer, norms, block_waits, arena, column_count, exchange_words, full, use_stage,
-            use_parity, ring, empty, turn, summed, finisher, turn_parity, arrivals_due, counter);
-        down(progress, block, step, layer, block_waits, arena, column_count, exchange_words, full, use_stage,
-            use_parity, ring, empty, turn, summed, finisher, turn_parity, arrivals_due, counter);
+        o(progress, block, step, layer, block_waits, landed, arena, exchange_words, vector_parities, full, use_stage,
+            use_parity, ring, empty, turn, summed, finisher, turn_parity, column_count, arrivals_due, counter);
+        gate_up(progress, block, step, layer, norms, block_waits, landed, arena, exchange_words, vector_parities,
+            column_count, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity, arrivals_due,
+            counter);
+        down(progress, block, step, layer, block_waits, landed, arena, exchange_words, vector_parities, full, use_stage,
+            use_parity, ring, empty, turn, summed, finisher, turn_parity, column_count, arrivals_due, counter);
       }
       float best = -bits_float(0x7f800000);
       uint32_t best_token = 4294967295u;
-      lm_head(progress, block, step, head_from, logits, block_waits, arena, norms, column_count, exchange_words, full,
-          use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity, options, sequences, masks,
-          logit_bias, token_counts, weighed, best, best_token);
+      lm_head(progress, block, step, head_from, logits, block_waits, landed, arena, exchange_words, norms,
+          vector_parities, column_count, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity,
+          options, sequences, masks, logit_bias, token_counts, weighed, best, best_token);
       sampling(progress, block, step, arena, best, best_token, options, column_count, sequences, weighed, step_epoch,
           exchange_words, cancelled, arrivals_due, counter, epoch, token_counts);
       take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, emitted, stop_ids, next_token,

@@ -3,7 +3,7 @@
 //
 // model: hidden 2048, ffn 8192, vocab 128256, heads 32, kv_heads 8, head_dim 64, layers 16
 // machine: h200, 132 blocks of 384 threads: 8 consumer warps
-// plan: consumer_warps 8, stage_bytes 16384, stages 11, in_flight 3, in_flight_waiting 2, producer_warps 4, sync barrier, page_size 16, max_context 8192, batch 8, tokens 8, down_slices 4, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 4, start_residual 0, start_gate_up 4, start_head 4, trace False
+// plan: consumer_warps 8, stage_bytes 16384, stages 11, in_flight 3, in_flight_waiting 2, producer_warps 4, sync barrier, page_size 16, max_context 8192, batch 8, tokens 8, down_slices 8, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 4, start_residual 0, start_gate_up 4, start_head 4, trace False
 // weights read a step: 2471493632 bytes, in 121634816 a layer
 // shared memory:
 //     offset    bytes  region
@@ -22,19 +22,20 @@
 //     200960     4096  newest  (over scratch)
 //     216960    10496  reductions
 //     227456       16  reduction_barriers
-//     227472      512  residual
-//     227984      256  partial_sums
-//     228240       32  scales
-//     228272     2048  rope
-//     230320      512  statistics
-//     230832      592  records
-//     231424       64  warp_candidates
-//     231488      288  columns
-//     231776       32  chosen
-//     231808       16  step_done
-//     231824       36  next_token
-//              231860  total
-//              232448  a block has, 588 free
+//     227472       64  vector_barriers
+//     227536      512  residual
+//     228048      256  partial_sums
+//     228304       32  scales
+//     228336     2048  rope
+//     230384      512  statistics
+//     230896      592  records
+//     231488       64  warp_candidates
+//     231552      288  columns
+//     231840       32  chosen
+//     231872       16  step_done
+//     231888       36  next_token
+//              231924  total
+//              232448  a block has, 524 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -163,8 +164,17 @@ __device__ __forceinline__ void bulk_copy(void* destination, const void* source,
     : "memory");
 }
 
+__device__ __forceinline__ void bulk_copy_shared(void* destination, const void* source, uint32_t bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+    :: "r"(shared_address(destination)), "l"(source), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+}
+
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+__device__ __forceinline__ void fence_proxy_async_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 __device__ __forceinline__ void prefetch_l2(const void* place) {
@@ -306,17 +316,18 @@ constexpr uint32_t QUERIES = 196864;
 constexpr uint32_t NEWEST = 200960;
 constexpr uint32_t REDUCTIONS = 216960;
 constexpr uint32_t REDUCTION_BARRIERS = 227456;
-constexpr uint32_t RESIDUAL = 227472;
-constexpr uint32_t PARTIAL_SUMS = 227984;
-constexpr uint32_t SCALES = 228240;
-constexpr uint32_t ROPE = 228272;
-constexpr uint32_t STATISTICS = 230320;
-constexpr uint32_t RECORDS = 230832;
-constexpr uint32_t WARP_CANDIDATES = 231424;
-constexpr uint32_t COLUMNS = 231488;
-constexpr uint32_t CHOSEN = 231776;
-constexpr uint32_t STEP_DONE = 231808;
-constexpr uint32_t NEXT_TOKEN = 231824;
+constexpr uint32_t VECTOR_BARRIERS = 227472;
+constexpr uint32_t RESIDUAL = 227536;
+constexpr uint32_t PARTIAL_SUMS = 228048;
+constexpr uint32_t SCALES = 228304;
+constexpr uint32_t ROPE = 228336;
+constexpr uint32_t STATISTICS = 230384;
+constexpr uint32_t RECORDS = 230896;
+constexpr uint32_t WARP_CANDIDATES = 231488;
+constexpr uint32_t COLUMNS = 231552;
+constexpr uint32_t CHOSEN = 231840;
+constexpr uint32_t STEP_DONE = 231872;
+constexpr uint32_t NEXT_TOKEN = 231888;
 
 // An input of a sequence, or 0 where it has none left.
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t index, const int32_t* sequences,
@@ -515,9 +526,9 @@ __device__ __forceinline__ void fetch_down(uint32_t block, const uint8_t* weight
   uint32_t position = block % 132;
   const uint8_t* matrix = weights + (layer_offset + 88080384);
   #pragma unroll 1
-  for (uint32_t slice = 0; slice < 4; ++slice) {
-    uint32_t first = slice * 4;
-    uint32_t end = first + 4 < 16 ? first + 4 : 16;
+  for (uint32_t slice = 0; slice < 8; ++slice) {
+    uint32_t first = slice * 2;
+    uint32_t end = first + 2 < 16 ? first + 2 : 16;
     #pragma unroll 1
     for (uint32_t m_tile = position; m_tile < 128; m_tile += 132) {
       uint32_t wave = m_tile / 132;
@@ -857,9 +868,10 @@ __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uin
 // Makes: qkv, and the keys and values in the cache.
 __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t column_count, const bf16* embedding,
-    uint32_t* next_token, uint32_t* exchange_words, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
-    uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity,
-    const int32_t* page_table, bf16* kv, uint64_t& arrivals_due, uint64_t* counter) {
+    uint32_t* next_token, uint64_t* landed, uint32_t* exchange_words, uint32_t& vector_parities, uint64_t* full,
+    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
+    uint32_t& finisher, uint32_t& turn_parity, const int32_t* page_table, bf16* kv, uint64_t& arrivals_due,
+    uint64_t* counter) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -918,46 +930,99 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     }
     write_scales(squares, arena, lane, warp, thread, column_count);
   } else {
+    if (thread == 0) {
+      fence_proxy_async();
+      mbarrier_arrive_expect_tx(landed, 4096);
+      bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 64), 4096, landed);
+      mbarrier_arrive_expect_tx(landed + 1, 4096);
+      bulk_copy_shared(arena + VECTOR + 4096, (const uint8_t*)(exchange_words + 64) + 4096, 4096, landed + 1);
+      mbarrier_arrive_expect_tx(landed + 2, 4096);
+      bulk_copy_shared(arena + VECTOR + 8192, (const uint8_t*)(exchange_words + 64) + 8192, 4096, landed + 2);
+      mbarrier_arrive_expect_tx(landed + 3, 4096);
+      bulk_copy_shared(arena + VECTOR + 12288, (const uint8_t*)(exchange_words + 64) + 12288, 4096, landed + 3);
+      mbarrier_arrive_expect_tx(landed + 4, 4096);
+      bulk_copy_shared(arena + VECTOR + 16384, (const uint8_t*)(exchange_words + 4160), 4096, landed + 4);
+      mbarrier_arrive_expect_tx(landed + 5, 4096);
+      bulk_copy_shared(arena + VECTOR + 16384 + 4096, (const uint8_t*)(exchange_words + 4160) + 4096, 4096, landed + 5);
+      mbarrier_arrive_expect_tx(landed + 6, 4096);
+      bulk_copy_shared(arena + VECTOR + 16384 + 8192, (const uint8_t*)(exchange_words + 4160) + 8192, 4096, landed + 6);
+      mbarrier_arrive_expect_tx(landed + 7, 4096);
+      bulk_copy_shared(arena + VECTOR + 16384 + 12288, (const uint8_t*)(exchange_words + 4160) + 12288, 4096, landed + 7);
+    }
     uint4* vector = (uint4*)(arena + VECTOR);
     float squares = 0.0f;
     uint32_t pair = thread / 32;
     const bf16* own_units = norms + layer * 4096 + (pair * 4 + thread % 4) * 8;
-    uint32_t first_unit = thread;
-    uint4 weights[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      weights[index] = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 8 * 8);
-    }
-    if (thread / 4 % 8 < column_count) {
-      uint4 units[8];
-      #pragma unroll
-      for (uint32_t index = 0; index < 6; ++index) {
-        uint4 words = ((const uint4*)(exchange_words + ((first_unit + index * 256) * 4 + 64)))[0];
-        units[index] = words;
-      }
-      #pragma unroll
-      for (uint32_t index = 0; index < 6; ++index) {
-        normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
-      }
-    }
-    uint32_t first_unit_2 = thread + 1536;
-    uint4 weights_2[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 2; ++index) {
-      weights_2[index] = load_constant_u32x4(own_units + (first_unit_2 + index * 256 - thread) / 8 * 8);
-    }
-    if (thread / 4 % 8 < column_count) {
-      uint4 units[8];
-      #pragma unroll
-      for (uint32_t index = 0; index < 2; ++index) {
-        uint4 words = ((const uint4*)(exchange_words + ((first_unit_2 + index * 256) * 4 + 64)))[0];
-        units[index] = words;
-      }
-      #pragma unroll
-      for (uint32_t index = 0; index < 2; ++index) {
-        normalise_unit(vector, first_unit_2 + index * 256, units[index], weights_2[index], squares);
-      }
-    }
+    uint4 weights[1];
+    uint4 weights_2[1];
+    uint4 weights_3[1];
+    uint4 weights_4[1];
+    uint4 weights_5[1];
+    uint4 weights_6[1];
+    uint4 weights_7[1];
+    uint4 weights_8[1];
+    weights[0] = load_constant_u32x4(own_units + (thread - thread) / 8 * 8);
+    uint32_t unit = thread + 256;
+    weights_2[0] = load_constant_u32x4(own_units + (unit - thread) / 8 * 8);
+    uint32_t unit_2 = thread + 512;
+    weights_3[0] = load_constant_u32x4(own_units + (unit_2 - thread) / 8 * 8);
+    uint32_t unit_3 = thread + 768;
+    weights_4[0] = load_constant_u32x4(own_units + (unit_3 - thread) / 8 * 8);
+    uint32_t unit_4 = thread + 1024;
+    weights_5[0] = load_constant_u32x4(own_units + (unit_4 - thread) / 8 * 8);
+    uint32_t unit_5 = thread + 1280;
+    weights_6[0] = load_constant_u32x4(own_units + (unit_5 - thread) / 8 * 8);
+    uint32_t unit_6 = thread + 1536;
+    weights_7[0] = load_constant_u32x4(own_units + (unit_6 - thread) / 8 * 8);
+    uint32_t unit_7 = thread + 1792;
+    weights_8[0] = load_constant_u32x4(own_units + (unit_7 - thread) / 8 * 8);
+    mbarrier_wait(landed, vector_parities & 1);
+    uint4 units[1];
+    units[0] = vector[thread];
+    normalise_unit(vector, thread, units[0], weights[0], squares);
+    mbarrier_wait(landed + 1, vector_parities & 1);
+    uint4 units_2[1];
+    uint32_t unit_8 = thread + 256;
+    units_2[0] = vector[unit_8];
+    uint32_t unit_9 = thread + 256;
+    normalise_unit(vector, unit_9, units_2[0], weights_2[0], squares);
+    mbarrier_wait(landed + 2, vector_parities & 1);
+    uint4 units_3[1];
+    uint32_t unit_10 = thread + 512;
+    units_3[0] = vector[unit_10];
+    uint32_t unit_11 = thread + 512;
+    normalise_unit(vector, unit_11, units_3[0], weights_3[0], squares);
+    mbarrier_wait(landed + 3, vector_parities & 1);
+    uint4 units_4[1];
+    uint32_t unit_12 = thread + 768;
+    units_4[0] = vector[unit_12];
+    uint32_t unit_13 = thread + 768;
+    normalise_unit(vector, unit_13, units_4[0], weights_4[0], squares);
+    mbarrier_wait(landed + 4, (vector_parities >> 1) & 1);
+    uint4 units_5[1];
+    uint32_t unit_14 = thread + 1024;
+    units_5[0] = vector[unit_14];
+    uint32_t unit_15 = thread + 1024;
+    normalise_unit(vector, unit_15, units_5[0], weights_5[0], squares);
+    mbarrier_wait(landed + 5, (vector_parities >> 1) & 1);
+    uint4 units_6[1];
+    uint32_t unit_16 = thread + 1280;
+    units_6[0] = vector[unit_16];
+    uint32_t unit_17 = thread + 1280;
+    normalise_unit(vector, unit_17, units_6[0], weights_6[0], squares);
+    mbarrier_wait(landed + 6, (vector_parities >> 1) & 1);
+    uint4 units_7[1];
+    uint32_t unit_18 = thread + 1536;
+    units_7[0] = vector[unit_18];
+    uint32_t unit_19 = thread + 1536;
+    normalise_unit(vector, unit_19, units_7[0], weights_7[0], squares);
+    mbarrier_wait(landed + 7, (vector_parities >> 1) & 1);
+    uint4 units_8[1];
+    uint32_t unit_20 = thread + 1792;
+    units_8[0] = vector[unit_20];
+    uint32_t unit_21 = thread + 1792;
+    normalise_unit(vector, unit_21, units_8[0], weights_8[0], squares);
+    vector_parities ^= 3;
     write_scales(squares, arena, lane, warp, thread, column_count);
   }
   if (thread == 0) {
@@ -990,6 +1055,7 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
   }
   named_barrier(1, 256);
   // grid barrier
+  fence_proxy_async_global();
   named_barrier(1, 256);
   if (thread == 0) {
     arrivals_due += 132;
@@ -1910,6 +1976,7 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
   // merge of partial states
   // grid barrier
   if (((uint4*)(arena + RECORDS))[0].z > 0) {
+    fence_proxy_async_global();
     named_barrier(1, 256);
     if (thread == 0) {
       arrivals_due += 132;
@@ -2011,6 +2078,7 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
     named_barrier(1, 256);
   }
   // grid barrier
+  fence_proxy_async_global();
   named_barrier(1, 256);
   if (thread == 0) {
     arrivals_due += 132;
@@ -2020,24 +2088,38 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
   named_barrier(1, 256);
 }
 
-// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uint32_t column_count,
-    uint32_t* exchange_words) {
-  uint4* vector = (uint4*)(arena + VECTOR);
-  uint32_t first_unit = thread;
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit + index * 256) * 4 + 629824)))[0];
-      units[index] = words;
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      vector[first_unit + index * 256] = units[index];
-    }
+// A whole vector; then each warp has what it multiplies.
+__device__ __forceinline__ void load_copied(uint32_t thread, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words,
+    uint32_t& vector_parities) {
+  if (thread == 0) {
+    fence_proxy_async();
+    mbarrier_arrive_expect_tx(landed, 4096);
+    bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 629824), 4096, landed);
+    mbarrier_arrive_expect_tx(landed + 1, 4096);
+    bulk_copy_shared(arena + VECTOR + 4096, (const uint8_t*)(exchange_words + 629824) + 4096, 4096, landed + 1);
+    mbarrier_arrive_expect_tx(landed + 2, 4096);
+    bulk_copy_shared(arena + VECTOR + 8192, (const uint8_t*)(exchange_words + 629824) + 8192, 4096, landed + 2);
+    mbarrier_arrive_expect_tx(landed + 3, 4096);
+    bulk_copy_shared(arena + VECTOR + 12288, (const uint8_t*)(exchange_words + 629824) + 12288, 4096, landed + 3);
+    mbarrier_arrive_expect_tx(landed + 4, 4096);
+    bulk_copy_shared(arena + VECTOR + 16384, (const uint8_t*)(exchange_words + 633920), 4096, landed + 4);
+    mbarrier_arrive_expect_tx(landed + 5, 4096);
+    bulk_copy_shared(arena + VECTOR + 16384 + 4096, (const uint8_t*)(exchange_words + 633920) + 4096, 4096, landed + 5);
+    mbarrier_arrive_expect_tx(landed + 6, 4096);
+    bulk_copy_shared(arena + VECTOR + 16384 + 8192, (const uint8_t*)(exchange_words + 633920) + 8192, 4096, landed + 6);
+    mbarrier_arrive_expect_tx(landed + 7, 4096);
+    bulk_copy_shared(arena + VECTOR + 16384 + 12288, (const uint8_t*)(exchange_words + 633920) + 12288, 4096, landed + 7);
   }
-  named_barrier(1, 256);
+  uint4* vector = (uint4*)(arena + VECTOR);
+  mbarrier_wait(landed, vector_parities & 1);
+  mbarrier_wait(landed + 1, vector_parities & 1);
+  mbarrier_wait(landed + 2, vector_parities & 1);
+  mbarrier_wait(landed + 3, vector_parities & 1);
+  mbarrier_wait(landed + 4, (vector_parities >> 1) & 1);
+  mbarrier_wait(landed + 5, (vector_parities >> 1) & 1);
+  mbarrier_wait(landed + 6, (vector_parities >> 1) & 1);
+  mbarrier_wait(landed + 7, (vector_parities >> 1) & 1);
+  vector_parities ^= 3;
 }
 
 // Publish `count` values, one a lane from lane 0 on, as pairs of bf16 beginning at element `first` (even).
@@ -2101,9 +2183,10 @@ __device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], u
 // Waits for: attention.
 // Makes: middle.
 __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    uint32_t* block_waits, uint8_t* arena, uint32_t column_count, uint32_t* exchange_words, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
-    uint32_t& finisher, uint32_t& turn_parity, uint64_t& arrivals_due, uint64_t* counter) {
+    uint32_t* block_waits, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words, uint32_t& vector_parities,
+    uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn,
+    uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count, uint64_t& arrivals_due,
+    uint64_t* counter) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2115,7 +2198,7 @@ __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t s
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
-    load_vector(arena, thread, column_count, exchange_words);
+    load_copied(thread, landed, arena, exchange_words, vector_parities);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
     }
@@ -2141,6 +2224,7 @@ __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t s
     named_barrier(1, 256);
   }
   // grid barrier
+  fence_proxy_async_global();
   named_barrier(1, 256);
   if (thread == 0) {
     arrivals_due += 132;
@@ -2207,9 +2291,10 @@ __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], u
 // Waits for: middle.
 // Makes: gated.
 __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t column_count, uint32_t* exchange_words,
-    uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn,
-    uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint64_t& arrivals_due, uint64_t* counter) {
+    const bf16* norms, uint32_t* block_waits, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words,
+    uint32_t& vector_parities, uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
+    uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity,
+    uint64_t& arrivals_due, uint64_t* counter) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2221,46 +2306,99 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   if (thread == 0) {
     store_shared_u32(block_waits, 1);
   }
+  if (thread == 0) {
+    fence_proxy_async();
+    mbarrier_arrive_expect_tx(landed, 4096);
+    bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 638016), 4096, landed);
+    mbarrier_arrive_expect_tx(landed + 1, 4096);
+    bulk_copy_shared(arena + VECTOR + 4096, (const uint8_t*)(exchange_words + 638016) + 4096, 4096, landed + 1);
+    mbarrier_arrive_expect_tx(landed + 2, 4096);
+    bulk_copy_shared(arena + VECTOR + 8192, (const uint8_t*)(exchange_words + 638016) + 8192, 4096, landed + 2);
+    mbarrier_arrive_expect_tx(landed + 3, 4096);
+    bulk_copy_shared(arena + VECTOR + 12288, (const uint8_t*)(exchange_words + 638016) + 12288, 4096, landed + 3);
+    mbarrier_arrive_expect_tx(landed + 4, 4096);
+    bulk_copy_shared(arena + VECTOR + 16384, (const uint8_t*)(exchange_words + 642112), 4096, landed + 4);
+    mbarrier_arrive_expect_tx(landed + 5, 4096);
+    bulk_copy_shared(arena + VECTOR + 16384 + 4096, (const uint8_t*)(exchange_words + 642112) + 4096, 4096, landed + 5);
+    mbarrier_arrive_expect_tx(landed + 6, 4096);
+    bulk_copy_shared(arena + VECTOR + 16384 + 8192, (const uint8_t*)(exchange_words + 642112) + 8192, 4096, landed + 6);
+    mbarrier_arrive_expect_tx(landed + 7, 4096);
+    bulk_copy_shared(arena + VECTOR + 16384 + 12288, (const uint8_t*)(exchange_words + 642112) + 12288, 4096, landed + 7);
+  }
   uint4* vector = (uint4*)(arena + VECTOR);
   float squares = 0.0f;
   uint32_t pair = thread / 32;
   const bf16* own_units = norms + (layer * 2 + 1) * 2048 + (pair * 4 + thread % 4) * 8;
-  uint32_t first_unit = thread;
-  uint4 weights[8];
-  #pragma unroll
-  for (uint32_t index = 0; index < 6; ++index) {
-    weights[index] = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 8 * 8);
-  }
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit + index * 256) * 4 + 638016)))[0];
-      units[index] = words;
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
-    }
-  }
-  uint32_t first_unit_2 = thread + 1536;
-  uint4 weights_2[8];
-  #pragma unroll
-  for (uint32_t index = 0; index < 2; ++index) {
-    weights_2[index] = load_constant_u32x4(own_units + (first_unit_2 + index * 256 - thread) / 8 * 8);
-  }
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 2; ++index) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit_2 + index * 256) * 4 + 638016)))[0];
-      units[index] = words;
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 2; ++index) {
-      normalise_unit(vector, first_unit_2 + index * 256, units[index], weights_2[index], squares);
-    }
-  }
+  uint4 weights[1];
+  uint4 weights_2[1];
+  uint4 weights_3[1];
+  uint4 weights_4[1];
+  uint4 weights_5[1];
+  uint4 weights_6[1];
+  uint4 weights_7[1];
+  uint4 weights_8[1];
+  weights[0] = load_constant_u32x4(own_units + (thread - thread) / 8 * 8);
+  uint32_t unit = thread + 256;
+  weights_2[0] = load_constant_u32x4(own_units + (unit - thread) / 8 * 8);
+  uint32_t unit_2 = thread + 512;
+  weights_3[0] = load_constant_u32x4(own_units + (unit_2 - thread) / 8 * 8);
+  uint32_t unit_3 = thread + 768;
+  weights_4[0] = load_constant_u32x4(own_units + (unit_3 - thread) / 8 * 8);
+  uint32_t unit_4 = thread + 1024;
+  weights_5[0] = load_constant_u32x4(own_units + (unit_4 - thread) / 8 * 8);
+  uint32_t unit_5 = thread + 1280;
+  weights_6[0] = load_constant_u32x4(own_units + (unit_5 - thread) / 8 * 8);
+  uint32_t unit_6 = thread + 1536;
+  weights_7[0] = load_constant_u32x4(own_units + (unit_6 - thread) / 8 * 8);
+  uint32_t unit_7 = thread + 1792;
+  weights_8[0] = load_constant_u32x4(own_units + (unit_7 - thread) / 8 * 8);
+  mbarrier_wait(landed, vector_parities & 1);
+  uint4 units[1];
+  units[0] = vector[thread];
+  normalise_unit(vector, thread, units[0], weights[0], squares);
+  mbarrier_wait(landed + 1, vector_parities & 1);
+  uint4 units_2[1];
+  uint32_t unit_8 = thread + 256;
+  units_2[0] = vector[unit_8];
+  uint32_t unit_9 = thread + 256;
+  normalise_unit(vector, unit_9, units_2[0], weights_2[0], squares);
+  mbarrier_wait(landed + 2, vector_parities & 1);
+  uint4 units_3[1];
+  uint32_t unit_10 = thread + 512;
+  units_3[0] = vector[unit_10];
+  uint32_t unit_11 = thread + 512;
+  normalise_unit(vector, unit_11, units_3[0], weights_3[0], squares);
+  mbarrier_wait(landed + 3, vector_parities & 1);
+  uint4 units_4[1];
+  uint32_t unit_12 = thread + 768;
+  units_4[0] = vector[unit_12];
+  uint32_t unit_13 = thread + 768;
+  normalise_unit(vector, unit_13, units_4[0], weights_4[0], squares);
+  mbarrier_wait(landed + 4, (vector_parities >> 1) & 1);
+  uint4 units_5[1];
+  uint32_t unit_14 = thread + 1024;
+  units_5[0] = vector[unit_14];
+  uint32_t unit_15 = thread + 1024;
+  normalise_unit(vector, unit_15, units_5[0], weights_5[0], squares);
+  mbarrier_wait(landed + 5, (vector_parities >> 1) & 1);
+  uint4 units_6[1];
+  uint32_t unit_16 = thread + 1280;
+  units_6[0] = vector[unit_16];
+  uint32_t unit_17 = thread + 1280;
+  normalise_unit(vector, unit_17, units_6[0], weights_6[0], squares);
+  mbarrier_wait(landed + 6, (vector_parities >> 1) & 1);
+  uint4 units_7[1];
+  uint32_t unit_18 = thread + 1536;
+  units_7[0] = vector[unit_18];
+  uint32_t unit_19 = thread + 1536;
+  normalise_unit(vector, unit_19, units_7[0], weights_7[0], squares);
+  mbarrier_wait(landed + 7, (vector_parities >> 1) & 1);
+  uint4 units_8[1];
+  uint32_t unit_20 = thread + 1792;
+  units_8[0] = vector[unit_20];
+  uint32_t unit_21 = thread + 1792;
+  normalise_unit(vector, unit_21, units_8[0], weights_8[0], squares);
+  vector_parities ^= 3;
   write_scales(squares, arena, lane, warp, thread, column_count);
   if (thread == 0) {
     store_shared_u32(block_waits, 0);
@@ -2275,22 +2413,23 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
     }
     #pragma unroll 2
     for (uint32_t chunk = 0; chunk < 4; ++chunk) {
-      uint4 weights_3[2][2];
+      uint4 weights_9[2][2];
       uint4 values[2];
       mbarrier_wait(full + use_stage, use_parity);
       uint8_t* chunk_2 = ring + use_stage * 16384;
-      hold_chunk(chunk, chunk, chunk_2, warp, lane, weights_3, values, arena);
+      hold_chunk(chunk, chunk, chunk_2, warp, lane, weights_9, values, arena);
       warp_barrier();
       if (lane == 0) {
         mbarrier_arrive(empty + use_stage);
       }
       advance(use_stage, use_parity);
-      multiply_held(chunk, sums, warp, weights_3, values);
+      multiply_held(chunk, sums, warp, weights_9, values);
     }
     reduce_3(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, exchange_words);
   }
   named_barrier(1, 256);
   // grid barrier
+  fence_proxy_async_global();
   named_barrier(1, 256);
   if (thread == 0) {
     arrivals_due += 132;
@@ -2300,84 +2439,34 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   named_barrier(1, 256);
 }
 
-// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_2(uint8_t* arena, uint32_t thread, uint32_t column_count,
-    uint32_t* exchange_words) {
-  uint4* vector = (uint4*)(arena + VECTOR);
-  uint32_t first_unit = thread;
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit + index * 256) * 4 + 646208)))[0];
-      units[index] = words;
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      vector[first_unit + index * 256] = units[index];
-    }
-  }
-  named_barrier(1, 256);
+// Until this warp has what it multiplies of a part.
+__device__ __forceinline__ void wait(uint32_t part, uint8_t* arena, uint64_t* landed, uint32_t& vector_parities) {
+  uint32_t half = part % 2;
+  uint4* vector = (uint4*)(arena + VECTOR) + half * 1024;
+  mbarrier_wait(landed + half * 4, (vector_parities >> half) & 1);
+  mbarrier_wait(landed + (half * 4 + 1), (vector_parities >> half) & 1);
+  mbarrier_wait(landed + (half * 4 + 2), (vector_parities >> half) & 1);
+  mbarrier_wait(landed + (half * 4 + 3), (vector_parities >> half) & 1);
+  vector_parities ^= 1u << half;
 }
 
-// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, uint32_t column_count,
+// This warp has multiplied a part; once all have, the next but one comes in its place.
+__device__ __forceinline__ void release(uint32_t part, uint32_t thread, uint64_t* landed, uint8_t* arena,
     uint32_t* exchange_words) {
-  uint4* vector = (uint4*)(arena + VECTOR);
-  uint32_t first_unit = thread;
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit + 2048 + index * 256) * 4 + 646208)))[0];
-      units[index] = words;
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      vector[first_unit + index * 256] = units[index];
+  named_barrier(1, 256);
+  if (part + 2 < 8) {
+    if (thread == 0) {
+      fence_proxy_async();
+      mbarrier_arrive_expect_tx(landed + (part + 2) % 2 * 4, 4096);
+      bulk_copy_shared(arena + VECTOR + (part + 2) % 2 * 16384, (const uint8_t*)(exchange_words + ((part + 2) * 4096 + 646208)), 4096, landed + (part + 2) % 2 * 4);
+      mbarrier_arrive_expect_tx(landed + ((part + 2) % 2 * 4 + 1), 4096);
+      bulk_copy_shared(arena + VECTOR + (part + 2) % 2 * 16384 + 4096, (const uint8_t*)(exchange_words + ((part + 2) * 4096 + 646208)) + 4096, 4096, landed + ((part + 2) % 2 * 4 + 1));
+      mbarrier_arrive_expect_tx(landed + ((part + 2) % 2 * 4 + 2), 4096);
+      bulk_copy_shared(arena + VECTOR + (part + 2) % 2 * 16384 + 8192, (const uint8_t*)(exchange_words + ((part + 2) * 4096 + 646208)) + 8192, 4096, landed + ((part + 2) % 2 * 4 + 2));
+      mbarrier_arrive_expect_tx(landed + ((part + 2) % 2 * 4 + 3), 4096);
+      bulk_copy_shared(arena + VECTOR + (part + 2) % 2 * 16384 + 12288, (const uint8_t*)(exchange_words + ((part + 2) * 4096 + 646208)) + 12288, 4096, landed + ((part + 2) % 2 * 4 + 3));
     }
   }
-  named_barrier(1, 256);
-}
-
-// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_4(uint8_t* arena, uint32_t thread, uint32_t column_count,
-    uint32_t* exchange_words) {
-  uint4* vector = (uint4*)(arena + VECTOR);
-  uint32_t first_unit = thread;
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit + 4096 + index * 256) * 4 + 646208)))[0];
-      units[index] = words;
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      vector[first_unit + index * 256] = units[index];
-    }
-  }
-  named_barrier(1, 256);
-}
-
-// Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector_5(uint8_t* arena, uint32_t thread, uint32_t column_count,
-    uint32_t* exchange_words) {
-  uint4* vector = (uint4*)(arena + VECTOR);
-  uint32_t first_unit = thread;
-  if (thread / 4 % 8 < column_count) {
-    uint4 units[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      uint4 words = ((const uint4*)(exchange_words + ((first_unit + 6144 + index * 256) * 4 + 646208)))[0];
-      units[index] = words;
-    }
-    #pragma unroll
-    for (uint32_t index = 0; index < 8; ++index) {
-      vector[first_unit + index * 256] = units[index];
-    }
-  }
-  named_barrier(1, 256);
 }
 
 // Publish `count` values, one a lane from lane 0 on, as pairs of bf16 beginning at element `first` (even).
@@ -2441,9 +2530,10 @@ __device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], u
 // Waits for: gated.
 // Makes: hidden.
 __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    uint32_t* block_waits, uint8_t* arena, uint32_t column_count, uint32_t* exchange_words, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
-    uint32_t& finisher, uint32_t& turn_parity, uint64_t& arrivals_due, uint64_t* counter) {
+    uint32_t* block_waits, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words, uint32_t& vector_parities,
+    uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn,
+    uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count, uint64_t& arrivals_due,
+    uint64_t* counter) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2456,94 +2546,57 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
-    load_vector_2(arena, thread, column_count, exchange_words);
     if (thread == 0) {
-      store_shared_u32(block_waits, 0);
+      fence_proxy_async();
+      mbarrier_arrive_expect_tx(landed, 4096);
+      bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 646208), 4096, landed);
+      mbarrier_arrive_expect_tx(landed + 1, 4096);
+      bulk_copy_shared(arena + VECTOR + 4096, (const uint8_t*)(exchange_words + 646208) + 4096, 4096, landed + 1);
+      mbarrier_arrive_expect_tx(landed + 2, 4096);
+      bulk_copy_shared(arena + VECTOR + 8192, (const uint8_t*)(exchange_words + 646208) + 8192, 4096, landed + 2);
+      mbarrier_arrive_expect_tx(landed + 3, 4096);
+      bulk_copy_shared(arena + VECTOR + 12288, (const uint8_t*)(exchange_words + 646208) + 12288, 4096, landed + 3);
+      mbarrier_arrive_expect_tx(landed + 4, 4096);
+      bulk_copy_shared(arena + VECTOR + 16384, (const uint8_t*)(exchange_words + 650304), 4096, landed + 4);
+      mbarrier_arrive_expect_tx(landed + 5, 4096);
+      bulk_copy_shared(arena + VECTOR + 16384 + 4096, (const uint8_t*)(exchange_words + 650304) + 4096, 4096, landed + 5);
+      mbarrier_arrive_expect_tx(landed + 6, 4096);
+      bulk_copy_shared(arena + VECTOR + 16384 + 8192, (const uint8_t*)(exchange_words + 650304) + 8192, 4096, landed + 6);
+      mbarrier_arrive_expect_tx(landed + 7, 4096);
+      bulk_copy_shared(arena + VECTOR + 16384 + 12288, (const uint8_t*)(exchange_words + 650304) + 12288, 4096, landed + 7);
     }
-    #pragma unroll 2
-    for (uint32_t chunk = 0; chunk < 4; ++chunk) {
-      uint4 weights[2][2];
-      uint4 values[2];
-      mbarrier_wait(full + use_stage, use_parity);
-      uint8_t* chunk_2 = ring + use_stage * 16384;
-      hold_chunk(chunk, chunk, chunk_2, warp, lane, weights, values, arena);
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(empty + use_stage);
+    #pragma unroll 1
+    for (uint32_t part = 0; part < 8; ++part) {
+      wait(part, arena, landed, vector_parities);
+      if (part == 0) {
+        if (thread == 0) {
+          store_shared_u32(block_waits, 0);
+        }
       }
-      advance(use_stage, use_parity);
-      multiply_held(chunk, sums, warp, weights, values);
-    }
-    named_barrier(1, 256);
-    if (thread == 0) {
-      store_shared_u32(block_waits, 1);
-    }
-    load_vector_3(arena, thread, column_count, exchange_words);
-    if (thread == 0) {
-      store_shared_u32(block_waits, 0);
-    }
-    #pragma unroll 2
-    for (uint32_t chunk = 4; chunk < 8; ++chunk) {
-      uint4 weights[2][2];
-      uint4 values[2];
-      mbarrier_wait(full + use_stage, use_parity);
-      uint8_t* chunk_2 = ring + use_stage * 16384;
-      hold_chunk(chunk, chunk - 4, chunk_2, warp, lane, weights, values, arena);
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(empty + use_stage);
+      uint32_t first = part * 2;
+      uint32_t end = first + 2 < 16 ? first + 2 : 16;
+      uint32_t place = part % 2 * 2;
+      #pragma unroll 2
+      for (uint32_t chunk = first; chunk < end; ++chunk) {
+        uint4 weights[2][2];
+        uint4 values[2];
+        mbarrier_wait(full + use_stage, use_parity);
+        uint8_t* chunk_2 = ring + use_stage * 16384;
+        hold_chunk(chunk, chunk - first + place, chunk_2, warp, lane, weights, values, arena);
+        warp_barrier();
+        if (lane == 0) {
+          mbarrier_arrive(empty + use_stage);
+        }
+        advance(use_stage, use_parity);
+        multiply_held(chunk, sums, warp, weights, values);
       }
-      advance(use_stage, use_parity);
-      multiply_held(chunk, sums, warp, weights, values);
-    }
-    named_barrier(1, 256);
-    if (thread == 0) {
-      store_shared_u32(block_waits, 1);
-    }
-    load_vector_4(arena, thread, column_count, exchange_words);
-    if (thread == 0) {
-      store_shared_u32(block_waits, 0);
-    }
-    #pragma unroll 2
-    for (uint32_t chunk = 8; chunk < 12; ++chunk) {
-      uint4 weights[2][2];
-      uint4 values[2];
-      mbarrier_wait(full + use_stage, use_parity);
-      uint8_t* chunk_2 = ring + use_stage * 16384;
-      hold_chunk(chunk, chunk - 8, chunk_2, warp, lane, weights, values, arena);
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(empty + use_stage);
-      }
-      advance(use_stage, use_parity);
-      multiply_held(chunk, sums, warp, weights, values);
-    }
-    named_barrier(1, 256);
-    if (thread == 0) {
-      store_shared_u32(block_waits, 1);
-    }
-    load_vector_5(arena, thread, column_count, exchange_words);
-    if (thread == 0) {
-      store_shared_u32(block_waits, 0);
-    }
-    #pragma unroll 2
-    for (uint32_t chunk = 12; chunk < 16; ++chunk) {
-      uint4 weights[2][2];
-      uint4 values[2];
-      mbarrier_wait(full + use_stage, use_parity);
-      uint8_t* chunk_2 = ring + use_stage * 16384;
-      hold_chunk(chunk, chunk - 12, chunk_2, warp, lane, weights, values, arena);
-      warp_barrier();
-      if (lane == 0) {
-        mbarrier_arrive(empty + use_stage);
-      }
-      advance(use_stage, use_parity);
-      multiply_held(chunk, sums, warp, weights, values);
+      release(part, thread, landed, arena, exchange_words);
     }
     reduce_4(position, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, exchange_words);
     named_barrier(1, 256);
   }
   // grid barrier
+  fence_proxy_async_global();
   named_barrier(1, 256);
   if (thread == 0) {
     arrivals_due += 132;
@@ -2710,11 +2763,11 @@ __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], u
 // Waits for: hidden of the last layer.
 // Makes: logits, where they are wanted, and candidates in registers.
 __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint32_t step, uint32_t head_from,
-    float* logits, uint32_t* block_waits, uint8_t* arena, const bf16* norms, uint32_t column_count,
-    uint32_t* exchange_words, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
-    uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t options,
-    const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts, float* weighed,
-    float& best, uint32_t& best_token) {
+    float* logits, uint32_t* block_waits, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words, const bf16* norms,
+    uint32_t& vector_parities, uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
+    uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity,
+    uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts,
+    float* weighed, float& best, uint32_t& best_token) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2726,46 +2779,99 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
+    if (thread == 0) {
+      fence_proxy_async();
+      mbarrier_arrive_expect_tx(landed, 4096);
+      bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 64), 4096, landed);
+      mbarrier_arrive_expect_tx(landed + 1, 4096);
+      bulk_copy_shared(arena + VECTOR + 4096, (const uint8_t*)(exchange_words + 64) + 4096, 4096, landed + 1);
+      mbarrier_arrive_expect_tx(landed + 2, 4096);
+      bulk_copy_shared(arena + VECTOR + 8192, (const uint8_t*)(exchange_words + 64) + 8192, 4096, landed + 2);
+      mbarrier_arrive_expect_tx(landed + 3, 4096);
+      bulk_copy_shared(arena + VECTOR + 12288, (const uint8_t*)(exchange_words + 64) + 12288, 4096, landed + 3);
+      mbarrier_arrive_expect_tx(landed + 4, 4096);
+      bulk_copy_shared(arena + VECTOR + 16384, (const uint8_t*)(exchange_words + 4160), 4096, landed + 4);
+      mbarrier_arrive_expect_tx(landed + 5, 4096);
+      bulk_copy_shared(arena + VECTOR + 16384 + 4096, (const uint8_t*)(exchange_words + 4160) + 4096, 4096, landed + 5);
+      mbarrier_arrive_expect_tx(landed + 6, 4096);
+      bulk_copy_shared(arena + VECTOR + 16384 + 8192, (const uint8_t*)(exchange_words + 4160) + 8192, 4096, landed + 6);
+      mbarrier_arrive_expect_tx(landed + 7, 4096);
+      bulk_copy_shared(arena + VECTOR + 16384 + 12288, (const uint8_t*)(exchange_words + 4160) + 12288, 4096, landed + 7);
+    }
     uint4* vector = (uint4*)(arena + VECTOR);
     float squares = 0.0f;
     uint32_t pair = thread / 32;
     const bf16* own_units = norms + 65536 + (pair * 4 + thread % 4) * 8;
-    uint32_t first_unit = thread;
-    uint4 weights[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 6; ++index) {
-      weights[index] = load_constant_u32x4(own_units + (first_unit + index * 256 - thread) / 8 * 8);
-    }
-    if (thread / 4 % 8 < column_count) {
-      uint4 units[8];
-      #pragma unroll
-      for (uint32_t index = 0; index < 6; ++index) {
-        uint4 words = ((const uint4*)(exchange_words + ((first_unit + index * 256) * 4 + 64)))[0];
-        units[index] = words;
-      }
-      #pragma unroll
-      for (uint32_t index = 0; index < 6; ++index) {
-        normalise_unit(vector, first_unit + index * 256, units[index], weights[index], squares);
-      }
-    }
-    uint32_t first_unit_2 = thread + 1536;
-    uint4 weights_2[8];
-    #pragma unroll
-    for (uint32_t index = 0; index < 2; ++index) {
-      weights_2[index] = load_constant_u32x4(own_units + (first_unit_2 + index * 256 - thread) / 8 * 8);
-    }
-    if (thread / 4 % 8 < column_count) {
-      uint4 units[8];
-      #pragma unroll
-      for (uint32_t index = 0; index < 2; ++index) {
-        uint4 words = ((const uint4*)(exchange_words + ((first_unit_2 + index * 256) * 4 + 64)))[0];
-        units[index] = words;
-      }
-      #pragma unroll
-      for (uint32_t index = 0; index < 2; ++index) {
-        normalise_unit(vector, first_unit_2 + index * 256, units[index], weights_2[index], squares);
-      }
-    }
+    uint4 weights[1];
+    uint4 weights_2[1];
+    uint4 weights_3[1];
+    uint4 weights_4[1];
+    uint4 weights_5[1];
+    uint4 weights_6[1];
+    uint4 weights_7[1];
+    uint4 weights_8[1];
+    weights[0] = load_constant_u32x4(own_units + (thread - thread) / 8 * 8);
+    uint32_t unit = thread + 256;
+    weights_2[0] = load_constant_u32x4(own_units + (unit - thread) / 8 * 8);
+    uint32_t unit_2 = thread + 512;
+    weights_3[0] = load_constant_u32x4(own_units + (unit_2 - thread) / 8 * 8);
+    uint32_t unit_3 = thread + 768;
+    weights_4[0] = load_constant_u32x4(own_units + (unit_3 - thread) / 8 * 8);
+    uint32_t unit_4 = thread + 1024;
+    weights_5[0] = load_constant_u32x4(own_units + (unit_4 - thread) / 8 * 8);
+    uint32_t unit_5 = thread + 1280;
+    weights_6[0] = load_constant_u32x4(own_units + (unit_5 - thread) / 8 * 8);
+    uint32_t unit_6 = thread + 1536;
+    weights_7[0] = load_constant_u32x4(own_units + (unit_6 - thread) / 8 * 8);
+    uint32_t unit_7 = thread + 1792;
+    weights_8[0] = load_constant_u32x4(own_units + (unit_7 - thread) / 8 * 8);
+    mbarrier_wait(landed, vector_parities & 1);
+    uint4 units[1];
+    units[0] = vector[thread];
+    normalise_unit(vector, thread, units[0], weights[0], squares);
+    mbarrier_wait(landed + 1, vector_parities & 1);
+    uint4 units_2[1];
+    uint32_t unit_8 = thread + 256;
+    units_2[0] = vector[unit_8];
+    uint32_t unit_9 = thread + 256;
+    normalise_unit(vector, unit_9, units_2[0], weights_2[0], squares);
+    mbarrier_wait(landed + 2, vector_parities & 1);
+    uint4 units_3[1];
+    uint32_t unit_10 = thread + 512;
+    units_3[0] = vector[unit_10];
+    uint32_t unit_11 = thread + 512;
+    normalise_unit(vector, unit_11, units_3[0], weights_3[0], squares);
+    mbarrier_wait(landed + 3, vector_parities & 1);
+    uint4 units_4[1];
+    uint32_t unit_12 = thread + 768;
+    units_4[0] = vector[unit_12];
+    uint32_t unit_13 = thread + 768;
+    normalise_unit(vector, unit_13, units_4[0], weights_4[0], squares);
+    mbarrier_wait(landed + 4, (vector_parities >> 1) & 1);
+    uint4 units_5[1];
+    uint32_t unit_14 = thread + 1024;
+    units_5[0] = vector[unit_14];
+    uint32_t unit_15 = thread + 1024;
+    normalise_unit(vector, unit_15, units_5[0], weights_5[0], squares);
+    mbarrier_wait(landed + 5, (vector_parities >> 1) & 1);
+    uint4 units_6[1];
+    uint32_t unit_16 = thread + 1280;
+    units_6[0] = vector[unit_16];
+    uint32_t unit_17 = thread + 1280;
+    normalise_unit(vector, unit_17, units_6[0], weights_6[0], squares);
+    mbarrier_wait(landed + 6, (vector_parities >> 1) & 1);
+    uint4 units_7[1];
+    uint32_t unit_18 = thread + 1536;
+    units_7[0] = vector[unit_18];
+    uint32_t unit_19 = thread + 1536;
+    normalise_unit(vector, unit_19, units_7[0], weights_7[0], squares);
+    mbarrier_wait(landed + 7, (vector_parities >> 1) & 1);
+    uint4 units_8[1];
+    uint32_t unit_20 = thread + 1792;
+    units_8[0] = vector[unit_20];
+    uint32_t unit_21 = thread + 1792;
+    normalise_unit(vector, unit_21, units_8[0], weights_8[0], squares);
+    vector_parities ^= 3;
     write_scales(squares, arena, lane, warp, thread, column_count);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
@@ -2780,17 +2886,17 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
       }
       #pragma unroll 2
       for (uint32_t chunk = 0; chunk < 4; ++chunk) {
-        uint4 weights_3[2][2];
+        uint4 weights_9[2][2];
         uint4 values[2];
         mbarrier_wait(full + use_stage, use_parity);
         uint8_t* chunk_2 = ring + use_stage * 16384;
-        hold_chunk(chunk, chunk, chunk_2, warp, lane, weights_3, values, arena);
+        hold_chunk(chunk, chunk, chunk_2, warp, lane, weights_9, values, arena);
         warp_barrier();
         if (lane == 0) {
           mbarrier_arrive(empty + use_stage);
         }
         advance(use_stage, use_parity);
-        multiply_held(chunk, sums, warp, weights_3, values);
+        multiply_held(chunk, sums, warp, weights_9, values);
       }
       reduce_5(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, logits, step,
           options, sequences, masks, logit_bias, token_counts, weighed, best, best_token);
@@ -3778,6 +3884,7 @@ __device__ __forceinline__ void filter(uint32_t warp, uint8_t* arena, uint32_t s
     }
     weigh_all(step_epoch + 17 + round, round, warp, arena, weighed, sequences, lane, block, exchange_words);
     // grid barrier
+    fence_proxy_async_global();
     named_barrier(1, 256);
     if (thread == 0) {
       arrivals_due += 132;
@@ -3852,6 +3959,7 @@ __device__ __forceinline__ void sampling(uint32_t* progress, uint32_t block, uin
     answer = load_relaxed_u32_sys(cancelled + sequence);
   }
   // grid barrier
+  fence_proxy_async_global();
   named_barrier(1, 256);
   if (thread == 0) {
     arrivals_due += 132;
@@ -3980,6 +4088,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
   uint32_t* exchange_words = (uint32_t*)(exchange);
+  uint64_t* landed = (uint64_t*)(arena + VECTOR_BARRIERS);
   uint64_t* full = (uint64_t*)(arena + RING_BARRIERS);
   uint64_t* empty = full + 11;
   uint8_t* ring = arena + RING;
@@ -3999,6 +4108,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
     }
     mbarrier_init(step_done, 1);
     mbarrier_init(step_done + 1, 1);
+    for (uint32_t piece = 0; piece < 8; ++piece) {
+      mbarrier_init(landed + piece, 1);
+    }
     mbarrier_fence_init();
   }
   take_first(thread, column_count, columns, next_token, sequences, tokens, arena);
@@ -4062,6 +4174,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       arrivals_due = (ticket / 132 + 1) * 132;
       wait_at_least_u64(counter, arrivals_due);
     }
+    uint32_t vector_parities = 0;
     named_barrier(1, 256);
     for (uint32_t step = 0; step < steps; ++step) {
       bool has_new_plan = follow_plan(plan_index, step, plan_count, kv_plans);
@@ -4076,23 +4189,24 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       named_barrier(1, 256);
       for (uint32_t layer = 0; layer < 16; ++layer) {
         uint32_t layer_epoch = step_epoch + layer;
-        qkv(progress, block, step, layer, norms, block_waits, arena, column_count, embedding, next_token,
-            exchange_words, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity, page_table,
-            kv, arrivals_due, counter);
+        qkv(progress, block, step, layer, norms, block_waits, arena, column_count, embedding, next_token, landed,
+            exchange_words, vector_parities, full, use_stage, use_parity, ring, empty, turn, summed, finisher,
+            turn_parity, page_table, kv, arrivals_due, counter);
         attention(progress, block, step, layer, arena, kv_plans, plan_index, tiles, layer_epoch, exchange_words,
             use_stage, full, use_parity, ring, empty, arrivals_due, counter);
-        o(progress, block, step, layer, block_waits, arena, column_count, exchange_words, full, use_stage, use_parity,
-            ring, empty, turn, summed, finisher, turn_parity, arrivals_due, counter);
-        gate_up(progress, block, step, layer, norms, block_waits, arena, column_count, exchange_words, full, use_stage,
-            use_parity, ring, empty, turn, summed, finisher, turn_parity, arrivals_due, counter);
-        down(progress, block, step, layer, block_waits, arena, column_count, exchange_words, full, use_stage,
-            use_parity, ring, empty, turn, summed, finisher, turn_parity, arrivals_due, counter);
+        o(progress, block, step, layer, block_waits, landed, arena, exchange_words, vector_parities, full, use_stage,
+            use_parity, ring, empty, turn, summed, finisher, turn_parity, column_count, arrivals_due, counter);
+        gate_up(progress, block, step, layer, norms, block_waits, landed, arena, exchange_words, vector_parities,
+            column_count, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity, arrivals_due,
+            counter);
+        down(progress, block, step, layer, block_waits, landed, arena, exchange_words, vector_parities, full, use_stage,
+            use_parity, ring, empty, turn, summed, finisher, turn_parity, column_count, arrivals_due, counter);
       }
       float best = -bits_float(0x7f800000);
       uint32_t best_token = 4294967295u;
-      lm_head(progress, block, step, head_from, logits, block_waits, arena, norms, column_count, exchange_words, full,
-          use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity, options, sequences, masks,
-          logit_bias, token_counts, weighed, best, best_token);
+      lm_head(progress, block, step, head_from, logits, block_waits, landed, arena, exchange_words, norms,
+          vector_parities, column_count, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity,
+          options, sequences, masks, logit_bias, token_counts, weighed, best, best_token);
       sampling(progress, block, step, arena, best, best_token, options, column_count, sequences, weighed, step_epoch,
           exchange_words, cancelled, arrivals_due, counter, epoch, token_counts);
       take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, emitted, stop_ids, next_token,

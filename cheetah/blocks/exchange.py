@@ -11,17 +11,20 @@ for all parts. Blocks that own no part of a phase do not read its input. So no v
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from cheetah import lang as ch
 from cheetah.blocks.columns import QUAD
+from cheetah.blocks.linear.formats.vectors import is_raised, raised_word
 from cheetah.blocks.machine import Machine
+from cheetah.blocks.vector_copies import CopySource, VectorCopies
 from cheetah.lang import prim, ty
 from cheetah.lang.primitive import GPU_SCOPE
 from cheetah.lang.primitives.exchange import UNITS
+from cheetah.plan.formats import BF16_VECTOR
 
 COUNTER_BYTES = 256
 """The grid barrier's counter has cache lines of its own."""
@@ -65,6 +68,15 @@ class Published:
     def _read_quads(self, data: Any, quad: ch.Expr, count: int) -> None:
         self.exchange.read_quads(self.name, data, quad, self.exchange.machine.consumer_threads, count, self.epoch)
 
+    @property
+    def copied(self) -> CopySource | None:
+        """What brings it into shared memory, where the copy engine does."""
+        exchange = self.exchange
+        if exchange.copies is None or self.name not in exchange.copied:
+            return None
+        kind = exchange.copied[self.name]
+        return CopySource(exchange.copies, lambda unit: exchange.place(self.name, unit * 4), kind)
+
     def wait(self, unit: ch.Expr, when: ch.Value) -> None:
         """Wait for one unit on behalf of a warp, before all of it is polled."""
         self.exchange.wait_for_one(self.name, unit, self.epoch, when)
@@ -72,9 +84,11 @@ class Published:
 
 class Exchange(ABC):
     """What both kinds share: where vectors lie in the workspace. scope: the memory scope in which blocks meet, that of
-    one GPU or of several. by_halves: vectors of which units are read by neighbouring lanes."""
+    one GPU or of several. by_halves: vectors of which units are read by neighbouring lanes. copied: vectors that the
+    copy engine brings, where it can, and as what they are published then: BF16_VECTOR, RAISED or STAGGERED."""
 
     word: ty.Scalar
+    copies: VectorCopies | None = None
 
     def __init__(
         self,
@@ -83,8 +97,10 @@ class Exchange(ABC):
         sizes: dict[str, int],
         scope: str = GPU_SCOPE,
         by_halves: Collection[str] = (),
+        copied: Mapping[str, str] | None = None,
     ) -> None:
         self.machine, self.scope = machine, scope
+        self.copied = copied or {}
         self.by_units = by_halves
         self.by_halves = by_halves if self.word == ty.u64 else ()
         self.workspace = workspace
@@ -125,6 +141,9 @@ class Exchange(ABC):
             unit, half = word % GROUP_WORDS // 4, word % 4 // 2
             word = word // GROUP_WORDS * GROUP_WORDS + half * HALVES_APART + unit * 2 + word % 2
         return self.words + (word + self.vectors[name].offset)
+
+    def initialise(self) -> None:  # noqa: B027 - flagged words need nothing
+        """Set barriers up, as `Ring.initialise`."""
 
     @abstractmethod
     def start(self) -> None:
@@ -238,6 +257,15 @@ class BarrierExchange(Exchange):
 
     word = ty.u32
 
+    def _declare(self) -> None:
+        super()._declare()
+        if self.copied:
+            self.copies = VectorCopies(self.machine)
+
+    def initialise(self) -> None:
+        if self.copies is not None:
+            self.copies.initialise()
+
     @ch.inline
     def start(self) -> None:
         """Learn the counter's present round: it stands at a multiple of the grid size between two meetings."""
@@ -248,16 +276,21 @@ class BarrierExchange(Exchange):
             ticket = prim.fetch_add_release_u64(counter, 1, scope=self.scope)
             arrivals_due.set((ticket // self.machine.gpu.blocks + 1) * self.machine.gpu.blocks)
             prim.wait_at_least_u64(counter, arrivals_due, scope=self.scope)
+        if self.copies is not None:
+            self.copies.start()
         self.machine.meet()
 
     def publish(self, name: str, index: ch.Value, data: ch.Value, epoch: ch.Value) -> None:
-        self.place(name, index)[0] = data
+        kind = self.copied.get(name, BF16_VECTOR)
+        self.place(name, index)[0] = raised_word(data, index, kind) if is_raised(kind) else data
 
     publish_release = publish
 
     def meet(self, when: ch.Value = True) -> None:
         ch.comment("grid barrier")
         with nullcontext() if when is True else ch.if_(when):
+            if self.copies is not None:
+                prim.fence_proxy_async_global()  # others' copies read what was stored
             self.machine.meet()
             with ch.if_(self.machine.thread == 0):
                 self.arrivals_due += self.machine.gpu.blocks
@@ -299,8 +332,9 @@ def make_exchange(
     sizes: dict[str, int],
     scope: str = GPU_SCOPE,
     by_halves: Collection[str] = (),
+    copied: Mapping[str, str] | None = None,
 ) -> Exchange:
     """The kind that the plan names. by_halves: vectors of whole groups of which whole units are read, see
-    `FlaggedExchange.read_units`."""
+    `FlaggedExchange.read_units`. copied: see `Exchange`."""
     kinds = {"flags": FlaggedExchange, "barrier": BarrierExchange}
-    return kinds[machine.plan.sync](machine, workspace, sizes, scope, by_halves)
+    return kinds[machine.plan.sync](machine, workspace, sizes, scope, by_halves, copied)

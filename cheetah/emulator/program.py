@@ -44,7 +44,7 @@ _SCALARS: "dict[str, type[ctypes._SimpleCData[Any]]]" = {
 class LaunchStats:
     """What a launch did: fibre switches, rendezvous of warps, bulk copies and their bytes, wall-clock seconds.
 
-    most_chunks: the most chunks that one block had under way at once (bytes announced to an mbarrier and not landed).
+    most_chunks: the most chunks that one block had under way at once (what `bulk_copy` brings to an mbarrier).
     """
 
     switches: int

@@ -30,6 +30,8 @@ KINDS: Mapping[object, str] = {int: "a whole number", str: "a word", bool: "True
 """What a field of a plan may be, in words."""
 LARGEST_NUMBER = 2**31 - 1
 """Of a field: what the kernel computes with has 32 bits."""
+VECTOR_PIECES = 8
+"""Pieces in which a vector is copied to shared memory, where blocks meet at the grid barrier."""
 MAX_WARPS = 32
 """Warps of a block at most."""
 WARPGROUP = 4

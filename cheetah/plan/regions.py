@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Sequence
 
-from cheetah.plan.formats import M_TILE_ROWS
+from cheetah.plan.formats import DIGITS, HALVES, M_TILE_ROWS
 from cheetah.plan.gpu import Gpu
 from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.layout import slice_columns
 from cheetah.plan.narrow import residual_split, residual_tile_rows
-from cheetah.plan.plan import COLUMNS, KV_TILE_TOKENS, Plan
+from cheetah.plan.plan import COLUMNS, KV_TILE_TOKENS, VECTOR_PIECES, Plan
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.shared_memory import BULK_ALIGNMENT, Region, SharedMap, ring_regions
 
@@ -31,10 +31,10 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
 
     scratch: the input of a product (bf16), or what attention needs, or all blocks' candidates, or what filters need.
     reductions: buffers of the warps' row sums, with an mbarrier each; only products use them, as the input, behind
-    which they lie if there is room. residual: the block's rows (f32). partial_sums: of squares; scales: 1/rms of every
-    token. rope: cos and sin of every token's position. warp_candidates: of every warp and column. columns: what the
-    step's tokens are. chosen: what was sampled. step_done: two mbarriers. next_token: of every column, then whether the
-    launch ends.
+    which they lie if there is room. vector_barriers: an mbarrier for each piece of a vector that is copied. residual:
+    the block's rows (f32). partial_sums: of squares; scales: 1/rms of every token. rope: cos and sin of every token's
+    position. warp_candidates: of every warp and column. columns: what the step's tokens are. chosen: what was sampled.
+    step_done: two mbarriers. next_token: of every column, then whether the launch ends.
     """
     vector_bytes = longest_vector_bytes(shape, plan, gpu)
     attention = attention_regions(shape, plan, vector_bytes)
@@ -57,6 +57,7 @@ def kernel_regions(shape: ModelShape, plan: Plan, gpu: Gpu) -> tuple[Region, ...
             skip=vector_bytes if is_room_behind_vector else 0,
         ),
         Region("reduction_barriers", plan.reductions * 8),
+        *([Region("vector_barriers", VECTOR_PIECES * 8)] if plan.sync == "barrier" else []),
         Region("residual", residual_rows * plan.tokens * 4),
         Region("partial_sums", plan.consumer_warps * COLUMNS * 4),
         Region("scales", plan.tokens * 4),
@@ -126,14 +127,26 @@ def attention_records(plan: Plan) -> tuple[Region, ...]:
 
 
 def longest_vector_bytes(shape: ModelShape, plan: Plan, gpu: Gpu) -> int:
-    """The longest part of the vectors that is in shared memory at once, as the format of its matrix has it."""
+    """The most of the vectors that is in shared memory at once, as the format of its matrix has it."""
     down = shape.format_of("down")
     chunk_bytes = down.chunk_bytes(plan.stage_bytes, plan.consumer_warps)
-    parts = {name: shape.hidden for name in ("qkv", "gate_up", "lm_head")} | {"o": shape.query_rows}
-    longest = [_vector_bytes(shape, plan, name, columns, columns) for name, columns in parts.items()]
     halves = M_TILE_ROWS // residual_tile_rows(shape, gpu)
     part = slice_columns(round_up(shape.ffn, down.columns), chunk_bytes, plan.down_slices, down, halves)
-    return max(*longest, _vector_bytes(shape, plan, "down", shape.ffn, part))
+    parts = 2 if plan.down_slices > 1 and comes_ahead(shape, plan) else 1
+    return max(longest_input_bytes(shape, plan), parts * _vector_bytes(shape, plan, "down", shape.ffn, part))
+
+
+def longest_input_bytes(shape: ModelShape, plan: Plan) -> int:
+    """Of the vectors that come whole."""
+    parts = {name: shape.hidden for name in ("qkv", "gate_up", "lm_head")} | {"o": shape.query_rows}
+    return max(_vector_bytes(shape, plan, name, columns, columns) for name, columns in parts.items())
+
+
+def comes_ahead(shape: ModelShape, plan: Plan) -> bool:
+    """Whether the parts of the input of down, if there are several, are copied while the one before is multiplied:
+    where blocks meet at the grid barrier, and parts are converted where they lie."""
+    kind = shape.format_of("down").vector_kind(shape.ffn, plan.tokens)
+    return plan.sync == "barrier" and kind not in (DIGITS, HALVES)
 
 
 def _vector_bytes(shape: ModelShape, plan: Plan, matrix: str, columns: int, part: int) -> int:

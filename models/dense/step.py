@@ -28,6 +28,7 @@ from cheetah.blocks.exchange import (
 from cheetah.blocks.filters.filters import Filters
 from cheetah.blocks.host_words import HostWords
 from cheetah.blocks.linear.epilogue import HALF, scaled
+from cheetah.blocks.linear.formats.vectors import is_raised
 from cheetah.blocks.linear.interface import Epilogue, Prologue, Rows
 from cheetah.blocks.linear.matvec import Matvec
 from cheetah.blocks.linear.prologue import Either, Prefetching, RmsNorm, Slices, Source
@@ -42,7 +43,7 @@ from cheetah.models.act_order import ORDERED_INPUTS, ordered_input, places_shape
 from cheetah.models.config import ModelConfig
 from cheetah.models.dense.launch import Launch
 from cheetah.plan import M_TILE_ROWS, Gpu, ModelShape, Plan, step_matrices
-from cheetah.plan.formats import QuantizedTiles
+from cheetah.plan.formats import BF16_VECTOR, QuantizedTiles
 from cheetah.plan.index import round_up
 from cheetah.plan.kv import KvPlanLayout, max_plans
 from cheetah.plan.kv.tables import epochs_of_step
@@ -50,6 +51,8 @@ from cheetah.plan.regions import FILTER_WORDS, listed_tokens
 
 LAYER_PHASES = ("qkv", "attention", "o", "gate_up", "down")
 LAST_PHASES = ("lm_head", "sampling")
+PRODUCT_INPUTS = {"hidden": ("qkv", "lm_head"), "attention": ("o",), "middle": ("gate_up",), "gated": ("down",)}
+"""The vectors that products of a layer are made with."""
 
 
 def kv_layout(shape: ModelShape, gpu: Gpu, plan: Plan) -> KvPlanLayout:
@@ -58,23 +61,40 @@ def kv_layout(shape: ModelShape, gpu: Gpu, plan: Plan) -> KvPlanLayout:
 
 
 def exchange_sizes(shape: ModelShape, gpu: Gpu, plan: Plan) -> dict[str, int]:
-    """Payload words of each exchanged vector."""
+    """Payload words of each exchanged vector; the inputs of products with the padding of their matrix."""
+
+    def padded_words(name: str, elements: int) -> int:
+        columns = max(shape.format_of(matrix).columns for matrix in PRODUCT_INPUTS[name])
+        return vector_words(round_up(elements, columns), plan.tokens)
+
     partial_rows = kv_layout(shape, gpu, plan).max_partial_rows
     words = {
-        "hidden": vector_words(shape.hidden, plan.tokens),
+        "hidden": padded_words("hidden", shape.hidden),
         "qkv": plan.tokens * shape.qkv_rows // 2,
         "partials": partial_rows * (shape.head_dim + LSE_WORDS),
-        "attention": vector_words(shape.query_rows, plan.tokens),
-        "middle": vector_words(shape.hidden, plan.tokens),
-        "gated": vector_words(shape.ffn, plan.tokens),
+        "attention": padded_words("attention", shape.query_rows),
+        "middle": padded_words("middle", shape.hidden),
+        "gated": padded_words("gated", shape.ffn),
         **head_exchange_sizes(gpu, plan),
     }
     return words | {name: round_up(words[name], GROUP_WORDS) for name in vectors_by_halves(shape)}
 
 
+def published_kinds(config: ModelConfig, plan: Plan) -> dict[str, str]:
+    """As what the inputs of products are published where the copy engine brings them: as the matrix wants them, if that
+    can be said of each pair by itself, and nobody normalises or orders them before."""
+    shape = config.shape
+    kinds = dict.fromkeys(PRODUCT_INPUTS, BF16_VECTOR)
+    for name, matrix, columns in (("attention", "o", shape.query_rows), ("gated", "down", shape.ffn)):
+        kind = shape.format_of(matrix).vector_kind(columns, plan.tokens)
+        if is_raised(kind) and (matrix == "down" or not config.is_ordered(matrix)):
+            kinds[name] = kind
+    return kinds
+
+
 def vectors_by_halves(shape: ModelShape) -> tuple[str, ...]:
     """The inputs of products that convert whole units, which are those with quantised weights."""
-    products = {"hidden": "qkv", "attention": "o", "middle": "gate_up", "gated": "down"}
+    products = {name: matrices[0] for name, matrices in PRODUCT_INPUTS.items()}
     return tuple(name for name, matrix in products.items() if isinstance(shape.format_of(matrix), QuantizedTiles))
 
 
@@ -172,6 +192,7 @@ class HeadParts:
             self.ring.initialise()
             self.linear.initialise()
             self.tokens.initialise()
+            self.exchange.initialise()
             prim.mbarrier_fence_init()
         self.tokens.take_first()
         prim.block_barrier()  # orders the barriers' initialisation before their first use by either role
@@ -271,6 +292,7 @@ class StepParts(HeadParts):
             launch.exchange,
             exchange_sizes(machine.shape, machine.gpu, machine.plan),
             by_halves=vectors_by_halves(machine.shape),
+            copied=published_kinds(config, machine.plan),
         )
         super().__init__(config, machine, launch, made, phases_of(machine.shape.layers))
         self.cache = KvCache(machine, launch.kv, launch.page_table)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cheetah import lang as ch
+from cheetah.blocks.exchange import Exchange
 from cheetah.blocks.linear.matvec import Matvec
 from cheetah.blocks.machine import Machine, emit_roles, start_machine
 from cheetah.blocks.ring import Ring
@@ -42,8 +43,9 @@ class SmallKernel:
         body: Body,
         sanitize: bool = False,
         bug: tuple[str, str] | None = None,
+        watched: bool = False,
     ) -> None:
-        """bug: a piece of the text, and what stands there instead."""
+        """bug: a piece of the text, and what stands there instead. watched: every load and store is looked at."""
         self.shape, self.blocks, self.plan, self.parameters = shape, blocks, plan, parameters
         gpu = gpu_of(blocks)
         shared = shared_map(shape, plan, gpu)
@@ -60,12 +62,12 @@ class SmallKernel:
         if bug is not None:
             assert bug[0] in self.text, bug[0]
             self.text = self.text.replace(*bug)
-        self._sanitize = sanitize
+        self._sanitize, self._watched = sanitize, watched
 
     @cached_property
     def program(self) -> Program:
         types = [(name, str(type_)) for name, type_ in self.parameters.items()]
-        return compile_program(self.text, "small", types, sanitize=self._sanitize)
+        return compile_program(self.text, "small", types, sanitize=self._sanitize, watched=self._watched)
 
     def launch(self, arguments: Mapping[str, Any], scheduler: str = "round_robin", seed: int = 0) -> None:
         """One launch; arrays by parameter name are read and written in place."""
@@ -82,7 +84,7 @@ def start_ring(machine: Machine) -> Ring:
 
 
 @ch.inline
-def initialise(machine: Machine, part: Ring | Matvec) -> None:
+def initialise(machine: Machine, part: Ring | Matvec | Exchange) -> None:
     """Its mbarriers are ready."""
     with ch.if_(machine.thread == 0):
         part.initialise()

@@ -36,6 +36,10 @@ SHAPES: dict[str, tuple[Any, int, dict[str, Any]]] = {
     "eight, sliced down": (model(64, 600, 1, 4, 1), 3, {"batch": 8, "down_slices": 3, "consumer_warps": 4}),
     "eight on two warps": (model(), 2, {"batch": 8}),
     "barrier": (model(), 3, {"batch": 4, "sync": "barrier"}),
+    "eight, parts that come ahead": (
+        *(model(64, 600, 1, 4, 1), 3),
+        {"batch": 8, "sync": "barrier", "consumer_warps": 4},
+    ),
 }
 
 
@@ -60,7 +64,9 @@ def ragged(session: Session, lengths: Sequence[int], scored: int) -> list[F32]:
     return session.score_together([ids[-scored:] for ids in prompts], caches)
 
 
-@pytest.mark.parametrize("name", tiered(SHAPES, ["two", "barrier", "three of four", "eight on two warps"]))
+@pytest.mark.parametrize(
+    "name", tiered(SHAPES, ["two", "barrier", "three of four", "eight on two warps", "eight, sliced down"])
+)
 def test_a_ragged_batch_against_float32(name: str) -> None:
     rig = rig_of(name)
     lengths = [33, 0, 70, 5, 16, 100, 1, 47][: max(2, rig.plan.batch - (name == "three of four"))]

@@ -37,6 +37,7 @@ CASES: dict[str, tuple[ModelConfig, Formats, dict[str, Any]]] = {
     ),
     "qwen3, keys of eight bits": (qwen3(), OTHERS[:4], {"kv_dtype": "e4m3"}),
     "qwen2, barrier": (qwen2(4, 2), MIXED, {"sync": "barrier", "tokens": 2}),
+    "llama, eight tokens, parts that come ahead": (model(144, 1100), MIXED, {"tokens": 8, "sync": "barrier"}),
     "act-order, a token, digits, f16": (model(256, 512, heads=4, act_order=True), ORDERED, {"down_slices": 2}),
     "act-order, three sequences, sizes that do not divide": (
         *(model(144, 280, act_order=True), (*MIXED[1:3], ("down", "int4-g32"))),

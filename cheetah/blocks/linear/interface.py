@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from cheetah import lang as ch
 from cheetah.plan import M_TILE_ROWS, MatrixLayout
@@ -40,7 +41,28 @@ class Prologue(ABC):
 
     @abstractmethod
     def load(self, matrix: MatrixLayout, index: int) -> None:
-        """Bring slice `index` of the input of `matrix`, ending with a barrier of the consumer warps."""
+        """Bring slice `index` of the input of `matrix`: then each warp has what it multiplies. What is said of columns
+        (`scales`) is seen behind the next barrier of the consumer warps, or at the end of an M-tile."""
+
+    def parts(self, matrix: MatrixLayout) -> Parts | None:
+        """Of a matrix in slices: what brings them ahead of their use; None where `load` brings each."""
+        return None
+
+
+class Parts(Protocol):
+    """The parts of a vector that come one after the other, part p to place p % 2 of the region `vector`."""
+
+    @property
+    def count(self) -> int: ...
+
+    def begin(self) -> None:
+        """Ask for the first of them."""
+
+    def wait(self, part: ch.Expr) -> None:
+        """Until this warp has what it multiplies of a part."""
+
+    def release(self, part: ch.Expr) -> None:
+        """This warp has multiplied a part: called by all consumer warps, which meet."""
 
 
 class Linear(ABC):

@@ -23,7 +23,7 @@ from cheetah.blocks.columns import Columns
 from cheetah.blocks.linear.formats import fragments_of
 from cheetah.blocks.linear.formats.bf16 import Bf16Fragments, HeldTiles
 from cheetah.blocks.linear.fragments import Activations, groups_of
-from cheetah.blocks.linear.interface import Epilogue, Linear, Prologue, Rows
+from cheetah.blocks.linear.interface import Epilogue, Linear, Parts, Prologue, Rows
 from cheetah.blocks.ring import Cursor, Ring, Stage
 from cheetah.blocks.timeline import NO_TIMELINE, Timeline
 from cheetah.lang import prim, ty
@@ -139,8 +139,11 @@ class Matvec(Linear):
         self.ring.uses(layout.name)
         position = layout.position(machine.block)
         with nullcontext() if layout.m_tiles >= layout.blocks else ch.if_(position < layout.m_tiles):
+            parts = prologue.parts(layout)
             if layout.slices == 1:
                 self._multiply_whole(layout, position, prologue, epilogue)
+            elif parts is not None:
+                self._multiply_parts(layout, position, parts, epilogue)
             else:
                 self._multiply_sliced(layout, position, prologue, epilogue)
             machine.meet()  # everybody has read the vectors, and what the finishing warps write is seen
@@ -176,6 +179,34 @@ class Matvec(Linear):
                         self.ring.begin_waiting()
                     with ch.for_(first, end, unroll=2) as chunk:
                         self._use_chunk(layout, chunk, chunk - first, sums[wave])
+        self.timeline.stamp_here("last_chunk")
+        for wave in range(layout.waves):
+            with self._has_m_tile(layout, position, wave):
+                self._reduce(layout, position + wave * layout.blocks, sums[wave], epilogue)
+
+    @ch.inline
+    def _multiply_parts(self, layout: MatrixLayout, position: ch.Expr, parts: Parts, epilogue: Epilogue) -> None:
+        """The same with slices that come while the one before is multiplied."""
+        groups = self._groups(layout)
+        sums = [ch.array(ty.f32, groups, 4, zero=True, name="sums") for _ in range(layout.waves)]
+        self.ring.begin_waiting()
+        parts.begin()
+        with ch.for_(parts.count, unroll=1, name="part") as part:
+            parts.wait(part)
+            with ch.if_(part == 0):
+                self.ring.end_waiting()
+                self.timeline.stamp_here("ready")
+            first = part * layout.slice_chunks
+            end = ch.minimum(first + layout.slice_chunks, layout.chunks)
+            place = part % 2 * layout.slice_chunks
+            for wave in range(layout.waves):
+                with self._has_m_tile(layout, position, wave):
+                    if wave == layout.waves - 1 > 0:
+                        with ch.if_(part == parts.count - 1):
+                            self.ring.begin_waiting()
+                    with ch.for_(first, end, unroll=2) as chunk:
+                        self._use_chunk(layout, chunk, chunk - first + place, sums[wave])
+            parts.release(part)
         self.timeline.stamp_here("last_chunk")
         for wave in range(layout.waves):
             with self._has_m_tile(layout, position, wave):

@@ -13,10 +13,12 @@ from typing import Any, Protocol
 
 from cheetah import lang as ch
 from cheetah.blocks.columns import QUAD, UNIT, UNITS_PER_TILE, Columns
+from cheetah.blocks.linear.copied import CopiedParts, CopiedVector, Piece, load_copied
 from cheetah.blocks.linear.formats.vectors import store_unit
 from cheetah.blocks.linear.interface import Prologue
 from cheetah.blocks.linear.order import Order
 from cheetah.blocks.machine import Machine
+from cheetah.blocks.vector_copies import CopySource
 from cheetah.lang import prim, ty
 from cheetah.lang.primitives.exchange import UNITS
 from cheetah.plan import VECTOR_COLUMNS, MatrixLayout
@@ -26,6 +28,8 @@ from cheetah.plan.plan import COLUMNS
 LINE_BYTES = 128
 NORMALISED_UNITS = 6
 """Units that are normalised together where there are several tokens: with 8, registers spill."""
+COPIED_ROWS = 16
+"""Units of a thread of which it loads the norm's weights before it waits for what the copy engine brings."""
 Read = Callable[[Any, ch.Expr, int], None]
 """Puts units (u32x4) `unit`, `unit + consumer_threads`, ... into an array: (array of UNITS, unit, how many)."""
 Wait = Callable[[ch.Expr, ch.Value], None]
@@ -48,6 +52,10 @@ class Source(Protocol):
     def read_quads(self) -> Read | None:
         """As `read`, quads (u32x2) into an array of 2 * UNITS; None where it has none."""
 
+    @property
+    def copied(self) -> CopySource | None:
+        """What the copy engine brings it from; None where threads read it."""
+
 
 @dataclass(frozen=True, eq=False)
 class Units:
@@ -56,6 +64,7 @@ class Units:
     read: Read
     wait: Wait | None = None
     read_quads: Read | None = None
+    copied: CopySource | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +92,10 @@ class RmsNorm(Prologue):
     def load(self, matrix: MatrixLayout, index: int) -> None:
         kind = matrix.vector_kind(self.columns.limit)
         part = Part(matrix.padded_columns, self.available, kind=kind, places=self.places)
+        copied = _copied(self.source, part)
+        if copied is not None:
+            load_copied_normalised(self.columns, matrix, self.elements, self.epsilon, self.weight, copied)
+            return
         part = by_best_pieces(part, self.source)
         load_normalised(self.columns, part, self.elements, self.epsilon, self.weight, self.source)
 
@@ -101,6 +114,10 @@ class Slices(Prologue):
     available: int
     places: ch.Expr | None = None
 
+    def parts(self, matrix: MatrixLayout) -> CopiedParts | None:
+        copied = _copied(self.source, Part(0, 0, kind=matrix.vector_kind(self.columns.limit), places=self.places))
+        return None if copied is None else CopiedParts(self.columns, matrix, copied)
+
     def load(self, matrix: MatrixLayout, index: int) -> None:
         chunk_elements = matrix.tiles_per_chunk * matrix.tile_columns
         first, end = (chunk * chunk_elements for chunk in matrix.slice_range(index))
@@ -112,6 +129,10 @@ class Slices(Prologue):
             places=self.places,
         )
         assert self.places is None or matrix.slices == 1, matrix.name
+        copied = _copied(self.source, part)
+        if copied is not None and matrix.slices == 1:
+            load_copied(self.columns, matrix, copied)
+            return
         load_vector(self.columns, by_best_pieces(part, self.source), self.source)
 
 
@@ -271,6 +292,52 @@ def load_normalised(
     _write_scales(columns, part, squares, true_elements, epsilon)
     if order is not None:
         order.convert()
+
+
+@ch.inline
+def load_copied_normalised(
+    columns: Columns, matrix: MatrixLayout, true_elements: int, epsilon: float, norm: ch.Expr, source: CopySource
+) -> None:
+    """`load_normalised` of a vector that the copy engine brings: a thread takes the same units in the same order."""
+    machine = columns.machine
+    part = Part(matrix.padded_columns, matrix.padded_columns, kind=matrix.vector_kind(columns.limit))
+    whole = CopiedVector(columns, matrix, source, machine.consumer_threads)
+    whole.request()
+    vector = machine.region("vector", ty.u32x4)
+    squares = ch.var(ty.f32, 0.0)
+    weights_at = addresses_of_units(columns, norm)
+    count = -(-true_elements // VECTOR_COLUMNS) * UNITS_PER_TILE * columns.limit  # behind them all is zero
+
+    def each(piece: Piece) -> Iterator[tuple[int, ch.Expr]]:
+        """(number in the piece, unit) of this thread's."""
+        for index in range(piece.rows):
+            unit = machine.thread + (piece.first_row + index) * machine.consumer_threads
+            is_whole = (piece.first_row + index + 1) * machine.consumer_threads <= count
+            with nullcontext() if is_whole else ch.if_(unit < count):
+                yield index, unit
+
+    together = max(1, COPIED_ROWS // whole.pieces[0].rows)
+    for first in range(0, len(whole.pieces), together):
+        pieces = whole.pieces[first : first + together]
+        weights = [ch.array(ty.u32x4, piece.rows, name="weights") for piece in pieces]
+        for piece, own in zip(pieces, weights, strict=True):
+            for index, unit in each(piece):
+                own[index] = prim.load_constant_u32x4(weights_at(unit))
+        for piece, own in zip(pieces, weights, strict=True):
+            whole.wait(piece)
+            data = ch.array(ty.u32x4, piece.rows, name="units")
+            for index, unit in each(piece):
+                data[index] = vector[unit]
+            for index, unit in each(piece):
+                _normalise_unit(columns, vector, unit, data[index], own[index], squares, part)
+    whole.end()
+    _write_scales(columns, part, squares, true_elements, epsilon)
+
+
+def _copied(source: Source, part: Part) -> CopySource | None:
+    """Units that become something of another size, or belong elsewhere, pass through registers anyway."""
+    is_in_place = part.places is None and part.kind not in (DIGITS, HALVES)
+    return source.copied if is_in_place else None
 
 
 @ch.function

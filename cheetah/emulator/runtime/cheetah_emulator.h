@@ -71,6 +71,7 @@ void mbarrier_init(uint64_t* barrier, uint32_t arrivals, Place place);
 void mbarrier_arrive(uint64_t* barrier, uint32_t transaction_bytes, Place place, const char* primitive);
 void mbarrier_wait(uint64_t* barrier, uint32_t parity, Place place);
 void bulk_copy(void* destination, const void* source, uint32_t bytes, uint64_t* barrier, Place place);
+void bulk_copy_shared(void* destination, const void* source, uint32_t bytes, uint64_t* barrier, Place place);
 void fence_proxy_async(Place place);
 void loads_have_read(Place place);
 void check_constant(const void* address, uint32_t bytes, Place place, const char* primitive);
@@ -286,7 +287,13 @@ CHEETAH_PRIMITIVE void bulk_copy(void* shared_destination, const void* global_so
   cheetah_emulator::bulk_copy(shared_destination, global_source, bytes, barrier, place);
 }
 
+CHEETAH_PRIMITIVE void bulk_copy_shared(void* shared_destination, const void* global_source, uint32_t bytes,
+                                        uint64_t* barrier, CHEETAH_PLACE) {
+  cheetah_emulator::bulk_copy_shared(shared_destination, global_source, bytes, barrier, place);
+}
+
 CHEETAH_PRIMITIVE void fence_proxy_async(CHEETAH_PLACE) { cheetah_emulator::fence_proxy_async(place); }
+CHEETAH_PRIMITIVE void fence_proxy_async_global(CHEETAH_PLACE) { cheetah_emulator::fence_proxy_async(place); }
 
 CHEETAH_PRIMITIVE uint32_t renewed_u32(uint32_t value) { return value; }
 CHEETAH_PRIMITIVE void give_registers(CHEETAH_PLACE) { (void)place; }

@@ -11,13 +11,13 @@
 namespace cheetah_emulator {
 
 MBarrier& initialised_mbarrier(uint64_t* storage, Place place, const char* primitive, const void* caller);
+void begin_chunk(Block& block, MBarrier& barrier, Place place, const char* primitive);
 
 namespace {
 
 constexpr uint8_t poison = 0xFF;
 
-void check_copy(const uint8_t* destination, const uint8_t* source, uint32_t bytes, Place place) {
-  constexpr const char* primitive = "bulk_copy";
+void check_copy(const uint8_t* destination, const uint8_t* source, uint32_t bytes, Place place, const char* primitive) {
   const Block& block = *machine.current->block_state;
   if (!bytes || bytes % 16) misuse(place, primitive, "%u bytes; a bulk copy moves a positive multiple of 16", bytes);
   if (destination < block.arena || destination + bytes > block.arena + machine.shared_bytes)
@@ -50,19 +50,33 @@ void* create_copy_fibre() {
 
 }  // namespace
 
-[[gnu::noinline]] void bulk_copy(void* destination, const void* source, uint32_t bytes, uint64_t* storage, Place place) {
+namespace {
+
+void issue_copy(void* destination, const void* source, uint32_t bytes, uint64_t* storage, bool is_read_once, Place place,
+                const char* primitive, const void* caller) {
   auto* to = static_cast<uint8_t*>(destination);
   auto* from = static_cast<const uint8_t*>(source);
-  check_copy(to, from, bytes, place);
-  const void* caller = __builtin_return_address(0);
-  MBarrier& barrier = initialised_mbarrier(storage, place, "bulk_copy", caller);
+  check_copy(to, from, bytes, place, primitive);
+  MBarrier& barrier = initialised_mbarrier(storage, place, primitive, caller);
   Block& block = *machine.current->block_state;
+  if (is_read_once) begin_chunk(block, barrier, place, primitive);
   fill_bytes(to, poison, bytes);
   block.copies[block.copy_count++] = {to, from, bytes, machine.current->thread, &barrier, place, caller,
                                       create_copy_fibre()};
   machine.copies_in_flight++;
   machine.copies++;
   machine.copied_bytes += bytes;
+}
+
+}  // namespace
+
+[[gnu::noinline]] void bulk_copy(void* destination, const void* source, uint32_t bytes, uint64_t* storage, Place place) {
+  issue_copy(destination, source, bytes, storage, true, place, "bulk_copy", __builtin_return_address(0));
+}
+
+[[gnu::noinline]] void bulk_copy_shared(void* destination, const void* source, uint32_t bytes, uint64_t* storage,
+                                        Place place) {
+  issue_copy(destination, source, bytes, storage, false, place, "bulk_copy_shared", __builtin_return_address(0));
 }
 
 void fence_proxy_async(Place place) {

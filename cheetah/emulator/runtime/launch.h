@@ -17,7 +17,7 @@ struct CheetahLaunch {
   const cheetah_emulator::Buffer* buffers;
   int (*poll)();                     // called every few milliseconds; not 0 ends the launch; may be null
   uint32_t outcome;
-  uint32_t chunk_limit;              // chunks of a block announced and not landed; 0: any number
+  uint32_t chunk_limit;              // chunks of a block under way; 0: any number
   uint32_t most_chunks, unused;      // reached
   uint64_t switches, collectives, copies, copied_bytes;
   char* report;                      // zero-terminated, cut to report_bytes

@@ -63,6 +63,7 @@ struct MBarrier {
   int64_t transaction_bytes;
   FibreList waiting;
   Place place;       // of its initialisation
+  bool is_chunk;     // copies of memory that is read once are under way
   char order[2];
 };
 
@@ -146,7 +147,7 @@ struct Block {
   MBarrier* mbarriers;
   uint32_t copy_count, engine_priority, rank;
   BulkCopy* copies;         // in flight, in the order in which they were issued
-  uint32_t chunks;          // mbarriers with announced bytes that have not landed
+  uint32_t chunks;          // mbarriers to which memory that is read once is under way
   uint64_t* loads;          // watched: of each 16 bytes of the arena, whose load of them may be under way
 };
 

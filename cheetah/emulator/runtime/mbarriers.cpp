@@ -52,19 +52,6 @@ MBarrier& initialised(uint64_t* storage, Place place, const char* primitive, con
   return *barrier;
 }
 
-// A chunk is what an mbarrier has announced: under way from there until all its bytes have landed.
-void announce(MBarrier& barrier, uint32_t bytes, Place place, const char* primitive) {
-  Block& block = *machine.current->block_state;
-  const bool begins = barrier.transaction_bytes <= 0 && barrier.transaction_bytes + int64_t(bytes) > 0;
-  barrier.transaction_bytes += bytes;
-  if (!begins) return;
-  if (machine.chunk_limit && block.chunks == machine.chunk_limit)
-    misuse(place, primitive, "%u chunks of this block are under way, and %u is what its plan allows: wait for the chunk"
-           " %u places earlier to land first", block.chunks, machine.chunk_limit, machine.chunk_limit);
-  block.chunks++;
-  if (block.chunks > machine.most_chunks) machine.most_chunks = block.chunks;
-}
-
 void complete_if_done(MBarrier& barrier) {
   if (barrier.pending || barrier.transaction_bytes) return;
   barrier.phase++;
@@ -78,11 +65,25 @@ MBarrier& initialised_mbarrier(uint64_t* storage, Place place, const char* primi
   return initialised(storage, place, primitive, caller);
 }
 
+// A chunk is what copies of memory that is read once bring to an mbarrier: under way until all announced bytes have
+// landed. What other blocks read too comes from L2 and is not bounded.
+void begin_chunk(Block& block, MBarrier& barrier, Place place, const char* primitive) {
+  if (barrier.is_chunk) return;
+  if (machine.chunk_limit && block.chunks == machine.chunk_limit)
+    misuse(place, primitive, "%u chunks of this block are under way, and %u is what its plan allows: wait for the chunk"
+           " %u places earlier to land first", block.chunks, machine.chunk_limit, machine.chunk_limit);
+  barrier.is_chunk = true;
+  block.chunks++;
+  if (block.chunks > machine.most_chunks) machine.most_chunks = block.chunks;
+}
+
 void complete_transaction(Block& block, MBarrier& barrier, uint32_t bytes) {
   sanitizer::release(barrier.order[barrier.phase & 1]);
-  const bool was_under_way = barrier.transaction_bytes > 0;
   barrier.transaction_bytes -= bytes;
-  if (was_under_way && barrier.transaction_bytes <= 0) block.chunks--;
+  if (barrier.is_chunk && barrier.transaction_bytes <= 0) {
+    barrier.is_chunk = false;
+    block.chunks--;
+  }
   complete_if_done(barrier);
 }
 
@@ -117,7 +118,7 @@ void complete_transaction(Block& block, MBarrier& barrier, uint32_t bytes) {
     misuse(place, primitive, "%ld bytes announced in one phase; an mbarrier counts up to %ld",
            long(barrier.transaction_bytes + bytes), long(most_transaction_bytes));
   sanitizer::release(barrier.order[barrier.phase & 1]);
-  announce(barrier, bytes, place, primitive);
+  barrier.transaction_bytes += bytes;
   if (!bytes) watch::check_arrival(place, primitive);
   barrier.pending--;
   complete_if_done(barrier);

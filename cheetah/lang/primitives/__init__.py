@@ -24,8 +24,11 @@ from cheetah.lang.primitives.block import (
 )
 from cheetah.lang.primitives.copies import (
     bulk_copy,
+    bulk_copy_shared,
+    bulk_copy_shared_unchecked,
     bulk_copy_unchecked,
     fence_proxy_async,
+    fence_proxy_async_global,
     load_shared_u32,
     mbarrier_arrive,
     mbarrier_arrive_expect_tx,
@@ -120,6 +123,8 @@ __all__ = [
     "bits_float",
     "block_barrier",
     "bulk_copy",
+    "bulk_copy_shared",
+    "bulk_copy_shared_unchecked",
     "bulk_copy_unchecked",
     "byte_permute",
     "divide_f32",
@@ -132,6 +137,7 @@ __all__ = [
     "f16x2_low",
     "f32_to_bf16",
     "fence_proxy_async",
+    "fence_proxy_async_global",
     "fetch_add_release_u64",
     "float_bits",
     "give_registers",

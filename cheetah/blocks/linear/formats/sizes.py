@@ -53,9 +53,21 @@ def power_of_two(largest: int, exponent: Any) -> Any:
 
 def raised(words: Any, power: int, of_second: int) -> Any:
     """The bf16 pairs of a unit (u32x4) times 2^power, every second one times 2^of_second instead."""
-    factors = [(BIAS + exponent << 7) * 0x00010001 for exponent in (power, of_second)]
+    factors = [_factors(power), _factors(of_second)]
     pairs = zip("xyzw", factors * 2, strict=True)
     return prim.make_u32x4(*(prim.multiply_bf16x2(getattr(words, member), factor) for member, factor in pairs))
+
+
+def raised_pair(pair: Any, number: Any, power: int, of_second: int) -> Any:
+    """The same of a bf16 pair by itself, number `number` of a unit."""
+    if power == of_second:
+        return prim.multiply_bf16x2(pair, _factors(power))
+    return prim.multiply_bf16x2(pair, ch.select(number % 2 == 0, ty.u32(_factors(power)), ty.u32(_factors(of_second))))
+
+
+def _factors(exponent: int) -> int:
+    """2^exponent twice, as bf16."""
+    return (BIAS + exponent << 7) * 0x00010001
 
 
 def stored_power(exponent: Any, largest: int) -> Any:

@@ -8,7 +8,7 @@ from cheetah import lang as ch
 from cheetah.blocks.columns import Columns
 from cheetah.blocks.linear.formats.digits import store_digits
 from cheetah.blocks.linear.formats.e4m3 import store_halves
-from cheetah.blocks.linear.formats.sizes import raised
+from cheetah.blocks.linear.formats.sizes import raised, raised_pair
 from cheetah.plan.formats import DIGITS, HALVES, RAISED, RAISED_BY, STAGGERED
 
 
@@ -19,6 +19,21 @@ def store_unit(columns: Columns, vector: ch.Expr, unit: ch.Expr, words: Any, kin
     elif kind == HALVES:
         store_halves(vector, unit, words, columns.limit)
     elif kind in (RAISED, STAGGERED):
-        vector[unit] = raised(words, RAISED_BY, RAISED_BY - 4 if kind == STAGGERED else RAISED_BY)
+        vector[unit] = raised(words, *_powers(kind))
     else:
         vector[unit] = words
+
+
+def is_raised(kind: str) -> bool:
+    """Whether elements keep their place and size, and are raised: by who publishes them, or by who reads them."""
+    return kind in (RAISED, STAGGERED)
+
+
+def raised_word(word: Any, index: Any, kind: str) -> Any:
+    """Payload word `index` of a vector in fragment order, raised."""
+    return raised_pair(word, index, *_powers(kind))
+
+
+def _powers(kind: str) -> tuple[int, int]:
+    """Of the pairs of a unit in turn."""
+    return RAISED_BY, RAISED_BY - 4 if kind == STAGGERED else RAISED_BY

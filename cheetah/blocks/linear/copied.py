@@ -1,0 +1,231 @@
+"""The input of a product as the copy engine brings it: whole, or part by part ahead of its use, and converted in place.
+
+What a warp multiplies it converts itself, so that it waits for its pieces and for no other warp. Vectors come with the
+padding of their matrix: nobody publishes there, so it is zero as in the workspace, and columns that are not in use come
+too, since nobody looks at their products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from cheetah import lang as ch
+from cheetah.blocks.columns import UNIT, Columns
+from cheetah.blocks.linear.formats.vectors import store_unit
+from cheetah.blocks.vector_copies import PIECES_OF_HALF, CopySource
+from cheetah.lang import prim, ty
+from cheetah.plan import MatrixLayout
+from cheetah.plan.plan import VECTOR_PIECES
+
+LANES = 32
+UNIT_BYTES = 2 * UNIT
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows `first_row`, ... (`rows` of them) of a vector, which land together: piece `number` of a half."""
+
+    half: int
+    number: int
+    first_row: int
+    rows: int
+
+
+@dataclass(frozen=True, eq=False)
+class CopiedVector:
+    """A whole vector, in rows of `row_units` units of 8 elements that the consumer threads work on together."""
+
+    columns: Columns
+    matrix: MatrixLayout
+    source: CopySource
+    row_units: int
+
+    @property
+    def units(self) -> int:
+        return self.matrix.padded_columns // UNIT * self.columns.limit
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """As they land."""
+        rows, each = -(-self.units // self.row_units), self._rows_each
+        return [
+            Piece(*divmod(number, PIECES_OF_HALF), first, min(each, rows - first))
+            for number, first in enumerate(range(0, rows, each))
+        ]
+
+    def request(self) -> None:
+        """Behind the grid barrier; a barrier of the consumer warps lies between it and this."""
+        vector = self.columns.machine.region("vector", ty.u8)
+        piece_bytes = self._rows_each * self.row_units * UNIT_BYTES
+        half_bytes = piece_bytes * PIECES_OF_HALF
+        with self.source.copies.requesting():
+            for half in range(2):
+                first = half * half_bytes
+                size = min(half_bytes, self.units * UNIT_BYTES - first)
+                self.source.copies.request(
+                    half, vector + first, self.source.place(first // UNIT_BYTES), size, piece_bytes
+                )
+
+    def wait(self, piece: Piece) -> None:
+        self.source.copies.wait(piece.half, piece.number)
+
+    def end(self) -> None:
+        """Every piece that this thread reads of has been waited for."""
+        self.source.copies.end(3)
+
+    @property
+    def _rows_each(self) -> int:
+        rows = -(-self.units // self.row_units)
+        return -(-rows // VECTOR_PIECES)
+
+
+@ch.function
+def load_copied(columns: Columns, matrix: MatrixLayout, source: CopySource) -> None:
+    """A whole vector; then each warp has what it multiplies."""
+    own = OwnTiles(columns, matrix, source.kind)
+    whole = CopiedVector(columns, matrix, source, own.row_units)
+    whole.request()
+    vector = columns.machine.region("vector", ty.u32x4)
+    for piece in whole.pieces:
+        whole.wait(piece)
+        own.convert(vector, range(piece.first_row, piece.first_row + piece.rows), matrix.k_tiles)
+    own.end()
+    whole.end()
+
+
+@dataclass(frozen=True, eq=False)
+class CopiedParts:
+    """The parts of a vector as a matrix is sliced, two in shared memory: while one is multiplied the next comes.
+
+    Part p lies in half p % 2 of the region. A part is requested when all warps have multiplied the one that it is
+    copied over."""
+
+    columns: Columns
+    matrix: MatrixLayout
+    source: CopySource
+
+    @property
+    def own(self) -> OwnTiles:
+        return OwnTiles(self.columns, self.matrix, self.source.kind)
+
+    @property
+    def count(self) -> int:
+        return -(-self.matrix.chunks // self.matrix.slice_chunks)
+
+    @property
+    def part_tiles(self) -> int:
+        """K-tiles of every part but perhaps the last."""
+        return self.matrix.slice_chunks * self.matrix.tiles_per_chunk
+
+    @property
+    def part_units(self) -> int:
+        return self.part_tiles * self.own.tile_units
+
+    def begin(self) -> None:
+        """Request the first two; a barrier of the consumer warps lies behind whatever was in the region."""
+        with self.source.copies.requesting():
+            for part in range(min(2, self.count)):
+                self._request(part)
+
+    @ch.function
+    def wait(self, part: ch.Expr) -> None:
+        """Until this warp has what it multiplies of a part."""
+        half = part % 2
+        rows = self.part_tiles // self.own.row_tiles
+        vector = self.columns.machine.region("vector", ty.u32x4) + half * self.part_units
+        for number, first in enumerate(range(0, rows, self._rows_each)):
+            self.source.copies.wait(half, number)
+            own_rows = range(first, min(first + self._rows_each, rows))
+            self.own.convert(vector, own_rows, self._tiles_of(part))
+        self.own.end()
+        self.source.copies.end(ty.u32(1) << half)
+
+    @ch.function
+    def release(self, part: ch.Expr) -> None:
+        """This warp has multiplied a part; once all have, the next but one comes in its place."""
+        self.columns.machine.meet()
+        with ch.if_(part + 2 < self.count), self.source.copies.requesting():
+            self._request(part + 2)
+
+    def _request(self, part: ch.Value) -> None:
+        half = part % 2
+        destination = self.columns.machine.region("vector", ty.u8) + half * (self.part_units * UNIT_BYTES)
+        size = self._tiles_of(part) * (self.own.tile_units * UNIT_BYTES)
+        if not isinstance(size, int):
+            size = ch.const(ty.u32, size, name="size")
+        piece_bytes = self._rows_each * self.own.row_units * UNIT_BYTES
+        self.source.copies.request(half, destination, self.source.place(part * self.part_units), size, piece_bytes)
+
+    def _tiles_of(self, part: ch.Value) -> Any:
+        """K-tiles of a part."""
+        if self.matrix.k_tiles % self.part_tiles == 0:
+            return self.part_tiles
+        return ch.minimum(self.matrix.k_tiles - part * self.part_tiles, self.part_tiles)
+
+    @property
+    def _rows_each(self) -> int:
+        return -(-(self.part_tiles // self.own.row_tiles) // PIECES_OF_HALF)
+
+
+@dataclass(frozen=True, eq=False)
+class OwnTiles:
+    """The K-tiles of a vector that a warp multiplies: one of each *row*, of as many K-tiles as there are warps.
+    published: as what they come."""
+
+    columns: Columns
+    matrix: MatrixLayout
+    published: str
+
+    @property
+    def row_tiles(self) -> int:
+        return self.columns.machine.plan.consumer_warps
+
+    @property
+    def tile_units(self) -> int:
+        return self.matrix.tile_columns // UNIT * self.columns.limit
+
+    @property
+    def row_units(self) -> int:
+        return self.row_tiles * self.tile_units
+
+    @property
+    def kind(self) -> str:
+        return self.matrix.vector_kind(self.columns.limit)
+
+    @property
+    def converts(self) -> bool:
+        """Whether the weights' format wants something else than what is published."""
+        return self.kind != self.published
+
+    def convert(self, vector: ch.Expr, rows: range, tiles: ch.Value) -> None:
+        """Make of this warp's K-tiles of some rows what the weights' format wants. tiles: that there are."""
+        if not self.converts:
+            return
+        each = -(-self.tile_units // LANES)
+        data = ch.array(ty.u32x4, len(rows) * each, name="units")
+        for index, row in enumerate(rows):
+            with self._units(row, tiles) as unit_of:
+                for turn in range(each):
+                    data[index * each + turn] = vector[unit_of(turn)]
+        for index, row in enumerate(rows):
+            with self._units(row, tiles) as unit_of:
+                for turn in range(each):
+                    store_unit(self.columns, vector, unit_of(turn), data[index * each + turn], self.kind)
+
+    def end(self) -> None:
+        """All rows are converted."""
+        if self.converts:
+            prim.warp_barrier()  # other lanes of this warp read what this one has stored
+
+    @contextmanager
+    def _units(self, row: int, tiles: ch.Value) -> Iterator[Any]:
+        """Where this lane's units of a row are: a function of the turn."""
+        machine = self.columns.machine
+        tile = machine.warp + row * self.row_tiles
+        is_whole = isinstance(tiles, int) and (row + 1) * self.row_tiles <= tiles
+        with nullcontext() if is_whole else ch.if_(tile < tiles):
+            with nullcontext() if self.tile_units % LANES == 0 else ch.if_(machine.lane < self.tile_units):
+                yield lambda turn: tile * self.tile_units + turn * LANES + machine.lane
