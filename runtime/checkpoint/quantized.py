@@ -27,6 +27,7 @@ from cheetah.models.formats.quantized import (
 from cheetah.models.quantization import Storage
 from cheetah.models.repacking import StoredCodes, StoredMatrix
 from cheetah.models.scratch import scratch
+from cheetah.plan.index import round_up
 from cheetah.runtime.checkpoint.packed_words import (
     AWQ_ORDER,
     Codes,
@@ -62,7 +63,7 @@ class StoredQuantized(ABC):
     def __getitem__(self, part: slice) -> QuantizedRows:
         """Some rows; their codes may lie in memory of this thread that is overwritten when it reads again."""
         first, stop, _ = part.indices(self.shape[0])
-        begin, end = first // ALIGNED_ROWS * ALIGNED_ROWS, min(-(-stop // ALIGNED_ROWS) * ALIGNED_ROWS, self.shape[0])
+        begin, end = self._whole_words(first, stop)
         rows = QuantizedRows(
             self.scheme.kind,
             self._codes(begin, end),
@@ -84,10 +85,14 @@ class StoredQuantized(ABC):
 
     def row_scales(self, first: int, stop: int) -> RowScales:
         """Of some rows all but their codes."""
-        begin, end = first // ALIGNED_ROWS * ALIGNED_ROWS, min(-(-stop // ALIGNED_ROWS) * ALIGNED_ROWS, self.shape[0])
+        begin, end = self._whole_words(first, stop)
         scales, points = self._checked_scales(begin, end), self._zero_points(begin, end)
         rows = RowScales(self.scheme.kind, scales, points, self.group_columns)
         return rows.with_planes(lambda plane: plane[first - begin : max(first, stop) - begin])
+
+    def _whole_words(self, first: int, stop: int) -> tuple[int, int]:
+        """The rows [begin, end) that have these, and fill words."""
+        return first // ALIGNED_ROWS * ALIGNED_ROWS, min(round_up(stop, ALIGNED_ROWS), self.shape[0])
 
     _even_first = False
     """Of words: see `QuantizedRows`."""
