@@ -185,6 +185,24 @@ __device__ __forceinline__ uint4 wait_flagged4(const uint64_t* words, uint32_t e
   return make_uint4((uint32_t)a, (uint32_t)b, (uint32_t)c, (uint32_t)d);
 }
 
+__device__ __forceinline__ void ask_flagged4(uint64_t (&asked)[4], const uint64_t* words) {
+  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+    : "=l"(asked[0]), "=l"(asked[1]) : "l"(words) : "memory");
+  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+    : "=l"(asked[2]), "=l"(asked[3]) : "l"(words + 2) : "memory");
+}
+
+__device__ __forceinline__ uint4 settle_flagged4(uint64_t (&asked)[4], const uint64_t* words, uint32_t epoch) {
+  while ((uint32_t)(asked[0] >> 32) != epoch || (uint32_t)(asked[1] >> 32) != epoch ||
+         (uint32_t)(asked[2] >> 32) != epoch || (uint32_t)(asked[3] >> 32) != epoch) {
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+      : "=l"(asked[0]), "=l"(asked[1]) : "l"(words) : "memory");
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+      : "=l"(asked[2]), "=l"(asked[3]) : "l"(words + 2) : "memory");
+  }
+  return make_uint4((uint32_t)asked[0], (uint32_t)asked[1], (uint32_t)asked[2], (uint32_t)asked[3]);
+}
+
 __device__ __forceinline__ void wait_flagged_quads(uint2 (&data)[16], const uint64_t* words, uint32_t stride, uint32_t count, uint32_t epoch) {
   uint64_t word[16][2];
   bool missing;
@@ -1047,16 +1065,16 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
   named_barrier(1, 256);
 }
 
-// Bring the item's queries to shared memory, and so many newest keys and values, unless a warp does.
-__device__ __forceinline__ void load_item(uint32_t epoch, uint8_t* arena, uint4* record, uint32_t thread,
-    uint64_t* exchange_words, uint4 what) {
-  uint4* queries = (uint4*)(arena + QUERIES);
+// The queries that were asked for to shared memory.
+__device__ __forceinline__ void settle_queries(uint32_t epoch, uint4* record, uint32_t warp, uint64_t (&asked)[4],
+    uint64_t* exchange_words, uint32_t query_column, uint32_t query_head, uint32_t index, uint32_t thread,
+    uint8_t* arena) {
   uint32_t query_units = record[1].z * 16;
-  #pragma unroll 1
-  for (uint32_t index = thread; index < query_units; index += 256) {
-    uint32_t row = index / 16;
-    uint32_t column = record[2].x + row / 8;
-    queries[index] = wait_flagged4(exchange_words + ((column * 1280 + (what.z * 8 + row % 8) * 16 + index % 16) * 4 + 4128), epoch);
+  if (warp * 32 < query_units) {
+    uint4 words = settle_flagged4(asked, exchange_words + ((query_column * 1280 + query_head * 16 + index % 16) * 4 + 4128), epoch);
+    if (thread < query_units) {
+      ((uint4*)(arena + QUERIES))[thread] = words;
+    }
   }
   named_barrier(1, 256);
 }
@@ -1070,29 +1088,14 @@ __device__ __forceinline__ uint32_t arrivals(uint32_t first_tile, uint32_t last_
   return each + (index < 8 - each * groups ? 1u : 0u);
 }
 
-// Unit `index` of the newest keys, then of the newest values: as rows of a stage have them, bf16 or codes.
-__device__ __forceinline__ void load_newest_unit(uint32_t newest_begin, uint32_t index, uint32_t newest_units,
-    uint32_t epoch, uint4* record, uint32_t step, uint64_t* exchange_words, uint4 what, uint8_t* arena) {
-  bool is_value = index >= newest_units;
-  uint32_t unit = is_value ? index - newest_units : index;
-  uint32_t column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + unit / 16;
-  uint4 words = wait_flagged4(exchange_words + ((column * 1280 + ((is_value ? 72u : 64u) + what.z) * 16 + unit % 16) * 4 + 4128), epoch);
-  uint4* keys = (uint4*)(arena + NEWEST);
-  uint4* values = (uint4*)(arena + NEWEST) + 256;
-  if (is_value) {
-    values[unit] = words;
-  } else {
-    keys[unit] = words;
-  }
-}
-
-// By the warp that attends them: the newest keys and values to shared memory.
-__device__ __forceinline__ void bring_newest(uint32_t newest_begin, uint32_t newest, uint32_t epoch, uint32_t lane,
-    uint4* record, uint32_t step, uint64_t* exchange_words, uint4 what, uint8_t* arena) {
-  uint32_t newest_units = newest * 16;
-  #pragma unroll 1
-  for (uint32_t index = lane; index < newest_units * 2; index += 32) {
-    load_newest_unit(newest_begin, index, newest_units, epoch, record, step, exchange_words, what, arena);
+// By the warp that attends them: the newest key and value, which were asked for, to shared memory.
+__device__ __forceinline__ void bring_newest(uint32_t newest, uint32_t epoch, uint64_t (&asked)[4],
+    uint64_t* exchange_words, uint32_t newest_column, uint32_t kv_head, uint32_t place, uint32_t lane, bool is_value,
+    uint8_t* arena, uint32_t newest_unit) {
+  uint4 words = settle_flagged4(asked, exchange_words + ((newest_column * 1280 + kv_head * 16 + place) * 4 + 4128), epoch);
+  if (lane < newest * 32) {
+    uint4* place_2 = (is_value ? (uint4*)(arena + NEWEST) + 256 : (uint4*)(arena + NEWEST)) + newest_unit;
+    place_2[0] = words;
   }
   warp_barrier();
 }
@@ -1353,14 +1356,25 @@ __device__ __forceinline__ void attend(uint32_t first_row, uint32_t valid, uint3
 // This warp's tiles of 16 keys: of the cached ones [item.begin, end), then of the newest, as if they were in
 // one more stage: so the code of a tile stands in the kernel once.
 __device__ __forceinline__ void attend_keys(uint32_t end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
-    uint4 what, uint32_t warp, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint32_t lane,
-    uint4* record, uint32_t step, uint64_t* exchange_words, uint8_t* arena, uint4* query, uint32_t (&limits)[2],
-    float (&highest)[2], float (&weight_sum)[2], float (&output)[8][4], uint64_t* empty) {
+    uint4 what, uint32_t warp, uint32_t lane, uint4* record, uint32_t step, uint64_t* exchange_words,
+    uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena, uint4* query,
+    uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2], float (&output)[8][4], uint64_t* empty) {
   uint32_t begin = what.w;
   uint32_t cached = begin < end ? end - begin : 0;
   uint32_t tiles = (cached + 15) / 16;
   uint32_t all_tiles = tiles + (newest + 15) / 16;
   uint32_t tile = warp;
+  uint32_t newest_units = newest * 16;
+  uint32_t index = lane < newest_units * 2 - 1 ? lane : newest_units * 2 - 1;
+  bool is_value = index >= newest_units;
+  uint32_t newest_unit = index - (is_value ? newest_units : 0);
+  uint32_t newest_column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + newest_unit / 16;
+  uint32_t kv_head = 64 + (is_value ? 8u : 0u) + what.z;
+  uint32_t place = index % 16;
+  uint64_t asked[4];
+  if (newest > 0 && tile == tiles % 8) {
+    ask_flagged4(asked, exchange_words + ((newest_column * 1280 + kv_head * 16 + place) * 4 + 4128));
+  }
   while (tile < all_tiles) {
     uint32_t stage = tile / 2;
     uint32_t first_tile = stage * 2;
@@ -1369,16 +1383,17 @@ __device__ __forceinline__ void attend_keys(uint32_t end, uint32_t newest_begin,
     uint32_t count = end - first_key < 32 ? end - first_key : 32;
     bool is_cached = tile < tiles;
     uint32_t arrivals_2 = arrivals(first_tile, last_tile, warp);
-    uint32_t place = use_stage + stage;
-    uint32_t stage_2 = place % 11;
+    uint32_t place_2 = use_stage + stage;
+    uint32_t stage_2 = place_2 % 11;
     if (is_cached) {
-      mbarrier_wait(full + stage_2, (use_parity + place / 11) % 2);
+      mbarrier_wait(full + stage_2, (use_parity + place_2 / 11) % 2);
     }
     uint8_t* chunk = ring + stage_2 * 16384;
     uint8_t* keys = chunk;
     uint8_t* values = chunk + 8192;
     if (tile >= tiles) {
-      bring_newest(newest_begin, newest, epoch, lane, record, step, exchange_words, what, arena);
+      bring_newest(newest, epoch, asked, exchange_words, newest_column, kv_head, place, lane, is_value, arena,
+          newest_unit);
       uint8_t* newest_keys = arena + NEWEST;
       uint8_t* newest_values = arena + NEWEST + 4096;
       first_tile = tiles;
@@ -1399,9 +1414,9 @@ __device__ __forceinline__ void attend_keys(uint32_t end, uint32_t newest_begin,
       mbarrier_arrive_many(empty + stage_2, arrivals_2);
     }
   }
-  uint32_t place = use_stage + (cached + 31) / 32;
-  use_parity = (use_parity + place / 11) % 2;
-  use_stage = place % 11;
+  uint32_t place_2 = use_stage + (cached + 31) / 32;
+  use_parity = (use_parity + place_2 / 11) % 2;
+  use_stage = place_2 % 11;
 }
 
 // Highest logit and weight sum of this warp, per column: statistics[warp][column].
@@ -1560,16 +1575,16 @@ __device__ __forceinline__ void fold(uint32_t epoch, uint8_t* arena, float (&wei
 
 // This warp's share of an item whose queries are there.
 __device__ __forceinline__ void attend_rows(uint32_t cached_end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
-    uint4 what, uint32_t warp, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint32_t lane,
-    uint4* record, uint32_t step, uint64_t* exchange_words, uint8_t* arena, uint4* query, uint32_t (&limits)[2],
-    uint64_t* empty, uint32_t thread) {
+    uint4 what, uint32_t warp, uint32_t lane, uint4* record, uint32_t step, uint64_t* exchange_words,
+    uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena, uint4* query,
+    uint32_t (&limits)[2], uint64_t* empty, uint32_t thread) {
   float highest[2];
   float weight_sum[2] = {};
   float output[8][4] = {};
   highest[0] = -bits_float(0x7f800000);
   highest[1] = -bits_float(0x7f800000);
-  attend_keys(cached_end, newest_begin, newest, epoch, what, warp, use_stage, full, use_parity, ring, lane, record,
-      step, exchange_words, arena, query, limits, highest, weight_sum, output, empty);
+  attend_keys(cached_end, newest_begin, newest, epoch, what, warp, lane, record, step, exchange_words, use_stage, full,
+      use_parity, ring, arena, query, limits, highest, weight_sum, output, empty);
   fold(epoch, arena, weight_sum, lane, warp, highest, output, record, thread, exchange_words, what);
 }
 
@@ -1688,8 +1703,8 @@ __device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, f
 // Waits for: the queries, newest keys and values of an item (qkv); the states of a row (partials).
 // Makes: attention, where keys were split by way of partials.
 __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
-    uint32_t layer, uint8_t* arena, const int32_t* kv_plans, uint32_t plan_index, const int32_t* tiles, uint32_t lane,
-    uint32_t layer_epoch, uint64_t* exchange_words, uint32_t warp, uint32_t& use_stage, uint64_t* full,
+    uint32_t layer, uint8_t* arena, const int32_t* kv_plans, uint32_t plan_index, const int32_t* tiles, uint32_t warp,
+    uint64_t* exchange_words, uint32_t lane, uint32_t layer_epoch, uint32_t& use_stage, uint64_t* full,
     uint32_t& use_parity, uint8_t* ring, uint64_t* empty) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 402 + layer * 5 + 1);
@@ -1711,9 +1726,18 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
     uint32_t newest_begin = what.w < record[3].x + record[3].y * step ? record[3].x + record[3].y * step : what.w;
     uint32_t newest_end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
     uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
+    uint32_t query_units = record[1].z * 16;
+    uint32_t index_2 = thread < query_units - 1 ? thread : query_units - 1;
+    uint32_t row = index_2 / 16;
+    uint32_t query_column = record[2].x + row / 8;
+    uint32_t query_head = what.z * 8 + row % 8;
+    uint64_t asked[4];
+    if (warp * 32 < query_units) {
+      ask_flagged4(asked, exchange_words + ((query_column * 1280 + query_head * 16 + index_2 % 16) * 4 + 4128));
+    }
     uint4* shared = (uint4*)(arena + QUERIES);
-    uint32_t row = lane / 4 < 7 ? lane / 4 : 7;
-    uint4* query = shared + row * 16;
+    uint32_t row_2 = lane / 4 < 7 ? lane / 4 : 7;
+    uint4* query = shared + row_2 * 16;
     uint32_t limits[2];
     uint32_t packed = lane % 4 * 2;
     uint32_t present = packed < record[1].z - 1 ? packed : record[1].z - 1;
@@ -1729,9 +1753,9 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
     uint32_t following_2 = position_2 + 1;
     uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
     limits[1] = packed_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
-    load_item(layer_epoch, arena, record, thread, exchange_words, what);
-    attend_rows(cached_end, newest_begin, newest, layer_epoch, what, warp, use_stage, full, use_parity, ring, lane,
-        record, step, exchange_words, arena, query, limits, empty, thread);
+    settle_queries(layer_epoch, record, warp, asked, exchange_words, query_column, query_head, index_2, thread, arena);
+    attend_rows(cached_end, newest_begin, newest, layer_epoch, what, warp, lane, record, step, exchange_words,
+        use_stage, full, use_parity, ring, arena, query, limits, empty, thread);
   }
   // merge of partial states
   uint4 numbers_2 = ((uint4*)(arena + RECORDS))[0];
@@ -3818,8 +3842,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         qkv(thread, progress, block, step, layer, norms, block_waits, arena, embedding, next_token, lane, warp,
             column_count, exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, turn, summed, finisher,
             turn_parity, page_table, kv);
-        attention(thread, progress, block, step, layer, arena, kv_plans, plan_index, tiles, lane, layer_epoch,
-            exchange_words, warp, use_stage, full, use_parity, ring, empty);
+        attention(thread, progress, block, step, layer, arena, kv_plans, plan_index, tiles, warp, exchange_words, lane,
+            layer_epoch, use_stage, full, use_parity, ring, empty);
         o(thread, progress, block, step, layer, block_waits, arena, lane, exchange_words, layer_epoch, full, use_stage,
             use_parity, ring, warp, empty, turn, summed, finisher, turn_parity);
         gate_up(thread, progress, block, step, layer, norms, block_waits, arena, lane, exchange_words, layer_epoch,

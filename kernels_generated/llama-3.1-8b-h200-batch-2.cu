@@ -1070,16 +1070,33 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
   named_barrier(1, 256);
 }
 
-// Bring the item's queries to shared memory, and so many newest keys and values, unless a warp does.
-__device__ __forceinline__ void load_item(uint32_t epoch, uint8_t* arena, uint4* record, uint32_t thread,
-    uint64_t* exchange_words, uint4 what) {
+// Unit `index` of the newest keys, then of the newest values: as rows of a stage have them, bf16 or codes.
+__device__ __forceinline__ void load_newest_unit(uint32_t newest_begin, uint32_t index, uint32_t newest_units,
+    uint32_t epoch, uint4* record, uint32_t step, uint64_t* exchange_words, uint4 what, uint8_t* arena) {
+  bool is_value = index >= newest_units;
+  uint32_t newest_unit = index - (is_value ? newest_units : 0);
+  uint32_t column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + newest_unit / 16;
+  uint4 words = wait_flagged4(exchange_words + ((column * 768 + ((is_value ? 40u : 32u) + what.z) * 16 + newest_unit % 16) * 4 + 4128), epoch);
+  uint4* place = (is_value ? (uint4*)(arena + NEWEST) + 256 : (uint4*)(arena + NEWEST)) + newest_unit;
+  place[0] = words;
+}
+
+// Bring the item's queries to shared memory, and those newest keys and values that it has.
+__device__ __forceinline__ void load_item(uint32_t newest_begin, uint32_t newest, uint32_t epoch, uint8_t* arena,
+    uint4* record, uint32_t thread, uint64_t* exchange_words, uint4 what, uint32_t step) {
   uint4* queries = (uint4*)(arena + QUERIES);
   uint32_t query_units = record[1].z * 16;
+  uint32_t newest_units = newest * 16;
   #pragma unroll 1
-  for (uint32_t index = thread; index < query_units; index += 256) {
-    uint32_t row = index / 16;
-    uint32_t column = record[2].x + row / 4;
-    queries[index] = wait_flagged4(exchange_words + ((column * 768 + (what.z * 4 + row % 4) * 16 + index % 16) * 4 + 4128), epoch);
+  for (uint32_t index = thread; index < query_units + newest_units * 2; index += 256) {
+    if (index < query_units) {
+      uint32_t row = index / 16;
+      uint32_t column = record[2].x + row / 4;
+      queries[index] = wait_flagged4(exchange_words + ((column * 768 + (what.z * 4 + row % 4) * 16 + index % 16) * 4 + 4128), epoch);
+    } else {
+      load_newest_unit(newest_begin, index - query_units, newest_units, epoch, record, step, exchange_words, what,
+          arena);
+    }
   }
   named_barrier(1, 256);
 }
@@ -1091,33 +1108,6 @@ __device__ __forceinline__ uint32_t arrivals(uint32_t first_tile, uint32_t last_
   uint32_t index = (warp + 8 - first_tile % 8) % 8;
   uint32_t each = (286335560u >> (groups - 1) * 4) & 15;
   return each + (index < 8 - each * groups ? 1u : 0u);
-}
-
-// Unit `index` of the newest keys, then of the newest values: as rows of a stage have them, bf16 or codes.
-__device__ __forceinline__ void load_newest_unit(uint32_t newest_begin, uint32_t index, uint32_t newest_units,
-    uint32_t epoch, uint4* record, uint32_t step, uint64_t* exchange_words, uint4 what, uint8_t* arena) {
-  bool is_value = index >= newest_units;
-  uint32_t unit = is_value ? index - newest_units : index;
-  uint32_t column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + unit / 16;
-  uint4 words = wait_flagged4(exchange_words + ((column * 768 + ((is_value ? 40u : 32u) + what.z) * 16 + unit % 16) * 4 + 4128), epoch);
-  uint4* keys = (uint4*)(arena + NEWEST);
-  uint4* values = (uint4*)(arena + NEWEST) + 256;
-  if (is_value) {
-    values[unit] = words;
-  } else {
-    keys[unit] = words;
-  }
-}
-
-// By the warp that attends them: the newest keys and values to shared memory.
-__device__ __forceinline__ void bring_newest(uint32_t newest_begin, uint32_t newest, uint32_t epoch, uint32_t lane,
-    uint4* record, uint32_t step, uint64_t* exchange_words, uint4 what, uint8_t* arena) {
-  uint32_t newest_units = newest * 16;
-  #pragma unroll 1
-  for (uint32_t index = lane; index < newest_units * 2; index += 32) {
-    load_newest_unit(newest_begin, index, newest_units, epoch, record, step, exchange_words, what, arena);
-  }
-  warp_barrier();
 }
 
 // Lanes of odd rows read the two units in the opposite order: no bank conflicts.
@@ -1376,9 +1366,9 @@ __device__ __forceinline__ void attend(uint32_t first_row, uint32_t valid, uint3
 // This warp's tiles of 16 keys: of the cached ones [item.begin, end), then of the newest, as if they were in
 // one more stage: so the code of a tile stands in the kernel once.
 __device__ __forceinline__ void attend_keys(uint32_t end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
-    uint4 what, uint32_t warp, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint32_t lane,
-    uint4* record, uint32_t step, uint64_t* exchange_words, uint8_t* arena, uint4* query, uint32_t (&limits)[2],
-    float (&highest)[2], float (&weight_sum)[2], float (&output)[8][4], uint64_t* empty) {
+    uint4 what, uint32_t warp, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena,
+    uint32_t lane, uint4* query, uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2],
+    float (&output)[8][4], uint64_t* empty) {
   uint32_t begin = what.w;
   uint32_t cached = begin < end ? end - begin : 0;
   uint32_t tiles = (cached + 15) / 16;
@@ -1401,7 +1391,6 @@ __device__ __forceinline__ void attend_keys(uint32_t end, uint32_t newest_begin,
     uint8_t* keys = chunk;
     uint8_t* values = chunk + 8192;
     if (tile >= tiles) {
-      bring_newest(newest_begin, newest, epoch, lane, record, step, exchange_words, what, arena);
       uint8_t* newest_keys = arena + NEWEST;
       uint8_t* newest_values = arena + NEWEST + 4096;
       first_tile = tiles;
@@ -1583,16 +1572,16 @@ __device__ __forceinline__ void fold(uint32_t epoch, uint8_t* arena, float (&wei
 
 // This warp's share of an item whose queries are there.
 __device__ __forceinline__ void attend_rows(uint32_t cached_end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
-    uint4 what, uint32_t warp, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint32_t lane,
-    uint4* record, uint32_t step, uint64_t* exchange_words, uint8_t* arena, uint4* query, uint32_t (&limits)[2],
-    uint64_t* empty, uint32_t thread) {
+    uint4 what, uint32_t warp, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena,
+    uint32_t lane, uint4* query, uint32_t (&limits)[2], uint64_t* empty, uint4* record, uint32_t thread,
+    uint64_t* exchange_words) {
   float highest[2];
   float weight_sum[2] = {};
   float output[8][4] = {};
   highest[0] = -bits_float(0x7f800000);
   highest[1] = -bits_float(0x7f800000);
-  attend_keys(cached_end, newest_begin, newest, epoch, what, warp, use_stage, full, use_parity, ring, lane, record,
-      step, exchange_words, arena, query, limits, highest, weight_sum, output, empty);
+  attend_keys(cached_end, newest_begin, newest, epoch, what, warp, use_stage, full, use_parity, ring, arena, lane,
+      query, limits, highest, weight_sum, output, empty);
   fold(epoch, arena, weight_sum, lane, warp, highest, output, record, thread, exchange_words, what);
 }
 
@@ -1755,9 +1744,9 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
     uint32_t following_2 = position_2 + 1;
     uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
     limits[1] = packed_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
-    load_item(layer_epoch, arena, record, thread, exchange_words, what);
-    attend_rows(cached_end, newest_begin, newest, layer_epoch, what, warp, use_stage, full, use_parity, ring, lane,
-        record, step, exchange_words, arena, query, limits, empty, thread);
+    load_item(newest_begin, newest, layer_epoch, arena, record, thread, exchange_words, what, step);
+    attend_rows(cached_end, newest_begin, newest, layer_epoch, what, warp, use_stage, full, use_parity, ring, arena,
+        lane, query, limits, empty, record, thread, exchange_words);
   }
   // merge of partial states
   uint4 numbers_2 = ((uint4*)(arena + RECORDS))[0];

@@ -1194,20 +1194,15 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
 __device__ __forceinline__ void load_newest_unit(uint32_t newest_begin, uint32_t index, uint32_t newest_units,
     uint32_t epoch, uint4* record, uint32_t step, uint32_t* exchange_words, uint4 what, uint8_t* arena) {
   bool is_value = index >= newest_units;
-  uint32_t unit = is_value ? index - newest_units : index;
-  uint32_t column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + unit / 16;
-  uint4 words = ((const uint4*)(exchange_words + ((column * 768 + ((is_value ? 40u : 32u) + what.z) * 16 + unit % 16) * 4 + 16448)))[0];
-  uint4* keys = (uint4*)(arena + NEWEST);
-  uint4* values = (uint4*)(arena + NEWEST) + 256;
-  if (is_value) {
-    values[unit] = words;
-  } else {
-    keys[unit] = words;
-  }
+  uint32_t newest_unit = index - (is_value ? newest_units : 0);
+  uint32_t column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + newest_unit / 16;
+  uint4 words = ((const uint4*)(exchange_words + ((column * 768 + ((is_value ? 40u : 32u) + what.z) * 16 + newest_unit % 16) * 4 + 16448)))[0];
+  uint4* place = (is_value ? (uint4*)(arena + NEWEST) + 256 : (uint4*)(arena + NEWEST)) + newest_unit;
+  place[0] = words;
 }
 
-// Bring the item's queries to shared memory, and so many newest keys and values, unless a warp does.
-__device__ __forceinline__ void load_item(uint32_t epoch, uint32_t newest_begin, uint32_t newest, uint8_t* arena,
+// Bring the item's queries to shared memory, and those newest keys and values that it has.
+__device__ __forceinline__ void load_item(uint32_t newest_begin, uint32_t newest, uint32_t epoch, uint8_t* arena,
     uint4* record, uint32_t thread, uint32_t* exchange_words, uint4 what, uint32_t step) {
   uint4* queries = (uint4*)(arena + QUERIES);
   uint32_t query_units = record[1].z * 16;
@@ -2146,7 +2141,7 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
     uint32_t newest_begin = what.w < record[3].x + record[3].y * step ? record[3].x + record[3].y * step : what.w;
     uint32_t newest_end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
     uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
-    load_item(layer_epoch, newest_begin, newest, arena, record, thread, exchange_words, what, step);
+    load_item(newest_begin, newest, layer_epoch, arena, record, thread, exchange_words, what, step);
     if (record[1].z <= 8) {
       uint4* shared = (uint4*)(arena + QUERIES);
       uint32_t row = lane / 4 < 31 ? lane / 4 : 31;

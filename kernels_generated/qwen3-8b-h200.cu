@@ -185,6 +185,24 @@ __device__ __forceinline__ uint4 wait_flagged4(const uint64_t* words, uint32_t e
   return make_uint4((uint32_t)a, (uint32_t)b, (uint32_t)c, (uint32_t)d);
 }
 
+__device__ __forceinline__ void ask_flagged4(uint64_t (&asked)[4], const uint64_t* words) {
+  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+    : "=l"(asked[0]), "=l"(asked[1]) : "l"(words) : "memory");
+  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+    : "=l"(asked[2]), "=l"(asked[3]) : "l"(words + 2) : "memory");
+}
+
+__device__ __forceinline__ uint4 settle_flagged4(uint64_t (&asked)[4], const uint64_t* words, uint32_t epoch) {
+  while ((uint32_t)(asked[0] >> 32) != epoch || (uint32_t)(asked[1] >> 32) != epoch ||
+         (uint32_t)(asked[2] >> 32) != epoch || (uint32_t)(asked[3] >> 32) != epoch) {
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+      : "=l"(asked[0]), "=l"(asked[1]) : "l"(words) : "memory");
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+      : "=l"(asked[2]), "=l"(asked[3]) : "l"(words + 2) : "memory");
+  }
+  return make_uint4((uint32_t)asked[0], (uint32_t)asked[1], (uint32_t)asked[2], (uint32_t)asked[3]);
+}
+
 __device__ __forceinline__ void wait_flagged_quads(uint2 (&data)[16], const uint64_t* words, uint32_t stride, uint32_t count, uint32_t epoch) {
   uint64_t word[16][2];
   bool missing;
@@ -1026,21 +1044,13 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
   named_barrier(1, 256);
 }
 
-// Bring the item's queries to shared memory, and so many newest keys and values, unless a warp does.
-__device__ __forceinline__ void load_item(uint32_t epoch, uint4* record, uint32_t warp, uint32_t lane, uint4 what,
-    const bf16* head_norms, uint32_t layer, uint64_t* exchange_words, uint8_t* arena) {
+// The queries that were asked for to shared memory.
+__device__ __forceinline__ void settle_queries(uint32_t epoch, uint4* record, uint32_t warp, uint64_t (&asked)[4],
+    uint64_t* exchange_words, uint32_t query_column, uint32_t query_head, uint32_t index, uint4 words, uint8_t* arena,
+    uint32_t thread) {
   uint32_t query_units = record[1].z * 16;
-  #pragma unroll 1
-  for (uint32_t first = warp * 32; first < query_units; first += 256) {
-    uint32_t own = first + lane;
-    uint32_t index = own < query_units - 1 ? own : query_units - 1;
-    uint32_t place = index % 16;
-    uint32_t row = index / 16;
-    uint32_t query_column = record[2].x + row / 4;
-    uint32_t query_head = what.z * 4 + row % 4;
-    uint32_t kind = query_head < 32 ? 0u : 1u;
-    uint4 words = load_constant_u32x4(head_norms + ((layer * 2 + kind) * 128 + place * 8));
-    uint4 words_2 = wait_flagged4(exchange_words + ((query_column * 768 + query_head * 16 + place) * 4 + 2080), epoch);
+  if (warp * 32 < query_units) {
+    uint4 words_2 = settle_flagged4(asked, exchange_words + ((query_column * 768 + query_head * 16 + index % 16) * 4 + 2080), epoch);
     float values[8];
     values[0] = bf16x2_low(words_2.x);
     values[1] = bf16x2_high(words_2.x);
@@ -1073,8 +1083,8 @@ __device__ __forceinline__ void load_item(uint32_t epoch, uint4* record, uint32_
     scaled[5] = values[5] * scale * bf16x2_high(words.z);
     scaled[6] = values[6] * scale * bf16x2_low(words.w);
     scaled[7] = values[7] * scale * bf16x2_high(words.w);
-    float2* angles = (float2*)(arena + ROPE) + (query_column * 64 + place % 8 * 8);
-    bool is_second = place >= 8;
+    float2* angles = (float2*)(arena + ROPE) + (query_column * 64 + index % 16 % 8 * 8);
+    bool is_second = index % 16 >= 8;
     float rotated[8];
     float2 angle = angles[0];
     float partner = shuffle_xor_f32(scaled[0], 8);
@@ -1109,8 +1119,9 @@ __device__ __forceinline__ void load_item(uint32_t epoch, uint4* record, uint32_
     values[5] = is_value ? values[5] : rotated[5];
     values[6] = is_value ? values[6] : rotated[6];
     values[7] = is_value ? values[7] : rotated[7];
-    if (own < query_units) {
-      ((uint4*)(arena + QUERIES))[index] = make_u32x4(pack_bf16x2(values[0], values[1]), pack_bf16x2(values[2], values[3]), pack_bf16x2(values[4], values[5]), pack_bf16x2(values[6], values[7]));
+    uint4 words_3 = make_u32x4(pack_bf16x2(values[0], values[1]), pack_bf16x2(values[2], values[3]), pack_bf16x2(values[4], values[5]), pack_bf16x2(values[6], values[7]));
+    if (thread < query_units) {
+      ((uint4*)(arena + QUERIES))[thread] = words_3;
     }
   }
   named_barrier(1, 256);
@@ -1125,95 +1136,82 @@ __device__ __forceinline__ uint32_t arrivals(uint32_t first_tile, uint32_t last_
   return each + (index < 8 - each * groups ? 1u : 0u);
 }
 
-// By the warp that attends them: the newest keys and values to shared memory.
-__device__ __forceinline__ void bring_newest(uint32_t newest_begin, uint32_t newest, uint32_t epoch, uint32_t lane,
-    uint4* record, uint32_t step, uint4 what, const bf16* head_norms, uint32_t layer, uint64_t* exchange_words,
-    uint8_t* arena) {
-  uint32_t newest_units = newest * 16;
-  #pragma unroll 1
-  for (uint32_t first = 0; first < newest_units * 2; first += 32) {
-    uint32_t own = first + lane;
-    uint32_t index = own < newest_units * 2 - 1 ? own : newest_units * 2 - 1;
-    bool is_value = index >= newest_units;
-    uint32_t newest_unit = index - (is_value ? newest_units : 0);
-    uint32_t place = index % 16;
-    uint32_t newest_column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + newest_unit / 16;
-    uint32_t kv_head = 32 + (is_value ? 8u : 0u) + what.z;
-    uint32_t kind = kv_head < 32 ? 0u : 1u;
-    uint4 words = load_constant_u32x4(head_norms + ((layer * 2 + kind) * 128 + place * 8));
-    uint4 words_2 = wait_flagged4(exchange_words + ((newest_column * 768 + kv_head * 16 + place) * 4 + 2080), epoch);
-    float values[8];
-    values[0] = bf16x2_low(words_2.x);
-    values[1] = bf16x2_high(words_2.x);
-    values[2] = bf16x2_low(words_2.y);
-    values[3] = bf16x2_high(words_2.y);
-    values[4] = bf16x2_low(words_2.z);
-    values[5] = bf16x2_high(words_2.z);
-    values[6] = bf16x2_low(words_2.w);
-    values[7] = bf16x2_high(words_2.w);
-    float squares = 0.0f;
-    squares += values[0] * values[0];
-    squares += values[1] * values[1];
-    squares += values[2] * values[2];
-    squares += values[3] * values[3];
-    squares += values[4] * values[4];
-    squares += values[5] * values[5];
-    squares += values[6] * values[6];
-    squares += values[7] * values[7];
-    squares += shuffle_xor_f32(squares, 1);
-    squares += shuffle_xor_f32(squares, 2);
-    squares += shuffle_xor_f32(squares, 4);
-    squares += shuffle_xor_f32(squares, 8);
-    float scale = rsqrt_f32(squares * 0.0078125f + 1e-06f);
-    float scaled[8];
-    scaled[0] = values[0] * scale * bf16x2_low(words.x);
-    scaled[1] = values[1] * scale * bf16x2_high(words.x);
-    scaled[2] = values[2] * scale * bf16x2_low(words.y);
-    scaled[3] = values[3] * scale * bf16x2_high(words.y);
-    scaled[4] = values[4] * scale * bf16x2_low(words.z);
-    scaled[5] = values[5] * scale * bf16x2_high(words.z);
-    scaled[6] = values[6] * scale * bf16x2_low(words.w);
-    scaled[7] = values[7] * scale * bf16x2_high(words.w);
-    float2* angles = (float2*)(arena + ROPE) + (newest_column * 64 + place % 8 * 8);
-    bool is_second = place >= 8;
-    float rotated[8];
-    float2 angle = angles[0];
-    float partner = shuffle_xor_f32(scaled[0], 8);
-    rotated[0] = scaled[0] * angle.x + (is_second ? partner : -partner) * angle.y;
-    float2 angle_2 = angles[1];
-    float partner_2 = shuffle_xor_f32(scaled[1], 8);
-    rotated[1] = scaled[1] * angle_2.x + (is_second ? partner_2 : -partner_2) * angle_2.y;
-    float2 angle_3 = angles[2];
-    float partner_3 = shuffle_xor_f32(scaled[2], 8);
-    rotated[2] = scaled[2] * angle_3.x + (is_second ? partner_3 : -partner_3) * angle_3.y;
-    float2 angle_4 = angles[3];
-    float partner_4 = shuffle_xor_f32(scaled[3], 8);
-    rotated[3] = scaled[3] * angle_4.x + (is_second ? partner_4 : -partner_4) * angle_4.y;
-    float2 angle_5 = angles[4];
-    float partner_5 = shuffle_xor_f32(scaled[4], 8);
-    rotated[4] = scaled[4] * angle_5.x + (is_second ? partner_5 : -partner_5) * angle_5.y;
-    float2 angle_6 = angles[5];
-    float partner_6 = shuffle_xor_f32(scaled[5], 8);
-    rotated[5] = scaled[5] * angle_6.x + (is_second ? partner_6 : -partner_6) * angle_6.y;
-    float2 angle_7 = angles[6];
-    float partner_7 = shuffle_xor_f32(scaled[6], 8);
-    rotated[6] = scaled[6] * angle_7.x + (is_second ? partner_7 : -partner_7) * angle_7.y;
-    float2 angle_8 = angles[7];
-    float partner_8 = shuffle_xor_f32(scaled[7], 8);
-    rotated[7] = scaled[7] * angle_8.x + (is_second ? partner_8 : -partner_8) * angle_8.y;
-    bool is_value_2 = kv_head >= 40;
-    values[0] = is_value_2 ? values[0] : rotated[0];
-    values[1] = is_value_2 ? values[1] : rotated[1];
-    values[2] = is_value_2 ? values[2] : rotated[2];
-    values[3] = is_value_2 ? values[3] : rotated[3];
-    values[4] = is_value_2 ? values[4] : rotated[4];
-    values[5] = is_value_2 ? values[5] : rotated[5];
-    values[6] = is_value_2 ? values[6] : rotated[6];
-    values[7] = is_value_2 ? values[7] : rotated[7];
-    if (own < newest_units * 2) {
-      uint4* place_2 = (is_value ? (uint4*)(arena + NEWEST) + 256 : (uint4*)(arena + NEWEST)) + newest_unit;
-      place_2[0] = make_u32x4(pack_bf16x2(values[0], values[1]), pack_bf16x2(values[2], values[3]), pack_bf16x2(values[4], values[5]), pack_bf16x2(values[6], values[7]));
-    }
+// By the warp that attends them: the newest key and value, which were asked for, to shared memory.
+__device__ __forceinline__ void bring_newest(uint32_t newest, uint32_t epoch, uint64_t (&asked)[4],
+    uint64_t* exchange_words, uint32_t newest_column, uint32_t kv_head, uint32_t place, uint4 words, uint8_t* arena,
+    uint32_t lane, bool is_value, uint32_t newest_unit) {
+  uint4 words_2 = settle_flagged4(asked, exchange_words + ((newest_column * 768 + kv_head * 16 + place) * 4 + 2080), epoch);
+  float values[8];
+  values[0] = bf16x2_low(words_2.x);
+  values[1] = bf16x2_high(words_2.x);
+  values[2] = bf16x2_low(words_2.y);
+  values[3] = bf16x2_high(words_2.y);
+  values[4] = bf16x2_low(words_2.z);
+  values[5] = bf16x2_high(words_2.z);
+  values[6] = bf16x2_low(words_2.w);
+  values[7] = bf16x2_high(words_2.w);
+  float squares = 0.0f;
+  squares += values[0] * values[0];
+  squares += values[1] * values[1];
+  squares += values[2] * values[2];
+  squares += values[3] * values[3];
+  squares += values[4] * values[4];
+  squares += values[5] * values[5];
+  squares += values[6] * values[6];
+  squares += values[7] * values[7];
+  squares += shuffle_xor_f32(squares, 1);
+  squares += shuffle_xor_f32(squares, 2);
+  squares += shuffle_xor_f32(squares, 4);
+  squares += shuffle_xor_f32(squares, 8);
+  float scale = rsqrt_f32(squares * 0.0078125f + 1e-06f);
+  float scaled[8];
+  scaled[0] = values[0] * scale * bf16x2_low(words.x);
+  scaled[1] = values[1] * scale * bf16x2_high(words.x);
+  scaled[2] = values[2] * scale * bf16x2_low(words.y);
+  scaled[3] = values[3] * scale * bf16x2_high(words.y);
+  scaled[4] = values[4] * scale * bf16x2_low(words.z);
+  scaled[5] = values[5] * scale * bf16x2_high(words.z);
+  scaled[6] = values[6] * scale * bf16x2_low(words.w);
+  scaled[7] = values[7] * scale * bf16x2_high(words.w);
+  float2* angles = (float2*)(arena + ROPE) + (newest_column * 64 + place % 8 * 8);
+  bool is_second = place >= 8;
+  float rotated[8];
+  float2 angle = angles[0];
+  float partner = shuffle_xor_f32(scaled[0], 8);
+  rotated[0] = scaled[0] * angle.x + (is_second ? partner : -partner) * angle.y;
+  float2 angle_2 = angles[1];
+  float partner_2 = shuffle_xor_f32(scaled[1], 8);
+  rotated[1] = scaled[1] * angle_2.x + (is_second ? partner_2 : -partner_2) * angle_2.y;
+  float2 angle_3 = angles[2];
+  float partner_3 = shuffle_xor_f32(scaled[2], 8);
+  rotated[2] = scaled[2] * angle_3.x + (is_second ? partner_3 : -partner_3) * angle_3.y;
+  float2 angle_4 = angles[3];
+  float partner_4 = shuffle_xor_f32(scaled[3], 8);
+  rotated[3] = scaled[3] * angle_4.x + (is_second ? partner_4 : -partner_4) * angle_4.y;
+  float2 angle_5 = angles[4];
+  float partner_5 = shuffle_xor_f32(scaled[4], 8);
+  rotated[4] = scaled[4] * angle_5.x + (is_second ? partner_5 : -partner_5) * angle_5.y;
+  float2 angle_6 = angles[5];
+  float partner_6 = shuffle_xor_f32(scaled[5], 8);
+  rotated[5] = scaled[5] * angle_6.x + (is_second ? partner_6 : -partner_6) * angle_6.y;
+  float2 angle_7 = angles[6];
+  float partner_7 = shuffle_xor_f32(scaled[6], 8);
+  rotated[6] = scaled[6] * angle_7.x + (is_second ? partner_7 : -partner_7) * angle_7.y;
+  float2 angle_8 = angles[7];
+  float partner_8 = shuffle_xor_f32(scaled[7], 8);
+  rotated[7] = scaled[7] * angle_8.x + (is_second ? partner_8 : -partner_8) * angle_8.y;
+  bool is_value_2 = kv_head >= 40;
+  values[0] = is_value_2 ? values[0] : rotated[0];
+  values[1] = is_value_2 ? values[1] : rotated[1];
+  values[2] = is_value_2 ? values[2] : rotated[2];
+  values[3] = is_value_2 ? values[3] : rotated[3];
+  values[4] = is_value_2 ? values[4] : rotated[4];
+  values[5] = is_value_2 ? values[5] : rotated[5];
+  values[6] = is_value_2 ? values[6] : rotated[6];
+  values[7] = is_value_2 ? values[7] : rotated[7];
+  if (lane < newest * 32) {
+    uint4* place_2 = (is_value ? (uint4*)(arena + NEWEST) + 256 : (uint4*)(arena + NEWEST)) + newest_unit;
+    place_2[0] = make_u32x4(pack_bf16x2(values[0], values[1]), pack_bf16x2(values[2], values[3]), pack_bf16x2(values[4], values[5]), pack_bf16x2(values[6], values[7]));
   }
   warp_barrier();
 }
@@ -1474,8 +1472,8 @@ __device__ __forceinline__ void attend(uint32_t first_row, uint32_t valid, uint3
 // This warp's tiles of 16 keys: of the cached ones [item.begin, end), then of the newest, as if they were in
 // one more stage: so the code of a tile stands in the kernel once.
 __device__ __forceinline__ void attend_keys(uint32_t end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
-    uint4 what, uint32_t warp, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint32_t lane,
-    uint4* record, uint32_t step, const bf16* head_norms, uint32_t layer, uint64_t* exchange_words, uint8_t* arena,
+    uint4 what, uint32_t warp, uint32_t lane, uint4* record, uint32_t step, const bf16* head_norms, uint32_t layer,
+    uint64_t* exchange_words, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena,
     uint4* query, uint32_t (&limits)[2], float (&highest)[2], float (&weight_sum)[2], float (&output)[8][4],
     uint64_t* empty) {
   uint32_t begin = what.w;
@@ -1483,6 +1481,19 @@ __device__ __forceinline__ void attend_keys(uint32_t end, uint32_t newest_begin,
   uint32_t tiles = (cached + 15) / 16;
   uint32_t all_tiles = tiles + (newest + 15) / 16;
   uint32_t tile = warp;
+  uint32_t newest_units = newest * 16;
+  uint32_t index = lane < newest_units * 2 - 1 ? lane : newest_units * 2 - 1;
+  bool is_value = index >= newest_units;
+  uint32_t newest_unit = index - (is_value ? newest_units : 0);
+  uint32_t newest_column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + newest_unit / 16;
+  uint32_t kv_head = 32 + (is_value ? 8u : 0u) + what.z;
+  uint32_t place = index % 16;
+  uint64_t asked[4];
+  uint32_t kind = kv_head < 32 ? 0u : 1u;
+  uint4 words = load_constant_u32x4(head_norms + ((layer * 2 + kind) * 128 + place * 8));
+  if (newest > 0 && tile == tiles % 8) {
+    ask_flagged4(asked, exchange_words + ((newest_column * 768 + kv_head * 16 + place) * 4 + 2080));
+  }
   while (tile < all_tiles) {
     uint32_t stage = tile / 2;
     uint32_t first_tile = stage * 2;
@@ -1491,16 +1502,17 @@ __device__ __forceinline__ void attend_keys(uint32_t end, uint32_t newest_begin,
     uint32_t count = end - first_key < 32 ? end - first_key : 32;
     bool is_cached = tile < tiles;
     uint32_t arrivals_2 = arrivals(first_tile, last_tile, warp);
-    uint32_t place = use_stage + stage;
-    uint32_t stage_2 = place % 12;
+    uint32_t place_2 = use_stage + stage;
+    uint32_t stage_2 = place_2 % 12;
     if (is_cached) {
-      mbarrier_wait(full + stage_2, (use_parity + place / 12) % 2);
+      mbarrier_wait(full + stage_2, (use_parity + place_2 / 12) % 2);
     }
     uint8_t* chunk = ring + stage_2 * 16384;
     uint8_t* keys = chunk;
     uint8_t* values = chunk + 8192;
     if (tile >= tiles) {
-      bring_newest(newest_begin, newest, epoch, lane, record, step, what, head_norms, layer, exchange_words, arena);
+      bring_newest(newest, epoch, asked, exchange_words, newest_column, kv_head, place, words, arena, lane, is_value,
+          newest_unit);
       uint8_t* newest_keys = arena + NEWEST;
       uint8_t* newest_values = arena + NEWEST + 4096;
       first_tile = tiles;
@@ -1521,9 +1533,9 @@ __device__ __forceinline__ void attend_keys(uint32_t end, uint32_t newest_begin,
       mbarrier_arrive_many(empty + stage_2, arrivals_2);
     }
   }
-  uint32_t place = use_stage + (cached + 31) / 32;
-  use_parity = (use_parity + place / 12) % 2;
-  use_stage = place % 12;
+  uint32_t place_2 = use_stage + (cached + 31) / 32;
+  use_parity = (use_parity + place_2 / 12) % 2;
+  use_stage = place_2 % 12;
 }
 
 // Highest logit and weight sum of this warp, per column: statistics[warp][column].
@@ -1644,16 +1656,16 @@ __device__ __forceinline__ void fold(uint32_t epoch, uint8_t* arena, float (&wei
 
 // This warp's share of an item whose queries are there.
 __device__ __forceinline__ void attend_rows(uint32_t cached_end, uint32_t newest_begin, uint32_t newest, uint32_t epoch,
-    uint4 what, uint32_t warp, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint32_t lane,
-    uint4* record, uint32_t step, const bf16* head_norms, uint32_t layer, uint64_t* exchange_words, uint8_t* arena,
+    uint4 what, uint32_t warp, uint32_t lane, uint4* record, uint32_t step, const bf16* head_norms, uint32_t layer,
+    uint64_t* exchange_words, uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint8_t* arena,
     uint4* query, uint32_t (&limits)[2], uint64_t* empty, uint32_t thread) {
   float highest[2];
   float weight_sum[2] = {};
   float output[8][4] = {};
   highest[0] = -bits_float(0x7f800000);
   highest[1] = -bits_float(0x7f800000);
-  attend_keys(cached_end, newest_begin, newest, epoch, what, warp, use_stage, full, use_parity, ring, lane, record,
-      step, head_norms, layer, exchange_words, arena, query, limits, highest, weight_sum, output, empty);
+  attend_keys(cached_end, newest_begin, newest, epoch, what, warp, lane, record, step, head_norms, layer,
+      exchange_words, use_stage, full, use_parity, ring, arena, query, limits, highest, weight_sum, output, empty);
   fold(epoch, arena, weight_sum, lane, warp, highest, output, record, thread, exchange_words, what);
 }
 
@@ -1678,9 +1690,9 @@ __device__ __forceinline__ void append_newest(uint32_t newest_begin, uint32_t ne
   if (thread < newest_units * 2) {
     bool is_value = thread >= newest_units;
     uint32_t newest_unit = thread - (is_value ? newest_units : 0);
-    uint32_t place = thread % 16;
     uint32_t newest_column = record[3].w + (newest_begin - (record[3].x + record[3].y * step)) + newest_unit / 16;
     uint32_t kv_head = 32 + (is_value ? 8u : 0u) + what.z;
+    uint32_t place = thread % 16;
     if (newest_column - record[2].x < record[2].y) {
       if (((uint32_t*)(arena + COLUMNS))[newest_column * 9 + 1] < ((uint32_t*)(arena + COLUMNS))[newest_column * 9 + 2]) {
         uint32_t table = ((uint32_t*)(arena + COLUMNS))[newest_column * 9 + 6] * 512;
@@ -1810,9 +1822,10 @@ __device__ __forceinline__ void finish_merge(uint32_t epoch, float weight_sum, f
 // Waits for: the queries, newest keys and values of an item (qkv); the states of a row (partials).
 // Makes: attention, where keys were split by way of partials.
 __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
-    uint32_t layer, uint8_t* arena, const int32_t* kv_plans, uint32_t plan_index, const int32_t* tiles, uint32_t lane,
-    uint32_t layer_epoch, uint32_t warp, const bf16* head_norms, uint64_t* exchange_words, uint32_t& use_stage,
-    uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, const int32_t* page_table, bf16* kv) {
+    uint32_t layer, uint8_t* arena, const int32_t* kv_plans, uint32_t plan_index, const int32_t* tiles,
+    const bf16* head_norms, uint32_t warp, uint64_t* exchange_words, uint32_t lane, uint32_t layer_epoch,
+    uint32_t& use_stage, uint64_t* full, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
+    const int32_t* page_table, bf16* kv) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 182 + layer * 5 + 1);
   }
@@ -1833,9 +1846,20 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
     uint32_t newest_begin = what.w < record[3].x + record[3].y * step ? record[3].x + record[3].y * step : what.w;
     uint32_t newest_end = record[1].x < record[3].x + record[3].y * step + record[3].z ? record[1].x : record[3].x + record[3].y * step + record[3].z;
     uint32_t newest = newest_begin < newest_end ? newest_end - newest_begin : 0;
+    uint32_t query_units = record[1].z * 16;
+    uint32_t index_2 = thread < query_units - 1 ? thread : query_units - 1;
+    uint32_t row = index_2 / 16;
+    uint32_t query_column = record[2].x + row / 4;
+    uint32_t query_head = what.z * 4 + row % 4;
+    uint64_t asked[4];
+    uint32_t kind = query_head < 32 ? 0u : 1u;
+    uint4 words = load_constant_u32x4(head_norms + ((layer * 2 + kind) * 128 + index_2 % 16 * 8));
+    if (warp * 32 < query_units) {
+      ask_flagged4(asked, exchange_words + ((query_column * 768 + query_head * 16 + index_2 % 16) * 4 + 2080));
+    }
     uint4* shared = (uint4*)(arena + QUERIES);
-    uint32_t row = lane / 4 < 3 ? lane / 4 : 3;
-    uint4* query = shared + row * 16;
+    uint32_t row_2 = lane / 4 < 3 ? lane / 4 : 3;
+    uint4* query = shared + row_2 * 16;
     uint32_t limits[2];
     uint32_t packed = lane % 4 * 2;
     uint32_t present = packed < record[1].z - 1 ? packed : record[1].z - 1;
@@ -1851,9 +1875,10 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
     uint32_t following_2 = position_2 + 1;
     uint32_t visible_2 = following_2 > record[2].w ? following_2 - record[2].w : 0;
     limits[1] = packed_2 < record[1].z ? (end_2 < visible_2 ? end_2 : visible_2) : 0;
-    load_item(layer_epoch, record, warp, lane, what, head_norms, layer, exchange_words, arena);
-    attend_rows(cached_end, newest_begin, newest, layer_epoch, what, warp, use_stage, full, use_parity, ring, lane,
-        record, step, head_norms, layer, exchange_words, arena, query, limits, empty, thread);
+    settle_queries(layer_epoch, record, warp, asked, exchange_words, query_column, query_head, index_2, words, arena,
+        thread);
+    attend_rows(cached_end, newest_begin, newest, layer_epoch, what, warp, lane, record, step, head_norms, layer,
+        exchange_words, use_stage, full, use_parity, ring, arena, query, limits, empty, thread);
     append_newest(newest_begin, newest, thread, arena, record, step, what, page_table, layer, kv);
   }
   // merge of partial states
@@ -3882,8 +3907,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         qkv(thread, progress, block, step, layer, norms, head_norms, block_waits, arena, embedding, next_token, lane,
             warp, column_count, exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, turn, summed,
             finisher, turn_parity);
-        attention(thread, progress, block, step, layer, arena, kv_plans, plan_index, tiles, lane, layer_epoch, warp,
-            head_norms, exchange_words, use_stage, full, use_parity, ring, empty, page_table, kv);
+        attention(thread, progress, block, step, layer, arena, kv_plans, plan_index, tiles, head_norms, warp,
+            exchange_words, lane, layer_epoch, use_stage, full, use_parity, ring, empty, page_table, kv);
         o(thread, progress, block, step, layer, block_waits, arena, lane, exchange_words, layer_epoch, full, use_stage,
             use_parity, ring, warp, empty, turn, summed, finisher, turn_parity);
         gate_up(thread, progress, block, step, layer, norms, block_waits, arena, lane, exchange_words, layer_epoch,

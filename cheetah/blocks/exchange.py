@@ -167,6 +167,18 @@ class Exchange(ABC):
         """Payload words 4*unit to 4*unit + 3 (u32x4)."""
 
     @abstractmethod
+    def asked4(self) -> Any:
+        """A place for a unit that is asked for before it is waited for."""
+
+    @abstractmethod
+    def ask4(self, asked: Any, name: str, unit: ch.Value) -> None:
+        """Begin to read a unit into such a place, whether it is there or not; what follows hides the trip."""
+
+    @abstractmethod
+    def settle4(self, asked: Any, name: str, unit: ch.Value, epoch: ch.Value) -> Any:
+        """The unit that was asked for (u32x4), waited for unless it was there."""
+
+    @abstractmethod
     def read4_acquire(self, name: str, unit: ch.Value, epoch: ch.Value) -> Any:
         """The same, seeing all that happened before a `publish_release` of them."""
 
@@ -219,6 +231,17 @@ class FlaggedExchange(Exchange):
 
     def read4(self, name: str, unit: ch.Value, epoch: ch.Value) -> Any:
         return prim.wait_flagged4(self.place(name, ch.cast(ty.u32, unit) * 4), epoch, scope=self.scope)
+
+    @ch.inline
+    def asked4(self) -> Any:
+        asked = ch.array(ty.u64, 4)
+        return asked
+
+    def ask4(self, asked: Any, name: str, unit: ch.Value) -> None:
+        prim.ask_flagged4(asked, self.place(name, ch.cast(ty.u32, unit) * 4), scope=self.scope)
+
+    def settle4(self, asked: Any, name: str, unit: ch.Value, epoch: ch.Value) -> Any:
+        return prim.settle_flagged4(asked, self.place(name, ch.cast(ty.u32, unit) * 4), epoch, scope=self.scope)
 
     def read_units(self, name: str, data: Any, unit: ch.Value, stride: int, count: int, epoch: ch.Value) -> None:
         """Where they lie by halves, neighbouring lanes load neighbouring 16 bytes. Else a lane's unit is two loads with
@@ -304,6 +327,15 @@ class BarrierExchange(Exchange):
         return words
 
     read4_acquire = read4
+
+    def asked4(self) -> Any:
+        """None: all of a vector is there after `meet`, so nothing has to be asked for."""
+
+    def ask4(self, asked: Any, name: str, unit: ch.Value) -> None:
+        """Nothing; see `asked4`."""
+
+    def settle4(self, asked: Any, name: str, unit: ch.Value, epoch: ch.Value) -> Any:
+        return self.read4(name, unit, epoch)
 
     def wait_for_one(self, name: str, unit: ch.Value, epoch: ch.Value, when: ch.Value = True) -> None:
         """All of it is there after `meet`."""

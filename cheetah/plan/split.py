@@ -54,12 +54,14 @@ class Split:
         return len(self.owned(block))
 
     @property
-    def free_from(self) -> int:
-        """The blocks from this one on own no M-tile; `blocks` if the last one does."""
-        first = self.blocks
-        while first and self.position(first - 1) >= self.m_tiles:
-            first -= 1
-        return first
+    def light_blocks(self) -> int:
+        """How many blocks the last wave leaves out, which then own an M-tile less than the others."""
+        return -self.m_tiles % self.blocks
+
+    @property
+    def light_from(self) -> int:
+        """The first of these blocks; the others follow, behind the last block the first one. 0 where there are none."""
+        return (self.m_tiles - self.start) % self.blocks if self.light_blocks else 0
 
     @property
     def imbalance(self) -> float:

@@ -16,10 +16,11 @@ import numpy.typing as npt
 from cheetah.errors import CheetahError
 from cheetah.manifest import Manifest
 from cheetah.models.config import ModelConfig
-from cheetah.plan import Plan, gpu_named
+from cheetah.plan import M_TILE_ROWS, Plan
+from cheetah.plan.index import ceil_div
 from cheetah.plan.kv import KvPlanLayout, kv_plans_for_launch, launch_tiles, max_plans
 from cheetah.plan.kv.tables import TileRecord, encode
-from cheetah.plan.narrow import residual_split
+from cheetah.plan.split import Split
 from cheetah.runtime.background import Started
 from cheetah.runtime.engine.flights import NOT_A_NUMBER, Flight, LaunchResult, Part
 from cheetah.runtime.engine.kv_cache import CachedSequence
@@ -159,6 +160,7 @@ class _Plans:
             "align": plan.kv_align,
             "window": config.window(plan.max_context),
         }
+        projected = Split(ceil_div(config.qkv_rows, M_TILE_ROWS), manifest.launch.blocks, plan.start_qkv)
         self._scheduling = {
             "kv_heads": config.kv_heads,
             "blocks": manifest.launch.blocks,
@@ -166,8 +168,9 @@ class _Plans:
             "minimum": plan.kv_chunk_min,
             "chunk": plan.kv_chunk,
             "item_cost": plan.kv_item_cost,
-            # Who has no M-tile of o can wait for attention's output a phase longer (qwen3-0.6b: 2 % of a step).
-            "free_from": residual_split(config.shape, gpu_named(manifest.gpu["name"]), plan.start_residual).free_from,
+            # Who has an M-tile of q, k and v less can attend what is cached while others make k and v (1B: 3 %).
+            "first_light": projected.light_from,
+            "light_blocks": projected.light_blocks,
         }
         self._geometry: Geometry | None = None
         moving = config.window(plan.max_context) is not None

@@ -414,6 +414,29 @@ def test_flagged_words_cross_blocks(publish: str, wait: str, scheduler: str) -> 
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_words_are_asked_for_before_they_are_there_and_after(scheduler: str) -> None:
+    """What was asked for counts if it had come; else it is waited for. Old words are not taken for new ones."""
+    body = """
+      uint64_t asked[4];
+      const uint64_t* wanted = words + threadIdx.x / 4 * 4;
+      if (blockIdx.x == 1) ask_flagged4(asked, wanted);
+      if (blockIdx.x == 0) publish_flagged(words + threadIdx.x, 7 * threadIdx.x, 3);
+      if (blockIdx.x == 2) {
+        wait_flagged4(wanted, 3);
+        ask_flagged4(asked, wanted);
+      }
+      if (blockIdx.x > 0) out[(blockIdx.x - 1) * 64 + threadIdx.x] = settle_flagged4(asked, wanted, 3);
+    """
+    old = np.uint64(2 << 32)
+    for seed in range(3):
+        words, out = allocate(64, np.uint64, fill=0), np.zeros((2, 64, 4), np.uint32)
+        words[:] = old
+        program(body, "uint64_t* words, uint4* out").launch(3, 64, 0, [words, out], scheduler=scheduler, seed=seed)
+        expected = 7 * (np.arange(64)[:, None] // 4 * 4 + np.arange(4)[None])
+        np.testing.assert_array_equal(out, [expected, expected])
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_quads_cross_blocks_each_by_itself(scheduler: str) -> None:
     """A thread waits for the two words of its quad alone: the last quad never comes, and nobody wants it."""
     body = """

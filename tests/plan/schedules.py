@@ -58,7 +58,9 @@ def random_case(draw: np.random.Generator, levels: int | None = None, fixed: boo
     if fixed:
         keys = kv_heads * sum(tile.length for tile in tiles)
         chunk = align * int(1 + keys // (align * draw.integers(1, 300)))
-    return Case(tuple(tiles), Scheduling(kv_heads, blocks, align, minimum, row_cost, token_cost, chunk))
+    light = {"first_light": int(draw.integers(blocks)), "light_blocks": int(draw.integers(blocks))}
+    scheduling = Scheduling(kv_heads, blocks, align, minimum, row_cost, token_cost, chunk, **light)
+    return Case(tuple(tiles), scheduling)
 
 
 def random_tiles(draw: np.random.Generator, levels: int) -> list[Tile]:
@@ -138,9 +140,10 @@ def sources_of(tile: Tile, head: int, items: list, tiles: list[Tile], first_rows
 def plain_queues(items: list, sizes: Scheduling) -> list[list]:
     queues: list[list] = [[] for _ in range(sizes.blocks)]
     heap = [(0, block) for block in range(sizes.blocks)]
+    first = sizes.first_light if len(items) <= sizes.light_blocks else 0
     for item in sorted(items, key=lambda item: (item[3] - item[4], item[0], item[1], item[2], item[3])):
         cost, block = heappop(heap)
-        queues[block].append(item)
+        queues[(block + first) % sizes.blocks].append(item)
         heappush(heap, (cost + sizes.row_cost * item[6] + sizes.token_cost * (item[4] - item[3]), block))
     return queues
 

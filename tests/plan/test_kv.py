@@ -209,11 +209,14 @@ def test_impossible_tiles_are_refused(tiles, message):
         schedule(tiles, Scheduling(kv_heads=2, blocks=4))
 
 
-def test_few_items_go_to_the_blocks_that_are_free() -> None:
+def test_few_items_go_to_the_blocks_that_have_less_to_do() -> None:
     tiles = [Tile(0, b, 1, 0, 64 * (b + 1), b) for b in range(3)]
-    few = schedule(tiles, Scheduling(kv_heads=2, blocks=16, minimum=64 * 3, free_from=10))
-    assert [len(few.queue(block)) for block in range(16)] == [0] * 10 + [1] * 6
     usual = schedule(tiles, Scheduling(kv_heads=2, blocks=16, minimum=64 * 3))
-    np.testing.assert_array_equal(few.items, usual.items)
-    many = schedule(tiles, Scheduling(kv_heads=2, blocks=16, minimum=64 * 3, free_from=11))
-    np.testing.assert_array_equal(many.work_indptr, usual.work_indptr)
+
+    def items(first: int, light: int):
+        return schedule(tiles, Scheduling(2, 16, minimum=64 * 3, first_light=first, light_blocks=light))
+
+    assert [len(items(10, 6).queue(block)) for block in range(16)] == [0] * 10 + [1] * 6
+    np.testing.assert_array_equal(items(10, 6).items, usual.items)
+    assert [len(items(13, 6).queue(block)) for block in range(16)] == [1] * 3 + [0] * 10 + [1] * 3
+    np.testing.assert_array_equal(items(10, 5).work_indptr, usual.work_indptr)

@@ -38,11 +38,12 @@ def test_start_moves_the_first_m_tile():
     assert list(Split(5, 4, 1).owned(3)) == [0, 4]
 
 
-def test_blocks_behind_the_last_owner_are_free():
-    assert [Split(3, 5, start).free_from for start in range(5)] == [3, 5, 5, 5, 4]
-    assert Split(9, 5).free_from == 5
-    split = Split(3, 5, 4)
-    assert not split.owned(4) and split.owned(3)
+def test_the_blocks_that_the_last_wave_leaves_out_lie_side_by_side():
+    assert [Split(8, 5, start).light_from for start in range(5)] == [3, 2, 1, 0, 4]
+    assert Split(8, 5).light_blocks == 2
+    assert (Split(10, 5, 3).light_from, Split(10, 5, 3).light_blocks) == (0, 0)
+    split = Split(8, 5, 4)
+    assert [split.count((split.light_from + number) % 5) for number in range(5)] == [1, 1, 2, 2, 2]
 
 
 @pytest.mark.parametrize(

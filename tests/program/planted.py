@@ -265,7 +265,7 @@ def read_without_waiting(vector: str) -> Callable[[Patch], None]:
 
     def change(patch: Patch) -> None:
         one, several, anywhere = FlaggedExchange.read4, FlaggedExchange.read_units, FlaggedExchange.read_places
-        quads = FlaggedExchange.read_quads
+        quads, settle = FlaggedExchange.read_quads, FlaggedExchange.settle4
 
         def read4(self: Any, name: str, unit: Any, epoch: Any) -> Any:
             return payload(self, name, unit) if name == vector else one(self, name, unit, epoch)
@@ -292,7 +292,11 @@ def read_without_waiting(vector: str) -> Callable[[Patch], None]:
             for number in range(count):
                 data[number] = payload(self, name, places[number] // 4)
 
+        def settle4(self: Any, asked: Any, name: str, unit: Any, epoch: Any) -> Any:
+            return payload(self, name, unit) if name == vector else settle(self, asked, name, unit, epoch)
+
         patch.setattr(FlaggedExchange, "read4", read4)
+        patch.setattr(FlaggedExchange, "settle4", settle4)
         patch.setattr(FlaggedExchange, "read_places", read_places)
         patch.setattr(FlaggedExchange, "read_units", read_units)
         patch.setattr(FlaggedExchange, "read_quads", read_quads)

@@ -13,8 +13,7 @@ keys were split."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +54,17 @@ class LoadedUnit:
     is_query: Any
     is_value: Any
     newest: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """A unit that a thread has asked for: where it is published, the place of its words, what finishing it needs; of
+    the newest key or value, which it is."""
+
+    raw: RawHead
+    words: Any
+    weights: Any
+    newest: Any = None
 
 
 class Attention:
@@ -114,8 +124,12 @@ class Attention:
             newest_end = ch.minimum(item.end, item.tile.cached + item.tile.new)
             newest = ch.select(newest_begin < newest_end, newest_end - newest_begin, ty.u32(0))
             keys = (cached_end, newest_begin, newest, epoch)
+            asked = self._ask_queries(item) if self.asks else None
             work = self._work(item, 1) if self.sizes.max_rows <= COLUMNS else None  # looked up before the wait
-            self._load_item(item, epoch, *((None, None) if self.newest_by_warp else (newest_begin, newest)))
+            if asked is None:
+                self._load_item(item, newest_begin, newest, epoch)
+            else:
+                self._settle_queries(item, asked, epoch)
             self.timeline.stamp_first("ready")
             self.ring.uses(CACHED_KEYS)
             if work is not None:
@@ -154,88 +168,108 @@ class Attention:
     # -- queries, and the newest keys and values --------------------------------------------------------------------
 
     @property
-    def newest_by_warp(self) -> bool:
-        """Whether a warp brings the newest keys and values by itself, when it comes to them: those of an item are one
-        tile of 16 keys then, which one warp attends. They are published last, behind the queries, so what is cached is
-        attended while they are on their way."""
-        narrow = self.sizes.max_rows <= COLUMNS
-        return self.port.has_newest and narrow and self.machine.plan.tokens <= TILE_KEYS
+    def asks(self) -> bool:
+        """Whether units are asked for before they are waited for: in steps of one token, where a thread has one of the
+        queries at most, and a lane one of the newest key or value. The warp that attends these brings them then, when
+        its cached keys are done: they are published behind the queries."""
+        sizes, plan = self.sizes, self.machine.plan
+        queries_fit = sizes.max_rows <= COLUMNS and sizes.max_rows * sizes.head_units <= self.machine.consumer_threads
+        newest_fit = plan.tokens * sizes.head_units * 2 <= 32
+        return self.port.asks and queries_fit and newest_fit and self.variant.query_transform is None
+
+    @ch.inline
+    def _ask_queries(self, item: Item) -> Asked:
+        """Each thread its unit of the queries; the last for those beyond, in warps that have any."""
+        heads, query_units = self.port.heads, item.rows * self.sizes.head_units
+        index = ch.minimum(self.machine.thread, query_units - 1)
+        query_column, query_head = self._query_head(item, index)
+        raw = RawHead(query_column, query_head, index % self.sizes.head_units)
+        asked = Asked(raw, self.port.asked(), None if heads is None else heads.weights(raw))
+        with ch.if_(self.machine.warp * 32 < query_units):
+            self.port.ask(asked.words, raw)
+        return asked
 
     @ch.function
-    def _load_item(self, item: Item, epoch: ch.Expr, newest_begin: ch.Expr | None, newest: ch.Expr | None) -> None:
-        """Bring the item's queries to shared memory, and so many newest keys and values, unless a warp does."""
+    def _settle_queries(self, item: Item, asked: Asked, epoch: ch.Expr) -> None:
+        """The queries that were asked for to shared memory."""
+        machine, heads = self.machine, self.port.heads
+        query_units = item.rows * self.sizes.head_units
+        with ch.if_(machine.warp * 32 < query_units):
+            words = self.port.settle(asked.words, asked.raw, epoch)
+            if heads is not None:
+                words = prim.make_u32x4(*packed(heads.finish(asked.raw, words, asked.weights)))
+            with ch.if_(machine.thread < query_units):
+                self.machine.region("queries", ty.u32x4)[machine.thread] = words
+        machine.meet()
+
+    @ch.inline
+    def _ask_newest(self, item: Item, newest_begin: ch.Expr, newest: ch.Expr, owns: ch.Expr) -> Asked:
+        """Each lane its unit of the newest key or value, the last for those beyond, in the warp that owns them."""
+        heads, newest_units = self.port.heads, newest * self.sizes.head_units
+        index = ch.minimum(self.machine.lane, newest_units * 2 - 1)
+        unit = self._newest_unit_of(index, newest_units)
+        raw = self._raw_head(item, newest_begin, unit)
+        asked = Asked(raw, self.port.asked(), None if heads is None else heads.weights(raw), unit)
+        with ch.if_(owns):
+            self.port.ask(asked.words, raw)
+        return asked
+
+    @ch.function
+    def _bring_newest(self, newest: ch.Expr, asked: Asked, epoch: ch.Expr) -> None:
+        """By the warp that attends them: the newest key and value, which were asked for, to shared memory."""
+        heads, unit, raw = self.port.heads, asked.newest, asked.raw
+        words = self.port.settle(asked.words, raw, epoch)
+        values = None if heads is None else heads.finish(raw, words, asked.weights)
+        with ch.if_(self.machine.lane < newest * (self.sizes.head_units * 2)):
+            if heads is None:
+                self._store_newest(unit, words)
+            else:
+                self._keep_newest(heads, unit, raw, values)
+        prim.warp_barrier()  # orders the lanes' stores before their reads
+
+    @ch.function
+    def _load_item(self, item: Item, newest_begin: ch.Expr, newest: ch.Expr, epoch: ch.Expr) -> None:
+        """Bring the item's queries to shared memory, and those newest keys and values that it has."""
         if self.port.heads is not None:
-            self._load_raw(self.port.heads, item, epoch, newest_begin, newest)
+            self._load_raw(self.port.heads, item, newest_begin, newest, epoch)
             return
         machine, sizes = self.machine, self.sizes
         queries = machine.region("queries", ty.u32x4)
         if self.variant.query_transform is not None:
             self._load_transformed(item, queries, epoch)
         query_units = item.rows * sizes.head_units if self.variant.query_transform is None else ty.u32(0)
-        newest_units = newest * sizes.head_units if newest is not None and self.port.has_newest else ty.u32(0)
+        newest_units = newest * sizes.head_units if self.port.has_newest else ty.u32(0)
         with ch.for_(machine.thread, query_units + newest_units * 2, machine.consumer_threads, unroll=1) as index:
-            with ch.if_(index < query_units) if newest is not None else nullcontext():
+            with ch.if_(index < query_units):
                 row = index // sizes.head_units
                 queries[index] = self._query_unit(item, row, index % sizes.head_units, epoch)
-            if newest is not None and self.port.has_newest:
+            if self.port.has_newest:
                 with ch.else_():
                     self._load_newest_unit(item, newest_begin, index - query_units, newest_units, epoch)
         machine.meet()
 
     @ch.inline
-    def _load_raw(
-        self, heads: RawHeads, item: Item, epoch: ch.Expr, newest_begin: ch.Expr | None, newest: ch.Expr | None
-    ) -> None:
-        """The same of heads that are finished by who reads them: units of the queries, the newest keys, the values."""
-        machine, head_units = self.machine, self.sizes.head_units
-        query_units = item.rows * head_units
-        newest_units = None if newest is None else newest * head_units
-        units = query_units if newest_units is None else query_units + newest_units * 2
-        with self._own_units(machine.warp * 32, units, machine.consumer_threads) as (own, index):
-            if newest_units is None:
-                unit = LoadedUnit(index, True, False, None)
-            else:
-                unit = self._unit_of_all(index, query_units, newest_units)
+    def _load_raw(self, heads: RawHeads, item: Item, newest_begin: ch.Expr, newest: ch.Expr, epoch: ch.Expr) -> None:
+        """The same of heads that are finished by who reads them: units of the queries, the newest keys, the values.
+
+        A warp takes whole heads; its lanes beyond the last unit repeat that one and keep nothing.
+        """
+        machine, sizes = self.machine, self.sizes
+        query_units = item.rows * sizes.head_units
+        key_end = query_units + newest * sizes.head_units
+        units = key_end + newest * sizes.head_units
+        with ch.for_(machine.warp * 32, units, machine.consumer_threads, unroll=1) as first:
+            own = first + machine.lane
+            index = ch.minimum(own, units - 1)
+            is_value = index >= key_end
+            newest_unit = index - ch.select(is_value, key_end, query_units)
+            unit = LoadedUnit(index, index < query_units, is_value, newest_unit)
             raw = self._raw_head(item, newest_begin, unit)
-            values = heads.finish(raw, epoch)
+            weights = heads.weights(raw)  # asked for before the wait
+            values = heads.finish(raw, self.port.unit(raw, epoch), weights)
             with ch.if_(own < units):
                 self._keep_unit(heads, unit, raw, values)
         machine.meet()
-
-    @contextmanager
-    @ch.inline
-    def _own_units(self, start: ch.Value, units: ch.Expr, every: int) -> Iterator[tuple[Any, Any]]:
-        """The lane's of so many units, from `start` on 32 a warp: (its own, the last where that is beyond the last). A
-        warp takes whole heads, and lanes that repeat the last unit keep nothing."""
-        with ch.for_(start, units, every, unroll=1) as first:
-            own = first + self.machine.lane
-            index = ch.minimum(own, units - 1)
-            yield own, index
-
-    @ch.function
-    def _bring_newest(self, item: Item, newest_begin: ch.Expr, newest: ch.Expr, epoch: ch.Expr) -> None:
-        """By the warp that attends them: the newest keys and values to shared memory."""
-        machine, heads = self.machine, self.port.heads
-        newest_units = newest * self.sizes.head_units
-        if heads is None:
-            with ch.for_(machine.lane, newest_units * 2, 32, unroll=1) as index:
-                self._load_newest_unit(item, newest_begin, index, newest_units, epoch)
-        else:
-            with self._own_units(0, newest_units * 2, 32) as (own, index):
-                unit = self._newest_unit_of(index, newest_units)
-                raw = self._raw_head(item, newest_begin, unit)
-                values = heads.finish(raw, epoch)
-                with ch.if_(own < newest_units * 2):
-                    self._keep_unit(heads, unit, raw, values)
-        prim.warp_barrier()  # orders the lanes' stores before their reads
-
-    @ch.inline
-    def _unit_of_all(self, index: ch.Expr, query_units: ch.Expr, newest_units: ch.Expr) -> LoadedUnit:
-        """Unit `index` of the queries, then of the newest keys, then of the newest values."""
-        key_end = query_units + newest_units
-        is_value = index >= key_end
-        newest_unit = index - ch.select(is_value, key_end, query_units)
-        return LoadedUnit(index, index < query_units, is_value, newest_unit)
 
     @ch.inline
     def _newest_unit_of(self, index: ch.Expr, newest_units: ch.Expr) -> LoadedUnit:
@@ -245,47 +279,35 @@ class Attention:
         return LoadedUnit(index, False, is_value, newest_unit)
 
     @ch.inline
-    def _raw_head(self, item: Item, newest_begin: Any, unit: LoadedUnit) -> RawHead:
+    def _raw_head(self, item: Item, newest_begin: ch.Expr, unit: LoadedUnit) -> RawHead:
         """Where a unit is published."""
-        place = unit.number % self.sizes.head_units
-        if unit.is_query is True:
-            return RawHead(*self._query_head(item, unit), place)
-        newest_column, kv_head = self._newest_head(item, newest_begin, unit)
+        sizes, shape, tile = self.sizes, self.machine.shape, item.tile
+        newest_column = tile.new_column + (newest_begin - tile.cached) + unit.newest // sizes.head_units
+        kv_head = shape.heads + ch.select(unit.is_value, ty.u32(shape.kv_heads), ty.u32(0)) + item.head
+        place = unit.number % sizes.head_units
         if unit.is_query is False:
             return RawHead(newest_column, kv_head, place)
-        query_column, query_head = self._query_head(item, unit)
+        query_column, query_head = self._query_head(item, unit.number)
         column = ch.select(unit.is_query, query_column, newest_column)
         head = ch.select(unit.is_query, query_head, kv_head)
         return RawHead(column, head, place)
 
     @ch.inline
-    def _query_head(self, item: Item, unit: LoadedUnit) -> tuple[Any, Any]:
-        """Column and head of a unit of the queries."""
+    def _query_head(self, item: Item, index: ch.Expr) -> tuple[Any, Any]:
+        """Column and head of unit `index` of the queries."""
         group = self.sizes.group
-        row = unit.number // self.sizes.head_units
+        row = index // self.sizes.head_units
         query_column = item.tile.first_column + row // group
         query_head = item.head * group + row % group
         return query_column, query_head
 
     @ch.inline
-    def _newest_head(self, item: Item, newest_begin: ch.Expr, unit: LoadedUnit) -> tuple[Any, Any]:
-        """Column and head of a unit of the newest keys and values."""
-        shape, tile = self.machine.shape, item.tile
-        newest_column = tile.new_column + (newest_begin - tile.cached) + unit.newest // self.sizes.head_units
-        kv_head = shape.heads + ch.select(unit.is_value, ty.u32(shape.kv_heads), ty.u32(0)) + item.head
-        return newest_column, kv_head
-
-    @ch.inline
     def _keep_unit(self, heads: RawHeads, unit: LoadedUnit, raw: RawHead, values: Any) -> None:
         """A finished unit to the item's queries, or to its newest keys and values, as the cache has them."""
-        if unit.is_query is False:
-            self._keep_newest(heads, unit, raw, values)
-            return
-        with nullcontext() if unit.is_query is True else ch.if_(unit.is_query):
+        with ch.if_(unit.is_query):
             self.machine.region("queries", ty.u32x4)[unit.number] = prim.make_u32x4(*packed(values))
-        if unit.is_query is not True:
-            with ch.else_():
-                self._keep_newest(heads, unit, raw, values)
+        with ch.else_():
+            self._keep_newest(heads, unit, raw, values)
 
     @ch.inline
     def _keep_newest(self, heads: RawHeads, unit: LoadedUnit, raw: RawHead, values: Any) -> None:
@@ -358,23 +380,22 @@ class Attention:
 
     @ch.function
     def _load_newest_unit(
-        self, item: Item, newest_begin: Any, index: ch.Expr, newest_units: ch.Expr, epoch: ch.Expr
+        self, item: Item, newest_begin: ch.Expr, index: ch.Expr, newest_units: ch.Expr, epoch: ch.Expr
     ) -> None:
         """Unit `index` of the newest keys, then of the newest values: as rows of a stage have them, bf16 or codes."""
         sizes = self.sizes
-        is_value = index >= newest_units
-        unit = ch.select(is_value, index - newest_units, index)
-        column = item.tile.new_column + (newest_begin - item.tile.cached) + unit // sizes.head_units
-        words = self.port.newest_unit(column, item.head, is_value, unit % sizes.head_units, epoch)
-        if not sizes.codes:
-            keys, values = self._newest_rows(ty.u32x4)
-            with ch.if_(is_value):
-                values[unit] = words
-            with ch.else_():
-                keys[unit] = words
+        unit = self._newest_unit_of(index, newest_units)
+        column = item.tile.new_column + (newest_begin - item.tile.cached) + unit.newest // sizes.head_units
+        words = self.port.newest_unit(column, item.head, unit.is_value, unit.newest % sizes.head_units, epoch)
+        self._store_newest(unit, words)
+
+    @ch.inline
+    def _store_newest(self, unit: LoadedUnit, words: Any) -> None:
+        """A finished unit (u32x4) of the newest keys or values."""
+        place = self._newest_place(unit)
+        if not self.sizes.codes:
+            place[0] = words
             return
-        keys, values = self._newest_rows(ty.u32)
-        place = ch.select(is_value, values, keys) + unit * 2
         place[0] = self._codes(words.x) | (self._codes(words.y) << 16)
         place[1] = self._codes(words.z) | (self._codes(words.w) << 16)
 
@@ -489,6 +510,9 @@ class Attention:
         tiles = (cached + (TILE_KEYS - 1)) // TILE_KEYS
         all_tiles = tiles + (newest + (TILE_KEYS - 1)) // TILE_KEYS if port.has_newest else tiles
         tile = ch.var(ty.u32, share.key_group)
+        asked = None
+        if self.asks:
+            asked = self._ask_newest(item, newest_begin, newest, (newest > 0) & (tile == tiles % share.key_groups))
         with ch.while_(tile < all_tiles):
             stage = tile // stage_tiles
             first_tile = ch.var(ty.u32, stage * stage_tiles)
@@ -503,8 +527,8 @@ class Attention:
                 self.timeline.stamp_first("first_chunk")
                 if port.has_newest:
                     with ch.if_(tile >= tiles):
-                        if self.newest_by_warp:
-                            self._bring_newest(item, newest_begin, newest, epoch)
+                        if asked is not None:
+                            self._bring_newest(newest, asked, epoch)
                         newest_keys, newest_values = self._newest_rows(ty.u8)
                         first_tile.set(tiles)
                         last_tile.set(all_tiles)

@@ -33,8 +33,12 @@ class RawHeads(ABC):
     """What the core asks where heads are finished by who reads them."""
 
     @abstractmethod
-    def finish(self, raw: RawHead, epoch: ch.Expr) -> Any:
-        """Wait for a unit, and make the eight numbers of it that attention works with: f32[8].
+    def weights(self, raw: RawHead) -> Any:
+        """What `finish` needs of a unit besides its words, to be loaded before these are waited for."""
+
+    @abstractmethod
+    def finish(self, raw: RawHead, words: Any, weights: Any) -> Any:
+        """The eight numbers that attention works with, f32[8], from a unit's words as they were published.
 
         Called by whole warps, in which the lanes of a head are neighbours.
         """

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from cheetah import lang as ch
-from cheetah.blocks.attention.head_norms import RawHeads
+from cheetah.blocks.attention.head_norms import RawHead, RawHeads
 from cheetah.lang.errors import LangError
 
 
@@ -22,6 +22,25 @@ class AttentionPort(ABC):
     heads: RawHeads | None = None
     """How queries and new keys and values are finished and stored by who reads them; None: they come finished, by
     `query_unit` and `newest_unit`."""
+
+    asks = False
+    """Whether units can be asked for before they are waited for: whether there are the four methods that follow."""
+
+    def asked(self) -> Any:
+        """A place for a unit that is asked for."""
+        raise self._missing("asked")
+
+    def ask(self, asked: Any, raw: RawHead) -> None:
+        """Begin to read a unit as it is published into such a place."""
+        raise self._missing("ask")
+
+    def settle(self, asked: Any, raw: RawHead, epoch: ch.Expr) -> Any:
+        """The unit that was asked for (u32x4), once it is there."""
+        raise self._missing("settle")
+
+    def unit(self, raw: RawHead, epoch: ch.Expr) -> Any:
+        """A unit as it is published (u32x4), once it is there."""
+        raise self._missing("unit")
 
     @abstractmethod
     def query_unit(self, column: ch.Expr, head: ch.Expr, unit: ch.Expr, epoch: ch.Expr) -> Any:

@@ -28,17 +28,30 @@ class StepPort(AttentionPort):
         self.heads: RawHeads | None = None
         self.head_units = self.shape.head_dim // UNIT
 
+    asks = True
+
+    def asked(self) -> Any:
+        return self.exchange.asked4()
+
+    def ask(self, asked: Any, raw: RawHead) -> None:
+        self.exchange.ask4(asked, "qkv", self._place(raw))
+
+    def settle(self, asked: Any, raw: RawHead, epoch: ch.Expr) -> Any:
+        return self.exchange.settle4(asked, "qkv", self._place(raw), epoch)
+
+    def unit(self, raw: RawHead, epoch: ch.Expr) -> Any:
+        return self.exchange.read4("qkv", self._place(raw), epoch)
+
+    def _place(self, raw: RawHead) -> Any:
+        """The number of a unit in the vector."""
+        return raw.column * (self.shape.qkv_rows // UNIT) + raw.head * self.head_units + raw.unit
+
     def query_unit(self, column: ch.Expr, head: ch.Expr, unit: ch.Expr, epoch: ch.Expr) -> Any:
-        return self.unit(column, head, unit, epoch)
+        return self.unit(RawHead(column, head, unit), epoch)
 
     def newest_unit(self, column: ch.Expr, kv_head: ch.Expr, value: Any, unit: ch.Expr, epoch: ch.Expr) -> Any:
         first = ch.select(value, ty.u32(self.shape.heads + self.shape.kv_heads), ty.u32(self.shape.heads))
-        return self.unit(column, first + kv_head, unit, epoch)
-
-    def unit(self, column: ch.Expr, head: ch.Expr, unit: ch.Expr, epoch: ch.Expr) -> Any:
-        """A unit of a head; heads count queries, then keys, then values."""
-        row_units = self.shape.qkv_rows // UNIT
-        return self.exchange.read4("qkv", column * row_units + head * self.head_units + unit, epoch)
+        return self.unit(RawHead(column, first + kv_head, unit), epoch)
 
     def position(self, column: ch.Expr) -> Any:
         return self.columns.state(column, POSITION)
@@ -143,10 +156,10 @@ class NormalisedHeads(RawHeads):
         self.port, self.cache, self.norms = port, cache, norms
         self.machine, self.columns, self.shape = port.machine, port.columns, port.shape
 
-    @ch.inline
-    def finish(self, raw: RawHead, epoch: ch.Expr) -> Any:
-        weights = self.norms.weights_of(self.port.layer, raw)  # asked for before the wait
-        words = self.port.unit(raw.column, raw.head, raw.unit, epoch)
+    def weights(self, raw: RawHead) -> Any:
+        return self.norms.weights_of(self.port.layer, raw)
+
+    def finish(self, raw: RawHead, words: Any, weights: Any) -> Any:
         return self.norms.apply(words, weights, raw)
 
     def stored(self, values: Any, raw: RawHead) -> list[Any]:

@@ -348,6 +348,18 @@ CHEETAH_PRIMITIVE uint4 wait_flagged4(const uint64_t* p, uint32_t epoch, CHEETAH
   return cheetah_emulator::wait_flagged4<__ATOMIC_RELAXED>(p, epoch, place, "wait_flagged4");
 }
 
+CHEETAH_PRIMITIVE void ask_flagged4(uint64_t (&asked)[4], const uint64_t* p, CHEETAH_PLACE) {
+  cheetah_emulator::check_global(p, 32, 16, place, "ask_flagged4");
+  for (uint32_t i = 0; i < 4; i++) asked[i] = __atomic_load_n(p + i, __ATOMIC_RELAXED);
+}
+
+CHEETAH_PRIMITIVE uint4 settle_flagged4(const uint64_t (&asked)[4], const uint64_t* p, uint32_t epoch, CHEETAH_PLACE) {
+  bool is_there = true;
+  for (uint64_t word : asked) is_there &= word >> 32 == epoch;
+  if (is_there) return {uint32_t(asked[0]), uint32_t(asked[1]), uint32_t(asked[2]), uint32_t(asked[3])};
+  return cheetah_emulator::wait_flagged4<__ATOMIC_RELAXED>(p, epoch, place, "settle_flagged4");
+}
+
 CHEETAH_PRIMITIVE void wait_flagged_units(uint4 (&data)[8], const uint64_t* words, uint32_t apart, uint32_t stride,
                                           uint32_t count, uint32_t epoch, CHEETAH_PLACE) {
   for (uint32_t i = 0; i < count && i < 8; i++) {
@@ -418,6 +430,8 @@ CHEETAH_PRIMITIVE uint32_t load_shared_u32(const uint32_t* p, CHEETAH_PLACE) {
 
 #define publish_flagged_sys publish_flagged
 #define publish_flagged_release_sys publish_flagged_release
+#define ask_flagged4_sys ask_flagged4
+#define settle_flagged4_sys settle_flagged4
 #define wait_flagged4_sys wait_flagged4
 #define wait_flagged_units_sys wait_flagged_units
 #define wait_flagged_quads_sys wait_flagged_quads

@@ -42,6 +42,7 @@ from cheetah.lang.primitives.copies import (
 )
 from cheetah.lang.primitives.exchange import (
     add_release_u64,
+    ask_flagged4,
     fetch_add_release_u64,
     load_constant_u32,
     load_constant_u32x2,
@@ -49,6 +50,7 @@ from cheetah.lang.primitives.exchange import (
     load_relaxed_u32,
     publish_flagged,
     publish_flagged_release,
+    settle_flagged4,
     store_relaxed_u32,
     wait_at_least_u64,
     wait_flagged4,
@@ -117,6 +119,7 @@ __all__ = [
     "Primitive",
     "add_release_u64",
     "and_or_u32",
+    "ask_flagged4",
     "bf16_to_f32",
     "bf16x2_high",
     "bf16x2_low",
@@ -173,6 +176,7 @@ __all__ = [
     "publish_flagged_release",
     "renewed_u32",
     "rsqrt_f32",
+    "settle_flagged4",
     "shared_address",
     "shared_arena",
     "shuffle_u32",

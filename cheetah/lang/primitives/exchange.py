@@ -47,6 +47,38 @@ wait_flagged4 = declare(
     words=_WORDS,
     epoch=ty.u32,
 )
+_ASKED = ty.array(ty.u64, 4)
+ask_flagged4 = declare(
+    "ask_flagged4",
+    ty.void,
+    """
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+      : "=l"(asked[0]), "=l"(asked[1]) : "l"(words) : "memory");
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+      : "=l"(asked[2]), "=l"(asked[3]) : "l"(words + 2) : "memory");
+    """,
+    "begins to load four words, there or not, for `settle_flagged4`: what comes between hides the trip",
+    asked=_ASKED,
+    words=_WORDS,
+)
+settle_flagged4 = declare(
+    "settle_flagged4",
+    ty.u32x4,
+    """
+    while ((uint32_t)(asked[0] >> 32) != epoch || (uint32_t)(asked[1] >> 32) != epoch ||
+           (uint32_t)(asked[2] >> 32) != epoch || (uint32_t)(asked[3] >> 32) != epoch) {
+      asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+        : "=l"(asked[0]), "=l"(asked[1]) : "l"(words) : "memory");
+      asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+        : "=l"(asked[2]), "=l"(asked[3]) : "l"(words + 2) : "memory");
+    }
+    return make_uint4((uint32_t)asked[0], (uint32_t)asked[1], (uint32_t)asked[2], (uint32_t)asked[3]);
+    """,
+    "the data of four words that were asked for, once all carry the epoch",
+    asked=_ASKED,
+    words=_WORDS,
+    epoch=ty.u32,
+)
 wait_flagged_units = declare(
     "wait_flagged_units",
     ty.void,

@@ -64,7 +64,8 @@ def kv_plans_for_launch(
     minimum: int = 64,
     chunk: int | None = None,
     item_cost: int = 0,
-    free_from: int = 0,
+    first_light: int = 0,
+    light_blocks: int = 0,
 ) -> list[tuple[int, KvPlan]]:
     """(first step, plan) for a launch of `steps` steps; tile i of the plans is `tiles[i]`, which ascend by level.
 
@@ -72,7 +73,11 @@ def kv_plans_for_launch(
     """
     require_positive("KV plans of a launch", steps=steps)
     scheduling = Scheduling(
-        kv_heads, blocks, align, minimum, chunk=chunk or 0, item_cost=item_cost, free_from=free_from
+        *(kv_heads, blocks, align, minimum),
+        chunk=chunk or 0,
+        item_cost=item_cost,
+        first_light=first_light,
+        light_blocks=light_blocks,
     )
     return [
         (

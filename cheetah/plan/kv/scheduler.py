@@ -74,8 +74,9 @@ class Scheduling:
 
     A `chunk` above 0 fixes the chunk length: a tile's chunks then do not depend on the other tiles. `item_cost` is what
     an item costs whatever its length, in keys: then the chunk length may also be one that divides a tile evenly, if
-    the busiest block is done earlier so (8 x 8192 keys: no items of 224 keys beside those of 3984). `free_from`: blocks
-    from this one on have less to do otherwise, and get the items where there are as many blocks as items.
+    the busiest block is done earlier so (8 x 8192 keys: no items of 224 keys beside those of 3984). The
+    `light_blocks` blocks from `first_light` on, behind the last block the first one, have less to do before attention:
+    they get the items where there are as many of them.
     """
 
     kv_heads: int
@@ -86,10 +87,11 @@ class Scheduling:
     token_cost: int = 1
     chunk: int = 0
     item_cost: int = 0
-    free_from: int = 0
+    first_light: int = 0
+    light_blocks: int = 0
 
     def __post_init__(self) -> None:
-        may_be_zero = ("chunk", "item_cost", "free_from")
+        may_be_zero = ("chunk", "item_cost", "first_light", "light_blocks")
         positive = {name: value for name, value in vars(self).items() if name not in may_be_zero or value != 0}
         require_positive("KV plan", **positive)
         for name in ("minimum", "chunk"):
@@ -331,8 +333,8 @@ def _costs(items: Int64Array, scheduling: Scheduling) -> Int64Array:
 def _assign(items: Int64Array, scheduling: Scheduling) -> tuple[Int64Array, Int64Array]:
     """The block of each item, in the order of assignment, and that order.
 
-    The longest item is next, equal ones in (level, tile, head, chunk) order, and goes to the least (cost, block), or,
-    if there are blocks enough, to the next of those that are free.
+    The longest item is next, equal ones in (level, tile, head, chunk) order, and goes to the least (cost, block),
+    where few are counted from the first of the light blocks.
     """
     lengths = items[:, 4] - items[:, 3]
     order = np.argsort(-lengths, kind="stable")
@@ -342,8 +344,8 @@ def _assign(items: Int64Array, scheduling: Scheduling) -> tuple[Int64Array, Int6
     for cost in _costs(items, scheduling)[order].tolist():
         keys.append(heap[0])
         heapreplace(heap, heap[0] + blocks * cost)
-    first = scheduling.free_from if len(keys) <= blocks - scheduling.free_from else 0
-    return np.array([key % blocks + first for key in keys], np.int64), order
+    first = scheduling.first_light if len(keys) <= scheduling.light_blocks else 0
+    return np.array([(key + first) % blocks for key in keys], np.int64), order
 
 
 def _starts(counts: Int64Array) -> Int64Array:
