@@ -28,6 +28,7 @@ MOST_STACK_BYTES = 24  # six words, of those that are read once a phase or an M-
 
 OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("llama-3.2-3b", {"batch": 4}),
+    ("qwen3-4b", {"batch": 4}),
     ("llama-3.1-70b", {"batch": 2}),
     ("llama-3.1-70b", {"batch": 4}),
     ("llama-3.2-1b", {"sync": "barrier"}),
