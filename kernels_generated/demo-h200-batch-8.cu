@@ -177,6 +177,10 @@ __device__ __forceinline__ void fence_proxy_async_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
+__device__ __forceinline__ void fence_proxy_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 __device__ __forceinline__ void prefetch_l2(const void* place) {
   asm volatile("prefetch.global.L2 [%0];" :: "l"(place) : "memory");
 }
@@ -910,7 +914,8 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
       write_scales(squares, arena, lane, warp, thread, column_count);
     } else {
       if (thread == 0) {
-        fence_proxy_async();
+        fence_proxy_async_global();
+        fence_proxy_async_shared();
         mbarrier_arrive_expect_tx(landed, 2048);
         bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 64), 2048, landed);
         mbarrier_arrive(landed + 1);
@@ -1995,7 +2000,8 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
 __device__ __forceinline__ void load_copied(uint32_t thread, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words,
     uint32_t& vector_parities) {
   if (thread == 0) {
-    fence_proxy_async();
+    fence_proxy_async_global();
+    fence_proxy_async_shared();
     mbarrier_arrive_expect_tx(landed, 4096);
     bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 294208), 4096, landed);
     mbarrier_arrive(landed + 1);
@@ -2230,7 +2236,8 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
       store_shared_u32(block_waits, 1);
     }
     if (thread == 0) {
-      fence_proxy_async();
+      fence_proxy_async_global();
+      fence_proxy_async_shared();
       mbarrier_arrive_expect_tx(landed, 2048);
       bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 295232), 2048, landed);
       mbarrier_arrive(landed + 1);
@@ -2298,7 +2305,8 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
 __device__ __forceinline__ void load_copied_2(uint32_t thread, uint64_t* landed, uint8_t* arena,
     uint32_t* exchange_words, uint32_t& vector_parities) {
   if (thread == 0) {
-    fence_proxy_async();
+    fence_proxy_async_global();
+    fence_proxy_async_shared();
     mbarrier_arrive_expect_tx(landed, 4096);
     bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 295744), 4096, landed);
     mbarrier_arrive_expect_tx(landed + 1, 1024);
@@ -2636,7 +2644,8 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
         store_shared_u32(block_waits, 1);
       }
       if (thread == 0) {
-        fence_proxy_async();
+        fence_proxy_async_global();
+        fence_proxy_async_shared();
         mbarrier_arrive_expect_tx(landed, 2048);
         bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 64), 2048, landed);
         mbarrier_arrive(landed + 1);

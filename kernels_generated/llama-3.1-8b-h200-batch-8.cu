@@ -177,6 +177,10 @@ __device__ __forceinline__ void fence_proxy_async_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
+__device__ __forceinline__ void fence_proxy_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 __device__ __forceinline__ void prefetch_l2(const void* place) {
   asm volatile("prefetch.global.L2 [%0];" :: "l"(place) : "memory");
 }
@@ -953,7 +957,8 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     write_scales(squares, arena, lane, warp, thread, column_count);
   } else {
     if (thread == 0) {
-      fence_proxy_async();
+      fence_proxy_async_global();
+      fence_proxy_async_shared();
       mbarrier_arrive_expect_tx(landed, 8192);
       bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 64), 8192, landed);
       mbarrier_arrive_expect_tx(landed + 1, 8192);
@@ -2277,7 +2282,8 @@ __device__ __forceinline__ void attention(uint32_t* progress, uint32_t block, ui
 __device__ __forceinline__ void load_copied(uint32_t thread, uint64_t* landed, uint8_t* arena, uint32_t* exchange_words,
     uint32_t& vector_parities) {
   if (thread == 0) {
-    fence_proxy_async();
+    fence_proxy_async_global();
+    fence_proxy_async_shared();
     mbarrier_arrive_expect_tx(landed, 8192);
     bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 1223744), 8192, landed);
     mbarrier_arrive_expect_tx(landed + 1, 8192);
@@ -2495,7 +2501,8 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
     store_shared_u32(block_waits, 1);
   }
   if (thread == 0) {
-    fence_proxy_async();
+    fence_proxy_async_global();
+    fence_proxy_async_shared();
     mbarrier_arrive_expect_tx(landed, 8192);
     bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 1240128), 8192, landed);
     mbarrier_arrive_expect_tx(landed + 1, 8192);
@@ -2692,7 +2699,8 @@ __device__ __forceinline__ void release(uint32_t part, uint32_t thread, uint64_t
   named_barrier(1, 256);
   if (part + 2 < 7) {
     if (thread == 0) {
-      fence_proxy_async();
+      fence_proxy_async_global();
+      fence_proxy_async_shared();
       mbarrier_arrive_expect_tx(landed + (part + 2) % 2 * 4, 8192);
       bulk_copy_shared(arena + VECTOR + (part + 2) % 2 * 32768, (const uint8_t*)(exchange_words + ((part + 2) * 8192 + 1256512)), 8192, landed + (part + 2) % 2 * 4);
       mbarrier_arrive_expect_tx(landed + ((part + 2) % 2 * 4 + 1), 8192);
@@ -2783,7 +2791,8 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
     store_shared_u32(block_waits, 1);
   }
   if (thread == 0) {
-    fence_proxy_async();
+    fence_proxy_async_global();
+    fence_proxy_async_shared();
     mbarrier_arrive_expect_tx(landed, 8192);
     bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 1256512), 8192, landed);
     mbarrier_arrive_expect_tx(landed + 1, 8192);
@@ -3040,7 +3049,8 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
       store_shared_u32(block_waits, 1);
     }
     if (thread == 0) {
-      fence_proxy_async();
+      fence_proxy_async_global();
+      fence_proxy_async_shared();
       mbarrier_arrive_expect_tx(landed, 8192);
       bulk_copy_shared(arena + VECTOR, (const uint8_t*)(exchange_words + 64), 8192, landed);
       mbarrier_arrive_expect_tx(landed + 1, 8192);

@@ -141,7 +141,7 @@ def test_products_against_float64(case: str) -> None:
     assert report.ok, str(report)
 
 
-REQUEST = "if (thread == 0) {\n    fence_proxy_async();\n    mbarrier_arrive_expect_tx(landed, "
+REQUEST = "fence_proxy_async_global();\n    fence_proxy_async_shared();\n"
 STORED = "// grid barrier\n      fence_proxy_async_global();"
 RACE = "Race"
 """What only the race detector shows."""
@@ -157,7 +157,7 @@ BUGS: dict[str, tuple[Case, tuple[str, str], str]] = {
     ),
     "parities that do not turn": (PARTS, ("vector_parities ^= 1u << half;", ""), "wrong sums|Deadlock|in flight"),
     "no fence of who copies": (
-        *(SHARED_UNITS, (REQUEST, REQUEST.replace("fence_proxy_async();", ""))),
+        *(SHARED_UNITS, (REQUEST, REQUEST.replace("fence_proxy_async_global();", ""))),
         "the thread that issues this copy has made no fence_proxy_async",
     ),
     "no fence of who stores": (

@@ -294,6 +294,7 @@ CHEETAH_PRIMITIVE void bulk_copy_shared(void* shared_destination, const void* gl
 
 CHEETAH_PRIMITIVE void fence_proxy_async(CHEETAH_PLACE) { cheetah_emulator::fence_proxy_async(place); }
 CHEETAH_PRIMITIVE void fence_proxy_async_global(CHEETAH_PLACE) { cheetah_emulator::fence_proxy_async(place); }
+CHEETAH_PRIMITIVE void fence_proxy_async_shared(CHEETAH_PLACE) { (void)place; }
 
 CHEETAH_PRIMITIVE uint32_t renewed_u32(uint32_t value) { return value; }
 CHEETAH_PRIMITIVE void give_registers(CHEETAH_PLACE) { (void)place; }

@@ -148,6 +148,12 @@ fence_proxy_async_global = declare(
     'asm volatile("fence.proxy.async.global;" ::: "memory");',
     "the same of global memory alone, which waits for nothing (H200: 1 ns against 400 to 800)",
 )
+fence_proxy_async_shared = declare(
+    "fence_proxy_async_shared",
+    ty.void,
+    'asm volatile("fence.proxy.async.shared::cta;" ::: "memory");',
+    "the same of the block's shared memory alone",
+)
 
 
 COPY_UNIT = 16
