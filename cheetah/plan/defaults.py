@@ -152,6 +152,8 @@ def default_down_slices(shape: ModelShape, draft: Plan, gpu: Gpu) -> int:
 def _parts_that_come_ahead(shape: ModelShape, draft: Plan, gpu: Gpu) -> int:
     down, halves = shape.format_of("down"), M_TILE_ROWS // residual_tile_rows(shape, gpu)
     chunk_columns = down.chunk_bytes(draft.stage_bytes, draft.consumer_warps) // down.tile_bytes * down.columns * halves
+    if not chunk_columns:
+        return 1  # a stage that holds no chunk is refused by the plan's checks
     chunks = ceil_div(shape.ffn, chunk_columns)
     room = longest_input_bytes(shape, draft)
     chunk_bytes = chunk_columns // down.columns * down.vector_units(shape.ffn, draft.tokens) * 16

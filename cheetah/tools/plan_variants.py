@@ -37,7 +37,7 @@ MOST_COMPILERS = 8
 
 
 @dataclass
-class Variant:
+class PlanVariant:
     """A plan's kernel. launcher: None if it was not loaded. remark: why it is not measured, or "". ms_per_step: medians
     by context, of the last time it was measured. tokens: what the launches at a context must all make."""
 
@@ -72,7 +72,7 @@ class Variants:
         self.config, self.name, self.gpu = config, name, gpu
         self.contexts, self.steps, self.repetitions = contexts, steps, repetitions
         self.room = room_needed(config, max(contexts) + steps, steps)
-        self.found: dict[Plan, Variant] = {}
+        self.found: dict[Plan, PlanVariant] = {}
         self._device, self._timed = device, TimedLaunches(device)
         self._texts: dict[Plan, Generated] = {}
         self._own: list[dict[str, Buffer]] = []
@@ -127,13 +127,13 @@ class Variants:
                 variant.ms_per_step[context] = median(samples)
         return [variant.score for variant in variants]
 
-    def variant(self, plan: Plan) -> Variant:
+    def variant(self, plan: Plan) -> PlanVariant:
         """The plan's kernel, loaded when first asked for."""
         if plan not in self.found:
             self.found[plan] = self._load(plan)
         return self.found[plan]
 
-    def _load(self, plan: Plan) -> Variant:
+    def _load(self, plan: Plan) -> PlanVariant:
         if plan in self._compiling:
             self._compiling.pop(plan).exception()  # what went wrong there goes wrong here, with its message
         generated = self._generated(plan)
@@ -141,7 +141,7 @@ class Variants:
         kernel = self._device.load(generated.text, manifest)
         cubin = getattr(kernel, "cubin", None)
         if cubin is not None and cubin.resources.uses_local_memory:
-            return Variant(plan, None, "spills")
+            return PlanVariant(plan, None, "spills")
         own: dict[str, Buffer] = {}
         self._own.append(own)
         for buffer in manifest.buffers:
@@ -150,7 +150,7 @@ class Variants:
         timeout_s = None if self.gpu.emulated else GPU_TIMEOUT_S
         buffers, timed = {**self._shared, **own}, cast("Device", self._timed)
         cache = new_cache(self.config, plan)
-        return Variant(plan, Launcher(timed, kernel, manifest, self.config, buffers, cache, timeout_s), "")
+        return PlanVariant(plan, Launcher(timed, kernel, manifest, self.config, buffers, cache, timeout_s), "")
 
     def _generated(self, plan: Plan) -> Generated:
         if plan not in self._texts:
@@ -158,7 +158,7 @@ class Variants:
             self._texts[plan] = generate_named(self.config, self.name, self.gpu.name, options)
         return self._texts[plan]
 
-    def _launch(self, variant: Variant, context: int) -> float:
+    def _launch(self, variant: PlanVariant, context: int) -> float:
         """Milliseconds a step. CheetahError if the variant makes other tokens than before: it is worth nothing."""
         assert variant.launcher is not None
         variant.launcher.cache.clear()

@@ -1,6 +1,6 @@
 """The engine: requests in, events out, one launch a step, of up to `batch` sequences together.
 
-Decides whose turn it is and how many tokens each launch makes. Who has a place and pages is known to `places`; prompts
+Decides whose turn it is and how many tokens each launch makes. Who has a place and pages is known to `roster`; prompts
 are read by `reader`, with launches of those who decode in between; `courses` brings a launch from its parts to events.
 
 How steps are grouped into launches changes no bits. Who else is decoded changes how attention splits the keys, thus
@@ -32,12 +32,12 @@ from cheetah.runtime.engine.flights import Part
 from cheetah.runtime.engine.kv_cache import pages_for
 from cheetah.runtime.engine.launcher import Launcher
 from cheetah.runtime.engine.pace import LaunchPace
-from cheetah.runtime.engine.places import Places
 from cheetah.runtime.engine.prefix_cache import PrefixCache
 from cheetah.runtime.engine.prompt_passes import PassLauncher
 from cheetah.runtime.engine.prompt_reading import FewestSteps, SameSteps
 from cheetah.runtime.engine.reader import PromptReader
 from cheetah.runtime.engine.requests import Event, Load, Request
+from cheetah.runtime.engine.roster import Roster
 
 if TYPE_CHECKING:
     from cheetah.runtime.device.interface import Buffer
@@ -91,10 +91,10 @@ class Engine:
         self._lock = threading.Lock()  # of everything below, and of the device
         self._arrived: deque[Completion] = deque()  # they are in line at the end of the launch under way
         self._pace = LaunchPace(self.launch_steps)
-        self._places = Places(launcher, self.launch_steps, prefixes, manner)
+        self._roster = Roster(launcher, self.launch_steps, prefixes, manner)
         self._has_logits, self._courses = logits is not None, Courses(logits)
         self._reader = PromptReader(
-            *(self._places, self._courses, self._prompts, passes, self.launch_steps, chunk_tokens, self._pace)
+            *(self._roster, self._courses, self._prompts, passes, self.launch_steps, chunk_tokens, self._pace)
         )
         self._is_closed = False
         self._course: Course | None = None
@@ -104,12 +104,12 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Whether there is nothing to do."""
-        is_at_work = self._orders or self._course or not self._places.are_empty
+        is_at_work = self._orders or self._course or not self._roster.is_empty
         return not (is_at_work or self._unsaid) and self._courses.have_told_all
 
     def load(self) -> Load:
         """What is going on, as far as it can be told without waiting for a step."""
-        return self._places.load()
+        return self._roster.load()
 
     def check(self, request: Request) -> None:
         """CheetahError for a request that can never fit."""
@@ -146,7 +146,7 @@ class Engine:
         steps, and leave at its end. Nothing for one that has ended."""
         wanted = set(ids)
         self._courses.cancel(wanted)
-        self._order(lambda: self._places.drop(wanted))
+        self._order(lambda: self._roster.drop(wanted))
 
     def step(self) -> list[Event]:
         """What a launch has made since the last step: it waits until there is something, or for the launch's end.
@@ -192,7 +192,7 @@ class Engine:
         with self._locked():
             self._end_course()
             pages = pages_for(len(token_ids), launcher.cache.page_size)
-            if not self.is_idle and pages > self._places.unclaimed_pages():
+            if not self.is_idle and pages > self._roster.unclaimed_pages():
                 return None
             launcher.restart()
             parts: list[npt.NDArray[np.float32]] = []
@@ -237,7 +237,7 @@ class Engine:
 
     def _fit_for_embedding(self, prompts: Sequence[Sequence[int]]) -> int:
         """How many of the first prompts are read together. An idle engine takes one at least."""
-        room, page_size, count = self._places.unclaimed_pages(), self.launcher.cache.page_size, 0
+        room, page_size, count = self._roster.unclaimed_pages(), self.launcher.cache.page_size, 0
         longest = self._passes[-1]
         starts, lengths = [0] * len(prompts), [len(prompt) for prompt in prompts]
         for number, tokens in enumerate(longest.fitting(starts, lengths, longest.tokens)):
@@ -289,7 +289,7 @@ class Engine:
 
     def _put_in_line(self) -> None:
         while self._arrived:
-            self._places.waiting.append(self._arrived.popleft())
+            self._roster.waiting.append(self._arrived.popleft())
 
     # What is launched -------------------------------------------------------------------------------------------------
 
@@ -297,28 +297,28 @@ class Engine:
         """The next launch; gives way when it has added to `events`, and ends with it.
 
         Behind one that has read prompts to their ends all make a token, the first one of those."""
-        places, reader = self._places, self._reader
+        roster, reader = self._roster, self._reader
         reader.begin(events)
-        if places.running and reader.first_tokens_are_due:
+        if roster.running and reader.first_tokens_are_due:
             reader.first_tokens_are_due = False
             yield from self._go_on(1, events)
-        elif places.running and (reader.others_are_due or not places.reading):
+        elif roster.running and (reader.others_are_due or not roster.reading):
             reader.others_have_a_turn()
-            most = min(one.most_steps() for one in places.running)
+            most = min(one.most_steps() for one in roster.running)
             yield from self._go_on(self._pace.steps(most), events)
-        elif places.reading:
+        elif roster.reading:
             yield from reader.read(events)
         else:
             self._courses.judge(events)
 
     def _go_on(self, steps: int, events: list[Event]) -> Course:
         """One launch of all who decode, from the ids of each that are not cached: the last, or more if it came back."""
-        places = self._places
-        completions = [*places.running]
+        roster = self._roster
+        completions = [*roster.running]
         logits = self._courses.logits_for(any(one.request.logprobs is not None for one in completions))
         steps = steps_with(logits, steps, self.launcher, self._solo)
         for one in sorted(completions, key=lambda one: one.id):
-            places.make_room(one, steps, events)
+            roster.make_room(one, steps, events)
         together = [one for one in completions if one.cache is not None]
         parts = [one.part(one.uncached_ids(steps + 1), steps) for one in together]
         if not parts:
@@ -329,11 +329,11 @@ class Engine:
             one.go_on_from_last()
         self._pace.note(results[0].steps, results[0].seconds)
         self._reader.note_decoding(results[0])
-        places.let_go(completions)
+        roster.let_go(completions)
 
     def _shall_make_way(self, steps: int, made: int) -> bool:
         """Whether a launch of so many steps shall end for those who have come meanwhile, and can begin. While a prompt
         is read in parts it is the turn of those who decode."""
-        places = self._places
-        can_begin = self._arrived and not (places.waiting or places.reading) and places.has_room
+        roster = self._roster
+        can_begin = self._arrived and not (roster.waiting or roster.reading) and roster.has_room
         return bool(can_begin) and made >= FEWEST_STEPS and (steps - made) * self._pace.step_s > WORTH_ENDING_S

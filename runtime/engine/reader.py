@@ -15,9 +15,9 @@ from cheetah.runtime.engine.flights import LaunchResult
 from cheetah.runtime.engine.heads import HeadLauncher
 from cheetah.runtime.engine.launcher import Launcher
 from cheetah.runtime.engine.pace import LAUNCH_SECONDS, LaunchPace
-from cheetah.runtime.engine.places import Places
 from cheetah.runtime.engine.prompt_passes import PassLauncher
 from cheetah.runtime.engine.requests import Event
+from cheetah.runtime.engine.roster import Roster
 
 
 class PromptReader:
@@ -33,7 +33,7 @@ class PromptReader:
 
     def __init__(
         self,
-        places: Places,
+        roster: Roster,
         courses: Courses,
         steps: Launcher,
         passes: Sequence[PassLauncher],
@@ -41,7 +41,7 @@ class PromptReader:
         chunk_tokens: int | None,
         decode_pace: LaunchPace,
     ):
-        self._places, self._courses = places, courses
+        self._roster, self._courses = roster, courses
         self._steps, self._passes = steps, passes
         self._launch_steps, self._chunk_tokens = launch_steps, chunk_tokens
         self._decode_pace, self._step_pace = decode_pace, LaunchPace(launch_steps)
@@ -60,22 +60,22 @@ class PromptReader:
     def begin(self, events: list[Event]) -> None:
         """Takes who can begin now out of the line, first come first served: one request, and where there are passes
         more, as long as one has room for them."""
-        places = self._places
-        while places.waiting and (not places.reading or self._can_read_along()):
-            if not (group := places.next_group(events)):
+        roster = self._roster
+        while roster.waiting and (not roster.reading or self._can_read_along()):
+            if not (group := roster.next_group(events)):
                 break
-            places.reading.append(group)
+            roster.reading.append(group)
             self._end_what_is_read()  # if only the last token of the prompt is left
 
     def read(self, events: list[Event]) -> Course:
         """One launch of what is read."""
-        others_wait, way = bool(self._places.running), self._next_pass()
-        first = self._places.reading[0]
+        others_wait, way = bool(self._roster.running), self._next_pass()
+        first = self._roster.reading[0]
         yield from self._read_in_steps(first, events) if way is None else self._read_in_pass(*way, events)
         self._end_what_is_read()
         waited_enough = self._others_waited_s >= LAUNCH_SECONDS
         others_may = others_wait and self._chunk_tokens != 0
-        self.others_are_due = others_may and (waited_enough or bool(self._places.reading))
+        self.others_are_due = others_may and (waited_enough or bool(self._roster.reading))
 
     # Who is read ------------------------------------------------------------------------------------------------------
 
@@ -85,25 +85,25 @@ class PromptReader:
         if not self._passes:
             return False
         longest = self._passes[-1]
-        if not longest.has_columns_for([*map(self.left, self._places.reading), 1]):
+        if not longest.has_columns_for([*map(self.left, self._roster.reading), 1]):
             return False
-        return not self._places.shares_with_who_is_read(self._places.waiting[0], longest.tile_tokens)
+        return not self._roster.shares_with_who_is_read(self._roster.waiting[0], longest.tile_tokens)
 
     def left(self, group: Group) -> int:
         """Tokens of one who is read that are left to be read as a prompt."""
         cache = group[0].cache
         assert cache is not None
-        return self._places.manner.left(self._known(group), cache.length)
+        return self._roster.manner.left(self._known(group), cache.length)
 
     def _known(self, group: Group) -> int:
         """How many of its ids are read as a prompt."""
-        return self._places.manner.read_as_prompt(len(group[0].request.prompt_ids), len(group[0].ids))
+        return self._roster.manner.read_as_prompt(len(group[0].request.prompt_ids), len(group[0].ids))
 
     def _end_what_is_read(self) -> None:
         """Lets those decode whose prompt has been read."""
-        for group in [group for group in self._places.reading if not self.left(group)]:
+        for group in [group for group in self._roster.reading if not self.left(group)]:
             self.first_tokens_are_due |= not group[0].made
-            self._places.begin_to_decode(group)
+            self._roster.begin_to_decode(group)
 
     # By passes --------------------------------------------------------------------------------------------------------
 
@@ -112,20 +112,20 @@ class PromptReader:
         and how many tokens of each. None where steps read the first one's."""
         if not self._passes:
             return None
-        reading = self._places.reading
+        reading = self._roster.reading
         left = [self._left_in_pass(group) for group in reading]
         number = next((i for i, one in enumerate(self._passes) if one.has_columns_for(left)), -1)
         passes, pace = self._passes[number], self._pass_paces[number]
         starts = [group[0].cache.length for group in reading if group[0].cache is not None]
         counts = passes.fitting(starts, left, self._chunk(passes.tokens, passes.tile_tokens, pace))
-        if not self._places.manner.takes_pass(sum(counts)):
+        if not self._roster.manner.takes_pass(sum(counts)):
             return None
         return passes, pace, [*zip(reading, counts, strict=False)]
 
     def _left_in_pass(self, group: Group) -> int:
         """Tokens that are left to be read, or as many as can be judged by one launch, where others wait for it."""
         left = self.left(group)
-        if not (group[0].reads_logprobs and self._places.running and self._chunk_tokens != 0):
+        if not (group[0].reads_logprobs and self._roster.running and self._chunk_tokens != 0):
             return left
         head = self._passes[0].head
         return min(left, steps_with(self._courses.logits_for(True), self._launch_steps, head) * head.tokens)
@@ -135,12 +135,12 @@ class PromptReader:
     ) -> Course:
         """Brings the next tokens of several prompts into the cache by one launch, and chooses what follows those that
         it has read to their ends."""
-        places = self._places
+        roster = self._roster
         for group, tokens in counts:
-            if group in places.reading:
-                places.make_room(group[0], tokens, events)
+            if group in roster.reading:
+                roster.make_room(group[0], tokens, events)
         # Who had to give its pages back is not read; one of several has left its cache to the next.
-        together = [(group, tokens) for group, tokens in counts if group in places.reading]
+        together = [(group, tokens) for group, tokens in counts if group in roster.reading]
         if not together:
             return
         groups = [group for group, _ in together]
@@ -198,11 +198,11 @@ class PromptReader:
         columns = self._steps.tokens
         steps = max(1, self._chunk(self._launch_steps * columns, columns, self._step_pace) // columns)
         samples = len(group) == 1 and not first.request.wants_logits
-        left = self._places.manner.end(self._known(group), samples) - cache.length
+        left = self._roster.manner.end(self._known(group), samples) - cache.length
         tokens = min(left, steps_with(logits, steps, self._steps) * columns)
-        if not self._places.make_room(first, tokens, events):
+        if not self._roster.make_room(first, tokens, events):
             return
-        part = first.next_part(tokens, self._places.manner.columns_of_step(tokens))
+        part = first.next_part(tokens, self._roster.manner.columns_of_step(tokens))
         result = (yield from self._courses.fly(self._steps, [part], [group], events, logits))[0]
         self._note(result, self._step_pace)
 
@@ -210,7 +210,7 @@ class PromptReader:
 
     def _chunk(self, most: int, per_step: int, pace: LaunchPace) -> int:
         """Tokens of a launch that reads a prompt, of at most `most`, `per_step` of them a step."""
-        if not self._places.running or self._chunk_tokens == 0:
+        if not self._roster.running or self._chunk_tokens == 0:
             return most
         if self._chunk_tokens is None:
             return pace.steps(most // per_step) * per_step

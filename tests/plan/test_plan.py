@@ -86,6 +86,10 @@ def test_overrides_win_and_none_means_by_rule():
             {"stage_bytes": 8192, "consumer_warps": 16},
             "stage_bytes is 8192 with 16 consumer warps: .* use a multiple of 16384",
         ),
+        (
+            {"stage_bytes": 4096, "sync": "barrier", "tokens": 8},
+            "stage_bytes is 4096 with 8 consumer warps: .* use a multiple of 8192",
+        ),
         ({"stage_bytes": 6144, "consumer_warps": 6}, "head_dim 128: .* use a multiple of 8192"),
         ({"consumer_warps": 3}, "consumer_warps is 3: .* use an even number"),
         ({"consumer_warps": 32}, "consumer_warps is 32 and producer_warps 4: a block has 32 warps"),

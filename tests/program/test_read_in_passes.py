@@ -137,7 +137,7 @@ def test_company_in_a_pass_changes_no_key(noted: list[tuple[int, ...]]) -> None:
         rig = Rig()
         ids = [rig.engine.add(request(length))[0] for length in (*company[:1], 100, *company[1:])]
         rig.run(until=1)
-        middle = next(one for one in rig.engine._places.begun if len(one.request.prompt_ids) == 100)
+        middle = next(one for one in rig.engine._roster.begun if len(one.request.prompt_ids) == 100)
         assert middle.id in ids and middle.cache is not None
         whole = middle.cache.pages[: 99 // middle.cache.page_size]
         kv = assembled(True).buffers["kv"].download(np.uint16, assembled(True).manifest.buffer("kv").shape)
@@ -201,7 +201,7 @@ def test_prompts_whose_logprobs_are_wanted_are_read_whole_and_share_with_others(
 ) -> None:
     rig = Rig()
     if same_steps:
-        rig.engine._places.manner = SameSteps(*vars(rig.engine._places.manner).values())
+        rig.engine._roster.manner = SameSteps(*vars(rig.engine._roster.manner).values())
     for wanted in (1, None, 1):
         rig.engine.add(replace(request(155), prompt_logprobs=wanted))
         rig.run()
@@ -268,12 +268,12 @@ def test_a_head_that_was_interrupted_chooses_once_more(monkeypatch: pytest.Monke
     for same_steps in (False, True):
         rig = Rig()
         if same_steps:
-            rig.engine._places.manner = SameSteps(*vars(rig.engine._places.manner).values())
+            rig.engine._roster.manner = SameSteps(*vars(rig.engine._roster.manner).values())
         ids = rig.engine.add(request(150, 4)), rig.engine.add(replace(request(40, 4), count=2))
         head = assembled(True).passes[0].head
         with monkeypatch.context() as patched:
             patched.setattr(head, "finish", _cancelled)
-            while not (reading := rig.engine._places.reading) or rig.engine._reader.left(reading[0]) == 150:
+            while not (reading := rig.engine._roster.reading) or rig.engine._reader.left(reading[0]) == 150:
                 assert not rig.engine.step()
         head._begin_again()
         found = rig.run()

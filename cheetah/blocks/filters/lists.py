@@ -41,7 +41,7 @@ below it that of the most noisy token lies."""
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class FiltersAsked:
     """A sequence's filters; see `SequenceRecord`."""
 
     top_k: ch.Expr
@@ -362,7 +362,7 @@ class ShortLists:
         left_out, _ = self._said(LEFT_OUT)
         best_scaled, _ = self._said(BEST_SCALED)
         known = ch.const(ty.f32, ch.select(left_out > -math.inf, highest - left_out, math.inf), name="known")
-        judged = self._judge(highest, whole, highest - best_scaled, known, Asked(top_k, top_p, reach))
+        judged = self._judge(highest, whole, highest - best_scaled, known, FiltersAsked(top_k, top_p, reach))
         with ch.if_(judged == LEFT_OPEN):
             leave(column, highest, highest - best_scaled)
         with ch.if_(judged < self.units):
@@ -371,7 +371,9 @@ class ShortLists:
                 self.machine.region("chosen", ty.u32)[column] = unit.z
 
     @ch.function
-    def _judge(self, highest: ch.Expr, all_weigh: ch.Expr, distance: ch.Expr, known: ch.Expr, asked: Asked) -> Any:
+    def _judge(
+        self, highest: ch.Expr, all_weigh: ch.Expr, distance: ch.Expr, known: ch.Expr, asked: FiltersAsked
+    ) -> Any:
         """The index of the token that is taken, or AS_IT_IS for the most noisy one of all, which has this `distance`,
         or LEFT_OPEN. All tokens that are nearer than `known` are listed.
 

@@ -20,7 +20,7 @@ from cheetah.runtime.engine.prompt_reading import FewestSteps
 from cheetah.runtime.engine.requests import Event, Failed, Load
 
 
-class Places:
+class Roster:
     """Up to `launcher.batch` completions that have begun, and a line of others.
 
     launcher: its cache has the pages. launch_steps: most tokens that a launch makes of each.
@@ -46,7 +46,7 @@ class Places:
         return len(self.begun) < self._launcher.batch
 
     @property
-    def are_empty(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether nobody has a place or waits for one."""
         return not (self.waiting or self.reading or self.running)
 
