@@ -78,7 +78,7 @@ def pack_all(
 
     Every byte of `buffer_bytes` is written once. The array given to `write` is valid only until it returns: its
     memory is used again. rows: gives a matrix that is read in parts, in several threads; by default `tensor` does.
-    threads: by default one a processor, at most 16. lend: where the memory for pieces comes from. Host memory: five
+    threads: by default one a processor, at most 8. lend: where the memory for pieces comes from. Host memory: five
     blocks of about 4 MB a thread, of which three in pieces, but at least three of the largest pieces; what `tensor` and
     `rows` hold of the matrices in work comes on top. `progress` gets the bytes just written. repacker: packs what lies
     in files as it can be packed there, if it has room for what goes up. watch: takes the seconds of all threads that
