@@ -407,7 +407,12 @@ def leave_out_meeting(number: int) -> Callable[[Patch], None]:
 
     def change(patch: Patch) -> None:
         meet, emitted = BarrierExchange.meet, iter(range(1000))
-        patch.setattr(BarrierExchange, "meet", lambda self: None if next(emitted) == number else meet(self))
+
+        def left_out(self: BarrierExchange, *when: Any) -> None:
+            if next(emitted) != number:
+                meet(self, *when)
+
+        patch.setattr(BarrierExchange, "meet", left_out)
 
     return change
 
