@@ -245,6 +245,12 @@ __device__ __forceinline__ float bf16x2_high(uint32_t pair) {
   return __uint_as_float(pair & 0xffff0000u);
 }
 
+__device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t result;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+
 __device__ __forceinline__ uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) {
   return __byte_perm(a, b, selector);
 }
@@ -738,6 +744,28 @@ __device__ __forceinline__ void write_scales(float squares, uint8_t* arena, uint
   }
 }
 
+// `_normalise_unit` with products that are rounded as pairs: the same bits. With one token it is no faster.
+__device__ __forceinline__ void normalise_in_pairs(uint4* vector, uint32_t unit, uint4 words, uint4 weight,
+    float& squares) {
+  uint32_t pair = words.x;
+  float low = bf16x2_low(pair);
+  float high = bf16x2_high(pair);
+  squares += low * low + high * high;
+  uint32_t pair_2 = words.y;
+  float low_2 = bf16x2_low(pair_2);
+  float high_2 = bf16x2_high(pair_2);
+  squares += low_2 * low_2 + high_2 * high_2;
+  uint32_t pair_3 = words.z;
+  float low_3 = bf16x2_low(pair_3);
+  float high_3 = bf16x2_high(pair_3);
+  squares += low_3 * low_3 + high_3 * high_3;
+  uint32_t pair_4 = words.w;
+  float low_4 = bf16x2_low(pair_4);
+  float high_4 = bf16x2_high(pair_4);
+  squares += low_4 * low_4 + high_4 * high_4;
+  vector[unit] = make_u32x4(multiply_bf16x2(pair, weight.x), multiply_bf16x2(pair_2, weight.y), multiply_bf16x2(pair_3, weight.z), multiply_bf16x2(pair_4, weight.w));
+}
+
 // This warp's tiles of a chunk, and what they are multiplied with, to registers.
 __device__ __forceinline__ void hold_chunk(uint32_t chunk, uint32_t place, uint8_t* chunk_2, uint32_t warp,
     uint32_t lane, uint4 (&weights)[2][2], uint4 (&values)[2], uint8_t* arena) {
@@ -1024,9 +1052,9 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     units[0] = vector[thread];
     uint32_t unit_16 = thread + 256;
     units[1] = vector[unit_16];
-    normalise_unit(vector, thread, units[0], weights[0], squares);
+    normalise_in_pairs(vector, thread, units[0], weights[0], squares);
     uint32_t unit_17 = thread + 256;
-    normalise_unit(vector, unit_17, units[1], weights[1], squares);
+    normalise_in_pairs(vector, unit_17, units[1], weights[1], squares);
     mbarrier_wait(landed + 1, vector_parities & 1);
     uint4 units_2[2];
     uint32_t unit_18 = thread + 512;
@@ -1034,9 +1062,9 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     uint32_t unit_19 = thread + 768;
     units_2[1] = vector[unit_19];
     uint32_t unit_20 = thread + 512;
-    normalise_unit(vector, unit_20, units_2[0], weights_2[0], squares);
+    normalise_in_pairs(vector, unit_20, units_2[0], weights_2[0], squares);
     uint32_t unit_21 = thread + 768;
-    normalise_unit(vector, unit_21, units_2[1], weights_2[1], squares);
+    normalise_in_pairs(vector, unit_21, units_2[1], weights_2[1], squares);
     mbarrier_wait(landed + 2, vector_parities & 1);
     uint4 units_3[2];
     uint32_t unit_22 = thread + 1024;
@@ -1044,9 +1072,9 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     uint32_t unit_23 = thread + 1280;
     units_3[1] = vector[unit_23];
     uint32_t unit_24 = thread + 1024;
-    normalise_unit(vector, unit_24, units_3[0], weights_3[0], squares);
+    normalise_in_pairs(vector, unit_24, units_3[0], weights_3[0], squares);
     uint32_t unit_25 = thread + 1280;
-    normalise_unit(vector, unit_25, units_3[1], weights_3[1], squares);
+    normalise_in_pairs(vector, unit_25, units_3[1], weights_3[1], squares);
     mbarrier_wait(landed + 3, vector_parities & 1);
     uint4 units_4[2];
     uint32_t unit_26 = thread + 1536;
@@ -1054,9 +1082,9 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     uint32_t unit_27 = thread + 1792;
     units_4[1] = vector[unit_27];
     uint32_t unit_28 = thread + 1536;
-    normalise_unit(vector, unit_28, units_4[0], weights_4[0], squares);
+    normalise_in_pairs(vector, unit_28, units_4[0], weights_4[0], squares);
     uint32_t unit_29 = thread + 1792;
-    normalise_unit(vector, unit_29, units_4[1], weights_4[1], squares);
+    normalise_in_pairs(vector, unit_29, units_4[1], weights_4[1], squares);
     mbarrier_wait(landed + 4, (vector_parities >> 1) & 1);
     uint4 units_5[2];
     uint32_t unit_30 = thread + 2048;
@@ -1064,9 +1092,9 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     uint32_t unit_31 = thread + 2304;
     units_5[1] = vector[unit_31];
     uint32_t unit_32 = thread + 2048;
-    normalise_unit(vector, unit_32, units_5[0], weights_5[0], squares);
+    normalise_in_pairs(vector, unit_32, units_5[0], weights_5[0], squares);
     uint32_t unit_33 = thread + 2304;
-    normalise_unit(vector, unit_33, units_5[1], weights_5[1], squares);
+    normalise_in_pairs(vector, unit_33, units_5[1], weights_5[1], squares);
     mbarrier_wait(landed + 5, (vector_parities >> 1) & 1);
     uint4 units_6[2];
     uint32_t unit_34 = thread + 2560;
@@ -1074,9 +1102,9 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     uint32_t unit_35 = thread + 2816;
     units_6[1] = vector[unit_35];
     uint32_t unit_36 = thread + 2560;
-    normalise_unit(vector, unit_36, units_6[0], weights_6[0], squares);
+    normalise_in_pairs(vector, unit_36, units_6[0], weights_6[0], squares);
     uint32_t unit_37 = thread + 2816;
-    normalise_unit(vector, unit_37, units_6[1], weights_6[1], squares);
+    normalise_in_pairs(vector, unit_37, units_6[1], weights_6[1], squares);
     mbarrier_wait(landed + 6, (vector_parities >> 1) & 1);
     uint4 units_7[2];
     uint32_t unit_38 = thread + 3072;
@@ -1084,9 +1112,9 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     uint32_t unit_39 = thread + 3328;
     units_7[1] = vector[unit_39];
     uint32_t unit_40 = thread + 3072;
-    normalise_unit(vector, unit_40, units_7[0], weights_7[0], squares);
+    normalise_in_pairs(vector, unit_40, units_7[0], weights_7[0], squares);
     uint32_t unit_41 = thread + 3328;
-    normalise_unit(vector, unit_41, units_7[1], weights_7[1], squares);
+    normalise_in_pairs(vector, unit_41, units_7[1], weights_7[1], squares);
     mbarrier_wait(landed + 7, (vector_parities >> 1) & 1);
     uint4 units_8[2];
     uint32_t unit_42 = thread + 3584;
@@ -1094,9 +1122,9 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     uint32_t unit_43 = thread + 3840;
     units_8[1] = vector[unit_43];
     uint32_t unit_44 = thread + 3584;
-    normalise_unit(vector, unit_44, units_8[0], weights_8[0], squares);
+    normalise_in_pairs(vector, unit_44, units_8[0], weights_8[0], squares);
     uint32_t unit_45 = thread + 3840;
-    normalise_unit(vector, unit_45, units_8[1], weights_8[1], squares);
+    normalise_in_pairs(vector, unit_45, units_8[1], weights_8[1], squares);
     vector_parities ^= 3;
     write_scales(squares, arena, lane, warp, thread, column_count);
   }
@@ -2568,9 +2596,9 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   units[0] = vector[thread];
   uint32_t unit_16 = thread + 256;
   units[1] = vector[unit_16];
-  normalise_unit(vector, thread, units[0], weights[0], squares);
+  normalise_in_pairs(vector, thread, units[0], weights[0], squares);
   uint32_t unit_17 = thread + 256;
-  normalise_unit(vector, unit_17, units[1], weights[1], squares);
+  normalise_in_pairs(vector, unit_17, units[1], weights[1], squares);
   mbarrier_wait(landed + 1, vector_parities & 1);
   uint4 units_2[2];
   uint32_t unit_18 = thread + 512;
@@ -2578,9 +2606,9 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   uint32_t unit_19 = thread + 768;
   units_2[1] = vector[unit_19];
   uint32_t unit_20 = thread + 512;
-  normalise_unit(vector, unit_20, units_2[0], weights_2[0], squares);
+  normalise_in_pairs(vector, unit_20, units_2[0], weights_2[0], squares);
   uint32_t unit_21 = thread + 768;
-  normalise_unit(vector, unit_21, units_2[1], weights_2[1], squares);
+  normalise_in_pairs(vector, unit_21, units_2[1], weights_2[1], squares);
   mbarrier_wait(landed + 2, vector_parities & 1);
   uint4 units_3[2];
   uint32_t unit_22 = thread + 1024;
@@ -2588,9 +2616,9 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   uint32_t unit_23 = thread + 1280;
   units_3[1] = vector[unit_23];
   uint32_t unit_24 = thread + 1024;
-  normalise_unit(vector, unit_24, units_3[0], weights_3[0], squares);
+  normalise_in_pairs(vector, unit_24, units_3[0], weights_3[0], squares);
   uint32_t unit_25 = thread + 1280;
-  normalise_unit(vector, unit_25, units_3[1], weights_3[1], squares);
+  normalise_in_pairs(vector, unit_25, units_3[1], weights_3[1], squares);
   mbarrier_wait(landed + 3, vector_parities & 1);
   uint4 units_4[2];
   uint32_t unit_26 = thread + 1536;
@@ -2598,9 +2626,9 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   uint32_t unit_27 = thread + 1792;
   units_4[1] = vector[unit_27];
   uint32_t unit_28 = thread + 1536;
-  normalise_unit(vector, unit_28, units_4[0], weights_4[0], squares);
+  normalise_in_pairs(vector, unit_28, units_4[0], weights_4[0], squares);
   uint32_t unit_29 = thread + 1792;
-  normalise_unit(vector, unit_29, units_4[1], weights_4[1], squares);
+  normalise_in_pairs(vector, unit_29, units_4[1], weights_4[1], squares);
   mbarrier_wait(landed + 4, (vector_parities >> 1) & 1);
   uint4 units_5[2];
   uint32_t unit_30 = thread + 2048;
@@ -2608,9 +2636,9 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   uint32_t unit_31 = thread + 2304;
   units_5[1] = vector[unit_31];
   uint32_t unit_32 = thread + 2048;
-  normalise_unit(vector, unit_32, units_5[0], weights_5[0], squares);
+  normalise_in_pairs(vector, unit_32, units_5[0], weights_5[0], squares);
   uint32_t unit_33 = thread + 2304;
-  normalise_unit(vector, unit_33, units_5[1], weights_5[1], squares);
+  normalise_in_pairs(vector, unit_33, units_5[1], weights_5[1], squares);
   mbarrier_wait(landed + 5, (vector_parities >> 1) & 1);
   uint4 units_6[2];
   uint32_t unit_34 = thread + 2560;
@@ -2618,9 +2646,9 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   uint32_t unit_35 = thread + 2816;
   units_6[1] = vector[unit_35];
   uint32_t unit_36 = thread + 2560;
-  normalise_unit(vector, unit_36, units_6[0], weights_6[0], squares);
+  normalise_in_pairs(vector, unit_36, units_6[0], weights_6[0], squares);
   uint32_t unit_37 = thread + 2816;
-  normalise_unit(vector, unit_37, units_6[1], weights_6[1], squares);
+  normalise_in_pairs(vector, unit_37, units_6[1], weights_6[1], squares);
   mbarrier_wait(landed + 6, (vector_parities >> 1) & 1);
   uint4 units_7[2];
   uint32_t unit_38 = thread + 3072;
@@ -2628,9 +2656,9 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   uint32_t unit_39 = thread + 3328;
   units_7[1] = vector[unit_39];
   uint32_t unit_40 = thread + 3072;
-  normalise_unit(vector, unit_40, units_7[0], weights_7[0], squares);
+  normalise_in_pairs(vector, unit_40, units_7[0], weights_7[0], squares);
   uint32_t unit_41 = thread + 3328;
-  normalise_unit(vector, unit_41, units_7[1], weights_7[1], squares);
+  normalise_in_pairs(vector, unit_41, units_7[1], weights_7[1], squares);
   mbarrier_wait(landed + 7, (vector_parities >> 1) & 1);
   uint4 units_8[2];
   uint32_t unit_42 = thread + 3584;
@@ -2638,9 +2666,9 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   uint32_t unit_43 = thread + 3840;
   units_8[1] = vector[unit_43];
   uint32_t unit_44 = thread + 3584;
-  normalise_unit(vector, unit_44, units_8[0], weights_8[0], squares);
+  normalise_in_pairs(vector, unit_44, units_8[0], weights_8[0], squares);
   uint32_t unit_45 = thread + 3840;
-  normalise_unit(vector, unit_45, units_8[1], weights_8[1], squares);
+  normalise_in_pairs(vector, unit_45, units_8[1], weights_8[1], squares);
   vector_parities ^= 3;
   write_scales(squares, arena, lane, warp, thread, column_count);
   if (thread == 0) {
@@ -3116,9 +3144,9 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     units[0] = vector[thread];
     uint32_t unit_16 = thread + 256;
     units[1] = vector[unit_16];
-    normalise_unit(vector, thread, units[0], weights[0], squares);
+    normalise_in_pairs(vector, thread, units[0], weights[0], squares);
     uint32_t unit_17 = thread + 256;
-    normalise_unit(vector, unit_17, units[1], weights[1], squares);
+    normalise_in_pairs(vector, unit_17, units[1], weights[1], squares);
     mbarrier_wait(landed + 1, vector_parities & 1);
     uint4 units_2[2];
     uint32_t unit_18 = thread + 512;
@@ -3126,9 +3154,9 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     uint32_t unit_19 = thread + 768;
     units_2[1] = vector[unit_19];
     uint32_t unit_20 = thread + 512;
-    normalise_unit(vector, unit_20, units_2[0], weights_2[0], squares);
+    normalise_in_pairs(vector, unit_20, units_2[0], weights_2[0], squares);
     uint32_t unit_21 = thread + 768;
-    normalise_unit(vector, unit_21, units_2[1], weights_2[1], squares);
+    normalise_in_pairs(vector, unit_21, units_2[1], weights_2[1], squares);
     mbarrier_wait(landed + 2, vector_parities & 1);
     uint4 units_3[2];
     uint32_t unit_22 = thread + 1024;
@@ -3136,9 +3164,9 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     uint32_t unit_23 = thread + 1280;
     units_3[1] = vector[unit_23];
     uint32_t unit_24 = thread + 1024;
-    normalise_unit(vector, unit_24, units_3[0], weights_3[0], squares);
+    normalise_in_pairs(vector, unit_24, units_3[0], weights_3[0], squares);
     uint32_t unit_25 = thread + 1280;
-    normalise_unit(vector, unit_25, units_3[1], weights_3[1], squares);
+    normalise_in_pairs(vector, unit_25, units_3[1], weights_3[1], squares);
     mbarrier_wait(landed + 3, vector_parities & 1);
     uint4 units_4[2];
     uint32_t unit_26 = thread + 1536;
@@ -3146,9 +3174,9 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     uint32_t unit_27 = thread + 1792;
     units_4[1] = vector[unit_27];
     uint32_t unit_28 = thread + 1536;
-    normalise_unit(vector, unit_28, units_4[0], weights_4[0], squares);
+    normalise_in_pairs(vector, unit_28, units_4[0], weights_4[0], squares);
     uint32_t unit_29 = thread + 1792;
-    normalise_unit(vector, unit_29, units_4[1], weights_4[1], squares);
+    normalise_in_pairs(vector, unit_29, units_4[1], weights_4[1], squares);
     mbarrier_wait(landed + 4, (vector_parities >> 1) & 1);
     uint4 units_5[2];
     uint32_t unit_30 = thread + 2048;
@@ -3156,9 +3184,9 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     uint32_t unit_31 = thread + 2304;
     units_5[1] = vector[unit_31];
     uint32_t unit_32 = thread + 2048;
-    normalise_unit(vector, unit_32, units_5[0], weights_5[0], squares);
+    normalise_in_pairs(vector, unit_32, units_5[0], weights_5[0], squares);
     uint32_t unit_33 = thread + 2304;
-    normalise_unit(vector, unit_33, units_5[1], weights_5[1], squares);
+    normalise_in_pairs(vector, unit_33, units_5[1], weights_5[1], squares);
     mbarrier_wait(landed + 5, (vector_parities >> 1) & 1);
     uint4 units_6[2];
     uint32_t unit_34 = thread + 2560;
@@ -3166,9 +3194,9 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     uint32_t unit_35 = thread + 2816;
     units_6[1] = vector[unit_35];
     uint32_t unit_36 = thread + 2560;
-    normalise_unit(vector, unit_36, units_6[0], weights_6[0], squares);
+    normalise_in_pairs(vector, unit_36, units_6[0], weights_6[0], squares);
     uint32_t unit_37 = thread + 2816;
-    normalise_unit(vector, unit_37, units_6[1], weights_6[1], squares);
+    normalise_in_pairs(vector, unit_37, units_6[1], weights_6[1], squares);
     mbarrier_wait(landed + 6, (vector_parities >> 1) & 1);
     uint4 units_7[2];
     uint32_t unit_38 = thread + 3072;
@@ -3176,9 +3204,9 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     uint32_t unit_39 = thread + 3328;
     units_7[1] = vector[unit_39];
     uint32_t unit_40 = thread + 3072;
-    normalise_unit(vector, unit_40, units_7[0], weights_7[0], squares);
+    normalise_in_pairs(vector, unit_40, units_7[0], weights_7[0], squares);
     uint32_t unit_41 = thread + 3328;
-    normalise_unit(vector, unit_41, units_7[1], weights_7[1], squares);
+    normalise_in_pairs(vector, unit_41, units_7[1], weights_7[1], squares);
     mbarrier_wait(landed + 7, (vector_parities >> 1) & 1);
     uint4 units_8[2];
     uint32_t unit_42 = thread + 3584;
@@ -3186,9 +3214,9 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     uint32_t unit_43 = thread + 3840;
     units_8[1] = vector[unit_43];
     uint32_t unit_44 = thread + 3584;
-    normalise_unit(vector, unit_44, units_8[0], weights_8[0], squares);
+    normalise_in_pairs(vector, unit_44, units_8[0], weights_8[0], squares);
     uint32_t unit_45 = thread + 3840;
-    normalise_unit(vector, unit_45, units_8[1], weights_8[1], squares);
+    normalise_in_pairs(vector, unit_45, units_8[1], weights_8[1], squares);
     vector_parities ^= 3;
     write_scales(squares, arena, lane, warp, thread, column_count);
     if (thread == 0) {

@@ -759,6 +759,28 @@ __device__ __forceinline__ void write_scales(float squares, uint8_t* arena, uint
   }
 }
 
+// `_normalise_unit` with products that are rounded as pairs: the same bits. With one token it is no faster.
+__device__ __forceinline__ void normalise_in_pairs(uint4* vector, uint32_t unit, uint4 words, uint4 weight,
+    float& squares) {
+  uint32_t pair = words.x;
+  float low = bf16x2_low(pair);
+  float high = bf16x2_high(pair);
+  squares += low * low + high * high;
+  uint32_t pair_2 = words.y;
+  float low_2 = bf16x2_low(pair_2);
+  float high_2 = bf16x2_high(pair_2);
+  squares += low_2 * low_2 + high_2 * high_2;
+  uint32_t pair_3 = words.z;
+  float low_3 = bf16x2_low(pair_3);
+  float high_3 = bf16x2_high(pair_3);
+  squares += low_3 * low_3 + high_3 * high_3;
+  uint32_t pair_4 = words.w;
+  float low_4 = bf16x2_low(pair_4);
+  float high_4 = bf16x2_high(pair_4);
+  squares += low_4 * low_4 + high_4 * high_4;
+  vector[unit] = make_u32x4(multiply_bf16x2(make_u32x4(multiply_bf16x2(pair, weight.x), multiply_bf16x2(pair_2, weight.y), multiply_bf16x2(pair_3, weight.z), multiply_bf16x2(pair_4, weight.w)).x, 1602248576), multiply_bf16x2(make_u32x4(multiply_bf16x2(pair, weight.x), multiply_bf16x2(pair_2, weight.y), multiply_bf16x2(pair_3, weight.z), multiply_bf16x2(pair_4, weight.w)).y, 1568693632), multiply_bf16x2(make_u32x4(multiply_bf16x2(pair, weight.x), multiply_bf16x2(pair_2, weight.y), multiply_bf16x2(pair_3, weight.z), multiply_bf16x2(pair_4, weight.w)).z, 1602248576), multiply_bf16x2(make_u32x4(multiply_bf16x2(pair, weight.x), multiply_bf16x2(pair_2, weight.y), multiply_bf16x2(pair_3, weight.z), multiply_bf16x2(pair_4, weight.w)).w, 1568693632));
+}
+
 // Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
 __device__ __forceinline__ void multiply_chunk(uint32_t chunk, uint32_t place, float (&sums)[1][4], uint32_t warp,
     uint8_t* chunk_2, uint8_t* arena, uint32_t lane) {
@@ -1082,9 +1104,9 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     units[0] = vector[thread];
     uint32_t unit_16 = thread + 256;
     units[1] = vector[unit_16];
-    normalise_unit(vector, thread, units[0], weights[0], squares);
+    normalise_in_pairs(vector, thread, units[0], weights[0], squares);
     uint32_t unit_17 = thread + 256;
-    normalise_unit(vector, unit_17, units[1], weights[1], squares);
+    normalise_in_pairs(vector, unit_17, units[1], weights[1], squares);
     mbarrier_wait(landed + 1, vector_parities & 1);
     uint4 units_2[2];
     uint32_t unit_18 = thread + 512;
@@ -1092,9 +1114,9 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     uint32_t unit_19 = thread + 768;
     units_2[1] = vector[unit_19];
     uint32_t unit_20 = thread + 512;
-    normalise_unit(vector, unit_20, units_2[0], weights_2[0], squares);
+    normalise_in_pairs(vector, unit_20, units_2[0], weights_2[0], squares);
     uint32_t unit_21 = thread + 768;
-    normalise_unit(vector, unit_21, units_2[1], weights_2[1], squares);
+    normalise_in_pairs(vector, unit_21, units_2[1], weights_2[1], squares);
     mbarrier_wait(landed + 2, vector_parities & 1);
     uint4 units_3[2];
     uint32_t unit_22 = thread + 1024;
@@ -1102,9 +1124,9 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     uint32_t unit_23 = thread + 1280;
     units_3[1] = vector[unit_23];
     uint32_t unit_24 = thread + 1024;
-    normalise_unit(vector, unit_24, units_3[0], weights_3[0], squares);
+    normalise_in_pairs(vector, unit_24, units_3[0], weights_3[0], squares);
     uint32_t unit_25 = thread + 1280;
-    normalise_unit(vector, unit_25, units_3[1], weights_3[1], squares);
+    normalise_in_pairs(vector, unit_25, units_3[1], weights_3[1], squares);
     mbarrier_wait(landed + 3, vector_parities & 1);
     uint4 units_4[2];
     uint32_t unit_26 = thread + 1536;
@@ -1112,9 +1134,9 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     uint32_t unit_27 = thread + 1792;
     units_4[1] = vector[unit_27];
     uint32_t unit_28 = thread + 1536;
-    normalise_unit(vector, unit_28, units_4[0], weights_4[0], squares);
+    normalise_in_pairs(vector, unit_28, units_4[0], weights_4[0], squares);
     uint32_t unit_29 = thread + 1792;
-    normalise_unit(vector, unit_29, units_4[1], weights_4[1], squares);
+    normalise_in_pairs(vector, unit_29, units_4[1], weights_4[1], squares);
     mbarrier_wait(landed + 4, (vector_parities >> 1) & 1);
     uint4 units_5[2];
     uint32_t unit_30 = thread + 2048;
@@ -1122,9 +1144,9 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     uint32_t unit_31 = thread + 2304;
     units_5[1] = vector[unit_31];
     uint32_t unit_32 = thread + 2048;
-    normalise_unit(vector, unit_32, units_5[0], weights_5[0], squares);
+    normalise_in_pairs(vector, unit_32, units_5[0], weights_5[0], squares);
     uint32_t unit_33 = thread + 2304;
-    normalise_unit(vector, unit_33, units_5[1], weights_5[1], squares);
+    normalise_in_pairs(vector, unit_33, units_5[1], weights_5[1], squares);
     mbarrier_wait(landed + 5, (vector_parities >> 1) & 1);
     uint4 units_6[2];
     uint32_t unit_34 = thread + 2560;
@@ -1132,9 +1154,9 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     uint32_t unit_35 = thread + 2816;
     units_6[1] = vector[unit_35];
     uint32_t unit_36 = thread + 2560;
-    normalise_unit(vector, unit_36, units_6[0], weights_6[0], squares);
+    normalise_in_pairs(vector, unit_36, units_6[0], weights_6[0], squares);
     uint32_t unit_37 = thread + 2816;
-    normalise_unit(vector, unit_37, units_6[1], weights_6[1], squares);
+    normalise_in_pairs(vector, unit_37, units_6[1], weights_6[1], squares);
     mbarrier_wait(landed + 6, (vector_parities >> 1) & 1);
     uint4 units_7[2];
     uint32_t unit_38 = thread + 3072;
@@ -1142,9 +1164,9 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     uint32_t unit_39 = thread + 3328;
     units_7[1] = vector[unit_39];
     uint32_t unit_40 = thread + 3072;
-    normalise_unit(vector, unit_40, units_7[0], weights_7[0], squares);
+    normalise_in_pairs(vector, unit_40, units_7[0], weights_7[0], squares);
     uint32_t unit_41 = thread + 3328;
-    normalise_unit(vector, unit_41, units_7[1], weights_7[1], squares);
+    normalise_in_pairs(vector, unit_41, units_7[1], weights_7[1], squares);
     mbarrier_wait(landed + 7, (vector_parities >> 1) & 1);
     uint4 units_8[2];
     uint32_t unit_42 = thread + 3584;
@@ -1152,9 +1174,9 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     uint32_t unit_43 = thread + 3840;
     units_8[1] = vector[unit_43];
     uint32_t unit_44 = thread + 3584;
-    normalise_unit(vector, unit_44, units_8[0], weights_8[0], squares);
+    normalise_in_pairs(vector, unit_44, units_8[0], weights_8[0], squares);
     uint32_t unit_45 = thread + 3840;
-    normalise_unit(vector, unit_45, units_8[1], weights_8[1], squares);
+    normalise_in_pairs(vector, unit_45, units_8[1], weights_8[1], squares);
     vector_parities ^= 3;
     write_scales(squares, arena, lane, warp, thread, column_count);
   }
@@ -2612,9 +2634,9 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   units[0] = vector[thread];
   uint32_t unit_16 = thread + 256;
   units[1] = vector[unit_16];
-  normalise_unit(vector, thread, units[0], weights[0], squares);
+  normalise_in_pairs(vector, thread, units[0], weights[0], squares);
   uint32_t unit_17 = thread + 256;
-  normalise_unit(vector, unit_17, units[1], weights[1], squares);
+  normalise_in_pairs(vector, unit_17, units[1], weights[1], squares);
   mbarrier_wait(landed + 1, vector_parities & 1);
   uint4 units_2[2];
   uint32_t unit_18 = thread + 512;
@@ -2622,9 +2644,9 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   uint32_t unit_19 = thread + 768;
   units_2[1] = vector[unit_19];
   uint32_t unit_20 = thread + 512;
-  normalise_unit(vector, unit_20, units_2[0], weights_2[0], squares);
+  normalise_in_pairs(vector, unit_20, units_2[0], weights_2[0], squares);
   uint32_t unit_21 = thread + 768;
-  normalise_unit(vector, unit_21, units_2[1], weights_2[1], squares);
+  normalise_in_pairs(vector, unit_21, units_2[1], weights_2[1], squares);
   mbarrier_wait(landed + 2, vector_parities & 1);
   uint4 units_3[2];
   uint32_t unit_22 = thread + 1024;
@@ -2632,9 +2654,9 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   uint32_t unit_23 = thread + 1280;
   units_3[1] = vector[unit_23];
   uint32_t unit_24 = thread + 1024;
-  normalise_unit(vector, unit_24, units_3[0], weights_3[0], squares);
+  normalise_in_pairs(vector, unit_24, units_3[0], weights_3[0], squares);
   uint32_t unit_25 = thread + 1280;
-  normalise_unit(vector, unit_25, units_3[1], weights_3[1], squares);
+  normalise_in_pairs(vector, unit_25, units_3[1], weights_3[1], squares);
   mbarrier_wait(landed + 3, vector_parities & 1);
   uint4 units_4[2];
   uint32_t unit_26 = thread + 1536;
@@ -2642,9 +2664,9 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   uint32_t unit_27 = thread + 1792;
   units_4[1] = vector[unit_27];
   uint32_t unit_28 = thread + 1536;
-  normalise_unit(vector, unit_28, units_4[0], weights_4[0], squares);
+  normalise_in_pairs(vector, unit_28, units_4[0], weights_4[0], squares);
   uint32_t unit_29 = thread + 1792;
-  normalise_unit(vector, unit_29, units_4[1], weights_4[1], squares);
+  normalise_in_pairs(vector, unit_29, units_4[1], weights_4[1], squares);
   mbarrier_wait(landed + 4, (vector_parities >> 1) & 1);
   uint4 units_5[2];
   uint32_t unit_30 = thread + 2048;
@@ -2652,9 +2674,9 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   uint32_t unit_31 = thread + 2304;
   units_5[1] = vector[unit_31];
   uint32_t unit_32 = thread + 2048;
-  normalise_unit(vector, unit_32, units_5[0], weights_5[0], squares);
+  normalise_in_pairs(vector, unit_32, units_5[0], weights_5[0], squares);
   uint32_t unit_33 = thread + 2304;
-  normalise_unit(vector, unit_33, units_5[1], weights_5[1], squares);
+  normalise_in_pairs(vector, unit_33, units_5[1], weights_5[1], squares);
   mbarrier_wait(landed + 5, (vector_parities >> 1) & 1);
   uint4 units_6[2];
   uint32_t unit_34 = thread + 2560;
@@ -2662,9 +2684,9 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   uint32_t unit_35 = thread + 2816;
   units_6[1] = vector[unit_35];
   uint32_t unit_36 = thread + 2560;
-  normalise_unit(vector, unit_36, units_6[0], weights_6[0], squares);
+  normalise_in_pairs(vector, unit_36, units_6[0], weights_6[0], squares);
   uint32_t unit_37 = thread + 2816;
-  normalise_unit(vector, unit_37, units_6[1], weights_6[1], squares);
+  normalise_in_pairs(vector, unit_37, units_6[1], weights_6[1], squares);
   mbarrier_wait(landed + 6, (vector_parities >> 1) & 1);
   uint4 units_7[2];
   uint32_t unit_38 = thread + 3072;
@@ -2672,9 +2694,9 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   uint32_t unit_39 = thread + 3328;
   units_7[1] = vector[unit_39];
   uint32_t unit_40 = thread + 3072;
-  normalise_unit(vector, unit_40, units_7[0], weights_7[0], squares);
+  normalise_in_pairs(vector, unit_40, units_7[0], weights_7[0], squares);
   uint32_t unit_41 = thread + 3328;
-  normalise_unit(vector, unit_41, units_7[1], weights_7[1], squares);
+  normalise_in_pairs(vector, unit_41, units_7[1], weights_7[1], squares);
   mbarrier_wait(landed + 7, (vector_parities >> 1) & 1);
   uint4 units_8[2];
   uint32_t unit_42 = thread + 3584;
@@ -2682,9 +2704,9 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   uint32_t unit_43 = thread + 3840;
   units_8[1] = vector[unit_43];
   uint32_t unit_44 = thread + 3584;
-  normalise_unit(vector, unit_44, units_8[0], weights_8[0], squares);
+  normalise_in_pairs(vector, unit_44, units_8[0], weights_8[0], squares);
   uint32_t unit_45 = thread + 3840;
-  normalise_unit(vector, unit_45, units_8[1], weights_8[1], squares);
+  normalise_in_pairs(vector, unit_45, units_8[1], weights_8[1], squares);
   vector_parities ^= 3;
   write_scales(squares, arena, lane, warp, thread, column_count);
   if (thread == 0) {
@@ -2967,26 +2989,26 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
   named_barrier(1, 256);
 }
 
-// A piece times the norm's weights into the vector, and its squares to the thread's sum.
-__device__ __forceinline__ void normalise_unit_2(uint4* vector, uint32_t unit, uint4 words, uint4 weight,
+// `_normalise_unit` with products that are rounded as pairs: the same bits. With one token it is no faster.
+__device__ __forceinline__ void normalise_in_pairs_2(uint4* vector, uint32_t unit, uint4 words, uint4 weight,
     float& squares) {
-  float low = bf16x2_low(words.x);
-  float high = bf16x2_high(words.x);
+  uint32_t pair = words.x;
+  float low = bf16x2_low(pair);
+  float high = bf16x2_high(pair);
   squares += low * low + high * high;
-  uint32_t weights = weight.x;
-  float low_2 = bf16x2_low(words.y);
-  float high_2 = bf16x2_high(words.y);
+  uint32_t pair_2 = words.y;
+  float low_2 = bf16x2_low(pair_2);
+  float high_2 = bf16x2_high(pair_2);
   squares += low_2 * low_2 + high_2 * high_2;
-  uint32_t weights_2 = weight.y;
-  float low_3 = bf16x2_low(words.z);
-  float high_3 = bf16x2_high(words.z);
+  uint32_t pair_3 = words.z;
+  float low_3 = bf16x2_low(pair_3);
+  float high_3 = bf16x2_high(pair_3);
   squares += low_3 * low_3 + high_3 * high_3;
-  uint32_t weights_3 = weight.z;
-  float low_4 = bf16x2_low(words.w);
-  float high_4 = bf16x2_high(words.w);
+  uint32_t pair_4 = words.w;
+  float low_4 = bf16x2_low(pair_4);
+  float high_4 = bf16x2_high(pair_4);
   squares += low_4 * low_4 + high_4 * high_4;
-  uint32_t weights_4 = weight.w;
-  vector[unit] = make_u32x4(pack_bf16x2(low * bf16x2_low(weights), high * bf16x2_high(weights)), pack_bf16x2(low_2 * bf16x2_low(weights_2), high_2 * bf16x2_high(weights_2)), pack_bf16x2(low_3 * bf16x2_low(weights_3), high_3 * bf16x2_high(weights_3)), pack_bf16x2(low_4 * bf16x2_low(weights_4), high_4 * bf16x2_high(weights_4)));
+  vector[unit] = make_u32x4(multiply_bf16x2(pair, weight.x), multiply_bf16x2(pair_2, weight.y), multiply_bf16x2(pair_3, weight.z), multiply_bf16x2(pair_4, weight.w));
 }
 
 // Chunk `chunk` of an M-tile by the vectors in shared memory, in which it is number `place`.
@@ -3247,9 +3269,9 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     units[0] = vector[thread];
     uint32_t unit_16 = thread + 256;
     units[1] = vector[unit_16];
-    normalise_unit_2(vector, thread, units[0], weights[0], squares);
+    normalise_in_pairs_2(vector, thread, units[0], weights[0], squares);
     uint32_t unit_17 = thread + 256;
-    normalise_unit_2(vector, unit_17, units[1], weights[1], squares);
+    normalise_in_pairs_2(vector, unit_17, units[1], weights[1], squares);
     mbarrier_wait(landed + 1, vector_parities & 1);
     uint4 units_2[2];
     uint32_t unit_18 = thread + 512;
@@ -3257,9 +3279,9 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     uint32_t unit_19 = thread + 768;
     units_2[1] = vector[unit_19];
     uint32_t unit_20 = thread + 512;
-    normalise_unit_2(vector, unit_20, units_2[0], weights_2[0], squares);
+    normalise_in_pairs_2(vector, unit_20, units_2[0], weights_2[0], squares);
     uint32_t unit_21 = thread + 768;
-    normalise_unit_2(vector, unit_21, units_2[1], weights_2[1], squares);
+    normalise_in_pairs_2(vector, unit_21, units_2[1], weights_2[1], squares);
     mbarrier_wait(landed + 2, vector_parities & 1);
     uint4 units_3[2];
     uint32_t unit_22 = thread + 1024;
@@ -3267,9 +3289,9 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     uint32_t unit_23 = thread + 1280;
     units_3[1] = vector[unit_23];
     uint32_t unit_24 = thread + 1024;
-    normalise_unit_2(vector, unit_24, units_3[0], weights_3[0], squares);
+    normalise_in_pairs_2(vector, unit_24, units_3[0], weights_3[0], squares);
     uint32_t unit_25 = thread + 1280;
-    normalise_unit_2(vector, unit_25, units_3[1], weights_3[1], squares);
+    normalise_in_pairs_2(vector, unit_25, units_3[1], weights_3[1], squares);
     mbarrier_wait(landed + 3, vector_parities & 1);
     uint4 units_4[2];
     uint32_t unit_26 = thread + 1536;
@@ -3277,9 +3299,9 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     uint32_t unit_27 = thread + 1792;
     units_4[1] = vector[unit_27];
     uint32_t unit_28 = thread + 1536;
-    normalise_unit_2(vector, unit_28, units_4[0], weights_4[0], squares);
+    normalise_in_pairs_2(vector, unit_28, units_4[0], weights_4[0], squares);
     uint32_t unit_29 = thread + 1792;
-    normalise_unit_2(vector, unit_29, units_4[1], weights_4[1], squares);
+    normalise_in_pairs_2(vector, unit_29, units_4[1], weights_4[1], squares);
     mbarrier_wait(landed + 4, (vector_parities >> 1) & 1);
     uint4 units_5[2];
     uint32_t unit_30 = thread + 2048;
@@ -3287,9 +3309,9 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     uint32_t unit_31 = thread + 2304;
     units_5[1] = vector[unit_31];
     uint32_t unit_32 = thread + 2048;
-    normalise_unit_2(vector, unit_32, units_5[0], weights_5[0], squares);
+    normalise_in_pairs_2(vector, unit_32, units_5[0], weights_5[0], squares);
     uint32_t unit_33 = thread + 2304;
-    normalise_unit_2(vector, unit_33, units_5[1], weights_5[1], squares);
+    normalise_in_pairs_2(vector, unit_33, units_5[1], weights_5[1], squares);
     mbarrier_wait(landed + 5, (vector_parities >> 1) & 1);
     uint4 units_6[2];
     uint32_t unit_34 = thread + 2560;
@@ -3297,9 +3319,9 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     uint32_t unit_35 = thread + 2816;
     units_6[1] = vector[unit_35];
     uint32_t unit_36 = thread + 2560;
-    normalise_unit_2(vector, unit_36, units_6[0], weights_6[0], squares);
+    normalise_in_pairs_2(vector, unit_36, units_6[0], weights_6[0], squares);
     uint32_t unit_37 = thread + 2816;
-    normalise_unit_2(vector, unit_37, units_6[1], weights_6[1], squares);
+    normalise_in_pairs_2(vector, unit_37, units_6[1], weights_6[1], squares);
     mbarrier_wait(landed + 6, (vector_parities >> 1) & 1);
     uint4 units_7[2];
     uint32_t unit_38 = thread + 3072;
@@ -3307,9 +3329,9 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     uint32_t unit_39 = thread + 3328;
     units_7[1] = vector[unit_39];
     uint32_t unit_40 = thread + 3072;
-    normalise_unit_2(vector, unit_40, units_7[0], weights_7[0], squares);
+    normalise_in_pairs_2(vector, unit_40, units_7[0], weights_7[0], squares);
     uint32_t unit_41 = thread + 3328;
-    normalise_unit_2(vector, unit_41, units_7[1], weights_7[1], squares);
+    normalise_in_pairs_2(vector, unit_41, units_7[1], weights_7[1], squares);
     mbarrier_wait(landed + 7, (vector_parities >> 1) & 1);
     uint4 units_8[2];
     uint32_t unit_42 = thread + 3584;
@@ -3317,9 +3339,9 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     uint32_t unit_43 = thread + 3840;
     units_8[1] = vector[unit_43];
     uint32_t unit_44 = thread + 3584;
-    normalise_unit_2(vector, unit_44, units_8[0], weights_8[0], squares);
+    normalise_in_pairs_2(vector, unit_44, units_8[0], weights_8[0], squares);
     uint32_t unit_45 = thread + 3840;
-    normalise_unit_2(vector, unit_45, units_8[1], weights_8[1], squares);
+    normalise_in_pairs_2(vector, unit_45, units_8[1], weights_8[1], squares);
     vector_parities ^= 3;
     write_scales(squares, arena, lane, warp, thread, column_count);
     if (thread == 0) {

@@ -245,6 +245,12 @@ __device__ __forceinline__ float bf16x2_high(uint32_t pair) {
   return __uint_as_float(pair & 0xffff0000u);
 }
 
+__device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t result;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+
 __device__ __forceinline__ uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) {
   return __byte_perm(a, b, selector);
 }
@@ -736,6 +742,28 @@ __device__ __forceinline__ void write_scales(float squares, uint8_t* arena, uint
   }
 }
 
+// `_normalise_unit` with products that are rounded as pairs: the same bits. With one token it is no faster.
+__device__ __forceinline__ void normalise_in_pairs(uint4* vector, uint32_t unit, uint4 words, uint4 weight,
+    float& squares) {
+  uint32_t pair = words.x;
+  float low = bf16x2_low(pair);
+  float high = bf16x2_high(pair);
+  squares += low * low + high * high;
+  uint32_t pair_2 = words.y;
+  float low_2 = bf16x2_low(pair_2);
+  float high_2 = bf16x2_high(pair_2);
+  squares += low_2 * low_2 + high_2 * high_2;
+  uint32_t pair_3 = words.z;
+  float low_3 = bf16x2_low(pair_3);
+  float high_3 = bf16x2_high(pair_3);
+  squares += low_3 * low_3 + high_3 * high_3;
+  uint32_t pair_4 = words.w;
+  float low_4 = bf16x2_low(pair_4);
+  float high_4 = bf16x2_high(pair_4);
+  squares += low_4 * low_4 + high_4 * high_4;
+  vector[unit] = make_u32x4(multiply_bf16x2(pair, weight.x), multiply_bf16x2(pair_2, weight.y), multiply_bf16x2(pair_3, weight.z), multiply_bf16x2(pair_4, weight.w));
+}
+
 // This warp's tiles of a chunk, and what they are multiplied with, to registers.
 __device__ __forceinline__ void hold_chunk(uint32_t chunk, uint32_t place, uint8_t* chunk_2, uint32_t warp,
     uint32_t lane, uint4 (&weights)[2][2], uint4 (&values)[2], uint8_t* arena) {
@@ -984,49 +1012,49 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
     mbarrier_wait(landed, vector_parities & 1);
     uint4 units[1];
     units[0] = vector[thread];
-    normalise_unit(vector, thread, units[0], weights[0], squares);
+    normalise_in_pairs(vector, thread, units[0], weights[0], squares);
     mbarrier_wait(landed + 1, vector_parities & 1);
     uint4 units_2[1];
     uint32_t unit_8 = thread + 256;
     units_2[0] = vector[unit_8];
     uint32_t unit_9 = thread + 256;
-    normalise_unit(vector, unit_9, units_2[0], weights_2[0], squares);
+    normalise_in_pairs(vector, unit_9, units_2[0], weights_2[0], squares);
     mbarrier_wait(landed + 2, vector_parities & 1);
     uint4 units_3[1];
     uint32_t unit_10 = thread + 512;
     units_3[0] = vector[unit_10];
     uint32_t unit_11 = thread + 512;
-    normalise_unit(vector, unit_11, units_3[0], weights_3[0], squares);
+    normalise_in_pairs(vector, unit_11, units_3[0], weights_3[0], squares);
     mbarrier_wait(landed + 3, vector_parities & 1);
     uint4 units_4[1];
     uint32_t unit_12 = thread + 768;
     units_4[0] = vector[unit_12];
     uint32_t unit_13 = thread + 768;
-    normalise_unit(vector, unit_13, units_4[0], weights_4[0], squares);
+    normalise_in_pairs(vector, unit_13, units_4[0], weights_4[0], squares);
     mbarrier_wait(landed + 4, (vector_parities >> 1) & 1);
     uint4 units_5[1];
     uint32_t unit_14 = thread + 1024;
     units_5[0] = vector[unit_14];
     uint32_t unit_15 = thread + 1024;
-    normalise_unit(vector, unit_15, units_5[0], weights_5[0], squares);
+    normalise_in_pairs(vector, unit_15, units_5[0], weights_5[0], squares);
     mbarrier_wait(landed + 5, (vector_parities >> 1) & 1);
     uint4 units_6[1];
     uint32_t unit_16 = thread + 1280;
     units_6[0] = vector[unit_16];
     uint32_t unit_17 = thread + 1280;
-    normalise_unit(vector, unit_17, units_6[0], weights_6[0], squares);
+    normalise_in_pairs(vector, unit_17, units_6[0], weights_6[0], squares);
     mbarrier_wait(landed + 6, (vector_parities >> 1) & 1);
     uint4 units_7[1];
     uint32_t unit_18 = thread + 1536;
     units_7[0] = vector[unit_18];
     uint32_t unit_19 = thread + 1536;
-    normalise_unit(vector, unit_19, units_7[0], weights_7[0], squares);
+    normalise_in_pairs(vector, unit_19, units_7[0], weights_7[0], squares);
     mbarrier_wait(landed + 7, (vector_parities >> 1) & 1);
     uint4 units_8[1];
     uint32_t unit_20 = thread + 1792;
     units_8[0] = vector[unit_20];
     uint32_t unit_21 = thread + 1792;
-    normalise_unit(vector, unit_21, units_8[0], weights_8[0], squares);
+    normalise_in_pairs(vector, unit_21, units_8[0], weights_8[0], squares);
     vector_parities ^= 3;
     write_scales(squares, arena, lane, warp, thread, column_count);
   }
@@ -2357,49 +2385,49 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
   mbarrier_wait(landed, vector_parities & 1);
   uint4 units[1];
   units[0] = vector[thread];
-  normalise_unit(vector, thread, units[0], weights[0], squares);
+  normalise_in_pairs(vector, thread, units[0], weights[0], squares);
   mbarrier_wait(landed + 1, vector_parities & 1);
   uint4 units_2[1];
   uint32_t unit_8 = thread + 256;
   units_2[0] = vector[unit_8];
   uint32_t unit_9 = thread + 256;
-  normalise_unit(vector, unit_9, units_2[0], weights_2[0], squares);
+  normalise_in_pairs(vector, unit_9, units_2[0], weights_2[0], squares);
   mbarrier_wait(landed + 2, vector_parities & 1);
   uint4 units_3[1];
   uint32_t unit_10 = thread + 512;
   units_3[0] = vector[unit_10];
   uint32_t unit_11 = thread + 512;
-  normalise_unit(vector, unit_11, units_3[0], weights_3[0], squares);
+  normalise_in_pairs(vector, unit_11, units_3[0], weights_3[0], squares);
   mbarrier_wait(landed + 3, vector_parities & 1);
   uint4 units_4[1];
   uint32_t unit_12 = thread + 768;
   units_4[0] = vector[unit_12];
   uint32_t unit_13 = thread + 768;
-  normalise_unit(vector, unit_13, units_4[0], weights_4[0], squares);
+  normalise_in_pairs(vector, unit_13, units_4[0], weights_4[0], squares);
   mbarrier_wait(landed + 4, (vector_parities >> 1) & 1);
   uint4 units_5[1];
   uint32_t unit_14 = thread + 1024;
   units_5[0] = vector[unit_14];
   uint32_t unit_15 = thread + 1024;
-  normalise_unit(vector, unit_15, units_5[0], weights_5[0], squares);
+  normalise_in_pairs(vector, unit_15, units_5[0], weights_5[0], squares);
   mbarrier_wait(landed + 5, (vector_parities >> 1) & 1);
   uint4 units_6[1];
   uint32_t unit_16 = thread + 1280;
   units_6[0] = vector[unit_16];
   uint32_t unit_17 = thread + 1280;
-  normalise_unit(vector, unit_17, units_6[0], weights_6[0], squares);
+  normalise_in_pairs(vector, unit_17, units_6[0], weights_6[0], squares);
   mbarrier_wait(landed + 6, (vector_parities >> 1) & 1);
   uint4 units_7[1];
   uint32_t unit_18 = thread + 1536;
   units_7[0] = vector[unit_18];
   uint32_t unit_19 = thread + 1536;
-  normalise_unit(vector, unit_19, units_7[0], weights_7[0], squares);
+  normalise_in_pairs(vector, unit_19, units_7[0], weights_7[0], squares);
   mbarrier_wait(landed + 7, (vector_parities >> 1) & 1);
   uint4 units_8[1];
   uint32_t unit_20 = thread + 1792;
   units_8[0] = vector[unit_20];
   uint32_t unit_21 = thread + 1792;
-  normalise_unit(vector, unit_21, units_8[0], weights_8[0], squares);
+  normalise_in_pairs(vector, unit_21, units_8[0], weights_8[0], squares);
   vector_parities ^= 3;
   write_scales(squares, arena, lane, warp, thread, column_count);
   if (thread == 0) {
@@ -2833,49 +2861,49 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
     mbarrier_wait(landed, vector_parities & 1);
     uint4 units[1];
     units[0] = vector[thread];
-    normalise_unit(vector, thread, units[0], weights[0], squares);
+    normalise_in_pairs(vector, thread, units[0], weights[0], squares);
     mbarrier_wait(landed + 1, vector_parities & 1);
     uint4 units_2[1];
     uint32_t unit_8 = thread + 256;
     units_2[0] = vector[unit_8];
     uint32_t unit_9 = thread + 256;
-    normalise_unit(vector, unit_9, units_2[0], weights_2[0], squares);
+    normalise_in_pairs(vector, unit_9, units_2[0], weights_2[0], squares);
     mbarrier_wait(landed + 2, vector_parities & 1);
     uint4 units_3[1];
     uint32_t unit_10 = thread + 512;
     units_3[0] = vector[unit_10];
     uint32_t unit_11 = thread + 512;
-    normalise_unit(vector, unit_11, units_3[0], weights_3[0], squares);
+    normalise_in_pairs(vector, unit_11, units_3[0], weights_3[0], squares);
     mbarrier_wait(landed + 3, vector_parities & 1);
     uint4 units_4[1];
     uint32_t unit_12 = thread + 768;
     units_4[0] = vector[unit_12];
     uint32_t unit_13 = thread + 768;
-    normalise_unit(vector, unit_13, units_4[0], weights_4[0], squares);
+    normalise_in_pairs(vector, unit_13, units_4[0], weights_4[0], squares);
     mbarrier_wait(landed + 4, (vector_parities >> 1) & 1);
     uint4 units_5[1];
     uint32_t unit_14 = thread + 1024;
     units_5[0] = vector[unit_14];
     uint32_t unit_15 = thread + 1024;
-    normalise_unit(vector, unit_15, units_5[0], weights_5[0], squares);
+    normalise_in_pairs(vector, unit_15, units_5[0], weights_5[0], squares);
     mbarrier_wait(landed + 5, (vector_parities >> 1) & 1);
     uint4 units_6[1];
     uint32_t unit_16 = thread + 1280;
     units_6[0] = vector[unit_16];
     uint32_t unit_17 = thread + 1280;
-    normalise_unit(vector, unit_17, units_6[0], weights_6[0], squares);
+    normalise_in_pairs(vector, unit_17, units_6[0], weights_6[0], squares);
     mbarrier_wait(landed + 6, (vector_parities >> 1) & 1);
     uint4 units_7[1];
     uint32_t unit_18 = thread + 1536;
     units_7[0] = vector[unit_18];
     uint32_t unit_19 = thread + 1536;
-    normalise_unit(vector, unit_19, units_7[0], weights_7[0], squares);
+    normalise_in_pairs(vector, unit_19, units_7[0], weights_7[0], squares);
     mbarrier_wait(landed + 7, (vector_parities >> 1) & 1);
     uint4 units_8[1];
     uint32_t unit_20 = thread + 1792;
     units_8[0] = vector[unit_20];
     uint32_t unit_21 = thread + 1792;
-    normalise_unit(vector, unit_21, units_8[0], weights_8[0], squares);
+    normalise_in_pairs(vector, unit_21, units_8[0], weights_8[0], squares);
     vector_parities ^= 3;
     write_scales(squares, arena, lane, warp, thread, column_count);
     if (thread == 0) {
