@@ -23,6 +23,7 @@ MODELS = {
     "head_dim 64": model(256, 700, 2, 8, 2, 64, 500, max_position_embeddings=1024),
     "head_dim 128, one KV head": model(512, 1500, 2, 4, 1, 128, 500, max_position_embeddings=1024),
     "group of 8": model(256, 512, 1, 8, 1, 64, 300, max_position_embeddings=1024),
+    "narrow M-tiles": model(1024, 1600, 2, 16, 2, 64, 500, max_position_embeddings=1024),
 }
 LENGTHS = [300, 0, 37, 512, 16, 129, 1, 64]
 
@@ -86,8 +87,9 @@ def test_a_ragged_batch(name: str, batch: int) -> None:
         np.testing.assert_array_equal(bits(first[number]), bits(again[number]))
 
 
-def test_sixteen_tokens_of_a_prompt() -> None:
-    config = MODELS["head_dim 64"]
+@pytest.mark.parametrize("name", ["head_dim 64", "narrow M-tiles"])
+def test_sixteen_tokens_of_a_prompt(name: str) -> None:
+    config = MODELS[name]
     ids = token_ids(301, config.vocab_size, 4)
     with assembled(config, tokens=16, max_context=1024) as ready:
         cache = sequence(ready)
