@@ -624,6 +624,19 @@ __device__ __forceinline__ void fetch_down(uint32_t block, const uint8_t* weight
   }
 }
 
+// In the producer role: let chunks land until one more may be requested.
+__device__ __forceinline__ void bound_requests_3(uint32_t* block_waits, uint32_t& under_way, uint64_t* full,
+    uint32_t& landed_stage, uint32_t& landed_parity) {
+  uint32_t waits = load_shared_u32(block_waits);
+  uint32_t most = waits != 0 ? 1u : 4u;
+  #pragma unroll 1
+  for (uint32_t i = most; i < under_way + 1; ++i) {
+    mbarrier_wait(full + landed_stage, landed_parity);
+    advance(landed_stage, landed_parity);
+  }
+  under_way = under_way + 1 < most ? under_way + 1 : most;
+}
+
 // The block's M-tiles of lm_head, chunk by chunk, into the stages of the ring.
 __device__ __forceinline__ void fetch_lm_head(uint32_t block, const uint8_t* weights, uint64_t* empty,
     uint32_t& fill_stage, uint32_t& fill_parity, uint32_t* block_waits, uint32_t& under_way, uint64_t* full,
@@ -638,7 +651,7 @@ __device__ __forceinline__ void fetch_lm_head(uint32_t block, const uint8_t* wei
     for (uint32_t chunk = 0; chunk < 1; ++chunk) {
       const uint8_t* source = matrix + (wave_bytes + (uint64_t)(32 * chunk * 16384 + position * 4096));
       mbarrier_wait(empty + fill_stage, fill_parity);
-      bound_requests(block_waits, under_way, full, landed_stage, landed_parity);
+      bound_requests_3(block_waits, under_way, full, landed_stage, landed_parity);
       uint64_t* barrier = full + fill_stage;
       uint8_t* destination = ring + fill_stage * 16384;
       mbarrier_arrive_expect_tx(barrier, 4096);
@@ -1731,15 +1744,11 @@ __device__ __forceinline__ void attention(uint32_t thread, uint32_t* progress, u
 }
 
 // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
-__device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uint32_t lane, uint64_t* exchange_words,
+__device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uint64_t* exchange_words,
     uint32_t layer_epoch) {
   uint2* vector = (uint2*)(arena + VECTOR);
   if (thread < 64) {
     uint32_t first_unit = thread;
-    if (lane == 0) {
-      wait_flagged4(exchange_words + (first_unit / 2 * 4 + 36256), layer_epoch);
-    }
-    warp_barrier();
     uint2 quads[16];
     wait_flagged_quads(quads, exchange_words + (first_unit * 2 + 36256), 512, 1, layer_epoch);
     #pragma unroll
@@ -1842,8 +1851,8 @@ __device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], u
 // Waits for: attention.
 // Makes: middle.
 __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
-    uint32_t* block_waits, uint8_t* arena, uint32_t lane, uint64_t* exchange_words, uint32_t layer_epoch,
-    uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint64_t* empty,
+    uint32_t* block_waits, uint8_t* arena, uint64_t* exchange_words, uint32_t layer_epoch, uint64_t* full,
+    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint32_t lane, uint64_t* empty,
     uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 17 + layer * 5 + 2);
@@ -1853,7 +1862,7 @@ __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t 
     if (thread == 0) {
       store_shared_u32(block_waits, 1);
     }
-    load_vector(arena, thread, lane, exchange_words, layer_epoch);
+    load_vector(arena, thread, exchange_words, layer_epoch);
     if (thread == 0) {
       store_shared_u32(block_waits, 0);
     }
@@ -3660,8 +3669,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
             turn_parity, page_table, kv);
         attention(thread, progress, block, step, layer, arena, kv_plans, plan_index, tiles, warp, exchange_words, lane,
             layer_epoch, use_stage, full, use_parity, ring, empty);
-        o(thread, progress, block, step, layer, block_waits, arena, lane, exchange_words, layer_epoch, full, use_stage,
-            use_parity, ring, warp, empty, turn, summed, finisher, turn_parity);
+        o(thread, progress, block, step, layer, block_waits, arena, exchange_words, layer_epoch, full, use_stage,
+            use_parity, ring, warp, lane, empty, turn, summed, finisher, turn_parity);
         gate_up(thread, progress, block, step, layer, norms, block_waits, arena, lane, exchange_words, layer_epoch,
             warp, column_count, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity);
         down(thread, progress, block, step, layer, block_waits, arena, exchange_words, layer_epoch, full, use_stage,

@@ -46,11 +46,13 @@ class Vector:
 
 @dataclass(frozen=True, eq=False)
 class Published:
-    """A vector of an exchange at one epoch: what its writers publish and its readers wait for and read."""
+    """A vector of an exchange at one epoch: what its writers publish and its readers wait for and read. one_waits:
+    whether a lane waits for its warp before all lanes poll."""
 
     exchange: Exchange
     name: str
     epoch: ch.Expr
+    one_waits: bool = True
 
     def publish(self, index: ch.Value, data: ch.Value) -> None:
         """Store payload word `index`."""
@@ -77,8 +79,12 @@ class Published:
         kind = exchange.copied[self.name]
         return CopySource(exchange.copies, lambda unit: exchange.place(self.name, unit * 4), kind)
 
-    def wait(self, unit: ch.Expr, when: ch.Value) -> None:
-        """Wait for one unit on behalf of a warp, before all of it is polled."""
+    @property
+    def wait(self) -> Callable[[ch.Expr, ch.Value], None] | None:
+        """Waits for one unit on behalf of a warp, before all of it is polled."""
+        return self._wait if self.one_waits else None
+
+    def _wait(self, unit: ch.Expr, when: ch.Value) -> None:
         self.exchange.wait_for_one(self.name, unit, self.epoch, when)
 
 

@@ -129,11 +129,11 @@ class Ring:
 
     @contextmanager
     @ch.inline
-    def fill(self, chunk_bytes: Any, at_least: int = 1) -> Iterator[tuple[ch.Expr, ch.Expr]]:
+    def fill(self, chunk_bytes: Any, at_least: int = 1, most: int | None = None) -> Iterator[tuple[ch.Expr, ch.Expr]]:
         """In the producer role: the next stage, empty and with `chunk_bytes` announced; the body issues the copies.
-        at_least: so many may be requested also while the block waits."""
+        at_least: so many may be requested also while the block waits. most: so many else, by rule those of the plan."""
         prim.mbarrier_wait(self.empty + self.filling.stage, self.filling.parity)
-        self._bound_requests(at_least)
+        self._bound_requests(at_least, most or self.machine.plan.in_flight)
         barrier = self.full + self.filling.stage
         destination = self.memory + self.filling.stage * self.stage_bytes
         prim.mbarrier_arrive_expect_tx(barrier, chunk_bytes)
@@ -141,12 +141,12 @@ class Ring:
         self.filling.advance()
 
     @ch.function
-    def _bound_requests(self, at_least: int) -> None:
+    def _bound_requests(self, at_least: int, allowed: int) -> None:
         """In the producer role: let chunks land until one more may be requested."""
         plan = self.machine.plan
-        most: ch.Expr = ty.u32(plan.in_flight)
-        while_waiting = max(plan.in_flight_waiting, at_least) if plan.in_flight_waiting else plan.in_flight
-        if while_waiting < plan.in_flight:
+        most: ch.Expr = ty.u32(allowed)
+        while_waiting = max(plan.in_flight_waiting, at_least) if plan.in_flight_waiting else allowed
+        if while_waiting < allowed:
             waits = prim.load_shared_u32(self.block_waits)
             most = ch.const(ty.u32, ch.select(waits != 0, ty.u32(while_waiting), most), name="most")
         with ch.for_(most, self.under_way + 1, unroll=1):

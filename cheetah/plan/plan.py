@@ -246,6 +246,17 @@ class Plan:
         """Most query rows of a tile of attention: every consumer warp takes 8 columns of the products."""
         return COLUMNS * self.consumer_warps
 
+    @property
+    def waits_most(self) -> bool:
+        """Whether waiting is most of a step, so that requests are to delay no wait: a single one is under way while a
+        block waits, by rule where layers are tiny."""
+        return self.in_flight_waiting == 1 < self.in_flight
+
+    def in_flight_of(self, matrix: str) -> int:
+        """Chunks of a matrix that are requested at most at a time: of the lm_head, which waits for one vector alone,
+        twice as many where few are requested because waiting is most of a step."""
+        return min(2 * self.in_flight, self.stages - 1) if self.waits_most and matrix == "lm_head" else self.in_flight
+
     def tile_columns(self, group: int) -> int:
         """Most tokens of a tile of attention, each with `group` query rows; at least 1."""
         return max(1, min(self.tokens, self.tile_rows // group))

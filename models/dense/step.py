@@ -5,6 +5,7 @@ The model itself is in `program`. Here is what would hide it: how blocks are wir
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from cheetah import lang as ch
@@ -417,9 +418,10 @@ class StepParts(HeadParts):
         return found
 
     def heads(self, layer: Any) -> Prologue:
-        """Attention's output, slice by slice."""
-        places = self.places("o", layer)
-        return Slices(self.columns, self.vector("attention"), self.shape.query_rows, places)
+        """Attention's output, slice by slice. Where waiting is most of a step all lanes poll it, since they come to it
+        long before (qwen3-0.6b: 1.8 %); 1B loses 6 % so."""
+        attended = replace(self.vector("attention"), one_waits=not self.machine.plan.waits_most)
+        return Slices(self.columns, attended, self.shape.query_rows, self.places("o", layer))
 
     def gated(self) -> Prologue:
         """The output of SwiGLU, slice by slice."""

@@ -173,7 +173,10 @@ class EmulatorDevice:
 def _promises(manifest: Manifest) -> dict[str, Any]:
     """What every launch of a kernel is held to: as many chunks under way as its plan allows, and no look at a place of
     the page table that has no page."""
-    return {"chunk_limit": manifest.plan.get("in_flight"), "poisoned": {"page_table": NO_PAGE}}
+    chunks = manifest.plan.get("in_flight")
+    if chunks and manifest.plan.get("in_flight_waiting") == 1:
+        chunks *= 2  # of the lm_head, see `Plan.in_flight_of`, which is not to be known here
+    return {"chunk_limit": chunks, "poisoned": {"page_table": NO_PAGE}}
 
 
 def _end_if_interrupted() -> None:

@@ -479,11 +479,11 @@ BUGS = (
     ),
     Bug("step ended without release", ("race",), ((r"publish_flagged_release\(", "publish_flagged("),)),
     Bug("step ended without acquire", ("race",), ((r"wait_flagged4_acquire\(", "wait_flagged4("),)),
-    Bug("queries used before they are there", BOTH, without(MEET, before=r"queries\[index\] = [^;]*;\s*\}\s*")),
+    Bug("queries used before they are there", BOTH, without(MEET, before=r"\[thread\] = \w+;\s*\}\s*\}\s*")),
     Bug(
         "newest keys read before their warp has stored them",
         BOTH,
-        without(r"warp_barrier\(\);", before=r"load_newest_unit\([^;]*;\s*\}\s*"),
+        without(r"warp_barrier\(\);", before=r"place\w*\[0\] = words;\s*\}\s*"),
     ),
     Bug(
         "states folded before they are there",

@@ -51,6 +51,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "several stages a chunk": ({"layers": 1}, {"kv_chunk_min": 64, "blocks": 2, "consumer_warps": 4}, 150),
     "eight warps": ({}, {"consumer_warps": 8, "kv_chunk_min": 16}, 40),
     "two stages": ({}, {"stages": 2, "in_flight": 1}, 30),
+    "waiting is most of a step": (
+        {"hidden": 96, "ffn": 320},
+        {"stages": 10, "in_flight": 2, "in_flight_waiting": 1, "kv_chunk_min": 16},
+        40,
+    ),
     "rotated starts": ({}, {"blocks": 5, "start_qkv": 3, "start_residual": 4, "start_gate_up": 1, "start_head": 2}, 30),
     "llama3 rope": ({"rope": Rope(10000.0, "llama3", 8.0, 1.0, 4.0, 32)}, {"blocks": 3}, 60),
     "large epsilon": ({"rms_norm_eps": 0.1}, {}, 20),
