@@ -163,7 +163,8 @@ def _parts_that_come_ahead(shape: ModelShape, draft: Plan, gpu: Gpu) -> int:
 
 
 def default_sync(tokens: int, gpu: Gpu) -> str:
-    """Flagged words double what every block reads: with 8 tokens that costs more than the grid barrier's longer trips
-    (8B, batch 8: 4.09 against 3.89 ms a step; int4 2.200 against 2.145). With 4 they are faster (8B: 3.70 against 3.76;
-    int4 1.709 against 1.822, fp8 2.360 against 2.438)."""
+    """Flagged words double what every block reads, and threads read it: with 8 tokens that costs more than the grid
+    barrier's longer trips (8B, batch 8: 4.09 against 3.89 ms a step; int4 2.200 against 2.145; before the copy engine
+    brought vectors, 3.67 and 1.84 since). With 4 they are faster, also than copies (8B: 3.51 against 3.55; int4 1.702
+    against 1.734, fp8 2.370 against 2.354)."""
     return "barrier" if tokens >= BARRIER_TOKENS and not gpu.emulated else "flags"
