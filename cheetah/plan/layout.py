@@ -184,7 +184,7 @@ class MatrixLayout:
         return wave * self.blocks + position
 
     def address(self, wave: Index, chunk: Index, position: Index, width: Index) -> Index:
-        """Byte address, inside the matrix, of the chunk; `width` is `round_width(wave)`. A multiple of 1024.
+        """Byte address, inside the matrix, of the chunk; `width` is `wave_width(wave)`. A multiple of 1024.
 
         Also for device expressions; they must be 64 bits wide where `total_bytes` passes 2**32.
         """
