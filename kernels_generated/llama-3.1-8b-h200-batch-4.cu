@@ -3,7 +3,7 @@
 //
 // model: hidden 4096, ffn 14336, vocab 128256, heads 32, kv_heads 8, head_dim 128, layers 32
 // machine: h200, 132 blocks of 384 threads: 8 consumer warps
-// plan: consumer_warps 8, stage_bytes 16384, stages 11, in_flight 3, in_flight_waiting 2, producer_warps 4, sync flags, page_size 16, max_context 8192, batch 4, tokens 4, down_slices 4, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 8, start_residual 0, start_gate_up 8, start_head 8, trace False
+// plan: consumer_warps 8, stage_bytes 16384, stages 11, in_flight 3, in_flight_waiting 2, adding_warps 2, sync flags, page_size 16, max_context 8192, batch 4, tokens 4, down_slices 4, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 8, start_residual 0, start_gate_up 8, start_head 8, trace False
 // weights read a step: 15009316864 bytes, in 436207616 a layer
 // shared memory:
 //     offset    bytes  region
@@ -20,21 +20,21 @@
 //     180480    16384  attention  (over scratch)
 //     196864     4096  queries  (over scratch)
 //     200960     8192  newest  (over scratch)
-//     213248     8064  reductions
-//     221312       24  reduction_barriers
-//     221344      512  residual
-//     221856      256  partial_sums
-//     222112       16  scales
-//     222128     2048  rope
-//     224176      512  statistics
-//     224688      592  records
-//     225280       64  warp_candidates
-//     225344      144  columns
-//     225488       16  chosen
-//     225504       16  step_done
-//     225520       20  next_token
-//              225540  total
-//              232448  a block has, 6908 free
+//     213248     5120  reductions
+//     218368       40  reduction_barriers
+//     218416      512  residual
+//     218928      256  partial_sums
+//     219184       16  scales
+//     219200     2048  rope
+//     221248      512  statistics
+//     221760      592  records
+//     222352       32  warp_candidates
+//     222384      144  columns
+//     222528       16  chosen
+//     222544       16  step_done
+//     222560       20  next_token
+//              222580  total
+//              232448  a block has, 9868 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -66,16 +66,21 @@ __device__ __forceinline__ void named_barrier(uint32_t id, uint32_t threads) {
   asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
 }
 
-__device__ __forceinline__ void give_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+__device__ __forceinline__ void keep_104_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 104;");
 }
 
-__device__ __forceinline__ void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+__device__ __forceinline__ void take_200_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 200;");
 }
 
 __device__ __forceinline__ void wait_for_u32(uint32_t value) {
   asm volatile("{.reg .pred p; setp.eq.u32 p, %0, 0x7fc0dead; @p nanosleep.u32 1;}" :: "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint32_t renewed_u32(uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
 }
 
 __device__ __forceinline__ void warp_barrier() {
@@ -376,18 +381,18 @@ constexpr uint32_t ATTENTION = 180480;
 constexpr uint32_t QUERIES = 196864;
 constexpr uint32_t NEWEST = 200960;
 constexpr uint32_t REDUCTIONS = 213248;
-constexpr uint32_t REDUCTION_BARRIERS = 221312;
-constexpr uint32_t RESIDUAL = 221344;
-constexpr uint32_t PARTIAL_SUMS = 221856;
-constexpr uint32_t SCALES = 222112;
-constexpr uint32_t ROPE = 222128;
-constexpr uint32_t STATISTICS = 224176;
-constexpr uint32_t RECORDS = 224688;
-constexpr uint32_t WARP_CANDIDATES = 225280;
-constexpr uint32_t COLUMNS = 225344;
-constexpr uint32_t CHOSEN = 225488;
-constexpr uint32_t STEP_DONE = 225504;
-constexpr uint32_t NEXT_TOKEN = 225520;
+constexpr uint32_t REDUCTION_BARRIERS = 218368;
+constexpr uint32_t RESIDUAL = 218416;
+constexpr uint32_t PARTIAL_SUMS = 218928;
+constexpr uint32_t SCALES = 219184;
+constexpr uint32_t ROPE = 219200;
+constexpr uint32_t STATISTICS = 221248;
+constexpr uint32_t RECORDS = 221760;
+constexpr uint32_t WARP_CANDIDATES = 222352;
+constexpr uint32_t COLUMNS = 222384;
+constexpr uint32_t CHOSEN = 222528;
+constexpr uint32_t STEP_DONE = 222544;
+constexpr uint32_t NEXT_TOKEN = 222560;
 
 // An input of a sequence, or 0 where it has none left.
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t index, const int32_t* sequences,
@@ -635,6 +640,441 @@ __device__ __forceinline__ void fetch_lm_head(uint32_t block, const uint8_t* wei
   }
 }
 
+// RoPE (rotate-half): the pair (k, k + D/2) lies 8 lanes apart. Returns the rotated value.
+__device__ __forceinline__ float rotate(float value, uint32_t m_tile_of_head, uint8_t* arena, uint32_t column,
+    uint32_t row) {
+  float2* angles = (float2*)(arena + ROPE) + column * 64;
+  uint32_t frequency = m_tile_of_head * 8 + row % 8;
+  float2 angle = angles[frequency];
+  float partner = shuffle_xor_f32(value, 8);
+  bool is_second = row >= 8;
+  float rotated = value * angle.x + (is_second ? partner : -partner) * angle.y;
+  return rotated;
+}
+
+// The rows of a slot, with what of it is worked out before the sums are there.
+__device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, uint32_t lane, uint32_t column_count,
+    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint64_t* exchange_words,
+    uint32_t layer_epoch, const int32_t* page_table, uint32_t layer, bf16* kv) {
+  uint32_t row = lane % 16;
+  bool is_own = column < column_count;
+  uint32_t head = m_tile / 8;
+  uint32_t m_tile_of_head = m_tile % 8;
+  uint32_t paired = m_tile_of_head * 8 + row % 8 + (row >= 8 ? 64u : 0u);
+  bool is_paired = head < 40;
+  uint32_t dim = is_paired ? paired : m_tile_of_head * 16 + row;
+  uint32_t place = (column * 6144 + head * 128 + dim) / 2;
+  uint32_t published = renewed_u32(place + 8224);
+  float* reduction = (float*)(arena + REDUCTIONS) + adding * 640;
+  float* own = reduction + (column / 2 * 40 + lane);
+  mbarrier_wait(summed + adding, adding_parity);
+  float total = 0.0f;
+  #pragma unroll
+  for (uint32_t other = 0; other < 4; ++other) {
+    total += own[other * 80];
+  }
+  float low = total;
+  float total_2 = 0.0f;
+  #pragma unroll
+  for (uint32_t other = 0; other < 4; ++other) {
+    total_2 += (own + 320)[other * 80];
+  }
+  float total_3 = low + total_2;
+  float value = total_3 * ((float*)(arena + SCALES))[column];
+  if (head < 40) {
+    value = rotate(value, m_tile_of_head, arena, column, row);
+  }
+  float neighbour = shuffle_xor_f32(value, 1);
+  uint32_t pair = pack_bf16x2(value, neighbour);
+  if (is_own && row % 2 == 0) {
+    publish_flagged(exchange_words + published, pair, layer_epoch);
+    if (head >= 32) {
+      if (((uint32_t*)(arena + COLUMNS))[column * 9 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 9 + 2]) {
+        uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 512;
+        uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 9] / 16));
+        uint64_t offset = (uint64_t)(layer) * 67108864 + (uint64_t)(page) * 32768;
+        bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 2048 + ((uint32_t*)(arena + COLUMNS))[column * 9] % 16 * 128));
+        bf16* place_2 = head - 32 < 8 ? key : key + 16384;
+        ((uint32_t*)(place_2 + dim))[0] = pair;
+        fence_proxy_async();
+      }
+    }
+  }
+}
+
+// The next stage of the ring; behind the last comes the first, in the next pass.
+__device__ __forceinline__ void advance_2(uint32_t& stage, uint32_t& parity) {
+  stage += 1;
+  if (stage == 2) {
+    stage = 0;
+    parity ^= 1;
+  }
+}
+
+// The block's M-tiles of qkv: the warps' sums added up, the rows finished.
+__device__ __forceinline__ void finish_qkv(uint32_t block, uint32_t warp, uint32_t lane, uint32_t column_count,
+    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, uint64_t* exchange_words,
+    uint32_t layer_epoch, const int32_t* page_table, uint32_t layer, bf16* kv, uint64_t* taken) {
+  uint32_t position = (block + 8) % 132;
+  #pragma unroll 1
+  for (uint32_t m_tile = position; m_tile < 384; m_tile += 132) {
+    uint32_t column = (warp - 9) % 2 * 2 + lane / 16;
+    finish_rows(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, exchange_words, layer_epoch,
+        page_table, layer, kv);
+    warp_barrier();
+    if (lane == 0) {
+      mbarrier_arrive(taken + adding);
+    }
+    advance_2(adding, adding_parity);
+  }
+}
+
+// The rows of a slot, with what of it is worked out before the sums are there.
+__device__ __forceinline__ void finish_rows_2(uint32_t m_tile, uint32_t column, uint32_t lane, uint32_t column_count,
+    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint64_t* exchange_words,
+    uint32_t layer_epoch) {
+  uint32_t row = lane % 16;
+  bool is_own = column < column_count;
+  float* residual = (float*)(arena + RESIDUAL);
+  uint32_t place = renewed_u32((m_tile / 132 * 16 + row) * 4 + column);
+  uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 * 4 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + 620064);
+  float* reduction = (float*)(arena + REDUCTIONS) + adding * 640;
+  float* own = reduction + (column / 2 * 40 + lane);
+  mbarrier_wait(summed + adding, adding_parity);
+  float total = 0.0f;
+  #pragma unroll
+  for (uint32_t other = 0; other < 4; ++other) {
+    total += own[other * 80];
+  }
+  float low = total;
+  float total_2 = 0.0f;
+  #pragma unroll
+  for (uint32_t other = 0; other < 4; ++other) {
+    total_2 += (own + 320)[other * 80];
+  }
+  float total_3 = low + total_2;
+  float value = total_3;
+  if (is_own) {
+    value += residual[place];
+    residual[place] = value;
+  }
+  float neighbour = shuffle_xor_f32(value, 1);
+  uint32_t pair = pack_bf16x2(value, neighbour);
+  if (is_own && row < 16 && row % 2 == 0) {
+    publish_flagged(exchange_words + published, pair, layer_epoch);
+  }
+}
+
+// The block's M-tiles of o: the warps' sums added up, the rows finished.
+__device__ __forceinline__ void finish_o(uint32_t block, uint32_t warp, uint32_t lane, uint32_t column_count,
+    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, uint64_t* exchange_words,
+    uint32_t layer_epoch, uint64_t* taken) {
+  uint32_t position = block % 132;
+  #pragma unroll 1
+  for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
+    uint32_t column = (warp - 9) % 2 * 2 + lane / 16;
+    finish_rows_2(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, exchange_words,
+        layer_epoch);
+    warp_barrier();
+    if (lane == 0) {
+      mbarrier_arrive(taken + adding);
+    }
+    advance_2(adding, adding_parity);
+  }
+}
+
+// The rows of a slot, with what of it is worked out before the sums are there.
+__device__ __forceinline__ void finish_rows_3(uint32_t m_tile, uint32_t column, uint32_t lane, uint32_t column_count,
+    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint64_t* exchange_words,
+    uint32_t layer_epoch) {
+  uint32_t row = lane % 16;
+  bool is_own = column < column_count;
+  uint32_t published = renewed_u32((((m_tile * 8 + row) / 32 * 4 + column) * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2 + 628256);
+  float* reduction = (float*)(arena + REDUCTIONS) + adding * 640;
+  float* own = reduction + (column / 2 * 40 + lane);
+  mbarrier_wait(summed + adding, adding_parity);
+  float total = 0.0f;
+  #pragma unroll
+  for (uint32_t other = 0; other < 4; ++other) {
+    total += own[other * 80];
+  }
+  float low = total;
+  float total_2 = 0.0f;
+  #pragma unroll
+  for (uint32_t other = 0; other < 4; ++other) {
+    total_2 += (own + 320)[other * 80];
+  }
+  float total_3 = low + total_2;
+  float value = total_3 * ((float*)(arena + SCALES))[column];
+  float other = shuffle_xor_f32(value, 8);
+  float gated = divide_f32(value, 1.0f + exp_f32(-value)) * other;
+  float neighbour = shuffle_xor_f32(gated, 1);
+  uint32_t pair = pack_bf16x2(gated, neighbour);
+  if (is_own && row < 8 && row % 2 == 0) {
+    publish_flagged(exchange_words + published, pair, layer_epoch);
+  }
+}
+
+// The block's M-tiles of gate_up: the warps' sums added up, the rows finished.
+__device__ __forceinline__ void finish_gate_up(uint32_t block, uint32_t warp, uint32_t lane, uint32_t column_count,
+    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, uint64_t* exchange_words,
+    uint32_t layer_epoch, uint64_t* taken) {
+  uint32_t position = (block + 8) % 132;
+  #pragma unroll 1
+  for (uint32_t m_tile = position; m_tile < 1792; m_tile += 132) {
+    uint32_t column = (warp - 9) % 2 * 2 + lane / 16;
+    finish_rows_3(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, exchange_words,
+        layer_epoch);
+    warp_barrier();
+    if (lane == 0) {
+      mbarrier_arrive(taken + adding);
+    }
+    advance_2(adding, adding_parity);
+  }
+}
+
+// The rows of a slot, with what of it is worked out before the sums are there.
+__device__ __forceinline__ void finish_rows_4(uint32_t m_tile, uint32_t column, uint32_t lane, uint32_t column_count,
+    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint64_t* exchange_words,
+    uint32_t layer_epoch) {
+  uint32_t row = lane % 16;
+  bool is_own = column < column_count;
+  float* residual = (float*)(arena + RESIDUAL);
+  uint32_t place = renewed_u32((m_tile / 132 * 16 + row) * 4 + column);
+  uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 * 4 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + 32);
+  float* reduction = (float*)(arena + REDUCTIONS) + adding * 640;
+  float* own = reduction + (column / 2 * 40 + lane);
+  mbarrier_wait(summed + adding, adding_parity);
+  float total = 0.0f;
+  #pragma unroll
+  for (uint32_t other = 0; other < 4; ++other) {
+    total += own[other * 80];
+  }
+  float low = total;
+  float total_2 = 0.0f;
+  #pragma unroll
+  for (uint32_t other = 0; other < 4; ++other) {
+    total_2 += (own + 320)[other * 80];
+  }
+  float total_3 = low + total_2;
+  float value = total_3;
+  if (is_own) {
+    value += residual[place];
+    residual[place] = value;
+  }
+  float neighbour = shuffle_xor_f32(value, 1);
+  uint32_t pair = pack_bf16x2(value, neighbour);
+  if (is_own && row < 16 && row % 2 == 0) {
+    publish_flagged(exchange_words + published, pair, layer_epoch);
+  }
+}
+
+// The block's M-tiles of down: the warps' sums added up, the rows finished.
+__device__ __forceinline__ void finish_down(uint32_t block, uint32_t warp, uint32_t lane, uint32_t column_count,
+    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, uint64_t* exchange_words,
+    uint32_t layer_epoch, uint64_t* taken) {
+  uint32_t position = block % 132;
+  #pragma unroll 1
+  for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
+    uint32_t column = (warp - 9) % 2 * 2 + lane / 16;
+    finish_rows_4(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, exchange_words,
+        layer_epoch);
+    warp_barrier();
+    if (lane == 0) {
+      mbarrier_arrive(taken + adding);
+    }
+    advance_2(adding, adding_parity);
+  }
+}
+
+__device__ __forceinline__ void penalise(uint32_t column, uint32_t token, float& adjusted, const int32_t* sequences,
+    uint8_t* arena, uint32_t* token_counts) {
+  uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11));
+  uint32_t found = token_counts[value * 128256 + token];
+  uint32_t count = found & 2147483647;
+  if (found != 0) {
+    float repetition = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 15)));
+    float quotient = divide_f32(adjusted, repetition);
+    adjusted = adjusted > 0.0f ? quotient : adjusted * repetition;
+  }
+  if (count != 0) {
+    adjusted -= bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 17))) * (float)(count);
+    adjusted -= bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 16)));
+  }
+}
+
+// The logit of a token below the vocabulary's end, as its column's sequence wants it.
+__device__ __forceinline__ float adjust(uint32_t column, uint32_t token, float logit, const int32_t* sequences,
+    uint8_t* arena, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts) {
+  uint32_t options = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 10));
+  float adjusted = logit;
+  if ((options & 1) != 0) {
+    uint32_t place = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 4008 + token / 32;
+    if (((load_constant_u32(masks + place) >> token % 32) & 1) == 0) {
+      adjusted = -bits_float(0x7f800000);
+    }
+  }
+  if ((options & 2) != 0) {
+    adjusted += bits_float(load_constant_u32(logit_bias + (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 128256 + token)));
+  }
+  if ((options & 4) != 0) {
+    penalise(column, token, adjusted, sequences, arena, token_counts);
+  }
+  return adjusted;
+}
+
+// -log(-log u), u = ((word >> 9) + 0.5) / 2^23: exact in f32, and never 0 or 1.
+__device__ __forceinline__ float gumbel(uint32_t token, uint32_t position, uint64_t seed) {
+  uint32_t c0 = token;
+  uint32_t c1 = position;
+  uint32_t c2 = 0;
+  uint32_t c3 = 0;
+  uint32_t k0 = (uint32_t)(seed);
+  uint32_t k1 = (uint32_t)(seed >> 32);
+  #pragma unroll
+  for (uint32_t i = 0; i < 10; ++i) {
+    uint32_t high0 = multiply_high_u32(3528531795u, c0);
+    uint32_t high1 = multiply_high_u32(3449720151u, c2);
+    uint32_t low0 = c0 * 3528531795u;
+    uint32_t low1 = c2 * 3449720151u;
+    c0 = high1 ^ c1 ^ k0;
+    c1 = low1;
+    c2 = high0 ^ c3 ^ k1;
+    c3 = low0;
+    k0 += 2654435769u;
+    k1 += 3144134277u;
+  }
+  uint32_t word = c0;
+  float uniform = ((float)(word >> 9) + 0.5f) * 1.1920929e-07f;
+  return -log_f32(-log_f32(uniform));
+}
+
+// Write a logit down, as it is compared without filters: one row a lane, in the adder role.
+__device__ __forceinline__ void keep_2(uint32_t token, float scaled, float noisy, const int32_t* sequences,
+    uint8_t* arena, uint32_t column, float* weighed) {
+  bool is_filtered = (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 10)) & 8) != 0;
+  if (is_filtered) {
+    uint32_t following = ((uint32_t*)(arena + COLUMNS))[column * 9 + 1] + 1;
+    uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 2));
+    bool wanted = following >= value && following <= ((uint32_t*)(arena + COLUMNS))[column * 9 + 2];
+    if (wanted && ((uint32_t*)(arena + COLUMNS))[column * 9 + 7] == 0) {
+      uint32_t place = (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 128256 + token) * 2;
+      weighed[place] = scaled;
+      weighed[place + 1] = noisy;
+    }
+  }
+}
+
+// In the adder role, by lanes that own a row: take an M-tile's logits in. A lane sees ascending ids, so `>`
+// keeps the lowest on ties.
+__device__ __forceinline__ void consider(float logit, uint32_t m_tile, uint32_t row, uint32_t options, uint32_t column,
+    const int32_t* sequences, uint8_t* arena, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts,
+    float* weighed, float& best, uint32_t& best_token) {
+  uint32_t token = m_tile * 16 + row;
+  float candidate = logit;
+  if ((options & 7) != 0 && token < 128256) {
+    candidate = adjust(column, token, candidate, sequences, arena, masks, logit_bias, token_counts);
+  }
+  float temperature = bits_float(((uint32_t*)(arena + COLUMNS))[column * 9 + 3]);
+  if (temperature > 0.0f) {
+    uint64_t seed = ((uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 9 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 9 + 4]);
+    uint32_t position = ((uint32_t*)(arena + COLUMNS))[column * 9] + 1;
+    float scaled = divide_f32(candidate, temperature);
+    candidate = scaled + gumbel(token, position, seed);
+    if ((options & 8) != 0 && token < 128256) {
+      keep_2(token, scaled, candidate, sequences, arena, column, weighed);
+    }
+  }
+  if (token < 128256 && candidate > best) {
+    best = candidate;
+    best_token = token;
+  }
+}
+
+// The rows of a slot, with what of it is worked out before the sums are there.
+__device__ __forceinline__ void finish_rows_5(uint32_t m_tile, uint32_t column, uint32_t lane, uint32_t column_count,
+    uint8_t* arena, uint32_t adding, uint64_t* summed, uint32_t adding_parity, float* logits, uint32_t step,
+    uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts,
+    float* weighed, float& best, uint32_t& best_token) {
+  uint32_t row = lane % 16;
+  bool is_own = column < column_count;
+  float* reduction = (float*)(arena + REDUCTIONS) + adding * 640;
+  float* own = reduction + (column / 2 * 40 + lane);
+  mbarrier_wait(summed + adding, adding_parity);
+  float total = 0.0f;
+  #pragma unroll
+  for (uint32_t other = 0; other < 4; ++other) {
+    total += own[other * 80];
+  }
+  float low = total;
+  float total_2 = 0.0f;
+  #pragma unroll
+  for (uint32_t other = 0; other < 4; ++other) {
+    total_2 += (own + 320)[other * 80];
+  }
+  float total_3 = low + total_2;
+  float logit = total_3 * ((float*)(arena + SCALES))[column];
+  uint32_t token = m_tile * 16 + row;
+  if (is_own) {
+    if (logits != nullptr && token < 128256) {
+      uint64_t row_2 = (uint64_t)(step * 4 + column);
+      logits[row_2 * 128256 + (uint64_t)(token)] = logit;
+    }
+    consider(logit, m_tile, row, options, column, sequences, arena, masks, logit_bias, token_counts, weighed, best,
+        best_token);
+  }
+}
+
+// The block's M-tiles of lm_head: the warps' sums added up, the rows finished.
+__device__ __forceinline__ void finish_lm_head(uint32_t block, uint32_t warp, uint32_t lane, uint32_t column_count,
+    uint8_t* arena, uint32_t& adding, uint64_t* summed, uint32_t& adding_parity, float* logits, uint32_t step,
+    uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts,
+    float* weighed, float& best, uint32_t& best_token, uint64_t* taken) {
+  uint32_t position = (block + 8) % 132;
+  #pragma unroll 1
+  for (uint32_t m_tile = position; m_tile < 8016; m_tile += 132) {
+    uint32_t column = (warp - 9) % 2 * 2 + lane / 16;
+    finish_rows_5(m_tile, column, lane, column_count, arena, adding, summed, adding_parity, logits, step, options,
+        sequences, masks, logit_bias, token_counts, weighed, best, best_token);
+    warp_barrier();
+    if (lane == 0) {
+      mbarrier_arrive(taken + adding);
+    }
+    advance_2(adding, adding_parity);
+  }
+}
+
+// The best candidate of so many neighbouring lanes, on all of them; the lowest id on ties.
+__device__ __forceinline__ void best_of_lanes(float& best, uint32_t& best_token) {
+  #pragma unroll 1
+  for (uint32_t level = 0; level < 4; ++level) {
+    uint32_t mask = 8u >> level;
+    float other = shuffle_xor_f32(best, mask);
+    uint32_t other_token = shuffle_xor_u32(best_token, mask);
+    if (other > best || (other == best && other_token < best_token)) {
+      best = other;
+      best_token = other_token;
+    }
+  }
+}
+
+__device__ __forceinline__ void lay_down_candidates(uint8_t* arena, float& best, uint32_t& best_token, uint32_t lane,
+    uint32_t warp, uint64_t* step_added) {
+  uint32_t* words = (uint32_t*)(arena + WARP_CANDIDATES);
+  best_of_lanes(best, best_token);
+  uint32_t lane_2 = lane % 16;
+  if (lane_2 == 0) {
+    uint32_t column = (warp - 9) % 2 * 2 + lane / 16;
+    uint32_t place = ((warp - 9) / 2 * 4 + column) * 2;
+    words[place] = float_bits(best);
+    words[place + 1] = best_token;
+  }
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(step_added);
+  }
+}
+
 // Write down every column's place in this step. A barrier of the consumer warps must follow.
 __device__ __forceinline__ void begin_step(uint32_t step, uint8_t* arena, uint32_t thread, uint32_t column_count,
     const int32_t* columns, const int32_t* sequences) {
@@ -862,108 +1302,42 @@ __device__ __forceinline__ void multiply_held(uint32_t chunk, float (&sums)[1][4
   }
 }
 
-// This warp's sums: [warp][column][row]. Lane 4g + t holds rows g and g + 8 of columns 2t and 2t + 1.
-__device__ __forceinline__ void lay_down(float* reductions, float (&sums)[1][4], uint32_t warp, uint32_t lane) {
-  uint32_t row = warp * 84 + lane / 4;
-  uint32_t first = lane % 4 * 2;
-  if (first < 4) {
-    uint32_t place = row + first * 20;
-    reductions[place] = sums[0][0];
-    reductions[place + 8] = sums[0][2];
-    uint32_t place_2 = row + (first + 1) * 20;
-    reductions[place_2] = sums[0][1];
-    reductions[place_2 + 8] = sums[0][3];
+// This warp's sums: [warp][pair of columns][column of the pair][row]. Lane 4g + t holds rows g and g + 8 of
+// columns 2t and 2t + 1.
+__device__ __forceinline__ void lay_down(float* reduction, float (&sums)[1][4], uint32_t warp, uint32_t lane) {
+  uint32_t own = warp * 80 + lane / 4;
+  uint32_t pair = lane % 4;
+  if (pair < 2) {
+    uint32_t place = own + pair * 40;
+    reduction[place] = sums[0][0];
+    reduction[place + 8] = sums[0][2];
+    uint32_t place_2 = own + pair * 40 + 16;
+    reduction[place_2] = sums[0][1];
+    reduction[place_2 + 8] = sums[0][3];
   }
 }
 
-// RoPE (rotate-half): the pair (k, k + D/2) lies 8 lanes apart. Returns the rotated value and its dim in the head.
-__device__ __forceinline__ void rotate(float value, uint32_t m_tile_of_head, uint8_t* arena, uint32_t column,
-    uint32_t row, float& rotated_out, uint32_t& dim_out) {
-  float2* angles = (float2*)(arena + ROPE) + column * 64;
-  uint32_t frequency = m_tile_of_head * 8 + row % 8;
-  float2 angle = angles[frequency];
-  float partner = shuffle_xor_f32(value, 8);
-  bool is_second = row >= 8;
-  float rotated = value * angle.x + (is_second ? partner : -partner) * angle.y;
-  uint32_t dim = frequency + (is_second ? 64u : 0u);
-  rotated_out = rotated;
-  dim_out = dim;
-}
-
-// Add the warps' sums of a column, in order: half of the warps on each half of the lanes.
-__device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, uint32_t column, uint32_t lane,
-    uint8_t* arena, uint64_t* exchange_words, uint32_t layer_epoch, const int32_t* page_table, uint32_t layer,
-    bf16* kv) {
-  uint32_t row = lane % 16;
-  uint32_t half = lane / 16;
-  float half_sum = 0.0f;
-  #pragma unroll
-  for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t warp = half * 4 + other;
-    half_sum += reductions[warp * 84 + column * 20 + row];
-  }
-  float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
-  uint32_t head = m_tile / 8;
-  uint32_t m_tile_of_head = m_tile % 8;
-  float value = row_sum * ((float*)(arena + SCALES))[column];
-  uint32_t dim = m_tile_of_head * 16 + row;
-  if (head < 40) {
-    float rotated;
-    uint32_t rotated_dim;
-    rotate(value, m_tile_of_head, arena, column, row, rotated, rotated_dim);
-    value = rotated;
-    dim = rotated_dim;
-  }
-  float neighbour = shuffle_xor_f32(value, 1);
-  uint32_t pair = pack_bf16x2(value, neighbour);
-  if (lane < 16 && lane % 2 == 0) {
-    uint32_t place = (column * 6144 + head * 128 + dim) / 2;
-    publish_flagged(exchange_words + (place + 8224), pair, layer_epoch);
-    if (head >= 32) {
-      if (((uint32_t*)(arena + COLUMNS))[column * 9 + 1] < ((uint32_t*)(arena + COLUMNS))[column * 9 + 2]) {
-        uint32_t table = ((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 512;
-        uint32_t page = load_constant_u32(page_table + (table + ((uint32_t*)(arena + COLUMNS))[column * 9] / 16));
-        uint64_t offset = (uint64_t)(layer) * 67108864 + (uint64_t)(page) * 32768;
-        bf16* key = kv + (offset + (uint64_t)((head - 32) % 8 * 2048 + ((uint32_t*)(arena + COLUMNS))[column * 9] % 16 * 128));
-        bf16* place_2 = head - 32 < 8 ? key : key + 16384;
-        ((uint32_t*)(place_2 + dim))[0] = pair;
-        fence_proxy_async();
-      }
-    }
-  }
-}
-
-// The next stage of the ring; behind the last comes the first, in the next pass.
-__device__ __forceinline__ void advance_2(uint32_t& stage, uint32_t& parity) {
-  stage += 1;
-  if (stage == 3) {
-    stage = 0;
-    parity ^= 1;
-  }
-}
-
-// The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
-__device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count,
-    uint64_t* exchange_words, uint32_t layer_epoch, const int32_t* page_table, uint32_t layer, bf16* kv) {
-  float* reductions = (float*)(arena + REDUCTIONS) + turn * 672;
-  lay_down(reductions, sums, warp, lane);
+// The end of an M-tile: this warp's sums to the adding warps.
+__device__ __forceinline__ void hand_over(float (&sums)[1][4], uint64_t* taken, uint32_t& turn, uint32_t& turn_parity,
+    uint8_t* arena, uint32_t warp, uint32_t lane, uint64_t* summed) {
+  mbarrier_wait(taken + turn, turn_parity ^ 1);
+  float* reduction = (float*)(arena + REDUCTIONS) + turn * 640;
+  lay_down(reduction, sums, warp, lane);
   warp_barrier();
   if (lane == 0) {
     mbarrier_arrive(summed + turn);
   }
-  if (warp / 4 == finisher) {
-    mbarrier_wait(summed + turn, turn_parity);
-    uint32_t column = warp % 4;
-    if (column < column_count) {
-      finish_rows(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch, page_table, layer, kv);
-    }
-  }
   advance_2(turn, turn_parity);
-  finisher += 1;
-  if (finisher == 2) {
-    finisher = 0;
+}
+
+// What was handed over so far is added up and finished: the last M-tile of every reduction, oldest first.
+__device__ __forceinline__ void wait_until_taken(uint64_t* taken, uint32_t& turn, uint32_t& turn_parity) {
+  #pragma unroll 1
+  for (uint32_t i = 0; i < 2; ++i) {
+    mbarrier_wait(taken + turn, turn_parity ^ 1);
+    advance_2(turn, turn_parity);
   }
+  turn_parity ^= 1;
 }
 
 // ---- phase qkv -------------------------------------------------------------------------------------
@@ -973,8 +1347,8 @@ __device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uin
 __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t column_count, const bf16* embedding,
     uint32_t* next_token, uint64_t* exchange_words, uint32_t layer_epoch, uint64_t* full, uint32_t& use_stage,
-    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher,
-    uint32_t& turn_parity, const int32_t* page_table, bf16* kv) {
+    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint64_t* taken, uint32_t& turn, uint32_t& turn_parity,
+    uint64_t* summed) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -1096,10 +1470,9 @@ __device__ __forceinline__ void qkv(uint32_t* progress, uint32_t block, uint32_t
       advance(use_stage, use_parity);
       multiply_held(chunk, sums, warp, weights, values);
     }
-    reduce(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, exchange_words,
-        layer_epoch, page_table, layer, kv);
+    hand_over(sums, taken, turn, turn_parity, arena, warp, lane, summed);
   }
-  named_barrier(1, 256);
+  wait_until_taken(taken, turn, turn_parity);
 }
 
 // Unit `index` of the newest keys, then of the newest values: as rows of a stage have them, bf16 or codes.
@@ -2332,70 +2705,14 @@ __device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uin
   named_barrier(1, 256);
 }
 
-// Publish `count` values, one a lane from lane 0 on, as pairs of bf16 beginning at element `first` (even).
-__device__ __forceinline__ void publish_rows(float value, uint32_t first, uint32_t lane, uint64_t* exchange_words,
-    uint32_t column, uint32_t layer_epoch) {
-  float neighbour = shuffle_xor_f32(value, 1);
-  uint32_t pair = pack_bf16x2(value, neighbour);
-  if (lane < 16 && lane % 2 == 0) {
-    publish_flagged(exchange_words + ((((first + lane) / 32 * 4 + column) * 4 + (first + lane) / 8 % 4) * 4 + (first + lane) % 8 / 2 + 620064), pair, layer_epoch);
-  }
-}
-
-// Add the warps' sums of a column, in order: half of the warps on each half of the lanes.
-__device__ __forceinline__ void finish_rows_2(uint32_t m_tile, float* reductions, uint32_t column, uint32_t lane,
-    uint8_t* arena, uint64_t* exchange_words, uint32_t layer_epoch) {
-  uint32_t row = lane % 16;
-  uint32_t half = lane / 16;
-  float half_sum = 0.0f;
-  #pragma unroll
-  for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t warp = half * 4 + other;
-    half_sum += reductions[warp * 84 + column * 20 + row];
-  }
-  float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
-  float* residual = (float*)(arena + RESIDUAL);
-  float value = row_sum;
-  if (lane < 16) {
-    uint32_t place = (m_tile / 132 * 16 + row) * 4 + column;
-    value += residual[place];
-    residual[place] = value;
-  }
-  publish_rows(value, m_tile * 16, lane, exchange_words, column, layer_epoch);
-}
-
-// The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
-__device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count,
-    uint64_t* exchange_words, uint32_t layer_epoch) {
-  float* reductions = (float*)(arena + REDUCTIONS) + turn * 672;
-  lay_down(reductions, sums, warp, lane);
-  warp_barrier();
-  if (lane == 0) {
-    mbarrier_arrive(summed + turn);
-  }
-  if (warp / 4 == finisher) {
-    mbarrier_wait(summed + turn, turn_parity);
-    uint32_t column = warp % 4;
-    if (column < column_count) {
-      finish_rows_2(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
-    }
-  }
-  advance_2(turn, turn_parity);
-  finisher += 1;
-  if (finisher == 2) {
-    finisher = 0;
-  }
-}
-
 // ---- phase o ---------------------------------------------------------------------------------------
 // Projection onto the residual.
 // Waits for: attention.
 // Makes: middle.
 __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     uint32_t* block_waits, uint8_t* arena, uint64_t* exchange_words, uint32_t layer_epoch, uint32_t column_count,
-    uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn,
-    uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity) {
+    uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint64_t* taken,
+    uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2432,62 +2749,9 @@ __device__ __forceinline__ void o(uint32_t* progress, uint32_t block, uint32_t s
       advance(use_stage, use_parity);
       multiply_held(chunk, sums, warp, weights, values);
     }
-    reduce_2(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, exchange_words,
-        layer_epoch);
+    hand_over(sums, taken, turn, turn_parity, arena, warp, lane, summed);
   }
-  named_barrier(1, 256);
-}
-
-// Publish `count` values, one a lane from lane 0 on, as pairs of bf16 beginning at element `first` (even).
-__device__ __forceinline__ void publish_rows_2(float value, uint32_t first, uint32_t lane, uint64_t* exchange_words,
-    uint32_t column, uint32_t layer_epoch) {
-  float neighbour = shuffle_xor_f32(value, 1);
-  uint32_t pair = pack_bf16x2(value, neighbour);
-  if (lane < 8 && lane % 2 == 0) {
-    publish_flagged(exchange_words + ((((first + lane) / 32 * 4 + column) * 4 + (first + lane) / 8 % 4) * 4 + (first + lane) % 8 / 2 + 628256), pair, layer_epoch);
-  }
-}
-
-// Add the warps' sums of a column, in order: half of the warps on each half of the lanes.
-__device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions, uint32_t column, uint32_t lane,
-    uint8_t* arena, uint64_t* exchange_words, uint32_t layer_epoch) {
-  uint32_t row = lane % 16;
-  uint32_t half = lane / 16;
-  float half_sum = 0.0f;
-  #pragma unroll
-  for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t warp = half * 4 + other;
-    half_sum += reductions[warp * 84 + column * 20 + row];
-  }
-  float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
-  float value = row_sum * ((float*)(arena + SCALES))[column];
-  float other = shuffle_xor_f32(value, 8);
-  float gated = divide_f32(value, 1.0f + exp_f32(-value)) * other;
-  publish_rows_2(gated, m_tile * 8, lane, exchange_words, column, layer_epoch);
-}
-
-// The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
-__device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count,
-    uint64_t* exchange_words, uint32_t layer_epoch) {
-  float* reductions = (float*)(arena + REDUCTIONS) + turn * 672;
-  lay_down(reductions, sums, warp, lane);
-  warp_barrier();
-  if (lane == 0) {
-    mbarrier_arrive(summed + turn);
-  }
-  if (warp / 4 == finisher) {
-    mbarrier_wait(summed + turn, turn_parity);
-    uint32_t column = warp % 4;
-    if (column < column_count) {
-      finish_rows_3(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
-    }
-  }
-  advance_2(turn, turn_parity);
-  finisher += 1;
-  if (finisher == 2) {
-    finisher = 0;
-  }
+  wait_until_taken(taken, turn, turn_parity);
 }
 
 // ---- phase gate_up ---------------------------------------------------------------------------------
@@ -2497,7 +2761,7 @@ __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint64_t* exchange_words, uint32_t layer_epoch,
     uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
-    uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity) {
+    uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2571,10 +2835,9 @@ __device__ __forceinline__ void gate_up(uint32_t* progress, uint32_t block, uint
       advance(use_stage, use_parity);
       multiply_held(chunk, sums, warp, weights_3, values);
     }
-    reduce_3(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, exchange_words,
-        layer_epoch);
+    hand_over(sums, taken, turn, turn_parity, arena, warp, lane, summed);
   }
-  named_barrier(1, 256);
+  wait_until_taken(taken, turn, turn_parity);
 }
 
 // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
@@ -2657,70 +2920,14 @@ __device__ __forceinline__ void load_vector_5(uint8_t* arena, uint32_t thread, u
   named_barrier(1, 256);
 }
 
-// Publish `count` values, one a lane from lane 0 on, as pairs of bf16 beginning at element `first` (even).
-__device__ __forceinline__ void publish_rows_3(float value, uint32_t first, uint32_t lane, uint64_t* exchange_words,
-    uint32_t column, uint32_t layer_epoch) {
-  float neighbour = shuffle_xor_f32(value, 1);
-  uint32_t pair = pack_bf16x2(value, neighbour);
-  if (lane < 16 && lane % 2 == 0) {
-    publish_flagged(exchange_words + ((((first + lane) / 32 * 4 + column) * 4 + (first + lane) / 8 % 4) * 4 + (first + lane) % 8 / 2 + 32), pair, layer_epoch);
-  }
-}
-
-// Add the warps' sums of a column, in order: half of the warps on each half of the lanes.
-__device__ __forceinline__ void finish_rows_4(uint32_t m_tile, float* reductions, uint32_t column, uint32_t lane,
-    uint8_t* arena, uint64_t* exchange_words, uint32_t layer_epoch) {
-  uint32_t row = lane % 16;
-  uint32_t half = lane / 16;
-  float half_sum = 0.0f;
-  #pragma unroll
-  for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t warp = half * 4 + other;
-    half_sum += reductions[warp * 84 + column * 20 + row];
-  }
-  float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
-  float* residual = (float*)(arena + RESIDUAL);
-  float value = row_sum;
-  if (lane < 16) {
-    uint32_t place = (m_tile / 132 * 16 + row) * 4 + column;
-    value += residual[place];
-    residual[place] = value;
-  }
-  publish_rows_3(value, m_tile * 16, lane, exchange_words, column, layer_epoch);
-}
-
-// The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
-__device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count,
-    uint64_t* exchange_words, uint32_t layer_epoch) {
-  float* reductions = (float*)(arena + REDUCTIONS) + turn * 672;
-  lay_down(reductions, sums, warp, lane);
-  warp_barrier();
-  if (lane == 0) {
-    mbarrier_arrive(summed + turn);
-  }
-  if (warp / 4 == finisher) {
-    mbarrier_wait(summed + turn, turn_parity);
-    uint32_t column = warp % 4;
-    if (column < column_count) {
-      finish_rows_4(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
-    }
-  }
-  advance_2(turn, turn_parity);
-  finisher += 1;
-  if (finisher == 2) {
-    finisher = 0;
-  }
-}
-
 // ---- phase down ------------------------------------------------------------------------------------
 // Projection onto the residual.
 // Waits for: gated.
 // Makes: hidden.
 __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     uint32_t* block_waits, uint8_t* arena, uint64_t* exchange_words, uint32_t layer_epoch, uint32_t column_count,
-    uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn,
-    uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity) {
+    uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint64_t* taken,
+    uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -2884,165 +3091,11 @@ __device__ __forceinline__ void down(uint32_t* progress, uint32_t block, uint32_
       multiply_held(chunk, sums_2, warp, weights, values);
     }
   }
-  reduce_4(position, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, exchange_words,
-      layer_epoch);
+  hand_over(sums, taken, turn, turn_parity, arena, warp, lane, summed);
   if (position + 132 < 256) {
-    reduce_4(position + 132, sums_2, arena, turn, warp, lane, summed, finisher, turn_parity, column_count,
-        exchange_words, layer_epoch);
+    hand_over(sums_2, taken, turn, turn_parity, arena, warp, lane, summed);
   }
-  named_barrier(1, 256);
-}
-
-__device__ __forceinline__ void penalise(uint32_t column, uint32_t token, float& adjusted, const int32_t* sequences,
-    uint8_t* arena, uint32_t* token_counts) {
-  uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11));
-  uint32_t found = token_counts[value * 128256 + token];
-  uint32_t count = found & 2147483647;
-  if (found != 0) {
-    float repetition = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 15)));
-    float quotient = divide_f32(adjusted, repetition);
-    adjusted = adjusted > 0.0f ? quotient : adjusted * repetition;
-  }
-  if (count != 0) {
-    adjusted -= bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 17))) * (float)(count);
-    adjusted -= bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 16)));
-  }
-}
-
-// The logit of a token below the vocabulary's end, as its column's sequence wants it.
-__device__ __forceinline__ float adjust(uint32_t column, uint32_t token, float logit, const int32_t* sequences,
-    uint8_t* arena, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts) {
-  uint32_t options = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 10));
-  float adjusted = logit;
-  if ((options & 1) != 0) {
-    uint32_t place = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 4008 + token / 32;
-    if (((load_constant_u32(masks + place) >> token % 32) & 1) == 0) {
-      adjusted = -bits_float(0x7f800000);
-    }
-  }
-  if ((options & 2) != 0) {
-    adjusted += bits_float(load_constant_u32(logit_bias + (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 128256 + token)));
-  }
-  if ((options & 4) != 0) {
-    penalise(column, token, adjusted, sequences, arena, token_counts);
-  }
-  return adjusted;
-}
-
-// -log(-log u), u = ((word >> 9) + 0.5) / 2^23: exact in f32, and never 0 or 1.
-__device__ __forceinline__ float gumbel(uint32_t token, uint32_t position, uint64_t seed) {
-  uint32_t c0 = token;
-  uint32_t c1 = position;
-  uint32_t c2 = 0;
-  uint32_t c3 = 0;
-  uint32_t k0 = (uint32_t)(seed);
-  uint32_t k1 = (uint32_t)(seed >> 32);
-  #pragma unroll
-  for (uint32_t i = 0; i < 10; ++i) {
-    uint32_t high0 = multiply_high_u32(3528531795u, c0);
-    uint32_t high1 = multiply_high_u32(3449720151u, c2);
-    uint32_t low0 = c0 * 3528531795u;
-    uint32_t low1 = c2 * 3449720151u;
-    c0 = high1 ^ c1 ^ k0;
-    c1 = low1;
-    c2 = high0 ^ c3 ^ k1;
-    c3 = low0;
-    k0 += 2654435769u;
-    k1 += 3144134277u;
-  }
-  uint32_t word = c0;
-  float uniform = ((float)(word >> 9) + 0.5f) * 1.1920929e-07f;
-  return -log_f32(-log_f32(uniform));
-}
-
-// Write a logit down, as it is compared without filters: one row a lane.
-__device__ __forceinline__ void keep_2(uint32_t token, float scaled, float noisy, const int32_t* sequences,
-    uint8_t* arena, uint32_t column, uint32_t lane, float* weighed) {
-  bool is_filtered = (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 10)) & 8) != 0;
-  if (is_filtered && lane < 16) {
-    uint32_t following = ((uint32_t*)(arena + COLUMNS))[column * 9 + 1] + 1;
-    uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 2));
-    bool wanted = following >= value && following <= ((uint32_t*)(arena + COLUMNS))[column * 9 + 2];
-    if (wanted && ((uint32_t*)(arena + COLUMNS))[column * 9 + 7] == 0) {
-      uint32_t place = (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 128256 + token) * 2;
-      weighed[place] = scaled;
-      weighed[place + 1] = noisy;
-    }
-  }
-}
-
-// Take an M-tile's logits in: one row a lane. A lane sees ascending ids, so `>` keeps the lowest on ties.
-__device__ __forceinline__ void consider(float logit, uint32_t m_tile, uint32_t row, uint32_t options, uint32_t column,
-    const int32_t* sequences, uint8_t* arena, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts,
-    uint32_t lane, float* weighed, float& best, uint32_t& best_token) {
-  uint32_t token = m_tile * 16 + row;
-  float candidate = logit;
-  if ((options & 7) != 0 && token < 128256) {
-    candidate = adjust(column, token, candidate, sequences, arena, masks, logit_bias, token_counts);
-  }
-  float temperature = bits_float(((uint32_t*)(arena + COLUMNS))[column * 9 + 3]);
-  if (temperature > 0.0f) {
-    uint64_t seed = ((uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 9 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 9 + 4]);
-    uint32_t position = ((uint32_t*)(arena + COLUMNS))[column * 9] + 1;
-    float scaled = divide_f32(candidate, temperature);
-    candidate = scaled + gumbel(token, position, seed);
-    if ((options & 8) != 0 && token < 128256) {
-      keep_2(token, scaled, candidate, sequences, arena, column, lane, weighed);
-    }
-  }
-  if (token < 128256 && candidate > best) {
-    best = candidate;
-    best_token = token;
-  }
-}
-
-// Add the warps' sums of a column, in order: half of the warps on each half of the lanes.
-__device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions, uint32_t column, uint32_t lane,
-    uint8_t* arena, float* logits, uint32_t step, uint32_t options, const int32_t* sequences, const uint32_t* masks,
-    const float* logit_bias, uint32_t* token_counts, float* weighed, float& best, uint32_t& best_token) {
-  uint32_t row = lane % 16;
-  uint32_t half = lane / 16;
-  float half_sum = 0.0f;
-  #pragma unroll
-  for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t warp = half * 4 + other;
-    half_sum += reductions[warp * 84 + column * 20 + row];
-  }
-  float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
-  float logit = row_sum * ((float*)(arena + SCALES))[column];
-  uint32_t token = m_tile * 16 + row;
-  if (logits != nullptr && lane < 16 && token < 128256) {
-    uint64_t row_2 = (uint64_t)(step * 4 + column);
-    logits[row_2 * 128256 + (uint64_t)(token)] = logit;
-  }
-  consider(logit, m_tile, row, options, column, sequences, arena, masks, logit_bias, token_counts, lane, weighed, best,
-      best_token);
-}
-
-// The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
-__device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint32_t column_count,
-    float* logits, uint32_t step, uint32_t options, const int32_t* sequences, const uint32_t* masks,
-    const float* logit_bias, uint32_t* token_counts, float* weighed, float& best, uint32_t& best_token) {
-  float* reductions = (float*)(arena + REDUCTIONS) + turn * 672;
-  lay_down(reductions, sums, warp, lane);
-  warp_barrier();
-  if (lane == 0) {
-    mbarrier_arrive(summed + turn);
-  }
-  if (warp / 4 == finisher) {
-    mbarrier_wait(summed + turn, turn_parity);
-    uint32_t column = warp % 4;
-    if (column < column_count) {
-      finish_rows_5(m_tile, reductions, column, lane, arena, logits, step, options, sequences, masks, logit_bias,
-          token_counts, weighed, best, best_token);
-    }
-  }
-  advance_2(turn, turn_parity);
-  finisher += 1;
-  if (finisher == 2) {
-    finisher = 0;
-  }
+  wait_until_taken(taken, turn, turn_parity);
 }
 
 // ---- phase lm_head ---------------------------------------------------------------------------------
@@ -3052,9 +3105,7 @@ __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint32_t step, uint32_t head_from,
     float* logits, uint32_t* block_waits, uint8_t* arena, const bf16* norms, uint64_t* exchange_words,
     uint32_t step_epoch, uint32_t column_count, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity,
-    uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity,
-    uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts,
-    float* weighed, float& best, uint32_t& best_token) {
+    uint8_t* ring, uint64_t* empty, uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
   uint32_t lane = thread % 32;
@@ -3128,36 +3179,9 @@ __device__ __forceinline__ void lm_head(uint32_t* progress, uint32_t block, uint
         advance(use_stage, use_parity);
         multiply_held(chunk, sums, warp, weights_3, values);
       }
-      reduce_5(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, column_count, logits, step,
-          options, sequences, masks, logit_bias, token_counts, weighed, best, best_token);
+      hand_over(sums, taken, turn, turn_parity, arena, warp, lane, summed);
     }
-    named_barrier(1, 256);
-  }
-}
-
-// The best candidate of a warp's lanes, on all of them; the lowest id on ties.
-__device__ __forceinline__ void best_of_warp(float& best, uint32_t& best_token) {
-  #pragma unroll 1
-  for (uint32_t level = 0; level < 5; ++level) {
-    uint32_t mask = 16u >> level;
-    float other = shuffle_xor_f32(best, mask);
-    uint32_t other_token = shuffle_xor_u32(best_token, mask);
-    if (other > best || (other == best && other_token < best_token)) {
-      best = other;
-      best_token = other_token;
-    }
-  }
-}
-
-// Each warp's best of its columns, in shared memory: [slot, warp], which is [group, column].
-__device__ __forceinline__ void lay_down_warps(uint8_t* arena, float& best, uint32_t& best_token, uint32_t lane,
-    uint32_t warp) {
-  uint32_t* words = (uint32_t*)(arena + WARP_CANDIDATES);
-  best_of_warp(best, best_token);
-  if (lane == 0) {
-    uint32_t place = warp * 2;
-    words[place] = float_bits(best);
-    words[place + 1] = best_token;
+    wait_until_taken(taken, turn, turn_parity);
   }
 }
 
@@ -3189,7 +3213,7 @@ __device__ __forceinline__ float highest_of_warp(float number) {
 }
 
 // The best of the lanes' candidates, the lowest id on ties, and the number beside it, on every lane.
-__device__ __forceinline__ void best_of_warp_2(uint32_t lane, float& best, uint32_t& token, float& number) {
+__device__ __forceinline__ void best_of_warp(uint32_t lane, float& best, uint32_t& token, float& number) {
   uint32_t key = (float_bits(best) & 2147483648u) != 0 ? float_bits(best) ^ 4294967295u : float_bits(best) | 2147483648u;
   uint32_t top = warp_maximum_u32(key);
   uint32_t lowest = warp_maximum_u32(key == top ? token ^ 4294967295u : 0) ^ 4294967295u;
@@ -3210,7 +3234,7 @@ __device__ __forceinline__ void lay_down_4(float highest, uint32_t* words, float
     part = weight * exp_f32(highest - above);
   }
   float weight_2 = warp_sum_f32(part);
-  best_of_warp_2(lane, best, best_token, best_scaled);
+  best_of_warp(lane, best, best_token, best_scaled);
   #pragma unroll 1
   for (uint32_t rank = 0; rank < 4; ++rank) {
     uint32_t key = (float_bits(first) & 2147483648u) != 0 ? float_bits(first) ^ 4294967295u : float_bits(first) | 2147483648u;
@@ -3378,6 +3402,20 @@ __device__ __forceinline__ void publish_lists(uint32_t warp, uint32_t column_cou
   }
 }
 
+// The best candidate of so many neighbouring lanes, on all of them; the lowest id on ties.
+__device__ __forceinline__ void best_of_lanes_2(float& best, uint32_t& best_token) {
+  #pragma unroll 1
+  for (uint32_t level = 0; level < 5; ++level) {
+    uint32_t mask = 16u >> level;
+    float other = shuffle_xor_f32(best, mask);
+    uint32_t other_token = shuffle_xor_u32(best_token, mask);
+    if (other > best || (other == best && other_token < best_token)) {
+      best = other;
+      best_token = other_token;
+    }
+  }
+}
+
 // The best of a column's `count` candidates in a region, on every lane of the warp.
 __device__ __forceinline__ void best_of(uint32_t column, uint8_t* arena, uint32_t lane, float& best_out,
     uint32_t& best_token_out) {
@@ -3385,14 +3423,14 @@ __device__ __forceinline__ void best_of(uint32_t column, uint8_t* arena, uint32_
   float best = -bits_float(0x7f800000);
   uint32_t best_token = 4294967295u;
   #pragma unroll 1
-  for (uint32_t other = lane; other < 2; other += 32) {
+  for (uint32_t other = lane; other < 1; other += 32) {
     uint2 candidate = candidates[other * 4 + column];
     if (bits_float(candidate.x) > best || (bits_float(candidate.x) == best && candidate.y < best_token)) {
       best = bits_float(candidate.x);
       best_token = candidate.y;
     }
   }
-  best_of_warp(best, best_token);
+  best_of_lanes_2(best, best_token);
   best_out = best;
   best_token_out = best_token;
 }
@@ -3421,7 +3459,7 @@ __device__ __forceinline__ void best_of_2(uint32_t column, uint8_t* arena, uint3
       best_token = candidate.y;
     }
   }
-  best_of_warp(best, best_token);
+  best_of_lanes_2(best, best_token);
   best_out = best;
   best_token_out = best_token;
 }
@@ -3843,7 +3881,7 @@ __device__ __forceinline__ void lay_down_best(uint32_t* words, float best, uint3
 // The warp's sums and its best, a word each, in shared memory: [column, group, word].
 __device__ __forceinline__ void lay_down_5(uint32_t column, float (&sums)[12], float& best, uint32_t& best_token,
     float& best_distance, uint32_t lane, uint8_t* arena, uint32_t warp) {
-  best_of_warp_2(lane, best, best_token, best_distance);
+  best_of_warp(lane, best, best_token, best_distance);
   uint32_t* words = (uint32_t*)(arena + FILTER_SUMS) + (column * 2 + warp / 4) * 32;
   float total = sum_of_lanes(sums, lane);
   if (lane % 2 == 0 && lane < 24) {
@@ -3998,7 +4036,7 @@ __device__ __forceinline__ void read_2(uint32_t column, uint32_t epoch, uint32_t
     best = -bits_float(0x7f800000);
     token = 4294967295u;
   }
-  best_of_warp_2(lane, best, token, distance);
+  best_of_warp(lane, best, token, distance);
   #pragma unroll 1
   for (uint32_t level = 0; level < 3; ++level) {
     sums[0] = sums[0] + shuffle_xor_f32(sums[0], 16u >> level);
@@ -4192,8 +4230,8 @@ __device__ __forceinline__ void count_chosen(uint32_t lane, uint32_t column_coun
 // The grid's choice; the meeting of all blocks that ends a step.
 // Waits for: the candidates of all blocks.
 // Makes: candidates, and every column's token in `chosen`.
-__device__ __forceinline__ void sampling(uint32_t* progress, uint32_t block, uint32_t step, uint8_t* arena, float& best,
-    uint32_t& best_token, uint32_t options, uint32_t column_count, const int32_t* sequences, float* weighed,
+__device__ __forceinline__ void sampling(uint32_t* progress, uint32_t block, uint32_t step, uint64_t* step_added,
+    uint32_t options, uint32_t column_count, const int32_t* sequences, uint8_t* arena, float* weighed,
     uint32_t step_epoch, uint64_t* exchange_words, const uint32_t* cancelled, uint32_t epoch, uint32_t* token_counts) {
   uint32_t thread = thread_index();
   uint32_t warp = thread / 32;
@@ -4202,21 +4240,21 @@ __device__ __forceinline__ void sampling(uint32_t* progress, uint32_t block, uin
     store_relaxed_u32(progress + block, step * 162 + 161);
   }
   uint32_t first_word = step % 2 * 1056;
-  lay_down_warps(arena, best, best_token, lane, warp);
+  mbarrier_wait(step_added, step % 2);
   named_barrier(1, 256);
   if ((options & 8) != 0) {
     publish_lists(warp, column_count, sequences, arena, lane, weighed, block, step_epoch, step, exchange_words);
   }
   if (warp < 4) {
-    float best_2;
-    uint32_t best_token_2;
-    best_of(warp, arena, lane, best_2, best_token_2);
+    float best;
+    uint32_t best_token;
+    best_of(warp, arena, lane, best, best_token);
     if (lane < 2) {
-      uint32_t value = float_bits(best_2);
+      uint32_t value = float_bits(best);
       bool is_cancelled = block == 0 && ((uint32_t*)(arena + COLUMNS))[warp * 9 + 8] != 0;
-      uint32_t value_2 = is_cancelled ? float_bits(bits_float(0x7f800000)) : float_bits(best_2);
-      uint32_t best_token_3 = is_cancelled ? 4294967294u : best_token_2;
-      uint32_t word = lane % 2 == 0 ? value_2 : best_token_3;
+      uint32_t value_2 = is_cancelled ? float_bits(bits_float(0x7f800000)) : float_bits(best);
+      uint32_t best_token_2 = is_cancelled ? 4294967294u : best_token;
+      uint32_t word = lane % 2 == 0 ? value_2 : best_token_2;
       uint32_t place = first_word + (block * 4 + warp) * 2 + lane;
       publish_flagged_release(exchange_words + (place + 656928), word, step_epoch + 32);
     }
@@ -4234,10 +4272,10 @@ __device__ __forceinline__ void sampling(uint32_t* progress, uint32_t block, uin
   uint32_t* chosen = (uint32_t*)(arena + CHOSEN);
   if (warp < 4) {
     float _;
-    uint32_t best_token_2;
-    best_of_2(warp, arena, lane, _, best_token_2);
+    uint32_t best_token;
+    best_of_2(warp, arena, lane, _, best_token);
     if (lane == 0) {
-      chosen[warp] = best_token_2;
+      chosen[warp] = best_token;
     }
   }
   named_barrier(1, 256);
@@ -4353,6 +4391,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
   uint8_t* ring = arena + RING;
   uint32_t* block_waits = (uint32_t*)(arena + BLOCK_WAITS);
   uint64_t* summed = (uint64_t*)(arena + REDUCTION_BARRIERS);
+  uint64_t* taken = summed + 2;
+  uint64_t* step_added = taken + 2;
   uint64_t* step_done = (uint64_t*)(arena + STEP_DONE);
   uint32_t* next_token = (uint32_t*)(arena + NEXT_TOKEN);
   // barriers, and every column's first token
@@ -4362,17 +4402,19 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       mbarrier_init(empty + stage, 8);
     }
     store_shared_u32(block_waits, 0);
-    for (uint32_t reduction = 0; reduction < 3; ++reduction) {
+    for (uint32_t reduction = 0; reduction < 2; ++reduction) {
       mbarrier_init(summed + reduction, 8);
+      mbarrier_init(taken + reduction, 2);
     }
+    mbarrier_init(step_added, 2);
     mbarrier_init(step_done, 1);
-    mbarrier_init(step_done + 1, 1);
+    mbarrier_init(step_done + 1, 3);
     mbarrier_fence_init();
   }
   take_first(thread, column_count, columns, next_token, sequences, tokens, arena);
   block_barrier();
   if (warp >= 8) {
-    give_registers();
+    keep_104_registers();
     // the producer warp: one lane walks the whole model's chunk list
     if (thread == 256) {
       uint32_t plan_index = 0;
@@ -4414,18 +4456,52 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         // sampling
       }
     }
+    // the adding warps
+    if (warp > 8 && warp <= 10) {
+      uint32_t adding = 0;
+      uint32_t adding_parity = 0;
+      for (uint32_t step = 0; step < steps; ++step) {
+        uint32_t step_epoch = epoch + step * 96;
+        for (uint32_t layer = 0; layer < 32; ++layer) {
+          uint32_t layer_epoch = step_epoch + layer;
+          finish_qkv(block, warp, lane, column_count, arena, adding, summed, adding_parity, exchange_words, layer_epoch,
+              page_table, layer, kv, taken);
+          finish_o(block, warp, lane, column_count, arena, adding, summed, adding_parity, exchange_words, layer_epoch,
+              taken);
+          finish_gate_up(block, warp, lane, column_count, arena, adding, summed, adding_parity, exchange_words,
+              layer_epoch, taken);
+          finish_down(block, warp, lane, column_count, arena, adding, summed, adding_parity, exchange_words,
+              layer_epoch, taken);
+        }
+        float best = -bits_float(0x7f800000);
+        uint32_t best_token = 4294967295u;
+        if (step >= head_from || logits != nullptr) {
+          finish_lm_head(block, warp, lane, column_count, arena, adding, summed, adding_parity, logits, step, options,
+              sequences, masks, logit_bias, token_counts, weighed, best, best_token, taken);
+        }
+        lay_down_candidates(arena, best, best_token, lane, warp, step_added);
+        mbarrier_wait(step_done, step % 2);
+        uint32_t stop = 0;
+        if (lane == 0) {
+          stop = next_token[4];
+          mbarrier_arrive(step_done + 1);
+        }
+        if (shuffle_u32(stop, 0) != 0) {
+          break;
+        }
+      }
+    }
   } else {
-    take_registers();
+    take_200_registers();
     // the consumer warps
     uint32_t turn = 0;
     uint32_t turn_parity = 0;
-    uint32_t finisher = 0;
     uint32_t plan_index = 0;
     uint32_t use_stage = 0;
     uint32_t use_parity = 0;
     for (uint32_t step = 0; step < steps; ++step) {
-      bool has_new_plan = follow_plan(plan_index, step, plan_count, kv_plans);
       uint32_t step_epoch = epoch + step * 96;
+      bool has_new_plan = follow_plan(plan_index, step, plan_count, kv_plans);
       begin_step(step, arena, thread, column_count, columns, sequences);
       if (has_new_plan) {
         keep(arena, kv_plans, plan_index, thread, block, tiles, warp, lane);
@@ -4437,23 +4513,19 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       for (uint32_t layer = 0; layer < 32; ++layer) {
         uint32_t layer_epoch = step_epoch + layer;
         qkv(progress, block, step, layer, norms, block_waits, arena, column_count, embedding, next_token,
-            exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity,
-            page_table, kv);
+            exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
         attention(progress, block, step, layer, arena, kv_plans, plan_index, tiles, layer_epoch, exchange_words,
             use_stage, full, use_parity, ring, empty);
         o(progress, block, step, layer, block_waits, arena, exchange_words, layer_epoch, column_count, full, use_stage,
-            use_parity, ring, empty, turn, summed, finisher, turn_parity);
+            use_parity, ring, empty, taken, turn, turn_parity, summed);
         gate_up(progress, block, step, layer, norms, block_waits, arena, exchange_words, layer_epoch, column_count,
-            full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity);
+            full, use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
         down(progress, block, step, layer, block_waits, arena, exchange_words, layer_epoch, column_count, full,
-            use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity);
+            use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
       }
-      float best = -bits_float(0x7f800000);
-      uint32_t best_token = 4294967295u;
       lm_head(progress, block, step, head_from, logits, block_waits, arena, norms, exchange_words, step_epoch,
-          column_count, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity, options,
-          sequences, masks, logit_bias, token_counts, weighed, best, best_token);
-      sampling(progress, block, step, arena, best, best_token, options, column_count, sequences, weighed, step_epoch,
+          column_count, full, use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
+      sampling(progress, block, step, step_added, options, column_count, sequences, arena, weighed, step_epoch,
           exchange_words, cancelled, epoch, token_counts);
       take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, emitted, stop_ids, next_token,
           thread, status, step_done);

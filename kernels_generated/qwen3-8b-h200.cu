@@ -3,7 +3,7 @@
 //
 // model: hidden 4096, ffn 12288, vocab 151936, heads 32, kv_heads 8, head_dim 128, layers 36
 // machine: h200, 132 blocks of 384 threads: 8 consumer warps
-// plan: consumer_warps 8, stage_bytes 16384, stages 12, in_flight 4, in_flight_waiting 3, producer_warps 4, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 2, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 8, start_residual 0, start_gate_up 8, start_head 8, trace False
+// plan: consumer_warps 8, stage_bytes 16384, stages 12, in_flight 4, in_flight_waiting 3, adding_warps 3, sync flags, page_size 16, max_context 8192, batch 1, tokens 1, down_slices 2, max_steps 64, kv_align 16, kv_chunk_min 256, kv_chunk 0, kv_item_cost 128, kv_dtype bf16, start_qkv 8, start_residual 0, start_gate_up 8, start_head 8, trace False
 // weights read a step: 15136194560 bytes, in 385875968 a layer
 // shared memory:
 //     offset    bytes  region
@@ -20,21 +20,21 @@
 //     196864    16384  attention  (over scratch)
 //     213248     2048  queries  (over scratch)
 //     215296     8192  newest  (over scratch)
-//     209152     4608  reductions  (over scratch)
-//     223488       72  reduction_barriers
-//     223568      128  residual
-//     223696      256  partial_sums
-//     223952        4  scales
-//     223968      512  rope
-//     224480      512  statistics
-//     224992      592  records
-//     225584       64  warp_candidates
-//     225648       36  columns
-//     225696        4  chosen
-//     225712       16  step_done
-//     225728        8  next_token
-//              225736  total
-//              232448  a block has, 6712 free
+//     209152     1920  reductions  (over scratch)
+//     223488       56  reduction_barriers
+//     223552      128  residual
+//     223680      256  partial_sums
+//     223936        4  scales
+//     223952      512  rope
+//     224464      512  statistics
+//     224976      592  records
+//     225568       24  warp_candidates
+//     225600       36  columns
+//     225648        4  chosen
+//     225664       16  step_done
+//     225680        8  next_token
+//              225688  total
+//              232448  a block has, 6760 free
 
 #ifdef CHEETAH_EMULATOR
 #include "cheetah_emulator.h"
@@ -60,16 +60,21 @@ __device__ __forceinline__ void named_barrier(uint32_t id, uint32_t threads) {
   asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
 }
 
-__device__ __forceinline__ void give_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+__device__ __forceinline__ void keep_104_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 104;");
 }
 
-__device__ __forceinline__ void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+__device__ __forceinline__ void take_200_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 200;");
 }
 
 __device__ __forceinline__ void wait_for_u32(uint32_t value) {
   asm volatile("{.reg .pred p; setp.eq.u32 p, %0, 0x7fc0dead; @p nanosleep.u32 1;}" :: "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint32_t renewed_u32(uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
 }
 
 __device__ __forceinline__ void warp_barrier() {
@@ -389,17 +394,17 @@ constexpr uint32_t QUERIES = 213248;
 constexpr uint32_t NEWEST = 215296;
 constexpr uint32_t REDUCTIONS = 209152;
 constexpr uint32_t REDUCTION_BARRIERS = 223488;
-constexpr uint32_t RESIDUAL = 223568;
-constexpr uint32_t PARTIAL_SUMS = 223696;
-constexpr uint32_t SCALES = 223952;
-constexpr uint32_t ROPE = 223968;
-constexpr uint32_t STATISTICS = 224480;
-constexpr uint32_t RECORDS = 224992;
-constexpr uint32_t WARP_CANDIDATES = 225584;
-constexpr uint32_t COLUMNS = 225648;
-constexpr uint32_t CHOSEN = 225696;
-constexpr uint32_t STEP_DONE = 225712;
-constexpr uint32_t NEXT_TOKEN = 225728;
+constexpr uint32_t RESIDUAL = 223552;
+constexpr uint32_t PARTIAL_SUMS = 223680;
+constexpr uint32_t SCALES = 223936;
+constexpr uint32_t ROPE = 223952;
+constexpr uint32_t STATISTICS = 224464;
+constexpr uint32_t RECORDS = 224976;
+constexpr uint32_t WARP_CANDIDATES = 225568;
+constexpr uint32_t COLUMNS = 225600;
+constexpr uint32_t CHOSEN = 225648;
+constexpr uint32_t STEP_DONE = 225664;
+constexpr uint32_t NEXT_TOKEN = 225680;
 
 // An input of a sequence, or 0 where it has none left.
 __device__ __forceinline__ uint32_t given(uint32_t sequence, uint32_t index, const int32_t* sequences,
@@ -647,6 +652,389 @@ __device__ __forceinline__ void fetch_lm_head(uint32_t block, const uint8_t* wei
   }
 }
 
+// The rows of a slot, with what of it is worked out before the sums are there.
+__device__ __forceinline__ void finish_rows(uint32_t m_tile, uint32_t column, uint32_t lane, uint8_t* arena,
+    uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint64_t* exchange_words, uint32_t layer_epoch) {
+  uint32_t row = lane % 16;
+  bool is_own = lane < 16;
+  uint32_t head = m_tile / 8;
+  uint32_t m_tile_of_head = m_tile % 8;
+  uint32_t paired = m_tile_of_head * 8 + row % 8 + (row >= 8 ? 64u : 0u);
+  bool is_paired = head < 40;
+  uint32_t dim = is_paired ? paired : m_tile_of_head * 16 + row;
+  uint32_t place = (column * 6144 + head * 128 + dim) / 2;
+  uint32_t published = renewed_u32(place + 2080);
+  float* reduction = (float*)(arena + REDUCTIONS) + adding * 160;
+  float* own = reduction + (lane / 16 * 80 + lane % 16);
+  mbarrier_wait(summed + adding, adding_parity);
+  float total = 0.0f;
+  #pragma unroll
+  for (uint32_t other = 0; other < 4; ++other) {
+    total += own[other * 20];
+  }
+  float low = total;
+  float total_2 = low + shuffle_xor_f32(low, 16);
+  float neighbour = shuffle_xor_f32(total_2 * ((float*)(arena + SCALES))[column], 1);
+  uint32_t pair = pack_bf16x2(total_2 * ((float*)(arena + SCALES))[column], neighbour);
+  if (is_own && row % 2 == 0) {
+    publish_flagged(exchange_words + published, pair, layer_epoch);
+  }
+}
+
+// The next stage of the ring; behind the last comes the first, in the next pass.
+__device__ __forceinline__ void advance_2(uint32_t& stage, uint32_t& parity) {
+  stage += 1;
+  if (stage == 3) {
+    stage = 0;
+    parity ^= 1;
+  }
+}
+
+// The block's M-tiles of qkv: the warps' sums added up, the rows finished.
+__device__ __forceinline__ void finish_qkv(uint32_t block, uint32_t& adding, uint32_t warp, uint32_t lane,
+    uint8_t* arena, uint64_t* summed, uint32_t& adding_parity, uint64_t* exchange_words, uint32_t layer_epoch,
+    uint64_t* taken) {
+  uint32_t position = (block + 8) % 132;
+  #pragma unroll 1
+  for (uint32_t m_tile = position; m_tile < 384; m_tile += 132) {
+    if (adding == warp - 9) {
+      uint32_t column = 0;
+      finish_rows(m_tile, column, lane, arena, adding, summed, adding_parity, exchange_words, layer_epoch);
+      warp_barrier();
+      if (lane == 0) {
+        mbarrier_arrive(taken + adding);
+      }
+    }
+    advance_2(adding, adding_parity);
+  }
+}
+
+// The rows of a slot, with what of it is worked out before the sums are there.
+__device__ __forceinline__ void finish_rows_2(uint32_t m_tile, uint32_t column, uint32_t lane, uint8_t* arena,
+    uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint64_t* exchange_words, uint32_t layer_epoch) {
+  uint32_t row = lane % 16;
+  bool is_own = lane < 16;
+  float* residual = (float*)(arena + RESIDUAL);
+  uint32_t place = renewed_u32(m_tile / 132 * 16 + row + column);
+  uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + 146592);
+  float* reduction = (float*)(arena + REDUCTIONS) + adding * 160;
+  float* own = reduction + (lane / 16 * 80 + lane % 16);
+  mbarrier_wait(summed + adding, adding_parity);
+  float total = 0.0f;
+  #pragma unroll
+  for (uint32_t other = 0; other < 4; ++other) {
+    total += own[other * 20];
+  }
+  float low = total;
+  float total_2 = low + shuffle_xor_f32(low, 16);
+  float value = total_2;
+  if (is_own) {
+    value += residual[place];
+    residual[place] = value;
+  }
+  float neighbour = shuffle_xor_f32(value, 1);
+  uint32_t pair = pack_bf16x2(value, neighbour);
+  if (is_own && row < 16 && row % 2 == 0) {
+    publish_flagged(exchange_words + published, pair, layer_epoch);
+  }
+}
+
+// The block's M-tiles of o: the warps' sums added up, the rows finished.
+__device__ __forceinline__ void finish_o(uint32_t block, uint32_t& adding, uint32_t warp, uint32_t lane, uint8_t* arena,
+    uint64_t* summed, uint32_t& adding_parity, uint64_t* exchange_words, uint32_t layer_epoch, uint64_t* taken) {
+  uint32_t position = block % 132;
+  #pragma unroll 1
+  for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
+    if (adding == warp - 9) {
+      uint32_t column = 0;
+      finish_rows_2(m_tile, column, lane, arena, adding, summed, adding_parity, exchange_words, layer_epoch);
+      warp_barrier();
+      if (lane == 0) {
+        mbarrier_arrive(taken + adding);
+      }
+    }
+    advance_2(adding, adding_parity);
+  }
+}
+
+// The rows of a slot, with what of it is worked out before the sums are there.
+__device__ __forceinline__ void finish_rows_3(uint32_t m_tile, uint32_t column, uint32_t lane, uint8_t* arena,
+    uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint64_t* exchange_words, uint32_t layer_epoch) {
+  uint32_t row = lane % 16;
+  bool is_own = lane < 16;
+  uint32_t published = renewed_u32((((m_tile * 8 + row) / 32 + column) * 4 + (m_tile * 8 + row) / 8 % 4) * 4 + (m_tile * 8 + row) % 8 / 2 + 148640);
+  float* reduction = (float*)(arena + REDUCTIONS) + adding * 160;
+  float* own = reduction + (lane / 16 * 80 + lane % 16);
+  mbarrier_wait(summed + adding, adding_parity);
+  float total = 0.0f;
+  #pragma unroll
+  for (uint32_t other = 0; other < 4; ++other) {
+    total += own[other * 20];
+  }
+  float low = total;
+  float total_2 = low + shuffle_xor_f32(low, 16);
+  float value = total_2 * ((float*)(arena + SCALES))[column];
+  float other = shuffle_xor_f32(value, 8);
+  float gated = divide_f32(value, 1.0f + exp_f32(-value)) * other;
+  float neighbour = shuffle_xor_f32(gated, 1);
+  uint32_t pair = pack_bf16x2(gated, neighbour);
+  if (is_own && row < 8 && row % 2 == 0) {
+    publish_flagged(exchange_words + published, pair, layer_epoch);
+  }
+}
+
+// The block's M-tiles of gate_up: the warps' sums added up, the rows finished.
+__device__ __forceinline__ void finish_gate_up(uint32_t block, uint32_t& adding, uint32_t warp, uint32_t lane,
+    uint8_t* arena, uint64_t* summed, uint32_t& adding_parity, uint64_t* exchange_words, uint32_t layer_epoch,
+    uint64_t* taken) {
+  uint32_t position = (block + 8) % 132;
+  #pragma unroll 1
+  for (uint32_t m_tile = position; m_tile < 1536; m_tile += 132) {
+    if (adding == warp - 9) {
+      uint32_t column = 0;
+      finish_rows_3(m_tile, column, lane, arena, adding, summed, adding_parity, exchange_words, layer_epoch);
+      warp_barrier();
+      if (lane == 0) {
+        mbarrier_arrive(taken + adding);
+      }
+    }
+    advance_2(adding, adding_parity);
+  }
+}
+
+// The rows of a slot, with what of it is worked out before the sums are there.
+__device__ __forceinline__ void finish_rows_4(uint32_t m_tile, uint32_t column, uint32_t lane, uint8_t* arena,
+    uint32_t adding, uint64_t* summed, uint32_t adding_parity, uint64_t* exchange_words, uint32_t layer_epoch) {
+  uint32_t row = lane % 16;
+  bool is_own = lane < 16;
+  float* residual = (float*)(arena + RESIDUAL);
+  uint32_t place = renewed_u32(m_tile / 132 * 16 + row + column);
+  uint32_t published = renewed_u32((((m_tile * 16 + row) / 32 + column) * 4 + (m_tile * 16 + row) / 8 % 4) * 4 + (m_tile * 16 + row) % 8 / 2 + 32);
+  float* reduction = (float*)(arena + REDUCTIONS) + adding * 160;
+  float* own = reduction + (lane / 16 * 80 + lane % 16);
+  mbarrier_wait(summed + adding, adding_parity);
+  float total = 0.0f;
+  #pragma unroll
+  for (uint32_t other = 0; other < 4; ++other) {
+    total += own[other * 20];
+  }
+  float low = total;
+  float total_2 = low + shuffle_xor_f32(low, 16);
+  float value = total_2;
+  if (is_own) {
+    value += residual[place];
+    residual[place] = value;
+  }
+  float neighbour = shuffle_xor_f32(value, 1);
+  uint32_t pair = pack_bf16x2(value, neighbour);
+  if (is_own && row < 16 && row % 2 == 0) {
+    publish_flagged(exchange_words + published, pair, layer_epoch);
+  }
+}
+
+// The block's M-tiles of down: the warps' sums added up, the rows finished.
+__device__ __forceinline__ void finish_down(uint32_t block, uint32_t& adding, uint32_t warp, uint32_t lane,
+    uint8_t* arena, uint64_t* summed, uint32_t& adding_parity, uint64_t* exchange_words, uint32_t layer_epoch,
+    uint64_t* taken) {
+  uint32_t position = block % 132;
+  #pragma unroll 1
+  for (uint32_t m_tile = position; m_tile < 256; m_tile += 132) {
+    if (adding == warp - 9) {
+      uint32_t column = 0;
+      finish_rows_4(m_tile, column, lane, arena, adding, summed, adding_parity, exchange_words, layer_epoch);
+      warp_barrier();
+      if (lane == 0) {
+        mbarrier_arrive(taken + adding);
+      }
+    }
+    advance_2(adding, adding_parity);
+  }
+}
+
+__device__ __forceinline__ void penalise(uint32_t column, uint32_t token, float& adjusted, const int32_t* sequences,
+    uint8_t* arena, uint32_t* token_counts) {
+  uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11));
+  uint32_t found = token_counts[value * 151936 + token];
+  uint32_t count = found & 2147483647;
+  if (found != 0) {
+    float repetition = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 15)));
+    float quotient = divide_f32(adjusted, repetition);
+    adjusted = adjusted > 0.0f ? quotient : adjusted * repetition;
+  }
+  if (count != 0) {
+    adjusted -= bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 17))) * (float)(count);
+    adjusted -= bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 16)));
+  }
+}
+
+// The logit of a token below the vocabulary's end, as its column's sequence wants it.
+__device__ __forceinline__ float adjust(uint32_t column, uint32_t token, float logit, const int32_t* sequences,
+    uint8_t* arena, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts) {
+  uint32_t options = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 10));
+  float adjusted = logit;
+  if ((options & 1) != 0) {
+    uint32_t place = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 4748 + token / 32;
+    if (((load_constant_u32(masks + place) >> token % 32) & 1) == 0) {
+      adjusted = -bits_float(0x7f800000);
+    }
+  }
+  if ((options & 2) != 0) {
+    adjusted += bits_float(load_constant_u32(logit_bias + (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 151936 + token)));
+  }
+  if ((options & 4) != 0) {
+    penalise(column, token, adjusted, sequences, arena, token_counts);
+  }
+  return adjusted;
+}
+
+// -log(-log u), u = ((word >> 9) + 0.5) / 2^23: exact in f32, and never 0 or 1.
+__device__ __forceinline__ float gumbel(uint32_t token, uint32_t position, uint64_t seed) {
+  uint32_t c0 = token;
+  uint32_t c1 = position;
+  uint32_t c2 = 0;
+  uint32_t c3 = 0;
+  uint32_t k0 = (uint32_t)(seed);
+  uint32_t k1 = (uint32_t)(seed >> 32);
+  #pragma unroll
+  for (uint32_t i = 0; i < 10; ++i) {
+    uint32_t high0 = multiply_high_u32(3528531795u, c0);
+    uint32_t high1 = multiply_high_u32(3449720151u, c2);
+    uint32_t low0 = c0 * 3528531795u;
+    uint32_t low1 = c2 * 3449720151u;
+    c0 = high1 ^ c1 ^ k0;
+    c1 = low1;
+    c2 = high0 ^ c3 ^ k1;
+    c3 = low0;
+    k0 += 2654435769u;
+    k1 += 3144134277u;
+  }
+  uint32_t word = c0;
+  float uniform = ((float)(word >> 9) + 0.5f) * 1.1920929e-07f;
+  return -log_f32(-log_f32(uniform));
+}
+
+// Write a logit down, as it is compared without filters: one row a lane, in the adder role.
+__device__ __forceinline__ void keep_2(uint32_t token, float scaled, float noisy, const int32_t* sequences,
+    uint8_t* arena, uint32_t column, float* weighed) {
+  bool is_filtered = (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 10)) & 8) != 0;
+  if (is_filtered) {
+    uint32_t following = ((uint32_t*)(arena + COLUMNS))[column * 9 + 1] + 1;
+    uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 2));
+    bool wanted = following >= value && following <= ((uint32_t*)(arena + COLUMNS))[column * 9 + 2];
+    if (wanted && ((uint32_t*)(arena + COLUMNS))[column * 9 + 7] == 0) {
+      uint32_t place = (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 151936 + token) * 2;
+      weighed[place] = scaled;
+      weighed[place + 1] = noisy;
+    }
+  }
+}
+
+// In the adder role, by lanes that own a row: take an M-tile's logits in. A lane sees ascending ids, so `>`
+// keeps the lowest on ties.
+__device__ __forceinline__ void consider(float logit, uint32_t m_tile, uint32_t row, uint32_t options, uint32_t column,
+    const int32_t* sequences, uint8_t* arena, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts,
+    float* weighed, float& best, uint32_t& best_token) {
+  uint32_t token = m_tile * 16 + row;
+  float candidate = logit;
+  if ((options & 7) != 0 && token < 151936) {
+    candidate = adjust(column, token, candidate, sequences, arena, masks, logit_bias, token_counts);
+  }
+  float temperature = bits_float(((uint32_t*)(arena + COLUMNS))[column * 9 + 3]);
+  if (temperature > 0.0f) {
+    uint64_t seed = ((uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 9 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 9 + 4]);
+    uint32_t position = ((uint32_t*)(arena + COLUMNS))[column * 9] + 1;
+    float scaled = divide_f32(candidate, temperature);
+    candidate = scaled + gumbel(token, position, seed);
+    if ((options & 8) != 0 && token < 151936) {
+      keep_2(token, scaled, candidate, sequences, arena, column, weighed);
+    }
+  }
+  if (token < 151936 && candidate > best) {
+    best = candidate;
+    best_token = token;
+  }
+}
+
+// The rows of a slot, with what of it is worked out before the sums are there.
+__device__ __forceinline__ void finish_rows_5(uint32_t m_tile, uint32_t column, uint32_t lane, uint8_t* arena,
+    uint32_t adding, uint64_t* summed, uint32_t adding_parity, float* logits, uint32_t step, uint32_t options,
+    const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts, float* weighed,
+    float& best, uint32_t& best_token) {
+  uint32_t row = lane % 16;
+  bool is_own = lane < 16;
+  float* reduction = (float*)(arena + REDUCTIONS) + adding * 160;
+  float* own = reduction + (lane / 16 * 80 + lane % 16);
+  mbarrier_wait(summed + adding, adding_parity);
+  float total = 0.0f;
+  #pragma unroll
+  for (uint32_t other = 0; other < 4; ++other) {
+    total += own[other * 20];
+  }
+  float low = total;
+  float total_2 = low + shuffle_xor_f32(low, 16);
+  float logit = total_2 * ((float*)(arena + SCALES))[column];
+  uint32_t token = m_tile * 16 + row;
+  if (is_own) {
+    if (logits != nullptr && token < 151936) {
+      uint64_t row_2 = (uint64_t)(step + column);
+      logits[row_2 * 151936 + (uint64_t)(token)] = logit;
+    }
+    consider(logit, m_tile, row, options, column, sequences, arena, masks, logit_bias, token_counts, weighed, best,
+        best_token);
+  }
+}
+
+// The block's M-tiles of lm_head: the warps' sums added up, the rows finished.
+__device__ __forceinline__ void finish_lm_head(uint32_t block, uint32_t& adding, uint32_t warp, uint32_t lane,
+    uint8_t* arena, uint64_t* summed, uint32_t& adding_parity, float* logits, uint32_t step, uint32_t options,
+    const int32_t* sequences, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts, float* weighed,
+    float& best, uint32_t& best_token, uint64_t* taken) {
+  uint32_t position = (block + 8) % 132;
+  #pragma unroll 1
+  for (uint32_t m_tile = position; m_tile < 9496; m_tile += 132) {
+    if (adding == warp - 9) {
+      uint32_t column = 0;
+      finish_rows_5(m_tile, column, lane, arena, adding, summed, adding_parity, logits, step, options, sequences, masks,
+          logit_bias, token_counts, weighed, best, best_token);
+      warp_barrier();
+      if (lane == 0) {
+        mbarrier_arrive(taken + adding);
+      }
+    }
+    advance_2(adding, adding_parity);
+  }
+}
+
+// The best candidate of so many neighbouring lanes, on all of them; the lowest id on ties.
+__device__ __forceinline__ void best_of_lanes(float& best, uint32_t& best_token) {
+  #pragma unroll 1
+  for (uint32_t level = 0; level < 4; ++level) {
+    uint32_t mask = 8u >> level;
+    float other = shuffle_xor_f32(best, mask);
+    uint32_t other_token = shuffle_xor_u32(best_token, mask);
+    if (other > best || (other == best && other_token < best_token)) {
+      best = other;
+      best_token = other_token;
+    }
+  }
+}
+
+__device__ __forceinline__ void lay_down_candidates(uint8_t* arena, float& best, uint32_t& best_token, uint32_t lane,
+    uint32_t warp, uint64_t* step_added) {
+  uint32_t* words = (uint32_t*)(arena + WARP_CANDIDATES);
+  best_of_lanes(best, best_token);
+  if (lane == 0) {
+    uint32_t column = 0;
+    uint32_t place = (warp - 9 + column) * 2;
+    words[place] = float_bits(best);
+    words[place + 1] = best_token;
+  }
+  warp_barrier();
+  if (lane == 0) {
+    mbarrier_arrive(step_added);
+  }
+}
+
 // Write down every column's place in this step. A barrier of the consumer warps must follow.
 __device__ __forceinline__ void begin_step(uint32_t step, uint8_t* arena, uint32_t thread, uint32_t column_count,
     const int32_t* columns, const int32_t* sequences) {
@@ -888,71 +1276,39 @@ __device__ __forceinline__ void multiply_held(uint32_t chunk, float (&sums)[1][4
   }
 }
 
-// This warp's sums: [warp][column][row]. Lane 4g + t holds rows g and g + 8 of columns 2t and 2t + 1.
-__device__ __forceinline__ void lay_down(float* reductions, float (&sums)[1][4], uint32_t warp, uint32_t lane) {
-  uint32_t row = warp * 16 + lane / 4;
-  uint32_t first = lane % 4 * 2;
-  if (first < 1) {
-    uint32_t place = row + first * 16;
-    reductions[place] = sums[0][0];
-    reductions[place + 8] = sums[0][2];
+// This warp's sums: [warp][pair of columns][column of the pair][row]. Lane 4g + t holds rows g and g + 8 of
+// columns 2t and 2t + 1.
+__device__ __forceinline__ void lay_down(float* reduction, float (&sums)[1][4], uint32_t warp, uint32_t lane) {
+  uint32_t own = warp * 20 + lane / 4;
+  uint32_t pair = lane % 4;
+  if (pair < 1) {
+    uint32_t place = own + pair * 40;
+    reduction[place] = sums[0][0];
+    reduction[place + 8] = sums[0][2];
   }
 }
 
-// Add the warps' sums of a column, in order: half of the warps on each half of the lanes.
-__device__ __forceinline__ void finish_rows(uint32_t m_tile, float* reductions, uint32_t column, uint32_t lane,
-    uint8_t* arena, uint64_t* exchange_words, uint32_t layer_epoch) {
-  uint32_t row = lane % 16;
-  uint32_t half = lane / 16;
-  float half_sum = 0.0f;
-  #pragma unroll
-  for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t warp = half * 4 + other;
-    half_sum += reductions[warp * 16 + column * 16 + row];
-  }
-  float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
-  uint32_t head = m_tile / 8;
-  uint32_t m_tile_of_head = m_tile % 8;
-  float value = row_sum * ((float*)(arena + SCALES))[column];
-  uint32_t paired = m_tile_of_head * 8 + row % 8 + (row >= 8 ? 64u : 0u);
-  bool is_paired = head < 40;
-  uint32_t dim = is_paired ? paired : m_tile_of_head * 16 + row;
-  uint32_t pair = pack_bf16x2(value, shuffle_xor_f32(value, 1));
-  if (lane < 16 && lane % 2 == 0) {
-    uint32_t place = (column * 6144 + head * 128 + dim) / 2;
-    publish_flagged(exchange_words + (place + 2080), pair, layer_epoch);
-  }
-}
-
-// The next stage of the ring; behind the last comes the first, in the next pass.
-__device__ __forceinline__ void advance_2(uint32_t& stage, uint32_t& parity) {
-  stage += 1;
-  if (stage == 9) {
-    stage = 0;
-    parity ^= 1;
-  }
-}
-
-// The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
-__device__ __forceinline__ void reduce(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint64_t* exchange_words,
-    uint32_t layer_epoch) {
-  float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
-  lay_down(reductions, sums, warp, lane);
+// The end of an M-tile: this warp's sums to the adding warps.
+__device__ __forceinline__ void hand_over(float (&sums)[1][4], uint64_t* taken, uint32_t& turn, uint32_t& turn_parity,
+    uint8_t* arena, uint32_t warp, uint32_t lane, uint64_t* summed) {
+  mbarrier_wait(taken + turn, turn_parity ^ 1);
+  float* reduction = (float*)(arena + REDUCTIONS) + turn * 160;
+  lay_down(reduction, sums, warp, lane);
   warp_barrier();
   if (lane == 0) {
     mbarrier_arrive(summed + turn);
   }
-  if (warp == finisher) {
-    mbarrier_wait(summed + turn, turn_parity);
-    uint32_t column = 0;
-    finish_rows(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
-  }
   advance_2(turn, turn_parity);
-  finisher += 1;
-  if (finisher == 8) {
-    finisher = 0;
+}
+
+// What was handed over so far is added up and finished: the last M-tile of every reduction, oldest first.
+__device__ __forceinline__ void wait_until_taken(uint64_t* taken, uint32_t& turn, uint32_t& turn_parity) {
+  #pragma unroll 1
+  for (uint32_t i = 0; i < 3; ++i) {
+    mbarrier_wait(taken + turn, turn_parity ^ 1);
+    advance_2(turn, turn_parity);
   }
+  turn_parity ^= 1;
 }
 
 // ---- phase qkv -------------------------------------------------------------------------------------
@@ -963,7 +1319,7 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
     const bf16* norms, const bf16* head_norms, uint32_t* block_waits, uint8_t* arena, const bf16* embedding,
     uint32_t* next_token, uint32_t lane, uint32_t warp, uint32_t column_count, uint64_t* exchange_words,
     uint32_t layer_epoch, uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty,
-    uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity) {
+    uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 182 + layer * 5);
   }
@@ -1039,9 +1395,9 @@ __device__ __forceinline__ void qkv(uint32_t thread, uint32_t* progress, uint32_
       advance(use_stage, use_parity);
       multiply_held(chunk, sums, warp, weights, values);
     }
-    reduce(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch);
+    hand_over(sums, taken, turn, turn_parity, arena, warp, lane, summed);
   }
-  named_barrier(1, 256);
+  wait_until_taken(taken, turn, turn_parity);
 }
 
 // The queries that were asked for to shared memory.
@@ -1982,60 +2338,6 @@ __device__ __forceinline__ void load_vector(uint8_t* arena, uint32_t thread, uin
   named_barrier(1, 256);
 }
 
-// Publish `count` values, one a lane from lane 0 on, as pairs of bf16 beginning at element `first` (even).
-__device__ __forceinline__ void publish_rows(float value, uint32_t first, uint32_t lane, uint64_t* exchange_words,
-    uint32_t column, uint32_t layer_epoch) {
-  float neighbour = shuffle_xor_f32(value, 1);
-  uint32_t pair = pack_bf16x2(value, neighbour);
-  if (lane < 16 && lane % 2 == 0) {
-    publish_flagged(exchange_words + ((((first + lane) / 32 + column) * 4 + (first + lane) / 8 % 4) * 4 + (first + lane) % 8 / 2 + 146592), pair, layer_epoch);
-  }
-}
-
-// Add the warps' sums of a column, in order: half of the warps on each half of the lanes.
-__device__ __forceinline__ void finish_rows_2(uint32_t m_tile, float* reductions, uint32_t column, uint32_t lane,
-    uint8_t* arena, uint64_t* exchange_words, uint32_t layer_epoch) {
-  uint32_t row = lane % 16;
-  uint32_t half = lane / 16;
-  float half_sum = 0.0f;
-  #pragma unroll
-  for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t warp = half * 4 + other;
-    half_sum += reductions[warp * 16 + column * 16 + row];
-  }
-  float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
-  float* residual = (float*)(arena + RESIDUAL);
-  float value = row_sum;
-  if (lane < 16) {
-    uint32_t place = m_tile / 132 * 16 + row + column;
-    value += residual[place];
-    residual[place] = value;
-  }
-  publish_rows(value, m_tile * 16, lane, exchange_words, column, layer_epoch);
-}
-
-// The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
-__device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint64_t* exchange_words,
-    uint32_t layer_epoch) {
-  float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
-  lay_down(reductions, sums, warp, lane);
-  warp_barrier();
-  if (lane == 0) {
-    mbarrier_arrive(summed + turn);
-  }
-  if (warp == finisher) {
-    mbarrier_wait(summed + turn, turn_parity);
-    uint32_t column = 0;
-    finish_rows_2(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
-  }
-  advance_2(turn, turn_parity);
-  finisher += 1;
-  if (finisher == 8) {
-    finisher = 0;
-  }
-}
-
 // ---- phase o ---------------------------------------------------------------------------------------
 // Projection onto the residual.
 // Waits for: attention.
@@ -2043,7 +2345,7 @@ __device__ __forceinline__ void reduce_2(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     uint32_t* block_waits, uint8_t* arena, uint32_t lane, uint64_t* exchange_words, uint32_t layer_epoch,
     uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint64_t* empty,
-    uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity) {
+    uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 182 + layer * 5 + 2);
   }
@@ -2077,59 +2379,9 @@ __device__ __forceinline__ void o(uint32_t thread, uint32_t* progress, uint32_t 
       advance(use_stage, use_parity);
       multiply_held(chunk, sums, warp, weights, values);
     }
-    reduce_2(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch);
+    hand_over(sums, taken, turn, turn_parity, arena, warp, lane, summed);
   }
-  named_barrier(1, 256);
-}
-
-// Publish `count` values, one a lane from lane 0 on, as pairs of bf16 beginning at element `first` (even).
-__device__ __forceinline__ void publish_rows_2(float value, uint32_t first, uint32_t lane, uint64_t* exchange_words,
-    uint32_t column, uint32_t layer_epoch) {
-  float neighbour = shuffle_xor_f32(value, 1);
-  uint32_t pair = pack_bf16x2(value, neighbour);
-  if (lane < 8 && lane % 2 == 0) {
-    publish_flagged(exchange_words + ((((first + lane) / 32 + column) * 4 + (first + lane) / 8 % 4) * 4 + (first + lane) % 8 / 2 + 148640), pair, layer_epoch);
-  }
-}
-
-// Add the warps' sums of a column, in order: half of the warps on each half of the lanes.
-__device__ __forceinline__ void finish_rows_3(uint32_t m_tile, float* reductions, uint32_t column, uint32_t lane,
-    uint8_t* arena, uint64_t* exchange_words, uint32_t layer_epoch) {
-  uint32_t row = lane % 16;
-  uint32_t half = lane / 16;
-  float half_sum = 0.0f;
-  #pragma unroll
-  for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t warp = half * 4 + other;
-    half_sum += reductions[warp * 16 + column * 16 + row];
-  }
-  float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
-  float value = row_sum * ((float*)(arena + SCALES))[column];
-  float other = shuffle_xor_f32(value, 8);
-  float gated = divide_f32(value, 1.0f + exp_f32(-value)) * other;
-  publish_rows_2(gated, m_tile * 8, lane, exchange_words, column, layer_epoch);
-}
-
-// The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
-__device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint64_t* exchange_words,
-    uint32_t layer_epoch) {
-  float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
-  lay_down(reductions, sums, warp, lane);
-  warp_barrier();
-  if (lane == 0) {
-    mbarrier_arrive(summed + turn);
-  }
-  if (warp == finisher) {
-    mbarrier_wait(summed + turn, turn_parity);
-    uint32_t column = 0;
-    finish_rows_3(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
-  }
-  advance_2(turn, turn_parity);
-  finisher += 1;
-  if (finisher == 8) {
-    finisher = 0;
-  }
+  wait_until_taken(taken, turn, turn_parity);
 }
 
 // ---- phase gate_up ---------------------------------------------------------------------------------
@@ -2139,8 +2391,8 @@ __device__ __forceinline__ void reduce_3(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint32_t layer, const bf16* norms, uint32_t* block_waits, uint8_t* arena, uint32_t lane, uint64_t* exchange_words,
     uint32_t layer_epoch, uint32_t warp, uint32_t column_count, uint64_t* full, uint32_t& use_stage,
-    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed, uint32_t& finisher,
-    uint32_t& turn_parity) {
+    uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint64_t* taken, uint32_t& turn, uint32_t& turn_parity,
+    uint64_t* summed) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 182 + layer * 5 + 3);
   }
@@ -2193,9 +2445,9 @@ __device__ __forceinline__ void gate_up(uint32_t thread, uint32_t* progress, uin
       advance(use_stage, use_parity);
       multiply_held(chunk, sums, warp, weights_2, values);
     }
-    reduce_3(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch);
+    hand_over(sums, taken, turn, turn_parity, arena, warp, lane, summed);
   }
-  named_barrier(1, 256);
+  wait_until_taken(taken, turn, turn_parity);
 }
 
 // Bring a part of a vector into shared memory; ends with a barrier of the consumer warps.
@@ -2234,60 +2486,6 @@ __device__ __forceinline__ void load_vector_3(uint8_t* arena, uint32_t thread, u
   named_barrier(1, 256);
 }
 
-// Publish `count` values, one a lane from lane 0 on, as pairs of bf16 beginning at element `first` (even).
-__device__ __forceinline__ void publish_rows_3(float value, uint32_t first, uint32_t lane, uint64_t* exchange_words,
-    uint32_t column, uint32_t layer_epoch) {
-  float neighbour = shuffle_xor_f32(value, 1);
-  uint32_t pair = pack_bf16x2(value, neighbour);
-  if (lane < 16 && lane % 2 == 0) {
-    publish_flagged(exchange_words + ((((first + lane) / 32 + column) * 4 + (first + lane) / 8 % 4) * 4 + (first + lane) % 8 / 2 + 32), pair, layer_epoch);
-  }
-}
-
-// Add the warps' sums of a column, in order: half of the warps on each half of the lanes.
-__device__ __forceinline__ void finish_rows_4(uint32_t m_tile, float* reductions, uint32_t column, uint32_t lane,
-    uint8_t* arena, uint64_t* exchange_words, uint32_t layer_epoch) {
-  uint32_t row = lane % 16;
-  uint32_t half = lane / 16;
-  float half_sum = 0.0f;
-  #pragma unroll
-  for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t warp = half * 4 + other;
-    half_sum += reductions[warp * 16 + column * 16 + row];
-  }
-  float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
-  float* residual = (float*)(arena + RESIDUAL);
-  float value = row_sum;
-  if (lane < 16) {
-    uint32_t place = m_tile / 132 * 16 + row + column;
-    value += residual[place];
-    residual[place] = value;
-  }
-  publish_rows_3(value, m_tile * 16, lane, exchange_words, column, layer_epoch);
-}
-
-// The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
-__device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, uint64_t* exchange_words,
-    uint32_t layer_epoch) {
-  float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
-  lay_down(reductions, sums, warp, lane);
-  warp_barrier();
-  if (lane == 0) {
-    mbarrier_arrive(summed + turn);
-  }
-  if (warp == finisher) {
-    mbarrier_wait(summed + turn, turn_parity);
-    uint32_t column = 0;
-    finish_rows_4(m_tile, reductions, column, lane, arena, exchange_words, layer_epoch);
-  }
-  advance_2(turn, turn_parity);
-  finisher += 1;
-  if (finisher == 8) {
-    finisher = 0;
-  }
-}
-
 // ---- phase down ------------------------------------------------------------------------------------
 // Projection onto the residual.
 // Waits for: gated.
@@ -2295,7 +2493,7 @@ __device__ __forceinline__ void reduce_4(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step, uint32_t layer,
     uint32_t* block_waits, uint8_t* arena, uint32_t lane, uint64_t* exchange_words, uint32_t layer_epoch,
     uint64_t* full, uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint32_t warp, uint64_t* empty,
-    uint32_t& turn, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity) {
+    uint64_t* taken, uint32_t& turn, uint32_t& turn_parity, uint64_t* summed) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 182 + layer * 5 + 4);
   }
@@ -2380,162 +2578,11 @@ __device__ __forceinline__ void down(uint32_t thread, uint32_t* progress, uint32
       multiply_held(chunk, sums_2, warp, weights, values);
     }
   }
-  reduce_4(position, sums, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words, layer_epoch);
+  hand_over(sums, taken, turn, turn_parity, arena, warp, lane, summed);
   if (position + 132 < 256) {
-    reduce_4(position + 132, sums_2, arena, turn, warp, lane, summed, finisher, turn_parity, exchange_words,
-        layer_epoch);
+    hand_over(sums_2, taken, turn, turn_parity, arena, warp, lane, summed);
   }
-  named_barrier(1, 256);
-}
-
-__device__ __forceinline__ void penalise(uint32_t column, uint32_t token, float& adjusted, const int32_t* sequences,
-    uint8_t* arena, uint32_t* token_counts) {
-  uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11));
-  uint32_t found = token_counts[value * 151936 + token];
-  uint32_t count = found & 2147483647;
-  if (found != 0) {
-    float repetition = bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 15)));
-    float quotient = divide_f32(adjusted, repetition);
-    adjusted = adjusted > 0.0f ? quotient : adjusted * repetition;
-  }
-  if (count != 0) {
-    adjusted -= bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 17))) * (float)(count);
-    adjusted -= bits_float(load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 16)));
-  }
-}
-
-// The logit of a token below the vocabulary's end, as its column's sequence wants it.
-__device__ __forceinline__ float adjust(uint32_t column, uint32_t token, float logit, const int32_t* sequences,
-    uint8_t* arena, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts) {
-  uint32_t options = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 10));
-  float adjusted = logit;
-  if ((options & 1) != 0) {
-    uint32_t place = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 4748 + token / 32;
-    if (((load_constant_u32(masks + place) >> token % 32) & 1) == 0) {
-      adjusted = -bits_float(0x7f800000);
-    }
-  }
-  if ((options & 2) != 0) {
-    adjusted += bits_float(load_constant_u32(logit_bias + (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 151936 + token)));
-  }
-  if ((options & 4) != 0) {
-    penalise(column, token, adjusted, sequences, arena, token_counts);
-  }
-  return adjusted;
-}
-
-// -log(-log u), u = ((word >> 9) + 0.5) / 2^23: exact in f32, and never 0 or 1.
-__device__ __forceinline__ float gumbel(uint32_t token, uint32_t position, uint64_t seed) {
-  uint32_t c0 = token;
-  uint32_t c1 = position;
-  uint32_t c2 = 0;
-  uint32_t c3 = 0;
-  uint32_t k0 = (uint32_t)(seed);
-  uint32_t k1 = (uint32_t)(seed >> 32);
-  #pragma unroll
-  for (uint32_t i = 0; i < 10; ++i) {
-    uint32_t high0 = multiply_high_u32(3528531795u, c0);
-    uint32_t high1 = multiply_high_u32(3449720151u, c2);
-    uint32_t low0 = c0 * 3528531795u;
-    uint32_t low1 = c2 * 3449720151u;
-    c0 = high1 ^ c1 ^ k0;
-    c1 = low1;
-    c2 = high0 ^ c3 ^ k1;
-    c3 = low0;
-    k0 += 2654435769u;
-    k1 += 3144134277u;
-  }
-  uint32_t word = c0;
-  float uniform = ((float)(word >> 9) + 0.5f) * 1.1920929e-07f;
-  return -log_f32(-log_f32(uniform));
-}
-
-// Write a logit down, as it is compared without filters: one row a lane.
-__device__ __forceinline__ void keep_2(uint32_t token, float scaled, float noisy, const int32_t* sequences,
-    uint8_t* arena, uint32_t column, uint32_t lane, float* weighed) {
-  bool is_filtered = (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 10)) & 8) != 0;
-  if (is_filtered && lane < 16) {
-    uint32_t following = ((uint32_t*)(arena + COLUMNS))[column * 9 + 1] + 1;
-    uint32_t value = load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 2));
-    bool wanted = following >= value && following <= ((uint32_t*)(arena + COLUMNS))[column * 9 + 2];
-    if (wanted && ((uint32_t*)(arena + COLUMNS))[column * 9 + 7] == 0) {
-      uint32_t place = (load_constant_u32(sequences + (((uint32_t*)(arena + COLUMNS))[column * 9 + 6] * 24 + 11)) * 151936 + token) * 2;
-      weighed[place] = scaled;
-      weighed[place + 1] = noisy;
-    }
-  }
-}
-
-// Take an M-tile's logits in: one row a lane. A lane sees ascending ids, so `>` keeps the lowest on ties.
-__device__ __forceinline__ void consider(float logit, uint32_t m_tile, uint32_t row, uint32_t options, uint32_t column,
-    const int32_t* sequences, uint8_t* arena, const uint32_t* masks, const float* logit_bias, uint32_t* token_counts,
-    uint32_t lane, float* weighed, float& best, uint32_t& best_token) {
-  uint32_t token = m_tile * 16 + row;
-  float candidate = logit;
-  if ((options & 7) != 0 && token < 151936) {
-    candidate = adjust(column, token, candidate, sequences, arena, masks, logit_bias, token_counts);
-  }
-  float temperature = bits_float(((uint32_t*)(arena + COLUMNS))[column * 9 + 3]);
-  if (temperature > 0.0f) {
-    uint64_t seed = ((uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 9 + 5]) << 32) | (uint64_t)(((uint32_t*)(arena + COLUMNS))[column * 9 + 4]);
-    uint32_t position = ((uint32_t*)(arena + COLUMNS))[column * 9] + 1;
-    float scaled = divide_f32(candidate, temperature);
-    candidate = scaled + gumbel(token, position, seed);
-    if ((options & 8) != 0 && token < 151936) {
-      keep_2(token, scaled, candidate, sequences, arena, column, lane, weighed);
-    }
-  }
-  if (token < 151936 && candidate > best) {
-    best = candidate;
-    best_token = token;
-  }
-}
-
-// Add the warps' sums of a column, in order: half of the warps on each half of the lanes.
-__device__ __forceinline__ void finish_rows_5(uint32_t m_tile, float* reductions, uint32_t column, uint32_t lane,
-    uint8_t* arena, float* logits, uint32_t step, uint32_t options, const int32_t* sequences, const uint32_t* masks,
-    const float* logit_bias, uint32_t* token_counts, float* weighed, float& best, uint32_t& best_token) {
-  uint32_t row = lane % 16;
-  uint32_t half = lane / 16;
-  float half_sum = 0.0f;
-  #pragma unroll
-  for (uint32_t other = 0; other < 4; ++other) {
-    uint32_t warp = half * 4 + other;
-    half_sum += reductions[warp * 16 + column * 16 + row];
-  }
-  float row_sum = half_sum + shuffle_xor_f32(half_sum, 16);
-  float logit = row_sum * ((float*)(arena + SCALES))[column];
-  uint32_t token = m_tile * 16 + row;
-  if (logits != nullptr && lane < 16 && token < 151936) {
-    uint64_t row_2 = (uint64_t)(step + column);
-    logits[row_2 * 151936 + (uint64_t)(token)] = logit;
-  }
-  consider(logit, m_tile, row, options, column, sequences, arena, masks, logit_bias, token_counts, lane, weighed, best,
-      best_token);
-}
-
-// The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows.
-__device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], uint8_t* arena, uint32_t& turn,
-    uint32_t warp, uint32_t lane, uint64_t* summed, uint32_t& finisher, uint32_t& turn_parity, float* logits,
-    uint32_t step, uint32_t options, const int32_t* sequences, const uint32_t* masks, const float* logit_bias,
-    uint32_t* token_counts, float* weighed, float& best, uint32_t& best_token) {
-  float* reductions = (float*)(arena + REDUCTIONS) + turn * 128;
-  lay_down(reductions, sums, warp, lane);
-  warp_barrier();
-  if (lane == 0) {
-    mbarrier_arrive(summed + turn);
-  }
-  if (warp == finisher) {
-    mbarrier_wait(summed + turn, turn_parity);
-    uint32_t column = 0;
-    finish_rows_5(m_tile, reductions, column, lane, arena, logits, step, options, sequences, masks, logit_bias,
-        token_counts, weighed, best, best_token);
-  }
-  advance_2(turn, turn_parity);
-  finisher += 1;
-  if (finisher == 8) {
-    finisher = 0;
-  }
+  wait_until_taken(taken, turn, turn_parity);
 }
 
 // ---- phase lm_head ---------------------------------------------------------------------------------
@@ -2545,9 +2592,8 @@ __device__ __forceinline__ void reduce_5(uint32_t m_tile, float (&sums)[1][4], u
 __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
     uint32_t head_from, float* logits, uint32_t* block_waits, uint8_t* arena, const bf16* norms, uint32_t lane,
     uint64_t* exchange_words, uint32_t step_epoch, uint32_t warp, uint32_t column_count, uint64_t* full,
-    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint32_t& turn, uint64_t* summed,
-    uint32_t& finisher, uint32_t& turn_parity, uint32_t options, const int32_t* sequences, const uint32_t* masks,
-    const float* logit_bias, uint32_t* token_counts, float* weighed, float& best, uint32_t& best_token) {
+    uint32_t& use_stage, uint32_t& use_parity, uint8_t* ring, uint64_t* empty, uint64_t* taken, uint32_t& turn,
+    uint32_t& turn_parity, uint64_t* summed) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 182 + 180);
   }
@@ -2600,36 +2646,9 @@ __device__ __forceinline__ void lm_head(uint32_t thread, uint32_t* progress, uin
         advance(use_stage, use_parity);
         multiply_held(chunk, sums, warp, weights_2, values);
       }
-      reduce_5(m_tile, sums, arena, turn, warp, lane, summed, finisher, turn_parity, logits, step, options, sequences,
-          masks, logit_bias, token_counts, weighed, best, best_token);
+      hand_over(sums, taken, turn, turn_parity, arena, warp, lane, summed);
     }
-    named_barrier(1, 256);
-  }
-}
-
-// The best candidate of a warp's lanes, on all of them; the lowest id on ties.
-__device__ __forceinline__ void best_of_warp(float& best, uint32_t& best_token) {
-  #pragma unroll 1
-  for (uint32_t level = 0; level < 5; ++level) {
-    uint32_t mask = 16u >> level;
-    float other = shuffle_xor_f32(best, mask);
-    uint32_t other_token = shuffle_xor_u32(best_token, mask);
-    if (other > best || (other == best && other_token < best_token)) {
-      best = other;
-      best_token = other_token;
-    }
-  }
-}
-
-// Each warp's best of its columns, in shared memory: [slot, warp], which is [group, column].
-__device__ __forceinline__ void lay_down_warps(uint8_t* arena, float& best, uint32_t& best_token, uint32_t lane,
-    uint32_t warp) {
-  uint32_t* words = (uint32_t*)(arena + WARP_CANDIDATES);
-  best_of_warp(best, best_token);
-  if (lane == 0) {
-    uint32_t place = warp * 2;
-    words[place] = float_bits(best);
-    words[place + 1] = best_token;
+    wait_until_taken(taken, turn, turn_parity);
   }
 }
 
@@ -2661,7 +2680,7 @@ __device__ __forceinline__ float highest_of_warp(float number) {
 }
 
 // The best of the lanes' candidates, the lowest id on ties, and the number beside it, on every lane.
-__device__ __forceinline__ void best_of_warp_2(uint32_t lane, float& best, uint32_t& token, float& number) {
+__device__ __forceinline__ void best_of_warp(uint32_t lane, float& best, uint32_t& token, float& number) {
   uint32_t key = (float_bits(best) & 2147483648u) != 0 ? float_bits(best) ^ 4294967295u : float_bits(best) | 2147483648u;
   uint32_t top = warp_maximum_u32(key);
   uint32_t lowest = warp_maximum_u32(key == top ? token ^ 4294967295u : 0) ^ 4294967295u;
@@ -2682,7 +2701,7 @@ __device__ __forceinline__ void lay_down_3(float highest, uint32_t* words, float
     part = weight * exp_f32(highest - above);
   }
   float weight_2 = warp_sum_f32(part);
-  best_of_warp_2(lane, best, best_token, best_scaled);
+  best_of_warp(lane, best, best_token, best_scaled);
   #pragma unroll 1
   for (uint32_t rank = 0; rank < 8; ++rank) {
     uint32_t key = (float_bits(first) & 2147483648u) != 0 ? float_bits(first) ^ 4294967295u : float_bits(first) | 2147483648u;
@@ -2850,6 +2869,20 @@ __device__ __forceinline__ void publish_lists(uint32_t column_count, const int32
   }
 }
 
+// The best candidate of so many neighbouring lanes, on all of them; the lowest id on ties.
+__device__ __forceinline__ void best_of_lanes_2(float& best, uint32_t& best_token) {
+  #pragma unroll 1
+  for (uint32_t level = 0; level < 5; ++level) {
+    uint32_t mask = 16u >> level;
+    float other = shuffle_xor_f32(best, mask);
+    uint32_t other_token = shuffle_xor_u32(best_token, mask);
+    if (other > best || (other == best && other_token < best_token)) {
+      best = other;
+      best_token = other_token;
+    }
+  }
+}
+
 // The best of a column's `count` candidates in a region, on every lane of the warp.
 __device__ __forceinline__ void best_of(uint32_t column, uint8_t* arena, uint32_t lane, float& best_out,
     uint32_t& best_token_out) {
@@ -2857,14 +2890,14 @@ __device__ __forceinline__ void best_of(uint32_t column, uint8_t* arena, uint32_
   float best = -bits_float(0x7f800000);
   uint32_t best_token = 4294967295u;
   #pragma unroll 1
-  for (uint32_t other = lane; other < 8; other += 32) {
+  for (uint32_t other = lane; other < 3; other += 32) {
     uint2 candidate = candidates[other + column];
     if (bits_float(candidate.x) > best || (bits_float(candidate.x) == best && candidate.y < best_token)) {
       best = bits_float(candidate.x);
       best_token = candidate.y;
     }
   }
-  best_of_warp(best, best_token);
+  best_of_lanes_2(best, best_token);
   best_out = best;
   best_token_out = best_token;
 }
@@ -2893,7 +2926,7 @@ __device__ __forceinline__ void best_of_2(uint32_t column, uint8_t* arena, uint3
       best_token = candidate.y;
     }
   }
-  best_of_warp(best, best_token);
+  best_of_lanes_2(best, best_token);
   best_out = best;
   best_token_out = best_token;
 }
@@ -3312,7 +3345,7 @@ __device__ __forceinline__ void lay_down_best(uint32_t* words, float best, uint3
 // The warp's sums and its best, a word each, in shared memory: [column, group, word].
 __device__ __forceinline__ void lay_down_4(uint32_t column, float (&sums)[12], float& best, uint32_t& best_token,
     float& best_distance, uint32_t lane, uint8_t* arena, uint32_t warp) {
-  best_of_warp_2(lane, best, best_token, best_distance);
+  best_of_warp(lane, best, best_token, best_distance);
   uint32_t* words = (uint32_t*)(arena + FILTER_SUMS) + (column * 8 + warp) * 32;
   float total = sum_of_lanes(sums, lane);
   if (lane % 2 == 0 && lane < 24) {
@@ -3467,7 +3500,7 @@ __device__ __forceinline__ void read_2(uint32_t column, uint32_t epoch, uint32_t
     best = -bits_float(0x7f800000);
     token = 4294967295u;
   }
-  best_of_warp_2(lane, best, token, distance);
+  best_of_warp(lane, best, token, distance);
   #pragma unroll 1
   for (uint32_t level = 0; level < 3; ++level) {
     sums[0] = sums[0] + shuffle_xor_f32(sums[0], 16u >> level);
@@ -3662,28 +3695,28 @@ __device__ __forceinline__ void count_chosen(uint32_t lane, uint32_t column_coun
 // Waits for: the candidates of all blocks.
 // Makes: candidates, and every column's token in `chosen`.
 __device__ __forceinline__ void sampling(uint32_t thread, uint32_t* progress, uint32_t block, uint32_t step,
-    uint8_t* arena, float& best, uint32_t& best_token, uint32_t lane, uint32_t warp, uint32_t options,
-    uint32_t column_count, const int32_t* sequences, float* weighed, uint32_t step_epoch, uint64_t* exchange_words,
+    uint64_t* step_added, uint32_t options, uint32_t column_count, const int32_t* sequences, uint8_t* arena,
+    uint32_t warp, uint32_t lane, float* weighed, uint32_t step_epoch, uint64_t* exchange_words,
     const uint32_t* cancelled, uint32_t epoch, uint32_t* token_counts) {
   if (thread == 0) {
     store_relaxed_u32(progress + block, step * 182 + 181);
   }
   uint32_t first_word = step % 2 * 528;
-  lay_down_warps(arena, best, best_token, lane, warp);
+  mbarrier_wait(step_added, step % 2);
   named_barrier(1, 256);
   if ((options & 8) != 0) {
     publish_lists(column_count, sequences, arena, warp, lane, weighed, block, step_epoch, step, exchange_words);
   }
   if (warp < 1) {
-    float best_2;
-    uint32_t best_token_2;
-    best_of(warp, arena, lane, best_2, best_token_2);
+    float best;
+    uint32_t best_token;
+    best_of(warp, arena, lane, best, best_token);
     if (lane < 4) {
-      uint32_t value = float_bits(best_2);
+      uint32_t value = float_bits(best);
       bool is_cancelled = block == 0 && ((uint32_t*)(arena + COLUMNS))[warp * 9 + 8] != 0;
-      uint32_t value_2 = is_cancelled ? float_bits(bits_float(0x7f800000)) : float_bits(best_2);
-      uint32_t best_token_3 = is_cancelled ? 4294967294u : best_token_2;
-      uint32_t word = lane % 2 == 0 ? value_2 : best_token_3;
+      uint32_t value_2 = is_cancelled ? float_bits(bits_float(0x7f800000)) : float_bits(best);
+      uint32_t best_token_2 = is_cancelled ? 4294967294u : best_token;
+      uint32_t word = lane % 2 == 0 ? value_2 : best_token_2;
       uint32_t place = first_word + (block * 2 + warp) * 2 + lane;
       publish_flagged_release(exchange_words + (place + 154784), word, step_epoch + 36);
     }
@@ -3701,10 +3734,10 @@ __device__ __forceinline__ void sampling(uint32_t thread, uint32_t* progress, ui
   uint32_t* chosen = (uint32_t*)(arena + CHOSEN);
   if (warp < 1) {
     float _;
-    uint32_t best_token_2;
-    best_of_2(warp, arena, lane, _, best_token_2);
+    uint32_t best_token;
+    best_of_2(warp, arena, lane, _, best_token);
     if (lane == 0) {
-      chosen[warp] = best_token_2;
+      chosen[warp] = best_token;
     }
   }
   named_barrier(1, 256);
@@ -3821,6 +3854,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
   uint8_t* ring = arena + RING;
   uint32_t* block_waits = (uint32_t*)(arena + BLOCK_WAITS);
   uint64_t* summed = (uint64_t*)(arena + REDUCTION_BARRIERS);
+  uint64_t* taken = summed + 3;
+  uint64_t* step_added = taken + 3;
   uint64_t* step_done = (uint64_t*)(arena + STEP_DONE);
   uint32_t* next_token = (uint32_t*)(arena + NEXT_TOKEN);
   // barriers, and every column's first token
@@ -3830,17 +3865,19 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       mbarrier_init(empty + stage, 8);
     }
     store_shared_u32(block_waits, 0);
-    for (uint32_t reduction = 0; reduction < 9; ++reduction) {
+    for (uint32_t reduction = 0; reduction < 3; ++reduction) {
       mbarrier_init(summed + reduction, 8);
+      mbarrier_init(taken + reduction, 1);
     }
+    mbarrier_init(step_added, 3);
     mbarrier_init(step_done, 1);
-    mbarrier_init(step_done + 1, 1);
+    mbarrier_init(step_done + 1, 4);
     mbarrier_fence_init();
   }
   take_first(thread, column_count, columns, next_token, sequences, tokens, arena);
   block_barrier();
   if (warp >= 8) {
-    give_registers();
+    keep_104_registers();
     // the producer warp: one lane walks the whole model's chunk list
     if (thread == 256) {
       uint32_t plan_index = 0;
@@ -3882,18 +3919,48 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
         // sampling
       }
     }
+    // the adding warps
+    if (warp > 8 && warp <= 11) {
+      uint32_t adding = 0;
+      uint32_t adding_parity = 0;
+      for (uint32_t step = 0; step < steps; ++step) {
+        uint32_t step_epoch = epoch + step * 100;
+        for (uint32_t layer = 0; layer < 36; ++layer) {
+          uint32_t layer_epoch = step_epoch + layer;
+          finish_qkv(block, adding, warp, lane, arena, summed, adding_parity, exchange_words, layer_epoch, taken);
+          finish_o(block, adding, warp, lane, arena, summed, adding_parity, exchange_words, layer_epoch, taken);
+          finish_gate_up(block, adding, warp, lane, arena, summed, adding_parity, exchange_words, layer_epoch, taken);
+          finish_down(block, adding, warp, lane, arena, summed, adding_parity, exchange_words, layer_epoch, taken);
+        }
+        float best = -bits_float(0x7f800000);
+        uint32_t best_token = 4294967295u;
+        if (step >= head_from || logits != nullptr) {
+          finish_lm_head(block, adding, warp, lane, arena, summed, adding_parity, logits, step, options, sequences,
+              masks, logit_bias, token_counts, weighed, best, best_token, taken);
+        }
+        lay_down_candidates(arena, best, best_token, lane, warp, step_added);
+        mbarrier_wait(step_done, step % 2);
+        uint32_t stop = 0;
+        if (lane == 0) {
+          stop = next_token[1];
+          mbarrier_arrive(step_done + 1);
+        }
+        if (shuffle_u32(stop, 0) != 0) {
+          break;
+        }
+      }
+    }
   } else {
-    take_registers();
+    take_200_registers();
     // the consumer warps
     uint32_t turn = 0;
     uint32_t turn_parity = 0;
-    uint32_t finisher = 0;
     uint32_t plan_index = 0;
     uint32_t use_stage = 0;
     uint32_t use_parity = 0;
     for (uint32_t step = 0; step < steps; ++step) {
-      bool has_new_plan = follow_plan(plan_index, step, plan_count, kv_plans);
       uint32_t step_epoch = epoch + step * 100;
+      bool has_new_plan = follow_plan(plan_index, step, plan_count, kv_plans);
       begin_step(step, arena, thread, column_count, columns, sequences);
       if (has_new_plan) {
         keep(arena, kv_plans, plan_index, thread, block, tiles, warp, lane);
@@ -3905,24 +3972,21 @@ extern "C" __global__ void __launch_bounds__(384, 1) decode_step(const uint8_t* 
       for (uint32_t layer = 0; layer < 36; ++layer) {
         uint32_t layer_epoch = step_epoch + layer;
         qkv(thread, progress, block, step, layer, norms, head_norms, block_waits, arena, embedding, next_token, lane,
-            warp, column_count, exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, turn, summed,
-            finisher, turn_parity);
+            warp, column_count, exchange_words, layer_epoch, full, use_stage, use_parity, ring, empty, taken, turn,
+            turn_parity, summed);
         attention(thread, progress, block, step, layer, arena, kv_plans, plan_index, tiles, head_norms, warp,
             exchange_words, lane, layer_epoch, use_stage, full, use_parity, ring, empty, page_table, kv);
         o(thread, progress, block, step, layer, block_waits, arena, lane, exchange_words, layer_epoch, full, use_stage,
-            use_parity, ring, warp, empty, turn, summed, finisher, turn_parity);
+            use_parity, ring, warp, empty, taken, turn, turn_parity, summed);
         gate_up(thread, progress, block, step, layer, norms, block_waits, arena, lane, exchange_words, layer_epoch,
-            warp, column_count, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity);
+            warp, column_count, full, use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
         down(thread, progress, block, step, layer, block_waits, arena, lane, exchange_words, layer_epoch, full,
-            use_stage, use_parity, ring, warp, empty, turn, summed, finisher, turn_parity);
+            use_stage, use_parity, ring, warp, empty, taken, turn, turn_parity, summed);
       }
-      float best = -bits_float(0x7f800000);
-      uint32_t best_token = 4294967295u;
       lm_head(thread, progress, block, step, head_from, logits, block_waits, arena, norms, lane, exchange_words,
-          step_epoch, warp, column_count, full, use_stage, use_parity, ring, empty, turn, summed, finisher, turn_parity,
-          options, sequences, masks, logit_bias, token_counts, weighed, best, best_token);
-      sampling(thread, progress, block, step, arena, best, best_token, lane, warp, options, column_count, sequences,
-          weighed, step_epoch, exchange_words, cancelled, epoch, token_counts);
+          step_epoch, warp, column_count, full, use_stage, use_parity, ring, empty, taken, turn, turn_parity, summed);
+      sampling(thread, progress, block, step, step_added, options, column_count, sequences, arena, warp, lane, weighed,
+          step_epoch, exchange_words, cancelled, epoch, token_counts);
       take_tokens(step, warp, lane, column_count, arena, sequences, block, tokens, emitted, stop_ids, next_token,
           thread, status, step_done);
       if (next_token[1] != 0) {

@@ -14,6 +14,7 @@ from benchmarks.studies.kernels import Text, finish_kernel
 from cheetah import lang as ch
 from cheetah.blocks.columns import UNIT, Columns
 from cheetah.blocks.exchange import make_exchange
+from cheetah.blocks.linear.epilogue import pair_of_rows
 from cheetah.blocks.linear.interface import Prologue, Rows
 from cheetah.blocks.linear.matvec import Matvec
 from cheetah.blocks.linear.prologue import Slices, Units
@@ -125,19 +126,21 @@ class DeepLinear:
     def emit(self) -> None:
         """Set up, then the layers."""
         machine, launch = self.machine, self.launch
+        epoch = ch.const(ty.u32, launch.epochs[machine.block] if self.exchange else 0)
         self._set_up()
         if self.exchange is None:
             self._copy(launch.first_layer)
             with machine.consumer:
-                self._multiply(self._read_input, self._store)
+                self._multiply(self._read_input)
+            with machine.adding():
+                self._finish(self._store)
         else:
             with machine.consumer:
-                epoch = ch.const(ty.u32, launch.epochs[machine.block])
                 self.exchange.start()
             with ch.roles_for(machine.roles, launch.layers, name="layer") as layer:
                 self._fused_layer(layer, epoch)
             with machine.consumer:
-                machine.meet()  # every thread has read the epoch
+                # Every thread has read the epoch, before the barrier at the start.
                 with ch.if_(machine.thread == 0):
                     launch.epochs[machine.block] = epoch + launch.layers
         emit_roles(machine)
@@ -175,15 +178,18 @@ class DeepLinear:
                     first = (layer + 1) % 2 * (words // 4) + unit
                     exchange.read_units("vector", data, first, threads, count, epoch + layer - 1)
 
-            def publish(rows: Rows, pair: Any) -> None:
-                with ch.if_(layer + 1 == self.launch.layers):
-                    self._store(rows, pair)
-                with ch.else_():
-                    place = layer % 2 * words + self._word_of(rows)
-                    exchange.publish("vector", place, pair, epoch + layer)
-
-            self._multiply(read, publish, layer)
+            self._multiply(read, layer)
             exchange.meet()
+
+        def publish(rows: Rows, pair: Any) -> None:
+            with ch.if_(layer + 1 == self.launch.layers):
+                self._store(rows, pair)
+            with ch.else_():
+                place = layer % 2 * (self.layout.padded_columns // 2) + self._word_of(rows)
+                exchange.publish("vector", place, pair, epoch + layer)
+
+        with machine.adding():
+            self._finish(publish)
 
     @ch.inline
     def _copy(self, layer: Any) -> None:
@@ -192,17 +198,21 @@ class DeepLinear:
             self.matvec.copy(self.layout)
 
     @ch.inline
-    def _multiply(self, read: Any, publish: Any, layer: Any = None) -> None:
-        """One layer's product: `publish(rows, pair)` gets a bf16 pair on each even lane of the first 16."""
+    def _multiply(self, read: Any, layer: Any = None) -> None:
+        """One layer's product."""
+        whole = Slices(self.columns, Units(read), self.layout.padded_columns)
+        self.matvec.multiply(self.layout, self._told(whole, layer))
+
+    @ch.inline
+    def _finish(self, publish: Any) -> None:
+        """Its rows: `publish(rows, pair)` gets a bf16 pair on each even lane of the first 16."""
 
         def finish(rows: Rows) -> None:
-            neighbour = prim.shuffle_xor_f32(rows.sum, 1)
-            pair = prim.pack_bf16x2(rows.sum, neighbour)
-            with ch.if_((rows.lane < M_TILE_ROWS) & (rows.lane % 2 == 0)):
+            pair = pair_of_rows(rows.sum())
+            with ch.if_(rows.is_own & (rows.row % 2 == 0)):
                 publish(rows, pair)
 
-        whole = Slices(self.columns, Units(read), self.layout.padded_columns)
-        self.matvec.multiply(self.layout, self._told(whole, layer), finish)
+        self.matvec.finish(self.layout, finish)
 
     def _told(self, prologue: Prologue, layer: Any) -> Prologue:
         """The same, but where copies do not overlap the producer lane is told that the input is there."""
@@ -221,7 +231,7 @@ class DeepLinear:
 
     @staticmethod
     def _word_of(rows: Rows) -> Any:
-        return (rows.m_tile * M_TILE_ROWS + rows.lane) // 2
+        return (rows.m_tile * M_TILE_ROWS + rows.row) // 2
 
     def _store(self, rows: Rows, pair: Any) -> None:
         self.launch.y[self._word_of(rows)] = pair

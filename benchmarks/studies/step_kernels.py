@@ -268,8 +268,10 @@ class OnePhase(Piece):
         self.start_sampling()
         norm = self.rms_norm(self.vector("hidden"), ty.u32(2 * self.shape.layers))
         self.linear(self.matrices.lm_head, norm, self.take_logits(self.step), when=self.needs_head(self.step))
+        with self.machine.adding():
+            self.two_kernels.lay_down()
         with self.machine.consumer:
-            self.two_kernels.publish_best()
+            self.two_kernels.publish_best(self.step)
 
     @ch.inline
     def _sampling(self) -> None:
@@ -293,13 +295,12 @@ class SamplerInTwoKernels(Sampler):
     """`publish_best` ends the head's kernel; `choose_of_blocks` is the kernel after it."""
 
     @ch.inline
-    def publish_best(self) -> None:
+    def publish_best(self, step: ch.Expr) -> None:
         """Publish the block's best candidates."""
-        machine = self.machine
-        self._lay_down_warps()
-        machine.meet()
+        machine, groups = self.machine, self.machine.plan.finishing_groups
+        self.matvec.wait_for_step(step)
         for column in self._columns_of_warp():
-            best, best_token = self._best_of("warp_candidates", column, self.columns.limit, self._groups)
+            best, best_token = self._best_of("warp_candidates", column, self.columns.limit, groups)
             with ch.if_(machine.lane < 2):
                 word = ch.select(machine.lane == 0, prim.float_bits(best), best_token)
                 place = (machine.block * self.places + column) * 2 + machine.lane

@@ -114,6 +114,7 @@ class AttentionSpec:
             "kv_dtype": self.kv_dtype,
             "max_steps": 1,
             "sync": "flags",
+            "adding_warps": 0,
             **({} if self.machine.emulated else STREAMING),
             **self.overrides,
         }

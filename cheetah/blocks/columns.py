@@ -26,7 +26,7 @@ UNIT, QUAD = 8, 4
 unit of plain words, a quad of flagged ones."""
 UNITS_PER_TILE = VECTOR_COLUMNS // UNIT
 POSITION, NUMBER, TOTAL, TEMPERATURE, SEED_LOW, SEED_HIGH, SEQUENCE, STOPPED, CANCELLED = range(9)
-"""Words of a column in the region `columns`: what finishing warps need to know of it in this step."""
+"""Words of a column in the region `columns`: what adding warps need to know of it in this step."""
 STATE_WORDS = 9
 
 

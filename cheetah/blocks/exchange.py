@@ -58,6 +58,10 @@ class Published:
         """Store payload word `index`."""
         self.exchange.publish(self.name, index, data, self.epoch)
 
+    def publish_later(self, index: ch.Value) -> Callable[[ch.Value], None]:
+        """Works out now where payload word `index` lies; what it gives stores data there."""
+        return self.exchange.publish_later(self.name, index, self.epoch)
+
     def read(self, data: Any, unit: ch.Expr, count: int) -> None:
         """Units `unit`, `unit + consumer_threads`, ... (`count` of them) into the array `data`."""
         self.exchange.read_units(self.name, data, unit, self.exchange.machine.consumer_threads, count, self.epoch)
@@ -141,12 +145,33 @@ class Exchange(ABC):
     def place(self, name: str, index: ch.Value) -> ch.Expr:
         """The address of payload word `index` of a vector; of one that lies by halves, the other half of the unit is
         HALVES_APART words away."""
+        return self.words + self._word(name, index)
+
+    @ch.inline
+    def publish_later(self, name: str, index: ch.Value, epoch: ch.Value) -> Callable[[ch.Value], None]:
+        """Works out now where payload word `index` lies; what it gives stores data there."""
+        published = prim.renewed_u32(self._word(name, index))  # else it would be worked out where it is used
+
+        def publish(data: ch.Value) -> None:
+            self._publish_at(self.words + published, self._as_published(name, index, data), epoch)
+            self._let_be_copied(name)
+
+        return publish
+
+    def _as_published(self, name: str, index: ch.Value, data: ch.Value) -> ch.Value:
+        """What stands in memory for a payload word."""
+        return data
+
+    def _let_be_copied(self, name: str) -> None:  # noqa: B027 - flagged words are not copied
+        """Behind stores of who calls no `meet`: the adding warps."""
+
+    def _word(self, name: str, index: ch.Value) -> ch.Expr:
         word = ch.cast(ty.u32, index)
         if name in self.by_halves:
             word = ch.const(ty.u32, word, name="word")
             unit, half = word % GROUP_WORDS // 4, word % 4 // 2
             word = word // GROUP_WORDS * GROUP_WORDS + half * HALVES_APART + unit * 2 + word % 2
-        return self.words + (word + self.vectors[name].offset)
+        return word + self.vectors[name].offset
 
     def initialise(self) -> None:  # noqa: B027 - flagged words need nothing
         """Set barriers up, as `Ring.initialise`."""
@@ -155,9 +180,13 @@ class Exchange(ABC):
     def start(self) -> None:
         """In the consumer role, once a launch: make ready."""
 
-    @abstractmethod
     def publish(self, name: str, index: ch.Value, data: ch.Value, epoch: ch.Value) -> None:
         """Store one payload word."""
+        self._publish_at(self.place(name, index), self._as_published(name, index, data), epoch)
+
+    @abstractmethod
+    def _publish_at(self, place: ch.Expr, data: ch.Value, epoch: ch.Value) -> None:
+        """Store the payload word that lies at `place`."""
 
     @abstractmethod
     def publish_release(self, name: str, index: ch.Value, data: ch.Value, epoch: ch.Value) -> None:
@@ -226,8 +255,8 @@ class FlaggedExchange(Exchange):
     def start(self) -> None:
         pass
 
-    def publish(self, name: str, index: ch.Value, data: ch.Value, epoch: ch.Value) -> None:
-        prim.publish_flagged(self.place(name, index), data, epoch, scope=self.scope)
+    def _publish_at(self, place: ch.Expr, data: ch.Value, epoch: ch.Value) -> None:
+        prim.publish_flagged(place, data, epoch, scope=self.scope)
 
     def publish_release(self, name: str, index: ch.Value, data: ch.Value, epoch: ch.Value) -> None:
         prim.publish_flagged_release(self.place(name, index), data, epoch, scope=self.scope)
@@ -309,11 +338,19 @@ class BarrierExchange(Exchange):
             self.copies.start()
         self.machine.meet()
 
-    def publish(self, name: str, index: ch.Value, data: ch.Value, epoch: ch.Value) -> None:
-        kind = self.copied.get(name, BF16_VECTOR)
-        self.place(name, index)[0] = raised_word(data, index, kind) if is_raised(kind) else data
+    def _publish_at(self, place: ch.Expr, data: ch.Value, epoch: ch.Value) -> None:
+        place[0] = data
 
-    publish_release = publish
+    def _as_published(self, name: str, index: ch.Value, data: ch.Value) -> ch.Value:
+        kind = self.copied.get(name, BF16_VECTOR)
+        return raised_word(data, index, kind) if is_raised(kind) else data
+
+    def _let_be_copied(self, name: str) -> None:
+        if self.copies is not None and name in self.copied:
+            prim.fence_proxy_async_global()  # others' copies read what was stored
+
+    def publish_release(self, name: str, index: ch.Value, data: ch.Value, epoch: ch.Value) -> None:
+        self.publish(name, index, data, epoch)
 
     def meet(self, when: ch.Value = True) -> None:
         ch.comment("grid barrier")

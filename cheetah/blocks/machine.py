@@ -1,4 +1,4 @@
-"""One thread block as the building blocks see it: who a thread is, where shared memory lies, the two warp roles."""
+"""One thread block as the building blocks see it: who a thread is, where shared memory lies, the warp roles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cheetah.lang import prim, ty
 from cheetah.plan import Gpu, ModelShape, Plan, SharedMap
 
 CONSUMER_BARRIER = 1
-"""The named barrier at which the consumer warps meet; the producer warp never does."""
+"""The named barrier at which the consumer warps meet; the others never do."""
 
 
 @dataclass(eq=False)
@@ -19,7 +19,8 @@ class Machine:
     """The parts that every building block needs.
 
     block, thread, warp and lane are device values; arena is the start of shared memory, laid out by `shared`.
-    The consumer role is every thread of the first warps, the producer role is one lane of the next one.
+    The consumer role is every thread of the first warps, the producer role is one lane of the next one, the adder role
+    every thread of those behind it.
     """
 
     shape: ModelShape
@@ -33,14 +34,23 @@ class Machine:
     lane: ch.Expr
     producer: ch.Role
     consumer: ch.Role
+    adder: ch.Role
+
+    def __post_init__(self) -> None:
+        self.at_first = self.thread, self.warp, self.lane
 
     @property
     def consumer_threads(self) -> int:
         return self.plan.consumer_warps * 32
 
     @property
-    def roles(self) -> tuple[ch.Role, ch.Role]:
-        return self.producer, self.consumer
+    def roles(self) -> tuple[ch.Role, ch.Role, ch.Role]:
+        return self.producer, self.consumer, self.adder
+
+    @property
+    def adder_number(self) -> ch.Expr:
+        """In the adder role: which of the adding warps this is."""
+        return self.warp - (self.plan.consumer_warps + 1)
 
     def region(self, name: str, element: ty.Type) -> ch.Expr:
         """A pointer to a region of shared memory."""
@@ -58,10 +68,21 @@ class Machine:
         if not 2 <= self.plan.tokens <= 8:
             yield
             return
-        before = self.thread, self.warp, self.lane
         thread = prim.thread_index()
         warp = thread // 32
         lane = thread % 32
+        with self._placed(thread, warp, lane):
+            yield
+
+    @contextmanager
+    def adding(self) -> Iterator[None]:
+        """The adder role, which does not see what the consumer role has read anew."""
+        with self.adder, self._placed(*self.at_first):
+            yield
+
+    @contextmanager
+    def _placed(self, thread: ch.Expr, warp: ch.Expr, lane: ch.Expr) -> Iterator[None]:
+        before = self.thread, self.warp, self.lane
         self.thread, self.warp, self.lane = thread, warp, lane
         yield
         self.thread, self.warp, self.lane = before
@@ -82,7 +103,7 @@ def _first_byte(shared: SharedMap, name: str) -> ch.Expr:
 
 @ch.inline
 def start_machine(shape: ModelShape, plan: Plan, gpu: Gpu, shared: SharedMap) -> Machine:
-    """Name the thread's place and the regions of shared memory, and open the two roles."""
+    """Name the thread's place and the regions of shared memory, and open the roles."""
     for region in shared.regions:
         _first_byte(shared, region.name)  # so that the text lists them in the order in which they lie
     arena = prim.shared_arena()
@@ -90,21 +111,33 @@ def start_machine(shape: ModelShape, plan: Plan, gpu: Gpu, shared: SharedMap) ->
     thread = ch.thread_idx_x()
     warp = thread // 32
     lane = thread % 32
-    return Machine(shape, plan, gpu, shared, arena, block, thread, warp, lane, ch.Role("producer"), ch.Role("consumer"))
+    roles = ch.Role("producer"), ch.Role("consumer"), ch.Role("adder")
+    return Machine(shape, plan, gpu, shared, arena, block, thread, warp, lane, *roles)
+
+
+_GIVES = {12 * 32: prim.keep_104_registers, 16 * 32: prim.keep_64_registers}
+_TAKES = {12 * 32: prim.take_200_registers, 16 * 32: prim.take_192_registers}
+"""By the threads of a block, where some warps add up: so that a block has no more than 65536 registers."""
 
 
 @ch.inline
 def emit_roles(machine: Machine) -> None:
-    """The kernel's fork: one lane of the producer warps copies, the consumer warps compute."""
-    plan = machine.plan
+    """The kernel's fork: one lane of the producer warp copies, the consumer warps compute, the adding warps finish."""
+    plan, adds = machine.plan, not machine.adder.is_empty
     with ch.if_(machine.warp >= plan.consumer_warps):
         if plan.moves_registers:
-            prim.give_registers()
+            (_GIVES[plan.threads] if adds else prim.give_registers)()
         ch.comment("the producer warp: one lane walks the whole model's chunk list")
         with ch.if_(machine.thread == machine.consumer_threads):
             machine.producer.emit_here()
+        if adds:
+            ch.comment("the adding warps")
+            with ch.if_(
+                (machine.warp > plan.consumer_warps) & (machine.warp <= plan.consumer_warps + plan.adding_warps)
+            ):
+                machine.adder.emit_here()
     with ch.else_():
         if plan.moves_registers:
-            prim.take_registers()
+            (_TAKES[plan.threads] if adds else prim.take_registers)()
         ch.comment("the consumer warps")
         machine.consumer.emit_here()

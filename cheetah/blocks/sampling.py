@@ -29,6 +29,8 @@ from cheetah.plan.kv.tables import BIASED, MASKED, NO_TOKEN, PENALISED
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
 PHILOX_ROUNDS = 10
+WARP_LANES, ROWS_LANES = 32, M_TILE_ROWS
+"""Lanes of a warp, and of those that have the rows of one column of an M-tile."""
 
 
 @ch.inline
@@ -65,7 +67,8 @@ def gumbel(token: ch.Expr, position: ch.Expr, seed: ch.Expr) -> Any:
 class Sampler:
     """Keeps each lane's best candidates over the M-tiles of the head, then finds the grid's, for every token.
 
-    A warp sees the same columns in every M-tile that it finishes, so its lanes keep one candidate a slot of theirs.
+    An adding warp sees the same columns in every M-tile that it finishes, so its lanes keep one candidate a slot of
+    theirs, and lay them down at the end of the head; the rest is the consumer warps'.
     adjustments, filters: what sequences may ask for; a launch in which none does takes none of their way. host: who
     ends sequences inside of a launch.
     """
@@ -91,7 +94,7 @@ class Sampler:
 
     @ch.inline
     def start(self) -> None:
-        """No candidate yet."""
+        """In the adder role: no candidate yet."""
         self.best, self.best_token = [], []
         for _ in range(self.matvec.slots):
             best = ch.var(ty.f32, -math.inf)
@@ -101,7 +104,8 @@ class Sampler:
 
     @ch.function
     def consider(self, rows: Rows, logit: ch.Expr) -> None:
-        """Take an M-tile's logits in: one row a lane. A lane sees ascending ids, so `>` keeps the lowest on ties."""
+        """In the adder role, by lanes that own a row: take an M-tile's logits in. A lane sees ascending ids, so `>`
+        keeps the lowest on ties."""
         columns = self.columns
         token = rows.m_tile * M_TILE_ROWS + rows.row
         candidate = ch.var(ty.f32, logit)
@@ -123,8 +127,8 @@ class Sampler:
 
     @ch.inline
     def choose(self, epoch: ch.Expr, step: ch.Expr) -> None:
-        """Leave the grid's best token of every column in the region `chosen`, NO_TOKEN where no logit is a number above
-        -infinity; ends with a barrier of the consumer warps.
+        """In the consumer role, behind `lay_down` in the adder role: leave the grid's best token of every column in the
+        region `chosen`, NO_TOKEN where no logit is a number above -infinity; ends with a barrier of the consumer warps.
 
         Every block publishes here in every step, even if it has no candidate: with release, and all blocks' words are
         read with acquire. So after it each block sees what every block wrote in this step, its keys and values above
@@ -135,13 +139,14 @@ class Sampler:
         two steps ahead of it, for its own candidate of the step between is needed.
         """
         machine = self.machine
+        groups = machine.plan.finishing_groups
         first_word = (step % 2 * machine.gpu.blocks) * (2 * self.places)
-        self._lay_down_warps()
+        self.matvec.wait_for_step(step)  # what the adding warps have laid down, and stored of logits, keys and values
         machine.meet()  # the head's input is used no more: the blocks' candidates may lie over it
         if self.filters is not None:
             self.filters.publish(epoch, step)
         for column in self._columns_of_warp():
-            best, best_token = self._best_of("warp_candidates", column, self.columns.limit, self._groups)
+            best, best_token = self._best_of("warp_candidates", column, self.columns.limit, groups)
             with ch.if_(machine.lane < 2 * self.places // self.columns.limit):
                 # Value and token; with one column, twice.
                 value = prim.float_bits(best)
@@ -173,11 +178,6 @@ class Sampler:
                 with ch.for_(self.machine.lane, self.columns.count, 32, unroll=1, name="column") as column:
                     self.adjustments.count(column, ch.const(ty.u32, chosen[column], name="token"))
 
-    @property
-    def _groups(self) -> int:
-        """Warps that have seen the same column."""
-        return max(1, self.machine.plan.consumer_warps // self.columns.limit)
-
     def _columns_of_warp(self) -> Iterator[Any]:
         """The columns whose candidates this warp compares."""
         warps, limit = self.machine.plan.consumer_warps, self.columns.limit
@@ -186,17 +186,20 @@ class Sampler:
             with nullcontext() if first + warps <= limit else ch.if_(column < limit):
                 yield column
 
-    @ch.function
-    def _lay_down_warps(self) -> None:
-        """Each warp's best of its columns, in shared memory: [slot, warp], which is [group, column]."""
-        machine = self.machine
-        words = machine.region("warp_candidates", ty.u32)
-        for slot in range(self.matvec.slots):
-            self._best_of_warp(self.best[slot], self.best_token[slot])
-            with ch.if_(machine.lane == 0):
-                place = (slot * machine.plan.consumer_warps + machine.warp) * 2
-                words[place] = prim.float_bits(self.best[slot])
-                words[place + 1] = self.best_token[slot]
+    @ch.inline
+    def lay_down(self) -> None:
+        """In the adder role, at the end of the head: each warp's best of its columns, in shared memory: [group,
+        column]."""
+        with ch.outline("lay_down_candidates"):
+            words = self.machine.region("warp_candidates", ty.u32)
+            for slot in range(self.matvec.slots):
+                self._best_of_lanes(self.best[slot], self.best_token[slot], ROWS_LANES)
+                lane = self.machine.lane if self.columns.limit == 1 else self.machine.lane % ROWS_LANES
+                with ch.if_(lane == 0):
+                    place = (self.matvec.group * self.columns.limit + self.matvec.column_of(slot)) * 2
+                    words[place] = prim.float_bits(self.best[slot])
+                    words[place + 1] = self.best_token[slot]
+            self.matvec.end_step()
 
     @ch.function
     def _gather(self, first_unit: ch.Expr, epoch: ch.Expr) -> None:
@@ -217,14 +220,14 @@ class Sampler:
         with ch.for_(machine.lane, count, 32, unroll=1) as other:
             candidate = candidates[other * stride + column]
             self._take(best, best_token, prim.bits_float(candidate.x), candidate.y)
-        self._best_of_warp(best, best_token)
+        self._best_of_lanes(best, best_token, WARP_LANES)
         return best, best_token
 
     @ch.function
-    def _best_of_warp(self, best: Any, best_token: Any) -> None:
-        """The best candidate of a warp's lanes, on all of them; the lowest id on ties."""
-        with ch.for_(5, unroll=1) as level:
-            mask = ty.u32(16) >> level
+    def _best_of_lanes(self, best: Any, best_token: Any, lanes: int) -> None:
+        """The best candidate of so many neighbouring lanes, on all of them; the lowest id on ties."""
+        with ch.for_(lanes.bit_length() - 1, unroll=1) as level:
+            mask = ty.u32(lanes // 2) >> level
             other = prim.shuffle_xor_f32(best, mask)
             other_token = prim.shuffle_xor_u32(best_token, mask)
             self._take(best, best_token, other, other_token)

@@ -1,7 +1,7 @@
 """The tokens of a launch from step to step: who takes which token next, when a step is over, when the launch ends.
 
-Two mbarriers pass the end of a step from the consumer warps to the producer lane: `step_done` says that every block has
-written its keys and values, `step_taken` that the producer lane has seen that."""
+Two mbarriers pass the end of a step from the consumer warps to the others: `step_done` says that every block has
+written its keys and values, `step_taken` that the producer lane and the adding warps have seen that."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Tokens:
     def initialise(self) -> None:
         """Set the barriers up; one thread does, and a block barrier must follow before anyone uses them."""
         prim.mbarrier_init(self.step_done, 1)
-        prim.mbarrier_init(self.step_taken, 1)
+        prim.mbarrier_init(self.step_taken, 1 + self.machine.plan.adding_warps)
 
     @ch.function
     def take_first(self) -> None:
@@ -82,6 +82,18 @@ class Tokens:
         return stop != 0
 
     @ch.inline
+    def leave_after(self, step: Any) -> None:
+        """In the adder role: wait for the end of a step, and leave the loop of steps if it was the launch's last. None
+        of the adding warps is a step ahead of the others then, also where it had no M-tile."""
+        prim.mbarrier_wait(self.step_done, step % 2)
+        stop = ch.var(ty.u32, 0)
+        with ch.if_(self.machine.lane == 0):
+            stop.set(self.next_token[self.columns.limit])
+            prim.mbarrier_arrive(self.step_taken)
+        with ch.if_(prim.shuffle_u32(stop, 0) != 0):
+            ch.break_()
+
+    @ch.inline
     def end_step(self, step: Any, use_up: Callable[[], None] | None = None) -> None:
         """In the consumer role: the next tokens, and the end of the launch where nobody wants one. `use_up` uses what
         the producer lane has fetched of the next step by then, if it has."""
@@ -108,9 +120,9 @@ class Tokens:
             with ch.if_(machine.thread == 0):
                 with ch.if_(machine.block == 0):
                     self.launch.status[0] = ty.i32(step + 1)
-                # The producer lane has seen the end of the last step: a block with nothing to fetch could come two
-                # steps ahead of it, and a parity tells two neighbouring phases apart only. Long since true for the
-                # others.
+                # The producer lane and the adding warps have seen the end of the last step: in a block with nothing to
+                # fetch the consumer warps could come two steps ahead of them, and a parity tells two neighbouring
+                # phases apart only. Long since true for the others.
                 prim.mbarrier_wait(self.step_taken, (step + 1) % 2)
                 self.next_token[self.columns.limit] = ch.select(going_on == 0, ty.u32(1), ty.u32(0))
                 prim.fence_proxy_async()  # what other blocks wrote to the cache, before our copy engine reads it

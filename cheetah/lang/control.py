@@ -9,11 +9,12 @@ from types import TracebackType
 from typing import NoReturn, TypeVar
 
 from cheetah.lang import types as ty
-from cheetah.lang.binding import is_fresh
+from cheetah.lang.binding import const, is_fresh
 from cheetah.lang.errors import ControlError, MissingWithError, RangeError, TypeMixError, here
 from cheetah.lang.nodes import Expr, For, If, Jump, Literal, Name, Value, While, walk
 from cheetah.lang.operators import lift
 from cheetah.lang.scope import Role, Scope, at, block, current, declare_name, emit, is_in_function, unique_in
+from cheetah.lang.types import Type
 
 T = TypeVar("T")
 
@@ -191,6 +192,16 @@ class roles_for(Block):
         for role, loop in zip(self.roles, self.loops, strict=True):
             with at(role.cursor):
                 loop.__exit__(kind, value, trace)
+
+
+def roles_const(roles: tuple[Role, ...], type_: Type, value: Value, name: str) -> Name:
+    """A named constant in several roles, each of which works it out; what it comes of must be seen by all of them."""
+    free = unique_in([role.cursor for role in roles], name)
+    bound: list[Name] = []
+    for role in roles:
+        with role:
+            bound.append(const(type_, value, name=free))
+    return replace(bound[0], scopes=tuple(scope for one in bound for scope in one.scopes))
 
 
 def name_context(name: str, context: T) -> T:

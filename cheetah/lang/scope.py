@@ -235,6 +235,11 @@ class Role:
     ) -> None:
         _cursors.pop()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was emitted in it."""
+        return not self.scope.statements
+
     def emit_here(self) -> None:
         """Place the role's whole program at the current point of the kernel."""
         self._require_open("placed")

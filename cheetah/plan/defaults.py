@@ -9,7 +9,7 @@ from cheetah.plan.formats import BF16, M_TILE_ROWS, QuantizedTiles
 from cheetah.plan.gpu import Gpu
 from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.narrow import residual_split, residual_tile_rows
-from cheetah.plan.plan import DEFAULT_CONTEXT, KV_TILE_TOKENS, MAX_BATCH, STEP_TOKENS, WARPGROUP, Plan
+from cheetah.plan.plan import DEFAULT_CONTEXT, KV_TILE_TOKENS, MAX_BATCH, STEP_TOKENS, Plan
 from cheetah.plan.regions import Reserve, comes_ahead, kernel_regions, longest_input_bytes, shared_map
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.shared_memory import BULK_ALIGNMENT, stages_that_fit
@@ -41,6 +41,7 @@ def default_plan(gpu: Gpu, shape: ModelShape, *, reserve: Reserve = kernel_regio
     used_here = ("consumer_warps", "batch", "tokens", "stages")
     require_positive("Plan", **{name: chosen[name] for name in used_here if name in chosen})
     chosen.setdefault("tokens", next((size for size in STEP_TOKENS if size >= chosen.get("batch", 1)), MAX_BATCH))
+    chosen.setdefault("adding_warps", default_adding_warps(chosen["tokens"]))
     chosen.setdefault("sync", default_sync(chosen["tokens"], gpu))
     chosen.setdefault("stage_bytes", _default_stage_bytes(shape, gpu, chosen["consumer_warps"]))
     draft = Plan.from_dict({**chosen, "stages": 2, "in_flight": 1, "in_flight_waiting": 0})
@@ -59,8 +60,8 @@ def _machine_defaults(gpu: Gpu) -> dict[str, Any]:
     no merge of states, which is worth 1 to 2 % there; at 512 keys it costs as much, beyond that little either way
     (H200, benchmarks/LOG.md). The emulator is small, so that little work is split too."""
     if gpu.emulated:
-        return {"consumer_warps": 4, "kv_chunk_min": 64}
-    return {"consumer_warps": 8, "producer_warps": WARPGROUP, "kv_chunk_min": 256, "kv_item_cost": 128}
+        return {"consumer_warps": 4, "adding_warps": 2, "kv_chunk_min": 64}
+    return {"consumer_warps": 8, "kv_chunk_min": 256, "kv_item_cost": 128}
 
 
 def default_starts(shape: ModelShape, gpu: Gpu) -> dict[str, int]:
@@ -168,3 +169,10 @@ def default_sync(tokens: int, gpu: Gpu) -> str:
     brought vectors, 3.67 and 1.84 since). With 4 they are faster, also than copies (8B: 3.51 against 3.55; int4 1.702
     against 1.734, fp8 2.370 against 2.354)."""
     return "barrier" if tokens >= BARRIER_TOKENS and not gpu.emulated else "flags"
+
+
+def default_adding_warps(tokens: int) -> int:
+    """One for each pair of columns, up to 4, since all wait for the last M-tile of a phase: two pairs one after the
+    other, and M-tiles by three warps in turn, cost 2.5 % (8B, int4, 4 tokens: 1.761 against 1.717 ms a step; 8 tokens,
+    four pairs so, 2.196, by three warps together 2.090). A single pair is finished by three warps in turn."""
+    return 3 if tokens <= 2 else min(tokens // 2, 4)

@@ -7,7 +7,7 @@ from typing import Any
 from cheetah.plan.errors import PlanError, require_positive
 from cheetah.plan.formats import BF16, M_TILE_ROWS
 from cheetah.plan.gpu import Gpu
-from cheetah.plan.index import ceil_div
+from cheetah.plan.index import ceil_div, round_up
 from cheetah.plan.shape import ModelShape
 from cheetah.plan.shared_memory import BULK_ALIGNMENT
 from cheetah.printable import shown
@@ -48,7 +48,8 @@ class Plan:
 
     `in_flight` chunks are requested at most at a time (48 to 64 KB an SM measured best; more delays the exchanges), and
     `in_flight_waiting` while the block waits for a vector, or soon will (0: as many).
-    One lane of the first producer warp copies; a whole warpgroup of them leaves its registers to the consumer warps.
+    Behind the consumer warps comes one of which one lane copies, then `adding_warps` that add up the M-tiles' sums and
+    finish their rows (0 in a kernel without products). Whole warpgroups of these leave registers to the consumer warps.
     The starts rotate who owns a matrix's first M-tile; o and down share one, so a residual row stays with its block.
     `trace` adds time stamps of every block and phase to the kernel (buffer `timeline`); off, none of it is there.
     `batch` sequences share a step at most, and `tokens` tokens, which are the columns of every product (a prompt has
@@ -65,7 +66,7 @@ class Plan:
     stages: int
     in_flight: int = 3
     in_flight_waiting: int = 0
-    producer_warps: int = 1
+    adding_warps: int = 1
     sync: str = "flags"
     page_size: int = 16
     max_context: int = DEFAULT_CONTEXT
@@ -92,6 +93,7 @@ class Plan:
                 "sync",
                 "trace",
                 "in_flight_waiting",
+                "adding_warps",
                 "kv_chunk",
                 "kv_item_cost",
                 "kv_dtype",
@@ -135,10 +137,10 @@ class Plan:
                 f"Plan: pool_pages is {self.pool_pages}: {self.max_context} tokens of one sequence need "
                 f"{self.pages_per_sequence}: give as many, or a smaller max_context"
             )
-        if self.consumer_warps + self.producer_warps > MAX_WARPS:
+        if self.threads > MAX_WARPS * 32:
             raise PlanError(
-                f"Plan: consumer_warps is {self.consumer_warps} and producer_warps {self.producer_warps}: a block has "
-                f"{MAX_WARPS} warps"
+                f"Plan: consumer_warps is {self.consumer_warps} and adding_warps {self.adding_warps}, and one copies: "
+                f"a block has {MAX_WARPS} warps"
             )
         if (
             max(self.tokens, self.consumer_warps) % min(self.tokens, self.consumer_warps)
@@ -147,6 +149,13 @@ class Plan:
             raise PlanError(
                 f"Plan: tokens is {self.tokens} with {self.consumer_warps} consumer warps: the warps share the tokens "
                 f"evenly, at most 8 a warp: use a number of warps that divides or is divided by it"
+            )
+        if self.adding_warps < 0:
+            raise PlanError(f"Plan: adding_warps is {self.adding_warps}: give a number of warps, 0 without products")
+        if self.column_pairs % self.finishers:
+            raise PlanError(
+                f"Plan: adding_warps is {self.adding_warps} with {self.tokens} tokens: they share {self.column_pairs} "
+                f"pairs of columns evenly: use a number that divides it"
             )
         if self.consumer_warps % 2:
             raise PlanError(
@@ -179,8 +188,12 @@ class Plan:
 
     @property
     def threads(self) -> int:
-        """Threads of a block: the consumer warps, then the producer warps."""
-        return (self.consumer_warps + self.producer_warps) * 32
+        """Threads of a block: the consumer warps, the producer warp, the adding warps, and what a warpgroup lacks."""
+        return (round_up(self._warps, WARPGROUP) if self.moves_registers else self._warps) * 32
+
+    @property
+    def _warps(self) -> int:
+        return self.consumer_warps + 1 + self.adding_warps
 
     @property
     def merge_warps(self) -> int:
@@ -189,30 +202,41 @@ class Plan:
 
     @property
     def finishers(self) -> int:
-        """Warps that finish an M-tile together: one a column, if there are so many."""
-        return min(self.tokens, self.consumer_warps)
+        """Adding warps that finish an M-tile together, each some of its columns; of few columns one warp all."""
+        return 1 if self.column_pairs == 1 else max(self.adding_warps, 1)
+
+    @property
+    def finishing_groups(self) -> int:
+        """Groups of adding warps that take M-tiles in turn."""
+        return self.adding_warps // self.finishers
 
     @property
     def reductions(self) -> int:
-        """Buffers of the warps' sums of an M-tile: one more than there are groups of finishing warps, see `Matvec`."""
-        return self.consumer_warps // self.finishers + 1
+        """Buffers of the warps' sums of an M-tile: one for each group that finishes M-tiles, two for a single one."""
+        return max(2, self.finishing_groups)
 
     @property
-    def column_sums(self) -> int:
-        """Floats from a warp's sums of one column of an M-tile to those of the next. Of several columns, lanes would
-        meet in few banks if it were a power of two."""
-        return M_TILE_ROWS if self.tokens <= 2 else M_TILE_ROWS + 4
+    def column_pairs(self) -> int:
+        """Pairs of columns: an adding warp has 16 rows of two columns at a time."""
+        return ceil_div(self.tokens, 2)
+
+    @property
+    def pair_sums(self) -> int:
+        """Floats from a warp's sums of two columns of an M-tile, of which the second follows the first, to those of the
+        next two. If it were 32, the lanes that lay them down would meet in few banks."""
+        return 2 * M_TILE_ROWS + 8
 
     @property
     def warp_sums(self) -> int:
-        """Floats from a warp's sums of an M-tile to those of the next warp."""
-        return self.tokens * self.column_sums + (0 if self.tokens <= 2 else 4)
+        """Floats from a warp's sums of an M-tile to those of the next warp. Those of a single column are added up by
+        the two halves of a warp, which read 4 warps apart (of 8), and not in the same banks."""
+        return M_TILE_ROWS + 4 if self.tokens == 1 else self.column_pairs * self.pair_sums
 
     @property
     def moves_registers(self) -> bool:
-        """Whether the producer warps give registers to the consumer warps: two warpgroups of 232 and one of 40 a
-        thread. Equal shares would be 168."""
-        return self.consumer_warps == 8 and self.producer_warps == WARPGROUP
+        """Whether the producer and adding warps give registers to the consumer warps, which are two warpgroups. Equal
+        shares would be 168 a thread."""
+        return self.consumer_warps == 8 and self.adding_warps < 2 * WARPGROUP
 
     @property
     def pages_per_sequence(self) -> int:

@@ -79,6 +79,8 @@ class Head(HeadParts):
             self.emit_head(step, Embeddings(self.tokens), waits="nothing: the hidden states are there")
             with machine.consumer:
                 self.tokens.end_step(step)
+            with machine.adding():
+                self.tokens.leave_after(step)
         emit_roles(machine)
 
     @ch.inline
@@ -88,7 +90,7 @@ class Head(HeadParts):
         self.phase.step = step
         with machine.producer, ch.if_(step > 0), ch.if_(self.tokens.launch_is_over(step)):
             ch.return_()
+        self.begin_epochs(step)
         with machine.consumer:
-            self.begin_epochs(step)
             self.columns.begin_step(step)
             machine.meet()

@@ -201,11 +201,13 @@ class HeadParts:
         with machine.consumer:
             self.exchange.start()
 
-    @ch.inline
     def begin_epochs(self, step: Any) -> None:
-        """In the consumer role: the first of the step's exchange epochs."""
-        step_epoch = self.launch.epoch + step * epochs_of_step(self.shape.layers)
-        self.step_epoch = step_epoch
+        """The first of the step's exchange epochs, in the roles that wait for them and that publish."""
+        first = self.launch.epoch + step * epochs_of_step(self.shape.layers)
+        self.step_epoch = self._epoch("step_epoch", first)
+
+    def _epoch(self, name: str, value: ch.Expr) -> ch.Expr:
+        return ch.roles_const((self.machine.consumer, self.machine.adder), ty.u32, value, name)
 
     def emit_head(self, step: Any, hidden: Source, waits: str) -> None:
         """Logits of `hidden`, and the next token of every column; left out for tokens whose logits nobody wants."""
@@ -230,11 +232,13 @@ class HeadParts:
             self.choose(step)
 
     def start_sampling(self) -> None:
-        with self.machine.consumer:
+        with self.machine.adder:
             self.sampler.start()
 
     def choose(self, step: Any) -> None:
         """Every column's next token, in the region `chosen`."""
+        with self.machine.adding():
+            self.sampler.lay_down()
         with self.machine.consumer:
             self.sampler.choose(self.step_epoch + self.shape.layers, step)
             self.timeline.stamp_here("done")
@@ -273,10 +277,11 @@ class HeadParts:
             launch, vocab = self.launch, self.shape.vocab
             logit = scaled(self.machine, rows)
             token = rows.m_tile * M_TILE_ROWS + rows.row
-            with ch.if_((launch.logits != None) & (rows.lane < M_TILE_ROWS) & (token < vocab)):  # noqa: E711
-                row = ty.u64(step * self.columns.limit + rows.column)
-                launch.logits[row * vocab + ty.u64(token)] = logit
-            self.sampler.consider(rows, logit)
+            with ch.if_(rows.is_own):
+                with ch.if_((launch.logits != None) & (token < vocab)):  # noqa: E711
+                    row = ty.u64(step * self.columns.limit + rows.column)
+                    launch.logits[row * vocab + ty.u64(token)] = logit
+                self.sampler.consider(rows, logit)
 
         return finish
 
@@ -318,11 +323,11 @@ class StepParts(HeadParts):
         """The step's KV plan, its columns, the angles of their positions, the residual of their tokens."""
         machine = self.machine
         self.phase.step = step
+        self.begin_epochs(step)
         with machine.producer:
             self.schedule.advance(machine.producer, step)
         with machine.consumer:
             has_new_plan = self.schedule.advance(machine.consumer, step)
-            self.begin_epochs(step)
             self.columns.begin_step(step)
             with ch.if_(has_new_plan):
                 self.schedule.keep()
@@ -362,9 +367,7 @@ class StepParts(HeadParts):
         self.phase.layer = layer
         with self.machine.producer:
             self.linear.begin_layer(layer, self.matrices.layer_stride)
-        with self.machine.consumer:
-            layer_epoch = self.step_epoch + layer
-            self.layer_epoch = layer_epoch
+        self.layer_epoch = self._epoch("layer_epoch", self.step_epoch + layer)
 
     def end_layers(self) -> None:
         """What follows belongs to no layer; its input is the last one's output."""
@@ -376,6 +379,8 @@ class StepParts(HeadParts):
         """The next tokens are taken; if the launch ends, what was fetched of the next step is used up."""
         with self.machine.consumer:
             self.tokens.end_step(step, lambda: self.linear.skip(self.matrices.qkv))
+        with self.machine.adding():
+            self.tokens.leave_after(step)
 
     # -- attention and sampling -----------------------------------------------------------------------------------
 

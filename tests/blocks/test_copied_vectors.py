@@ -83,9 +83,9 @@ def product(case: Case, watched: bool = False, sanitize: bool = False, bug: tupl
         with ch.roles_for(machine.roles, given["rounds"], name="round") as round_:
 
             def store(done: Any) -> None:
-                row = done.m_tile * tile_rows + done.row
-                with ch.if_((done.lane < tile_rows) & (row < rows)):
-                    given["y"][(round_ * plan.tokens + done.column) * rows + row] = done.sum
+                row, total = done.m_tile * tile_rows + done.row, done.sum()
+                with ch.if_(done.is_own & (row < rows)):
+                    given["y"][(round_ * plan.tokens + done.column) * rows + row] = total
 
             with machine.consumer:
                 first = machine.block + machine.thread * blocks

@@ -43,6 +43,8 @@ CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "large stages": (33, 1400, 3, {"consumer_warps": 4, "stage_bytes": 16384}),
     "rotated": (70, 90, 4, {"start_residual": 3}),
     "two tokens": (50, 200, 3, {"tokens": 2}),
+    "one adding warp": (200, 100, 3, {"adding_warps": 1}),
+    "three adding warps in turn": (200, 100, 3, {"adding_warps": 3}),
     "four tokens, four warps": (50, 200, 3, {"tokens": 4, "consumer_warps": 4}),
     "eight tokens, two warps": (50, 200, 3, {"tokens": 8}),
     "eight tokens, eight warps": (50, 700, 3, {"tokens": 8, "consumer_warps": 8}),
@@ -95,9 +97,9 @@ def product(
                 data[number] = prim.load_constant_u32x4(given["x"] + (unit + number * machine.consumer_threads) * 4)
 
         def store(done: Any) -> None:
-            row = done.m_tile * done.count + done.row
-            with ch.if_((done.lane < done.count) & (row < rows)):
-                given["y"][done.column * rows + row] = done.sum
+            row, total = done.m_tile * done.count + done.row, done.sum()
+            with ch.if_(done.is_own & (row < rows)):
+                given["y"][done.column * rows + row] = total
 
         available = round_up(elements, VECTOR_COLUMNS)
         matvec(layout, Slices(columns, Units(read), available, given.get("places")), store)
@@ -167,8 +169,13 @@ def test_an_odd_number_of_consumer_warps_is_refused() -> None:
         generate_kernel(model(), emulated_gpu(2), consumer_warps=3)
 
 
+def test_products_without_adding_warps_are_refused() -> None:
+    with pytest.raises(PlanError, match="adding_warps is 0: nobody would finish the rows"):
+        generate_kernel(model(), emulated_gpu(2), adding_warps=0)
+
+
 @pytest.mark.slow
 def test_a_matrix_that_is_fetched_and_never_used_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Matvec, "multiply", lambda self, layout, load, finish: None)
+    monkeypatch.setattr(Matvec, "multiply", lambda self, layout, load: None)
     with pytest.raises(UnusedStageError, match="the stages of `qkv` are filled but never used"):
         generate_kernel(model(), emulated_gpu(2))

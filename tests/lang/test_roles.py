@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cheetah import lang as ch
-from cheetah.lang import prim, ty
+from cheetah.lang import ScopeError, prim, ty
 from tests.lang.test_render import body
 
 
@@ -67,6 +67,29 @@ def test_a_shared_counter_has_one_name_that_is_free_in_every_role() -> None:
 
     assert sum("layer_2 < 4" in line for line in body(kernel)) == 2
     assert "      x[2] = layer_2;" in body(kernel)
+
+
+def test_a_constant_is_worked_out_in_every_role_under_a_name_that_is_free_in_all() -> None:
+    @ch.kernel(ch.Params(n=ty.u32, x=ty.ptr_mut(ty.u32)))
+    def kernel(n, x):
+        copy, math, idle = ch.Role("producer"), ch.Role("consumer"), ch.Role("idle")
+        with copy:
+            epoch = ch.const(ty.u32, 1)
+            x[0] = epoch
+        shared = ch.roles_const((copy, math), ty.u32, n * 2, "epoch")
+        with copy:
+            x[1] = shared
+        with math:
+            x[2] = shared
+        with idle, pytest.raises(ScopeError, match="used by the idle code"):
+            x[3] = shared
+        with ch.if_(n == 0):
+            copy.emit_here()
+        with ch.else_():
+            math.emit_here()
+
+    assert sum("uint32_t epoch_2 = n * 2;" in line for line in body(kernel)) == 2
+    assert "    x[2] = epoch_2;" in body(kernel)
 
 
 def test_a_later_common_name_is_not_hidden_by_a_roles() -> None:

@@ -306,18 +306,18 @@ def read_without_waiting(vector: str) -> Callable[[Patch], None]:
 
 def leave_out_half_of_the_columns(patch: Patch) -> None:
     """Of a narrow M-tile, its rows by the second half."""
-    patch.setattr(Matvec, "_fold", lambda _, row, row_sum: (row % 8, row_sum))
+    patch.setattr(Matvec, "_fold", lambda _, row_sum: row_sum)
 
 
 def swap_halves_of_the_columns(patch: Patch) -> None:
     """The sums by one half are taken for those by the other."""
-    half_and_token = Matvec._half_and_token
+    half_and_place = Matvec._half_and_place
 
     def swapped(self: Any, group: int, index: int) -> tuple[Any, Any]:
-        half, token = half_and_token(self, group, index)
-        return 1 - half, token
+        half, place = half_and_place(self, group, index)
+        return 1 - half, place
 
-    patch.setattr(Matvec, "_half_and_token", swapped)
+    patch.setattr(Matvec, "_half_and_place", swapped)
 
 
 def payload(exchange: FlaggedExchange, name: str, unit: Any) -> Any:
@@ -421,6 +421,7 @@ def leave_out_meeting(number: int) -> Callable[[Patch], None]:
 
 RELAXED_ADD = "__atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); cheetah_emulator::words_written(counter);"
 MEET = r"named_barrier\(1, 64\);"
+TAKEN = r"mbarrier_wait\(taken \+ turn, turn_parity \^ 1\);"
 BOTH = ("schedules", "race")
 
 
@@ -445,9 +446,31 @@ BUGS = (
     # -- shared memory of a block
     Bug("no barrier between loading and multiplying", BOTH, change=load_without_meeting),
     Bug("no barrier after the sums of squares", BOTH, without(MEET, before=r"\] = sum_of_token;\s*\}\s*")),
-    Bug("one reduction buffer", BOTH, ((r"(float\* reductions = [^;]*) \+ turn \* 32;", r"\1;"),)),
-    Bug("rows finished before all warps have summed", BOTH, without(r"mbarrier_wait\(summed \+ turn, turn_parity\);")),
+    # -- from the consumer warps to the adding warps and back
+    Bug("one reduction buffer", BOTH, ((r"(float\* reduction = [^;]*) \+ (?:turn|adding) \* 40;", r"\1;"),)),
+    Bug("rows finished before all warps have summed", BOTH, without(r"mbarrier_wait\(summed \+ adding, \w+\);")),
+    Bug("the parity of the sums", BOTH, ((r"(summed \+ adding, adding_parity)\);", r"\1 ^ 1);"),)),
     Bug("one warp's sums are enough", BOTH, ((r"(mbarrier_init\(summed \+ reduction), 2\)", r"\1, 1)"),)),
+    Bug(
+        "the sums of the next M-tile",
+        BOTH,
+        ((r"(float\* reduction = [^;]*) \+ adding \* 40;", r"\1 + (adding ^ 1) * 40;"),),
+    ),
+    Bug("sums laid over others that nobody has added", BOTH, without(TAKEN, after=r"\s*float\* reduction")),
+    Bug("the parity of what was taken", BOTH, ((r"(taken \+ turn, turn_parity) \^ 1\);", r"\1);"),)),
+    Bug(
+        "a product ends before its rows are finished",
+        BOTH,
+        without(TAKEN, before=r"for \(uint32_t i = 0; i < 2; \+\+i\) \{\s*"),
+    ),
+    Bug(
+        "a reduction given back before all lanes have read",
+        ("race",),
+        without(r"warp_barrier\(\);", after=r"\s*if \(lane == 0\) \{\s*mbarrier_arrive\(taken"),
+    ),
+    Bug("candidates taken before they are laid down", BOTH, without(r"mbarrier_wait\(step_added, step % 2\);")),
+    Bug("one adding warp's candidates are enough", BOTH, ((r"(mbarrier_init\(step_added), 2\)", r"\1, 1)"),)),
+    Bug("adding warps go on before the step ends", BOTH, without(r"mbarrier_wait\(step_done, step % 2\);")),
     Bug("token read before it is chosen", BOTH, without(MEET, before=r"mbarrier_arrive\(step_done\);[\s}]*")),
     # -- narrow M-tiles
     Bug("rows by half of their columns", ("reference",), change=leave_out_half_of_the_columns, setup=NARROW),

@@ -31,7 +31,9 @@ EXHAUSTIVE = (
     *("stage given back before all lanes have read", "one warp's sums are enough"),
     *("weights fetched ahead are not used up", "no grid barrier before the merge"),
     *("newest key taken from the cache", "bias of the next head", "newest keys read before their warp has stored them"),
-    "halves of columns swapped",
+    *("halves of columns swapped", "the parity of the sums"),
+    *("the sums of the next M-tile", "the parity of what was taken", "one adding warp's candidates are enough"),
+    *("adding warps go on before the step ends", "a product ends before its rows are finished"),
 )
 """Of each there is one of its kind that `make test` looks for."""
 RACE_ONLY = tuple(bug for bug in BUGS if bug.found_by == ("race",))

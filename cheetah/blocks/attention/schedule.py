@@ -90,7 +90,7 @@ class Schedule:
     @ch.inline
     def _start(self) -> None:
         self.index = {}
-        for role in self.machine.roles:
+        for role in (self.machine.producer, self.machine.consumer):
             with role:
                 plan_index = ch.var(ty.u32, 0)
                 self.index[role.name] = plan_index

@@ -11,7 +11,7 @@ from cheetah.blocks.attention.head_norms import HeadNorms, RawHead, RawHeads, co
 from cheetah.blocks.attention.port import AttentionPort
 from cheetah.blocks.columns import NUMBER, POSITION, SEQUENCE, TOTAL, UNIT, Columns, fragment_word
 from cheetah.blocks.exchange import Exchange
-from cheetah.blocks.linear.epilogue import HALF, paired_dim, rotate, scaled
+from cheetah.blocks.linear.epilogue import HALF, pair_of_rows, paired_dim, rotate, scaled
 from cheetah.blocks.linear.interface import Rows
 from cheetah.blocks.machine import Machine
 from cheetah.lang import prim, ty
@@ -104,19 +104,25 @@ class Projection:
         return value + prim.bf16_to_f32(self.biases[layer * self.shape.qkv_rows + rows.m_tile * M_TILE_ROWS + rows.row])
 
     @ch.inline
+    def _dim(self, rows: Rows, head: ch.Expr, m_tile_of_head: ch.Expr) -> Any:
+        """Which dim of its head a row is."""
+        shape = self.shape
+        paired = paired_dim(m_tile_of_head * HALF + rows.row % HALF, rows.row >= HALF, shape.head_dim)
+        is_paired = head < shape.heads + shape.kv_heads
+        return ch.select(is_paired, paired, m_tile_of_head * M_TILE_ROWS + rows.row)
+
+    @ch.inline
     def _publish_raw(self, rows: Rows, layer: ch.Expr, epoch: ch.Expr) -> None:
         shape = self.shape
         m_tiles_per_head = shape.head_dim // M_TILE_ROWS
         head = rows.m_tile // m_tiles_per_head
         m_tile_of_head = rows.m_tile % m_tiles_per_head
-        value = self._value(rows, layer)
-        paired = paired_dim(m_tile_of_head * HALF + rows.row % HALF, rows.row >= HALF, shape.head_dim)
-        is_paired = head < shape.heads + shape.kv_heads
-        dim = ch.select(is_paired, paired, m_tile_of_head * M_TILE_ROWS + rows.row)
-        pair = prim.pack_bf16x2(value, prim.shuffle_xor_f32(value, 1))
-        with ch.if_((rows.lane < M_TILE_ROWS) & (rows.lane % 2 == 0)):
-            place = (rows.column * shape.qkv_rows + head * shape.head_dim + dim) // 2
-            self.port.exchange.publish("qkv", place, pair, epoch)
+        dim = self._dim(rows, head, m_tile_of_head)
+        place = (rows.column * shape.qkv_rows + head * shape.head_dim + dim) // 2
+        publish = self.port.exchange.publish_later("qkv", place, epoch)
+        pair = pair_of_rows(self._value(rows, layer))
+        with ch.if_(rows.is_own & (rows.row % 2 == 0)):
+            publish(pair)
 
     @ch.inline
     def _rotate_and_append(self, rows: Rows, layer: ch.Expr, epoch: ch.Expr) -> None:
@@ -124,16 +130,15 @@ class Projection:
         m_tiles_per_head = shape.head_dim // M_TILE_ROWS
         head = rows.m_tile // m_tiles_per_head
         m_tile_of_head = rows.m_tile % m_tiles_per_head
+        dim = self._dim(rows, head, m_tile_of_head)
+        place = (rows.column * shape.qkv_rows + head * shape.head_dim + dim) // 2
+        publish = self.port.exchange.publish_later("qkv", place, epoch)
         value = ch.var(ty.f32, self._value(rows, layer))
-        dim = ch.var(ty.u32, m_tile_of_head * M_TILE_ROWS + rows.row)
         with ch.if_(head < shape.heads + shape.kv_heads):
-            rotated, rotated_dim = rotate(self.machine, rows, value, m_tile_of_head)
-            value.set(rotated)
-            dim.set(rotated_dim)
+            value.set(rotate(self.machine, rows, value, m_tile_of_head))
         neighbour = prim.shuffle_xor_f32(value, 1)
         pair = ch.var(ty.u32, prim.pack_bf16x2(value, neighbour))
-        with ch.if_((rows.lane < M_TILE_ROWS) & (rows.lane % 2 == 0)):
-            place = (rows.column * shape.qkv_rows + head * shape.head_dim + dim) // 2
+        with ch.if_(rows.is_own & (rows.row % 2 == 0)):
             is_coded = self.machine.plan.kv_dtype == "e4m3"
             if is_coded:
                 codes = ch.var(ty.u32, 0)
@@ -142,7 +147,7 @@ class Projection:
                     scale = self.port.scale_of(layer, head - shape.heads)
                     codes.set(prim.e4m3x2_from_f32(prim.divide_f32(value, scale), prim.divide_f32(neighbour, scale)))
                     pair.set(prim.e4m3x4_to_bf16(codes).x)
-            self.port.exchange.publish("qkv", place, pair, epoch)
+            publish(pair)
             # Behind it: attention waits for the exchange, and for the cache nobody does before the next step.
             with ch.if_(head >= shape.heads):
                 place_of = (self.cache, self.columns, layer, head - shape.heads, rows.column, dim)

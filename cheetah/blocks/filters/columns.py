@@ -55,8 +55,8 @@ def best_of_warp(lane: ch.Expr, best: Any, token: Any, number: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class WarpColumns:
-    """The columns of a warp are those that it finishes in every product, so what it wrote of them is its own or its
-    group's: where a step has fewer columns than a block has consumer warps, `groups` warps share one."""
+    """The columns of a consumer warp while their tokens are filtered: where a step has fewer columns than a block has
+    consumer warps, `groups` warps share one."""
 
     columns: Columns
     adjustments: Adjustments

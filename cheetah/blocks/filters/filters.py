@@ -17,7 +17,6 @@ from cheetah.blocks.filters.columns import WarpColumns
 from cheetah.blocks.filters.lists import ShortLists
 from cheetah.blocks.filters.rounds import Rounds
 from cheetah.blocks.linear.interface import Rows
-from cheetah.plan import M_TILE_ROWS
 from cheetah.plan.kv.tables import FILTERED
 
 
@@ -38,9 +37,9 @@ class Filters:
 
     @ch.function
     def keep(self, rows: Rows, token: ch.Expr, scaled: ch.Expr, noisy: ch.Expr) -> None:
-        """Write a logit down, as it is compared without filters: one row a lane."""
+        """Write a logit down, as it is compared without filters: one row a lane, in the adder role."""
         is_filtered = (self.adjustments.of(rows.column, "options") & FILTERED) != 0
-        with ch.if_(is_filtered & (rows.lane < M_TILE_ROWS)):
+        with ch.if_(is_filtered):
             with ch.if_(self.adjustments.is_sampled(rows.column)):
                 place = (self.adjustments.row(rows.column) + token) * 2
                 self.weighed[place] = scaled

@@ -1,8 +1,9 @@
-"""What becomes of the rows of a finished M-tile: residual, SwiGLU, rotary embedding. One warp and token, one row a
+"""What becomes of the rows of a finished M-tile: residual, SwiGLU, rotary embedding. One warp, one row of a token a
 lane."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from cheetah import lang as ch
@@ -22,12 +23,13 @@ def add_residual(machine: Machine, into: Published) -> Epilogue:
     @ch.inline
     def finish(rows: Rows) -> None:
         residual = machine.region("residual", ty.f32)
-        value = ch.var(ty.f32, rows.sum)
-        with ch.if_(rows.lane < rows.count):
-            place = (rows.wave * rows.count + rows.row) * machine.plan.tokens + rows.column
+        place = prim.renewed_u32((rows.wave * rows.count + rows.row) * machine.plan.tokens + rows.column)
+        publish = publishing(machine, into, rows, rows.m_tile * rows.count, rows.count)
+        value = ch.var(ty.f32, rows.sum())
+        with ch.if_(rows.is_own):
             value += residual[place]
             residual[place] = value
-        publish_rows(machine, into, rows, value, rows.m_tile * rows.count, rows.count)
+        publish(value)
 
     return finish
 
@@ -37,33 +39,46 @@ def swiglu(machine: Machine, into: Published) -> Epilogue:
 
     @ch.inline
     def finish(rows: Rows) -> None:
+        publish = publishing(machine, into, rows, rows.m_tile * HALF, HALF)
         value = scaled(machine, rows)
         other = prim.shuffle_xor_f32(value, HALF)
-        # Lanes of the up rows compute something too; only the first 8 lanes publish.
+        # Lanes of the up rows compute something too; only those of the gate rows publish.
         gated = prim.divide_f32(value, 1.0 + prim.exp_f32(-value)) * other
-        publish_rows(machine, into, rows, gated, rows.m_tile * HALF, HALF)
+        publish(gated)
 
     return finish
 
 
-@ch.function
-def publish_rows(machine: Machine, into: Published, rows: Rows, value: ch.Expr, first: ch.Value, count: int) -> None:
-    """Publish `count` values, one a lane from lane 0 on, as pairs of bf16 beginning at element `first` (even)."""
+def publishing(machine: Machine, into: Published, rows: Rows, first: ch.Value, count: int) -> Callable[[Any], None]:
+    """Works out where the first `count` rows' values go, as pairs of bf16 beginning at element `first` (even). What it
+    gives publishes them, one a lane."""
+    store = into.publish_later(fragment_word(first + rows.row, rows.column, machine.plan.tokens))
+
+    def publish(value: ch.Expr) -> None:
+        pair = pair_of_rows(value)
+        with ch.if_(rows.is_own & (rows.row < count) & (rows.row % 2 == 0)):
+            store(pair)
+
+    return publish
+
+
+@ch.inline
+def pair_of_rows(value: ch.Expr) -> Any:
+    """On lanes of even rows, this row's value and the next one's, rounded to bf16."""
     neighbour = prim.shuffle_xor_f32(value, 1)
     pair = prim.pack_bf16x2(value, neighbour)
-    with ch.if_((rows.lane < count) & (rows.lane % 2 == 0)):
-        into.publish(fragment_word(first + rows.lane, rows.column, machine.plan.tokens), pair)
+    return pair
 
 
 @ch.inline
 def scaled(machine: Machine, rows: Rows) -> Any:
     """The rows of a product whose input was normalised: times 1/rms of their token."""
-    return rows.sum * machine.region("scales", ty.f32)[rows.column]
+    return rows.sum() * machine.region("scales", ty.f32)[rows.column]
 
 
 @ch.function
-def rotate(machine: Machine, rows: Rows, value: ch.Expr, m_tile_of_head: ch.Expr) -> tuple[Any, Any]:
-    """RoPE (rotate-half): the pair (k, k + D/2) lies 8 lanes apart. Returns the rotated value and its dim in the head.
+def rotate(machine: Machine, rows: Rows, value: ch.Expr, m_tile_of_head: ch.Expr) -> Any:
+    """RoPE (rotate-half): the pair (k, k + D/2) lies 8 lanes apart. Returns the rotated value.
 
     cos and sin of the token's position lie in the region `rope` as pairs.
     """
@@ -73,8 +88,7 @@ def rotate(machine: Machine, rows: Rows, value: ch.Expr, m_tile_of_head: ch.Expr
     partner = prim.shuffle_xor_f32(value, HALF)
     is_second = rows.row >= HALF
     rotated = value * angle.x + ch.select(is_second, partner, -partner) * angle.y
-    dim = paired_dim(frequency, is_second, machine.shape.head_dim)
-    return rotated, dim
+    return rotated
 
 
 def paired_dim(frequency: ch.Expr, is_second: ch.Expr, head_dim: int) -> Any:

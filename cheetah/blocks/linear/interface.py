@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from cheetah import lang as ch
 from cheetah.plan import M_TILE_ROWS, MatrixLayout
@@ -13,24 +13,29 @@ from cheetah.plan import M_TILE_ROWS, MatrixLayout
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """What a finishing warp gets of an M-tile of `count` rows and a token: lane `l` holds the sum of row `l % count`.
+    """What an adding warp gets of an M-tile of `count` rows: lane `l` holds the sum of row `l % count` of a column,
+    lanes from 16 on those of the next column; of a single one all hold the same.
 
-    wave counts the block's M-tiles of this matrix from 0. slot is which of its columns this is to the warp (static): a
-    warp finishes the same columns of every M-tile.
+
+    wave counts the block's M-tiles of this matrix from 0. is_own: whether the lane's row is there (its column is in
+    use) and no other lane's too, so that it is for this lane to write; the others only take part in shuffles. slot is
+    which of its pairs of columns this is to the warp (static): a warp finishes the same columns of every M-tile.
+    sum: called once, by all lanes, waits for the consumer warps' sums and gives the row's (f32). What can be worked out
+    before should be: a warp that is by itself takes five cycles an instruction, and a phase's end waits for it.
     """
 
     m_tile: ch.Expr
     wave: ch.Expr
     row: ch.Expr
-    lane: ch.Expr
     column: ch.Expr
+    is_own: ch.Expr
     slot: int
-    sum: ch.Expr
+    sum: Callable[[], Any]
     count: int = M_TILE_ROWS
 
 
 Epilogue = Callable[[Rows], None]
-"""What becomes of the finished rows of an M-tile, of one token: called by one warp."""
+"""What becomes of the finished rows of an M-tile, of two columns: called by a whole adding warp."""
 
 
 class Prologue(ABC):
@@ -66,7 +71,7 @@ class Parts(Protocol):
 
 
 class Linear(ABC):
-    """Products of a kernel. Both roles: what is fetched, and what is done with it."""
+    """Products of a kernel. All roles: what is fetched, what is done with it, and what becomes of it."""
 
     @abstractmethod
     def __call__(

@@ -1,9 +1,13 @@
 """Matrix times vectors on tensor cores: the weights are the 16-row operand of `mma.m16n8k16`, tokens its 8 columns.
 
 The producer lane brings the block's M-tiles chunk by chunk; in each chunk every consumer warp multiplies its K-tiles
-and keeps partial sums of the M-tile's 16 rows; at the end of an M-tile the warps' sums are added in fixed order, for
-each token by one warp, which finishes the rows. Which warps finish rotates, and only they wait for the sums of all: the
-others go on with the next M-tile.
+and keeps partial sums of the M-tile's 16 rows. At the end of an M-tile it lays them down in a *reduction* and goes on
+with the next one. Adding warps, which do nothing else, add them up in the order of the warps and finish the rows: few
+columns one warp by itself, in turn with the others, many columns all of them.
+
+A reduction has two mbarriers: at `summed` every consumer warp arrives when its sums are there, at `taken` the warps
+that have added them up. The consumer warps wait for the others only where they come round to a reduction again, and at
+the end of a product, until all its rows are finished.
 
 Where the vectors of several tokens do not fit into shared memory whole, the matrix is multiplied slice by slice: all
 the block's M-tiles by the first part of the vectors, then by the next, with the sums of all its M-tiles in registers.
@@ -31,9 +35,11 @@ from cheetah.plan import M_TILE_ROWS, MatrixLayout
 from cheetah.plan.formats import NARROW_ROWS
 from cheetah.plan.plan import COLUMNS
 
+HALF = M_TILE_ROWS // 2
+
 
 class Matvec(Linear):
-    """The products of a kernel: they share the ring, the reduction buffers and the rotation of the finishing warps."""
+    """The products of a kernel: they share the ring and the reductions."""
 
     def __init__(self, columns: Columns, ring: Ring, weights: ch.Expr, timeline: Timeline = NO_TIMELINE) -> None:
         self.machine, self.columns, self.ring = columns.machine, columns, ring
@@ -60,36 +66,74 @@ class Matvec(Linear):
         with self.machine.consumer:
             prologue.prepare()
             with ch.if_(when) if when is not None else nullcontext():
-                self.multiply(matrix, prologue, epilogue)
+                self.multiply(matrix, prologue)
                 self.timeline.stamp_here("done")
-
-    @property
-    def slots(self) -> int:
-        """Columns that a finishing warp has."""
-        return self.columns.limit // self.machine.plan.finishers
-
-    def column_of_warp(self, slot: int) -> Any:
-        """The column that this warp finishes."""
-        return self.machine.warp % self.machine.plan.finishers + slot * self.machine.plan.finishers
+        with self.machine.adding(), ch.if_(when) if when is not None else nullcontext():
+            self.finish(matrix, epilogue)
 
     @ch.inline
     def _start(self) -> None:
-        """Reductions and groups of finishing warps take turns, and there is one reduction more than groups. So when a
-        warp comes to an M-tile's reduction again, it has itself finished an M-tile since, for which it waited for all
-        warps: they had gone on from the first one, and read its sums before, if it was theirs to finish."""
+        """A cursor over the reductions in each of the two roles that take them in turn."""
+        plan = self.machine.plan
         summed = self.machine.region("reduction_barriers", ty.u64)
-        self.summed = summed
+        taken = summed + plan.reductions
+        step_added = taken + plan.reductions
+        self.summed, self.taken, self.step_added = summed, taken, step_added
         with self.machine.consumer:
             turn = ch.var(ty.u32, 0)
             turn_parity = ch.var(ty.u32, 0)
-            finisher = ch.var(ty.u32, 0)
-            self.finisher, self.turn = finisher, Cursor(turn, turn_parity, self.machine.plan.reductions)
+            self.turn = Cursor(turn, turn_parity, plan.reductions)
+        with self.machine.adder:
+            adding = ch.var(ty.u32, 0)
+            adding_parity = ch.var(ty.u32, 0)
+            self.adding = Cursor(adding, adding_parity, plan.reductions)
 
     @ch.inline
     def initialise(self) -> None:
         """Set the barriers up, as `Ring.initialise`."""
-        with ch.for_(self.machine.plan.reductions, name="reduction") as reduction:
-            prim.mbarrier_init(self.summed + reduction, self.machine.plan.consumer_warps)
+        plan = self.machine.plan
+        with ch.for_(plan.reductions, name="reduction") as reduction:
+            prim.mbarrier_init(self.summed + reduction, plan.consumer_warps)
+            prim.mbarrier_init(self.taken + reduction, plan.finishers)
+        prim.mbarrier_init(self.step_added, plan.adding_warps)
+
+    # -- which columns an adding warp finishes ---------------------------------------------------------------------
+
+    @property
+    def slots(self) -> int:
+        """Pairs of columns that an adding warp has."""
+        plan = self.machine.plan
+        return plan.column_pairs // plan.finishers
+
+    @property
+    def group(self) -> Any:
+        """In the adder role: which of the groups that take M-tiles in turn this warp is in."""
+        return self.machine.adder_number // self.machine.plan.finishers
+
+    def column_of(self, slot: int) -> Any:
+        """In the adder role: this lane's column of a slot."""
+        plan = self.machine.plan
+        pair = self.machine.adder_number % plan.finishers + slot * plan.finishers
+        column = pair * 2 + self.machine.lane // M_TILE_ROWS if plan.tokens > 1 else 0
+        return ch.const(ty.u32, column, name="column")
+
+    def _if_ours(self) -> AbstractContextManager[Any]:
+        """Whether the M-tile whose turn it is, is this warp's group's to finish: each has a reduction of its own."""
+        return nullcontext() if self.machine.plan.finishing_groups == 1 else ch.if_(self.adding.stage == self.group)
+
+    # -- the end of a step -----------------------------------------------------------------------------------------
+
+    @ch.inline
+    def end_step(self) -> None:
+        """In the adder role, once a step: this warp has finished all its M-tiles of the step."""
+        prim.warp_barrier()  # orders what the lanes have stored before the arrival
+        with ch.if_(self.machine.lane == 0):
+            prim.mbarrier_arrive(self.step_added)
+
+    @ch.inline
+    def wait_for_step(self, step: ch.Expr) -> None:
+        """In the consumer role: all adding warps have called `end_step`."""
+        prim.mbarrier_wait(self.step_added, step % 2)
 
     @ch.inline
     def copy(self, layout: MatrixLayout) -> None:
@@ -131,7 +175,7 @@ class Matvec(Linear):
                 self.ring.discard()
 
     @ch.inline
-    def multiply(self, layout: MatrixLayout, prologue: Prologue, epilogue: Epilogue) -> None:
+    def multiply(self, layout: MatrixLayout, prologue: Prologue) -> None:
         """In the consumer role: multiply the block's M-tiles by the vectors that the prologue brings.
 
         A block without an M-tile loads nothing and waits for nobody.
@@ -142,15 +186,17 @@ class Matvec(Linear):
         with nullcontext() if layout.m_tiles >= layout.blocks else ch.if_(position < layout.m_tiles):
             parts = prologue.parts(layout)
             if layout.slices == 1:
-                self._multiply_whole(layout, position, prologue, epilogue)
+                self._multiply_whole(layout, position, prologue)
             elif parts is not None:
-                self._multiply_parts(layout, position, parts, epilogue)
+                self._multiply_parts(layout, position, parts)
             else:
-                self._multiply_sliced(layout, position, prologue, epilogue)
-            machine.meet()  # everybody has read the vectors, and what the finishing warps write is seen
+                self._multiply_sliced(layout, position, prologue)
+            # All rows are finished, for which every consumer warp has handed its sums over: everybody has read the
+            # vectors, what the epilogues write is seen, and what they read may be replaced.
+            self._wait_until_taken()
 
     @ch.inline
-    def _multiply_whole(self, layout: MatrixLayout, position: ch.Expr, prologue: Prologue, epilogue: Epilogue) -> None:
+    def _multiply_whole(self, layout: MatrixLayout, position: ch.Expr, prologue: Prologue) -> None:
         self._load(layout, prologue, 0)
         with ch.for_(position, layout.m_tiles, layout.blocks, unroll=1) as m_tile:
             sums = ch.array(ty.f32, self._groups(layout), 4, zero=True)
@@ -160,10 +206,10 @@ class Matvec(Linear):
             with ch.for_(layout.chunks, unroll=2) as chunk:
                 self._use_chunk(layout, chunk, chunk, sums)
             self.timeline.stamp_here("last_chunk")
-            self._reduce(layout, m_tile, sums, epilogue)
+            self._hand_over(layout, sums)
 
     @ch.inline
-    def _multiply_sliced(self, layout: MatrixLayout, position: ch.Expr, prologue: Prologue, epilogue: Epilogue) -> None:
+    def _multiply_sliced(self, layout: MatrixLayout, position: ch.Expr, prologue: Prologue) -> None:
         """Slices outside, M-tiles inside."""
         groups = self._groups(layout)
         sums = [ch.array(ty.f32, groups, 4, zero=True, name="sums") for _ in range(layout.waves)]
@@ -183,10 +229,10 @@ class Matvec(Linear):
         self.timeline.stamp_here("last_chunk")
         for wave in range(layout.waves):
             with self._has_m_tile(layout, position, wave):
-                self._reduce(layout, position + wave * layout.blocks, sums[wave], epilogue)
+                self._hand_over(layout, sums[wave])
 
     @ch.inline
-    def _multiply_parts(self, layout: MatrixLayout, position: ch.Expr, parts: Parts, epilogue: Epilogue) -> None:
+    def _multiply_parts(self, layout: MatrixLayout, position: ch.Expr, parts: Parts) -> None:
         """The same with slices that come while the one before is multiplied."""
         groups = self._groups(layout)
         sums = [ch.array(ty.f32, groups, 4, zero=True, name="sums") for _ in range(layout.waves)]
@@ -211,7 +257,7 @@ class Matvec(Linear):
         self.timeline.stamp_here("last_chunk")
         for wave in range(layout.waves):
             with self._has_m_tile(layout, position, wave):
-                self._reduce(layout, position + wave * layout.blocks, sums[wave], epilogue)
+                self._hand_over(layout, sums[wave])
 
     def _load(self, layout: MatrixLayout, prologue: Prologue, index: int) -> None:
         self.ring.begin_waiting()
@@ -312,84 +358,139 @@ class Matvec(Linear):
         fragments.finish_chunk()
 
     @ch.function
-    def _reduce(self, layout: MatrixLayout, m_tile: ch.Expr, sums: Any, epilogue: Epilogue) -> None:
-        """The end of an M-tile: the warps' sums meet, and those whose turn it is finish its rows."""
-        machine, warps = self.machine, self.machine.plan.consumer_warps
-        turn, finishers = self.turn, machine.plan.finishers
-        reductions = machine.region("reductions", ty.f32) + turn.stage * (warps * machine.plan.warp_sums)
-        self._lay_down(layout, reductions, sums)
+    def _hand_over(self, layout: MatrixLayout, sums: Any) -> None:
+        """The end of an M-tile: this warp's sums to the adding warps."""
+        machine, turn = self.machine, self.turn
+        prim.mbarrier_wait(self.taken + turn.stage, turn.parity ^ 1)
+        reduction = ch.const(ty.ptr_mut(ty.f32), self._reduction_of(turn), name="reduction")
+        self._lay_down(layout, reduction, sums)
         prim.warp_barrier()  # orders the lanes' sums before the arrival
         with ch.if_(machine.lane == 0):
             prim.mbarrier_arrive(self.summed + turn.stage)
-        with ch.if_(machine.warp // finishers == self.finisher):
-            prim.mbarrier_wait(self.summed + turn.stage, turn.parity)
-            for slot in range(self.slots):
-                column = ch.const(ty.u32, self.column_of_warp(slot), name="column")
-                with self.columns.if_active(column):
-                    self._finish_rows(layout, m_tile, reductions, column, slot, epilogue)
         turn.advance()
-        self.finisher += 1
-        with ch.if_(self.finisher == warps // finishers):
-            self.finisher.set(0)
 
     @ch.function
-    def _lay_down(self, layout: MatrixLayout, reductions: ch.Expr, sums: Any) -> None:
-        """This warp's sums: [warp][column][row]. Lane 4g + t holds rows g and g + 8 of columns 2t and 2t + 1."""
-        machine, tokens = self.machine, self.columns.limit
-        if layout.is_narrow:
-            return self._lay_down_halves(reductions, sums)
-        row = machine.warp * machine.plan.warp_sums + machine.lane // 4
-        for tile in range(self.columns.tiles):
-            first = machine.lane % 4 * 2 + tile * COLUMNS
-            with nullcontext() if tokens >= COLUMNS else ch.if_(first < tokens):
-                for index in range(min(tokens, 2)):
-                    place = row + (first + index) * machine.plan.column_sums
-                    reductions[place] = sums[tile][index]
-                    reductions[place + 8] = sums[tile][index + 2]
+    def _wait_until_taken(self) -> None:
+        """What was handed over so far is added up and finished: the last M-tile of every reduction, oldest first."""
+        with ch.for_(self.machine.plan.reductions, unroll=1):
+            prim.mbarrier_wait(self.taken + self.turn.stage, self.turn.parity ^ 1)
+            self.turn.advance()
+        self.turn.parity ^= 1  # once round the reductions: where it was
 
     @ch.inline
-    def _lay_down_halves(self, reductions: ch.Expr, sums: Any) -> None:
+    def finish(self, layout: MatrixLayout, epilogue: Epilogue) -> None:
+        """In the adder role: the rows of the block's M-tiles of a matrix, as the consumer warps hand them over."""
+        about = f"The block's M-tiles of {layout.name}: the warps' sums added up, the rows finished."
+        with ch.outline(f"finish_{layout.name}", about):
+            position, turn = layout.position(self.machine.block), self.adding
+            with ch.for_(position, layout.m_tiles, layout.blocks, unroll=1) as m_tile:
+                with self._if_ours():
+                    self._take(layout, m_tile, epilogue)
+                turn.advance()
+
+    @ch.inline
+    def _take(self, layout: MatrixLayout, m_tile: ch.Expr, epilogue: Epilogue) -> None:
+        """An M-tile that this warp finishes, or its columns of it."""
+        machine, turn = self.machine, self.adding
+        for slot in range(self.slots):
+            self._finish_rows(layout, m_tile, self.column_of(slot), slot, epilogue)
+        prim.warp_barrier()  # orders the lanes' reads, and what they have stored, before the arrival
+        with ch.if_(machine.lane == 0):
+            prim.mbarrier_arrive(self.taken + turn.stage)
+
+    @ch.function
+    def _lay_down(self, layout: MatrixLayout, reduction: ch.Expr, sums: Any) -> None:
+        """This warp's sums: [warp][pair of columns][column of the pair][row]. Lane 4g + t holds rows g and g + 8 of
+        columns 2t and 2t + 1."""
+        machine, plan = self.machine, self.machine.plan
+        own = machine.warp * plan.warp_sums + machine.lane // 4
+        if layout.is_narrow:
+            return self._lay_down_halves(reduction, own, sums)
+        for tile in range(self.columns.tiles):
+            pair = machine.lane % 4 + tile * (COLUMNS // 2)
+            with nullcontext() if plan.tokens >= COLUMNS else ch.if_(pair < plan.column_pairs):
+                for index in range(min(plan.tokens, 2)):
+                    place = own + pair * plan.pair_sums + index * M_TILE_ROWS
+                    reduction[place] = sums[tile][index]
+                    reduction[place + HALF] = sums[tile][index + 2]
+
+    @ch.inline
+    def _lay_down_halves(self, reduction: ch.Expr, own: ch.Expr, sums: Any) -> None:
         """The same of a narrow M-tile. Of what `sums` has, rows 0 to 7 by the first halves of the vectors and rows 8 to
         15 by the second are products of the matrix: the first half of a token is column `token` there, the second
         column `tokens + token`."""
         machine, tokens = self.machine, self.columns.limit
-        row = machine.warp * machine.plan.warp_sums + machine.lane // 4
         for group in range(groups_of(tokens, 2)):
             first = machine.lane % 4 * 2 + group * COLUMNS
             with nullcontext() if 2 * tokens >= COLUMNS else ch.if_(first < 2 * tokens):
                 for index in range(2):
-                    half, token = self._half_and_token(group, index)
+                    half, place = self._half_and_place(group, index)
                     of_half = [sums[group][index], sums[group][index + 2]]
                     value = of_half[half] if isinstance(half, int) else ch.select(half == 0, *of_half)
-                    reductions[row + token * machine.plan.column_sums + half * NARROW_ROWS] = value
+                    reduction[own + place + half * NARROW_ROWS] = value
 
-    def _half_and_token(self, group: int, index: int) -> tuple[Any, Any]:
-        """What column 2 * (lane % 4) + index of a group is."""
-        tokens, column = self.columns.limit, self.machine.lane % 4 * 2 + index
+    def _half_and_place(self, group: int, index: int) -> tuple[Any, Any]:
+        """What column 2 * (lane % 4) + index of a group is: a half, and where its token's sums lie."""
+        tokens, pairs = self.columns.limit, self.machine.plan.column_pairs
+        if tokens == 1:
+            return index, 0
+        pair, first = self.machine.lane % 4, index * M_TILE_ROWS
         if tokens >= COLUMNS:
             half, before = divmod(group * COLUMNS, tokens)
-            return half, column + before
-        return (index, 0) if tokens == 1 else (column // tokens, column % tokens)
+            return half, (pair + before // 2) * self.machine.plan.pair_sums + first
+        return pair // pairs, pair % pairs * self.machine.plan.pair_sums + first
 
     @ch.function
     def _finish_rows(
-        self, layout: MatrixLayout, m_tile: ch.Expr, reductions: ch.Expr, column: ch.Expr, slot: int, epilogue: Epilogue
+        self, layout: MatrixLayout, m_tile: ch.Expr, column: ch.Expr, slot: int, epilogue: Epilogue
     ) -> None:
-        """Add the warps' sums of a column, in order: half of the warps on each half of the lanes."""
-        machine, plan = self.machine, self.machine.plan
-        row = machine.lane % M_TILE_ROWS
-        half = machine.lane // M_TILE_ROWS
-        half_sum = ch.var(ty.f32, 0.0)
-        with ch.for_(plan.consumer_warps // 2, unroll=True) as other:
-            warp = half * (plan.consumer_warps // 2) + other
-            half_sum += reductions[warp * plan.warp_sums + column * plan.column_sums + row]
-        row_sum = half_sum + prim.shuffle_xor_f32(half_sum, M_TILE_ROWS)
-        if layout.is_narrow:
-            row, row_sum = self._fold(row, row_sum)
-        of_warp = machine.lane, column, slot
-        epilogue(Rows(m_tile, m_tile // layout.blocks, row, *of_warp, row_sum, layout.tile_rows))
+        """The rows of a slot, with what of it is worked out before the sums are there."""
+        lane, count = self.machine.lane, layout.tile_rows
+        row = lane % count
+        if self.columns.limit == 1:
+            is_own = lane < count
+        else:
+            is_own = column < self.columns.count
+            if layout.is_narrow:
+                is_own = is_own & (lane % M_TILE_ROWS < count)
+
+        def row_sum() -> Any:
+            total = self._sum_of_row(column, first=slot == 0)
+            return self._fold(total) if layout.is_narrow else total
+
+        epilogue(Rows(m_tile, m_tile // layout.blocks, row, column, is_own, slot, row_sum, count))
 
     @ch.inline
-    def _fold(self, row: ch.Expr, row_sum: ch.Expr) -> tuple[Any, Any]:
+    def _fold(self, row_sum: ch.Expr) -> Any:
         """Of a narrow M-tile: rows 8 to 15 are rows 0 to 7 by the other half of their columns."""
-        return row % NARROW_ROWS, row_sum + prim.shuffle_xor_f32(row_sum, NARROW_ROWS)
+        return row_sum + prim.shuffle_xor_f32(row_sum, NARROW_ROWS)
+
+    @ch.inline
+    def _sum_of_row(self, column: ch.Expr, first: bool) -> Any:
+        """Add the warps' sums: of the first half of the warps and of the second half, each in order, then both. The
+        `first` time for an M-tile, wait for them."""
+        plan, lane = self.machine.plan, self.machine.lane
+        half = plan.consumer_warps // 2
+        reduction = self._reduction_of(self.adding)
+        if plan.tokens == 1:
+            own = reduction + (lane // M_TILE_ROWS * (half * plan.warp_sums) + lane % M_TILE_ROWS)
+        else:
+            own = reduction + (column // 2 * plan.pair_sums + lane)
+        if first:
+            prim.mbarrier_wait(self.summed + self.adding.stage, self.adding.parity)
+        low = self._sum_of_warps(own, half)
+        if plan.tokens == 1:
+            return low + prim.shuffle_xor_f32(low, M_TILE_ROWS)
+        return low + self._sum_of_warps(own + half * plan.warp_sums, half)
+
+    @ch.inline
+    def _sum_of_warps(self, own: ch.Expr, warps: int) -> Any:
+        """What lies at `own` of so many neighbouring warps' sums."""
+        total = ch.var(ty.f32, 0.0)
+        with ch.for_(warps, unroll=True, name="other") as other:
+            total += own[other * self.machine.plan.warp_sums]
+        return total
+
+    def _reduction_of(self, turn: Cursor) -> Any:
+        plan = self.machine.plan
+        return self.machine.region("reductions", ty.f32) + turn.stage * (plan.consumer_warps * plan.warp_sums)

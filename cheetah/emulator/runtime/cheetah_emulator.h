@@ -299,6 +299,10 @@ CHEETAH_PRIMITIVE void fence_proxy_async_shared(CHEETAH_PLACE) { (void)place; }
 CHEETAH_PRIMITIVE uint32_t renewed_u32(uint32_t value) { return value; }
 CHEETAH_PRIMITIVE void give_registers(CHEETAH_PLACE) { (void)place; }
 CHEETAH_PRIMITIVE void take_registers(CHEETAH_PLACE) { (void)place; }
+CHEETAH_PRIMITIVE void keep_64_registers(CHEETAH_PLACE) { (void)place; }
+CHEETAH_PRIMITIVE void keep_104_registers(CHEETAH_PLACE) { (void)place; }
+CHEETAH_PRIMITIVE void take_192_registers(CHEETAH_PLACE) { (void)place; }
+CHEETAH_PRIMITIVE void take_200_registers(CHEETAH_PLACE) { (void)place; }
 CHEETAH_PRIMITIVE void wait_for_u32(uint32_t, CHEETAH_PLACE) { cheetah_emulator::loads_have_read(place); }
 
 CHEETAH_PRIMITIVE void prefetch_l2(const void* place_of_line, CHEETAH_PLACE) {

@@ -45,6 +45,30 @@ take_registers = declare(
     'asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");',
     "all four warps of a warpgroup wait until they have 232 registers a thread",
 )
+keep_64_registers = declare(
+    "keep_64_registers",
+    ty.void,
+    'asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");',
+    "all four warps of a warpgroup keep 64 registers a thread and leave the others to those that take them",
+)
+keep_104_registers = declare(
+    "keep_104_registers",
+    ty.void,
+    'asm volatile("setmaxnreg.dec.sync.aligned.u32 104;");',
+    "all four warps of a warpgroup keep 104 registers a thread and leave the others to those that take them",
+)
+take_192_registers = declare(
+    "take_192_registers",
+    ty.void,
+    'asm volatile("setmaxnreg.inc.sync.aligned.u32 192;");',
+    "all four warps of a warpgroup wait until they have 192 registers a thread",
+)
+take_200_registers = declare(
+    "take_200_registers",
+    ty.void,
+    'asm volatile("setmaxnreg.inc.sync.aligned.u32 200;");',
+    "all four warps of a warpgroup wait until they have 200 registers a thread",
+)
 wait_for_u32 = declare(
     "wait_for_u32",
     ty.void,
