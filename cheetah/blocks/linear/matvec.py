@@ -291,11 +291,11 @@ class Matvec(Linear):
             self._multiply_held(layout, chunk, held, sums)
 
     def _has_room_for_tiles(self, layout: MatrixLayout) -> bool:
-        """Whether a warp's tiles of a chunk go to registers. Of several tokens not beside the sums of several M-tiles
-        where a last chunk has fewer tiles: words spilled then (qwen3-4b, batch 4)."""
-        is_crowded = self._sums_wait(layout) and self.columns.limit > 1
+        """Whether a warp's tiles of a chunk go to registers. Not beside the sums of several M-tiles where a last chunk
+        has fewer tiles: words spilled then (qwen3-4b)."""
         is_uneven = layout.last_chunk_tiles < layout.tiles_per_chunk
-        return self._groups(layout) == 1 and not self.machine.shape.formats and not (is_crowded and is_uneven)
+        is_crowded = is_uneven and self._sums_wait(layout)
+        return self._groups(layout) == 1 and not self.machine.shape.formats and not is_crowded
 
     @staticmethod
     def _sums_wait(layout: MatrixLayout) -> bool:
